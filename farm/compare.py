@@ -7,8 +7,9 @@ import sys
 
 from conf.cli.command_line import EXIT_INTERRUPTED, StepBar, command
 from conf.files.outputs import checked_report
+from conf.reports.terminal import print_page
 from farm.comparison.run import CompareSettings, Interrupted, run_comparison
-from farm.comparison.view import as_json, lines, write_comparison
+from farm.comparison.view import as_json, comparison_page, write_comparison
 from warehouse.files.folder import DataFolder
 
 
@@ -27,8 +28,13 @@ def entry(settings: CompareSettings) -> int:
         except Interrupted:
             print("left; run the same command again to continue", file=sys.stderr)
             return EXIT_INTERRUPTED
-        page = write_comparison(DataFolder.resolve(settings.data), result, settings.report)
-    print(as_json(result) if settings.format == "json" else "\n".join([*lines(result), f"page: {page}"]))
+        page = comparison_page(result)
+        path = write_comparison(DataFolder.resolve(settings.data), result, page, settings.report)
+    if settings.format == "json":
+        print(as_json(result))
+    else:
+        print_page(page)
+        print(f"page: {path}")
     if not result.comparison.shifts:
         print("error: no configuration has figures on both sides", file=sys.stderr)
         return 1

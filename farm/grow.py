@@ -125,7 +125,7 @@ def _how_far(night: NightWork) -> str:
     if night.cycle.done("choose") is not None and night.cycle.done("run") is None:
         with contextlib.suppress(CommandError):  # its job is not queued yet
             counts = night.queue.counts(night.cycle.job("grow"))
-            where += f", {counts.ended:,} of {counts.total:,} configurations"
+            where += f", {counts.done:,} of {counts.total:,} configurations"
     return f"cycle {night.cycle.name} is unfinished{where}"
 
 
@@ -194,7 +194,7 @@ def _dry_run(settings: GrowSettings) -> int:
                 machine,
                 environment,
                 again,
-                progress=lambda done, of: status(f"choosing: {done:,} of {of:,} candidates"),
+                progress=lambda completed, total: status(f"choosing: {completed:,} of {total:,} candidates"),
             )
     print(device_line)
     if again:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,7 @@ from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.plain_text import one_line
-from farm.serving.kubernetes import JOB, device_of, value_at
-from farm.serving.scheduling import figures_of, keep_asking
+from farm.serving.scheduling import JOB, device_of, figures_of, job_of_text, keep_asking, value_at
 
 if TYPE_CHECKING:
     from learn.client import Client
@@ -173,7 +171,6 @@ def decide_pending(api: KueueApi, service: Client) -> None:
 
 def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
     """Return the state and the message of a workload's check; None while a trace is not done."""
-    from learn.client import Refused
     from learn.estimation.job_estimate import Estimate
 
     messages: list[str] = []
@@ -185,16 +182,9 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
             continue
         name = value_at(pods, "name", str, odd) or "main"
         try:
-            body = json.loads(text)
-        except (ValueError, TypeError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            messages.append(f"{name}: {JOB} is not a JSON object")
-            continue
-        try:
-            job = {"device": device_of(template), **body}
+            job = {"device": device_of(template), **job_of_text(text, JOB)}
             (result,) = service.ask("POST", "/v1/estimate:batch", {"jobs": [job]})["results"]
-        except Refused as error:
+        except UsageError as error:
             messages.append(f"{name}: not estimated: {error}")
             continue
         if "url" in result:

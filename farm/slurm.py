@@ -6,7 +6,6 @@ daemon asks the service about them. It runs nobody's code: a directive is a requ
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -19,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.files.outputs import write_file
 from conf.plain_text import one_line
-from farm.serving.scheduling import devices_key, figures_of, keep_asking
-from warehouse.files.layout import write_bytes
+from farm.serving.scheduling import devices_key, figures_of, job_of_text, keep_asking
 
 if TYPE_CHECKING:
     from learn.client import Client
 
 HEADER = "gpufarm-slurm 1"
 YES, NO, UNKNOWN = "yes", "no", "unknown"
+_LINE = "the #GPUFARM line"
 _LONGEST = 8192  # bytes of a directive, as the plugin has it
 _LONGEST_COMMENT = 200
 _MOST_BYTES = 4 << 20  # bytes of the table's directives: slurmctld reads all of it
@@ -147,16 +147,13 @@ def row_of(directive: str, devices: Mapping[str, str], service: Client) -> Direc
 
 def _job_of(directive: str) -> dict[str, Any]:
     """Return a directive's request. Raises `UsageError` where it is not one."""
-    problem, body = "a JSON object without a device", None
     try:
         directive.encode()
-        body = json.loads(directive)
-    except UnicodeEncodeError:
-        problem = "UTF-8"
-    except (ValueError, RecursionError):
-        problem = "JSON"
-    if not isinstance(body, dict) or "devices" in body or "device" in body:
-        raise UsageError(f"the #GPUFARM line is not {problem}")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{_LINE} is not UTF-8") from error
+    body = job_of_text(directive, _LINE)
+    if body.keys() & {"device", "devices"}:
+        raise UsageError(f"{_LINE} is not a JSON object without a device")
     return body
 
 
@@ -189,7 +186,7 @@ def write_table(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
     """Write the table in place of the old one; the plugin sees either. Raises `EnvironmentProblem`."""
     lines = [f"{HEADER} {time.time_ns()}", *(row.line(directive) for directive, row in rows.items())]
     try:
-        write_bytes(path, "\n".join([*lines, ""]).encode(**_CODING))
+        write_file(path, "\n".join([*lines, ""]).encode(**_CODING))
     except OSError as error:
         raise EnvironmentProblem(f"table={path} cannot be written: {error.strerror}") from error
 

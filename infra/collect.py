@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_USAGE, exit_code
+from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
@@ -32,9 +32,9 @@ from farm.submission.submitting import submit
 from featurize.configs.trial import OPTIMIZERS, PRECISIONS
 from featurize.families import family_names
 from featurize.job.training_settings import Optimizer
-from warehouse.export import ExportSettings, export
+from warehouse.exchange.exporting import ExportSettings, export
 from warehouse.files.folder import DataFolder
-from workers.devices import DeviceUnavailable, choose_device
+from workers.devices import choose_device
 
 # Sampled where a family's space leaves them constant.
 TRAINING = {
@@ -92,11 +92,6 @@ class CollectSettings(Checked):
             yield "out=... is missing: only what a GPU measured goes into datasets/"
 
 
-def settings_of(argv: Sequence[str]) -> CollectSettings:
-    """Return KEY=VALUE arguments as settings. Raises `UsageError`."""
-    return load_settings(CollectSettings, "collect", argv)
-
-
 def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, SubmitSettings]]]:
     """Return the submissions by name, each with its share of a round's trials. Raises `UsageError`."""
     families = settings.families or _FAMILIES.get(settings.measure, family_names())
@@ -134,7 +129,7 @@ def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitS
         job = dataclasses.replace(composed, seed=settings.seed * len(SHARES) + offset)
         if share == PAIRS:
             job = dataclasses.replace(job, batch_sizes=pair_sizes(own_space(family)))
-        elif share != 1.0:
+        elif isinstance(share, float) and share != 1.0:
             if settings.device == "cpu":
                 continue
             job = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_fraction=share))
@@ -197,8 +192,10 @@ def pair_sizes(space: Space) -> tuple[int, ...]:
     if isinstance(dimension, Range):
         low, high = dimension.low, dimension.high
     elif isinstance(dimension, Choice):
-        low, high = min(dimension.choices), max(dimension.choices)
+        sizes = [choice for choice in dimension.choices if isinstance(choice, int)]
+        low, high = min(sizes), max(sizes)
     else:
+        assert isinstance(dimension.fixed, int), "a batch size is a whole number"
         low, high = max(1, dimension.fixed // 4), dimension.fixed * 2
     steps = range(_PAIR_SIZES)
     return tuple(sorted({round(low * (high / low) ** (i / (_PAIR_SIZES - 1))) for i in steps}))
@@ -300,15 +297,10 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Measure; 130 where it was asked to stop before all was done, except by the end of its minutes."""
 
-    def collected() -> int:
-        settings = settings_of(argv)
+    def collected(settings: CollectSettings) -> int:
         return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED
 
-    try:
-        return exit_code(collected)
-    except DeviceUnavailable as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    return developer_command("infra.collect:CollectSettings", collected, argv)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ _BLOCK = re.compile(
 )
 _FENCED = re.compile(r"^```(?P<language>sql|python)\n(?P<code>.*?)^```$", re.M | re.S)
 _NEWEST = "SELECT run_id FROM runs WHERE status = 'ok' ORDER BY task_index DESC LIMIT 1"
-_ABOVE = {"the sql above": "sql", "the python above": "python"}
+_ABOVE = {"the sql above": ("sql", ("-m", "warehouse.query")), "the python above": ("python", ("-c",))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,9 @@ class Block:
     @property
     def arguments(self) -> list[str]:
         """The command line that is executed."""
-        if self.command == "the sql above":
-            return [sys.executable, "-m", "warehouse.query", self.code]
-        if self.command == "the python above":
-            return [sys.executable, "-c", self.code]
-        return ["bash", "-c", self.command]
+        if self.code is None:
+            return ["bash", "-c", self.command]
+        return [sys.executable, *_ABOVE[self.command][1], self.code]
 
 
 def blocks_of(page: str) -> list[Block]:
@@ -80,7 +78,7 @@ def blocks_of(page: str) -> list[Block]:
     for match in _BLOCK.finditer(page):
         command, code = match["command"].strip(), None
         if command in _ABOVE:
-            before = [m for m in _FENCED.finditer(page, 0, match.start()) if m["language"] == _ABOVE[command]]
+            before = [m for m in _FENCED.finditer(page, 0, match.start()) if m["language"] == _ABOVE[command][0]]
             if not before:
                 raise SystemExit(f"error: there is no fenced code for <!-- run: {command} -->")
             code = before[-1]["code"]
@@ -148,10 +146,10 @@ def regenerated(page: str, progress: Callable[[str], None] = lambda command: Non
     with tempfile.TemporaryDirectory(prefix="gpufarm-readme-") as folder:
         blocks = iter(blocks_of(page))
 
-        def rewritten(match: re.Match) -> str:
+        def rewritten(match: re.Match[str]) -> str:
             block = _with_newest_run(next(blocks), Path(folder))
             progress(block.command)
-            head, tail = match[0][: match.start("body") - match.start()], match[0][match.end("body") - match.start() :]
+            head, tail = page[match.start() : match.start("body")], page[match.end("body") : match.end()]
             return head + body_of(block, output_of(block, Path(folder))) + tail
 
         return _BLOCK.sub(rewritten, page)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -103,7 +104,7 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body:
     return int(answer[9:12]), await reader.readexactly(length)
 
 
-def _wrong(questions: Sequence[dict], answers: dict[int, bytes]) -> int:
+def _wrong(questions: Sequence[dict[str, Any]], answers: dict[int, bytes]) -> int:
     """Return how many answers differ from the library's, in memory and bound."""
     from learn import estimate_many
 
@@ -121,7 +122,7 @@ def _wrong(questions: Sequence[dict], answers: dict[int, bytes]) -> int:
     return wrong
 
 
-def questions_of(n: int, seed: int) -> list[dict]:
+def questions_of(n: int, seed: int) -> list[dict[str, Any]]:
     """Return questions, half of them asked before, of three families on two GPU models."""
     from learn.estimation.fast_estimates import sampled_configs
 
@@ -130,7 +131,7 @@ def questions_of(n: int, seed: int) -> list[dict]:
         {"config": config.to_mapping(), "device": draw.choice(_DEVICES), "method": "fast"}
         for config in sampled_configs(n // 2, seed)
     ]
-    questions: list[dict] = []
+    questions: list[dict[str, Any]] = []
     for question in new:
         questions += [question, draw.choice(questions or [question])]
     return questions

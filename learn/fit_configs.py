@@ -8,4 +8,7 @@ from pathlib import Path
 from learn.estimation.fast_estimates import fit_config_models
 
 if __name__ == "__main__":
-    fit_config_models(Path(sys.argv[1]), progress=lambda step, done, of: print(f"{step}: {done:,} of {of:,}", end="\r"))
+    fit_config_models(
+        Path(sys.argv[1]),
+        progress=lambda step, completed, total: print(f"{step}: {completed:,} of {total:,}", end="\r"),
+    )

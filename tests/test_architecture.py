@@ -23,7 +23,7 @@ TORCH_FREE = ("farm", "warehouse", "conf")
 # room -> its folders and the modules that they import, each of which imports only those before it
 LAYERS = {
     "conf": ("plain_text", "units", "errors", "device_names", "files", "children", "cli", "reports"),
-    "warehouse": ("tables", "files", "reading", "exchange", "query", "explorer"),
+    "warehouse": ("tables", "files", "reading", "explorer", "exchange"),
     "featurize": (
         "device",
         "job",

@@ -1,405 +1,36 @@
 """`python -m warehouse.ingest source=gpumemnet path=...`: third-party measurements, as rows.
 
-They land in `runs`, `kernels` and `collocations`.
-
-Start reading at `ingest`. All files are read before anything is written; each file's new rows then land at once, so a
-kill leaves whole files' rows, and a repeat adds what is missing. A data set (source=dataset) brings its telemetry too.
+Start reading at `entry`; `warehouse.exchange.ingesting` reads and lands.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.compute as pc
+from collections.abc import Sequence
 
 from conf.cli.command_line import command, terminal_bar
-from conf.cli.settings import Checked, data_key, key
-from conf.errors import CommandError, EnvironmentProblem, UsageError
-from warehouse.exchange.dataset import (
-    DatasetPart,
-    checked_details,
-    checked_rows,
-    find_parts,
-    is_loaded,
-    lies_in,
-    public_id,
-    read_part,
-    repository_folder,
-)
-from warehouse.exchange.imported_rows import (
-    UNKNOWN_FAMILY,
-    CsvMapping,
-    ImportedFile,
-    ImportedRow,
-    read_mapping,
-    read_table,
-    run_ids,
-)
-from warehouse.exchange.published import read_published_runs
-from warehouse.exchange.published_kernels import KERNEL_TABLES, NEUSIGHT, read_kernel_table, read_kernel_times
-from warehouse.exchange.published_tables import TABLES, group_members
-from warehouse.files.folder import DataFolder
-from warehouse.files.merged import land_batch
-from warehouse.files.plain_file import open_lock
-from warehouse.files.writer import RunWriter, detail_table
-from warehouse.reading.connection import connect
+from conf.reports.blocks import Cell, Lead, table
+from conf.reports.terminal import print_blocks
+from warehouse.exchange.ingesting import IngestReport, IngestSettings, ingest
 from warehouse.tables.duckdb_access import disk_errors_named
-from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS
 
-DATASET, CSV = "dataset", "csv"
-# Takes a file and the GPU model that was measured, in place of the file's own; returns the file's rows, or why it is
-# left out.
-Reader = Callable[[Path, str | None], ImportedFile | str]
-READERS: Mapping[str, Reader] = {
-    **{source: partial(read_published_runs, source=source) for source in ("gpumemnet", "timm")},
-    **{source: partial(read_table, source=source, table=table) for source, table in TABLES.items()},
-    NEUSIGHT: read_kernel_times,
-    **{source: partial(read_kernel_table, source=source) for source in KERNEL_TABLES},
-}
-SOURCES = (DATASET, *READERS, CSV)
 _SHOWN_ROWS = 5  # places named for each reason
-_WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
-
-Progress = Callable[[str, int, int], None]  # (what is done, files done, files in all)
-
-
-@dataclass(frozen=True, kw_only=True)
-class IngestSettings(Checked):
-    r"""The source to read. Raises `UsageError` for an unknown source, and for keys of another source.
-
-    source=dataset loads the runs that came with the project, with their telemetry and kernels; they stay
-    `measured`.
-
-      python -m warehouse.ingest source=dataset
-      python -m warehouse.ingest source=gpumemnet path=GPUMemNet/Datasets
-      python -m warehouse.ingest source=timm path=timm_a100.csv data=/srv/farm
-      python -m warehouse.ingest source=timm_benchmark path=timm_train_step_time.csv
-      python -m warehouse.ingest source=csv path=mine.csv family=timm device_name=NVIDIA-L4 \
-        columns='{peak_memory_mib: mem, batch_size: bs, config.model: net}' constants='{optimizer: sgd}'
-
-    A folder is searched with all that is below it; files of other kinds are named and left. Rows that make no sense
-    land as `invalid`, those in doubt with error_type = 'doubt', and those that no
-    trial config describes with error_type = 'untraceable'.
-    """
-
-    source: str = key(
-        help="dataset (what warehouse.export wrote), gpumemnet (GPUMemNet's CSV files), timm (model, module, "
-        "batch_size, max_gpu_memory_mib), neusight, sailor, liger and allreduce (times of operators, layers and "
-        "all-reduces, which land in `kernels`), csv, or a published table: " + ", ".join(TABLES),
-        kind="text",
-        choices=tuple(SOURCES),
-    )
-    path: str | None = key(
-        None, "a file, or a folder; for source=dataset the default is datasets/ of this checkout", "path"
-    )
-    data: str | None = data_key()
-    device_name: str | None = key(
-        None,
-        "GPU model that was measured; default: the file's, or A100-SXM4-40GB where it names none (not for source=csv)",
-    )
-    family: str | None = key(None, "source=csv: the family that the rows are configurations of")
-    columns: str | None = key(
-        None,
-        "source=csv: '{peak_memory_mib: COLUMN, config.FIELD: COLUMN, ...}', columns of `runs` and config fields",
-        "any text",
-    )
-    constants: str | None = key(None, "source=csv: the same keys with one value for every row", "any text")
-
-    def problems(self) -> Iterator[str]:
-        if self.path is None and self.source != DATASET:
-            yield "missing path=... (a file, or a folder)"
-        if self.source != CSV:
-            keys = ("family", "columns", "constants", *(("device_name",) if self.source == DATASET else ()))
-            odd = [key for key in keys if getattr(self, key) is not None]
-            if odd:
-                yield f"{', '.join(odd)}: for source=csv only; source={self.source} knows its columns"
-        elif self.family is None:
-            yield "family=... is missing: source=csv needs the family that its rows are configurations of"
-
-    def mapping(self) -> CsvMapping:
-        """Return the checked mapping of source=csv."""
-        assert self.family is not None
-        constants = read_mapping("constants", self.constants)
-        if self.device_name is not None:
-            constants["device_name"] = self.device_name
-        return CsvMapping(family=self.family, columns=read_mapping("columns", self.columns), constants=constants)
-
-
-@dataclass
-class FileReport:
-    """Counts of one file's rows. `invalid` and `doubts`: reason -> places in the file, 1 for the first row."""
-
-    path: Path
-    rows: int = 0
-    new: int = 0
-    left_out: int = 0  # rows that make no sense, of a table that keeps none of those
-    label: str = ""  # what it is called in the report; default the file's name
-    statuses: Counter[str] = field(default_factory=Counter)
-    invalid: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    doubts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-
-    @classmethod
-    def of(cls, path: Path, rows: Sequence[ImportedRow], new: int, label: str = "", left_out: int = 0) -> FileReport:
-        """Return the report of rows of which `new` have landed."""
-        report = cls(path, len(rows), new, left_out, label)
-        for row in rows:
-            report.statuses[row.columns.get("status", "ok")] += 1
-            if row.problem is not None:
-                report.invalid[row.problem].append(row.row)
-            if row.doubt is not None:
-                report.doubts[row.doubt].append(row.row)
-        return report
-
-    @property
-    def already_there(self) -> int:
-        return self.rows - self.new - self.left_out
-
-    @property
-    def in_doubt(self) -> int:
-        return sum(map(len, self.doubts.values()))
-
-
-@dataclass
-class IngestReport:
-    """Reports of the files that were read, and the reason for each file that was not."""
-
-    files: list[FileReport] = field(default_factory=list)
-    left: dict[Path, str] = field(default_factory=dict)
-
-
-def ingest(settings: IngestSettings, progress: Progress | None = None) -> IngestReport:
-    """Land those rows of the files at `settings.path` that the data folder lacks.
-
-    Raises `UsageError` if the path does not exist or holds no file of this source, the mapping does not fit, the data
-    folder cannot be written, or another ingest is running on it.
-    """
-    progress = progress or (lambda label, done, of: None)
-    report = IngestReport()
-    if settings.source == DATASET:
-        return _ingest_dataset(settings, report, progress)
-    # Of files with the same measurements, the one with most measured columns lands first.
-    files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
-    if not files:
-        left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
-        raise UsageError(f"path={settings.path} holds no file of source={settings.source}{left}")
-    folder = DataFolder.resolve(settings.data).create()
-    with _lock(folder):
-        known = _known_ids(folder, files[0].kind)
-        for done, file in enumerate(files):
-            progress("landing", done, len(files))
-            if file.rows or not file.pairs:
-                land = _land_runs if file.kind == "runs" else partial(_land_details, kind=file.kind)
-                new = land(folder, settings.source, file.rows, known)
-                rows = (*file.rows, *file.left_out)
-                report.files.append(FileReport.of(file.path, rows, new, left_out=len(file.left_out)))
-        report.files += _land_pairs(folder, settings, [file for file in files if file.pairs])
-        progress("landing", len(files), len(files))
-    return report
-
-
-def _read(settings: IngestSettings, report: IngestReport, progress: Progress) -> Iterator[ImportedFile]:
-    read = settings.mapping().read if settings.source == CSV else READERS[settings.source]
-    root, paths = _paths(settings, ".parquet" if settings.source == NEUSIGHT else ".csv", report)
-    for done, path in enumerate(paths):
-        progress("reading", done, len(paths))
-        try:
-            file = read(path, settings.device_name)
-        except CommandError as error:
-            if root.is_file():
-                raise
-            file = str(error).removeprefix(f"path={path}").lstrip(": ")
-        if isinstance(file, str):
-            report.left[path] = file
-        else:
-            yield file
-
-
-def _known_ids(folder: DataFolder, kind: str) -> set[str]:
-    """Return the ids of the imported rows of a table."""
-    column = "run_id" if kind == "runs" else DETAILS[kind].row_id
-    with contextlib.closing(connect(folder)) as connection:
-        table = connection.sql(f"SELECT {column} FROM {kind} WHERE source = 'imported'").to_arrow_table()
-    return set(table.column(column).to_pylist())
-
-
-def _land_runs(folder: DataFolder, _source: str, rows: Sequence[ImportedRow], known: set[str]) -> int:
-    """Land the runs that the folder lacks; return how many these are."""
-    new: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        if row.columns["run_id"] not in known:
-            known.add(row.columns["run_id"])
-            new[row.columns["family"]].append(row.columns)
-    writer = RunWriter(folder)
-    for family in sorted(new):
-        writer.write_batch(new[family])
-    return sum(map(len, new.values()))
-
-
-def _land_details(folder: DataFolder, source: str, rows: Sequence[ImportedRow], known: set[str], *, kind: str) -> int:
-    """Land the rows of a table of `DETAILS` that the folder lacks, in one batch; return how many these are."""
-    detail = DETAILS[kind]
-    new = {row.columns[detail.row_id]: row.columns for row in rows if row.columns[detail.row_id] not in known}
-    known |= new.keys()
-    if new:
-        (batch,) = run_ids(source, ["\n".join(new)])
-        fields = [field for field in detail.schema if field.name != "run_id"]
-        table = pa.Table.from_pylist(list(new.values()), schema=pa.schema(fields))
-        land_batch(folder, kind, UNKNOWN_FAMILY, detail_table(kind, table, {"run_id": batch}))
-    return len(new)
-
-
-def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[ImportedFile]) -> Iterator[FileReport]:
-    """Land the files' pairs in `collocations`, once the runs have landed.
-
-    Raises `UsageError` for pairs of jobs of which none has figures alone.
-    """
-    if not files:
-        return
-    with contextlib.closing(connect(folder)) as connection:
-        alone = connection.sql(
-            "SELECT run_id, status, origin, peak_memory_mib, gpu_util, step_time_ms FROM runs "
-            f"WHERE source = 'imported' AND job_id = 'import-{settings.source}' AND origin IS NOT NULL ORDER BY run_id"
-        ).to_arrow_table()
-    known = _known_ids(folder, "collocations")
-    for file in files:
-        members = group_members(settings.source, file.pairs, alone.to_pylist(), settings.device_name)
-        if not any(member.columns.get("solo_run_id") for member in members):
-            raise UsageError(
-                f"path={file.path}: figures of these jobs alone are in no file of the path, nor in data={folder.root}; "
-                f"ingest the file of jobs alone first, or name the folder with both"
-            )
-        new = _land_details(folder, settings.source, members, known, kind="collocations")
-        yield FileReport.of(file.path, members, new, label=f"{file.path.name}: members of pairs")
-
-
-def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple[Path, list[Path]]:
-    """Return the path that was given, and the files to read: itself, or those of `suffix` below it."""
-    assert settings.path is not None
-    root = Path(settings.path).expanduser()
-    if root.is_file():
-        return root, [root]
-    if not root.is_dir():
-        raise UsageError(f"path={settings.path}: there is no such file or folder")
-    paths = []
-    for path in sorted(path for path in root.rglob("*") if path.suffix.lower() == suffix and path.is_file()):
-        if lies_in(root, path):
-            paths.append(path)
-        else:
-            report.left[path] = "a link that leads out of the folder"
-    return root, paths
-
-
-def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:
-    root = repository_folder() if settings.path is None else Path(settings.path).expanduser()
-    if not root.is_dir():
-        why = "no such folder" if settings.path is not None else "this is not a checkout with datasets/: give path="
-        raise UsageError(f"path={root}: {why}")
-    parts = find_parts(root)
-    if not parts:
-        raise UsageError(f"path={root} holds no runs yet: no GPU has measured anything for it so far")
-    read = []
-    for done, part in enumerate(parts):
-        progress("reading", done, len(parts))
-        runs = read_part(root, part, "runs")
-        details = {kind: checked_details(root, part, kind) for kind in DETAILS}
-        samples = {"telemetry": read_part(root, part, "telemetry"), **details}
-        read.append((part, runs, checked_rows(root, part, runs), samples))
-    folder = DataFolder.resolve(settings.data).create()
-    with _lock(folder):
-        known = _known_public_ids(folder)
-        for done, (part, runs, rows, samples) in enumerate(read):
-            progress("landing", done, len(parts))
-            file = FileReport(root / part.path("runs"), len(rows), label=str(part.path("runs")))
-            file.statuses.update(row["status"] for row in rows)
-            new = pa.array([row["run_id"] not in known for row in rows], pa.bool_())
-            known |= {row["run_id"] for row in rows}
-            file.new = _land_part(folder, part, runs.filter(new), samples)
-            report.files.append(file)
-        progress("landing", len(parts), len(parts))
-    return report
-
-
-def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, samples: Mapping[str, pa.Table]) -> int:
-    """Land the telemetry, kernels and ranks, then the runs, each in one batch; return how many runs landed.
-
-    A kill before the runs leaves rows without runs, which the next ingest finds."""
-    if not runs.num_rows:
-        return 0
-    for kind, table in samples.items():
-        with contextlib.closing(connect(folder)) as connection:
-            there = connection.execute(f"SELECT DISTINCT run_id FROM {kind} WHERE family = ?", [part.family]).fetchall()
-        wanted = set(runs.column("run_id").to_pylist()) - {run_id for (run_id,) in there}
-        rows = table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(wanted), pa.string())))
-        if rows.num_rows:
-            land_batch(folder, kind, part.family, rows)
-    column = runs.schema.get_field_index("job_id")
-    jobs = pc.binary_join_element_wise(DATASET_JOB_PREFIX, runs.column("job_id"), "")
-    land_batch(folder, "runs", part.family, runs.set_column(column, "job_id", jobs))
-    return int(runs.num_rows)
-
-
-def _known_public_ids(folder: DataFolder) -> set[str]:
-    """Return the public ids of the folder's runs, both measured here and loaded."""
-    with contextlib.closing(connect(folder)) as connection:
-        rows = connection.execute(
-            "SELECT run_id, job_id, device_uuid, finished_at FROM runs WHERE source != 'imported'"
-        ).fetchall()
-    return {
-        run_id if is_loaded(job_id) else public_id(run_id, uuid, finished_at)
-        for run_id, job_id, uuid, finished_at in rows
-    }
-
-
-@contextlib.contextmanager
-def _lock(folder: DataFolder) -> Iterator[None]:
-    """Hold the folder's ingest lock, since two ingests at once would land rows twice. The kernel drops it at exit."""
-    with open_lock(folder.ingest_lock) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise EnvironmentProblem(
-                f"another ingest is at work on data={folder.root}; run this one when it is done"
-            ) from None
-        yield
+STATUSES = ("ok", "oom", "invalid")  # that imported rows have
 
 
 def print_report(report: IngestReport) -> None:
     """Print the table of files, then the rows left out, in doubt or invalid, by reason, with the first places."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    screen = Console(highlight=False)
-    if not screen.is_terminal:
-        screen = Console(highlight=False, width=_WIDTH_ELSEWHERE)
-    table = Table(box=box.SQUARE)
-    table.add_column("file")
-    for name in ("rows", "new", "already there", "ok", "oom", "invalid", "in doubt"):
-        table.add_column(name, justify="right")
-    for file in report.files:
-        counts = (file.rows, file.new, file.already_there, *(file.statuses[s] for s in ("ok", "oom", "invalid")))
-        table.add_row(_name(file), *(f"{count:,}" for count in (*counts, file.in_doubt)))
-    screen.print(table)
-    for path, why in report.left.items():
-        screen.print(f"left out: {path.name}: {why}", markup=False, soft_wrap=True)
+    rows: list[tuple[Cell, ...]] = [
+        (file.name, file.rows, file.new, file.already_there, *(file.statuses[s] for s in STATUSES), file.in_doubt)
+        for file in report.files
+    ]
+    lines = [f"left out: {path.name}: {why}" for path, why in report.left.items()]
     places = {"invalid": [file.invalid for file in report.files], "in doubt": [file.doubts for file in report.files]}
     for kind, by_file in places.items():
         for file, rows_by_reason in zip(report.files, by_file, strict=True):
-            for reason, rows in sorted(rows_by_reason.items(), key=lambda entry: -len(entry[1])):
-                line = f"{kind}: {reason}: {len(rows):,} ({_places(_name(file), rows)})"
-                screen.print(line, markup=False, soft_wrap=True)
-
-
-def _name(file: FileReport) -> str:
-    return file.label or file.path.name
+            for reason, found_in in sorted(rows_by_reason.items(), key=lambda entry: -len(entry[1])):
+                lines.append(f"{kind}: {reason}: {len(found_in):,} ({_places(file.name, found_in)})")
+    heads = ("file", "rows", "new", "already there", *STATUSES, "in doubt")
+    print_blocks(table(heads, rows), *map(Lead, lines))
 
 
 def _places(name: str, rows: Sequence[int]) -> str:
@@ -411,9 +42,9 @@ def entry(settings: IngestSettings) -> int:
     """Ingest the files and print the report."""
     with terminal_bar("reading") as update, disk_errors_named():
 
-        def progress(label: str, done: int, of: int) -> None:
+        def progress(label: str, completed: int, total: int) -> None:
             assert update is not None
-            update(description=label, completed=done, total=of)
+            update(description=label, completed=completed, total=total)
 
         report = ingest(settings, None if update is None else progress)
     print_report(report)

@@ -2,7 +2,8 @@
 
 Start reading at `command`; `conf.cli.overrides` reads the arguments and names the keys. Hydra's own decorator is not
 used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the first
-mistake; Hydra's compose API underneath is the same. Developers' commands, which are in no table, end with `exit_code`.
+mistake; Hydra's compose API underneath is the same. Developers' commands, which are in no table, are run by
+`developer_command`.
 The progress bars of all commands are here too: `terminal_bar`, and `StepBar`, which names steps.
 """
 
@@ -31,6 +32,7 @@ from conf.cli.overrides import (
     made,
     parsed,
 )
+from conf.cli.settings import groups_of
 from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
 from conf.plain_text import one_line, printable, truncated
 
@@ -285,10 +287,11 @@ def help_text(name: str, everything: bool = True) -> str:
         described.append(line)
     rows: list[tuple[str, str]] = []
     documented = {key: (default, text) for key, default, text in documented_keys(name)}
+    own_groups = groups_of(settings_class(name))
     common = getattr(settings_class(name), "COMMON", documented)
     for key in documented if everything else common:
         default, text = documented[key]
-        if key not in groups():
+        if key not in own_groups:
             rows.append((f"{key}={'(required)' if default == '???' else default}", text))
         else:
             rows.append((f"{key}={default}", f"{text} [{' | '.join(command_options(name, key))}]".strip()))
@@ -303,16 +306,15 @@ def help_text(name: str, everything: bool = True) -> str:
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])
 
 
-def exit_code(work: Callable[[], int | None]) -> int:
-    """Run work that the same command can continue, and return its exit code, or 2 or 130 as users' commands do."""
-    try:
-        return work() or 0
-    except CommandError as error:
-        print_error(error)
-        return EXIT_USAGE
-    except KeyboardInterrupt:
+def developer_command(settings: str, entry: Entry, argv: Sequence[str], rewrite: Rewrite | None = None) -> int:
+    """Run a command that is in no table, `MODULE:CLASS` of its settings, and return its exit code, as `run` does.
+
+    The same command continues what it is interrupted in.
+    """
+    code = run(settings, entry, argv, rewrite=rewrite)
+    if code == EXIT_INTERRUPTED:
         print("stopped; run the same command again to continue", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return code
 
 
 class StepBar:
@@ -332,8 +334,8 @@ class StepBar:
         if self._running is not None:
             self._running[0].stop()
 
-    def update(self, step: str, done: int, of: int) -> None:
-        """Show the running step and its progress, `done` of `of`; 0 of 0 where the number is unknown."""
+    def update(self, step: str, completed: int, total: int) -> None:
+        """Show the running step and its progress, `completed` of `total`; 0 of 0 where the number is unknown."""
         if not self._console.is_terminal:
             return
         if self._running is None:  # not before there is something to show: another bar may be on the screen until then
@@ -341,7 +343,7 @@ class StepBar:
 
             self._running = start_bar(self._console, self._label, TimeElapsedColumn())
         bar, task = self._running
-        bar.update(task, description=f"{self._label}: {step}", completed=done, total=of or None)
+        bar.update(task, description=f"{self._label}: {step}", completed=completed, total=total or None)
 
 
 @contextlib.contextmanager

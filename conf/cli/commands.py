@@ -98,7 +98,7 @@ TABLE = {
     ),
     "query": Command(
         "warehouse.query",
-        "warehouse.query:QuerySettings",
+        "warehouse.reading.query_answer:QuerySettings",
         "Query the warehouse in SQL: its views runs, attempts, telemetry, jobs, stale; read-only, also while "
         "the farm writes.",
     ),
@@ -124,18 +124,18 @@ TABLE = {
     ),
     "ingest": Command(
         "warehouse.ingest",
-        "warehouse.ingest:IngestSettings",
+        "warehouse.exchange.ingesting:IngestSettings",
         "Read published measurements into `runs`, with source = 'imported'. Ingesting twice adds nothing twice.",
     ),
     "export": Command(
         "warehouse.export",
-        "warehouse.export:ExportSettings",
+        "warehouse.exchange.exporting:ExportSettings",
         "Write measured runs as a data set that others can load: a pair of Parquet files for each family, "
         "device and day.",
     ),
     "publish": Command(
         "warehouse.publish",
-        "warehouse.publish:PublishSettings",
+        "warehouse.exchange.publishing:PublishSettings",
         "Write a snapshot as a data set that others can use: Parquet by table, a card, Croissant metadata, a "
         "loading example.",
     ),
@@ -189,8 +189,8 @@ COMMANDS = {name: command.module for name, command in TABLE.items()}
 
 
 def settings_class(name: str) -> type:
-    """Return the dataclass whose fields are the keys of a command."""
-    module, _, attribute = TABLE[name].settings.partition(":")
+    """Return the dataclass whose fields are the keys of a command; one that is in no table is named `MODULE:CLASS`."""
+    module, _, attribute = (TABLE[name].settings if name in TABLE else name).partition(":")
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     is_running = spec is not None and spec.name == module  # by `python -m`: an import would run the module again
@@ -200,8 +200,10 @@ def settings_class(name: str) -> type:
 
 
 def summary(name: str) -> str:
-    """Return one line on what the command does."""
-    return TABLE[name].summary
+    """Return one line on what the command does; of one that is in no table the first line of its module."""
+    if name in TABLE:
+        return TABLE[name].summary
+    return inspect.cleandoc(sys.modules[settings_class(name).__module__].__doc__ or "").partition("\n")[0]
 
 
 def description(name: str) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def traced(
     configs: Mapping[str, Mapping[str, Any]],
     spec: DeviceSpec,
     kept: Path,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> dict[str, dict[str, Any]]:
     """Config hash -> `summary_of` its step under the environment's torch; what `kept` holds is not traced again.
 

@@ -28,8 +28,9 @@ from farm.comparison.pairs import (
     side_of,
     trial_environment,
 )
+from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import TimedStop, run_job
+from farm.dispatch.working import run_job
 from farm.queue.jobs import Queue
 from farm.submission.model_check import require_models_in_any
 from farm.submission.settings import SampledSettings, SubmitSettings
@@ -37,7 +38,7 @@ from farm.submission.submitting import submit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import checked_name
+from warehouse.files.layout import check_name
 from workers.devices import choose_device
 
 SIMULATED = (
@@ -120,9 +121,9 @@ class Result:
 
 
 def run_comparison(
-    settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, done, of: None
+    settings: CompareSettings, progress: Callable[[str, int, int], None] = lambda label, completed, total: None
 ) -> Result:
-    """Run the missing trials and compare. `progress(label, done, of)` is called while operators are traced.
+    """Run the missing trials and compare. `progress(label, completed, total)` is called while operators are traced.
 
     Raises `UsageError` for user mistakes, before anything is written, and `Interrupted`.
     """
@@ -193,14 +194,14 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
     """Return the side's runs, after running those that an environment lacks."""
     if isinstance(side, Recorded):
         return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
-    folder = DataFolder(home.environments / checked_name("environment", side.folder_name)).create()
+    folder = DataFolder(home.environments / check_name("environment", side.folder_name)).create()
     submission = _submission(settings)
     cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
     print(f"{side.label}: {side.python}, runs in {folder.root}")
     with Queue.open(folder.queue) as queue:
         job_id = submit(folder, queue, submission)
         if queue.pending(job_id):
-            if not run_job(folder, queue, cluster, job_id, TimedStop(None), Service()):
+            if not run_job(folder, queue, cluster, job_id, StopRequest(), Service()):
                 raise Interrupted
             from warehouse.files.compaction import compact
 
@@ -233,8 +234,8 @@ def _operators(
     }
 
     def records(side: Environment, where: RunSet) -> dict[str, dict[str, Any]]:
-        def report_progress(done: int, of: int) -> None:
-            progress(f"tracing operators, {side.label}", done, of)
+        def report_progress(completed: int, total: int) -> None:
+            progress(f"tracing operators, {side.label}", completed, total)
 
         return traced(side, code, configs, spec, where.folder.root / "operators.jsonl", report_progress)
 

@@ -1,4 +1,4 @@
-"""A comparison as a table in the terminal, as JSON and as a page. Start reading at `lines` and `comparison_page`."""
+"""A comparison as a page, which the terminal shows, too, and as JSON. Start reading at `comparison_page`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from conf.files.outputs import write_output
-from conf.plain_text import table_lines
 from conf.reports.blocks import (
     Block,
     Callout,
@@ -38,40 +37,6 @@ from farm.comparison.run import Result
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift
 from warehouse.tables.schema import ENVIRONMENT
-
-_ROWS_OF_TABLE = 5  # configurations, operators and modules of each table
-
-
-def lines(result: Result) -> list[str]:
-    """Return the terminal's lines: labels, statuses, largest differences, operators, modules, runs without partner."""
-    comparison = result.comparison
-    text = [f"{result.before.label} -> {result.after.label}: {headline(result)}", ""]
-    heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
-    text += table_lines(heads, [shift_row(shift) for shift in comparison.shifts])
-    if comparison.statuses:
-        text += ["", "configurations that failed, or ended otherwise:"]
-        rows = [(s.before, s.after, f"{s.configurations:,}", s.error or "") for s in comparison.statuses]
-        text += table_lines(("before", "after", "configurations", "error"), rows)
-    for label, name in ((MEMORY, "peak memory"), (STEP_TIME, "step time")):
-        largest = comparison.largest(label, _ROWS_OF_TABLE)
-        if largest:
-            text += ["", f"largest differences of {name}:"]
-            pair_heads = ("configuration", "family", "before", "after", "difference")
-            text += table_lines(pair_heads, [pair_row(pair, label) for pair in largest])
-    families = [family for family in comparison.families if family.largest][:_ROWS_OF_TABLE]
-    if families:
-        text += ["", "by the operator families of the configurations' layers, medians:"]
-        rows = [(f.name, f"{f.pairs:,}", percent(f.memory), percent(f.step_time)) for f in families]
-        text += table_lines(("operator family", "pairs", "peak memory", "step time"), rows)
-    text += ["", *_operator_lines(result)]
-    for side, alone in zip((result.before, result.after), comparison.alone, strict=True):
-        if alone:
-            examples = ", ".join(alone[:3]) + (", ..." if len(alone) > 3 else "")
-            text.append(f"without a partner: {len(alone):,} configurations of {side.label} ({examples})")
-    for side, count in zip((result.before, result.after), comparison.unhashed, strict=True):
-        if count:
-            text.append(f"left out: {count:,} rows of {side.label} that name no configuration")
-    return [*text, "", result.caveat]
 
 
 def headline(result: Result) -> str:
@@ -151,42 +116,6 @@ def _arrow(old: float, new: float) -> str:
     return before if before == after else f"{before} -> {after}"
 
 
-def _operator_lines(result: Result) -> list[str]:
-    operators = result.operators
-    if operators is None:
-        return [f"operators: not compared: {result.no_operators}"]
-    text = [f"operators of one traced step of {operators.compared:,} configurations, priced on {operators.device}:"]
-    if operators.failed:
-        error = next(error for pair in operators.failed.values() for error in reversed(pair) if error)
-        text.append(f"  {len(operators.failed):,} more cannot be traced on a side: {error}")
-    if not operators.compared:
-        return text
-    columns = ("calls", "moved_mib", "ms", "peak_mib")
-    for name, entries in (("operator", operators.operators), ("module", operators.modules)):
-        changed = [change for change in entries if change.changed]
-        if not changed:
-            text.append(f"  no {name} differs ({len(entries):,} {name}s)")
-            continue
-        rows = [
-            (change.name, f"{change.configurations:,}", *change_row(change, columns))
-            for change in changed[:_ROWS_OF_TABLE]
-        ]
-        text += table_lines((name, "in", "calls", "moved MiB", "ms", "MiB at the peak"), rows)
-        if len(changed) > _ROWS_OF_TABLE:
-            text.append(f"  {len(changed) - _ROWS_OF_TABLE:,} more {name}s differ: see the page")
-    dtypes = changed_dtypes(operators)
-    if dtypes:
-        text.append(
-            "  operators by dtype: " + ", ".join(f"{name} {_arrow(*counts)}" for name, counts in dtypes.items())
-        )
-    return text
-
-
-def changed_dtypes(operators: Operators) -> dict[str, tuple[float, float]]:
-    """Return the operators before and after of each dtype where these differ."""
-    return {name: counts for name, counts in operators.dtypes.items() if counts[0] != counts[1]}
-
-
 def as_json(result: Result) -> str:
     """Return the whole comparison: the contents of table and page, and every pair."""
     comparison, operators = result.comparison, result.operators
@@ -256,13 +185,13 @@ _ROWS_OF_PAGE = 20  # rows of a table; the rest is in the JSON beside the page
 _COLUMNS = {"calls": "calls", "moved_mib": "MiB moved", "gflops": "GFLOP", "ms": "ms", "peak_mib": "MiB at the peak"}
 
 
-def write_comparison(home: DataFolder, result: Result, report: str | None) -> Path:
-    """Write the page and, beside it, its JSON, each atomically; return the page's path.
+def write_comparison(home: DataFolder, result: Result, page: Page, report: str | None) -> Path:
+    """Write the result's page and, beside it, its JSON, each atomically; return the page's path.
 
     They go to `comparisons/` of the data folder, or to the file `report` and one of the same name ending in `.json`.
     Raises `UsageError` where they cannot be written.
     """
-    page, figures = comparison_page(result), as_json(result)
+    figures = as_json(result)
     if report is None:
         return keep_page(home.comparisons / f"{result.name}.html", page, figures)
     path = Path(report)
@@ -423,9 +352,8 @@ def _operators(result: Result) -> Section:
     ]
     parts.append(Heading("What the peak consists of, MiB"))
     parts.append(table(("kind", "before", "after", "difference"), [(k.replace("_", " "), *rest) for k, *rest in moved]))
-    dtypes = changed_dtypes(operators)
-    if dtypes:
-        counts = [(name, int(old), int(new)) for name, (old, new) in dtypes.items()]
+    counts = [(name, int(old), int(new)) for name, (old, new) in operators.dtypes.items() if old != new]
+    if counts:
         parts += [Heading("Operators by dtype"), table(("dtype", "before", "after"), counts)]
     return Section("operators", "By operator", tuple(parts))
 

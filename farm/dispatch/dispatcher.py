@@ -1,8 +1,8 @@
 """The dispatcher: leases tasks, hands them to workers and lands their runs; a kill at any point loses none.
 
-Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`DispatcherLock`); a task is done only
-after its run is durable in the warehouse. Everything that a worker sends passes through `accepted`, which turns it into
-a run that can land.
+Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`hold_dispatcher_lock`); a task is done
+only after its run is durable in the warehouse. Everything that a worker sends passes through `accepted`, which turns it
+into a run that can land.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from conf.files.identity import identity
 from conf.plain_text import safe_text
 from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.executors import Completion, Executor, InlineExecutor
@@ -27,8 +29,7 @@ from farm.dispatch.monitoring import Service
 from farm.dispatch.ray_executor import RayExecutor
 from farm.dispatch.submitted_code import SubmittedCode
 from farm.queue.jobs import Queue
-from farm.queue.leftovers import SESSION_VARIABLE, session_marker
-from farm.queue.outcomes import JobOutcomes
+from farm.queue.leftovers import SESSION_VARIABLE
 from farm.queue.queue_values import RunDoubt, UnreadableTask, device_from_key
 from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
 from warehouse.files.folder import DataFolder
@@ -51,7 +52,7 @@ _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up 
 
 def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
     """Return the executor that `cluster` asks for, with its processes marked as this dispatcher's."""
-    marker = {SESSION_VARIABLE: session_marker()}
+    marker = {SESSION_VARIABLE: identity(os.getpid())}
     environment = {**cluster.environment, **marker}
     if cluster.kind == "inline":
         return InlineExecutor(choice, environment)
@@ -69,7 +70,7 @@ class Dispatcher:
     another's only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
 
     `trust`: modules whose code a task may name although this user did not submit it (`farm.dispatch.submitted_code`).
-    `outcomes` counts the runs that land.
+    `ran` takes the jobs whose runs land, in the order of their first.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Dispatcher:
         job_id: str | None = None,
         shares: int = 1,
         trust: Sequence[str] = (),
-        outcomes: JobOutcomes | None = None,
+        ran: dict[str, None] | None = None,
     ):
-        self._outcomes = outcomes or JobOutcomes()
+        self._ran = {} if ran is None else ran
         self._code = SubmittedCode(trust)
         self._job_id = job_id
         self._shares = shares
@@ -195,11 +196,11 @@ class Dispatcher:
             (task,) = leased
             self._leased[task.run_id] = task
             if isinstance(task, UnreadableTask):
-                refused = refused_run(task, "UsageError", task.problem)
+                refused = lost_run(task, task.problem, "invalid", "UsageError")
             elif (refusal := self._code.decide_all((task.config, *task.partners))[1]) is not None:
-                refused = refused_run(task, "NotTrusted", refusal)
+                refused = lost_run(task, refusal, "invalid", "NotTrusted")
             elif (problem := self._problem_of_ranks(task)) is not None:
-                refused = refused_run(task, "UsageError", problem)
+                refused = lost_run(task, problem, "invalid", "UsageError")
             else:
                 return task
             self._land_run(task, refused)
@@ -284,7 +285,7 @@ class Dispatcher:
         doubt = doubt_of(run.quality, run.quality_reasons or ())
         self._queue.finish(task, run.status, self._clock(), error=run.error, doubt=doubt)
         self._progress.landed(run)
-        self._outcomes.landed(run)
+        self._ran.setdefault(task.job_id)
         self._service.samples(run, result.telemetry)
         self._service.events.emit(
             "landed",
@@ -333,15 +334,18 @@ def _looks_ahead(task: Task) -> bool:
 
 
 class StopRequest:
-    """Signal handling: the first Ctrl-C or SIGTERM finishes running trials, the second raises `KeyboardInterrupt`."""
+    """Signal handling: the first Ctrl-C or SIGTERM finishes running trials, the second raises `KeyboardInterrupt`.
 
-    def __init__(self, announce: Callable[[], None]):
+    After `seconds` the running trials are finished as well.
+    """
+
+    def __init__(self, seconds: float | None = None):
         self.asked = False  # by a signal
-        self._announce = announce
+        self._until_s = None if seconds is None else time.monotonic() + seconds
 
     @property
     def requested(self) -> bool:
-        return self.asked
+        return self.asked or (self._until_s is not None and time.monotonic() >= self._until_s)
 
     def install(self) -> None:
         """Take over SIGINT and SIGTERM."""
@@ -367,7 +371,7 @@ class StopRequest:
             self.disarm()
             raise KeyboardInterrupt
         self.asked = True
-        self._announce()
+        print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
 
 
 _TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
@@ -502,24 +506,14 @@ def reason_lines(run: Run) -> list[str]:
     return [f"{safe_text(name)} ({safe_text(str(words))})" for name, words in reasons.items()]
 
 
-def refused_run(task: Task | UnreadableTask, error_type: str, error: str) -> RunResult:
-    """Return the run of a task that is not handed out: `invalid`.
+def lost_run(
+    task: Task | UnreadableTask, error: str, status: str = "crashed", error_type: str = "WorkerLost"
+) -> RunResult:
+    """Return the run of a task that no worker brought back, with what is known of it.
 
-    Its code is not allowed (`NotTrusted`), or this version cannot read its row (`UsageError`).
+    By default its workers were all lost. A task that is not handed out is `invalid`: its code is not allowed
+    (`NotTrusted`), or this version cannot read its row or run it here (`UsageError`).
     """
-    lost = lost_run(task, error)
-    return dataclasses.replace(
-        lost,
-        run=dataclasses.replace(lost.run, status="invalid", error_type=error_type),
-        others=tuple(
-            dataclasses.replace(other, run=dataclasses.replace(other.run, status="invalid", error_type=error_type))
-            for other in lost.others
-        ),
-    )
-
-
-def lost_run(task: Task | UnreadableTask, error: str) -> RunResult:
-    """Return the run of a task whose workers were all lost: `crashed`, with what is known of it."""
     typed = task.config if isinstance(task, Task) else None
     config = task.config if isinstance(task, UnreadableTask) else task.config.to_mapping()
     run = Run(
@@ -530,8 +524,8 @@ def lost_run(task: Task | UnreadableTask, error: str) -> RunResult:
         family=task.family,
         config=config,
         config_hash=None if config is None else mapping_hash(config),
-        status="crashed",
-        error_type="WorkerLost",
+        status=status,
+        error_type=error_type,
         error=safe_text(error),
         source="simulated" if task.simulated else "measured",
         schema_version=SCHEMA_VERSION,

@@ -34,46 +34,38 @@ class Executor(Protocol):
 
     def start(self) -> None:
         """Start the workers without waiting until they are ready. Raises `UsageError` if they cannot start."""
-        ...
 
     def idle(self) -> list[str]:
         """Return the workers that can take a task now."""
-        ...
 
     def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         """Hand a task to an idle worker; `upcoming` is its probable next task, which it may prepare."""
-        ...
 
     def wait(self, timeout_s: float) -> list[Completion]:
         """Return the tasks that ended since the last call; wait at most `timeout_s` for one (inline: run it)."""
-        ...
 
     def running(self) -> Mapping[str, Task]:
         """Return the tasks handed out and not yet returned by `wait`, by worker."""
-        ...
 
     def waiting(self) -> Collection[str]:
         """Return the keys of `running` whose tasks still wait for further GPUs."""
-        ...
+        return ()
 
     def most_gpus(self) -> int | None:
         """Return how many GPUs of one node a trial may have at most; None: ranks need no GPU of their own."""
-        ...
 
     def restart(self, worker: str) -> None:
         """Kill a stuck worker; `wait` returns its task as lost (inline: no effect)."""
-        ...
 
     def notices(self) -> list[str]:
         """Return new messages for the user, a line each."""
-        ...
+        return []
 
     def close(self) -> None:
         """End every worker and its trial at once."""
-        ...
 
 
-class InlineExecutor:
+class InlineExecutor(Executor):
     """One worker in this process, without Ray; trials still run in children of a trial server."""
 
     def __init__(self, choice: DeviceChoice, environment: dict[str, str]):
@@ -112,17 +104,11 @@ class InlineExecutor:
     def running(self) -> Mapping[str, Task]:
         return {self._worker.name: self._task} if self._task else {}
 
-    def waiting(self) -> Collection[str]:
-        return ()
-
     def most_gpus(self) -> int | None:
         return 1 if self._choice.backend == "cuda" else None
 
     def restart(self, worker: str) -> None:
-        pass  # `wait` runs the task itself, so no caller can ask for this
-
-    def notices(self) -> list[str]:
-        return []
+        """Do nothing: `wait` runs the task itself, so that no caller can ask for this."""
 
     def close(self) -> None:
         self._worker.close()

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Header, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.exposition import choose_encoder
 
-from farm.serving.connections import GuardedServer, listen
+from farm.serving.connections import GuardedServer, listen, url_of
 from farm.serving.settings import LimitSettings
 
 if TYPE_CHECKING:
@@ -29,10 +29,9 @@ class MetricsServer:
         self, settings: MetricsSettings, metrics: FarmMetrics, pulse: Pulse, limits: LimitSettings = LIMITS
     ) -> None:
         """Listen, and serve within the context. Raises `UsageError` if the address is taken."""
-        host, port = settings.address, settings.port or 0
-        listening = listen(host, port, named=f"metrics.port={port} at {host}")
-        host, port = listening.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        port = settings.port or 0
+        listening = listen(settings.address, port, named=f"metrics.port={port} at {settings.address}")
+        self.url = url_of(listening)
         config = uvicorn.Config(
             _application(metrics, pulse),
             log_config=None,

@@ -12,8 +12,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,8 @@ from farm.dispatch.dispatcher import Dispatcher, StopRequest, doubt_of, make_exe
 from farm.dispatch.monitoring import PATIENCE_S, Service
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, lost_words
 from farm.queue.jobs import Queue
-from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
-from farm.queue.outcomes import EXIT_ALL_FAILED, FailedJob, JobOutcomes, failed_before
+from farm.queue.lock import DispatcherBusy, dispatcher_of, hold_dispatcher_lock
+from farm.queue.outcomes import EXIT_ALL_FAILED, FailedJob, failed_jobs
 from farm.queue.queue_values import MIXED_FAMILY, Job, RunDoubt, device_from_key, settings_of_text
 from warehouse.files.folder import DataFolder
 from warehouse.tables.run import Run, reasons_of
@@ -59,11 +59,11 @@ def work(
     most common reason. Earlier trials count; out of memory is not a failure.
     """
     service = service or Service()
-    outcomes = JobOutcomes()
+    ran: dict[str, None] = {}
     with contextlib.ExitStack() as held:
-        stop = held.enter_context(TimedStop(seconds).installed())
+        stop = held.enter_context(StopRequest(seconds).installed())
         try:
-            lock = _take_lock(folder, stop, service, wait)
+            is_held = _take_lock(held, folder, stop, service, wait)
         except DispatcherBusy as busy:
             print(
                 f"{busy}. This job is queued: that dispatcher runs it if it is for the same device, "
@@ -71,19 +71,10 @@ def work(
             )
             return 0
         try:
-            if lock is not None:
-                held.enter_context(_held(lock, service))
-                _QueueWork(
-                    folder=folder,
-                    queue=queue,
-                    cluster=cluster,
-                    stop=stop,
-                    service=service,
-                    outcomes=outcomes,
-                    job_id=job_id,
-                    wait=wait,
-                    trust=trust,
-                ).run()
+            if is_held:
+                _Work(
+                    folder=folder, queue=queue, cluster=cluster, stop=stop, service=service, ran=ran, trust=trust
+                ).run_all(job_id, wait)
         except ClusterLost as lost:
             service.events.emit("left", how="the cluster was lost")
             print(f"error: {lost_words(lost)}", file=sys.stderr)
@@ -99,9 +90,8 @@ def work(
     service.events.emit("left", how="nothing is queued")
     if job_id is not None:
         _summary(folder, queue, job_id)
-    failures = outcomes.failed(queue)
-    if job_id is not None and not outcomes.ran(job_id) and (earlier := failed_before(queue, job_id)) is not None:
-        failures.append(earlier)
+        ran.setdefault(job_id)
+    failures = failed_jobs(queue, ran)
     _report_failures(failures, service)
     return EXIT_ALL_FAILED if any(job_id in (None, failure.job_id) for failure in failures) else 0
 
@@ -125,40 +115,34 @@ def run_job(
 
     Stands by while another dispatcher has the folder, which may run the job itself. `shares` as in `Dispatcher`.
     """
-    with stop.installed():
-        lock = _take_lock(folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id))
-        if lock is None:
+    with stop.installed(), contextlib.ExitStack() as held:
+        if not _take_lock(held, folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id)):
             return not queue.pending(job_id)
         service.pulse.patience_s = PATIENCE_S
-        with _held(lock, service):
-            _mend(folder, queue, service)
-            job = queue.job(job_id)
-            if not queue.pending(job_id):
-                return True
-            _be_patient(service, cluster, [job])
-            with Progress(job_id, lambda: _totals(queue, [job_id]), quiet=service.quiet) as progress:
-                executor = make_executor(device_from_key(job.device), cluster)
-                dispatcher = Dispatcher(
-                    folder, queue, executor, job.device, progress, service=service, job_id=job_id, shares=shares
-                )
-                return dispatcher.run(stop)
+        _mend(folder, queue, service)
+        job = queue.job(job_id)
+        if not queue.pending(job_id):
+            return True
+        work = _Work(folder=folder, queue=queue, cluster=cluster, stop=stop, service=service)
+        return work.run_device(job.device, [job], job_id=job_id, shares=shares)
 
 
 def _take_lock(
+    held: contextlib.ExitStack,
     folder: DataFolder,
     stop: StopRequest,
     service: Service,
     wait: bool,
     unless: Callable[[], bool] = lambda: False,
-) -> DispatcherLock | None:
-    """Acquire the lock. With `wait`, wait until the other dispatcher has ended; None: asked to leave, or `unless`.
+) -> bool:
+    """Acquire the lock until `held` ends. With `wait`, wait until the other dispatcher has ended.
 
-    Raises `DispatcherBusy` where it need not wait.
+    Returns False where `stop` asks to leave, or `unless` does. Raises `DispatcherBusy` where it need not wait.
     """
     announced = False
     while not stop.requested and not (announced and unless()):
         try:
-            return DispatcherLock(folder.dispatcher_lock).__enter__()
+            held.enter_context(hold_dispatcher_lock(folder.dispatcher_lock))
         except DispatcherBusy as busy:
             if not wait:
                 raise
@@ -166,93 +150,78 @@ def _take_lock(
                 service.events.emit("standby", message=str(busy))
                 print(f"{busy}; waiting until it has ended")
                 announced = True
+        else:
+            held.callback(setattr, service.pulse, "holds_lock", False)
+            service.pulse.holds_lock = True
+            service.events.emit("started", process=os.getpid())
+            return True
         service.pulse.beat("standby")
         time.sleep(_LOOK_AGAIN_S)
-    return None
-
-
-@contextlib.contextmanager
-def _held(lock: DispatcherLock, service: Service) -> Iterator[None]:
-    service.pulse.holds_lock = True
-    service.events.emit("started", process=os.getpid())
-    try:
-        yield
-    finally:
-        service.pulse.holds_lock = False
-        lock.__exit__()
-
-
-class TimedStop(StopRequest):
-    """A stop request on Ctrl-C, and when its time is over."""
-
-    def __init__(self, seconds: float | None):
-        self._until_s = None if seconds is None else time.monotonic() + seconds
-        super().__init__(_announce_stop)
-
-    @property
-    def requested(self) -> bool:
-        return self.asked or (self._until_s is not None and time.monotonic() >= self._until_s)
-
-
-def _announce_stop() -> None:
-    print("\nfinishing what runs, then leaving; Ctrl-C again stops at once (nothing is lost)", file=sys.stderr)
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
-class _QueueWork:
-    """A dispatcher's resources for running a queue. `job_id`: only that job's device."""
+class _Work:
+    """A dispatcher's resources for running a queue."""
 
     folder: DataFolder
     queue: Queue
     cluster: ClusterSettings
     stop: StopRequest
     service: Service
-    outcomes: JobOutcomes
-    job_id: str | None
-    wait: bool
-    trust: Sequence[str]
+    ran: dict[str, None] = field(default_factory=dict)  # jobs of which runs have landed
+    trust: Sequence[str] = ()
 
-    def run(self) -> None:
-        """Clean up after a killed dispatcher, then run device after device; compact whenever nothing is left."""
-        _mend(self.folder, self.queue, self.service)
-        mended = {job.job_id for job in self.queue.jobs()}
+    def run_all(self, job_id: str | None, wait: bool) -> None:
+        """Run device after device (`job_id`: only that job's), and compact whenever nothing is left.
+
+        Before a job's first task, what a killed dispatcher or a lost queue left of it is mended.
+        """
+        mended: set[str] = set()
         compacted = False
         while not self.stop.requested:
-            key = self.queue.next_device(self.job_id)
-            if key is not None:
-                jobs = self.queue.jobs()
-                job_ids = {job.job_id for job in jobs}
-                if job_ids - mended:  # a job may be new to a queue that was lost, and not to the warehouse
-                    _mend(self.folder, self.queue, self.service)
-                    mended = job_ids
-                jobs = [job for job in jobs if job.device == key and self.queue.pending(job.job_id)]
-                _be_patient(self.service, self.cluster, jobs)
-                names = sorted((job.job_id for job in jobs), key=lambda name: name != self.job_id)  # ours first
-                label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-                with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
-                    executor = make_executor(device_from_key(key), self.cluster)
-                    Dispatcher(
-                        self.folder,
-                        self.queue,
-                        executor,
-                        key,
-                        progress,
-                        service=self.service,
-                        trust=self.trust,
-                        outcomes=self.outcomes,
-                    ).run(self.stop)
+            device_key = self.queue.next_device(job_id)
+            jobs = self.queue.jobs()
+            if job_ids := {job.job_id for job in jobs} - mended:
+                _mend(self.folder, self.queue, self.service)
+                mended |= job_ids
+            elif device_key is not None:
+                jobs = [job for job in jobs if job.device == device_key and self.queue.pending(job.job_id)]
+                if jobs:  # none where all were cancelled just now
+                    self.run_device(device_key, sorted(jobs, key=lambda job: job.job_id != job_id))
                 compacted = False
-            elif self.wait:
+            elif wait:
                 if not compacted:
                     _compact(self.folder, self.service)
                     compacted = True
-                    _report_failures(self.outcomes.take_failed(self.queue), self.service)
+                    _report_failures(failed_jobs(self.queue, self.ran), self.service)
+                    self.ran.clear()
                 self.service.pulse.beat("waiting")
                 time.sleep(_LOOK_AGAIN_S)
             else:
                 break
         if not compacted:
             _compact(self.folder, self.service)
+
+    def run_device(self, device_key: str, jobs: Sequence[Job], job_id: str | None = None, shares: int = 1) -> bool:
+        """Run the tasks of jobs of one device; return False if `stop` asked to leave. Others as in `Dispatcher`."""
+        _be_patient(self.service, self.cluster, jobs)
+        names = [job.job_id for job in jobs]
+        label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
+            executor = make_executor(device_from_key(device_key), self.cluster)
+            return Dispatcher(
+                self.folder,
+                self.queue,
+                executor,
+                device_key,
+                progress,
+                service=self.service,
+                job_id=job_id,
+                shares=shares,
+                trust=self.trust,
+                ran=self.ran,
+            ).run(self.stop)
 
 
 def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
@@ -297,7 +266,7 @@ def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:
     by_status = ", ".join(f"{status} {count}" for status, count in counts.by_status.items() if count)
     cancelled = f"; {counts.cancelled} were cancelled" if counts.cancelled else ""
     wanted = counts.total - counts.cancelled
-    print(f"{job_id}: {counts.ended} of {wanted} runs are in {folder.root} ({by_status}){cancelled}")
+    print(f"{job_id}: {counts.done} of {wanted} runs are in {folder.root} ({by_status}){cancelled}")
 
 
 def follow_hint(folder: DataFolder, job_id: str | None) -> str:
@@ -429,8 +398,6 @@ class Progress:
         now = self._clock()
         while self._landed and self._landed[0] < now - _RATE_WINDOW_S:
             self._landed.popleft()
-        if not self._landed:
-            return None
         if len(self._landed) < 2:
             return None
         return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first run: without the start-up

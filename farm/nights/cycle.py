@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
+from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import TimedStop, run_job
+from farm.dispatch.working import run_job
 from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
@@ -59,7 +60,7 @@ from farm.nights.plan import Plan, choice_lines, code_names, make_plan, read_pla
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
-from farm.queue.outcomes import failed_before
+from farm.queue.outcomes import failed_job
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 GRACE_S = 3.0  # what runs at a Ctrl-C may take this long to end; then it is given back, and measured again
 
 
-class NightStop(TimedStop):
+class NightStop(StopRequest):
     """SIGTERM lets running trials finish, as for every dispatcher. Ctrl-C interrupts them after `GRACE_S`.
 
     A second signal of either kind raises `KeyboardInterrupt` at once.
@@ -291,7 +292,7 @@ class NightWork:
             ended = self._run_tasks(job_id, configs)
         if ended != "all":
             self._take_out(job_id)
-        failure = failed_before(self.queue, job_id) if self._queued(job_id) else None
+        failure = failed_job(self.queue, job_id) if self._queued(job_id) else None
         if failure is not None:
             self.service.events.emit("job_failed", job=job_id, message=str(failure))
         left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
@@ -319,7 +320,7 @@ class NightWork:
             seed=seed,
             policy="stratified",
             limits=self.settings.limits,
-            progress=lambda done, of: self.tell(f"forecasting pairs: {done:,} of {of:,}"),
+            progress=lambda completed, total: self.tell(f"forecasting pairs: {completed:,} of {total:,}"),
         )
         on_gpu = self.machine.choice.backend != "cpu"
         groups = Groups(pool, 2, self.machine.capacity_mib if on_gpu else None, seed)
@@ -412,7 +413,7 @@ class NightWork:
             self.machine,
             environment,
             again=stale_first(self.folder, self.machine, environment, self.settings.singles),
-            progress=lambda done, of: self.tell(f"{doing}: {done:,} of {of:,} candidates"),
+            progress=lambda completed, total: self.tell(f"{doing}: {completed:,} of {total:,} candidates"),
         )
 
     def stop(self, share: float = 1.0) -> NightStop:

@@ -22,10 +22,18 @@ from farm.nights.machine import Machine
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import device_key
-from farm.sampling.coverage import Known, known_runs, thinned
+from farm.sampling.coverage import Known, known_runs, thin
 from farm.sampling.dimensions import Space
 from farm.sampling.forecast import Forecaster
-from farm.sampling.selection import TAKES_FIRST, CandidatePool, Selection, candidates, chance_to_fit, choose, joined
+from farm.sampling.selection import (
+    TAKES_FIRST,
+    CandidatePool,
+    Selection,
+    candidates,
+    chance_to_fit,
+    choose,
+    merge_pools,
+)
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash, trusting
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
@@ -109,7 +117,7 @@ def make_plan(
     machine: Machine,
     environment: Mapping[str, Any] | None,
     again: Sequence[TrialConfig] = (),
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Plan:
     """Plan tonight's measurements: `again` first, then the policy's choice of candidates that are new.
 
@@ -171,14 +179,14 @@ def _known(
         return Known.nothing()
     known = known_runs(folder, machine.device_name, source=machine.source, environment=environment)
     hashes = frozenset() if queue is None else queue.waiting_hashes(device_key(machine.choice))
-    known = thinned(known, _ROWS_AT_MOST, settings.seed)
+    known = thin(known, _ROWS_AT_MOST, settings.seed)
     return dataclasses.replace(known, measured=known.measured | hashes)
 
 
 def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> CandidatePool:
     positions = _positions(cycles)
     count = math.ceil(settings.pool / len(settings.spaces))
-    return joined(
+    return merge_pools(
         [
             candidates(
                 space, settings.policy, settings.seed, positions.get(_key(settings, space), 0), count, settings.limits

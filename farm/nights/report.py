@@ -312,7 +312,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
         rows = _rows(folder, cycle, canaries or {}, None, notes)
     changed = None
     if rows is not None and before is not None:
-        with _told(notes, "what changed"):
+        with _note_errors(notes, "what changed"):
             changed = diff(folder, before, snapshot or NOW)
     findings = tuple(landed.get("findings") or ())
     steps = tuple(_step(cycle, name) for name in STEPS)
@@ -345,7 +345,7 @@ def _time(moment: datetime.datetime) -> str:
 
 
 @contextlib.contextmanager
-def _told(notes: list[str], part: str) -> Iterator[None]:
+def _note_errors(notes: list[str], part: str) -> Iterator[None]:
     """Turn a read error into a note, so that the report is written nevertheless."""
     try:
         yield
@@ -358,7 +358,7 @@ def _rows(
 ) -> ReportRows | None:
     rows = None
     with (
-        _told(notes, "rows" if snapshot is None else f"the snapshot {snapshot}"),
+        _note_errors(notes, "rows" if snapshot is None else f"the snapshot {snapshot}"),
         contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection,
     ):
         rows = read_rows(connection, cycle.started_at, canaries.get("device_name"), canaries.get("source"))

@@ -44,7 +44,7 @@ from farm.nights.report_rows import LOG_CHARACTERS
 from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import checked_name, write_bytes
+from warehouse.files.layout import check_name, write_bytes
 from warehouse.reading.pairing import Difference, shift_text
 from warehouse.tables.schema import ENVIRONMENT, STATUSES
 
@@ -72,7 +72,7 @@ def write_report(
     page = page_bytes(report_page(report))
     text = report.as_json().encode()
     folder.reports.mkdir(parents=True, exist_ok=True)
-    for name in (checked_name("cycle", cycle.name), LATEST):
+    for name in (check_name("cycle", cycle.name), LATEST):
         write_bytes(folder.reports / f"{name}.json", text)
         write_bytes(folder.reports / f"{name}.html", page)
     return folder.reports / f"{cycle.name}.html"

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import UsageError, unknown_name
-from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission
+from conf.plain_text import OUTPUT_STARTS
+from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission, prepare_queue
 from farm.queue.queue_values import (
     JOB_COLUMNS,
     MIXED_FAMILY,
@@ -42,7 +43,7 @@ MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
 MAX_BACKOFF_S = 600.0
 SUBMIT_CHUNK = 2000  # tasks per transaction of `submit`
-ERROR_CHARACTERS = 2000  # characters of an error kept in the queue; the whole of it lands with the run
+ERROR_CHARACTERS = 2000  # of an error kept in the queue, and of its trial's output; the whole lands with the run
 
 _AT = "job_seq = ? AND task_index = ?"
 _HELD = f"{_AT} AND attempt = ? AND state = 'leased'"
@@ -93,7 +94,7 @@ class Queue:
         """
         if max_attempts < 1:
             raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
-        return cls(QueueFile(Path(path), busy_timeout_s), max_attempts, backoff_s)
+        return cls(QueueFile(Path(path), busy_timeout_s, prepare_queue), max_attempts, backoff_s)
 
     def close(self) -> None:
         self._file.close()
@@ -585,8 +586,10 @@ class Queue:
 
 
 def _error_values(error: str | None, now: float) -> tuple[str | None, float | None]:
-    # The message is at the end of a traceback.
-    return (None, None) if error is None else (error[-ERROR_CHARACTERS:], now)
+    if error is None:
+        return None, None
+    text, mark, output = error.partition(OUTPUT_STARTS)  # the message is at the end of a traceback
+    return text[-ERROR_CHARACTERS:] + mark + output[-ERROR_CHARACTERS:], now
 
 
 _UNWRITABLE = (errno.EROFS, errno.EACCES)

@@ -32,27 +32,16 @@ from conf.children.keeper import FOLDER_PREFIX
 from conf.files.identity import OWNER_FILE, alive, identity
 from conf.files.outputs import open_own_file, open_own_folder
 
-_MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.([0-9]{1,20})")
+_MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.[0-9]{1,20}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marker:
-    """A process: id, start in kernel ticks since boot, boot id and process namespace."""
+    """A process: id, start in kernel ticks since boot, boot id."""
 
     pid: int
     start_ticks: int
     boot: str
-    namespace: str
-
-    @property
-    def is_here(self) -> bool:
-        """Return whether the process started in this boot and namespace, so that it can be judged."""
-        return (self.boot, self.namespace) == (_ours().boot, _ours().namespace)
-
-    @property
-    def of_this_boot(self) -> bool:
-        """Return whether the machine has not rebooted since."""
-        return self.boot == _ours().boot
 
 
 def parse_marker(text: object) -> Marker | None:
@@ -60,25 +49,12 @@ def parse_marker(text: object) -> Marker | None:
     match = _MARKER.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         return None
-    pid, start_ticks, boot, namespace = match.groups()
-    return Marker(pid=int(pid), start_ticks=int(start_ticks), boot=boot, namespace=namespace)
-
-
-def session_marker() -> str:
-    """Return the identity of this process."""
-    return identity(os.getpid())
+    return Marker(pid=int(match[1]), start_ticks=int(match[2]), boot=match[3])
 
 
 def has_ended(text: object) -> bool:
     """Return whether the text identifies a process of this boot and namespace that has ended."""
-    marker = parse_marker(text)
-    return marker is not None and marker.is_here and not alive(str(text))
-
-
-def _ours() -> Marker:
-    marker = parse_marker(session_marker())
-    assert marker is not None
-    return marker
+    return parse_marker(text) is not None and not alive(str(text))
 
 
 PREFIXES = ("gpufarm-trial-", "gpufarm-ray-", FOLDER_PREFIX)
@@ -94,7 +70,7 @@ def make_folder(prefix: str, base: str | os.PathLike[str] | None = None) -> Path
     """Make a temporary folder (mode 0700) that `sweep_folders` deletes once this process is dead."""
     assert prefix in PREFIXES, prefix
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-    (path / OWNER_FILE).write_text(session_marker())
+    (path / OWNER_FILE).write_text(identity(os.getpid()))
     return path
 
 
@@ -197,8 +173,8 @@ def _delete_if_abandoned(path: Path, now: float) -> bool:
         owner, age_s = _owner_of(descriptor), now - os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
-    marker = parse_marker(owner)
-    if marker is not None and marker.of_this_boot:
+    marker, ours = parse_marker(owner), parse_marker(identity(os.getpid()))
+    if marker is not None and ours is not None and marker.boot == ours.boot:
         abandoned = has_ended(owner)
     else:
         abandoned = age_s > _UNOWNED_AFTER_S and not _is_used(path)

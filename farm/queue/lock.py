@@ -1,16 +1,17 @@
-"""The lock that lets one dispatcher work on a data folder, and its holder. Start reading at `DispatcherLock`."""
+"""The lock that lets one dispatcher work on a data folder, and its holder. Start reading at `hold_dispatcher_lock`."""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from conf.errors import EnvironmentProblem
-from conf.files.identity import alive
-from farm.queue.leftovers import parse_marker, session_marker, sweep_leftovers
-from warehouse.files.plain_file import is_held, open_lock, read_lock
+from conf.files.identity import alive, identity
+from farm.queue.leftovers import parse_marker, sweep_leftovers
+from warehouse.files.plain_file import is_held, locked, read_lock
 
 _LIMIT_BYTES = 4096  # largest lock that is read: one line
 
@@ -19,59 +20,40 @@ class DispatcherBusy(EnvironmentProblem):
     """Another dispatcher works on this data folder."""
 
 
-class DispatcherLock:
-    """One dispatcher for a data folder: an advisory lock that the kernel drops with the process, however it ends.
+@contextlib.contextmanager
+def hold_dispatcher_lock(path: Path) -> Iterator[None]:
+    """Be the one dispatcher of a data folder: an advisory lock that the kernel drops with the process, however it ends.
 
-    The file says who holds it, for messages only: any process that may write to the folder may write anything there.
+    What killed dispatchers of this user left behind is swept at the begin and at the end. The file says who holds it,
+    for messages only: any process that may write to the folder may write anything there.
+
+    Raises `DispatcherBusy` naming the holder; `EnvironmentProblem` where the lock is a link or no plain file.
     """
 
-    def __init__(self, path: Path):
-        self._path = path
-        self._file: BinaryIO | None = None
+    def busy() -> DispatcherBusy:
+        marker = parse_marker(_holder_of(path))
+        named = f"process {marker.pid}" if marker else "its process is not known"
+        return DispatcherBusy(f"a dispatcher ({named}) already works on data={path.parent.parent}")
 
-    def __enter__(self) -> DispatcherLock:
-        """Take the lock, then sweep what killed dispatchers of this user left behind.
-
-        Raises `DispatcherBusy` naming the holder; `EnvironmentProblem` where the lock is a link or no plain file.
-        """
-        self._file = open_lock(self._path, written=True)
+    with locked(path, busy, written=True) as file:
+        file.truncate()
+        file.write(json.dumps({"dispatcher": identity(os.getpid())}).encode())
+        file.flush()
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            holder = _holder_of(self._path)
-            folder = self._path.parent.parent
-            marker = parse_marker(holder)
-            named = f"process {marker.pid}" if marker else "its process is not known"
-            raise DispatcherBusy(f"a dispatcher ({named}) already works on data={folder}") from error
-        try:
-            self._file.seek(0)
-            self._file.truncate()
-            self._file.write(json.dumps({"dispatcher": session_marker()}).encode())
-            self._file.flush()
             sweep_leftovers()
-        except BaseException:
-            self._file.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._file is not None, "the lock is held"
-        with self._file:
+            yield
+        finally:
             sweep_leftovers()  # left by workers that were killed, as Ray's are at the end
 
 
 def dispatcher_of(path: Path) -> int | None:
     """Return the process id of the dispatcher that works on this folder, None if there is none.
 
-    A process of another boot or namespace cannot be looked at: it counts while somebody holds the lock.
+    It counts while the lock is held, also where its process is of another boot or namespace and cannot be looked at.
     """
     text = _holder_of(path)
     marker = parse_marker(text)
-    if marker is None:
-        return None
-    works = alive(str(text)) if marker.is_here else is_held(path)
-    return marker.pid if works else None
+    return marker.pid if marker is not None and alive(str(text)) and is_held(path) else None
 
 
 def _holder_of(path: Path) -> str | None:

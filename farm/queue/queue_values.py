@@ -17,7 +17,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.plain_text import shown
 from featurize.configs.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
-from warehouse.files.layout import checked_name
+from warehouse.files.layout import check_name
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 from workers.task import Lease, Task
@@ -73,18 +73,13 @@ class Counts:
     queued: int = 0  # those that wait for their next attempt included
     waiting: int = 0  # those of the queued ones that are in backoff
     leased: int = 0  # those included whose attempts are exhausted and whose run is not landed yet
-    done: int = 0
+    done: int = 0  # those with a run in the warehouse
     cancelled: int = 0
     by_status: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         return self.queued + self.leased + self.done + self.cancelled
-
-    @property
-    def ended(self) -> int:
-        """Return the number of tasks with a run in the warehouse."""
-        return self.done
 
     @property
     def pending(self) -> int:
@@ -302,7 +297,7 @@ def _family_of(mapping: Mapping[str, Any] | None, of_job: str) -> str:
     if isinstance(members, list) and members and isinstance(members[0], dict):
         mapping = members[0]  # as a group's task has the family of its first member
     try:
-        return checked_name("family", (mapping or {}).get("family"))
+        return check_name("family", (mapping or {}).get("family"))
     except ValueError:
         return of_job
 

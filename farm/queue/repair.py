@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
-from farm.queue.lock import DispatcherLock
+from farm.queue.lock import hold_dispatcher_lock
 from warehouse.files.compaction import (
     CompactionReport,
     Unreadable,
     compaction_lock,
     run_ids_of,
-    settled_listings,
+    settle_listings,
     write_anew,
 )
 from warehouse.files.counting import counting_files
@@ -40,7 +40,7 @@ from warehouse.files.merged import (
     listing_file,
     new_merged_name,
     read_listings,
-    recovered_listing,
+    recover_listing,
 )
 from warehouse.files.presence import compare
 from warehouse.files.writer import RunWriter
@@ -78,7 +78,7 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
     `EnvironmentProblem` beside a compaction, and `UsageError` for a folder that is not a data folder.
     """
     folder.open()
-    with DispatcherLock(folder.dispatcher_lock), compaction_lock(folder) as got_it:
+    with hold_dispatcher_lock(folder.dispatcher_lock), compaction_lock(folder) as got_it:
         if not got_it:
             raise EnvironmentProblem(f"a compaction is at work on data={folder.root}; repair it when that is done")
         report = RepairReport()
@@ -89,7 +89,7 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
             _aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)
         for kind in KINDS:
             settled = CompactionReport()
-            settled_listings(folder, kind, settled)
+            settle_listings(folder, kind, settled)
             report.mended += settled.problems
         _queue_again(folder, report)
     return report
@@ -116,8 +116,8 @@ def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: Repa
     recovered = None
     if has_own_name(file.path):
         if is_whole_listing(file.path):
-            return  # it hides too much, which `settled_listings` repairs
-        recovered = recovered_listing(folder, kind, file.path)
+            return  # it hides too much, which `settle_listings` repairs
+        recovered = recover_listing(folder, kind, file.path)
     if recovered is None:
         _aside(folder, file.path, file.reason, report)
         return

@@ -340,7 +340,7 @@ class CrossedReplays:
 
 
 def run_crossing(
-    settings: ReplaySettings, progress: Callable[[str, int, int], None] = lambda step, done, of: None
+    settings: ReplaySettings, progress: Callable[[str, int, int], None] = lambda step, completed, total: None
 ) -> CrossedReplays:
     """Replay everything. `progress(step, done, of)` is called before each replay. Raises `UsageError` as the reader."""
     spec = settings.spec

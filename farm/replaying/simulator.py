@@ -42,10 +42,10 @@ class Contention:
         """Return the speed of each job of a group of types, which is sorted; 1 for a job alone."""
         known = self._known.get(group)
         if known is None:
-            known = self._known[group] = self._solved(group) if len(group) > 1 else (1.0,) * len(group)
+            known = self._known[group] = self._solve(group) if len(group) > 1 else (1.0,) * len(group)
         return known
 
-    def _solved(self, group: tuple[int, ...]) -> tuple[float, ...]:
+    def _solve(self, group: tuple[int, ...]) -> tuple[float, ...]:
         stalled = [[self._stalled[job][partner] for partner in group] for job in group]
         speeds = shared_speeds([self._busy[job] for job in group], stalled)
         return tuple(min(1.0, speed / self._noise(group, kind)) for speed, kind in zip(speeds, group, strict=True))
@@ -307,13 +307,13 @@ class _Simulation:
         idle = self.pool.idle_gpus(self.trace.gpus[job])
         if idle is not None or not self._may_join(job):
             return idle
-        gpu = self._joined(self.trace.kinds[job], tried)
+        gpu = self._find_joint(self.trace.kinds[job], tried)
         return None if gpu is None else [gpu]
 
     def _may_join(self, job: int) -> bool:
         return self.policy.shares and not self.crashed[job] and self.trace.gpus[job] == 1
 
-    def _joined(self, kind: int, tried: set[int]) -> int | None:
+    def _find_joint(self, kind: int, tried: set[int]) -> int | None:
         """Return the GPU with jobs that the policy picks. Where it refused this type, only GPUs that changed count."""
         if kind in tried:
             return None
@@ -329,7 +329,7 @@ class _Simulation:
         """Start the first job behind the head that may join a GPU; return whether there is one."""
         for place in range(first, min(self.policy.lookahead, len(self.queue))):
             job = self.queue[place]
-            if self._may_join(job) and (gpu := self._joined(self.trace.kinds[job], tried)) is not None:
+            if self._may_join(job) and (gpu := self._find_joint(self.trace.kinds[job], tried)) is not None:
                 del self.queue[place]
                 self._start(job, [gpu])
                 return True

@@ -53,19 +53,19 @@ _J_PER_KWH = 3.6e6
 _NAMED = 4  # policies of which none stands out
 
 
-def lines(done: CrossedReplays) -> list[str]:
+def lines(replays: CrossedReplays) -> list[str]:
     """Return the terminal's lines."""
-    table = table_lines(HEADS, [cells(standing) for standing in done.standings])
-    return [title(done), *table, f"shortest makespan: {verdict(done)}", *notes(done)]
+    table = table_lines(HEADS, [cells(standing) for standing in replays.standings])
+    return [title(replays), *table, f"shortest makespan: {verdict(replays)}", *notes(replays)]
 
 
-def leading(done: CrossedReplays) -> list[Standing]:
+def leading(replays: CrossedReplays) -> list[Standing]:
     """Return the standings that may be the best, the shortest mean makespan first.
 
     A standing is out where the interval of another one lies below its own, and the other one crashed no more jobs. One
     seed has no interval, and separates nothing.
     """
-    known = [standing for standing in done.standings if not math.isnan(Interval.of(standing.over_exclusive).mean)]
+    known = [standing for standing in replays.standings if not math.isnan(Interval.of(standing.over_exclusive).mean)]
     ordered = sorted(known, key=lambda standing: Interval.of(standing.over_exclusive).mean)
     return [standing for standing in ordered if not any(_is_better(other, standing) for other in ordered)]
 
@@ -77,9 +77,9 @@ def _is_better(first: Standing, other: Standing) -> bool:
     return ours.mean + ours.half < theirs.mean - theirs.half
 
 
-def verdict(done: CrossedReplays) -> str:
+def verdict(replays: CrossedReplays) -> str:
     """Return which policy has the shortest makespan, or which ones may have it, with how many jobs crashed."""
-    names = [f"{standing.name} ({standing.crashes:,} out of memory)" for standing in leading(done)]
+    names = [f"{standing.name} ({standing.crashes:,} out of memory)" for standing in leading(replays)]
     if not names:
         return "not known, as no job ran"
     if len(names) == 1:
@@ -88,22 +88,22 @@ def verdict(done: CrossedReplays) -> str:
     return f"none stands out: {', '.join(names[:_NAMED])}{more}"
 
 
-def title(done: CrossedReplays) -> str:
-    settings = done.settings
+def title(replays: CrossedReplays) -> str:
+    settings = replays.settings
     return (
-        f"{done.trace_name}: {count_of(done.jobs, 'job')} on {settings.gpu_count:,} x {settings.spec.name}, "
+        f"{replays.trace_name}: {count_of(replays.jobs, 'job')} on {settings.gpu_count:,} x {settings.spec.name}, "
         f"{settings.sharing}, {count_of(len(settings.seeds), 'seed')}; means ± 95 % intervals over the seeds"
     )
 
 
-def notes(done: CrossedReplays) -> list[str]:
+def notes(replays: CrossedReplays) -> list[str]:
     """Return sentences on jobs that did not run, and on what the figures are."""
     texts = []
-    if done.left_out:
+    if replays.left_out:
         texts.append(
-            f"{count_of(done.left_out, 'job')} of the file left out: they ran on no GPU, or their times are missing"
+            f"{count_of(replays.left_out, 'job')} of the file left out: they ran on no GPU, or their times are missing"
         )
-    if failed := max(result.failed for standing in done.standings for result in standing.results):
+    if failed := max(result.failed for standing in replays.standings for result in standing.results):
         texts.append(f"up to {count_of(failed, 'job')} of a replay did not run: too large for a GPU or for the cluster")
     return [*texts, CAVEAT]
 
@@ -150,22 +150,22 @@ def _text(interval: Interval, digits: int) -> str:
     return f"{interval.mean:,.{digits}f}{half}"
 
 
-def as_mapping(done: CrossedReplays) -> dict[str, Any]:
+def as_mapping(replays: CrossedReplays) -> dict[str, Any]:
     """Return all figures as JSON holds them; None for what is not known."""
-    settings = done.settings
+    settings = replays.settings
     return {
-        "trace": done.trace_name,
-        "jobs": done.jobs,
-        "left_out": done.left_out,
+        "trace": replays.trace_name,
+        "jobs": replays.jobs,
+        "left_out": replays.left_out,
         "gpus": settings.gpu_count,
         "device": settings.spec.name,
         "sharing": settings.sharing,
         "load": settings.load,
         "seeds": list(settings.seeds),
         "source": "simulated",
-        "replays": [_standing(standing) for standing in done.standings],
-        "best": [standing.name for standing in leading(done)],
-        "notes": notes(done),
+        "replays": [_standing(standing) for standing in replays.standings],
+        "best": [standing.name for standing in leading(replays)],
+        "notes": notes(replays),
     }
 
 
@@ -237,32 +237,32 @@ _COLOURS = {"exclusive": "k0", "round_robin": "k7", "magm": "k5", "lug": "k4", "
 _PREFERRED = ("ours_bound", "ours", "oracle")
 
 
-def keep_in(home: DataFolder, done: CrossedReplays) -> Path:
+def keep_in(home: DataFolder, replays: CrossedReplays) -> Path:
     """Write the page, and its JSON beside it, to `replays/` of a data folder; return the page's path.
 
     The same settings give the same name. Raises `EnvironmentProblem` where it cannot be written.
     """
-    settings = dataclasses.asdict(dataclasses.replace(done.settings, report=None, data=None, format="table"))
-    stem = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in done.trace_name)[:40]
+    settings = dataclasses.asdict(dataclasses.replace(replays.settings, report=None, data=None, format="table"))
+    stem = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in replays.trace_name)[:40]
     path = home.replays / f"{stem}-{mapping_hash(settings)[:6]}.html"
-    return keep_page(path, replay_page(done), json.dumps(as_mapping(done), indent=1))
+    return keep_page(path, replay_page(replays), json.dumps(as_mapping(replays), indent=1))
 
 
-def replay_page(done: CrossedReplays) -> Page:
+def replay_page(replays: CrossedReplays) -> Page:
     """Return the page's contents."""
     return Page(
-        title=f"Replay of {done.trace_name}",
-        head=(Lead(title(done)), *_tiles(done), *(Callout(text) for text in notes(done))),
+        title=f"Replay of {replays.trace_name}",
+        head=(Lead(title(replays)), *_tiles(replays), *(Callout(text) for text in notes(replays))),
         sections=(
-            Section("makespan", "Makespan", _makespans(done), name="makespan"),
-            Section("jobs", "Waiting and completion of the jobs", _distributions(done), name="jobs"),
-            Section("all", "All figures", (_all(done),), name="figures"),
+            Section("makespan", "Makespan", _makespans(replays), name="makespan"),
+            Section("jobs", "Waiting and completion of the jobs", _distributions(replays), name="jobs"),
+            Section("all", "All figures", (_all(replays),), name="figures"),
         ),
     )
 
 
-def _tiles(done: CrossedReplays) -> list[Block]:
-    candidates = leading(done)
+def _tiles(replays: CrossedReplays) -> list[Block]:
+    candidates = leading(replays)
     if not candidates:
         return []
     best = candidates[0]
@@ -270,7 +270,7 @@ def _tiles(done: CrossedReplays) -> list[Block]:
         return [
             Tiles(
                 (
-                    Tile("shortest makespan", "none stands out", verdict(done)),
+                    Tile("shortest makespan", "none stands out", verdict(replays)),
                     Tile(
                         "out of memory", _from_to(candidates, FIGURES["out_of_memory"], 1), "crashes a seed, of these"
                     ),
@@ -296,12 +296,12 @@ def _from_to(standings: Sequence[Standing], figure: Callable[[ReplayResult], flo
     return f"{min(means):.{digits}f} to {max(means):.{digits}f}"
 
 
-def _makespans(done: CrossedReplays) -> tuple[Block, ...]:
+def _makespans(replays: CrossedReplays) -> tuple[Block, ...]:
     rows = [
         (standing.name, _COLOURS[standing.policy], standing.interval(FIGURES["makespan_h"]))
-        for standing in done.standings
+        for standing in replays.standings
     ]
-    used = {standing.policy: _COLOURS[standing.policy] for standing in done.standings}
+    used = {standing.policy: _COLOURS[standing.policy] for standing in replays.standings}
     return (
         Lead("Hours from the first arrival to the end of the last job: mean over the seeds, and its 95 % interval."),
         Drawn(makespan_svg(rows, "hours")),
@@ -309,8 +309,8 @@ def _makespans(done: CrossedReplays) -> tuple[Block, ...]:
     )
 
 
-def _distributions(done: CrossedReplays) -> tuple[Block, ...]:
-    shown = _choose_shown(done.standings)
+def _distributions(replays: CrossedReplays) -> tuple[Block, ...]:
+    shown = _choose_shown(replays.standings)
     names = {standing.name: _COLOURS[standing.policy] for standing in shown}
     waiting = {standing.name: (_COLOURS[standing.policy], _minutes(standing, "waiting_s")) for standing in shown}
     completion = {standing.name: (_COLOURS[standing.policy], _minutes(standing, "completion_s")) for standing in shown}
@@ -344,5 +344,5 @@ def _minutes(standing: Standing, name: str) -> list[float]:
     return [value / 60 for result in standing.results for value in getattr(result, name)]
 
 
-def _all(done: CrossedReplays) -> Block:
-    return table(HEADS, [cells(standing) for standing in done.standings], words=2)
+def _all(replays: CrossedReplays) -> Block:
+    return table(HEADS, [cells(standing) for standing in replays.standings], words=2)

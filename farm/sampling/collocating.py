@@ -102,7 +102,7 @@ def pool_of(
     seed: int,
     policy: str,
     limits: Limits = NO_LIMITS,
-    progress: Progress = lambda done, of: None,
+    progress: Progress = lambda completed, total: None,
 ) -> list[PoolMember]:
     """Return the pool: as many configs of each space, with forecasts for the device. Raises `UsageError`."""
     from farm.sampling.forecast import Forecaster

@@ -133,7 +133,7 @@ def known_runs(
     )
 
 
-def thinned(known: Known, at_most: int, seed: int = 0) -> Known:
+def thin(known: Known, at_most: int, seed: int = 0) -> Known:
     """Keep at most this many rows: all rows of rare kinds, and equally many of each common kind.
 
     Kinds are families by octave of memory and tenth of `smact`; out of memory is one of its own. What was measured

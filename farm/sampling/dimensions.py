@@ -176,7 +176,7 @@ def valid_keys(family: str) -> tuple[str, ...]:
 def own_space(family: str) -> Space:
     """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; without dimensions if there is no such file."""
     dimensions, problems = read_dimensions(family, (default_space(family) or {}).items())
-    return Space(family, required(family, dimensions, problems))
+    return Space(family, require_valid(family, dimensions, problems))
 
 
 def read_dimensions(
@@ -207,7 +207,7 @@ def read_dimensions(
     return tuple(dimensions), problems
 
 
-def required(family: str, dimensions: tuple[Dimension, ...], problems: Sequence[str]) -> tuple[Dimension, ...]:
+def require_valid(family: str, dimensions: tuple[Dimension, ...], problems: Sequence[str]) -> tuple[Dimension, ...]:
     """Return the dimensions. Raises `UsageError` with all the problems, where there are some."""
     if problems:
         raise UsageError(f"search space of {family}: " + "; ".join(problems))

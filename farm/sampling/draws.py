@@ -352,18 +352,18 @@ def _tries(space: Space, key: bytes, index: int, point: list[float], searched: b
     lists = [isinstance(dimension, Choice) for dimension in space.varied]
     keeps = any(lists) and not all(lists)
 
-    def drawn(attempt: int, keep: bool) -> dict[str, Scalar]:
+    def draw_again(attempt: int, keep: bool) -> dict[str, Scalar]:
         other = uniform_point(space, key, index, attempt)
         return space.values([u if keep and kept else v for u, v, kept in zip(point, other, lists, strict=True)])
 
     for attempt in range(1, _SAME_CHOICES):
-        yield drawn(attempt, keeps)
+        yield draw_again(attempt, keeps)
     if searched and keeps:
         yield from _search(space, _Draw(key, index, 0), {d.name for d in space.varied if isinstance(d, Choice)}, point)
     for attempt in itertools.count(_SAME_CHOICES):
         if searched and attempt % _DRAWN == 0:
             yield from _search(space, _Draw(key, index, attempt), set(), point)
-        yield drawn(attempt, False)
+        yield draw_again(attempt, False)
 
 
 def _search(

@@ -69,7 +69,7 @@ class Forecaster:
     workers: int | None = None
 
     def look(
-        self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = lambda done, of: None
+        self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = lambda completed, total: None
     ) -> Outlook:
         """Return an outlook on all configs together: tables of two calls do not compare. Raises `UsageError` where
         there is nothing to look at."""
@@ -92,14 +92,14 @@ class Forecaster:
         parameters = np.zeros(n)
         ways = np.array(["fast" if config.family in fast else "plan" for config in configs], dtype=object)
         features: list[tuple[list[int], Mapping[str, np.ndarray]]] = []
-        done = 0
-        for places, (columns, of_part) in self._described(parts, configs):
+        completed = 0
+        for places, (columns, of_part) in self._describe(parts, configs):
             for name, column in columns.items():
                 figures[name][places] = column
             features.append((places, of_part))
             parameters[places] = of_part["parameters"]
-            done += len(places)
-            progress(done, n)
+            completed += len(places)
+            progress(completed, n)
         for name in sorted(traced):
             self._trace([configs[i] for i in families[name]], np.array(families[name]), figures, ways)
         return Outlook(figures, parameters, _table(*_columns(n, features)), ways)
@@ -113,19 +113,19 @@ class Forecaster:
 
         return fast_problem(config, self.device, self.data) is None
 
-    def _described(
+    def _describe(
         self, parts: list[list[int]], configs: Sequence[TrialConfig]
     ) -> Iterator[tuple[list[int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]]:
         jobs = [([configs[i] for i in places], self.device, self.data) for places in parts]
         if self.workers == 0 or len(configs) < _WORTH_WORKERS:
-            yield from ((places, described(job)) for places, job in zip(parts, jobs, strict=True))
+            yield from ((places, describe_configs(job)) for places, job in zip(parts, jobs, strict=True))
             return
         import os
 
         from learn.rows.processes import NoResult, in_processes
 
         workers = len(os.sched_getaffinity(0)) if self.workers is None else self.workers
-        for index, known in in_processes(described, jobs, workers=workers):
+        for index, known in in_processes(describe_configs, jobs, workers=workers):
             if isinstance(known, NoResult):
                 raise EnvironmentProblem(f"configs cannot be described: {known.reason}")
             yield parts[index], known
@@ -149,7 +149,7 @@ class Forecaster:
                     figures[name][place] = record.values[f"job_priced_{name}"]
 
 
-def described(
+def describe_configs(
     job: tuple[Sequence[TrialConfig], DeviceSpec, DataFolder | str | os.PathLike[str] | None],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return the figures and the features of configs of one family, as a worker computes them."""

@@ -131,7 +131,7 @@ def candidates(
     return CandidatePool(configs, hashes, tuple(range(start, start + count)), {space.family: start + count})
 
 
-def joined(pools: Sequence[CandidatePool]) -> CandidatePool:
+def merge_pools(pools: Sequence[CandidatePool]) -> CandidatePool:
     """Merge pools of different families in turns, so that a prefix has its share of each."""
     if len({name for pool in pools for name in pool.next_index}) < sum(len(pool.next_index) for pool in pools):
         raise UsageError("two pools are of the same family; make one of them, with a larger count")
@@ -151,7 +151,7 @@ def choose(
     n: int,
     estimator: CandidateForecaster,
     seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, of: None,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Selection:
     """Choose the `n` candidates to measure next (fewer if the pool has no more), in order, with reasons.
 
@@ -195,7 +195,7 @@ def choose(
         places = fill(cells, old, new, n, seed)
     else:
         places = new[:n]
-    chosen = _chosen(pool, fresh.places, places, cells, old, figures, doubts, distances)
+    chosen = _list_chosen(pool, fresh.places, places, cells, old, figures, doubts, distances)
     return Selection(
         policy=policy,
         chosen=chosen,
@@ -328,7 +328,7 @@ def _draw_places(
     return places, nearest_distances(outlook.table[places], outlook.table[old])
 
 
-def _chosen(
+def _list_chosen(
     pool: CandidatePool,
     fresh: Sequence[int],
     places: np.ndarray,

@@ -22,7 +22,7 @@ from farm.sampling.dimensions import (
     Space,
     own_space,
     read_dimensions,
-    required,
+    require_valid,
 )
 from farm.sampling.draws import missing_fields, sample_range
 from featurize import families
@@ -54,7 +54,7 @@ def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
 
 def _check(family: str, items: Iterable[tuple[str, Any]]) -> Space:
     dimensions, problems = read_dimensions(family, items, lambda dimension: refused_values(family, dimension))
-    return Space(family, required(family, dimensions, problems))
+    return Space(family, require_valid(family, dimensions, problems))
 
 
 _TRIED_ON = 16  # configs that a value is tried on

@@ -240,12 +240,17 @@ class EstimateFields(BaseModel):
     answered_by: dict[str, str]
 
 
-class EstimateAnswer(BaseModel):
-    """An estimate."""
+class DoneAnswer(BaseModel):
+    """What every answer to a question has."""
 
     id: str
     status: Literal["done"]
     method: Literal["fast", "full"]
+
+
+class EstimateAnswer(DoneAnswer):
+    """An estimate."""
+
     estimate: EstimateFields
 
 
@@ -276,21 +281,15 @@ class FieldError(BaseModel):
     detail: str
 
 
-class FitAnswer(BaseModel):
+class FitAnswer(DoneAnswer):
     """Devices or batches that fit, as `learn.devices_that_fit` and `learn.largest_batch` have it."""
 
-    id: str
-    status: Literal["done"]
-    method: Literal["full"]
     fit: dict[str, Any]
 
 
-class PlanAnswer(BaseModel):
+class PlanAnswer(DoneAnswer):
     """Layouts on several GPUs, the quickest first, as `learn.plan` has them."""
 
-    id: str
-    status: Literal["done"]
-    method: Literal["full"]
     plan: dict[str, Any]
 
 

@@ -263,6 +263,12 @@ def listen(host: str, port: int, named: str) -> socket.socket:
     return listening
 
 
+def url_of(listening: socket.socket, scheme: str = "http") -> str:
+    """Return the URL at which a socket listens."""
+    host, port = listening.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 def peer_of(host: str) -> str:
     """Return the identity of a peer: an IPv4 address, or the network of 64 bits of an IPv6 address."""
     if ":" not in host:

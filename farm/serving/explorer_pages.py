@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -22,19 +21,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
-from conf.reports.blocks import (
-    Block,
-    Code,
-    Fold,
-    Heading,
-    Lead,
-    Page,
-    Preformatted,
-    Section,
-    linked,
-    render_page,
-    table,
-)
 from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
 from warehouse.explorer.limited_query import (
     CSV,
@@ -323,8 +309,7 @@ def add_pages(app: FastAPI, pages: ExplorerPages) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        page = render_page(api_page(app.openapi()))
-        return HTMLResponse(page, headers={"content-security-policy": POLICY})
+        return pages.html("api", document=app.openapi(), type_in_words=_type_in_words)
 
     @app.get("/sql", include_in_schema=False)
     async def sql(sql: str = _FIRST_QUERY) -> Response:
@@ -400,75 +385,7 @@ def _difference(name: str, estimated: float | None, known: float | None) -> str:
 _LONGEST_CHOICE = 12  # values of a field that are listed
 
 
-def api_page(document: Mapping[str, Any]) -> Page:
-    """Return the page of an OpenAPI document: a section for each tag, with its routes."""
-    schemas = document.get("components", {}).get("schemas", {})
-    by_tag: dict[str, list[Block]] = {}
-    for path, methods in document["paths"].items():
-        for method, route in methods.items():
-            tag = route.get("tags", ["other"])[0]
-            by_tag.setdefault(tag, []).extend(_route(method.upper(), path, route, schemas))
-    sections = {tag: Section(tag.replace(" ", "-"), tag, tuple(blocks)) for tag, blocks in by_tag.items()}
-    about = f"{document['info'].get('summary', '')}. {document['info'].get('description', '')} "
-    described = Lead(f"{about}A program reads the same at ", Code("/openapi.json"), ".")
-    return Page(title=f"{document['info']['title']}: API", head=(described,), sections=linked(sections))
-
-
-def _route(method: str, path: str, route: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[Block]:
-    yield Heading(f"{method} {path}")
-    if text := route.get("description"):
-        yield Lead(text)
-    for parameter in route.get("parameters", ()):
-        yield Lead(Code(parameter["name"]), f" ({parameter['in']}): {parameter.get('description') or 'text'}")
-    body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-    if body is not None:
-        schema = _resolve(body, schemas)
-        yield from _fields("Fields of the body", schema, schemas)
-        if examples := _examples(schema):
-            shown = "\n".join(
-                f"curl -X {method} .../{path.lstrip('/')} --json '{json.dumps(example)}'" for example in examples
-            )
-            yield Fold("Examples", (Preformatted(shown),))
-    rows = []
-    for status, answer in route["responses"].items():
-        contents = [content.get("schema", {}) for content in answer.get("content", {}).values()]
-        rows.append((status, _type(contents[0], schemas) if contents else "none", answer.get("description", "")))
-    yield Fold("Answers", (table(("status", "body", "*meaning"), rows, words=2),))
-
-
-def _fields(title: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[Block]:
-    """Yield a table of a schema's fields, and one of each object's that they hold."""
-    properties = schema.get("properties")
-    if not properties:
-        return
-    required = set(schema.get("required", ()))
-    rows = []
-    for name, field in properties.items():
-        default = "" if field.get("default") in (None, [], {}) else f"; default {json.dumps(field['default'])}"
-        words = f"{field.get('description', '')}{default}".removeprefix("; ")
-        rows.append((Code(name), _type(field, schemas), "yes" if name in required else "", words))
-    yield Fold(title, (table(("field", "type", "required", "*meaning"), rows, words=3),), is_open=True)
-    for name in dict.fromkeys(_references(properties)):
-        yield from _fields(f"Fields of {name}", schemas[name], schemas)
-
-
-def _resolve(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
-    return schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-
-
-def _references(value: Any) -> Iterator[str]:
-    """Yield the names of the schemas that a value refers to."""
-    if isinstance(value, Mapping):
-        if isinstance(reference := value.get("$ref"), str):
-            yield reference.rpartition("/")[2]
-        for part in value.values():
-            yield from _references(part)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _references(part)
-
-
-def _type(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
+def _type_in_words(schema: Mapping[str, Any]) -> str:
     """Return a schema's type in words: `integer 1 to 16384`, `list of text`, `one of full, fast`."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
@@ -476,25 +393,12 @@ def _type(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
         more = ", ..." if len(choices) > _LONGEST_CHOICE else ""
         return f"one of {', '.join(map(str, choices[:_LONGEST_CHOICE]))}{more}"
     if options := schema.get("anyOf"):
-        return " or ".join(dict.fromkeys(_type(option, schemas) for option in options))
+        return " or ".join(dict.fromkeys(_type_in_words(option) for option in options))
     kind = schema.get("type", "any")
     if kind == "array":
-        return f"list of {_type(schema.get('items', {}), schemas)}"
+        return f"list of {_type_in_words(schema.get('items', {}))}"
     if kind == "string":
         return "text"
     low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
     bounds = f" {low:g} to {high:g}" if None not in (low, high) else f" from {low:g}" if low is not None else ""
     return f"{kind}{bounds}"
-
-
-def _examples(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return bodies of a request out of the fields' examples: one for each way to give a job."""
-    examples = {
-        name: field["examples"][0] for name, field in schema.get("properties", {}).items() if field.get("examples")
-    }
-    bodies: list[dict[str, Any]] = []
-    if "config" in examples:
-        bodies.append({"config": examples["config"]})
-    if "model" in examples:
-        bodies.append({"model": examples["model"], "inputs": examples.get("inputs")})
-    return bodies

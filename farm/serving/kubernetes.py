@@ -10,32 +10,29 @@ import base64
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from conf.errors import unknown_name
+from conf.errors import UsageError, unknown_name
 from farm.serving.bodies import EstimateRequest
 from farm.serving.problems import Problem
-from featurize.device.device_spec import DEFAULT_DEVICE, known_device
+from farm.serving.scheduling import DEVICE, JOB, PREFIX, device_of, job_of_text, value_at
 
 if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
 
-PREFIX = "gpufarm.io/"
-JOB, DEVICE, WRITE = f"{PREFIX}job", f"{PREFIX}device", f"{PREFIX}write"
+WRITE = f"{PREFIX}write"
 PEAK, UPPER, FITS, PROBLEM = f"{PREFIX}peak-memory-mib", f"{PREFIX}upper-mib", f"{PREFIX}fits", f"{PREFIX}problem"
 # How schedulers that share GPUs spell memory: an annotation of the pod, or a limit of its container.
 KAI, HAMI, KOORDINATOR = DIALECTS = ("kai", "hami", "koordinator")
 KAI_MEMORY, HAMI_MEMORY, KOORDINATOR_MEMORY = "gpu-memory", "nvidia.com/gpumem", "koordinator.sh/gpu-memory"
 _GPU_LIMITS = ("nvidia.com/gpu", "koordinator.sh/gpu", "koordinator.sh/gpu-core", "koordinator.sh/gpu-shared")
-_PRODUCT_LABEL = "nvidia.com/gpu.product"  # label that GPU feature discovery sets
 _API_VERSION = "admission.k8s.io/v1"
 _LONGEST = 250  # characters of a problem
 
 Answer = Callable[[EstimateRequest], Awaitable["Estimate"]]
 Patch = list[dict[str, Any]]
-Shape = TypeVar("Shape", dict[str, Any], list[Any], str, int)
 
 
 async def reviewed(review: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
@@ -85,30 +82,14 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
 def job_request(text: str, device: str) -> EstimateRequest:
     """Return the request that a pod's annotation holds. Raises `Problem`."""
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Problem(422, "invalid-request", f"{JOB} is not JSON") from error
-    if not isinstance(body, dict):
-        raise Problem(422, "invalid-request", f"{JOB} is JSON, but no object")
-    try:
-        return EstimateRequest(**{"device": device, **body})
+        return EstimateRequest(**{"device": device, **job_of_text(text, JOB)})
+    except UsageError as error:
+        raise Problem(422, "invalid-request", str(error)) from error
     except (ValidationError, TypeError) as error:
         reason = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
         place = "/".join(map(str, reason["loc"]))
         detail = f"{JOB}: {place}: {str(reason['msg']).removeprefix('Value error, ')}".replace(": : ", ": ")
         raise Problem(422, "invalid-request", detail) from error
-
-
-def device_of(pod: Mapping[str, Any]) -> str:
-    """Return the GPU model of a pod: by annotation, or by GPU feature discovery's label; else the default."""
-    annotations = value_at(pod, "metadata.annotations", dict)
-    if isinstance(named := annotations.get(DEVICE), str):
-        return named
-    product = value_at(pod, "spec.nodeSelector", dict).get(_PRODUCT_LABEL)
-    if not isinstance(product, str):
-        return DEFAULT_DEVICE
-    plain = product.removeprefix("NVIDIA-").removesuffix("-SHARED")  # the label has dashes for the driver's spaces
-    return known_device(plain) or known_device(plain.replace("-", " ")) or product
 
 
 def annotated(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:
@@ -132,26 +113,6 @@ def _limit(pod: Mapping[str, Any], dialect: str, needed: int) -> Patch:
         if dialect == KOORDINATOR and isinstance(value_at(container, "resources", dict).get("requests"), dict):
             patch.append({"op": "add", "path": f"{base}/requests/{_escape(name)}", "value": value})
     return patch
-
-
-def value_at(owner: object, path: str, kind: type[Shape], odd: list[str] | None = None) -> Shape:
-    """Return an API object's value at a dotted path; an empty `kind` where it is absent, null or of another type.
-
-    Appends to `odd` the path of a value of another type.
-    """
-    value = owner
-    for name in path.split("."):
-        if not isinstance(value, dict):
-            break
-        value = value.get(name)
-        if value is None:
-            return kind()
-    else:
-        if isinstance(value, kind):
-            return value
-    if odd is not None:
-        odd.append(path)
-    return kind()
 
 
 def _escape(name: str) -> str:

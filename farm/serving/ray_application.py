@@ -21,7 +21,7 @@ from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.server import only_service
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TraceLimits, TracePool
-from farm.serving.trace_store import LocalQuestions, RemoteQuestions, TraceStore
+from farm.serving.trace_store import RemoteQuestions, TraceStore
 from warehouse.files.folder import DataFolder
 
 TRACES, ESTIMATIONS = "Traces", "Estimations"
@@ -61,7 +61,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     return estimations.bind(settings, traces.bind(settings))
 
 
-class Traces(LocalQuestions):
+class Traces(TraceStore):
     """The questions for traces, and the processes that trace them: one replica, beside the data folder."""
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -71,10 +71,9 @@ class Traces(LocalQuestions):
         )
         self._opened = contextlib.ExitStack()
         self._opened.enter_context(only_service(folder))
-        store = TraceStore(folder.service)
-        super().__init__(store)
-        self._opened.callback(store.close)
-        self._opened.enter_context(TracePool(store, limits, settings.traces, RequestLog(settings.log).event))
+        super().__init__(folder.service)
+        self._opened.callback(self.close)
+        self._opened.enter_context(TracePool(self, limits, settings.traces, RequestLog(settings.log).event))
 
     def __del__(self) -> None:
         self._opened.close()

@@ -1,26 +1,33 @@
-"""Parts that the programs beside a scheduler share: the loop in which they ask the service, their words, their keys.
+"""Parts that the programs beside a scheduler share: the loop in which they ask the service, what they read and say.
 
-Start reading at `keep_asking`. `farm.slurm`, `farm.sbatch` and `farm.kueue` are these programs.
+Start reading at `keep_asking`. `farm.slurm`, `farm.sbatch` and `farm.kueue` are these programs; the service's webhook
+reads pods as `farm.kueue` does.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from conf.cli.settings import key
 from conf.device_names import resolve_device
 from conf.errors import EnvironmentProblem, UsageError
+from featurize.device.device_spec import DEFAULT_DEVICE, device_names, known_device
 
 if TYPE_CHECKING:
     from learn.client import Client
     from learn.estimation.job_estimate import Estimate
 
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
+PREFIX = "gpufarm.io/"  # of the annotations of a pod
+JOB, DEVICE = f"{PREFIX}job", f"{PREFIX}device"
+_PRODUCT_LABEL = "nvidia.com/gpu.product"  # label that GPU feature discovery sets
+Shape = TypeVar("Shape", dict[str, Any], list[Any], str, int)
 
 
 def keep_asking(look: Callable[[Client, threading.Event], None], *, server: str, once: bool, every_s: float) -> int:
@@ -54,8 +61,6 @@ def figures_of(done: Estimate) -> str:
 
 def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
     """Return Slurm's feature of each GPU model, by its full name. Raises `UsageError` that names what is wrong."""
-    from featurize.device.device_spec import device_names
-
     problems = [] if devices else ["devices must name the cluster's GPU models, as in '{L4: l4}'"]
     features: dict[str, str] = {}
     for name, feature in devices.items():
@@ -76,3 +81,46 @@ def devices_key() -> Any:
         help="the cluster's GPU models, each with the feature that Slurm's nodes have for it: '{L4: l4, T4: t4}'",
         build=features_by_device,
     )
+
+
+def job_of_text(text: Any, place: str) -> dict[str, Any]:
+    """Return a job's request as a job script or a pod holds it. Raises `UsageError`, which begins with `place`."""
+    try:
+        body = json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{place} is not JSON") from error
+    if not isinstance(body, dict):
+        raise UsageError(f"{place} is JSON, but no object")
+    return body
+
+
+def device_of(pod: Mapping[str, Any]) -> str:
+    """Return the GPU model of a pod: by annotation, or by GPU feature discovery's label; else the default."""
+    annotations = value_at(pod, "metadata.annotations", dict)
+    if isinstance(named := annotations.get(DEVICE), str):
+        return named
+    product = value_at(pod, "spec.nodeSelector", dict).get(_PRODUCT_LABEL)
+    if not isinstance(product, str):
+        return DEFAULT_DEVICE
+    plain = product.removeprefix("NVIDIA-").removesuffix("-SHARED")  # the label has dashes for the driver's spaces
+    return known_device(plain) or known_device(plain.replace("-", " ")) or product
+
+
+def value_at(owner: object, path: str, kind: type[Shape], odd: list[str] | None = None) -> Shape:
+    """Return an API object's value at a dotted path; an empty `kind` where it is absent, null or of another type.
+
+    Appends to `odd` the path of a value of another type.
+    """
+    value = owner
+    for name in path.split("."):
+        if not isinstance(value, dict):
+            break
+        value = value.get(name)
+        if value is None:
+            return kind()
+    else:
+        if isinstance(value, kind):
+            return value
+    if odd is not None:
+        odd.append(path)
+    return kind()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -24,13 +22,13 @@ import uvicorn
 
 from conf.cli.command_line import EXIT_INTERRUPTED
 from conf.errors import EnvironmentProblem
-from farm.serving.connections import GuardedServer, listen
+from farm.serving.connections import GuardedServer, listen, url_of
 from farm.serving.gate import FOLDER_VARIABLE, RequestLog
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_pool import TraceLimits, TracePool
 from farm.serving.trace_store import TraceStore
 from warehouse.files.folder import DataFolder
-from warehouse.files.plain_file import open_lock
+from warehouse.files.plain_file import locked
 
 _STOP_S = 10  # for requests that are being answered
 _KEEP_ALIVE_S = 30
@@ -52,41 +50,27 @@ def serve(settings: ServeSettings) -> int:
         folder.create()  # a service that only estimates needs no runs
     folder.open()
     with only_service(folder):
-        return _serve(settings, folder)
-
-
-@contextlib.contextmanager
-def only_service(folder: DataFolder) -> Iterator[None]:
-    """Hold the lock of the data folder's one service: two would trace each other's questions."""
-    with open_lock(folder.service_lock) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise EnvironmentProblem(f"another service answers from data={folder.root}; name another folder") from error
-        yield
-
-
-def _serve(settings: ServeSettings, folder: DataFolder) -> int:
-    log = RequestLog(settings.log)
-    _raise_file_limit()
-    listening = listen(settings.host, settings.port, named=f"host={settings.host} port={settings.port}")
-    store = TraceStore(folder.service)
-    limits = TraceLimits(
-        str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
-    )
-    metrics_folder = tempfile.mkdtemp(prefix="gpufarm-metrics-")
-    os.environ[FOLDER_VARIABLE] = metrics_folder
-    host, port = listening.getsockname()[:2]
-    scheme = "http" if settings.certificate is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    try:
-        with TracePool(store, limits, settings.traces, log.event):
+        log = RequestLog(settings.log)
+        _raise_file_limit()
+        limits = TraceLimits(
+            str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
+        )
+        with (
+            listen(settings.host, settings.port, named=f"host={settings.host} port={settings.port}") as listening,
+            contextlib.closing(TraceStore(folder.service)) as store,
+            tempfile.TemporaryDirectory(prefix="gpufarm-metrics-", ignore_cleanup_errors=True) as metrics_folder,
+            TracePool(store, limits, settings.traces, log.event),
+        ):
+            os.environ[FOLDER_VARIABLE] = metrics_folder
+            url = url_of(listening, "http" if settings.certificate is None else "https")
             print(f"serving {folder.root} on {url}", flush=True)
             return _Answering(settings, listening, log).run()
-    finally:
-        listening.close()
-        store.close()
-        shutil.rmtree(metrics_folder, ignore_errors=True)
+
+
+def only_service(folder: DataFolder) -> AbstractContextManager[object]:
+    """Hold the lock of the data folder's one service: two would trace each other's questions."""
+    problem = f"another service answers from data={folder.root}; name another folder"
+    return locked(folder.service_lock, lambda: EnvironmentProblem(problem))
 
 
 def _raise_file_limit() -> None:

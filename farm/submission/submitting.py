@@ -121,10 +121,10 @@ def _show_progress(
     configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: int
 ) -> Iterator[tuple[int, str]]:
     """Yield the same items and draw a bar every few thousand, so small jobs show none."""
-    for done, config in enumerate(configs, start=1):
+    for completed, config in enumerate(configs, start=1):
         yield config
-        if done % _DRAWN_EVERY == 0:
-            bar.update("queuing", done, stop - start)
+        if completed % _DRAWN_EVERY == 0:
+            bar.update("queuing", completed, stop - start)
 
 
 def task_texts(
@@ -155,7 +155,7 @@ def task_texts(
         seed=settings.seed,
         policy=settings.policy,
         limits=settings.limits,
-        progress=progress or (lambda done, of: None),
+        progress=progress or (lambda completed, total: None),
     )
     on_gpu = settings.device.backend != "cpu"
     memory_mib = device.memory_mib * (settings.device.memory_fraction or 1.0) if on_gpu else None

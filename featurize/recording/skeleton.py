@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
 import math
 import threading
 import weakref
@@ -50,8 +49,8 @@ _FROM_DATA = {
     torch.tril_indices,
     torch.triu_indices,
 }
-# Fills that leave a meta tensor as it is. PyTorch's own meta kernel of a normal one takes 0.3 ms.
-_INITIALISERS = {init.uniform_, init.normal_, init.constant_, init.kaiming_uniform_}  # those that a mode sees whole
+# Fills that leave a meta tensor as it is. PyTorch's own meta kernels of them take up to 0.3 ms.
+_INITIALISERS = {init.uniform_, init.kaiming_uniform_}  # those of PyTorch's own layers, with all arguments by name
 _FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_}
 
 
@@ -103,48 +102,17 @@ def on_meta(model: nn.Module) -> nn.Module:
             memo[id(tensor)] = _empty(tensor)
     for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
         memo.setdefault(id(result), _empty(result))
-    _copy_plain_parts(model, memo)
+    # Most of what a module holds is empty collections of hooks, and `copy.deepcopy` is slow at each of them.
+    memo |= {
+        id(held): type(held)()
+        for module in model.modules()
+        for held in vars(module).values()
+        if type(held) in _COLLECTIONS and not held
+    }
     return copy.deepcopy(model, memo)
 
 
-def _copy_plain_parts(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Enter in `memo` what `copy.deepcopy` would make of the modules that do not say themselves how they are copied:
-    it takes ten times as long, most of it for their many empty dictionaries of hooks."""
-    kinds = {kind for kind in set(map(type, model.modules())) if _is_plain(kind)}
-    plain = [module for module in model.modules() if id(module) not in memo and type(module) in kinds]
-    memo |= {id(module): type(module).__new__(type(module)) for module in plain}
-    for module in plain:
-        copied = vars(memo[id(module)])
-        for name, value in vars(module).items():
-            kind = type(value)
-            if kind in _IMMUTABLE:
-                copied[name] = value
-            elif kind is dict and id(value) not in memo:
-                made = {
-                    key: memo[id(part)] if id(part) in memo else copy.deepcopy(part, memo)
-                    for key, part in value.items()
-                }
-                copied[name] = memo[id(value)] = made
-            elif kind is OrderedDict and not value and id(value) not in memo:
-                copied[name] = memo[id(value)] = OrderedDict()
-            else:
-                copied[name] = copy.deepcopy(value, memo)
-
-
-_IMMUTABLE = frozenset({bool, int, float, str, type(None), torch.dtype})
-_SETTERS = (nn.Module.__setstate__, nn.modules.conv._ConvNd.__setstate__)  # which give old pickles what they lack
-
-
-def _is_plain(kind: type[nn.Module]) -> bool:
-    """Return whether `copy.deepcopy` copies the attributes of such modules, and nothing else is done."""
-    customised = any(
-        hasattr(kind, name) for name in ("__deepcopy__", "__getnewargs_ex__", "__getnewargs__", "__slots__")
-    )
-    reduces = (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__)
-    states = getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
-    return (
-        not (customised or reduces or states) and kind.__setstate__ in _SETTERS and kind not in copyreg.dispatch_table
-    )
+_COLLECTIONS = frozenset({dict, list, set, OrderedDict})
 
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
@@ -239,8 +207,11 @@ class _Construction(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FILLS and args[0].is_meta and not torch.is_grad_enabled():
             return args[0]
-        if func in _INITIALISERS and args and args[0].is_meta and args[0].dim() > 1:  # others may be refused
-            return args[0]
+        if func in _INITIALISERS and kwargs["tensor"].is_meta:
+            filled: Tensor = kwargs["tensor"]
+            fan = kwargs.get("mode", "fan_in"), kwargs.get("nonlinearity", "leaky_relu")
+            if func is init.uniform_ or (filled.dim() > 1 and fan == ("fan_in", "leaky_relu")):  # others may be refused
+                return filled
         if func in _NOISE:
             return _make(func, args, kwargs, _REAL_NOISE)
         if func in _VALUES:

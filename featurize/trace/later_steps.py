@@ -2,7 +2,7 @@
 
 Start reading at `SecondStep`: the passes are repeated from the record, and the optimizer runs. A model that keeps
 something from step to step runs its second step, too: the first one changes what the model or the loss holds
-(`state_of`), draws a number, reads a value that the step computes, or leaves more memory behind than gradients and what
+(`State`), draws a number, reads a value that the step computes, or leaves more memory behind than gradients and what
 a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` turns steps that were traced
 without a loop's variables into those of a usual loop. That one copies a batch to the device while the last one's is
 alive, and holds output and loss until it assigns the next ones.
@@ -11,16 +11,7 @@ alive, and holds output and loss until it assigns the next ones.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import os
 import random
-import site
-import sys
-import sysconfig
-import types
-import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -28,14 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from conf.files.disk_cache import PACKAGES
-from featurize.operators.tensor_parts import plain_parts
 from featurize.recording.block_record import RecordMoment, Stretch
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Event, Operator, StepTrace
 from featurize.recording.values import tensors_of
+from featurize.trace.fingerprint import State
 from featurize.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -253,8 +243,19 @@ class SecondStep:
 
 
 def kept_by(step: TrainingStep) -> State | None:
-    """Return the state that the model and the loss of a step keep."""
-    return state_of(step.model, step.loss)
+    """Return what the model and the loss of a step hold, and the generators of random numbers on the host: a model may
+    draw which of its layers run."""
+    return state_of(
+        step.model, step.loss, torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    )
+
+
+def state_of(*roots: object) -> State | None:
+    """Return what objects hold now; None where that cannot be described."""
+    try:
+        return State(*roots)
+    except Exception:  # somebody's object may raise anything when asked what it holds
+        return None
 
 
 Left: TypeAlias = tuple[tuple[str, str, str], ...]  # kind, operator and module of each block that a step leaves alive
@@ -380,136 +381,6 @@ def _born_bytes(stretch: Stretch) -> int:
     return most
 
 
-_INSTALLED = tuple(
-    {
-        os.path.realpath(path) + os.sep
-        for path in (
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-            *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
-        )
-    }
-)
-
-
-@functools.cache
-def is_installed(module: types.ModuleType | None) -> bool:
-    """Return whether a module is this project's, an installed library's or Python's."""
-    if module is None or module.__name__ == "__main__":
-        return False
-    if module.__name__.partition(".")[0] in PACKAGES:
-        return True
-    path = getattr(module, "__file__", None)
-    return module.__name__ in sys.builtin_module_names or (
-        path is not None and os.path.realpath(path).startswith(_INSTALLED)
-    )
-
-
-@functools.cache
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """Return all names that a function and those within it look up."""
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
-
-MOST_PARTS = 2_000_000  # parts of one state; a module has some 40
-_LARGEST = 2**16  # bytes of a tensor or array on the host up to which its values are compared
-_VALUES = frozenset(
-    {
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        range,
-        types.NoneType,
-        types.EllipsisType,
-        types.NotImplementedType,
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-        types.ModuleType,
-        types.CodeType,
-        types.WrapperDescriptorType,
-        types.MethodDescriptorType,
-        types.ClassMethodDescriptorType,
-        types.GetSetDescriptorType,
-        types.MemberDescriptorType,
-    }
-)
-_MAPPINGS = frozenset({dict, OrderedDict})
-_COLLECTIONS = frozenset({list, tuple, set, frozenset, deque, *_MAPPINGS})
-_OF_PYTHON = frozenset({"__annotations__", "__doc__", "__abstractmethods__", "_abc_impl"})
-_CACHED = type(functools.cache(lambda: None))
-
-
-class State:
-    """All that objects hold at a moment, and the states of random generators. Tensors count by where they lie."""
-
-    def __init__(self) -> None:
-        self.parts: list[object] = []
-        self.tensors: list[weakref.ref[Tensor]] = []
-
-    def stays(self, later: State | None) -> bool:
-        """Return whether a later state is the same."""
-        # A tensor that has ended since may have left its address to another one.
-        return (
-            later is not None
-            and self.parts == later.parts
-            and all(reference() is not None for reference in self.tensors)
-        )
-
-
-def state_of(*roots: object) -> State | None:
-    """Return the state of objects and of all that they hold; None where it is too large, or cannot be described.
-
-    Of code that no library holds, the globals that it names count, too.
-    """
-    state = State()
-    parts, waiting = state.parts, list[Any](roots)
-    seen: dict[int, int] = {}
-    made: list[object] = []  # on the way: what ended now would leave its address to another
-    while waiting:
-        value = waiting.pop()
-        kind = type(value)
-        parts.append(kind)
-        if kind in _VALUES:
-            parts.append(value)
-            continue
-        if kind in _COLLECTIONS and not value:  # most of a module's mappings
-            continue
-        if (place := seen.get(id(value))) is not None:
-            parts.append(place)
-            continue
-        seen[id(value)] = len(seen)
-        if len(parts) > MOST_PARTS:
-            return None
-        if kind in _COLLECTIONS:
-            parts.append(len(value))
-            waiting += value
-            if kind in _MAPPINGS:
-                waiting += value.values()
-        elif isinstance(value, nn.Module):
-            attributes = vars(value)
-            parts += attributes
-            waiting.append(kind)
-            waiting += attributes.values()
-        else:
-            try:
-                held = _held_by(value, kind, state)
-            except Exception:  # somebody's object may raise anything when asked what it holds
-                return None
-            made.append(held)
-            waiting += held
-    # PyTorch's generator on the CPU, Python's, and NumPy's: a model may draw which of its layers run.
-    of_numpy: Any = np.random.get_state()
-    parts += (torch.default_generator.get_state().numpy().tobytes(), random.getstate())
-    parts += (part.tobytes() if isinstance(part, np.ndarray) else part for part in of_numpy)
-    return state
-
-
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
     """Leave the random generators as they were, whatever is drawn within."""
@@ -520,75 +391,3 @@ def undrawn() -> Iterator[None]:
         finally:
             random.setstate(drawn[0])
             np.random.set_state(drawn[1])
-
-
-def _held_by(value: Any, kind: type, state: State) -> list[object]:
-    """Return what an object holds, and note what else it is."""
-    parts = state.parts
-    if isinstance(value, Tensor):
-        return _of_tensor(value, state)
-    if isinstance(value, type):
-        parts.append(value)
-        return [] if is_installed(sys.modules.get(value.__module__)) else [*value.__bases__, *_own(vars(value))]
-    if kind is types.FunctionType:
-        parts.append(value.__code__)
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        return [cells, value.__defaults__, value.__kwdefaults__, vars(value), *_globals_of(value)]
-    if kind is types.MethodType:
-        return [value.__func__, value.__self__]
-    if kind in (types.BuiltinFunctionType, types.MethodWrapperType):
-        parts.append(value.__name__)
-        return [value.__self__]
-    if kind is _CACHED:
-        parts += (value.cache_info().misses, value.cache_info().currsize)
-        return [value.__wrapped__]
-    if isinstance(value, property):
-        return [value.fget, value.fset]
-    if isinstance(value, staticmethod | classmethod):
-        return [value.__func__]
-    if kind is types.MappingProxyType:
-        return [dict(value)]
-    if isinstance(value, weakref.ref):
-        return [value()]
-    if kind is np.ndarray:
-        if value.nbytes > _LARGEST or value.dtype.hasobject:
-            raise ValueError("its values are too many to compare")
-        parts += (value.shape, value.dtype, value.tobytes())
-        return []
-    reduced = value.__reduce_ex__(4)
-    if isinstance(reduced, str):  # a global of that name
-        return []
-    _make, arguments, *more = reduced
-    content, items, pairs = (*more, None, None, None)[:3]
-    return [kind, arguments, content, list(items or ()), list(pairs or ())]
-
-
-def _of_tensor(value: Tensor, state: State) -> list[object]:
-    for part in plain_parts(value):
-        state.parts += (part.shape, part.dtype, part.requires_grad)
-        storage = part.untyped_storage()
-        if part.is_cpu and storage.nbytes() <= _LARGEST:
-            state.parts.append(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
-            continue
-        state.tensors.append(weakref.ref(part))
-        state.parts += (id(part), storage._cdata, None if part.is_meta or part.is_inference() else part._version)
-    return [vars(value), value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)]
-
-
-def _own(values: Mapping[str, object]) -> list[object]:
-    """Return the state that the code of a class holds."""
-    return [value for name, value in values.items() if name not in _OF_PYTHON]
-
-
-def _globals_of(function: types.FunctionType) -> list[object]:
-    """Return the globals that a function names, and those of its modules' that it names, of the user's own code."""
-    if is_installed(sys.modules.get(function.__module__)):
-        return []
-    names, within = names_in(function.__code__), function.__globals__
-    named = [within[name] for name in names if name in within]
-    modules = [
-        vars(named_value)
-        for named_value in named
-        if type(named_value) is types.ModuleType and not is_installed(named_value)
-    ]
-    return [*named, *(module[name] for module in modules for name in names if name in module)]

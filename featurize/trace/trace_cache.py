@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 MOST_EVENTS = 500_000  # events of all traces in memory: some 150 MB
 _jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes last
+_held_events = 0  # of these traces
 
 
 def config_key(config: TrialConfig, parallel: object = None) -> str | None:
@@ -94,31 +95,39 @@ def traced(
     kept = {} if kept is None else kept
     known = _serving(kind, kept) or _serving(kind, traces)
     if known is None and key is not None:
-        known = _from_disk(key, kind, traces)
+        _hold(traces, _from_disk(key, training_loop))
+        known = _serving(kind, traces)
     if known is None:
         known = trace()
         made = {kind: known}
         if known.in_a_loop is not None:
             made[kind[0], True] = known.in_a_loop
-        traces |= made
         kept |= made
         if key is not None:
             _to_disk(key, made)
-            _forget_oldest()
+            _hold(traces, made)
     kept.setdefault(kind, known)
     return known
 
 
 def clear() -> None:
     """Forget all traces in memory."""
+    global _held_events
     _jobs.clear()
+    _held_events = 0
 
 
-def _forget_oldest() -> None:
-    events = sum(len(trace.events) for traces in _jobs.values() for trace in traces.values())
-    while events > MOST_EVENTS and len(_jobs) > 1:
-        _, oldest = _jobs.popitem(last=False)
-        events -= sum(len(trace.events) for trace in oldest.values())
+def _hold(traces: Traces, made: Traces) -> None:
+    """Keep further traces among those of a job in memory, and forget the jobs that were not asked for the longest."""
+    global _held_events
+    _held_events += _events_of(traces | made) - _events_of(traces)
+    traces |= made
+    while _held_events > MOST_EVENTS and len(_jobs) > 1:
+        _held_events -= _events_of(_jobs.popitem(last=False)[1])
+
+
+def _events_of(traces: Traces) -> int:
+    return sum(len(trace.events) for trace in traces.values())
 
 
 def _serving(kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
@@ -141,16 +150,15 @@ def _are_alike(trace: StepTrace, first: AttentionKernels, other: AttentionKernel
     return flash and min(first.efficient, widest) == min(other.efficient, widest)
 
 
-def _from_disk(key: str, kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
-    """Return the job's trace on disk where it serves this kind; it is then in memory, too."""
+def _from_disk(key: str, training_loop: bool) -> Traces:
+    """Return the job's trace on disk; none where there is none that can be read."""
     from featurize.device.device_spec import AttentionKernels
 
     try:
-        (stored,) = recall(f"trace {kind[1]} {key}")
-        traces[AttentionKernels(**stored["kernels"]), kind[1]] = trace_of_json(stored["trace"])
+        (stored,) = recall(f"trace {training_loop} {key}")
+        return {(AttentionKernels(**stored["kernels"]), training_loop): trace_of_json(stored["trace"])}
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
-        return None
-    return _serving(kind, traces)
+        return {}
 
 
 def _to_disk(key: str, made: Traces) -> None:

@@ -46,7 +46,8 @@ from featurize.recording.values import (
     shape_of,
     tensors_of,
 )
-from featurize.trace.later_steps import SecondStep, State, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
+from featurize.trace.fingerprint import State
+from featurize.trace.later_steps import SecondStep, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
 from featurize.training.play_rank import played_rank, settings_of_ranks
 from featurize.training.rank import Rank

@@ -6,6 +6,7 @@ Python than this one: resolved by what wheels require, downloaded by pip, checke
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import hashlib
 import importlib.metadata
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
+from typing import Any
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -31,14 +33,14 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from conf.cli.command_line import exit_code
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.plain_text import truncated
 from infra.offline.launch import FORMAT, MANIFEST, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / "infra" / "offline" / "launch.py"
 CONSTRAINTS = ROOT / "constraints.txt"
 # Of the extras, beside `warehouse` and `farm`: what a step uses.
 _ALSO_NEEDED = {"serve": ("prometheus-client",), "dev": ("pytest",)}
@@ -61,13 +63,18 @@ _NO_MATCH = re.compile(r"Could not find a version that satisfies the requirement
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """Packages that are installed together, compressed into one file of a part. `packages`: version by name."""
+    """Packages that are installed together, compressed into one file of a part, as the manifest has it.
 
-    name: str
-    path: Path
-    packages: dict[str, str]
+    Args:
+        part: The part that has the file.
+        packages: Version by name.
+    """
+
+    part: str
     bytes: int
+    sha256: str
     unpacked_bytes: int
+    packages: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +94,8 @@ class BundleSettings(Checked):
 
 def main(argv: Sequence[str]) -> int:
     """Make the bundle that the arguments describe, print what its parts hold, and return the exit code."""
-    return exit_code(lambda: print("\n".join(bundle(load_settings(BundleSettings, "bundle", argv)))))
+    name = "infra.offline.bundle:BundleSettings"
+    return developer_command(name, lambda settings: print("\n".join(bundle(settings))), argv)
 
 
 def bundle(settings: BundleSettings) -> list[str]:
@@ -111,15 +119,15 @@ def bundle(settings: BundleSettings) -> list[str]:
     try:
         downloaded: dict[str, Path] = {}
         expects: set[str] = set()
-        archives: list[Archive] = []
+        archives: dict[str, Archive] = {}
         for name in PARTS if settings.ray else ("core", "numpy"):
             before = set(downloaded)
             expects |= needed_wheels(requirements[name], target, on_machine, downloaded, work / "wheels")
             wheels = [downloaded[package] for package in sorted(downloaded.keys() - before)]
             if name == "core" or wheels:
-                archives.append(_archive(name, wheels, source if name == "core" else (), work))
-                _check_size(archives, settings.mib)
-        manifest = {
+                archives[name] = _archive(name, wheels, source if name == "core" else (), work / "parts" / PARTS[name])
+                _check_size(archives.values(), PARTS[name], settings.mib)
+        manifest: dict[str, Any] = {
             "format": FORMAT,
             "source": described,
             "python": target.python,
@@ -127,8 +135,12 @@ def bundle(settings: BundleSettings) -> list[str]:
             "glibc": GLIBC,
             "torch": next(spec.version for spec in requirements["torch"].specifier if spec.operator == ">="),
             "expects": sorted(expects),
+            "archives": {name: dataclasses.asdict(archive) for name, archive in archives.items()},
         }
-        _write_parts(work / "parts", manifest, archives)
+        manifest["bundle"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+        for part in (work / "parts").iterdir():
+            (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+            shutil.copyfile(LAUNCHER, part / "offline.py")
         if folder.exists():
             os.replace(folder, work / "former")
         os.replace(work / "parts", folder)
@@ -178,7 +190,7 @@ def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
     return versions
 
 
-def required(project: dict) -> dict:
+def required(project: Mapping[str, Any]) -> dict[str, Any]:
     """Return the requirements of pyproject.toml, by archive, and torch's requirement."""
     extras = {name: [Requirement(line) for line in lines] for name, lines in project["optional-dependencies"].items()}
 
@@ -216,9 +228,10 @@ def tracked_files() -> tuple[list[str], str]:
     return files, described.stdout.strip()
 
 
-def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], work: Path) -> Archive:
-    """Compress wheels, unpacked as an installer would, and source files into one archive."""
-    path, unpacked_bytes = work / f"{name}.tar.xz", 0
+def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Path) -> Archive:
+    """Compress wheels, unpacked as an installer would, and source files into one archive of a part."""
+    part.mkdir(parents=True, exist_ok=True)
+    path, unpacked_bytes = part / f"{name}.tar.xz", 0
     site = "site" if name == "core" else f"site-{name}"
     filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, **_XZ}]
     with lzma.open(path, "wb", filters=filters) as compressed, tarfile.open(fileobj=compressed, mode="w") as archive:
@@ -241,12 +254,19 @@ def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], work: Pat
     versions = {
         str(package): str(version) for package, version, *_ in map(parse_wheel_filename, (w.name for w in wheels))
     }
-    return Archive(name=name, path=path, packages=versions, bytes=path.stat().st_size, unpacked_bytes=unpacked_bytes)
+    return Archive(
+        part=part.name,
+        bytes=path.stat().st_size,
+        sha256=file_sha256(path),
+        unpacked_bytes=unpacked_bytes,
+        packages=versions,
+    )
 
 
 def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]]:
     """Return the files of a wheel that a step may load, and where they belong."""
-    kept, left_out = [], []
+    kept: list[tuple[zipfile.ZipInfo, str]] = []
+    left_out: list[tuple[zipfile.ZipInfo, str]] = []
     for entry in wheel.infolist():
         place = entry.filename
         if ".data/" in place:  # what belongs beside the packages; scripts and headers have no use there
@@ -265,11 +285,10 @@ def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]
     return kept
 
 
-def _check_size(archives: Sequence[Archive], mib: float) -> None:
-    """Raise `UsageError` where the part of the last archive has become larger than `mib`."""
-    part = PARTS[archives[-1].name]
-    beside_bytes = len((ROOT / "infra/offline/launch.py").read_bytes()) + (64 << 10)  # more than a manifest takes
-    needed_mib = (beside_bytes + sum(archive.bytes for archive in archives if PARTS[archive.name] == part)) / 2**20
+def _check_size(archives: Iterable[Archive], part: str, mib: float) -> None:
+    """Raise `UsageError` where a part has become larger than `mib`."""
+    beside_bytes = LAUNCHER.stat().st_size + (64 << 10)  # more than a manifest takes
+    needed_mib = (beside_bytes + sum(archive.bytes for archive in archives if archive.part == part)) / 2**20
     if needed_mib > mib:
         instead = (
             "leave Ray out with ray=false" if part == PARTS["ray"] else "leave out with present= what the machine has"
@@ -277,34 +296,13 @@ def _check_size(archives: Sequence[Archive], mib: float) -> None:
         raise UsageError(f"mib={mib:.4g} is too small: {part} takes {math.ceil(needed_mib)}; or {instead}")
 
 
-def _write_parts(folder: Path, manifest: dict, archives: Sequence[Archive]) -> None:
-    """Write into each part its archives, the manifest, which lists all of them, and `offline.py`."""
-    manifest["archives"] = {
-        archive.name: {
-            "part": PARTS[archive.name],
-            "bytes": archive.bytes,
-            "sha256": file_sha256(archive.path),
-            "unpacked_bytes": archive.unpacked_bytes,
-            "packages": archive.packages,
-        }
-        for archive in archives
-    }
-    manifest["bundle"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
-    for archive in archives:
-        part = folder / PARTS[archive.name]
-        part.mkdir(parents=True, exist_ok=True)
-        os.replace(archive.path, part / archive.path.name)
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-        shutil.copyfile(ROOT / "infra/offline/launch.py", part / "offline.py")
-
-
-def _table(folder: Path, manifest: dict, archives: Sequence[Archive]) -> list[str]:
+def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Archive]) -> list[str]:
     lines = [f"for CPython {manifest['python']}, Linux on {manifest['machine']}, torch {manifest['torch']} or newer"]
-    for archive in archives:
-        packages = ", ".join(f"{name} {version}" for name, version in sorted(archive.packages.items()))
+    for name, archive in archives.items():
+        packages = ", ".join(f"{package} {version}" for package, version in sorted(archive.packages.items()))
         sizes = f"{archive.bytes / 2**20:.1f} MiB, unpacked {archive.unpacked_bytes / 2**20:.0f}"
-        lines.append(f"{folder / PARTS[archive.name]}: {archive.name}: {sizes}")
-        lines.append(f"    {'the source, ' if archive.name == 'core' else ''}{packages}")
+        lines.append(f"{folder / archive.part}: {name}: {sizes}")
+        lines.append(f"    {'the source, ' if name == 'core' else ''}{packages}")
     return [
         *lines,
         "On the machine:",
@@ -323,7 +321,7 @@ class Target:
     def markers(self) -> dict[str, str]:
         """The environment in which markers of requirements hold there."""
         return {
-            **default_environment(),
+            **{name: str(value) for name, value in default_environment().items()},
             "python_version": self.python,
             "python_full_version": f"{self.python}.0",
             "platform_machine": MACHINE,
@@ -438,7 +436,7 @@ def _download(
             asked[name] = f"{name}{specifiers[name]}"
         else:
             built.append(_built_wheel(asked.pop(name), target, folder))
-    paths = {parse_wheel_filename(path.name)[0]: path for path in folder.glob("*.whl")}
+    paths = {str(parse_wheel_filename(path.name)[0]): path for path in folder.glob("*.whl")}
     return {name: paths[name] for name in specifiers}
 
 

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from typing import Any
 
 FORMAT = 2
 STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
-PATH_KEYS = ("results", "previous", "work")  # the steps' keys that are paths: a step runs in another folder
+PATH_KEYS = ("results", "work")  # the steps' keys that are paths: a step runs in another folder
 MANIFEST = "manifest.json"
 INSTALLED = "bundle.json"  # in the target: which bundle it is
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
@@ -27,7 +28,7 @@ _CHUNK_BYTES = 1 << 20
 USAGE = """usage: python3 offline.py install [target=DIR] [parts=DIR,DIR...]
        python3 offline.py STEP[,STEP...] [target=DIR] [parts=DIR,DIR...] [KEY=VALUE...]
 steps: {steps}
-A step installs first where the target is empty. Common keys: minutes=8 results=DIR previous=DIR device=cuda
+A step installs first where the target is empty. Common keys: minutes=8 results=DIR device=cuda
 target: {target} by default; parts: the folders beside this script by default"""
 
 
@@ -96,9 +97,9 @@ def part_folders(given: "str | None") -> "list[str]":
     ]
 
 
-def read_manifest(folders: "list[str]") -> dict:
+def read_manifest(folders: "list[str]") -> "dict[str, Any]":
     """Return the manifest, which every part repeats."""
-    manifest = None
+    manifest = {}  # type: dict[str, Any]
     for folder in folders:
         path = os.path.join(folder, MANIFEST)
         try:
@@ -109,7 +110,7 @@ def read_manifest(folders: "list[str]") -> dict:
                 raise ValueError("another format")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Problem(f"{folder} is not part of an offline bundle: {MANIFEST}: {error}") from error
-        if manifest is not None and bundle != manifest["bundle"]:
+        if manifest and bundle != manifest["bundle"]:
             raise Problem(f"{folders[0]} and {folder} are parts of different bundles; name one bundle's with parts=")
         manifest = own_manifest
     return manifest
@@ -148,7 +149,7 @@ def install(target: str, folders: "list[str]") -> "list[str]":
     lines = []
     stage = target + ".gpufarm-partial" if installed is None else os.path.join(target, "partial")
     shutil.rmtree(stage, ignore_errors=True)
-    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # type: dict[str, Any]
     for name, path in paths.items():
         with tarfile.open(path, "r:xz") as content:
             content.extractall(stage, **options)
@@ -169,7 +170,7 @@ def installed_bundle(target: str) -> "str | None":
     """Return the identity of the bundle that the target holds; None where the target is empty or not there."""
     try:
         with open(os.path.join(target, INSTALLED), encoding="utf-8") as file:
-            return json.load(file)["bundle"]
+            return str(json.load(file)["bundle"])
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError) as error:
@@ -184,13 +185,13 @@ def unpacked_at(target: str, archive: str) -> str:
     return os.path.join(target, "site" if archive == "core" else "site-" + archive)
 
 
-def check_archive(path: str, archive: dict) -> None:
+def check_archive(path: str, archive: "dict[str, Any]") -> None:
     if os.path.getsize(path) != archive["bytes"] or file_sha256(path) != archive["sha256"]:
         part = archive["part"]
         raise Problem(f"{path} is damaged: size and SHA-256 are not the manifest's; copy {part} again")
 
 
-def file_sha256(path: str) -> str:
+def file_sha256(path: "str | os.PathLike[str]") -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
@@ -198,7 +199,7 @@ def file_sha256(path: str) -> str:
     return digest.hexdigest()
 
 
-def check_machine(manifest: dict) -> None:
+def check_machine(manifest: "dict[str, Any]") -> None:
     """Raise `Problem` where the machine or this Python is not the one that the bundle was made for; in every call."""
     machine, python = manifest["machine"], manifest["python"]
     if platform.system() != "Linux" or platform.machine() != machine:
@@ -227,7 +228,7 @@ def check_machine(manifest: dict) -> None:
         )
 
 
-def check_torch(manifest: dict) -> None:
+def check_torch(manifest: "dict[str, Any]") -> None:
     """Raise `Problem` where torch is too old or cannot be imported, which takes seconds."""
     command = [sys.executable, "-W", "ignore", "-c", "import torch; print(torch.__version__)"]
     completed = subprocess.run(command, capture_output=True)

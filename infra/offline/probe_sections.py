@@ -1,18 +1,20 @@
 """Sections of the page on what was probed: contexts, workspaces, allocator histories, questions, tests, calls.
 
-Start reading at `history_blocks`. Each function makes a section's blocks, and raises `Absent` where there is nothing.
+Start reading at `histories`. A section yields blocks and findings, and raises `Absent` where there is nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import re
+import shlex
+import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError
 from conf.files.outputs import read_json
 from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import (
@@ -39,26 +41,50 @@ from conf.reports.charts import Axis, Margins, Plot, Svg, against
 from conf.reports.page_text import MISSING, count_of, duration
 from conf.units import MIB
 from featurize.device.device_spec import CURRENT, EAGER, PARTS, DeviceSpec, MachineProfile
-from infra.offline.block_comparison import NONE, BlockComparison, BlockMatch, compare_blocks, read_history
-from learn.calibrate import Calibration, calibrate, measured_in_csv
+from infra.offline.block_comparison import (
+    ALLOCATOR,
+    NONE,
+    ORDER,
+    REQUESTS,
+    WORKSPACES,
+    BlockComparison,
+    BlockMatch,
+    compare_blocks,
+    read_history,
+)
+from infra.offline.estimated_runs import (
+    CONTEXT_MIB,
+    LEAST,
+    NO_COMMAND,
+    WORKSPACE_MIB,
+    Absent,
+    Finding,
+    Part,
+    Results,
+)
+from infra.offline.recorded_tests import json_lines, outcomes_of
+from infra.offline.results import CALLS, DATA, LOG, TESTS
+from learn.calibrate import calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
 
 _MARGINS = Margins(width=400, height=210, left=52, right=10, top=12, bottom=28)
 _MOST_COLUMNS = 200  # columns of a curve
+_DOCTOR = re.compile(r"^-- -m farm\.doctor.*\n((?:(?!--? |== ).*\n)*)", re.MULTILINE)  # what the log holds of it
 _SHOWN = 12  # rows of a table that can be long
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
-NUMBERS = "numbers.csv"  # numbers of lazy loading
-_NUMBERS_OF = {CURRENT: NUMBERS, EAGER: "numbers_eager.csv"}  # machine -> what was measured of it
+_NUMBERS_OF = {CURRENT: "numbers.csv", EAGER: "numbers_eager.csv"}  # machine -> what was measured of it
+_VERDICTS = {
+    ALLOCATOR: "our allocator places the recorded requests differently",
+    REQUESTS: "the recorded blocks differ from the trace's",
+    WORKSPACES: "recorded workspaces differ from the trace's",
+    ORDER: "the reserved peaks differ, though both sides request the same blocks",
+}
 QUESTIONS = {
     "tf32_under_half": "TF32 in operators that autocast leaves in fp32",
     "gpm_first_sample": "GPM's first sample",
     "nvml_process_and_card": "NVML's process memory beside the card's",
     "peak_memory_under_mps": "Peak memory under MPS",
 }
-
-
-class Absent(Exception):
-    """Why the results have nothing for a section, as a sentence."""
 
 
 def contents(path: Path) -> Any:
@@ -84,20 +110,18 @@ def mib(value: float | None) -> str:
     return MISSING if value is None else f"{value:,.1f}"
 
 
-def fitted_machine(work: Path, device: DeviceSpec, numbers_file: str = NUMBERS) -> Calibration | None:
-    """Return the machine's profile, fitted to the measured contexts; None without numbers."""
-    path = work / "probes" / numbers_file
-    if not path.is_file():
-        return None
-    numbers = measured_in_csv(path, device)
-    return calibrate(numbers, device) if numbers else None
-
-
-def contexts_blocks(work: Path, device: DeviceSpec | None) -> tuple[Block, ...]:
-    """Return the blocks on memory outside the allocator; profiles are fitted where the GPU has a description."""
+def contexts(results: Results) -> Iterator[Part]:
+    """Memory outside the allocator; profiles are fitted where the GPU has a description."""
+    device, probes = results.device, results.work / "probes"
+    fitted: dict[str, MachineProfile] = {}
+    if device is not None:
+        for name, numbers_file in _NUMBERS_OF.items():
+            if (probes / numbers_file).is_file() and (numbers := measured_in_csv(probes / numbers_file, device)):
+                fitted[name] = calibrate(numbers, device).profile
+        yield from _context_finding(results, device, fitted.get(CURRENT))
     rows: list[dict[str, Cell]] = []
     reasons: Counter[str] = Counter()
-    for context in contents(work / "probes" / "context.json"):
+    for context in contents(probes / "context.json"):
         process_mib, card_mib, before_mib = context["process_mib"], context["card_mib"], context["card_before_mib"]
         if process_mib is None and card_mib is None:
             reasons[context.get("reason") or "no reason is recorded"] += 1
@@ -115,43 +139,53 @@ def contexts_blocks(work: Path, device: DeviceSpec | None) -> tuple[Block, ...]:
                 "*remark": context.get("reason") or "",
             }
         )
-    blocks: list[Block] = [Callout(f"Not measured ({count}): {reason}") for reason, count in reasons.items()]
+    for reason, count in reasons.items():
+        yield Callout(f"Not measured ({count}): {reason}")
     if rows:
-        blocks += [Lead("In MiB, each in a fresh process."), records(rows, words=2)]
+        yield Lead("In MiB, each in a fresh process.")
+        yield records(rows, words=2)
     if device is None:
-        return (*blocks, Lead("No machine profile is fitted: no device description matches the GPU."))
+        yield Lead("No machine profile is fitted: no device description matches the GPU.")
+        return
     columns: dict[str, MachineProfile] = {}
-    for name, numbers_file in _NUMBERS_OF.items():
-        if (made := fitted_machine(work, device, numbers_file)) is not None:
-            assumed = machine_for(None if name == CURRENT else name, device, work / "data")
-            columns |= {f"{name}, fitted": made.profile, f"{name}, assumed": assumed}
+    for name, profile in fitted.items():
+        assumed = machine_for(None if name == CURRENT else name, device, results.work / DATA)
+        columns |= {f"{name}, fitted": profile, f"{name}, assumed": assumed}
     if columns:
         parts = [
             (part.removesuffix("_mib"), *(mib(getattr(column, part)) for column in columns.values())) for part in PARTS
         ]
-        blocks += [Heading(f"Machine profiles with {device.name}, MiB"), table(("part", *columns), parts)]
+        yield Heading(f"Machine profiles with {device.name}, MiB")
+        yield table(("part", *columns), parts)
     else:
-        blocks.append(Lead("No numbers for a machine profile were measured."))
-    return tuple(blocks)
+        yield Lead("No numbers for a machine profile were measured.")
 
 
-def measured_workspaces(work: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return rows with measured and assumed bytes, the largest difference first, and how many lack either.
+def _context_finding(results: Results, device: DeviceSpec, fitted: MachineProfile | None) -> Iterator[Finding]:
+    assumed_mib = machine_for(None, device, results.work / DATA).outside_mib(True)
+    causes = [causes["context"] for run in results.runs.solo if (causes := run.causes_mib) is not None]
+    if fitted is not None:
+        measured_mib = fitted.outside_mib(True)
+        measured = f" measured={shlex.quote(str(results.work / 'probes' / _NUMBERS_OF[CURRENT]))}"
+    elif len(causes) >= LEAST:
+        measured_mib, measured = assumed_mib - statistics.median(causes), ""
+    else:
+        return
+    if abs(measured_mib - assumed_mib) > CONTEXT_MIB:
+        yield Finding(
+            f"python -m learn.calibrate{measured} device={device.name} {results.data_key}",
+            f"context, kernels and cuDNN: measured {measured_mib:,.0f} MiB, assumed {assumed_mib:,.0f} MiB",
+        )
 
-    Raises `Absent`.
-    """
-    all_rows = contents(work / "probes" / "workspaces.json")
+
+def workspaces(results: Results) -> Iterator[Part]:
+    """Workspaces of single operators."""
+    all_rows = contents(results.work / "probes" / "workspaces.json")
     rows = [row for row in all_rows if row.get("measured_bytes") is not None and row.get("assumed_bytes") is not None]
     if not rows:
         reason = next((row["reason"] for row in all_rows if row.get("reason")), "no row has both figures")
         raise Absent(f"No workspace was measured: {reason}.")
     rows.sort(key=lambda row: -abs(row["measured_bytes"] - row["assumed_bytes"]))
-    return rows, len(all_rows) - len(rows)
-
-
-def workspaces_blocks(work: Path) -> tuple[Block, ...]:
-    """Return the blocks on workspaces of single operators."""
-    rows, missing = measured_workspaces(work)
     cells: list[dict[str, Cell]] = [
         {
             "operator": f"{row['operator']} {row.get('phase') or ''}",
@@ -163,15 +197,22 @@ def workspaces_blocks(work: Path) -> tuple[Block, ...]:
         }
         for row in rows[:_SHOWN]
     ]
-    equal = sum(row["measured_bytes"] == row["assumed_bytes"] for row in rows)
+    equal, missing = sum(row["measured_bytes"] == row["assumed_bytes"] for row in rows), len(all_rows) - len(rows)
     lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
-    blocks: list[Block] = [Lead(f"{lead} The table has the largest differences, in MiB.")]
+    yield Lead(f"{lead} The table has the largest differences, in MiB.")
     points = [(row["measured_bytes"] / MIB, row["assumed_bytes"] / MIB, str(row["operator"])) for row in rows]
     picture = against("workspace, MiB", points, is_log=True, axes=("measured", "assumed"))
     if picture is not None:
-        blocks.append(SideBySide((Group("Workspaces, MiB", (Drawn(picture),)),)))
-    blocks.append(records(cells, words=2))
-    return tuple(blocks)
+        yield SideBySide((Group("Workspaces, MiB", (Drawn(picture),)),))
+    yield records(cells, words=2)
+    off_mib: dict[str, list[float]] = {}
+    for row in rows:
+        difference_mib = abs(row["measured_bytes"] - row["assumed_bytes"]) / MIB
+        off_mib.setdefault(row["operator"], []).append(difference_mib)
+    for operator, values in off_mib.items():
+        if wrong := [value for value in values if value > WORKSPACE_MIB]:
+            calls_off = f"{len(wrong)} of {count_of(len(values), 'call')}"
+            yield Finding(NO_COMMAND, f"workspaces: {operator}, {calls_off}, by at most {max(wrong):,.1f} MiB")
 
 
 def _arguments(config: Mapping[str, Any] | None) -> str:
@@ -198,33 +239,28 @@ def comparisons_of(work: Path) -> tuple[list[BlockComparison], dict[str, str]]:
     return compared, failed
 
 
-def recorded_devices(work: Path) -> list[str]:
-    """Return the GPU of each recorded history that can be read."""
-    names = []
-    for path in (work / "probes" / "histories").glob("*.json.xz"):
-        with contextlib.suppress(UsageError):
-            names.append(str(read_history(path)["device_name"]))
-    return names
-
-
-def history_blocks(compared: Sequence[BlockComparison], failed: Mapping[str, str]) -> tuple[Block, ...]:
-    """Return the blocks on the recorded jobs beside their traces, block by block."""
-    verdicts = Counter(comparison.verdict for comparison in compared)
+def histories(results: Results) -> Iterator[Part]:
+    """The recorded jobs beside their traces, block by block."""
+    compared, failed = comparisons_of(results.work)
     reasons: dict[str, list[str]] = {}
     for name, reason in failed.items():
         reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        yield Callout(f"Not compared: {', '.join(names)}: {reason}")
+    if not compared:
+        return
+    verdicts = Counter(comparison.verdict for comparison in compared)
     counted = ", ".join(f"{verdict} {count}" for verdict, count in verdicts.most_common())
-    blocks: list[Block] = [Callout(f"Not compared: {', '.join(names)}: {reason}") for reason, names in reasons.items()]
-    if compared:
-        blocks += [
-            Lead(
-                f"{count_of(len(compared), 'job')} recorded; verdicts: {counted}. Each picture shows the last step, "
-                "request by request; the two sides have different numbers of requests."
-            ),
-            Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS}),
-            SideBySide(tuple(map(_group, compared))),
-        ]
-    return tuple(blocks)
+    yield Lead(
+        f"{count_of(len(compared), 'job')} recorded; verdicts: {counted}. Each picture shows the last step, "
+        "request by request; the two sides have different numbers of requests."
+    )
+    yield Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS})
+    yield SideBySide(tuple(map(_group, compared)))
+    for verdict, words in _VERDICTS.items():
+        if verdicts[verdict]:
+            jobs = ", ".join(comparison.name for comparison in compared if comparison.verdict == verdict)
+            yield Finding(NO_COMMAND, f"{words}: {jobs}")
 
 
 def _group(comparison: BlockComparison) -> Group:
@@ -284,80 +320,38 @@ def _thin(values: Sequence[int]) -> list[float]:
     return [max(values[start : start + size]) / MIB for start in range(0, len(values), size)]
 
 
-def questions_blocks(work: Path) -> tuple[Block, ...]:
-    """Return the blocks on the questions that only hardware answers."""
-    asked = contents(work / "probes" / "questions.json")
-    blocks: list[Block] = []
+def questions(results: Results) -> Iterator[Part]:
+    """The questions that only hardware answers."""
+    asked = contents(results.work / "probes" / "questions.json")
     for name in (*QUESTIONS, *(name for name in asked if name not in QUESTIONS)):
         question = asked.get(name) or {}
         answer, reason, figures = (question.get(key) for key in ("answer", "reason", "figures"))
-        blocks.append(Heading(QUESTIONS.get(name, name)))
-        blocks.append(Lead(answer) if answer else Callout(f"Not answered: {reason or 'it was not asked'}."))
+        yield Heading(QUESTIONS.get(name, name))
+        yield Lead(answer) if answer else Callout(f"Not answered: {reason or 'it was not asked'}.")
         if figures:
-            blocks.append(Fold("figures", (Preformatted(json.dumps(figures, indent=1)),)))
-    return tuple(blocks)
+            yield Fold("figures", (Preformatted(json.dumps(figures, indent=1)),))
 
 
-def tests_blocks(work: Path) -> tuple[Block, ...]:
-    """Return the blocks on the tests that ran there, and what the doctor said."""
-    blocks: list[Block] = []
-    doctor = work / "probes" / "doctor.txt"
-    try:
-        outcomes = contents(work / "tests.json")
-    except Absent as absent:
-        if not doctor.is_file():
-            raise
-        blocks.append(Lead(str(absent)))
-    else:
-        if outcomes.get("reason"):
-            blocks.append(Callout(f"The tests did not end: {outcomes['reason']}"))
-        blocks.append(Tiles(tuple(Tile(name, f"{n:,}", "tests") for name, n in _test_counts(outcomes).items())))
-        for name in ("failed", "skipped"):
-            if isinstance(outcomes.get(name), list) and outcomes[name]:
-                texts = tuple(_outcome_text(outcome) for outcome in outcomes[name])
-                blocks.append(Fold(f"{name}: {len(texts)}", (Bullets(texts),), is_open=name == "failed"))
-    if doctor.is_file():
-        blocks.append(Fold("farm.doctor", (Preformatted(doctor.read_text(errors="replace")),)))
-    return tuple(blocks)
+def tests(results: Results) -> Iterator[Part]:
+    """The tests that ran there, and what the doctor said."""
+    outcomes, log = outcomes_of(results.work / TESTS), results.work / LOG
+    doctors = _DOCTOR.findall(log.read_text(errors="replace") if log.is_file() else "")
+    if outcomes is None and not doctors:
+        raise Absent("The results have no outcomes of tests (step test).")
+    if outcomes is not None:
+        if outcomes.not_run:
+            yield Callout("The tests did not end.")
+        yield Tiles(tuple(Tile(name, f"{n:,}", "tests") for name, n in outcomes.counts.items()))
+        for kind in ("failed", "skipped"):
+            texts = tuple(f"{test}: {reason}" for test, (ended, reason) in outcomes.tests.items() if ended == kind)
+            if texts:
+                yield Fold(f"{kind}: {len(texts)}", (Bullets(texts),), is_open=kind == "failed")
+    if doctors:
+        yield Fold("farm.doctor", (Preformatted(doctors[-1]),))
 
 
-def tests_line(work: Path) -> tuple[str, bool]:
-    """Return how the tests ended, and whether one failed or they did not end. Raises `Absent`."""
-    outcomes = contents(work / "tests.json")
-    counts, reason = _test_counts(outcomes), outcomes.get("reason")
-    line = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return f"{line}; {reason}" if reason else line, bool(reason or counts["failed"])
-
-
-def _test_counts(outcomes: Mapping[str, Any]) -> dict[str, int]:
-    values = {name: outcomes.get(name) or 0 for name in ("passed", "failed", "skipped", "not_run")}
-    counts = {name: len(value) if isinstance(value, list) else int(value) for name, value in values.items()}
-    return {name.replace("_", " "): count for name, count in counts.items() if count or name != "not_run"}
-
-
-def _outcome_text(outcome: Any) -> str:
-    return f"{outcome.get('test')}: {outcome.get('reason')}" if isinstance(outcome, Mapping) else str(outcome)
-
-
-def calls_of(work: Path) -> list[dict[str, Any]]:
-    """Return the calls that were made on the machine; a line that a kill has cut off is left out."""
-    path = work / "calls.jsonl"
-    calls = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            call = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(call, dict):
-            calls.append(call)
-    return calls
-
-
-def calls_blocks(work: Path) -> tuple[Block, ...]:
-    """Return the blocks on what was run when, under which versions."""
-    calls = calls_of(work)
-    if not calls:
-        raise Absent("The results have no record of calls (calls.jsonl).")
+def calls(results: Results) -> Iterator[Part]:
+    """What was run when, under which versions."""
     rows: list[dict[str, Cell]] = [
         {
             "step": str(call.get("step")),
@@ -369,6 +363,8 @@ def calls_blocks(work: Path) -> tuple[Block, ...]:
             "*counts": ", ".join(f"{name} {count}" for name, count in (call.get("counts") or {}).items()),
             "*reason": str(call.get("reason") or ""),
         }
-        for call in calls
+        for call in json_lines(results.work / CALLS)
     ]
-    return (records(rows, words=10),)
+    if not rows:
+        raise Absent(f"The results have no record of calls ({CALLS}).")
+    yield records(rows, words=10)

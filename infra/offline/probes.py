@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.command_line import exit_code
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import developer_command
 from conf.cli.settings import Checked, key
 from conf.plain_text import counted
 from workers.probes.children import DEVICES
@@ -69,12 +68,11 @@ def measure(names: Sequence[str], out: Path, device: str, seconds: float) -> int
 
 def main(argv: Sequence[str]) -> int:
     """Measure what the arguments say; return `measure`'s exit code, 2 for bad arguments."""
-
-    def measured() -> int:
-        settings = load_settings(ProbesSettings, "probes", argv)
-        return measure(settings.probes, Path(settings.out), settings.device, settings.seconds)
-
-    return exit_code(measured)
+    return developer_command(
+        "infra.offline.probes:ProbesSettings",
+        lambda asked: measure(asked.probes, Path(asked.out), asked.device, asked.seconds),
+        argv,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Packs the work folder of a lent machine into a few files that come back, and unpacks them on the next machine.
 
-Start reading at `pack`. An archive is cut into slices whose names hold its generation and their checksums, so a new
-one is written beside the old one, and after a kill at any moment the newest whole one counts.
+Start reading at `pack`, and at `prepare` for how a call continues. An archive is cut into slices; summary.json names
+those that count, and is replaced once they are durable: after a kill at any moment the newest whole archive counts.
 """
 
 from __future__ import annotations
@@ -10,32 +10,35 @@ import contextlib
 import io
 import json
 import os
-import re
 import sqlite3
 import tarfile
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, Final
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import TEMPORARY_SUFFIX, sync
+from conf.files.outputs import TEMPORARY_SUFFIX
+from conf.plain_text import exception_line
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import KINDS, write_bytes
 
 SLICE_BYTES = 16 * 2**20  # size of a file that comes back
-MOST_SLICES = 6  # slices among the eight files that come back; summary.json and log.txt are the others
+MOST_SLICES = 6  # slices among the eight files that come back; `SUMMARY` and `LOG` are the others
 FULL_BYTES = 40 * 2**20  # size of an archive: one more generation of three slices still fits beside it
+SUMMARY, LOG = "summary.json", "log.txt"
 SERIES = "series.json"  # in the work folder: which series of calls this is, and how often it was packed
-DATA = "data"
-_XZ_PRESET = 1  # 20 times smaller than the small Parquet files, whose footers resemble each other
+DATA, CALLS, TESTS = "data", "calls.jsonl", "tests.jsonl"  # there too: runs, a line for each step, outcomes of tests
+_XZ_PRESET: Final = 1  # 20 times smaller than the small Parquet files, whose footers resemble each other
 _LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # parts of the data folder that are made again
 _QUEUE = "queue.sqlite"
-_NAME = re.compile(r"gpufarm-([0-9a-f]{8})-g(\d{5})-([1-6])of([1-6])-([0-9a-f]{16})\.slice")
+_SLICE = ".slice"
+_LOG_BYTES = 2**18  # end of the log that comes back beside the slices; all of it is in them
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,10 @@ class Series:
     def begun(cls, work: Path) -> Series:
         """Begin a series in an empty work folder."""
         work.mkdir(parents=True, exist_ok=True)
-        return cls(uuid.uuid4().hex[:8])._written(work)
+        return cls(uuid.uuid4().hex[:8]).written(work)
 
-    def next(self, work: Path) -> Series:
-        """Return the series with its generation counted up, which is durable in `work` before any slice has it."""
-        return Series(self.name, self.generation + 1)._written(work)
-
-    def _written(self, work: Path) -> Series:
+    def written(self, work: Path) -> Series:
+        """Write the series into its work folder, durably; return it."""
         content = {"series": self.name, "generation": self.generation}
         write_bytes(work / SERIES, (json.dumps(content) + "\n").encode())
         return self
@@ -78,82 +78,108 @@ class Series:
 
 @dataclass(frozen=True)
 class Archive:
-    """A whole archive in a results folder. `note` says why a newer one that is not whole was passed over."""
+    """A whole archive in a results folder."""
 
     series: Series
     slices: tuple[Path, ...]
-    note: str = ""
 
     @property
     def bytes(self) -> int:
         return sum(path.stat().st_size for path in self.slices)
 
 
-def pack(work: Path, results: Path) -> Archive:
+def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
     """Write the work folder into `results`, durably, then delete the older archive there.
 
-    Rows that count and a consistent copy of the queue are taken beside a running dispatcher. Raises
-    `EnvironmentProblem` where the archive has more than six slices of 16 MiB; the older one is then left.
+    Rows that count and a consistent copy of the queue are taken beside a running dispatcher. `summary` becomes part of
+    summary.json. Raises `EnvironmentProblem` where the archive has more than six slices of 16 MiB; the older one is
+    then left.
     """
-    current = Series.of_work(work)
-    assert current is not None, "the series has begun"
-    series = current.next(work)
+    before = Series.of_work(work)
+    assert before is not None, "the series has begun"
+    series = Series(before.name, before.generation + 1).written(work)  # durable before any slice has it
     content = _archive(work)
     pieces = [content[start : start + SLICE_BYTES] for start in range(0, len(content), SLICE_BYTES)]
-    # Slices of this generation can only be of a call that was killed before they were whole.
-    _delete([path for path, parts in _slices_in(results).items() if parts[1] >= series.generation])
-    older = _slices_in(results)
     if len(pieces) > MOST_SLICES:
         raise EnvironmentProblem(
             f"{work} packs to {len(content) / 2**20:.0f} MiB, more than {MOST_SLICES} files of "
             f"{SLICE_BYTES // 2**20} MiB; begin a new series with an empty work="
         )
-    if len(pieces) + len(older) > MOST_SLICES:  # does not happen to those who stop at FULL_BYTES
-        _delete(older)
-    slices = []
+    older = None
+    with contextlib.suppress(UsageError):  # results that have been damaged meanwhile are replaced
+        older = newest(results)
+    # With no room for both, the older one goes first; this does not happen to those who stop at `FULL_BYTES`.
+    _clear(results, older if older is not None and len(pieces) + len(older.slices) <= MOST_SLICES else None)
+    digests = {}
     for number, piece in enumerate(pieces, start=1):
-        digest = sha256(piece).hexdigest()[:16]
-        name = f"gpufarm-{series.name}-g{series.generation:05d}-{number}of{len(pieces)}-{digest}.slice"
-        slices.append(results / name)
-        with open(slices[-1], "wb") as file:
-            file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-    sync(results)
-    _delete(older)
-    return Archive(series, tuple(slices))
+        name = f"gpufarm-g{series.generation:05d}-{number}of{len(pieces)}{_SLICE}"
+        digests[name] = sha256(piece).hexdigest()
+        write_bytes(results / name, piece)
+    (results / LOG).unlink(missing_ok=True)  # the summary's temporary file would be the ninth
+    head = {"series": series.name, "generation": series.generation, "slices": digests, "bytes": len(content)}
+    write_bytes(results / SUMMARY, (json.dumps({**head, **summary}, indent=1) + "\n").encode())
+    archive = Archive(series, tuple(results / name for name in digests))
+    _clear(results, archive)
+    with contextlib.suppress(FileNotFoundError), open(work / LOG, "rb") as file:
+        file.seek(max(0, (work / LOG).stat().st_size - _LOG_BYTES))
+        write_bytes(results / LOG, file.read())
+    return archive
 
 
-def _delete(slices: Iterable[Path]) -> None:
-    for path in slices:
-        path.unlink(missing_ok=True)
+def _clear(results: Path, kept: Archive | None) -> None:
+    """Delete the slices of other archives than `kept`, and temporary files that a kill has left."""
+    for path in results.iterdir():
+        if path.name.endswith((_SLICE, TEMPORARY_SUFFIX)) and (kept is None or path not in kept.slices):
+            path.unlink()
 
 
-def newest(results: Path) -> Archive:
-    """Return the newest whole archive of a results folder. Raises `UsageError` that names what is missing or torn."""
-    if not results.is_dir():
-        raise UsageError(f"{results} is not a folder")
-    names = _slices_in(results)
-    if not names:
-        raise UsageError(f"{results} holds no results: there is no file named gpufarm-*.slice")
-    if len(series_names := {series for series, *_ in names.values()}) > 1:
-        raise UsageError(f"{results} holds results of several series ({', '.join(sorted(series_names))}); keep one")
-    (name,) = series_names
-    problem = ""
-    for generation in sorted({generation for _, generation, *_ in names.values()}, reverse=True):
-        found_slices = {
-            number: path for path, (_, slice_generation, number, *_) in names.items() if slice_generation == generation
-        }
-        count = max(count for _, slice_generation, _, count, _ in names.values() if slice_generation == generation)
-        missing = sorted(set(range(1, count + 1)) - set(found_slices))
-        torn = [path.name for path in found_slices.values() if _digest(path) != names[path][4]]
-        if not missing and not torn:
-            slices = tuple(found_slices[number] for number in sorted(found_slices))
-            note = f"{problem}; generation {generation} is taken" if problem else ""
-            return Archive(Series(name, generation), slices, note)
-        wrong = f"{torn[0]} is torn" if torn else f"slice {missing[0]} of {count} is missing"
-        problem = problem or f"generation {generation} is not whole ({wrong})"
-    raise UsageError(f"{results} cannot be read: {problem}")
+def newest(results: Path) -> Archive | None:
+    """Return the archive of a results folder, None of one without results.
+
+    Raises `UsageError` that names what is missing or torn.
+    """
+    try:
+        summary = json.loads((results / SUMMARY).read_text())
+        series, digests = Series(str(summary["series"]), int(summary["generation"])), dict(summary["slices"])
+    except FileNotFoundError as error:
+        if any(results.glob(f"*{_SLICE}")):
+            raise UsageError(f"{results} cannot be read: {SUMMARY} is missing") from error
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{results / SUMMARY} is damaged: {exception_line(error)}") from error
+    for name, digest in digests.items():
+        if not (results / name).is_file():
+            raise UsageError(f"{results} cannot be read: {name} is missing")
+        if sha256((results / name).read_bytes()).hexdigest() != digest:
+            raise UsageError(f"{results} cannot be read: {name} is torn")
+    return Archive(series, tuple(results / name for name in digests))
+
+
+def prepare(work: Path, results: Path) -> None:
+    """Make both folders: the work folder as it is, else from the results, else new.
+
+    Raises `UsageError` where one holds files of others, or where the two are not of the same calls.
+    """
+    if results.resolve().is_relative_to(work):
+        raise UsageError(f"results={results} lies in work={work}, which is packed into it; name another folder")
+    if results.exists() and not results.is_dir():
+        raise UsageError(f"results={results} is a file, not a folder")
+    for path in sorted(results.iterdir()) if results.exists() else ():
+        if path.name not in (SUMMARY, LOG) and not path.name.endswith((_SLICE, TEMPORARY_SUFFIX)):
+            raise UsageError(
+                f"results={results} holds {path.name}, which is not of these results; name an empty folder"
+            )
+    series, archive = Series.of_work(work), newest(results)
+    if series is not None and archive is not None:
+        if series.name != archive.series.name:
+            raise UsageError(f"work={work} and results={results} are of different series of calls; name another work=")
+        if series.generation < archive.series.generation:
+            raise UsageError(f"work={work} is older than results={results}; delete it, or name another work=")
+    results.mkdir(parents=True, exist_ok=True)
+    if series is None and archive is not None:
+        unpack(archive, work)
+    elif series is None:
+        Series.begun(work)
 
 
 def unpack(archive: Archive, work: Path) -> None:
@@ -170,54 +196,10 @@ def unpack(archive: Archive, work: Path) -> None:
         DataFolder.resolve(work / DATA).create()  # what is left out of an archive: locks, views, files without rows
 
 
-def check_results(results: Path, series: Series | None) -> None:
-    """Make the results folder. Raises `UsageError` where it holds another or a newer series, or files of others."""
-    if results.exists() and not results.is_dir():
-        raise UsageError(f"results={results} is a file, not a folder")
-    results.mkdir(parents=True, exist_ok=True)
-    for path in sorted(results.iterdir()):
-        parts = _parts_of(path)
-        if parts is None and path.name not in ("summary.json", "log.txt") and not path.name.endswith(TEMPORARY_SUFFIX):
-            raise UsageError(
-                f"results={results} holds {path.name}, which is not of these results; name an empty folder"
-            )
-        if parts is not None and (series is None or parts[0] != series.name):
-            raise UsageError(
-                f"results={results} holds results of another series ({parts[0]}); name an empty folder, or pass that "
-                "one as previous="
-            )
-    if series is None or not _slices_in(results):
-        return
-    try:
-        newest_there = newest(results).series.generation
-    except UsageError:  # nothing there is whole, so nothing is lost
-        return
-    if newest_there > series.generation:
-        raise UsageError(
-            f"results={results} holds newer results (generation {newest_there}) than those that this call continues "
-            f"(generation {series.generation}); name an empty folder, or pass that one as previous="
-        )
-
-
-def _slices_in(results: Path) -> dict[Path, tuple[str, int, int, int, str]]:
-    """Return series, generation, number, count and checksum of the slices in a folder, by path."""
-    return {path: parts for path in sorted(results.iterdir()) if (parts := _parts_of(path)) is not None}
-
-
-def _parts_of(path: Path) -> tuple[str, int, int, int, str] | None:
-    """Return series, generation, number, count and checksum of a slice by its name; None for any other file."""
-    match = _NAME.fullmatch(path.name)
-    return None if match is None else (match[1], int(match[2]), int(match[3]), int(match[4]), match[5])
-
-
-def _digest(path: Path) -> str:
-    return sha256(path.read_bytes()).hexdigest()[:16]
-
-
 def _archive(work: Path) -> bytes:
     """Return the work folder as a compressed tar archive."""
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w:xz", preset=_XZ_PRESET) as packed, contextlib.ExitStack() as held:
+    with tarfile.open(None, "w:xz", content, preset=_XZ_PRESET) as packed, contextlib.ExitStack() as held:
         if (work / DATA / "format.json").is_file():
             held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), wait=True))
         for name, path in _files(work, Path(held.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-pack-")))):
@@ -257,11 +239,3 @@ def _queue_copy(path: Path, copy: Path) -> Path:
     with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
         source.backup(target)
     return copy
-
-
-def write_beside(results: Path, summary: dict, log: Path, log_bytes: int) -> None:
-    """Write summary.json and the end of the log beside the slices."""
-    write_bytes(results / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
-    with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - log_bytes))
-        write_bytes(results / "log.txt", file.read())

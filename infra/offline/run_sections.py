@@ -1,18 +1,16 @@
 """Sections of the page on runs: estimates beside measurements, protocols, kernels, shared GPUs, several GPUs.
 
-Start reading at `label_blocks`, and at `protocol_blocks` for single experiments. Each function makes a section's
-blocks, and raises `Absent` where there is nothing.
+Start reading at `labels`, and at `protocols` for single experiments. Each function without an underscore is a section:
+it yields blocks and findings, and raises `Absent` where there is nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,21 +33,32 @@ from conf.reports.blocks import (
     SideBySide,
     table,
 )
-from conf.reports.charts import against
+from conf.reports.charts import Svg, against
 from conf.reports.page_text import MISSING, count_of, figure
 from infra.offline.estimated_runs import (
+    FARTHER,
     FIGURES,
+    LEAST,
+    NO_COMMAND,
+    OFF,
+    OPERATOR_RATIO,
+    OPERATOR_SHARE,
     SHIPPED,
+    SPEED,
     TRACE,
+    Absent,
     EstimatedRun,
     EstimatedRuns,
-    OperatorTimes,
+    Finding,
+    Part,
+    Results,
     by_family,
     operator_times,
     spread_of,
 )
-from infra.offline.probe_sections import Absent, mib, records
+from infra.offline.probe_sections import mib, records
 from learn.estimation.notes import RESIDENT
+from learn.rows.data import MIN_ROWS
 from learn.sharing.command import memory_errors
 from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
 from warehouse.reading.pairing import Shift
@@ -69,69 +78,88 @@ def _solo(runs: EstimatedRuns) -> tuple[EstimatedRun, ...]:
     return runs.solo
 
 
-def label_blocks(data: Path) -> tuple[Block, ...]:
-    """Return the farm's own verdicts on the labels, their reasons, and the sensors that read nothing."""
-    with contextlib.closing(warehouse.connect(data)) as connection:
+def labels(results: Results) -> Iterator[Part]:
+    """The farm's own verdicts on the labels, their reasons, and the sensors that read nothing."""
+    with contextlib.closing(warehouse.connect(results.data)) as connection:
         rows = connection.execute(
             "SELECT status, coalesce(quality, 'not judged'), quality_reasons, telemetry_missing FROM runs"
         ).fetchall()
     if not rows:
         raise Absent("The results hold no runs.")
     verdicts = Counter((status, quality) for status, quality, _, _ in rows)
-    blocks: list[Block] = [table(("status", "labels", "runs"), [(*key, n) for key, n in sorted(verdicts.items())], 2)]
+    yield table(("status", "labels", "runs"), [(*key, n) for key, n in sorted(verdicts.items())], 2)
     for title, column in (("Reasons", 2), ("Sensors that gave nothing", 3)):
         named_texts = [(name, str(text)) for row in rows for name, text in json.loads(row[column] or "{}").items()]
         counts = Counter(name for name, _ in named_texts)
         examples = dict(named_texts)
         if counts:
             cells = [(name, count, examples[name]) for name, count in counts.most_common()]
-            blocks += [Heading(title), table(("name", "runs", "*example"), cells)]
-    return tuple(blocks)
+            yield Heading(title)
+            yield table(("name", "runs", "*example"), cells)
 
 
-def memory_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
-    """Return memory beside its estimates: pictures, errors by family, errors by cause, bounds, out-of-memory runs."""
-    kept = _solo(runs)
-    return (
-        Lead(
-            "Estimates are those of the trace. Errors are estimate less measurement, relative to the measurement: "
-            "median with its sign / 90th percentile of the size."
-        ),
-        *_pictures(kept, MEMORY),
-        family_table(kept, MEMORY),
-        *_cause_blocks(kept),
-        *_bound_blocks(runs, kept),
-        *_furthest_blocks(kept),
+def memory(results: Results) -> Iterator[Part]:
+    """Memory beside its estimates: pictures, errors by family, errors by cause, bounds, out-of-memory runs."""
+    kept = _solo(results.runs)
+    yield Lead(
+        "Estimates are those of the trace. Errors are estimate less measurement, relative to the measurement: "
+        "median with its sign / 90th percentile of the size."
     )
+    yield from _compared(results, MEMORY)
+    yield from _causes(kept)
+    yield from _bounds(results.runs, kept)
+    yield from _furthest(kept)
 
 
-def activity_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
-    """Return step time and GPU activity beside their estimates."""
-    kept = _solo(runs)
-    lead = "Errors as above; those of SMACT, SMOCC and DRAMA are differences of ratios."
-    return (Lead(lead), *_pictures(kept, ACTIVITY), family_table(kept, ACTIVITY))
+def activity(results: Results) -> Iterator[Part]:
+    """Step time and GPU activity beside their estimates."""
+    yield Lead("Errors as above; those of SMACT, SMOCC and DRAMA are differences of ratios.")
+    yield from _compared(results, ACTIVITY)
 
 
-def energy_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
-    """Return power and energy beside their estimates, and the power sensors beside the energy counter."""
-    kept = _solo(runs)
-    return (*_pictures(kept, ENERGY), family_table(kept, ENERGY), *_sensor_blocks(data))
+def energy(results: Results) -> Iterator[Part]:
+    """Power and energy beside their estimates, and the power sensors beside the energy counter."""
+    yield from _compared(results, ENERGY)
+    yield Heading("Power sensors")
+    yield _sensors(results.data)
 
 
-def _pictures(runs: Sequence[EstimatedRun], names: Iterable[str]) -> list[Block]:
-    groups = []
+def _compared(results: Results, names: Sequence[str]) -> Iterator[Part]:
+    """Pictures of figures beside their estimates, their errors by family, and the families that are off."""
+    runs = _solo(results.runs)
+    pictures = []
     for name in names:
         points = [
             (*pair, f"{estimated_run.run['family']} {estimated_run.run['run_id']}")
             for estimated_run in runs
             if (pair := estimated_run.pair(name))
         ]
-        picture = against(
-            FIGURES[name].title, points, is_log=not FIGURES[name].is_ratio, axes=("measured", "estimated")
-        )
-        if picture is not None:
-            groups.append(Group(FIGURES[name].title, (Drawn(picture),)))
-    return [SideBySide(tuple(groups))] if groups else []
+        title, is_log = FIGURES[name].title, not FIGURES[name].is_ratio
+        pictures.append((title, against(title, points, is_log=is_log, axes=("measured", "estimated"))))
+    yield from drawn(pictures)
+    yield family_table(runs, names)
+    for name in names:
+        families = [
+            f"{family} {bias_text(name, spread)} ({count_of(spread.pairs, 'run')})"
+            for family, family_runs in by_family(runs).items()
+            if (spread := spread_of(family_runs, name))
+            and spread.pairs >= LEAST
+            and abs(spread.median) > OFF.get(name, np.inf)
+        ]
+        if families:
+            # Without out= it replaces the packaged parameters. Those were fitted to the published steps, too.
+            kernel_fit = (
+                f"# first ingest the published steps into the folder, as learn.fit_kernels --help says\n"
+                f"python -m learn.fit_kernels {results.data_key} out=parameters.json"
+            )
+            command = kernel_fit if name in ACTIVITY else NO_COMMAND
+            yield Finding(command, f"{FIGURES[name].title}: {', '.join(families)}")
+
+
+def drawn(pictures: Iterable[tuple[str, Svg | None]]) -> Iterator[Part]:
+    """Yield pictures side by side under their titles; those with nothing to show are left out."""
+    if groups := tuple(Group(title, (Drawn(picture),)) for title, picture in pictures if picture is not None):
+        yield SideBySide(groups)
 
 
 def spread_text(name: str, spread: Shift | None) -> str:
@@ -158,10 +186,11 @@ def family_table(runs: Sequence[EstimatedRun], names: Sequence[str]) -> Block:
     return table(("family", "runs", *(FIGURES[name].title for name in measured)), rows)
 
 
-def _cause_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
+def _causes(runs: Sequence[EstimatedRun]) -> Iterator[Part]:
     known = [estimated_run for estimated_run in runs if estimated_run.causes_mib is not None]
     if not known:
-        return [Lead("No run has allocated, reserved and process memory, so errors have no causes here.")]
+        yield Lead("No run has allocated, reserved and process memory, so errors have no causes here.")
+        return
     rows: list[tuple[Cell, ...]] = []
     for family, of_family in [*by_family(known).items(), ("all", known)]:
         causes_known = [causes for estimated_run in of_family if (causes := estimated_run.causes_mib) is not None]
@@ -172,18 +201,16 @@ def _cause_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
         )
         medians = (f"{statistics.median(causes[cause] for causes in causes_known):+,.1f}" for cause in CAUSES)
         rows.append((family, len(causes_known), *medians, ShareBar(parts)))
-    return [
-        Heading("Errors of process memory by cause, MiB"),
-        Lead(
-            "Tensors: allocated memory, which the trace and its workspaces give. Allocator: reserved less allocated. "
-            "Context: process less reserved. Medians with their sign; bars are shares of the summed sizes."
-        ),
-        Legend(CAUSES),
-        table(("family", "runs", *CAUSES, "shares"), rows),
-    ]
+    yield Heading("Errors of process memory by cause, MiB")
+    yield Lead(
+        "Tensors: allocated memory, which the trace and its workspaces give. Allocator: reserved less allocated. "
+        "Context: process less reserved. Medians with their sign; bars are shares of the summed sizes."
+    )
+    yield Legend(CAUSES)
+    yield table(("family", "runs", *CAUSES, "shares"), rows)
 
 
-def _bound_blocks(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> list[Block]:
+def _bounds(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> Iterator[Part]:
     rows: list[dict[str, Cell]] = []
     for by in (TRACE, SHIPPED):
         bounds = [
@@ -209,10 +236,11 @@ def _bound_blocks(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> list[Blo
                 "out-of-memory runs predicted": f"{predicted} of {len(ooms)}",
             }
         )
-    return [Heading("Bounds"), records(rows)]
+    yield Heading("Bounds")
+    yield records(rows)
 
 
-def _furthest_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
+def _furthest(runs: Sequence[EstimatedRun]) -> Iterator[Part]:
     errors = [
         (abs(pair[1] / pair[0] - 1), pair, estimated_run)
         for estimated_run in runs
@@ -234,37 +262,45 @@ def _furthest_blocks(runs: Sequence[EstimatedRun]) -> list[Block]:
             )
         )
     heads = ("run", "family", "largest cause", "measured", "estimated", "error")
-    return [Fold("runs furthest off", (table(heads, rows, words=3),))] if rows else []
+    if rows:
+        yield Fold("runs furthest off", (table(heads, rows, words=3),))
 
 
-def shipped_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
-    """Return the packaged corrected models beside the plain trace, on runs that both answer."""
+def corrected_models(results: Results) -> Iterator[Part]:
+    """The packaged corrected models beside the plain trace, on runs that both answer."""
     rows: list[dict[str, Cell]] = []
     for target, name in OF_TARGET.items():
-        corrected = [estimated_run for estimated_run in _solo(runs) if is_corrected(estimated_run, target)]
+        corrected = [estimated_run for estimated_run in _solo(results.runs) if is_corrected(estimated_run, target)]
         trace, shipped = spread_of(corrected, name), spread_of(corrected, name, SHIPPED)
-        if trace and shipped:
-            texts = spread_text(name, trace), spread_text(name, shipped)
-            nearer = "trace" if trace.median_size <= shipped.median_size else "corrected model"
-            rows.append(
-                {
-                    "target": target,
-                    "model": corrected[0].estimates[SHIPPED].answered_by[target],
-                    "nearer": nearer if texts[0] != texts[1] else "neither",
-                    "*families": ", ".join(sorted({estimated_run.run["family"] for estimated_run in corrected})),
-                    "runs": shipped.pairs,
-                    "trace": texts[0],
-                    "corrected model": texts[1],
-                }
+        if not (trace and shipped):
+            continue
+        texts = spread_text(name, trace), spread_text(name, shipped)
+        nearer = "trace" if trace.median_size <= shipped.median_size else "corrected model"
+        rows.append(
+            {
+                "target": target,
+                "model": corrected[0].estimates[SHIPPED].answered_by[target],
+                "nearer": nearer if texts[0] != texts[1] else "neither",
+                "*families": ", ".join(sorted({estimated_run.run["family"] for estimated_run in corrected})),
+                "runs": shipped.pairs,
+                "trace": texts[0],
+                "corrected model": texts[1],
+            }
+        )
+        if trace.pairs >= LEAST and shipped.median_size > FARTHER * trace.median_size:
+            can_fit = trace.pairs >= MIN_ROWS
+            needed = "" if can_fit else f"; a fit needs {MIN_ROWS}"
+            yield Finding(
+                f"python -m learn.fit target={target} {results.data_key}" if can_fit else NO_COMMAND,
+                f"corrected model of {target}: {texts[1]} against {texts[0]} of the trace "
+                f"({count_of(trace.pairs, 'run')}{needed})",
             )
     if not rows:
         raise Absent("No packaged corrected model covers these families.")
-    return (
-        records(rows, words=3),
-        Lead(
-            "A correction fitted on these runs, judged on runs held out: ",
-            Code(f"python -m learn.benchmark target=memory estimators=[trace,hybrid] data={shlex.quote(str(data))}"),
-        ),
+    yield records(rows, words=3)
+    yield Lead(
+        "A correction fitted on these runs, judged on runs held out: ",
+        Code(f"python -m learn.benchmark target=memory estimators=[trace,hybrid] {results.data_key}"),
     )
 
 
@@ -275,7 +311,7 @@ def is_corrected(one: EstimatedRun, target: str) -> bool:
     return is_of_loop and shipped.answered_by.get(target, TRACE) != TRACE
 
 
-def _sensor_blocks(data: Path) -> list[Block]:
+def _sensors(data: Path) -> Block:
     """Return mean power by each sensor beside the first energy counter, over the windows of the runs."""
     power, energy = "power_w IS NOT NULL", "energy_j IS NOT NULL"
     with contextlib.closing(warehouse.connect(data)) as connection:
@@ -292,7 +328,7 @@ def _sensor_blocks(data: Path) -> list[Block]:
                 watts[source][run_id] = value
     counters = [source for source in watts if source.endswith("energy counter")]
     if not counters:
-        return [Heading("Power sensors"), Lead("No sensor gave an energy counter to check power against.")]
+        return Lead("No sensor gave an energy counter to check power against.")
     reference = max(counters, key=lambda source: (len(watts[source]), "nvml" in source))
     cells = []
     for source, watts_of_run in sorted(watts.items()):
@@ -301,46 +337,28 @@ def _sensor_blocks(data: Path) -> list[Block]:
             low, middle, high = np.quantile(ratios, [0.1, 0.5, 0.9])
             cells.append((source, len(ratios), f"{middle:.3f}", f"{low:.3f} to {high:.3f}"))
     heads = ("source", "runs", f"ratio to {reference}, median", "10th to 90th percentile")
-    return [Heading("Power sensors"), table(heads, cells)]
+    return table(heads, cells)
 
 
-def protocol_blocks(data: Path) -> tuple[Block, ...]:
-    """Return runs per GPU-hour by protocol and how labels repeat, of each benchmark in the folder."""
+def protocols(results: Results) -> Iterator[Part]:
+    """Runs per GPU-hour by protocol and how labels repeat, of each benchmark in the folder."""
     from tests.bench import gpu_figures
     from tests.bench.gpu_protocols import published_trials
 
-    measured, published = gpu_figures.measured(data), published_trials(data)
+    measured, published = gpu_figures.measured(results.data), published_trials(results.data)
     keys = dict.fromkeys(row["key"] for row in (*measured, *published))
     if not keys:
         raise Absent("The results have no runs of the benchmark (step bench).")
-    blocks: list[Block] = []
     for key in keys:
         rows, trials = ([row for row in of_all if row["key"] == key] for of_all in (measured, published))
         windows = [row["window_s"] for row in (*trials, *rows) if row["window_s"] and row.get("protocol") != "adaptive"]
         seconds = statistics.median(windows) if windows else float("nan")
-        blocks += markdown_blocks(gpu_figures.lines(gpu_figures.figures(rows, trials, round(seconds, 1))))
-    return tuple(blocks)
+        yield from gpu_figures.blocks(gpu_figures.figures(rows, trials, round(seconds, 1)))
 
 
-def markdown_blocks(lines: Iterable[str]) -> list[Block]:
-    """Return Markdown lines as blocks: tables, and paragraphs of a line each."""
-    blocks: list[Block] = []
-    cells: list[list[str]] = []
-    for line in [*lines, ""]:
-        if line.startswith("|"):
-            cells.append([cell.strip() for cell in line.strip("|").split("|")])
-            continue
-        if cells:
-            blocks.append(table(cells[0], cells[2:]))  # the second line has the rules
-            cells = []
-        if line:
-            blocks.append(Lead(line))
-    return blocks
-
-
-def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
-    """Return the time of kernels by operator, measured and by the kernel model, for each way of timing."""
-    times = operator_times(data, runs.runs)
+def kernels(results: Results) -> Iterator[Part]:
+    """Time of kernels by operator, measured and by the kernel model, for each way of timing."""
+    times = operator_times(results.data, results.runs.runs)
     if not times:
         raise Absent("The results have no kernels of runs (step kernels).")
     words = {
@@ -348,12 +366,9 @@ def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
         "cpu": "on a CPU: whole operators; not comparable with a GPU",
         "model": "of the kernel model itself: the device was simulated",
     }
-    blocks: list[Block] = []
     for timing, operators in times.items():
-        measured, modelled = (
-            sum(operator.measured_ms for operator in operators),
-            sum(operator.modelled_ms for operator in operators),
-        )
+        measured = sum(operator.measured_ms for operator in operators)
+        modelled = sum(operator.modelled_ms for operator in operators)
         points = [(operator.measured_ms, operator.modelled_ms, operator.operator) for operator in operators]
         picture = against("kernels of an operator, ms", points, is_log=True, axes=("measured", "modelled"))
         rows: list[dict[str, Cell]] = [
@@ -362,57 +377,36 @@ def kernel_blocks(runs: EstimatedRuns, data: Path) -> tuple[Block, ...]:
                 "runs": operator.runs,
                 "measured, ms": figure(operator.measured_ms) if operator.measured_ms else MISSING,
                 "modelled, ms": figure(operator.modelled_ms) if operator.modelled_ms else MISSING,
-                "modelled / measured": operator_ratio(operator),
+                "modelled / measured": operator.ratio_text,
                 "share of the time": f"{operator.measured_ms / measured:.1%}" if operator.measured_ms else MISSING,
             }
             for operator in operators[:_MOST_OPERATORS]
         ]
         sums = f"{figure(measured)} ms measured, {figure(modelled)} ms by the kernel model"
-        blocks += [Heading(words.get(timing, timing)), Lead(f"Kernels of a step, summed over the runs: {sums}.")]
-        if picture is not None:
-            blocks.append(SideBySide((Group("Kernels by operator, ms a step", (Drawn(picture),)),)))
-        blocks.append(records(rows))
-    return tuple(blocks)
+        yield Heading(words.get(timing, timing))
+        yield Lead(f"Kernels of a step, summed over the runs: {sums}.")
+        yield from drawn([("Kernels by operator, ms a step", picture)])
+        yield records(rows)
+        wrong = [
+            f"{operator.operator} {operator.ratio_text}"
+            for operator in operators
+            if operator.measured_ms > OPERATOR_SHARE * measured
+            and not 1 / OPERATOR_RATIO <= operator.modelled_ms / operator.measured_ms <= OPERATOR_RATIO
+        ]
+        # `learn.fit_kernels` learns from steps, and of kernels only from those that CUDA events timed.
+        if wrong and timing == "cupti":
+            yield Finding(NO_COMMAND, f"kernels, modelled over measured: {', '.join(wrong)}")
 
 
-def operator_ratio(one: OperatorTimes) -> str:
-    """Return modelled over measured time of an operator; which side lacks it where one does."""
-    if not one.measured_ms:
-        return "only modelled"
-    return f"{one.modelled_ms / one.measured_ms:.2f}" if one.modelled_ms else "only measured"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairErrors:
-    """Way of sharing -> figures of its groups, and reason -> groups without.
-
-    Args:
-        members: (measured, expected slowdown, job) of each member.
-        memory: `learn.sharing.command.memory_errors` of the groups.
-        left_out: Reason -> number of groups.
-    """
-
-    members: Mapping[str, Sequence[tuple[float, float, str]]]
-    memory: Mapping[str, Mapping[str, float]]
-    left_out: Mapping[str, int]
-
-    def of_speed(self, sharing: str) -> np.ndarray:
-        """Return the error of each member's speed, 1 / slowdown."""
-        slowdowns = np.array([member[:2] for member in self.members[sharing]])
-        speeds = 1 / np.maximum(slowdowns, 1.0)
-        errors: np.ndarray = np.abs(speeds[:, 1] - speeds[:, 0])
-        return errors
-
-
-def pair_errors(data: Path) -> PairErrors:
-    """Return slowdowns beside those that the packaged model expects of the measured jobs alone. Raises `Absent`."""
+def pairs(results: Results) -> Iterator[Part]:
+    """Slowdowns of jobs that share a GPU beside those that the packaged model expects, by way of sharing."""
     try:
-        groups, reasons = measured_groups(data)
+        groups, reasons = measured_groups(results.data)
     except UsageError as error:
         raise Absent(f"The results have no pairs to judge: {error}.") from None
-    with contextlib.closing(warehouse.connect(data)) as connection:
+    with contextlib.closing(warehouse.connect(results.data)) as connection:
         sharing = dict(connection.execute("SELECT DISTINCT group_id, sharing FROM collocations").fetchall())
-    members: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    of_sharing: dict[str, list[tuple[float, float, str]]] = defaultdict(list)  # (measured, expected, job) of members
     left_out = Counter(reasons)
     for group in groups:
         if group.is_apart:
@@ -424,47 +418,50 @@ def pair_errors(data: Path) -> PairErrors:
             left_out["a member's solo utilization is unknown"] += 1
             continue
         for job, slowdown, expectation in zip(group.jobs, group.slowdowns, expected, strict=True):
-            members[sharing[group.group_id]].append((slowdown, expectation.median, job.name))
-    memory = memory_errors(groups, lambda group: sharing[group.group_id])
-    return PairErrors(members=dict(sorted(members.items())), memory=memory, left_out=left_out)
-
-
-def pair_blocks(data: Path) -> tuple[Block, ...]:
-    """Return slowdowns of jobs that share a GPU, by way of sharing."""
-    errors = pair_errors(data)
+            of_sharing[sharing[group.group_id]].append((slowdown, expectation.median, job.name))
+    memory_of = memory_errors(groups, lambda group: sharing[group.group_id])
     rows: list[dict[str, Cell]] = []
     pictures = []
-    for sharing, members in errors.members.items():
-        error, memory = errors.of_speed(sharing), errors.memory.get(sharing)
-        measured, expected = (statistics.median(member[side] for member in members) for side in (0, 1))
+    for way, members in sorted(of_sharing.items()):
+        slowdowns = np.array([member[:2] for member in members])
+        speeds = 1 / np.maximum(slowdowns, 1.0)
+        speed_errors = np.abs(speeds[:, 1] - speeds[:, 0])
+        median_error, p90_error = np.quantile(speed_errors, [0.5, 0.9])
+        medians, of_memory = np.median(slowdowns, axis=0), memory_of.get(way)
         rows.append(
             {
-                "sharing": sharing,
+                "sharing": way,
                 "members": len(members),
-                "measured slowdown, median": f"{measured:.2f}",
-                "expected, median": f"{expected:.2f}",
-                "error of the speed, median / p90": f"{np.median(error):.3f} / {np.quantile(error, 0.9):.3f}",
-                "error of the memory, median / p90": f"{memory['median']:.1%} / {memory['p90']:.1%}"
-                if memory
+                "measured slowdown, median": f"{medians[0]:.2f}",
+                "expected, median": f"{medians[1]:.2f}",
+                "error of the speed, median / p90": f"{median_error:.3f} / {p90_error:.3f}",
+                "error of the memory, median / p90": f"{of_memory['median']:.1%} / {of_memory['p90']:.1%}"
+                if of_memory
                 else MISSING,
             }
         )
-        picture = against(f"slowdown, {sharing}", members, is_log=True, axes=("measured", "expected"))
-        if picture is not None:
-            pictures.append(Group(sharing.replace("_", " "), (Drawn(picture),)))
-    lead = (
+        picture = against(f"slowdown, {way}", members, is_log=True, axes=("measured", "expected"))
+        pictures.append((way.replace("_", " "), picture))
+        if len(members) >= LEAST and median_error > SPEED:
+            yield Finding(
+                f"python -m learn.fit target=slowdown {results.data_key}",
+                f"speed beside others, {way}: {median_error:.2f} ({count_of(len(members), 'member')})",
+            )
+    yield Lead(
         "Slowdowns are expected by the packaged model from the measured figures of each job alone. Speed is 1 / "
         "slowdown. Memory is expected as the sum of the members' peaks alone."
     )
-    left_out = tuple(f"{count_of(count, 'group')} left out: {reason}" for reason, count in errors.left_out.items())
-    drawn = (SideBySide(tuple(pictures)), records(rows)) if rows else ()
-    return (Lead(lead), *((Bullets(left_out),) if left_out else ()), *drawn)
+    if left_out:
+        yield Bullets(tuple(f"{count_of(count, 'group')} left out: {reason}" for reason, count in left_out.items()))
+    if rows:
+        yield from drawn(pictures)
+        yield records(rows)
 
 
-def rank_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
-    """Return runs on several GPUs beside their estimates, by layout."""
+def ranks(results: Results) -> Iterator[Part]:
+    """Runs on several GPUs beside their estimates, by layout."""
     layouts: dict[str, list[EstimatedRun]] = defaultdict(list)
-    for estimated_run in runs.runs:
+    for estimated_run in results.runs.runs:
         if estimated_run.run["parallel"] is not None:
             layouts[estimated_run.run["parallel"]].append(estimated_run)
     if not layouts:
@@ -474,4 +471,4 @@ def rank_blocks(runs: EstimatedRuns) -> tuple[Block, ...]:
         (layout, len(own), *(spread_text(name, spread_of(own, name)) for name in names))
         for layout, own in sorted(layouts.items())
     ]
-    return (table(("layout", "runs", *(FIGURES[name].title for name in names)), rows),)
+    yield table(("layout", "runs", *(FIGURES[name].title for name in names)), rows)

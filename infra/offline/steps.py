@@ -13,14 +13,12 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -30,18 +28,19 @@ from typing import Any
 import duckdb
 
 from conf.children.containment import die_with_parent
-from conf.cli.command_line import EXIT_INTERRUPTED, exit_code
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line, one_line, truncated
 from conf.reports.page_text import count_of
+from farm.dispatch.dispatcher import StopRequest
 from farm.queue.jobs import Queue
 from featurize.families import family_names
 from infra.collect import count_lines, run_counts
 from infra.offline import results
 from infra.offline.probes import EXIT_LEFT, EXIT_NOT_HERE
-from infra.offline.results import FULL_BYTES, Archive, Series
+from infra.offline.recorded_tests import json_lines, outcomes_of
+from infra.offline.results import CALLS, FULL_BYTES, LOG, TESTS, Archive
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import write_bytes
 from workers.devices import DeviceChoice, choose_device, make_device
@@ -60,14 +59,12 @@ _WINDOW_S = 10  # longest window of a run, for the same reason; steady ones end 
 _PROBES: dict[str, Any] = {"keeps_time": True, "ended": {EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}}
 ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # a work folder's: a row's reason, not the call's end
 _LEAST_PACK_S = 2.0
-_LOG_BYTES = 2**18  # end of the log that comes back beside the slices; all of it is in them
 _SUMMARY_LINES = 40
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
 _START_S = 5.0  # for a program to start in, before it counts its own seconds
 _LEAST_FINISH_S = 5.0  # for a program to finish what runs; one that runs trials also gets the longest one's time
 _STOP_S = 60.0  # to finish in, at most
-_REPORT = "tests.xml"  # pytest's, in the work folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +115,12 @@ class Step:
 
 
 def _test(place: Place, seconds: float) -> list[list[str]]:
-    report = f"--junitxml={place.work / 'tests.xml'}"
+    options = ["-p", "no:cacheprovider", "-p", "infra.offline.recorded_tests", f"--outcomes={place.work / TESTS}"]
     # The step allocator has the other tests' cases, and runs of every family come with the step collect.
     tests = [str(SOURCE / "tests" / "gpu" / "test_cuda.py"), "-k", "not every_family"]
     return [
         ["-m", "farm.doctor", f"device={place.device}"],
-        ["-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider", report, *tests],
+        ["-m", "pytest", "-m", "gpu", "-vv", *options, *tests],
     ]
 
 
@@ -205,6 +202,9 @@ STEPS = {
 }
 
 
+_PLAN = ", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items())
+
+
 @dataclass(kw_only=True)
 class Call:
     """A call at work: its folders, what it packed, and a row for each step of this call and those before it."""
@@ -218,8 +218,7 @@ class Call:
     step_began_s: float = 0.0
     problem: str | None = None  # problem of the last counting and packing
     failed_packs: int = 0  # one after another
-    note: str = ""  # note of the results that it continues
-    signalled: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
     counts: list[dict[str, Any]] = field(default_factory=list)  # as `run_counts` has them
 
     @property
@@ -245,9 +244,9 @@ class Call:
         self.count()
         try:
             lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-            write_bytes(self.place.work / "calls.jsonl", lines.encode())
-            self.archive = results.pack(self.place.work, self.results)
-            results.write_beside(self.results, self.summary(), self.place.work / "log.txt", _LOG_BYTES)
+            write_bytes(self.place.work / CALLS, lines.encode())
+            summary = {"calls": self.rows, "runs": self.counts, "left": self.left(), "problem": self.problem}
+            self.archive = results.pack(self.place.work, self.results, summary)
             self.failed_packs = 0
         except ERRORS as error:  # the older results are still there
             self.problem = f"not packed: {exception_line(error)}"
@@ -255,39 +254,23 @@ class Call:
         self.packed_at_s = time.monotonic()
         self.pack_s = max(self.pack_s, self.packed_at_s - began_s)
 
-    def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json."""
-        return {
-            "calls": self.rows,
-            "runs": self.counts,
-            "left": self.left(),
-            "slices": [] if self.archive is None else [path.name for path in self.archive.slices],
-            "bytes": 0 if self.archive is None else self.archive.bytes,
-            "problem": self.problem,
-            "note": self.note,
-        }
-
     def lines(self, before: int, wall_s: float) -> list[str]:
         """Return the last lines of a call: its steps (rows from `before` on), runs, files, and what is left."""
-        summary, place = self.summary(), self.place
-        gpus = "" if place.device == "cpu" else f" ({count_of(place.gpus, 'GPU')})"
-        lines = [f"{wall_s:.0f} s on device={place.device}{gpus}"]
-        if summary["note"]:
-            lines.append(f"continued: {summary['note']}")
-        for row in summary["calls"][before:]:
+        gpus = "" if self.place.device == "cpu" else f" ({count_of(self.place.gpus, 'GPU')})"
+        lines = [f"{wall_s:.0f} s on device={self.place.device}{gpus}"]
+        for row in self.rows[before:]:
             counted = ", ".join(f"{name} {count}" for name, count in row["counts"].items() if count)
             why = f": {row['reason']}" if row["reason"] else ""
             lines.append(
                 f"{row['step']}: {row['outcome']} after {row['wall_s']:.0f} s{why}{f' ({counted})' if counted else ''}"
             )
-        last = []
-        if summary["slices"]:
-            files = count_of(len(summary["slices"]), "file")
-            last.append(f"{summary['bytes'] / 2**20:.2f} MiB in {files}; packing took at most {self.pack_s:.1f} s")
-        if summary["problem"]:
-            last.append(summary["problem"])
-        last.append(f"still to do: {', '.join(summary['left']) or 'nothing'}")
-        runs = count_lines(summary["runs"])
+        last = [f"still to do: {', '.join(self.left()) or 'nothing'}"]
+        if self.problem:
+            last.insert(0, self.problem)
+        if self.archive is not None:
+            packed = f"{self.archive.bytes / 2**20:.2f} MiB in {count_of(len(self.archive.slices), 'file')}"
+            last.insert(0, f"{packed}; packing took at most {self.pack_s:.1f} s")
+        runs = count_lines(self.counts)
         room = max(2, _SUMMARY_LINES - len(lines) - len(last))
         if len(runs) > room:
             runs[room - 2 : -1] = [f"{len(runs) - room + 1} more families"]
@@ -299,39 +282,37 @@ class Call:
         return [name for name in STEPS if name not in finished]
 
 
-USAGE = f"""usage: python -m infra.offline.steps STEP[,STEP...] results=DIR [KEY=VALUE ...]
-
-STEP: {", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items())}
-  minutes=8       for the whole call, shared in proportion to the planned minutes; default: their sum
-  results=DIR     gets at most 8 files of at most 16 MiB, renewed every 30 s
-  previous=DIR    results of an earlier call, which this one continues
-  device=cuda     or cpu, simulated: rehearsals without a GPU
-  work=work       the work folder
-  families=[cnn,gpt] n=10     fewer trials, of these families
-
-All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before as previous=:
-  test,calibrate,allocator      bench,kernels      collect,pairs,power"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepsSettings(Checked):
-    """One call. Raises `UsageError`."""
+    """One call: `STEP[,STEP...] results=DIR [KEY=VALUE ...]`.
 
-    minutes: float | None = key(None, "default: the steps' own", "number > 0")
-    results: str = key(help="the folder that comes back from this machine", kind="new path")
-    previous: str | None = key(None, kind="path")
-    work: str = key("work", kind="new path")
-    device: str = key("cuda", choices=tuple(DEVICES))
-    families: tuple[str, ...] = key((), kind="text | list of text", choices=family_names())
-    n: int | None = key(None, kind="int >= 1")
-    steps: tuple[str, ...] = key(help="what the call runs", kind="list of text", choices=tuple(STEPS))
+    All of the plan in three calls of ten minutes, each with minutes=9 and the results of the one before:
+      test,calibrate,allocator      bench,kernels      collect,pairs,power
+    """
+
+    steps: tuple[str, ...] = key(
+        help=f"first of all, without the key: {_PLAN}",
+        kind="list of text",
+        choices=tuple(STEPS),
+    )
+    minutes: float | None = key(
+        None, "for the call, shared in proportion to the planned minutes; default: their sum", "number > 0"
+    )
+    results: str = key(
+        help="at most 8 files of at most 16 MiB, renewed every 30 s; those of an earlier call are continued",
+        kind="new path",
+    )
+    work: str = key("work", "the work folder", "new path")
+    device: str = key("cuda", "or a rehearsal without a GPU", choices=tuple(DEVICES))
+    families: tuple[str, ...] = key((), "those to measure", kind="text | list of text", choices=family_names())
+    n: int | None = key(None, "trials of each family", "int >= 1")
 
 
-def settings_of(argv: Sequence[str]) -> StepsSettings:
-    """Return `STEP,STEP KEY=VALUE...` as settings. Raises `UsageError`."""
+def _steps_as_key(argv: Sequence[str]) -> list[str]:
+    """Return `STEP,STEP KEY=VALUE...` with the key of the steps. Raises `UsageError`."""
     if not argv or "=" in argv[0]:
         raise UsageError(f"name the steps first, e.g. test,calibrate; known: {', '.join(STEPS)}")
-    return load_settings(StepsSettings, "steps", [f"steps=[{argv[0]}]", *argv[1:]])
+    return [f"steps=[{argv[0]}]", *argv[1:]]
 
 
 def run(settings: StepsSettings) -> int:
@@ -343,12 +324,13 @@ def run(settings: StepsSettings) -> int:
     """
     began_s = time.monotonic()
     place = _place(settings)
-    rows, note = _prepare(settings, place.work)
-    call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, note=note)
-    before = len(call.rows)
     planned = {name: STEPS[name].minutes for name in settings.steps}
     minutes = sum(planned.values()) if settings.minutes is None else settings.minutes
-    with _signals(call):
+    with StopRequest().installed() as stop:
+        results.prepare(place.work, Path(settings.results))
+        rows = _earlier_rows(place.work)
+        call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, stop=stop)
+        before = len(rows)
         call.pack()
         for name in settings.steps:
             # What earlier steps have left of their time is the later ones'; packing once more is left out of all.
@@ -357,7 +339,7 @@ def run(settings: StepsSettings) -> int:
             _run_step(call, name, left_s * share)
         call.pack()
     print("\n".join(call.lines(before, time.monotonic() - began_s)))
-    if call.signalled:
+    if stop.requested:
         return EXIT_INTERRUPTED
     return int(call.problem is not None or any(row["outcome"] == "failed" for row in call.rows[before:]))
 
@@ -373,43 +355,18 @@ def _place(settings: StepsSettings) -> Place:
     )
 
 
-def _prepare(settings: StepsSettings, work: Path) -> tuple[list[dict[str, Any]], str]:
-    """Make the work folder, from `previous` or as it is; return the rows of earlier calls, and what to report."""
-    if Path(settings.results).resolve().is_relative_to(work):
-        raise UsageError(
-            f"results={settings.results} lies in work={work}, which is packed into it; name another folder"
-        )
-    series = Series.of_work(work)
-    previous = None if settings.previous is None else results.newest(Path(settings.previous))
-    if series is not None and previous is not None:
-        if series.name != previous.series.name:
-            raise UsageError(
-                f"work={work} holds another series ({series.name}) than previous= ({previous.series.name})"
-            )
-        if series.generation < previous.series.generation:
-            raise UsageError(f"work={work} is older than previous={settings.previous}; delete one of them")
-    results.check_results(Path(settings.results), series or (previous.series if previous else None))
-    if series is None and previous is not None:
-        results.unpack(previous, work)
-    elif series is None:
-        Series.begun(work)
-    (work / "probes").mkdir(exist_ok=True)
-    calls = work / "calls.jsonl"
-    rows = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
+def _earlier_rows(work: Path) -> list[dict[str, Any]]:
+    rows = json_lines(work / CALLS)
     for row in rows:
         if row["outcome"] == "running":
             row["outcome"], row["reason"] = "killed", "the call was killed before this step ended"
-    note = previous.note if series is None and previous is not None else ""
-    if note:
-        print(f"{settings.previous}: {note}", file=sys.stderr)
-        with open(work / "log.txt", "a") as log:
-            log.write(f"== {note}\n")
-    return rows, note
+    return rows
 
 
 def _run_step(call: Call, name: str, seconds: float) -> None:
     step, call.step_began_s = STEPS[name], time.monotonic()
     runs_before, discovered = call.runs, discover_gpus()
+    counts: dict[str, int] = {}
     row = {
         "step": name,
         "device": call.place.device,
@@ -417,7 +374,7 @@ def _run_step(call: Call, name: str, seconds: float) -> None:
         "wall_s": 0.0,
         "outcome": "running",
         "reason": None,
-        "counts": {},
+        "counts": counts,
         "torch": version("torch"),
         "python": platform.python_version(),
         "driver": discovered.driver_version,
@@ -426,21 +383,22 @@ def _run_step(call: Call, name: str, seconds: float) -> None:
     call.rows.append(row)
     call.pack()
     try:
-        with open(call.place.work / "log.txt", "ab") as log:
+        with open(call.place.work / LOG, "ab") as log:
             log.write(f"== {name}, {seconds:.0f} s\n".encode())
-        (call.place.work / _REPORT).unlink(missing_ok=True)  # left by a killed call
+        tests = call.place.work / TESTS
+        tested_bytes = tests.stat().st_size if tests.exists() else 0
         row["outcome"], row["reason"] = _outcome(call, step, seconds)
-        if name == "test":
-            _keep_tests(call.place.work, row)
+        if (outcomes := outcomes_of(tests, start=tested_bytes)) is not None:
+            counts.update(outcomes.counts)
     except ERRORS as error:
         row["outcome"], row["reason"] = "failed", exception_line(error)
     row["wall_s"] = round(time.monotonic() - call.step_began_s, 1)
     call.count()
-    row["counts"]["runs"] = call.runs - runs_before
+    counts["runs"] = call.runs - runs_before
 
 
 def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
-    if call.signalled:
+    if call.stop.requested:
         return "stopped", "stopped by a signal"
     if (reason := step.not_here(call.place)) is not None:
         return "not here", reason
@@ -484,7 +442,7 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
 
     It is interrupted `_finish_s` before that, and killed with all that it started if it has not ended then.
     """
-    log = call.place.work / "log.txt"
+    log = call.place.work / LOG
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's may not fit the bundle's pytest
     why_stopped = None
     with open(log, "ab") as output:
@@ -508,8 +466,8 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
                 longest_s = max((counted["longest_s"] or 0.0 for counted in call.counts), default=0.0)
                 is_late = now_s >= until_s - _finish_s(step, seconds, longest_s)
                 is_full = step.uses_queue and call.is_full
-                if why_stopped is None and (call.signalled or is_full or is_late):
-                    why_stopped = "stopped" if call.signalled else "full" if is_full else "time is up"
+                if why_stopped is None and (call.stop.requested or is_full or is_late):
+                    why_stopped = "stopped" if call.stop.requested else "full" if is_full else "time is up"
                     child.send_signal(signal.SIGINT)
                     until_s = min(until_s, now_s + _STOP_S)
                     call.packed_at_s = 0.0  # pack at once: nobody knows how long a machine waits that sends a signal
@@ -538,63 +496,9 @@ def _last_line(log: Path) -> str:
     return "no output" if lines[-1].startswith("-- ") else truncated(one_line(lines[-1]))  # the program's own heading
 
 
-def _keep_tests(work: Path, row: dict[str, Any]) -> None:
-    """Write what doctor said and how the tests ended. What an earlier call wrote stays where this one has no report."""
-    log = (work / "log.txt").read_text(errors="replace").rpartition("== test, ")[2]
-    doctor, pytest_ran, printed = log.partition("\n-- -m farm.doctor")[2].partition("\n-- -m pytest")
-    if doctor:
-        write_bytes(work / "probes" / "doctor.txt", doctor.partition("\n")[2].encode())
-    if not pytest_ran:
-        return
-    collected = re.search(r"collected (\d+) items?(?:.* / (\d+) selected)?", printed)
-    selected = int(collected[2] or collected[1]) if collected else 0
-    outcomes: dict[str, Any] = {"passed": 0, "failed": [], "skipped": [], "not_run": selected, "reason": None}
-    try:
-        cases = list(ElementTree.parse(work / _REPORT).iter("testcase"))
-    except (FileNotFoundError, ElementTree.ParseError) as error:
-        is_cut = isinstance(error, ElementTree.ParseError)
-        outcomes["reason"] = f"{_REPORT} is cut: {error}" if is_cut else "pytest was ended before its report"
-        row["reason"] = row["reason"] or outcomes["reason"]
-        if (work / "tests.json").exists():
-            return
-        cases = []
-    for case in cases:
-        name = f"{case.get('classname')}::{case.get('name')}"
-        ended = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        if ended is None:
-            outcomes["passed"] += 1
-        else:
-            kind = "skipped" if ended.tag == "skipped" else "failed"
-            outcomes[kind].append({"test": name, "reason": ended.get("message", "")})
-    outcomes["not_run"] = max(0, selected - len(cases))
-    (work / _REPORT).unlink(missing_ok=True)
-    row["counts"] = {
-        kind: len(ended) if isinstance(ended, list) else ended for kind, ended in outcomes.items() if kind != "reason"
-    }
-    write_bytes(work / "tests.json", (json.dumps(outcomes, indent=1) + "\n").encode())
-
-
-@contextlib.contextmanager
-def _signals(call: Call) -> Iterator[None]:
-    """Note SIGTERM and SIGINT: what runs is stopped, and the results are packed."""
-
-    def note(number: int, frame: object) -> None:
-        call.signalled = True
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run one call and return its exit code."""
-    if {"-h", "--help"} & set(argv):
-        print(USAGE)
-        return 0
-    return exit_code(lambda: run(settings_of(argv)))
+    return developer_command("infra.offline.steps:StepsSettings", run, argv, rewrite=_steps_as_key)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from learn.rows.data import (
     make_bins,
     memory_bins,
 )
-from learn.rows.processes import NoResult, in_processes
+from learn.rows.processes import WITH_TORCH, NoResult, in_processes
 from learn.rows.step_store import StepStore, traced_column
 
 if TYPE_CHECKING:
@@ -214,11 +214,11 @@ class BenchmarkSettings(Checked):
 
     def _problems_of_paths(self) -> Iterator[str]:
         """Yield the problems of the files to write: now, not after an hour."""
-        from learn.estimation.requests import checked_path
+        from learn.estimation.requests import check_path
 
         for name, like in (("out", "report.json"), ("report", "report.html")):
             if getattr(self, name) is not None:
-                yield from _refusal_of(partial(checked_path, getattr(self, name), name, like))
+                yield from _refusal_of(partial(check_path, getattr(self, name), name, like))
         if self.out is not None and self.out == self.report:
             yield f"out= and report= are the same file, {self.out}"
 
@@ -530,7 +530,7 @@ def ask_free(
         if len(given_rows) == len(index):
             yield name, Asked(answers=given_rows)
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
-    how: dict[str, Any] = {"imports": ["torch"], "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
+    how: dict[str, Any] = {"prepare": WITH_TORCH, "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
     for number, given in in_processes(answer, jobs, workers=workers, **how):
         name, i = places[number]
         estimate = None if isinstance(given, NoResult) else given.mib

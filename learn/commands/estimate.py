@@ -378,12 +378,12 @@ class EstimateSettings(ModelKeys):
         given = {name: getattr(self, name) for name in ScriptKeywords.__annotations__}
         return {**given, "device": self.device or DEFAULT_DEVICE}
 
-    def print_answer(self, title: str, done: Estimate, past: PastRun | None = None) -> None:
+    def print_answer(self, title: str, answer: Estimate, past: PastRun | None = None) -> None:
         """Print the estimate of one job in the format, with the notes that the keys ask for."""
         if self.format == "json":
-            print_json(title, done, past)
+            print_json(title, answer, past)
         else:
-            print_table(title, done, past, all_notes=self.notes == ALL)
+            print_table(title, answer, past, all_notes=self.notes == ALL)
 
 
 def entry(settings: EstimateSettings) -> int:

@@ -107,8 +107,8 @@ def fit(
     Args:
         settings: What to fit, on which rows.
         now: Time that names the version; time-zone aware. None is the current time.
-        progress: Is called as `progress(step, done, of)` before each step: the jobs while they are traced, then fits
-            and the report; 0 of 0 where the number is not known yet.
+        progress: Is called as `progress(step, completed, total)` before each step: the jobs while they are traced,
+            then fits and the report; 0 of 0 where the number is not known yet.
 
     Returns:
         The artifact's folder, its `meta.json`, and the evaluation behind the figures.
@@ -187,23 +187,22 @@ def entry(settings: FitSettings) -> int:
         from learn.sharing.command import fit_entry
 
         return fit_entry(settings)
-    from learn.judging.benchmark_view import print_table, screen_of
+    from conf.reports.blocks import Callout, Lead, table
+    from conf.reports.terminal import print_blocks
     from learn.judging.report import metric_rows
 
     with StepBar(settings.target) as bar:
         fitted = fit(settings, progress=bar.update)
-    screen, rows = screen_of(80), fitted.meta["rows"]
+    rows = fitted.meta["rows"]
     families = ", ".join(f"{name} {n}" for name, n in rows["family"].items())
-    screen.print(
-        f"{settings.target} by {fitted.meta['estimator']}: {rows['train'] + rows['test']} rows ({families}), "
-        f"{', '.join(rows['source'])}, {', '.join(rows['device'])}",
-        soft_wrap=True,
-        markup=False,
+    print_blocks(
+        Lead(
+            f"{settings.target} by {fitted.meta['estimator']}: {rows['train'] + rows['test']} rows ({families}), "
+            f"{', '.join(rows['source'])}, {', '.join(rows['device'])}"
+        ),
+        table(("metric", "3-fold CV", f"held out (n={rows['test']})"), metric_rows(fitted.evaluation)),
+        Lead(f"bins: {fitted.meta['bins']['rule']}"),
+        *map(Callout, fitted.meta["warnings"]),
+        Lead(f"artifact: {fitted.path}"),
     )
-    heads = ["metric", "3-fold CV", f"held out (n={rows['test']})"]
-    print_table(("", heads, [[*row] for row in metric_rows(fitted.evaluation)]))
-    screen.print(f"bins: {fitted.meta['bins']['rule']}", soft_wrap=True)
-    for note in fitted.meta["warnings"]:
-        screen.print(f"note: {note}", soft_wrap=True, markup=False, style="yellow")
-    screen.print(f"artifact: {fitted.path}", soft_wrap=True, markup=False)
     return 0

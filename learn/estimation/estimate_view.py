@@ -39,12 +39,12 @@ _MEASURED = ("peak memory", "smact (SM activity)", "smocc (SM occupancy)", "dram
 WHOLE = "(the model)"  # which has no path of its own
 
 
-def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: bool = False) -> None:
+def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_notes: bool = False) -> None:
     """Print the figures, beside what the run showed if there was one, the traced peak's breakdown, and notes.
 
     Args:
         title: The job's name.
-        done: The estimate.
+        estimate: The estimate.
         past: The run, if there was one.
         all_notes: Whether to print all notes; else at most three.
     """
@@ -53,8 +53,8 @@ def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: 
 
     screen = Console()
     say = partial(screen.print, soft_wrap=True, highlight=False, markup=False)
-    size = "" if done.parameters is None else f", {done.parameters:,} parameters"
-    screen.print(f"{title} on {done.device}{size}", highlight=False, markup=False)
+    size = "" if estimate.parameters is None else f", {estimate.parameters:,} parameters"
+    screen.print(f"{title} on {estimate.device}{size}", highlight=False, markup=False)
     table = Table()
     alone = past is None  # else the columns of the run need the room
     table.add_column("", no_wrap=alone)
@@ -64,61 +64,67 @@ def print_table(title: str, done: Estimate, past: PastRun | None, *, all_notes: 
         table.add_column("difference", justify="right")
     table.add_column("for", no_wrap=alone)
     table.add_column("by", overflow="fold")
-    for figure in figures(done):
-        of_run = () if past is None else _of_run(done, past, figure)
+    for figure in figures(estimate):
+        of_run = () if past is None else _of_run(estimate, past, figure)
         table.add_row(
-            figure.name, figure.text, *of_run, basis_of(done, figure.target), done.answered_by.get(figure.target, "")
+            figure.name,
+            figure.text,
+            *of_run,
+            basis_of(estimate, figure.target),
+            estimate.answered_by.get(figure.target, ""),
         )
     rest = ("",) if past is None else ("", "", "")
-    for name, text, why in _of_card(done):
+    for name, text, why in _of_card(estimate):
         table.add_row(name, text, *rest, why)
     screen.print(table)
-    checked = coverage_text(done)
+    checked = coverage_text(estimate)
     for text in (
-        f"{bound_name(done)}: {checked}" if checked else "",
-        held_out_text(done.held_out_errors),
-        legend(done.loops.values()),
-        instruments_text(done),
+        f"{bound_name(estimate)}: {checked}" if checked else "",
+        held_out_text(estimate.held_out_errors),
+        legend(estimate.loops.values()),
+        instruments_text(estimate),
     ):
         if text:
             say(text)
-    if done.breakdown:
-        total = sum(done.breakdown.values())
-        whose = f"the peak by {done.answered_by['memory']}" if done.trace_memory_mib is None else "the traced peak"
+    if estimate.breakdown:
+        total = sum(estimate.breakdown.values())
+        whose = (
+            f"the peak by {estimate.answered_by['memory']}" if estimate.trace_memory_mib is None else "the traced peak"
+        )
         screen.print(f"{whose}, {total:,.0f} MiB, consists of", highlight=False, markup=False)
         parts = Table("part")
         parts.add_column("MiB", justify="right")
         parts.add_column("share", justify="right")
-        for name, mib in done.breakdown.items():
+        for name, mib in estimate.breakdown.items():
             parts.add_row(name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–")
         screen.print(parts)
-    if done.communication_ms is not None:
-        sent = ", ".join(f"{kind} {mib:,.1f} MiB" for kind, mib in done.sent_mib.items())
-        takes = f"that takes {done.communication_ms:,.3f} ms, hidden except for what is waited"
+    if estimate.communication_ms is not None:
+        sent = ", ".join(f"{kind} {mib:,.1f} MiB" for kind, mib in estimate.sent_mib.items())
+        takes = f"that takes {estimate.communication_ms:,.3f} ms, hidden except for what is waited"
         say(f"each rank sends in a step: {sent}; {takes}")
-    if done.peak_operator is not None:
-        say(f"at the peak: {peak_text(done)}")
-    if done.activations:
-        most = [f"{name or WHOLE} {mib:,.1f}" for name, mib in list(done.activations.items())[:TOP_SHOWN]]
+    if estimate.peak_operator is not None:
+        say(f"at the peak: {peak_text(estimate)}")
+    if estimate.activations:
+        most = [f"{name or WHOLE} {mib:,.1f}" for name, mib in list(estimate.activations.items())[:TOP_SHOWN]]
         say(f"most activations (MiB): {', '.join(most)}")
-    print_notes(screen, done.notes, all_notes=all_notes)
-    screen.print(f"estimated in {done.seconds:.2f} s", highlight=False)
+    print_notes(screen, estimate.notes, all_notes=all_notes)
+    screen.print(f"estimated in {estimate.seconds:.2f} s", highlight=False)
 
 
-def _of_card(done: Estimate) -> Iterator[tuple[str, str, str]]:
+def _of_card(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
     """Yield whether the job fits the card: name, text, and by what."""
-    card_mib, limit_mib = done.device_memory_mib, done.limit_mib
+    card_mib, limit_mib = estimate.device_memory_mib, estimate.limit_mib
     if card_mib is None:
         return
     yield "memory of the card", f"{card_mib:,.0f} MiB", ""
     if limit_mib is not None and limit_mib < card_mib:
         yield "the job's share of it", f"{limit_mib:,.0f} MiB", "per_process_memory_fraction"
-    yield "fits", "yes" if done.fits_device else "no", "by the bound" if done.upper_mib else "by the point"
+    yield "fits", "yes" if estimate.fits_device else "no", "by the bound" if estimate.upper_mib else "by the point"
 
 
-def bound_name(done: Estimate) -> str:
+def bound_name(estimate: Estimate) -> str:
     """Return the bound's name: its coverage in per cent."""
-    return f"{100 * done.coverage:g} % bound"
+    return f"{100 * estimate.coverage:g} % bound"
 
 
 def print_notes(screen: Console, notes: Collection[Note], *, all_notes: bool) -> None:
@@ -132,63 +138,65 @@ def print_notes(screen: Console, notes: Collection[Note], *, all_notes: bool) ->
         )
 
 
-def estimate_text(done: Estimate) -> str:
+def estimate_text(estimate: Estimate) -> str:
     """Return an estimate in fewer than 15 lines: six figures, the card, their estimators, at most three notes."""
-    lines = [f"estimate of a training job on {done.device}"]
-    for figure in figures(done)[:6]:
-        basis = coverage_text(done) if figure.target == "bound" else basis_of(done, figure.target)
+    lines = [f"estimate of a training job on {estimate.device}"]
+    for figure in figures(estimate)[:6]:
+        basis = coverage_text(estimate) if figure.target == "bound" else basis_of(estimate, figure.target)
         lines.append(f"{figure.name:<24}{figure.text}{f' ({basis})' if basis and figure.value is not None else ''}")
-    if done.fits_device is not None:
-        by = "the bound" if done.upper_mib is not None else "the estimate"
-        lines.append(f"{'fits':<24}{'yes' if done.fits_device else 'no'}, by {by}: {done.device_memory_mib:,.0f} MiB")
+    if estimate.fits_device is not None:
+        by = "the bound" if estimate.upper_mib is not None else "the estimate"
+        lines.append(
+            f"{'fits':<24}{'yes' if estimate.fits_device else 'no'}, by {by}: {estimate.device_memory_mib:,.0f} MiB"
+        )
     targets_by: dict[str, list[str]] = {}
-    for target, by in done.answered_by.items():
+    for target, by in estimate.answered_by.items():
         targets_by.setdefault(by, []).append(target.replace("_", " "))
     lines.append("; ".join(f"{', '.join(targets)} by {by}" for by, targets in targets_by.items()))
-    shown = most_important(done.notes)
+    shown = most_important(estimate.notes)
     lines += [f"note: {one_line(note.text)}" for note in shown]
-    if more := len(done.notes) - len(shown):
+    if more := len(estimate.notes) - len(shown):
         lines.append(f"{count_of(more, 'more note')} in .notes")
     return "\n".join(lines)
 
 
-def basis_of(done: Estimate, target: str) -> str:
+def basis_of(estimate: Estimate, target: str) -> str:
     """Return the condition of a figure: `machine current` of memory that a profile places, else `loop resident`."""
-    by = done.answered_by.get(target, "")
-    if target == "memory" and (by.endswith("(default)") or (by == "trace" and done.card_mib is not None)):
-        return f"machine {done.machine}"
-    return f"loop {done.loops[target]}" if target in done.loops else ""
+    by = estimate.answered_by.get(target, "")
+    if target == "memory" and (by.endswith("(default)") or (by == "trace" and estimate.card_mib is not None)):
+        return f"machine {estimate.machine}"
+    return f"loop {estimate.loops[target]}" if target in estimate.loops else ""
 
 
-def coverage_text(done: Estimate) -> str:
+def coverage_text(estimate: Estimate) -> str:
     """Return the share of left-out rows that the bound held; empty without a bound."""
-    if done.upper_mib is None:
+    if estimate.upper_mib is None:
         return ""
-    if not done.bound_held_out:
+    if not estimate.bound_held_out:
         return "not checked on left-out rows"
-    share, rows = done.bound_held_out["share"], done.bound_held_out["rows"]
-    if "kind" not in done.bound_held_out:
+    share, rows = estimate.bound_held_out["share"], estimate.bound_held_out["rows"]
+    if "kind" not in estimate.bound_held_out:
         return f"{100 * share:.1f} % held on {rows:,} held-out rows"
-    groups = f"{done.bound_held_out['groups']:,} left-out {done.bound_held_out['kind']}"
+    groups = f"{estimate.bound_held_out['groups']:,} left-out {estimate.bound_held_out['kind']}"
     return f"{100 * share:.1f} % held on {rows:,} rows of {groups}"
 
 
-def instruments_text(done: Estimate) -> str:
+def instruments_text(estimate: Estimate) -> str:
     """Return the traced peak as each instrument shows it; empty without a trace."""
-    if done.card_mib is None:
+    if estimate.card_mib is None:
         return ""
     names = ("allocated", "reserved", "the process", "the card")
-    values = (done.allocated_mib, done.reserved_mib, done.process_mib, done.card_mib)
+    values = (estimate.allocated_mib, estimate.reserved_mib, estimate.process_mib, estimate.card_mib)
     parts = [f"{name} {mib:,.0f} MiB" for name, mib in zip(names, values, strict=True) if mib is not None]
-    return f"the traced peak, with the machine {done.machine}: {', '.join(parts)}"
+    return f"the traced peak, with the machine {estimate.machine}: {', '.join(parts)}"
 
 
-def peak_text(done: Estimate) -> str:
+def peak_text(estimate: Estimate) -> str:
     """Return where the peak is, as `aten::mm of layer4.1.conv2, in the backward pass`."""
-    operator = done.peak_operator or "what the step begins with"
-    where = f" of {done.peak_module}" if done.peak_module else ""
+    operator = estimate.peak_operator or "what the step begins with"
+    where = f" of {estimate.peak_module}" if estimate.peak_module else ""
     when = {"setup": "before the first step", "optimizer": "in the optimizer's step"}
-    return f"{operator}{where}, {when.get(done.peak_phase or '', f'in the {done.peak_phase} pass')}"
+    return f"{operator}{where}, {when.get(estimate.peak_phase or '', f'in the {estimate.peak_phase} pass')}"
 
 
 def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
@@ -201,9 +209,9 @@ def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
     return f"error on held-out configurations, median (90th percentile): {', '.join(parts)}" if parts else ""
 
 
-def print_json(title: str, done: Estimate, past: PastRun | None) -> None:
+def print_json(title: str, estimate: Estimate, past: PastRun | None) -> None:
     """Print the estimate's fields, with `subject`, and `run` (status, source, what was found) if there was one."""
-    mapping: dict[str, object] = {"subject": title, **done.to_mapping()}
+    mapping: dict[str, object] = {"subject": title, **estimate.to_mapping()}
     if past is not None:
         mapping["run"] = {
             "run_id": past.run_id,
@@ -224,23 +232,23 @@ class ShownFigure(NamedTuple):
     target: str
 
 
-def figures(done: Estimate) -> list[ShownFigure]:
+def figures(estimate: Estimate) -> list[ShownFigure]:
     """Return the figures in their order: of the first six, also those that nobody knows."""
     known: list[tuple[str, float | str | None, str, str]] = [
-        ("peak memory", done.peak_memory_mib, "{:,.0f} MiB", "memory"),
-        (bound_name(done), done.upper_mib, "{:,.0f} MiB", "bound"),
-        ("smact (SM activity)", done.smact, "{:.3f}", "smact"),
-        ("smocc (SM occupancy)", done.smocc, "{:.3f}", "smocc"),
-        ("drama (DRAM activity)", done.drama, "{:.3f}", "drama"),
-        ("step time", done.step_time_ms, "{:,.3f} ms", "step_time"),
-        ("90 % of steps below", done.step_time_upper_ms, "{:,.3f} ms", "step_time"),
-        ("bound by", done.bound_by, "{}", "step_time"),
-        ("waits for other GPUs", done.exposed_ms, "{:,.3f} ms", "step_time"),
-        ("bubble of the pipeline", done.bubble_ms, "{:,.3f} ms", "step_time"),
-        ("throughput", done.samples_per_s and rate(done.samples_per_s), "{} samples/s", "step_time"),
-        ("tokens", done.tokens_per_s and rate(done.tokens_per_s), "{} tokens/s", "step_time"),
-        ("mfu (FLOPs of peak)", done.mfu, "{:.3f}", "step_time"),
-        ("energy a step", done.energy_j and rate(done.energy_j), "{} J", "step_time"),
+        ("peak memory", estimate.peak_memory_mib, "{:,.0f} MiB", "memory"),
+        (bound_name(estimate), estimate.upper_mib, "{:,.0f} MiB", "bound"),
+        ("smact (SM activity)", estimate.smact, "{:.3f}", "smact"),
+        ("smocc (SM occupancy)", estimate.smocc, "{:.3f}", "smocc"),
+        ("drama (DRAM activity)", estimate.drama, "{:.3f}", "drama"),
+        ("step time", estimate.step_time_ms, "{:,.3f} ms", "step_time"),
+        ("90 % of steps below", estimate.step_time_upper_ms, "{:,.3f} ms", "step_time"),
+        ("bound by", estimate.bound_by, "{}", "step_time"),
+        ("waits for other GPUs", estimate.exposed_ms, "{:,.3f} ms", "step_time"),
+        ("bubble of the pipeline", estimate.bubble_ms, "{:,.3f} ms", "step_time"),
+        ("throughput", estimate.samples_per_s and rate(estimate.samples_per_s), "{} samples/s", "step_time"),
+        ("tokens", estimate.tokens_per_s and rate(estimate.tokens_per_s), "{} tokens/s", "step_time"),
+        ("mfu (FLOPs of peak)", estimate.mfu, "{:.3f}", "step_time"),
+        ("energy a step", estimate.energy_j and rate(estimate.energy_j), "{} J", "step_time"),
     ]
     shown = []
     for place, (name, value, form, target) in enumerate(known):
@@ -257,7 +265,7 @@ def rate(value: float) -> str:
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
-def _of_run(done: Estimate, past: PastRun, shown_figure: ShownFigure) -> tuple[str, str]:
+def _of_run(estimate: Estimate, past: PastRun, shown_figure: ShownFigure) -> tuple[str, str]:
     """Return the run's figure, and the estimate less that; in words where a figure would say nothing."""
     if shown_figure.target == "bound" or shown_figure.name not in _MEASURED:
         return "", ""
@@ -266,14 +274,14 @@ def _of_run(done: Estimate, past: PastRun, shown_figure: ShownFigure) -> tuple[s
     if in_run is None:
         return MISSING, ""
     of_run: dict[str, Any] = {column: in_run}
-    text = next(figure.text for figure in figures(replace(done, **of_run)) if figure.name == shown_figure.name)
-    estimated = getattr(done, column)
+    text = next(figure.text for figure in figures(replace(estimate, **of_run)) if figure.name == shown_figure.name)
+    estimated = getattr(estimate, column)
     if estimated is None:
         return text, ""
     # Memory hardly depends on the loop.
-    if shown_figure.target != "memory" and done.loops.get(shown_figure.target) != past.loop:
+    if shown_figure.target != "memory" and estimate.loops.get(shown_figure.target) != past.loop:
         return text, "other loop"
-    if agrees_by_construction(past, done, shown_figure.target):
+    if agrees_by_construction(past, estimate, shown_figure.target):
         return text, "same trace"
     if shown_figure.target in ("smact", "smocc", "drama"):
         return text, f"{estimated - in_run:+.3f}"
@@ -323,25 +331,25 @@ def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun
     return PastRun(str(run_id), config, row[1], row[2], row[3], dict(zip(columns, row[4:], strict=True)))
 
 
-def agrees_by_construction(past: PastRun, done: Estimate, target: str) -> bool:
+def agrees_by_construction(past: PastRun, estimate: Estimate, target: str) -> bool:
     """Return whether the run was simulated with the estimate's own figure, so that agreeing says nothing."""
     column = get_target(target).column
-    estimated, in_run = getattr(done, column), past.labels[column]
+    estimated, in_run = getattr(estimate, column), past.labels[column]
     return (
         past.source == "simulated"
-        and done.answered_by.get(target) == "trace"
+        and estimate.answered_by.get(target) == "trace"
         and estimated is not None
         and in_run is not None
         and math.isclose(estimated, in_run, rel_tol=1e-9)
     )
 
 
-def known_to(past: PastRun, done: Estimate, data: Any) -> list[Note]:
+def known_to(past: PastRun, estimate: Estimate, data: Any) -> list[Note]:
     """Return why agreeing with the run proves little: fitted models knew its label, or the trace made it."""
     from learn.fitting.artifacts import versions
 
     knew = []
-    for target, by in done.answered_by.items():
+    for target, by in estimate.answered_by.items():
         version = by.partition(" ")[2]
         for artifact in versions(data, target) if version else ():
             if artifact.version == version and past.run_id in artifact.fitted_run_ids:
@@ -350,7 +358,7 @@ def known_to(past: PastRun, done: Estimate, data: Any) -> list[Note]:
     if knew:
         text = f"{', '.join(knew)}: the model has been fitted on this very run"
         notes.append(Note("fitted-on-run", WARNING, text, tuple(knew)))
-    made = [target for target in done.answered_by if agrees_by_construction(past, done, target)]
+    made = [target for target in estimate.answered_by if agrees_by_construction(past, estimate, target)]
     if made:
         text = f"{', '.join(made)}: the trace also simulated this run, so they agree by construction"
         notes.append(Note("simulated-by-trace", WARNING, text, tuple(made)))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MANY = 100  # configs from which on it is worth naming the quick way
 METHODS = ("full", "fast")
-_TOGETHER = 8  # GPU models whose replays of a step are in memory at once
+_TOGETHER = 32  # GPU models that are asked about at once: a step store has 64 records of modules, two of each
 _OF_FAST = ("device", "machine", "data", "coverage", "trust", "name", "input_dtype", "settings")
 
 
@@ -142,7 +142,7 @@ def estimate(
         return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
     from learn.estimation.answers import answer_and_write
 
-    files = StepFiles.checked(report, snapshot)
+    files = StepFiles.check(report, snapshot)
     return answer_and_write(lambda: (request_of(model, inputs, **options), ()), files)
 
 
@@ -204,7 +204,7 @@ def _bar(count: int) -> Iterator[Callable[[int, int], None]]:
         if update is None:
             yield lambda _done, _of: None
             return
-        yield lambda done, of: update(completed=done, total=of)
+        yield lambda completed, total: update(completed=completed, total=total)
         update(completed=count)
 
 
@@ -425,7 +425,7 @@ def devices_that_fit(
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
     """
-    from learn.estimation.answers import answers_on, is_of_job, with_key
+    from learn.estimation.answers import answer_on, is_of_job, with_key
 
     _require_by(by)
     specs = [platform_of(device, machine=CURRENT).device for device in (device_names() if devices is None else devices)]
@@ -452,7 +452,7 @@ def devices_that_fit(
     for start in range(0, len(platforms), together):
         places, asked = zip(*platforms[start : start + together], strict=True)
         try:
-            answers = answers_on(request, asked, traces)
+            answers = answer_on(request, asked, traces)
         finally:
             for platform in asked:
                 platform.release_workspaces()
@@ -474,13 +474,13 @@ def devices_that_fit(
     return tuple(fits)
 
 
-def needed_mib(done: Estimate, by: str) -> float:
+def needed_mib(estimate: Estimate, by: str) -> float:
     """Return the MiB that have to fit: by the bound, where there is one, or by the point."""
-    return done.peak_memory_mib if by == POINT else done.needed_mib
+    return estimate.peak_memory_mib if by == POINT else estimate.needed_mib
 
 
-def _limit_mib(done: Estimate, spec: DeviceSpec) -> float:
-    return spec.memory_mib if done.limit_mib is None else done.limit_mib
+def _limit_mib(estimate: Estimate, spec: DeviceSpec) -> float:
+    return spec.memory_mib if estimate.limit_mib is None else estimate.limit_mib
 
 
 def _require_by(by: str) -> None:

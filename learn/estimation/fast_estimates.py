@@ -365,7 +365,7 @@ def fit_config_models(
 
     steps = StepStore(data)
     sampled = sampled_cases(cases, seed)
-    steps.prepare(sampled, workers=workers, progress=lambda done, of: progress("tracing", done, of))
+    steps.prepare(sampled, workers=workers, progress=lambda completed, total: progress("tracing", completed, total))
     building = folder.with_name(f".{folder.name}-building")
     shutil.rmtree(building, ignore_errors=True)
     for name, rows in rows_of(sampled, steps).items():

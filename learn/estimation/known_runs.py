@@ -1,6 +1,6 @@
 """Measured runs of the same job, or of the job at another batch size, that move its estimate and narrow its bound.
 
-Start reading at `moved`.
+Start reading at `move_by_runs`.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def _from_json(text: str) -> Any:
         raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
-def moved(
-    done: Estimate,
+def move_by_runs(
+    estimate: Estimate,
     runs: Sequence[KnownRun],
     trace_of: Callable[[int], TracedStep],
     coverage: float,
@@ -186,7 +186,7 @@ def moved(
     that contradict each other move the estimate and narrow nothing. A note says so.
 
     Args:
-        done: The estimate, traced on its machine.
+        estimate: The estimate, traced on its machine.
         runs: At least one.
         trace_of: The job's traced step at a batch size, on the same machine.
         coverage: Coverage of the bound.
@@ -196,34 +196,37 @@ def moved(
         UsageError: A run that holds more than the card has.
     """
     for run in runs:
-        if done.device_memory_mib is not None and run.memory_mib > done.device_memory_mib:
+        if estimate.device_memory_mib is not None and run.memory_mib > estimate.device_memory_mib:
             raise UsageError(
-                f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,}: {done.device} has "
-                f"{done.device_memory_mib:,.0f} MiB; name the run's own GPU model by its device key"
+                f"known: {run.memory_mib:,.0f} MiB at a batch of {run.batch_size:,}: {estimate.device} has "
+                f"{estimate.device_memory_mib:,.0f} MiB; name the run's own GPU model by its device key"
             )
-    traced = [_on_trace(run, trace_of(run.batch_size), done) for run in runs]
+    traced = [_on_trace(run, trace_of(run.batch_size), estimate) for run in runs]
     judged = [(known, _of_another_job(known)) for known in sorted(traced, key=lambda known: known.reserved_mib)]
     of_another_job = [note for _, note in judged if note is not None]
     measured = [known for known, note in judged if note is None]
-    assert done.card_mib is not None and done.reserved_mib is not None, "the job is traced"
+    assert estimate.card_mib is not None and estimate.reserved_mib is not None, "the job is traced"
     if not measured:
-        return replace(done, notes=(*of_another_job, *done.notes))
-    difference_mib = _difference_at(done.reserved_mib, measured)
-    peak_mib = max(done.card_mib + difference_mib, done.allocated_mib or 0.0)
+        return replace(estimate, notes=(*of_another_job, *estimate.notes))
+    difference_mib = _difference_at(estimate.reserved_mib, measured)
+    peak_mib = max(estimate.card_mib + difference_mib, estimate.allocated_mib or 0.0)
     contradictions = _contradictions(measured)
     uncertain = replace(
-        _uncertainty(measured, done.reserved_mib, peak_mib, without, narrows=not contradictions),
+        _uncertainty(measured, estimate.reserved_mib, peak_mib, without, narrows=not contradictions),
         needed_mib=without.needed_mib + max(difference_mib, 0.0),
         held=None,
     )
-    by = {**done.answered_by, "memory": f"trace with {len(measured)} measured run{'s' if len(measured) > 1 else ''}"}
-    notes = [note for note in done.notes if note.code not in _OF_MEMORY and note.targets != ("memory",)]
-    limit_mib = done.device_memory_mib if done.limit_mib is None else done.limit_mib
+    by = {
+        **estimate.answered_by,
+        "memory": f"trace with {len(measured)} measured run{'s' if len(measured) > 1 else ''}",
+    }
+    notes = [note for note in estimate.notes if note.code not in _OF_MEMORY and note.targets != ("memory",)]
+    limit_mib = estimate.device_memory_mib if estimate.limit_mib is None else estimate.limit_mib
     if limit_mib is not None and peak_mib > limit_mib:
-        text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {done.device}"
+        text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {estimate.device}"
         notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
     card_mib = math.inf if limit_mib is None else limit_mib
-    by_runs = replace(done, peak_memory_mib=peak_mib).with_bound(uncertain.bound(peak_mib, coverage, card_mib))
+    by_runs = replace(estimate, peak_memory_mib=peak_mib).with_bound(uncertain.bound(peak_mib, coverage, card_mib))
     notes += filter(None, [widest(by_runs.uncertain, (by_runs.upper_mib or 0.0) - peak_mib)])
     return replace(
         by_runs,
@@ -281,8 +284,8 @@ def _of_another_job(traced: OnTrace) -> Note | None:
     return Note("runs-left-out", WARNING, text)
 
 
-def _on_trace(run: KnownRun, traced: TracedStep, done: Estimate) -> OnTrace:
-    other_mib = (done.card_mib or 0.0) - (done.process_mib or 0.0)
+def _on_trace(run: KnownRun, traced: TracedStep, estimate: Estimate) -> OnTrace:
+    other_mib = (estimate.card_mib or 0.0) - (estimate.process_mib or 0.0)
     step = traced.step
     by_kind = {
         "card": step.peak_memory_mib,

@@ -1,7 +1,7 @@
 """Notes of an estimate, each with a code that programs read in place of the text, and the two loops of its figures.
 
 Start reading at `Note`, which is made, with its code, where the fact is known; then at `LOOPS`, to one of which a
-run, a fitted model and a figure belong: `learn.estimation.answers` asks each source about the loop that it knows.
+run, a fitted model and a figure belong: `learn.estimation.fitted_models` asks each model about the loop that it knows.
 """
 
 from __future__ import annotations

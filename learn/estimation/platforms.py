@@ -250,7 +250,7 @@ class Platform:
         outside_mib = 0.0 if traced is None else traced.step.peak_memory_mib - traced.step.peak_reserved_mib
         return min(self.device.memory_mib, share * self.device.memory_mib + outside_mib)
 
-    def placed(
+    def place(
         self, traced: TracedStep, job: TrainingJob, *, timeline: bool = False, workspaces: bool = False
     ) -> TracedStep:
         """Return the traced step on the machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
@@ -377,7 +377,7 @@ def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torc
 
     Args:
         workspaces: The answers that the step was replayed with; empty where none was asked for.
-        torch_version: As in `placed`.
+        torch_version: As in `place`.
     """
     from featurize.memory.cudnn_workspaces import release_note, traced_release_note, workspaces_note
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -266,6 +267,8 @@ def _with_file(layout: Parallel | None, training: Mapping[str, Any]) -> dict[str
 def _require_whole(model: object) -> None:
     """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
     one, and its steps would run in the caller's own process groups."""
+    if sys.modules.keys().isdisjoint(("torch.distributed.tensor", "torch.distributed._tensor")):  # none can be
+        return
     parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
     meshes = (getattr(parameter, "device_mesh", None) for parameter in (parameters() if callable(parameters) else ()))
     if (mesh := next((known for known in meshes if known is not None), None)) is not None:
@@ -297,7 +300,7 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
     return hidden_size_of(getattr(model, "config", None))
 
 
-def checked_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
+def check_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
     """Return the path of a file that is wanted, checked to be writable before the work.
 
     Raises `UsageError`, which names `key` and the file name `like` as an example.
@@ -316,19 +319,19 @@ class StepFiles(NamedTuple):
     snapshot: Path | None
 
     @classmethod
-    def checked(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
+    def check(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
         """Return the paths, checked to be writable before the work. Raises `UsageError`."""
         return cls(
-            None if report is None else checked_path(Path(report)),
-            None if snapshot is None else checked_path(Path(snapshot), "snapshot", "snapshot.pickle"),
+            None if report is None else check_path(Path(report)),
+            None if snapshot is None else check_path(Path(snapshot), "snapshot", "snapshot.pickle"),
         )
 
-    def write(self, request: Request, done: Estimate, traced: TracedStep | None) -> None:
+    def write(self, request: Request, estimate: Estimate, traced: TracedStep | None) -> None:
         """Write each file in one step, in place of what was there.
 
         Args:
             request: What was asked.
-            done: Its answer.
+            estimate: Its answer.
             traced: The step, with its timeline; None: the model could not be traced.
 
         Raises:
@@ -337,7 +340,7 @@ class StepFiles(NamedTuple):
         from learn.estimation.step_report import write_step_report
 
         if self.report is not None:
-            write_step_report(self.report, request.job, request.platform, done, traced)
+            write_step_report(self.report, request.job, request.platform, estimate, traced)
         if self.snapshot is not None:
             if traced is None:
                 raise UsageError(f"snapshot={self.snapshot} cannot be written: the model could not be traced")

@@ -77,61 +77,61 @@ def write_step_report(
     path: Path,
     job: TrainingJob,
     platform: Platform,
-    done: Estimate,
+    estimate: Estimate,
     traced: TracedStep | None,
 ) -> None:
     """Write the page in one step, in place of what was there. `traced` with its timeline, None: there is no trace."""
-    write_page(path, step_page(job, platform, done, traced))
+    write_page(path, step_page(job, platform, estimate, traced))
 
 
 def step_page(
     job: TrainingJob,
     platform: Platform,
-    done: Estimate,
+    estimate: Estimate,
     traced: TracedStep | None,
 ) -> Page:
     """Return the page's contents. `traced` has its timeline; None: the model could not be traced."""
     device = platform.device
-    breakdown, facts = _breakdown(done), _facts(job, platform, done, traced)
+    breakdown, facts = _breakdown(estimate), _facts(job, platform, estimate, traced)
     sections: tuple[Section | None, ...] = (breakdown, facts)
     if traced is not None:
-        timeline, time = _timeline(device, done, traced), _time(job, device, done, traced)
+        timeline, time = _timeline(device, estimate, traced), _time(job, device, estimate, traced)
         sections = (timeline, breakdown, time, _activations(traced), _tensors(traced), facts)
     return Page(
         title=f"{job.name} on {device.name}",
-        head=(_outcome(device, done), _tiles(job, device, done), *_notes(done)),
+        head=(_outcome(device, estimate), _tiles(job, device, estimate), *_notes(estimate)),
         sections=tuple(section for section in sections if section is not None),
     )
 
 
-def estimate_html(done: Estimate) -> str:
+def estimate_html(estimate: Estimate) -> str:
     """Return an estimate for a notebook: its figures, what its peak consists of, at most three notes."""
-    breakdown, shown = _breakdown(done), most_important(done.notes)
-    more = len(done.notes) - len(shown)
+    breakdown, shown = _breakdown(estimate), most_important(estimate.notes)
+    more = len(estimate.notes) - len(shown)
     return render_for_notebook(
-        Lead(f"Estimate of a training job on {done.device}"),
-        Facts(_answers(done)),
+        Lead(f"Estimate of a training job on {estimate.device}"),
+        Facts(_answers(estimate)),
         *(() if breakdown is None else (Heading(breakdown.title), *breakdown.blocks)),
         *map(_note, shown),
         *((Lead(f"{count_of(more, 'more note')} in ", Code(".notes")),) if more else ()),
     )
 
 
-def _answers(done: Estimate) -> tuple[tuple[str, ...], ...]:
-    bound = coverage_text(done)
+def _answers(estimate: Estimate) -> tuple[tuple[str, ...], ...]:
+    bound = coverage_text(estimate)
     return tuple(
         (
             figure.name,
             figure.text,
-            basis_of(done, figure.target),
-            bound if figure.target == "bound" else done.answered_by.get(figure.target, ""),
+            basis_of(estimate, figure.target),
+            bound if figure.target == "bound" else estimate.answered_by.get(figure.target, ""),
         )
-        for figure in figures(done)
+        for figure in figures(estimate)
     )
 
 
-def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
-    fits = done.fits(device.memory_mib)
+def _outcome(device: DeviceSpec, estimate: Estimate) -> Outcome:
+    fits = estimate.fits(device.memory_mib)
     return Outcome(
         "good" if fits else "bad",
         "fits" if fits else "does not fit",
@@ -139,34 +139,42 @@ def _outcome(device: DeviceSpec, done: Estimate) -> Outcome:
     )
 
 
-def _tiles(job: TrainingJob, device: DeviceSpec, done: Estimate) -> Tiles:
-    used = done.peak_memory_mib / device.memory_mib
+def _tiles(job: TrainingJob, device: DeviceSpec, estimate: Estimate) -> Tiles:
+    used = estimate.peak_memory_mib / device.memory_mib
     share = f"{used:,.0%} of the card" if used >= 0.01 else "less than 1% of the card"
-    tiles = [Tile(_name(done, "peak memory", "memory"), f"{done.peak_memory_mib:,.0f} MiB", share)]
-    if done.upper_mib is not None:
-        tiles.append(Tile(bound_name(done), f"{done.upper_mib:,.0f} MiB", coverage_text(done)))
-    if done.step_time_ms is not None:
+    tiles = [Tile(_name(estimate, "peak memory", "memory"), f"{estimate.peak_memory_mib:,.0f} MiB", share)]
+    if estimate.upper_mib is not None:
+        tiles.append(Tile(bound_name(estimate), f"{estimate.upper_mib:,.0f} MiB", coverage_text(estimate)))
+    if estimate.step_time_ms is not None:
         tiles.append(
-            Tile(_name(done, "step time", "step_time"), f"{done.step_time_ms:,.1f} ms", f"SM activity {done.smact:.0%}")
+            Tile(
+                _name(estimate, "step time", "step_time"),
+                f"{estimate.step_time_ms:,.1f} ms",
+                f"SM activity {estimate.smact:.0%}",
+            )
         )
-    if done.samples_per_s is not None:
-        tokens = "of one GPU" if done.tokens_per_s is None else f"{rate(done.tokens_per_s)} tokens/s"
-        tiles.append(Tile("samples a second", rate(done.samples_per_s), tokens))
-    if done.energy_j is not None:
-        joule = f"{rate(done.energy_j)} J"
+    if estimate.samples_per_s is not None:
+        tokens = "of one GPU" if estimate.tokens_per_s is None else f"{rate(estimate.tokens_per_s)} tokens/s"
+        tiles.append(Tile("samples a second", rate(estimate.samples_per_s), tokens))
+    if estimate.energy_j is not None:
+        joule = f"{rate(estimate.energy_j)} J"
         by_power = Tile("energy a step", joule, "by estimated power")
         tiles.append(
-            by_power if done.mfu is None else Tile("model FLOPs", f"{done.mfu:.1%} of peak", f"{joule} a step")
+            by_power if estimate.mfu is None else Tile("model FLOPs", f"{estimate.mfu:.1%} of peak", f"{joule} a step")
         )
-    if done.drama is not None:
-        tiles.append(Tile(_name(done, "DRAM activity", "drama"), f"{done.drama:.0%}", f"SM occupancy {done.smocc:.0%}"))
-    if done.parameters is not None:
-        tiles.append(Tile("parameters", _short(done.parameters), f"batch of {job.batch_size:,}"))
+    if estimate.drama is not None:
+        tiles.append(
+            Tile(
+                _name(estimate, "DRAM activity", "drama"), f"{estimate.drama:.0%}", f"SM occupancy {estimate.smocc:.0%}"
+            )
+        )
+    if estimate.parameters is not None:
+        tiles.append(Tile("parameters", _short(estimate.parameters), f"batch of {job.batch_size:,}"))
     return Tiles(tuple(tiles))
 
 
-def _name(done: Estimate, name: str, target: str) -> str:
-    basis = basis_of(done, target)
+def _name(estimate: Estimate, name: str, target: str) -> str:
+    basis = basis_of(estimate, target)
     return f"{name} ({basis})" if basis else name
 
 
@@ -177,10 +185,10 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _notes(done: Estimate) -> list[Block]:
+def _notes(estimate: Estimate) -> list[Block]:
     """Show notes on running out of memory, and fold the others: the chart comes first."""
-    others = [note for note in done.notes if note.severity != PROBLEM]
-    notes: list[Block] = [_note(note) for note in done.notes if note.severity == PROBLEM]
+    others = [note for note in estimate.notes if note.severity != PROBLEM]
+    notes: list[Block] = [_note(note) for note in estimate.notes if note.severity == PROBLEM]
     if others:
         notes.append(Fold(f"{count_of(len(others), 'note')} on this estimate", tuple(map(_note, others))))
     return notes
@@ -190,21 +198,21 @@ def _note(note: Note) -> Callout:
     return Callout(note.text, "bad" if note.code == OUT_OF_MEMORY else "look")
 
 
-def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section:
+def _timeline(device: DeviceSpec, estimate: Estimate, traced: TracedStep) -> Section:
     memory = traced.memory
     when = "" if memory.peak_phase == "setup" else f" (step {memory.peak_step})"
     remark = ""
-    if done.answered_by["memory"] != "trace":
+    if estimate.answered_by["memory"] != "trace":
         remark = (
-            f" The trace's own peak is {done.trace_memory_mib:,.0f} MiB; the estimate above is "
-            f"{done.answered_by['memory']}'s."
+            f" The trace's own peak is {estimate.trace_memory_mib:,.0f} MiB; the estimate above is "
+            f"{estimate.answered_by['memory']}'s."
         )
     retries = f" Cached memory has to be given back {times(memory.retries)}." if memory.retries else ""
     return Section(
         "memory",
         "Memory over two steps",
         (
-            Drawn(timeline_svg(traced, device, peak_text(done))),
+            Drawn(timeline_svg(traced, device, peak_text(estimate))),
             Legend(
                 {
                     **{name: css for name, css in COLOURS.items() if name != "fragmentation"},
@@ -214,7 +222,7 @@ def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section
             ),
             Lead(
                 "Most is in use at ",
-                Code(peak_text(done)),
+                Code(peak_text(estimate)),
                 f"{when}: {memory.peak_allocated / MIB:,.0f} MiB in blocks, of {memory.peak_reserved / MIB:,.0f} MiB "
                 f"that the caching allocator reserves at its peak.{remark}{retries} The optimizer makes its state in "
                 "the first step; all later steps are like the second.",
@@ -223,15 +231,15 @@ def _timeline(device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section
     )
 
 
-def _breakdown(done: Estimate) -> Section | None:
-    total = sum(done.breakdown.values())
+def _breakdown(estimate: Estimate) -> Section | None:
+    total = sum(estimate.breakdown.values())
     if not total:
         return None
-    by = "the trace" if done.trace_memory_mib is not None else done.answered_by["memory"]
+    by = "the trace" if estimate.trace_memory_mib is not None else estimate.answered_by["memory"]
     parts: list[SharePart] = []
     rows: list[Row] = []
-    free = [css for name, css in COLOURS.items() if name not in done.breakdown]
-    for name, mib in done.breakdown.items():
+    free = [css for name, css in COLOURS.items() if name not in estimate.breakdown]
+    for name, mib in estimate.breakdown.items():
         css = COLOURS.get(name) or (free.pop(0) if free else "k0")
         parts.append(SharePart(css, mib / total, f"{name} {mib:,.0f} MiB"))
         rows.append(Row((Swatch(css, name), f"{mib:,.1f}", f"{mib / total:.1%}")))
@@ -240,7 +248,7 @@ def _breakdown(done: Estimate) -> Section | None:
         ShareBar(tuple(parts), tall=True),
         Table(columns, (*rows, Row(("in all", f"{total:,.1f}", ""), "sum"))),
     ]
-    if "fragmentation" in done.breakdown:
+    if "fragmentation" in estimate.breakdown:
         blocks.append(
             Lead(
                 "Live tensors at the moment of the most memory in use. Fragmentation is what the allocator has "
@@ -250,12 +258,12 @@ def _breakdown(done: Estimate) -> Section | None:
     return Section("parts", f"What the peak consists of, by {by}", tuple(blocks))
 
 
-def _time(job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedStep) -> Section | None:
+def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: TracedStep) -> Section | None:
     """Show where the time of the traced step goes, in the loop that the estimate's step time is about."""
     from featurize.timing.step_time import time_step
 
     waits_ms = 0.0
-    if done.loops["step_time"] == PIPELINE:
+    if estimate.loops["step_time"] == PIPELINE:
         waits_ms = loading_ms(traced, job)
     timed = time_step(traced.trace, device, job.settings, input_ms=waits_ms)
     parts = time_parts(timed, waits_ms)
@@ -266,9 +274,9 @@ def _time(job: TrainingJob, device: DeviceSpec, done: Estimate, traced: TracedSt
         Row((Swatch(part.css, part.name), time_text(part.ms, total_ms), f"{part.ms / total_ms:.1%}")) for part in parts
     ]
     columns = table(("kind", "ms", "share"), ()).columns
-    by = done.answered_by["step_time"]
-    remark = "" if by == "trace" else f" The estimate's step time, {done.step_time_ms:,.1f} ms, is that of {by}."
-    if ranks_ms := (done.exposed_ms or 0.0) + (done.bubble_ms or 0.0):
+    by = estimate.answered_by["step_time"]
+    remark = "" if by == "trace" else f" The estimate's step time, {estimate.step_time_ms:,.1f} ms, is that of {by}."
+    if ranks_ms := (estimate.exposed_ms or 0.0) + (estimate.bubble_ms or 0.0):
         remark += f" For other GPUs it waits {ranks_ms:,.1f} ms more."
     longest_parts = sorted(parts, key=lambda part: -part.ms)[:3]
     longest = ", ".join(f"{part.name} {part.ms / total_ms:.0%}" for part in longest_parts)
@@ -327,7 +335,7 @@ def _tensors(traced: TracedStep) -> Section:
     return Section("tensors", "Largest tensors at the peak", (tensors,))
 
 
-def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedStep | None) -> Section:
+def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: TracedStep | None) -> Section:
     device, allocator = platform.device, platform.allocator
     settings: dict[str, object] = {}
     if job.config is not None:
@@ -359,16 +367,16 @@ def _facts(job: TrainingJob, platform: Platform, done: Estimate, traced: TracedS
         "architecture": device.architecture.title,
         "bandwidth": f"{device.bandwidth_gb_s:,.0f} GB/s",
         "multiprocessors": str(device.sm_count),
-        "machine": done.machine or MISSING,
+        "machine": estimate.machine or MISSING,
     }
-    estimate = (
-        Facts(_answers(done)),
-        Lead(legend(done.loops.values())),
-        Lead(f"by {done.estimator}, in {done.seconds:.2f} s"),
+    answer = (
+        Facts(_answers(estimate)),
+        Lead(legend(estimate.loops.values())),
+        Lead(f"by {estimate.estimator}, in {estimate.seconds:.2f} s"),
     )
     given = Facts(tuple((name, str(value)) for name, value in settings.items()))
     groups = (
-        Group("Estimate", estimate),
+        Group("Estimate", answer),
         Group("Settings", (given,)),
         Group("Device", (Facts(tuple(described.items())),)),
     )

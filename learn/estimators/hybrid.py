@@ -476,12 +476,14 @@ class HybridEstimator(Estimator):
             raw: np.ndarray = base + trees.predict(table)
             return raw.clip(0.0, 1.0) if self.target.space == "ratio" else raw
         # From traced to estimated memory, network by network: a curve through knots that never falls.
-        knots, count = self._knots, len(self._knots)
-        curve = np.maximum.accumulate(knots * math.log(2) + trees.predict_along(table, knots), axis=1)
         asked = np.log2(np.exp(base))
-        place = np.clip(asked, knots[0], knots[-1])
-        left = np.clip(np.searchsorted(knots, place, side="right") - 1, 0, count - 2)
-        rows = np.arange(len(table))
+        place = np.clip(asked, self._knots[0], self._knots[-1])
+        left = np.clip(np.searchsorted(self._knots, place, side="right") - 1, 0, len(self._knots) - 2)
+        rows, knots = np.arange(len(table)), self._knots[: left.max() + 2]
+        wide = np.repeat(table, len(knots), axis=0)
+        wide[:, -1] = np.tile(knots, len(table))
+        curve = knots * math.log(2) + trees.predict(wide).reshape(len(table), -1)
+        curve = np.maximum.accumulate(curve, axis=1)
         part = (place - knots[left]) / (knots[left + 1] - knots[left])
         inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
         return np.asarray(inside + (asked - place) * math.log(2))  # beyond the knots: the factor of the nearest

@@ -5,6 +5,7 @@ Start reading at `Trees.predict`: its figures are the libraries', bit for bit. `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
 MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
 _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
 _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
-_ROWS = 1000  # followed at a time
-_CELLS = 24_000  # rows times trees: these trees and their rows stay in the processor's cache
-_FEW = 50  # rows, of which it does not pay to look for what they have in common
-_MOST_GOING = 0.5  # share of them, from which on those that are at their end are not taken out yet
+_ROWS = 4096  # compared at a time
+_WORDS = 4  # of 64 rows: their bits at all nodes stay in the processor's cache
+_ALL = np.uint64(2**64 - 1)
 _DEEPEST = 1000
 _INFINITE = 1e300  # what LightGBM writes for an infinite threshold
 _KINDS: Mapping[str, type] = {
@@ -76,20 +76,27 @@ class Trees:
             raise ValueError("a member of the trees has no tree")
         if not np.isfinite(self.value).all() or not np.isfinite(self.start) or np.isnan(self.threshold).any():
             raise ValueError("a value of the trees is not a number")
-        if self.depth > _DEEPEST:
-            raise ValueError(f"a tree has no end, or more than {_DEEPEST} levels")
+        _, tree = self.levels
+        if (tree[self.root] != np.arange(trees)).any() or (tree[self.children] != tree[:, None]).any():
+            raise ValueError("a node is of two trees")
 
     @cached_property
-    def depth(self) -> int:
-        """Steps from a root to the deepest leaf."""
-        level, depth = self.root, 0
-        while depth <= _DEEPEST:
-            following = self.children[level]
-            level = np.unique(following[following != level[:, None]])
-            if not level.size:
-                break
-            depth += 1
-        return depth
+    def levels(self) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) steps from the root, on the longest way to a node, and (n,) trees of the nodes. Raises `ValueError`
+        where a way has no end."""
+        levels, tree = np.zeros(len(self.value), np.int16), np.zeros(len(self.value), np.intp)
+        level, nodes = 0, self.root
+        tree[nodes] = np.arange(len(nodes))
+        while nodes.size:
+            if level > _DEEPEST:
+                raise ValueError(f"a tree has no end, or more than {_DEEPEST} levels")
+            levels[nodes] = level
+            following = self.children[nodes]
+            tree[following] = tree[nodes][:, None]
+            reached = np.zeros(len(levels), np.bool_)
+            reached[following[following != nodes[:, None]]] = True
+            level, nodes = level + 1, np.flatnonzero(reached)
+        return levels, tree
 
     @classmethod
     def joined(cls, forests: Sequence[Trees]) -> Self:
@@ -103,91 +110,26 @@ class Trees:
 
     def predict(self, table: np.ndarray) -> np.ndarray:
         """Return (n,) values for the rows of (n, columns) float64. Raises `ValueError` for too few columns."""
-        return self.predict_along(table, None)[:, 0]
-
-    def predict_along(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
-        """Return (n, k) values for the rows with each of the (k,) values in their last column; None: the row's own.
-
-        Splits by other columns are the same for all k: each row follows them once.
-        """
-        members = self.members(table, last)
+        members = self.members(table)
         values: np.ndarray = self.start + np.cumsum(members, axis=0)[-1] / len(members)
-        return values.reshape(len(table), 1 if last is None else len(last))
+        return values
 
-    def members(self, table: np.ndarray, last: np.ndarray | None = None) -> np.ndarray:
-        """Return the members' own sums, (members, n * k), of the rows as `predict_along` takes them."""
-        table = np.ascontiguousarray(table, dtype=np.float64)
-        if table.shape[1] <= self._most:
-            raise ValueError(f"the trees read {self._most + 1} columns, and the table has {table.shape[1]}")
-        rows = max(_ROWS // (1 if last is None else len(last)), 1)
-        parts = [self._sums(table[start : start + rows], last) for start in range(0, len(table), rows)]
+    def members(self, table: np.ndarray) -> np.ndarray:
+        """Return the members' own sums, (members, n), of the rows as `predict` takes them."""
+        least = self._least_columns
+        if table.shape[1] < least:
+            raise ValueError(f"the trees read {least} columns, and the table has {table.shape[1]}")
+        columns = np.ascontiguousarray(table.T, dtype=np.float64)
+        parts = [self._paths.sums(columns[:, start : start + _ROWS]) for start in range(0, len(table), _ROWS)]
         return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
 
     @cached_property
-    def _most(self) -> int:
-        return int(self.feature.max())
+    def _least_columns(self) -> int:
+        return int(self.feature.max()) + 1
 
-    def _past(self, same: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the roots and children that are left without splits by columns with the `same` value in all rows."""
-        value, nodes = row.take(self.feature), np.arange(len(self.value))
-        right = (value > self.threshold) | (np.isnan(value) & ~self.missing_left)
-        goal = np.where(same.take(self.feature), self.children[nodes, right.astype(np.intp)], nodes)
-        while not np.array_equal(goal, further := goal.take(goal)):
-            goal = further
-        return goal.take(self.root), goal.take(self.children)
-
-    def _sums(self, table: np.ndarray, last: np.ndarray | None) -> np.ndarray:
-        roots, children = self.root, self.children
-        if last is not None or len(table) > _FEW:
-            same = (table == table[0]).all(axis=0) | np.isnan(table).all(axis=0)
-            same[-1] &= last is None
-            roots, children = self._past(same, table[0])
-            table = np.where(same, 0.0, table)  # no split that is left asks for these
-        trees = max(_CELLS // len(table), 1)  # a few at a time
-        leaves = [
-            self._leaves(table, last, roots[start : start + trees], children) for start in range(0, len(roots), trees)
-        ]
-        reached = self.value.take(np.concatenate(leaves))
-        # Added one after the other, as the libraries add them; `sum` adds in pairs.
-        ends = [*self.first[1:].tolist(), len(roots)]
-        return np.stack([np.cumsum(reached[low:high], axis=0)[-1] for low, high in zip(self.first, ends, strict=True)])
-
-    def _leaves(
-        self, table: np.ndarray, last: np.ndarray | None, roots: np.ndarray, children: np.ndarray
-    ) -> np.ndarray:
-        """Return the (trees, n * k) leaves that the rows reach from the roots."""
-        row = np.tile(np.arange(len(table)), len(roots))  # in the first tree, then in the second one
-        node = np.repeat(roots, len(table))
-        if last is None:
-            return self._followed(table, row, node, children).reshape(len(roots), -1)
-        held = (self.feature == table.shape[1] - 1)[:, None]  # such a split follows itself, as a leaf does
-        node = self._followed(table, row, node, np.where(held, np.arange(len(children))[:, None], children))
-        leaves = np.repeat(node[:, None], len(last), axis=1)
-        split = np.flatnonzero(children[node, 0] != node)
-        table = np.repeat(table, len(last), axis=0)
-        table[:, -1] = np.tile(last, len(table) // len(last))
-        row = np.add.outer(row[split] * len(last), np.arange(len(last))).ravel()
-        leaves[split] = self._followed(table, row, leaves[split].ravel(), children).reshape(-1, len(last))
-        return leaves.reshape(len(roots), -1)
-
-    def _followed(self, table: np.ndarray, row: np.ndarray, node: np.ndarray, children: np.ndarray) -> np.ndarray:
-        """Return where each node leads for its row: a node that follows itself."""
-        values, following, ends = table.ravel(order="F"), children.ravel(), node.copy()
-        some_missing = bool(np.isnan(values).any())
-        column = self.feature * len(table)  # where the column begins that a node compares
-        going = np.arange(len(node))  # those that are not at their end
-        while going.size:
-            value = values.take(column.take(node) + row)
-            right = value > self.threshold.take(node)
-            if some_missing:
-                right |= np.isnan(value) & ~self.missing_left.take(node)
-            before, node = node, following.take(2 * node + right)
-            on = before != node
-            if np.count_nonzero(on) < _MOST_GOING * len(node):
-                ends[going] = node
-                on = np.flatnonzero(on)
-                going, node, row = going.take(on), node.take(on), row.take(on)
-        return ends
+    @cached_property
+    def _paths(self) -> _Paths:
+        return _Paths(self)
 
     # ---- on disk
 
@@ -243,6 +185,108 @@ class Trees:
             first=np.arange(len(trees)),
             start=np.array(0.0),
         )
+
+
+class _Paths:
+    """The way of many rows through all trees at once: at each node, a bit for each row that comes by.
+
+    A node has the bits of its parents, as far as their splits send them its way. Nodes are numbered by level, leaves
+    last; within a level, those with most parents come first (what follows a split by categories has several).
+    """
+
+    def __init__(self, trees: Trees) -> None:
+        levels, tree = trees.levels
+        is_inner = trees.children[:, 0] != np.arange(len(levels))
+        inner, leaves = np.flatnonzero(is_inner), np.flatnonzero(~is_inner)
+        # Splits that many trees share, sorted by column and side of missing values, then by threshold.
+        splits = np.empty(len(inner), complex)
+        splits.real, splits.imag = 2 * trees.feature[inner] + trees.missing_left[inner], trees.threshold[inner]
+        splits, split = np.unique(splits, return_inverse=True)
+        kind = splits.real.astype(np.intp)
+        self.column, self.missing_left, self.threshold = kind // 2, kind % 2 == 1, splits.imag.copy()
+        limits = _limits(np.bincount(kind))
+        self.groups = [(*divmod(number, 2), begin, end) for number, (begin, end) in enumerate(limits) if begin < end]
+
+        children = trees.children[inner].ravel()
+        levels = np.where(is_inner, levels, levels.max())
+        order = np.lexsort((-np.bincount(children, minlength=len(levels)), levels))
+        place = np.empty(len(order), np.intp)
+        place[order] = np.arange(len(order))
+        self.roots, self.nodes = place[trees.root], len(order)
+        by_goal = np.argsort(place[children], kind="stable")
+        goals, levels = place[children][by_goal], levels[children[by_goal]]
+        turn = np.arange(len(goals)) - np.searchsorted(goals, goals)  # of a node's parents, one after the other
+        edges = by_goal[np.lexsort((turn, levels))]
+        parents, sides = place[inner[edges // 2]], edges % 2 * len(splits) + split[edges // 2]
+        self.steps = [
+            (int(goals[low]), _limits(np.bincount(turn[low:high])), parents[low:high], sides[low:high])
+            for low, high in _limits(np.bincount(levels)[1:])
+        ]
+
+        leaves = leaves[np.argsort(tree[leaves], kind="stable")]
+        tree = tree[leaves]
+        self.first_leaf = np.searchsorted(tree, np.arange(len(self.roots)))[:, None]
+        number = np.arange(len(leaves)) - self.first_leaf[tree, 0]
+        self.digits = int(number.max()).bit_length()
+        self.leaves = np.full((2**self.digits, len(self.roots)), self.nodes)
+        self.leaves[number, tree] = place[leaves]
+        self.values = trees.value[leaves]
+        self.members = list(itertools.pairwise([*trees.first.tolist(), len(self.roots)]))
+
+    def sums(self, columns: np.ndarray) -> np.ndarray:
+        """Return the (members, n) sums of the leaves' values that the rows of (columns, n) reach."""
+        rights = self._rights(columns)
+        blocks = [
+            self._sums(rights[:, word : word + _WORDS], min(columns.shape[1] - 64 * word, 64 * _WORDS))
+            for word in range(0, rights.shape[1], _WORDS)
+        ]
+        return np.concatenate(blocks, axis=1)
+
+    def _rights(self, columns: np.ndarray) -> np.ndarray:
+        """Return (splits, words): a bit for each row that goes right."""
+        n, first = columns.shape[1], columns[:, 0].take(self.column)
+        right = (first > self.threshold) | (np.isnan(first) & ~self.missing_left)
+        rights = np.where(right, _ALL, np.uint64(0))[:, None].repeat(-(-n // 64), axis=1)
+        bits = rights.view(np.uint8)[:, : -(-n // 8)]
+        pattern = columns.view(np.int64)  # in which NaN equals itself
+        varies = (pattern != pattern[:, :1]).any(axis=1)
+        for column, missing_left, begin, end in self.groups:
+            if varies[column]:
+                values = columns[column]
+                if missing_left:
+                    values = np.where(np.isnan(values), -np.inf, values)
+                below = np.searchsorted(self.threshold[begin:end], values)  # thresholds below them; NaN is above all
+                number = np.arange(end - begin, dtype=np.min_scalar_type(end - begin))
+                bits[begin:end] = np.packbits(below.astype(number.dtype) > number[:, None], axis=1, bitorder="little")
+        return rights
+
+    def _sums(self, rights: np.ndarray, n: int) -> np.ndarray:
+        sides = np.concatenate([~rights, rights])
+        reached = np.zeros((self.nodes + 1, rights.shape[1]), np.uint64)  # one more, which no row reaches
+        reached[self.roots] = _ALL
+        for begin, turns, parents, sides_of in self.steps:
+            rows = sides.take(sides_of, axis=0, mode="clip") & reached.take(parents, axis=0, mode="clip")
+            for low, high in turns:
+                goals = reached[begin : begin + high - low]
+                goals |= rows[low:high]
+        rows = reached.take(self.leaves, axis=0, mode="clip")
+        number = np.zeros((len(self.roots), n + 1), np.min_scalar_type(len(rows)))
+        for digit in range(self.digits):  # of the number of the leaf that has the row's bit
+            odd = rows[1::2]
+            bits = np.bitwise_or.reduce(odd, axis=0).view(np.uint8)
+            bits = np.unpackbits(bits, axis=1, count=n + 1, bitorder="little")
+            number |= bits.astype(number.dtype, copy=False) << digit
+            rows = rows[::2] | odd
+        # Added one after the other, as the libraries add them: numpy adds in pairs where there is a single column.
+        sums = [
+            self.values.take(number[low:high] + self.first_leaf[low:high]).sum(axis=0)[:n] for low, high in self.members
+        ]
+        return np.stack(sums)
+
+
+def _limits(counts: np.ndarray) -> list[tuple[int, int]]:
+    """Return where groups of so many begin and end."""
+    return list(itertools.pairwise([0, *np.cumsum(counts).tolist()]))
 
 
 class _Nodes:
@@ -312,12 +356,6 @@ class Boosters:
         """Return (n,) values for the rows of (n, columns) float64."""
         of_members = [booster.predict(table, num_threads=1) for booster in self.boosters]
         return np.asarray(self.start + np.mean(of_members, axis=0))
-
-    def predict_along(self, table: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Predict as `Trees.predict_along` does."""
-        wide = np.repeat(table, len(last), axis=0)
-        wide[:, -1] = np.tile(last, len(table))
-        return self.predict(wide).reshape(len(table), len(last))
 
     def trees(self) -> Trees:
         """Return the trees, which predict the same figures."""

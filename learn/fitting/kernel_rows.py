@@ -196,9 +196,9 @@ def read_each(
     """Return the result of `read` on each row, and for each reason of its `RowLeftOut` the number of rows."""
     kept: list[Row] = []
     left_out: Counter[str] = Counter()
-    for done, row in enumerate(rows):
+    for completed, row in enumerate(rows):
         if progress is not None:
-            progress("tracing", done, len(rows))
+            progress("tracing", completed, len(rows))
         try:
             kept.append(read(row))
         except RowLeftOut as reason:

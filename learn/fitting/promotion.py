@@ -101,7 +101,7 @@ def refit(
     except CommandError as error:
         return skipped(why=str(error))
     if kind.needs_trace:
-        steps.prepare(rows.cases, progress=lambda done, of: progress(f"tracing {done:,}/{of:,} jobs"))
+        steps.prepare(rows.cases, progress=lambda completed, total: progress(f"tracing {completed:,}/{total:,} jobs"))
         every = with_suspects(every, steps)
     progress("fitting the candidate")
     try:

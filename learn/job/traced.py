@@ -5,23 +5,14 @@ Start reading at `step_of`; `key_of` identifies a job, so that its trace and its
 
 from __future__ import annotations
 
-import copyreg
-import functools
-import hashlib
-import os
 import sys
 import traceback
-import types
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import Pickler, PicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 
 from conf.errors import UsageError, kept_from_exit
 from conf.units import MIB
@@ -29,7 +20,7 @@ from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.trace import trace_cache
-from featurize.trace.later_steps import is_installed, names_in
+from featurize.trace.fingerprint import Fingerprint, is_installed
 from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
@@ -197,15 +188,6 @@ def wants_values(message: str) -> bool:
     return any(word in message.lower() for word in ("meta", "fake", "datadependent", "data-dependent"))
 
 
-_LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
-_LARGEST_TENSOR = 2**20  # elements of other tensors, as `featurize.recording.values` keeps them
-_MAPPINGS, _SETS = (dict, OrderedDict), (set, frozenset)
-_NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-_OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-
-
 def key_of(job: TrainingJob) -> tuple[str | None, Build]:
     """Return a job's key, and what builds its model: a factory that was built for its key is not built again.
 
@@ -247,142 +229,13 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
         build = BuiltOnMeta(model, build)
     if (of_torch := trace_cache.torch_state()) is None:
         return None, build
-    digest = hashlib.sha256()
-    known = (model, rest, job.settings, repr(job.parallel), of_torch)
     try:
-        _FingerprintPickler(types.SimpleNamespace(write=digest.update), protocol=5).dump(known)
+        return Fingerprint().of(model, rest, job.settings, repr(job.parallel), of_torch), build
     except Exception:  # somebody's object may raise anything as it is pickled
         return None, build
-    return digest.hexdigest(), build
 
 
 def _is_of_library(value: object) -> bool:
     """Return whether an installed library holds this function or class under its own name."""
     module = sys.modules.get(getattr(value, "__module__", None) or "")
     return is_installed(module) and vars(module).get(getattr(value, "__qualname__", "")) is value
-
-
-@functools.cache
-def _stamp(path: str) -> tuple[str, int, int]:
-    status = os.stat(path)
-    return path, status.st_size, status.st_mtime_ns
-
-
-def _rebuild_marker(*_: object) -> None:
-    """Marker that is pickled in place of an object's constructor."""
-
-
-class _FingerprintPickler(Pickler):
-    """Pickler for fingerprints: tensors, functions and classes are reduced to what affects a trace."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return what is written of an object, as `object.__reduce__` does."""
-        if isinstance(value, Tensor):
-            return _tensor(value)
-        if isinstance(value, nn.Module):
-            return copyreg.__newobj__, (type(value),), _order(vars(value))  # type: ignore[attr-defined]
-        if isinstance(value, type):
-            return _class(value)
-        if isinstance(value, types.FunctionType):
-            return NotImplemented if value is _rebuild_marker else _function(value)
-        if isinstance(value, types.ModuleType):
-            return _rebuild_marker, ("module", value.__name__)
-        if isinstance(value, _BUILTINS):
-            return _rebuild_marker, ("builtin", getattr(value, "__module__", None), value.__qualname__)
-        if isinstance(value, types.MethodType):
-            return _rebuild_marker, ("method",), (value.__func__, value.__self__)
-        if isinstance(value, property):
-            return _rebuild_marker, ("property",), (value.fget, value.fset)
-        if isinstance(value, staticmethod | classmethod):
-            return _rebuild_marker, ("method",), value.__func__
-        if isinstance(value, types.MappingProxyType):
-            return _rebuild_marker, ("mapping",), dict(value)
-        return NotImplemented
-
-
-def _tensor(value: Tensor) -> Any:
-    if is_lazy(value) or value.layout is not torch.strided:
-        raise PicklingError
-    content = None
-    largest = _LARGEST_PARAMETER if isinstance(value, nn.Parameter) else _LARGEST_TENSOR
-    if value.numel() <= largest and not value.is_meta:
-        held = value.detach().cpu()
-        content = (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
-    shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
-    state = {name: attribute for name, attribute in value.__dict__.items() if not name.startswith("_backward")}
-    # Their numbers are the process's: they count in their order.
-    hooks = [
-        list(registered.values())
-        for registered in (value._backward_hooks, value._post_accumulate_grad_hooks)
-        if registered
-    ]
-    return _rebuild_marker, (type(value).__qualname__, shape, content), (state, hooks) if state or hooks else None
-
-
-def _class(kind: type) -> Any:
-    module = sys.modules.get(kind.__module__)
-    path = getattr(module, "__file__", None)
-    if not is_installed(module):
-        state = {
-            name: part
-            for name, part in vars(kind).items()
-            if name not in _OF_PYTHON and not isinstance(part, _DESCRIPTORS)
-        }
-        return _rebuild_marker, (kind.__module__, kind.__qualname__), (kind.__bases__, _order(state))
-    forward = getattr(kind, "forward", None)
-    own_forward = forward if isinstance(forward, types.FunctionType) else None
-    return _rebuild_marker, (kind.__module__, kind.__qualname__, _stamp(path) if path else None), own_forward
-
-
-def _function(function: types.FunctionType) -> Any:
-    code = function.__code__
-    named = {name: function.__globals__[name] for name in sorted(names_in(code)) if name in function.__globals__}
-    if is_installed(sys.modules.get(function.__module__)):
-        places = [(name, _place(value)) for name, value in named.items()]
-        return _rebuild_marker, (code.co_filename, code.co_firstlineno, len(code.co_code), places)
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    of_modules = [
-        (name, attribute, vars(value)[attribute])
-        for name, value in named.items()
-        if isinstance(value, types.ModuleType) and not is_installed(value)
-        for attribute in sorted(names_in(code) & vars(value).keys())
-    ]
-    defaults = function.__defaults__, function.__kwdefaults__, vars(function)
-    return _rebuild_marker, (_text_of(code),), (defaults, cells, _order(named), of_modules)
-
-
-def _place(value: object) -> tuple[object, ...]:
-    line = getattr(getattr(value, "__code__", None), "co_firstlineno", None)
-    return getattr(value, "__module__", None), getattr(value, "__qualname__", None), line
-
-
-def _order(values: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, Any]]]:
-    """Return the names of empty mappings, which most of a module's values are, and the other values by name, sets as
-    sorted lists."""
-    empty, ordered = [], []
-    for name, value in values.items():
-        kind = type(value)
-        if kind in _MAPPINGS and not value:
-            empty.append(name)
-        else:
-            ordered.append((name, sorted(value, key=repr) if kind in _SETS else value))
-    return _same(tuple(empty)), ordered
-
-
-@functools.cache
-def _same(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return equal names as one object, which is written once."""
-    return names
-
-
-@functools.cache
-def _text_of(code: types.CodeType) -> str:
-    constants = [
-        _text_of(constant)
-        if isinstance(constant, types.CodeType)
-        else sorted(map(repr, constant))
-        if isinstance(constant, frozenset)
-        else repr(constant)
-        for constant in code.co_consts
-    ]
-    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))

@@ -1,6 +1,6 @@
-"""Show a benchmark: a bar while it runs, tables and a page for people, JSON for programs.
+"""Show a benchmark: a bar while it runs, a page of tables and plots for people, JSON for programs.
 
-Start reading at `print_benchmark`, then `write_benchmark_report`.
+Start reading at `benchmark_page`, which the terminal shows, too (`conf.reports.terminal`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from conf.reports.blocks import (
     Block,
     Bullets,
     Callout,
+    Facts,
     Heading,
     Lead,
     Page,
@@ -28,21 +29,18 @@ from conf.reports.blocks import (
 )
 from learn.judging.report import plots_of
 from learn.judging.scores import NOT_INFORMATIVE, Benchmark, Figures, by_group, worst_of
-from learn.rows.data import LEVELS, MIB_PER_GB, TARGETS, Bins
+from learn.rows.data import MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from learn.commands.benchmark_rows import BenchmarkSettings
 
 OTHERS = "(published)"  # behind the name of an estimator whose figures are published ones
 # Columns of words; the others hold figures.
 WORDS = {
-    *("rows", "estimator", "figure", "source", "key", "value set", "family", "bins", "target", "model", "of"),
-    *("group", "row", "in doubt", "metric"),
+    *("rows", "estimator", "figure", "source", "family", "bins", "target", "model", "of"),
+    *("group", "row", "in doubt"),
 }
 _PLAIN_EVERY_S = 10.0
-_PLAIN_WIDTH = 200
 _CLASSES = 8  # beyond this many classes, recalls are in the files only
 _REASONS = 5  # an estimator's refusals on a file that are shown; `out=` holds all
 
@@ -86,36 +84,15 @@ class BenchmarkProgress:
             )
 
 
-def print_benchmark(done: Benchmark, *, by: str | None = None, worst: int = 0) -> None:
-    """Tables of errors and of classes and bounds, the published figures set apart; with `by`, errors by group; the
-    `worst` rows an estimator; refusals and notes."""
-    screen = screen_of(_PLAIN_WIDTH)
-    screen.print(headline(done), markup=False)
-    tables = [errors_table(done), classes_table(done), *([published_table(done)] if done.published else [])]
-    if by is not None:
-        tables += [_groups_table(done, file, by) for file in dict.fromkeys(figures.file for figures in done.figures)]
-    if worst:
-        tables += [_worst_table(done, figures, worst) for figures in done.figures]
-    for table in tables:
-        if table[2]:
-            print_table(table)
-    for text in refusals(done):
-        screen.print(text, soft_wrap=True, markup=False)
-    for note in done.notes:
-        screen.print(f"note: {note}", soft_wrap=True, markup=False, style="yellow")
-
-
 def headline(done: Benchmark) -> str:
     card = f", card {done.card_mib:,.0f} MiB" if done.card_mib is not None else ""
     return f"{done.target.name} on {done.device}{card}"
 
 
-# A table is (title, names of its columns, rows of text); its first columns are words, the others figures.
-TableText = tuple[str, list[str], list[list[str]]]
 Cell = Callable[["Figures"], str]
 
 
-def errors_table(done: Benchmark) -> TableText:
+def errors_table(done: Benchmark) -> tuple[Block, ...]:
     """Return how far off estimates are, by file and estimator."""
 
     def error(value: float | None) -> str:
@@ -142,7 +119,7 @@ def errors_table(done: Benchmark) -> TableText:
     return _figures_table(title, done, {"answered": _answered_text}, cells, times)
 
 
-def classes_table(done: Benchmark) -> TableText:
+def classes_table(done: Benchmark) -> tuple[Block, ...]:
     """Return classes and bounds, by file and estimator."""
 
     def score(bins: str, name: str) -> Cell:
@@ -157,16 +134,17 @@ def classes_table(done: Benchmark) -> TableText:
         cells |= {"accuracy 1 GB": score("ours", "accuracy"), "macro F1 1 GB": score("ours", "macro_f1")}
     cells |= {"under bound": bound("coverage"), "above it": bound("above"), "bound over label": bound("excess")}
     cells["recall by class"] = _recalls
-    rules = {file: _rule(bins["published"]) for file, bins in done.bins.items()}
+    rules = {file: _rule(done, bins["published"]) for file, bins in done.bins.items()}
     rules_text = "; ".join(f"{file}: {rule}" for file, rule in rules.items())
     if len(set(rules.values())) == 1:
         rules_text = next(iter(rules.values()))
-    return _figures_table(f"classes as published ({rules_text}), and the 99 % bound", done, {}, cells, {})
+    title = f"classes as published ({rules_text}), and the {100 * done.level:g} % bound"
+    return _figures_table(title, done, {}, cells, {})
 
 
 def _figures_table(
     title: str, done: Benchmark, before: Mapping[str, Cell], cells: Mapping[str, Cell], after: Mapping[str, Cell]
-) -> TableText:
+) -> tuple[Block, ...]:
     """Return a row for each file and estimator. `cells` stay empty where the labels are the estimator's own."""
     rows = []
     for figures in done.figures:
@@ -175,50 +153,20 @@ def _figures_table(
             texts = [NOT_INFORMATIVE, *["–"] * (len(cells) - 1)]
         around = [[cell(figures) for cell in of.values()] for of in (before, after)]
         rows.append([figures.file, figures.estimator, *around[0], *texts, *around[1]])
-    return title, ["rows", "estimator", *before, *cells, *after], rows
+    return table_blocks(title, ["rows", "estimator", *before, *cells, *after], rows)
 
 
-def published_table(done: Benchmark) -> TableText:
+def published_table(done: Benchmark) -> tuple[Block, ...]:
     """Return the figures that others published, on their own rows: not measured here."""
     rows = [[f"{f.estimator} {OTHERS}", f.rows, f.measure, f.text, f.source] for f in done.published]
-    columns = ["estimator", "rows", "figure", "value", "source"]
-    return "published by others, on their own rows and splits; nothing of it is measured here", columns, rows
+    title = "published by others, on their own rows and splits; nothing of it is measured here"
+    return table_blocks(title, ["estimator", "rows", "figure", "value", "source"], rows)
 
 
-def _rule(bins: Bins) -> str:
-    if bins.by_family or len(bins.labels) == len(LEVELS):
+def _rule(done: Benchmark, bins: Bins) -> str:
+    if not done.target.is_memory:
         return bins.rule
     return f"{bins.edges[0] / MIB_PER_GB:g} GB" if bins.edges else "one class"
-
-
-def screen_of(width: int) -> Console:
-    """Return standard output; a file or a pipe, where rich would fold figures at 80 columns, is `width` wide."""
-    from rich.console import Console
-
-    screen = Console(highlight=False)
-    return screen if screen.is_terminal else Console(highlight=False, width=width)
-
-
-def print_table(table: TableText) -> None:
-    """Print a table; what stands in the first column `rows` or `family` stands once."""
-    from rich import table as rich_table
-    from rich.text import Text
-
-    title, columns, rows = table
-    # titles hold brackets, which are not markup
-    drawn = rich_table.Table(title=Text(title) if title else None, title_justify="left")
-    for name in columns:
-        whole = name in ("rows", "estimator", "answered")
-        drawn.add_column(Text(name), justify="left" if name in WORDS else "right", overflow="fold", no_wrap=whole)
-    previous = None
-    sections = columns[:1] in (["rows"], ["family"])
-    for row in rows:
-        if sections and previous not in (None, row[0]):
-            drawn.add_section()
-        first = "" if sections and row[0] == previous else row[0]
-        previous = row[0]
-        drawn.add_row(*map(Text, [first, *row[1:]]))
-    screen_of(_PLAIN_WIDTH).print(drawn)
 
 
 def _text(value: float | None, form: str, small: str = "", *, below: float = 0.0) -> str:
@@ -248,7 +196,7 @@ def _answered_text(figures: Figures) -> str:
     return asked + (f" + {figures.answered_oom}/{figures.oom} oom" if figures.oom else "")
 
 
-def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
+def _groups_table(done: Benchmark, file: str, by: str) -> tuple[Block, ...]:
     """Errors by group, an estimator a column."""
     file_figures = [figures for figures in done.figures if figures.file == file]
     groups = {
@@ -264,10 +212,10 @@ def _groups_table(done: Benchmark, file: str, by: str) -> TableText:
             cells.append(" / ".join(error_text(done.relative, value) for value in both))
         rows.append([group, f"{n}", *cells])
     title = f"{file} by {by}: median / p90 error, constant added"
-    return title, ["group", "n", *(figures.estimator for figures in file_figures)], rows
+    return table_blocks(title, ["group", "n", *(figures.estimator for figures in file_figures)], rows)
 
 
-def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
+def _worst_table(done: Benchmark, figures: Figures, n: int) -> tuple[Block, ...]:
     """Return the rows that one estimator is furthest off."""
     constant = figures.constant or 0.0
     rows = []
@@ -277,7 +225,7 @@ def _worst_table(done: Benchmark, figures: Figures, n: int) -> TableText:
             figures_text = f"{row.label:,.5g}", f"{row.estimate + constant:,.5g}", shown_error
             rows.append([row.name, row.group, *figures_text, row.doubt or ""])
     columns = ["row", "group", f"label [{done.target.unit}]", "estimate", "error", "in doubt"]
-    return f"{figures.file}, {figures.estimator}: furthest off, constant added", columns, rows
+    return table_blocks(f"{figures.file}, {figures.estimator}: furthest off, constant added", columns, rows)
 
 
 def refusals(done: Benchmark) -> list[str]:
@@ -322,30 +270,33 @@ def write_json(path: str, done: Benchmark, settings: BenchmarkSettings) -> None:
 
 
 def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
-    """Return the page's contents."""
-    sections = [
-        Section("errors", "", (*map(Callout, done.notes), *table_blocks(errors_table(done)))),
-        Section("classes", "", table_blocks(classes_table(done))),
-    ]
-    if done.published:
-        sections.append(Section("published", "", table_blocks(published_table(done)), apart=True))
-    sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
+    """Return the page's contents: tables of errors and of classes and bounds, the published figures set apart; with
+    `by=`, errors by group; the `worst=` rows of each estimator; refusals, plots and settings."""
+    by, worst = settings.by, settings.worst
+    tables = {
+        "errors": errors_table(done),
+        "classes": classes_table(done),
+        "published": published_table(done),
+        "groups": [block for file in done.bins for block in _groups_table(done, file, by)] if by else [],
+        "worst": [block for figures in done.figures for block in _worst_table(done, figures, worst)],
+    }
+    sections = [Section(key, "", tuple(blocks), apart=key == "published") for key, blocks in tables.items() if blocks]
     if reasons := refusals(done):
         sections.append(Section("refusals", "Rows without an answer", (Bullets(tuple(reasons)),)))
+    if settings.report is not None:
+        sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
     given = {name: value for name, value in asdict(settings).items() if value is not None}
-    rows = [[name, ", ".join(value) if isinstance(value, tuple) else str(value)] for name, value in given.items()]
-    keys = table_blocks(("keys of the command", ["key", "value set"], rows))
+    rows = [(name, ", ".join(value) if isinstance(value, tuple) else str(value)) for name, value in given.items()]
     return Page(
         title=f"Estimators of {done.target.name}",
-        head=(Lead(headline(done)),),
-        sections=(*sections, Section("settings", "Settings", keys)),
+        head=(Lead(headline(done)), *map(Callout, done.notes)),
+        sections=(*sections, Section("settings", "Settings", (Facts(tuple(rows)),))),
     )
 
 
-def table_blocks(table: TableText) -> tuple[Block, ...]:
-    """Return a heading and the table; a name of rows stands once, where its rows begin."""
-    title, names, lines = table
-    grouped = names[0] == "rows"
+def table_blocks(title: str, names: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[Block, ...]:
+    """Return a heading and the table, nothing without rows; a name of rows stands once, where its rows begin."""
+    grouped = names[0] in ("rows", "family")
     rows: list[Row] = []
     previous: str | None = None
     for line in lines:
@@ -355,7 +306,7 @@ def table_blocks(table: TableText) -> tuple[Block, ...]:
         marks = ("first" if first else "", "others" if grouped and line[1].endswith(OTHERS) else "")
         rows.append(Row(tuple(shown), " ".join(filter(None, marks))))
     columns = tuple(TableColumn(name, "word" if name in WORDS else "figure") for name in names)
-    return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))
+    return (Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))) if rows else ()
 
 
 def _plots(done: Benchmark, file: str, key: str) -> Section:

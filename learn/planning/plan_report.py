@@ -29,6 +29,7 @@ from conf.reports.blocks import (
 )
 from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
+from conf.reports.terminal import print_blocks
 from featurize.job.layout import Parallel
 from learn.estimation.estimate_view import rate
 from learn.planning.meshes import mesh_text
@@ -163,35 +164,27 @@ _RADIUS, _DOT = 6.0, 3.5
 _LINE = 14.0  # pixels that a label is high
 
 
-def print_plan(done: LayoutPlan, most: int) -> None:
+def print_plan(plan: LayoutPlan, most: int) -> None:
     """Print what fits, the quickest first, at most this many rows; the nearest of each mesh that does not; notes."""
-    from rich.console import Console
-    from rich.table import Table
-
-    screen = Console()
-    screen.print(title(done), soft_wrap=True, highlight=False, markup=False)
-    lines = Table()
-    for place, name in enumerate(HEADS):
-        lines.add_column(_NARROW.get(name, name), justify="left" if HEADS[place] in _WORDS else "right")
-    for row in done.fitting[:most]:
-        lines.add_row(*cells(row))
-    screen.print(lines)
-    if len(done.fitting) > most:
-        screen.print(f"{len(done.fitting) - most} more rows fit: rows=, or format=json", highlight=False, markup=False)
-    for line in lines_of_others(done)[:most]:
-        screen.print(line, soft_wrap=True, highlight=False, markup=False)
-    for note in done.notes:
-        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
-    screen.print(f"planned in {done.seconds:.1f} s", highlight=False)
+    heads = [f"{'*' if name in _WORDS else ''}{_NARROW.get(name, name)}" for name in HEADS]
+    more = len(plan.fitting) - most
+    print_blocks(
+        Lead(title(plan)),
+        table(heads, map(cells, plan.fitting[:most])),
+        *([Lead(f"{more} more rows fit: rows=, or format=json")] if more > 0 else []),
+        *map(Lead, lines_of_others(plan)[:most]),
+        *map(Callout, plan.notes),
+        Lead(f"planned in {plan.seconds:.1f} s"),
+    )
 
 
-def title(done: LayoutPlan) -> str:
+def title(plan: LayoutPlan) -> str:
     """Return one line: the job, its GPUs, and how many rows fit."""
-    counts = sorted({row.parallel.ranks for row in done.rows})
-    of_batch = "" if done.global_batch is None else f", {done.global_batch:,} samples a step"
+    counts = sorted({row.parallel.ranks for row in plan.rows})
+    of_batch = "" if plan.global_batch is None else f", {plan.global_batch:,} samples a step"
     return (
-        f"{done.name} on {', '.join(map(str, counts))} x {done.device}{of_batch}: {count_of(len(done.fitting), 'row')} "
-        f"fit into {done.limit_mib:,.0f} MiB, by the {100 * done.coverage:g} % bound; memory in MiB"
+        f"{plan.name} on {', '.join(map(str, counts))} x {plan.device}{of_batch}: {count_of(len(plan.fitting), 'row')} "
+        f"fit into {plan.limit_mib:,.0f} MiB, by the {100 * plan.coverage:g} % bound; memory in MiB"
     )
 
 
@@ -205,10 +198,10 @@ def cells(row: PlanRow) -> tuple[str, ...]:
     return row.mesh, f"{micro}{steps}", row.checkpointing or "none", *memory, *times, speed, row.known or MISSING
 
 
-def lines_of_others(done: LayoutPlan) -> list[str]:
+def lines_of_others(plan: LayoutPlan) -> list[str]:
     """Return a line for each mesh of which nothing fits, with the nearest, and for each reason to leave meshes out."""
-    fitting = {row.parallel for row in done.fitting}
-    nearest = {row.parallel: row for row in reversed(done.rows) if row.parallel not in fitting}
+    fitting = {row.parallel for row in plan.fitting}
+    nearest = {row.parallel: row for row in reversed(plan.rows) if row.parallel not in fitting}
     others = list(nearest.values())[::-1]
     lines = [f"{row.mesh} does not fit: {row.step_text} {row.why}" for row in others if row.fits is False]
     left_out: dict[str, list[str]] = {}
@@ -221,31 +214,31 @@ def lines_of_others(done: LayoutPlan) -> list[str]:
     return lines
 
 
-def write_plan_report(path: Path, done: LayoutPlan) -> None:
+def write_plan_report(path: Path, plan: LayoutPlan) -> None:
     """Write the page in one step, in place of what was there."""
-    write_page(path, plan_page(done))
+    write_page(path, plan_page(plan))
 
 
-def plan_page(done: LayoutPlan) -> Page:
+def plan_page(plan: LayoutPlan) -> Page:
     """Return the page's contents."""
-    sections = [_picture(done)] if done.fitting else []
-    counts = sorted({row.parallel.ranks for row in done.rows})
+    sections = [_picture(plan)] if plan.fitting else []
+    counts = sorted({row.parallel.ranks for row in plan.rows})
     return Page(
-        title=f"{done.name} on {', '.join(f'{count:,}' for count in counts)} x {done.device}",
-        head=(_outcome(done), *_tiles(done), *_notes(done)),
-        sections=(*sections, *_tables(done)),
+        title=f"{plan.name} on {', '.join(f'{count:,}' for count in counts)} x {plan.device}",
+        head=(_outcome(plan), *_tiles(plan), *_notes(plan)),
+        sections=(*sections, *_tables(plan)),
     )
 
 
-def _outcome(done: LayoutPlan) -> Outcome:
-    fitting, meshes = len(done.best_of_meshes), len({row.parallel for row in done.rows})
+def _outcome(plan: LayoutPlan) -> Outcome:
+    fitting, meshes = len(plan.best_of_meshes), len({row.parallel for row in plan.rows})
     of_all = f"{fitting} of {count_of(meshes, 'layout')}"
-    sentence = f"{of_all}; a rank may take {done.limit_mib:,.0f} MiB, by the {100 * done.coverage:g} % bound"
+    sentence = f"{of_all}; a rank may take {plan.limit_mib:,.0f} MiB, by the {100 * plan.coverage:g} % bound"
     return Outcome("good", "fits", sentence) if fitting else Outcome("bad", "does not fit", sentence)
 
 
-def _tiles(done: LayoutPlan) -> list[Block]:
-    best = done.best
+def _tiles(plan: LayoutPlan) -> list[Block]:
+    best = plan.best
     if best is None or best.samples_per_s is None or best.step_time_ms is None:
         return []
     waits, of_one = best.exposed_ms or 0.0, best.samples_per_s / best.parallel.ranks
@@ -259,63 +252,63 @@ def _tiles(done: LayoutPlan) -> list[Block]:
                     f"{rate(of_one)} a GPU",
                 ),
                 Tile("step time", f"{best.step_time_ms:,.1f} ms", f"{waits:,.1f} ms for other GPUs"),
-                Tile("bound", f"{best.needed_mib:,.0f} MiB", f"{best.needed_mib / done.limit_mib:.0%} of the card"),
+                Tile("bound", f"{best.needed_mib:,.0f} MiB", f"{best.needed_mib / plan.limit_mib:.0%} of the card"),
             )
         )
     ]
 
 
-def _notes(done: LayoutPlan) -> list[Block]:
-    if not done.notes:
+def _notes(plan: LayoutPlan) -> list[Block]:
+    if not plan.notes:
         return []
-    return [Fold(f"{count_of(len(done.notes), 'note')} on this plan", tuple(map(Callout, done.notes)))]
+    return [Fold(f"{count_of(len(plan.notes), 'note')} on this plan", tuple(map(Callout, plan.notes)))]
 
 
-def _picture(done: LayoutPlan) -> Section:
+def _picture(plan: LayoutPlan) -> Section:
     names = {"on the frontier": FRONTIER, "best of its mesh": BEST, "other batches and checkpointing": DOT}
     return Section(
         "picture",
         "Memory over throughput",
         (
-            Drawn(plan_svg(done)),
+            Drawn(plan_svg(plan)),
             Legend(names),
             Lead("On the frontier no other row is as quick with less memory. Rows that do not fit are not shown."),
         ),
     )
 
 
-def _tables(done: LayoutPlan) -> list[Section]:
+def _tables(plan: LayoutPlan) -> list[Section]:
     sections = []
-    if done.fitting:
-        rows = [(*cells(row), "yes" if row in done.frontier else "") for row in done.fitting]
+    if plan.fitting:
+        rows = [(*cells(row), "yes" if row in plan.frontier else "") for row in plan.fitting]
         lead = Lead("MiB and ms of a rank; samples a second of all ranks.")
         sections.append(Section("fits", "What fits", (lead, table((*HEADS, "frontier"), rows, words=1))))
-    others = [row for row in done.rows if not row.fits]
+    others = [row for row in plan.rows if not row.fits]
     if others:
         rows = [(row.mesh, row.step_text, row.why or "") for row in others]
         sections.append(Section("left", "What does not fit", (table(("mesh", "step", "*why"), rows, words=2),)))
     return sections
 
 
-def plan_svg(done: LayoutPlan) -> Svg:
+def plan_svg(plan: LayoutPlan) -> Svg:
     """Return the picture of the rows that fit; there is at least one."""
-    rate_axis = Axis.within(0.0, 1.08 * max(row.samples_per_s or 0.0 for row in done.fitting), 6)
-    plot = Plot(rate_axis, Axis.within(0.0, 1.06 * done.limit_mib / _GIB), _MARGINS)
+    rate_axis = Axis.within(0.0, 1.08 * max(row.samples_per_s or 0.0 for row in plan.fitting), 6)
+    plot = Plot(rate_axis, Axis.within(0.0, 1.06 * plan.limit_mib / _GIB), _MARGINS)
     plot.grid([f"{tick:,.6g}" for tick in plot.y_axis.ticks], "GiB")
     plot.ticks_below("samples a second of all ranks →")
-    limit = done.limit_mib / _GIB
+    limit = plan.limit_mib / _GIB
     plot.across("limit", limit)
-    plot.text("capacity", plot.left + 6, plot.y(limit) - 6, f"{done.device}: {done.limit_mib:,.0f} MiB", "start")
-    _frontier(plot, done)
-    best, frontier = set(done.best_of_meshes), set(done.frontier)
-    for row in done.fitting:
+    plot.text("capacity", plot.left + 6, plot.y(limit) - 6, f"{plan.device}: {plan.limit_mib:,.0f} MiB", "start")
+    _frontier(plot, plan)
+    best, frontier = set(plan.best_of_meshes), set(plan.frontier)
+    for row in plan.fitting:
         if row not in best:
             plot.dot(f"dot {FRONTIER if row in frontier else DOT}", *_place(row), _DOT, _row_text(row))
-    for row in reversed(done.best_of_meshes):
+    for row in reversed(plan.best_of_meshes):
         plot.dot(f"full {FRONTIER if row in frontier else BEST}", *_place(row), _RADIUS, _row_text(row))
-    _labels(plot, done)
+    _labels(plot, plan)
     return plot.picture(
-        f"Memory of a rank over samples a second; the most: {_row_text(done.fitting[0])}", css="timeline"
+        f"Memory of a rank over samples a second; the most: {_row_text(plan.fitting[0])}", css="timeline"
     )
 
 
@@ -324,18 +317,18 @@ def _place(row: PlanRow) -> tuple[float, float]:
     return row.samples_per_s or 0.0, row.needed_mib / _GIB
 
 
-def _frontier(plot: Plot, done: LayoutPlan) -> None:
+def _frontier(plot: Plot, plan: LayoutPlan) -> None:
     """Draw the frontier as steps: for less memory, samples a second fall to the next row's."""
-    places = [_place(row) for row in done.frontier]
+    places = [_place(row) for row in plan.frontier]
     corners = [(before[0], after[1]) for before, after in itertools.pairwise(places)]
     plot.line(f"line {FRONTIER}", [places[0], *itertools.chain.from_iterable(zip(corners, places[1:], strict=True))])
 
 
-def _labels(plot: Plot, done: LayoutPlan) -> None:
+def _labels(plot: Plot, plan: LayoutPlan) -> None:
     """Name the best of each mesh where there is room; all have their name as a tooltip."""
     taken: list[tuple[float, float, float, float]] = []
-    limit = plot.y(done.limit_mib / _GIB)
-    for row in done.best_of_meshes:
+    limit = plot.y(plan.limit_mib / _GIB)
+    for row in plan.best_of_meshes:
         width, (samples_per_s, gib) = len(row.mesh) * LETTER_PX, _place(row)
         x, y = plot.x(samples_per_s) - _RADIUS - 4, plot.y(gib) + 4
         if y < limit + _LINE:  # clear of the line of the card

@@ -17,9 +17,9 @@ from conf.errors import UsageError, shown, unknown_name
 from conf.reports.page_text import count_of
 from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
-from learn.estimation.answers import answered
+from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.requests import Request, checked_path, platform_and_options, request_of
+from learn.estimation.requests import Request, check_path, platform_and_options, request_of
 from learn.estimators.protocol import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
@@ -94,7 +94,7 @@ def plan(
     """
     began = time.monotonic_ns()
     if report is not None:
-        page = checked_path(Path(report), like="plan.html")
+        page = check_path(Path(report), like="plan.html")
     spec = platform_and_options(options)[0].device
     counts = checked_gpus(gpus)
     job = _plan_job(model, inputs, global_batch, options)
@@ -209,13 +209,13 @@ class _Searches:
 
     def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
         """Add the rows of all layouts. Those that share their traces follow each other."""
-        done = 0
+        completed = 0
         for _, alike in groupby(sorted(layouts, key=in_search_order), key=traced_as):
             traces: dict[tuple[int, int, str | None], _Kept] = {}
             for layout in alike:
-                progress(mesh_text(layout), done, len(layouts))
+                progress(mesh_text(layout), completed, len(layouts))
                 self._add(layout, traces)
-                done += 1
+                completed += 1
 
     def _add(self, layout: Parallel, traces: dict[tuple[int, int, str | None], _Kept]) -> None:
         job, batches, why = self._job, self._job.batches(layout), self._findings.not_worth(layout)
@@ -231,19 +231,19 @@ class _Searches:
 
         extrapolated: set[tuple[int, str | None]] = set()
 
-        def estimated(size: int, count: int, way: str | None) -> Estimate:
+        def estimate_sharing_traces(size: int, count: int, way: str | None) -> Estimate:
             kept, request = traces.setdefault((size, count, way), _Kept()), job.of(layout, size, count, way)
             if not kept.traces:
                 kept.traces = self._screening.traces(request)
                 kept.extrapolated = bool(kept.traces)
             if kept.extrapolated:
                 extrapolated.add((size, way))
-            return answered(request, traces=kept.traces)[0]
+            return make_estimate(request, traces=kept.traces)[0]
 
         ways = [way for way in self._ways if way not in self.refused]
-        search = LayoutSearch(layout, batches, ways, self._findings, estimated)
+        search = LayoutSearch(layout, batches, ways, self._findings, estimate_sharing_traces)
         rows = list(search.rows())
-        self.refused |= _refused_ways(rows)
+        self.refused |= _find_refused_ways(rows)
         for row in rows:
             if row.checkpointing in self.refused:
                 continue
@@ -275,10 +275,10 @@ class _Searches:
         batches = job.batches(layout)
         assert batches is not None and size is not None, "it fits"
 
-        def traced(size: int, count: int, way: str | None) -> Estimate:
-            return answered(job.of(layout, size, count, way))[0]
+        def estimate_whole(size: int, count: int, way: str | None) -> Estimate:
+            return make_estimate(job.of(layout, size, count, way))[0]
 
-        search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(self._card_mib), traced)
+        search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(self._card_mib), estimate_whole)
         whole = search.row(size, row.checkpointing)
         self.rows.remove(row)
         self._keep(replace(whole, known=TRACED), search.estimates.get(whole))
@@ -294,7 +294,7 @@ class _Searches:
         ]
 
 
-def _refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
+def _find_refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
     """Return checkpointing that the model does not take, with the reason: its first row cannot be, and others can."""
     firsts = {row.checkpointing: row for row in reversed(rows)}
     if all(row.fits is None for row in firsts.values()):

@@ -73,13 +73,13 @@ class Screening:
         if self.blocks < FEWEST * period or rest or kind in self._whole:
             return {}
         try:
-            shallow, longer = (self._traced(request, count * period) for count in (SHALLOW, SHALLOW + 1))
+            shallow, longer = (self._trace_with(request, count * period) for count in (SHALLOW, SHALLOW + 1))
             return {kernels: deeper(trace, longer[kernels], times) for kernels, trace in shallow.items()}
         except (CommandError, CannotDeepen):  # what is wrong with the job itself, its own trace says
             self._whole.add(kind)
             return {}
 
-    def _traced(self, request: Request, count: int) -> Traces:
+    def _trace_with(self, request: Request, count: int) -> Traces:
         assert self.model is not None, "it has blocks"
         if count not in self._short:
             self._short[count] = with_blocks(self.model, count)
@@ -356,11 +356,11 @@ class LayoutSearch:
         """Return the times of a step with this many micro-steps: those beyond `alike` are as long as the last one."""
         more = max(count - alike, 0)
 
-        def taken(name: str) -> float | None:
+        def time_of(name: str) -> float | None:
             last, alone = getattr(estimate, name), getattr(first, name)
             return None if last is None or alone is None else last + more * (last - alone)
 
-        step_ms, exposed_ms = taken("step_time_ms"), taken("exposed_ms")
+        step_ms, exposed_ms = time_of("step_time_ms"), time_of("exposed_ms")
         rate = self._layout.replicas * size * count / (step_ms / 1e3) if step_ms else None
         return {"step_time_ms": step_ms, "exposed_ms": exposed_ms, "samples_per_s": rate}
 

@@ -1,28 +1,43 @@
-"""A function over items, in processes of this machine: one that dies, hangs or runs out of memory costs its item alone.
+"""A function over items, in child processes: one that dies, hangs or runs out of memory costs its item alone.
 
-Start reading at `in_processes`. Items go one at a time to the next free process, so that slow ones hold nothing up. As
-a program, this file is such a process. It is started by its path, so that a caller's own script is not run again.
+Start reading at `in_processes`. Items go one at a time to the next free child, so that slow ones hold nothing up.
+Children are forked from a server (`conf.children`) that has imported what they need.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import resource
 import signal
-import subprocess
+import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Any
 
-_NOTHING_KEPT = 64  # items after which a process is replaced: what models and libraries leave behind adds up
+from conf.children.running import ChildServer, ServerLost, local_server
+from conf.errors import EnvironmentProblem
+from featurize.trace.light_imports import without_compiler
+
+_NOTHING_KEPT = 64  # items after which a child is replaced: what models and libraries leave behind adds up
+WITHOUT_TORCH = "featurize.trace.light_imports:without_compiler"
+WITH_TORCH = "learn.rows.processes:import_tracer"
+
+
+def import_tracer() -> None:
+    """Import what traces a step, in the process that children are forked from."""
+    without_compiler()
+    import learn.job.traced  # noqa: F401
+    from featurize.training.training_step import preload
+
+    preload()
 
 
 @dataclass(frozen=True)
@@ -38,88 +53,78 @@ def in_processes(
     items: Sequence[Any],
     *,
     workers: int,
-    imports: Sequence[str] = (),
+    prepare: str = WITHOUT_TORCH,
     limit_s: float | None = None,
     memory_gib: float | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield (place of the item, what the function returns of it or `NoResult`) as items end. Raises what it raises.
 
     Args:
-        function: A module's function. Each process has one thread.
-        items: What is sent to processes, by pickle.
-        workers: Processes; 0: this one, without any limit.
-        imports: Modules that each process imports before it takes items.
+        function: A module's function. Each child has one thread.
+        items: What is sent to children, by pickle.
+        workers: Children at the same time; 0: none, this process does it, without any limit.
+        prepare: What imports what children need, as `module:function`.
         limit_s: The longest time that an item may take, in seconds.
-        memory_gib: What each process may allocate; beyond it, allocations fail.
+        memory_gib: What each child may allocate; beyond it, allocations fail.
+
+    Raises:
+        EnvironmentProblem: No child can be started.
     """
-    if workers == 0:
+    if not workers or not items:
         yield from enumerate(map(function, items))
         return
-    crew = [_Worker((function, tuple(imports), memory_gib), limit_s) for _ in range(min(workers, len(items)))]
-    free: SimpleQueue[_Worker] = SimpleQueue()
-    for worker in crew:
-        free.put(worker)
+    server = local_server(prepare, {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"})
+    arguments = [f"{function.__module__}:{function.__qualname__}", sys.path, memory_gib]
+    of_thread = threading.local()
 
-    def ask(item: Any) -> Any:
-        worker = free.get()
-        given = worker.ask(item)
-        free.put(worker)
-        if isinstance(given, Exception):
-            raise given
-        return given
+    def begin() -> None:
+        of_thread.worker = _Worker(server, arguments, limit_s)
 
-    threads = ThreadPoolExecutor(max(len(crew), 1))
+    threads = ThreadPoolExecutor(min(workers, len(items)), initializer=begin)
     try:
-        places = {threads.submit(ask, item): place for place, item in enumerate(items)}
+        server.hello()
+        places = {threads.submit(lambda item: of_thread.worker.ask(item), item): i for i, item in enumerate(items)}
         for future in as_completed(places):
-            yield places[future], future.result()
+            given = future.result()
+            if isinstance(given, Exception):
+                raise given
+            yield places[future], given
+    except ServerLost as error:
+        raise EnvironmentProblem(f"no child process can be run: {error}") from error
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        for worker in crew:
-            worker.end()
+        server.close()
+        threads.shutdown(cancel_futures=True)
 
 
 class _Worker:
-    """A process that takes one item after another. It is replaced when it has died, hung or taken many."""
+    """A child that takes one item after another. It is replaced when it has died, hung or taken many."""
 
-    def __init__(self, work: tuple[Callable[..., Any], tuple[str, ...], float | None], limit_s: float | None) -> None:
-        self._work, self._limit_s = work, limit_s
-        self._start()
-
-    def _start(self) -> None:
-        self._pipe, theirs = Pipe()
-        program = [sys.executable, "-P", __file__, str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            program, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        theirs.close()
-        self._asked = 0
+    def __init__(self, server: ChildServer, arguments: Sequence[Any], limit_s: float | None) -> None:
+        self._server, self._arguments, self._limit_s = server, arguments, limit_s
+        self._asked = _NOTHING_KEPT
 
     def ask(self, item: Any) -> Any:
         if self._asked >= _NOTHING_KEPT:
-            self.end()
             self._start()
+        self._asked += 1
         began = time.monotonic()
-        try:
-            if not self._asked:
-                self._pipe.send(sys.path)
-                self._pipe.send(self._work)
-                self._pipe.recv()  # what it imports is not the item's time
-                began = time.monotonic()
-            self._asked += 1
+        with suppress(EOFError, OSError):
             self._pipe.send(item)
             if self._pipe.poll(self._limit_s):
                 return self._pipe.recv()
-            reason = f"took longer than limit_s={self._limit_s:g}"
-        except (EOFError, OSError):
-            reason = _death(self._process.wait())
+            self._child.end()
         self._asked = _NOTHING_KEPT
+        code = self._child.wait().code
+        reason = f"took longer than limit_s={self._limit_s:g}" if code is None else _death(code)
         return NoResult(reason, time.monotonic() - began)
 
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._pipe.close()
+    def _start(self) -> None:
+        """Start a child, whose predecessor, if there is one, ends as its pipe is closed."""
+        ours, theirs = socket.socketpair()
+        self._pipe = Connection(ours.detach())
+        with theirs:
+            self._child = self._server.start(f"{__name__}:serve", self._arguments, theirs, keeps_output=False)
+        self._asked = 0
 
 
 def _death(code: int) -> str:
@@ -128,27 +133,17 @@ def _death(code: int) -> str:
     return f"its process ended with code {code}"
 
 
-def _serve(pipe: Connection) -> None:
-    """Take items and send what the function returns of them, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+def serve(arguments: Sequence[Any], channel: int) -> None:
+    """Take items and send what the function returns of them, until the pipe closes; the function of a child."""
     warnings.simplefilter("ignore")
-    try:
-        sys.path[:] = pipe.recv()
-        from featurize.trace.light_imports import without_compiler
-
-        without_compiler()
-        function, imports, memory_gib = pipe.recv()
-        if memory_gib is not None:
-            bound = int(memory_gib * 2**30)
-            resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
-        for name in imports:
-            importlib.import_module(name)
-        pipe.send("ready")
+    name, sys.path[:], memory_gib = arguments
+    function = pkgutil.resolve_name(name)
+    if memory_gib is not None:
+        bound = int(memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    with Connection(channel) as pipe, suppress(EOFError, OSError):  # the parent has left, or needs no more
         while True:
             pipe.send(_call(function, pipe.recv()))
-    except (EOFError, OSError):  # the parent has left, perhaps with a result unread
-        return
 
 
 def _call(function: Callable[..., Any], item: Any) -> Any:
@@ -157,7 +152,3 @@ def _call(function: Callable[..., Any], item: Any) -> Any:
         return function(item)
     except Exception as error:
         return error
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))

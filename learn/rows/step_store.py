@@ -205,7 +205,7 @@ class StepStore:
         cases: Sequence[Case],
         *,
         workers: int | None = None,
-        progress: Callable[[int, int], None] = lambda done, of: None,
+        progress: Callable[[int, int], None] = lambda completed, total: None,
     ) -> int:
         """Have every case's record at hand, and in the data folder; return how many had to be computed.
 
@@ -216,7 +216,7 @@ class StepStore:
             cases: cases of trial configs; those of modules are left out
             workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
                 ends one of them is the record of its case, and not kept
-            progress: `progress(done, of)` is called for every computed case
+            progress: `progress(completed, total)` is called for every computed case
         """
         self.recall(cases)
         missing = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}
@@ -227,10 +227,10 @@ class StepStore:
         written_s = time.monotonic()
         try:
             computed = _compute(list(missing.items()), workers)
-            for done, (key, record) in enumerate(computed, start=1):
+            for completed, (key, record) in enumerate(computed, start=1):
                 self._records[key] = record, None
                 waiting.append((key, record))
-                progress(done, len(missing))
+                progress(completed, len(missing))
                 if time.monotonic() - written_s > _WRITTEN_EVERY_S:
                     self._write(waiting)
                     waiting, written_s = [], time.monotonic()
@@ -306,11 +306,11 @@ def _compute(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tup
             yield key, compute(case)
             here += 1
             began_s = began_s or time.monotonic()
-    from learn.rows.processes import NoResult, in_processes
+    from learn.rows.processes import WITH_TORCH, NoResult, in_processes
 
     left = cases[here:]
     fresh = [replace(case) for _, case in left]  # what a case remembers need not travel
-    for place, record in in_processes(compute, fresh, workers=processes, imports=["torch"]):
+    for place, record in in_processes(compute, fresh, workers=processes, prepare=WITH_TORCH):
         if isinstance(record, NoResult):
             record = StepRecord(error=record.reason, seconds=record.seconds, passing=True)
         yield left[place][0], record

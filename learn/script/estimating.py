@@ -112,7 +112,7 @@ def estimate_script(
     network, device = _network_of(parallel), platform.device
     if (layout := parsed.layout()).own > 1:
         fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
-    files, key = StepFiles.checked(report, snapshot), records.key_of(parsed, device)
+    files, key = StepFiles.check(report, snapshot), records.key_of(parsed, device)
 
     def run() -> ScriptRecord:
         return _record(parsed, device, key, time_limit_s, memory_limit_gib, show_output)

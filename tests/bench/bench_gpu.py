@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.cli.command_line import EXIT_USAGE, exit_code
-from conf.cli.overrides import load_settings
+from conf.cli.command_line import EXIT_USAGE, developer_command
 from conf.cli.settings import Checked, key
+from conf.reports.terminal import print_blocks
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.working import work
 from farm.queue.jobs import Queue
@@ -55,11 +55,6 @@ class BenchSettings(Checked):
     out: str | None = key(None, kind="new path")
 
 
-def settings_of(argv: Sequence[str]) -> BenchSettings:
-    """KEY=VALUE arguments as settings. Raises `UsageError`."""
-    return load_settings(BenchSettings, "bench_gpu", argv)
-
-
 def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
     """Go on with the benchmark until it is done or the time is up; the figures so far. Raises `DeviceUnavailable`."""
     began = time.monotonic()
@@ -95,8 +90,7 @@ def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
         "seed": plan.seed,
         "complete": done,
     }
-    for line in gpu_figures.lines(figures):
-        say(line)
+    print_blocks(*gpu_figures.blocks(figures))
     say("all rounds are done" if done else "the time is up; run the same command again to continue")
     if settings.out is not None:
         Path(settings.out).write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
@@ -140,11 +134,11 @@ def _round(plan: Plan, folder: DataFolder, queue: Queue, k: int, seconds_left: C
 
 
 def main(argv: Sequence[str]) -> int:
-    def benchmarked() -> None:
-        run(settings_of(argv))
+    def benchmarked(settings: BenchSettings) -> None:
+        run(settings)
 
     try:
-        return exit_code(benchmarked)
+        return developer_command("tests.bench.bench_gpu:BenchSettings", benchmarked, argv)
     except DeviceUnavailable as reason:
         print(f"bench-gpu needs an NVIDIA GPU: {reason}")
         return EXIT_USAGE

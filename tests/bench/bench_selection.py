@@ -19,7 +19,7 @@ from selection_curves import compared
 from farm.sampling.coverage import Known
 from farm.sampling.dimensions import Space
 from farm.sampling.forecast import Forecaster, Outlook
-from farm.sampling.selection import CandidatePool, candidates, choose, joined
+from farm.sampling.selection import CandidatePool, candidates, choose, merge_pools
 from farm.sampling.space import space_of_mapping
 from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import load_device
@@ -146,7 +146,7 @@ def simulated(n: int, families: Sequence[str], data: str | None) -> Labelled:
     same as the simulated device's labels."""
 
     each = -(-n // len(families))
-    configs = joined([candidates(space_of(family), "stratified", 0, 0, each) for family in families]).configs[:n]
+    configs = merge_pools([candidates(space_of(family), "stratified", 0, 0, each) for family in families]).configs[:n]
     cases = [Case(config, DEVICE.name) for config in configs]
     steps = StepStore(data)
     if data is not None:

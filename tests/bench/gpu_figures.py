@@ -10,8 +10,10 @@ import datetime
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from conf.reports.blocks import Block, Lead, table
 
 MEMORY = "peak_memory_mib"
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
@@ -233,60 +235,47 @@ def _published_labels(rows: Sequence[Mapping], published: Sequence[Mapping]) -> 
     return labels_found
 
 
-def lines(figures: Mapping) -> list[str]:
-    """The figures as Markdown tables."""
-    text_lines = ["| protocol | runs | statuses | runs per GPU-hour | adaptive is faster by |", "|---|---|---|---|---|"]
+def blocks(figures: Mapping) -> Iterator[Block]:
+    """The figures as sentences and tables."""
+    rows = []
     for name, of in figures["protocols"].items():
         statuses = ", ".join(f"{status} {count}" for status, count in of["statuses"].items())
         ratio = figures["ratios"].get(name)
         faster = f"{ratio['ratio']:.1f} x on {ratio['pairs']} trials" if ratio else ""
         per_hour = "" if of["runs_per_gpu_hour"] is None else f"{of['runs_per_gpu_hour']:.0f}"
-        text_lines.append(f"| {name} | {of['runs']} | {statuses} | {per_hour} | {faster} |")
+        rows.append((name, str(of["runs"]), statuses, per_hour, faster))
+    yield table(("protocol", "runs", "statuses", "runs per GPU-hour", "adaptive is faster by"), rows)
     if not math.isnan(figures["seconds"]):  # a trial of that length has ended
         windows = f"windows of {figures['seconds']:g} s; wanted: {WANTED_RATIO:g} x"
-        text_lines.append(f"({windows}; crashed runs are in no rate)")
+        yield Lead(f"({windows}; crashed runs are in no rate)")
     if errors := figures["published_errors"]:
-        text_lines.append(f"published trials that crashed: {len(errors)}, the first said: {errors[0]}")
-    text_lines.append("")
+        yield Lead(f"published trials that crashed: {len(errors)}, the first said: {errors[0]}")
     labels = figures["labels"]
     if labels["pairs"]:
-        text_lines += [
-            f"labels, adaptive against fixed: {labels['pairs']} pairs, {labels['same_status']} with the same status",
-            "",
-            "| label | pairs | median difference | share within tolerance | wanted |",
-            "|---|---|---|---|---|",
-        ]
+        yield Lead(
+            f"labels, adaptive against fixed: {labels['pairs']} pairs, {labels['same_status']} with the same status"
+        )
+        rows = []
         for name, of in labels.items():
             if isinstance(of, Mapping):
                 relative = "share_within_1_percent" in of
                 share = of["share_within_1_percent" if relative else "share_within_0.02"]
                 median = f"{of['median']:+.2%}" if relative else f"{of['median']:+.4f}"
-                within = "1 %" if relative else "0.02"
-                text_lines.append(
-                    f"| {name} | {of['n']} | {median} | {share:.0%} within {within} | {WANTED.get(name, '')} |"
-                )
-        text_lines.append("")
+                within = f"{share:.0%} within {'1 %' if relative else '0.02'}"
+                rows.append((name, str(of["n"]), median, within, WANTED.get(name, "")))
+        yield table(("label", "pairs", "median difference", "share within tolerance", "wanted"), rows)
     if figures["repeatability"]:
-        text_lines += ["| repeats of | trials | median spread | 95 of 100 below |", "|---|---|---|---|"]
+        rows = []
         for name, of in figures["repeatability"].items():
             form = "{:.4f}" if name in RATIOS else "{:.2%}"
-            text_lines.append(f"| {name} | {of['n']} | {form.format(of['median'])} | {form.format(of['p95'])} |")
-        text_lines.append("")
+            rows.append((name, str(of["n"]), form.format(of["median"]), form.format(of["p95"])))
+        yield table(("repeats of", "trials", "median spread", "95 of 100 below"), rows)
     times = figures["time"]
     if times["runs"]:
-        text_lines += [
-            f"an adaptive run's seconds ({times['runs']} runs, {times['prepared']} made ready ahead)",
-            "",
-            "| part | median | 95 of 100 below | sum |",
-            "|---|---|---|---|",
-        ]
-        for name in ("startup_s", "warmup_s", "window_s", "lost_s"):
-            if name in times:
-                of = times[name]
-                text_lines.append(f"| {name} | {of['median']:.2f} | {of['p95']:.2f} | {of['sum']:.0f} |")
-        text_lines += ["(lost_s: from the end of the run before, less warm-up and window)", ""]
+        yield Lead(f"an adaptive run's seconds ({times['runs']} runs, {times['prepared']} made ready ahead)")
+        named = [(name, times[name]) for name in ("startup_s", "warmup_s", "window_s", "lost_s") if name in times]
+        rows = [(name, f"{of['median']:.2f}", f"{of['p95']:.2f}", f"{of['sum']:.0f}") for name, of in named]
+        yield table(("part", "median", "95 of 100 below", "sum"), rows)
+        yield Lead("(lost_s: from the end of the run before, less warm-up and window)")
     for name, of in figures["published_labels"].items():
-        text_lines.append(
-            f"published pipeline's {name} less ours: median {of['median_difference']:+.4g} ({of['n']} trials)"
-        )
-    return text_lines
+        yield Lead(f"published pipeline's {name} less ours: median {of['median_difference']:+.4g} ({of['n']} trials)")

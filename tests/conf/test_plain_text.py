@@ -60,13 +60,13 @@ def test_of_a_group_of_exceptions_it_is_the_last():
 def test_hostile_text_is_read_in_linear_time():
     from conf.device_names import split_slice
     from featurize.memory.allocator_settings import AllocatorSettings
-    from warehouse.exchange.dataset import scrubbed
+    from warehouse.exchange.dataset import scrub
 
     began = time.process_time()
     for text in ("1" * 100_000, "a_" * 50_000, "/a" * 50_000, " " * 100_000, "act" * 30_000, " MIG " * 20_000):
-        for read in (scrubbed, error_line, split_slice):
+        for read in (scrub, error_line, split_slice):
             read(text + "!")
     with pytest.raises(UsageError, match="100,000 characters"):
         AllocatorSettings.parse("," * 100_000)
-    assert scrubbed("see http://host17:9400/x and (ftp://a)") == "see http://ADDRESS/x and (ftp://ADDRESS)"
+    assert scrub("see http://host17:9400/x and (ftp://a)") == "see http://ADDRESS/x and (ftp://ADDRESS)"
     assert time.process_time() - began < 5

@@ -336,7 +336,7 @@ def test_two_folders_are_compared_in_a_table_a_page_and_json(before, after, tmp_
     out = capsys.readouterr().out
     assert "4 pairs of configurations, peak memory +10.00 % in the median, 3 beyond 1 %" in out
     assert "step time equal in all" in out and "1 ended otherwise" in out
-    assert "operators: not compared" in out and f"page: {page}" in out
+    assert "Not compared: operators are traced under an environment" in out and f"page: {page}" in out
     html = page.read_text()
     assert "<script" not in html and "&lt;script&gt;" in html and "http://" not in html
     report = json.loads(page.with_suffix(".json").read_text())
@@ -364,7 +364,7 @@ def test_a_snapshot_is_compared_with_its_folder_as_it_is(before, tmp_path, capsy
     take_snapshot(before, name="first")
     land(before, 1, CONFIGS[1])
     assert compare(f"before={before.root}@first", f"after={before.root}", data=tmp_path / "home") == 0
-    assert "without a partner: 1 configurations of" in capsys.readouterr().out
+    assert "Without a partner\n1 configuration of" in capsys.readouterr().out
 
 
 def test_nothing_in_common_is_told_with_exit_code_one(before, after, tmp_path, capsys):

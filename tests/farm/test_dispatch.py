@@ -10,7 +10,7 @@ from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.dispatcher import Dispatcher, lost_run, make_executor
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
-from farm.queue.lock import DispatcherBusy, DispatcherLock
+from farm.queue.lock import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
 from featurize.families import get_family
@@ -375,9 +375,9 @@ def test_a_result_that_comes_after_the_task_was_done_by_another_is_dropped(folde
 
 
 def test_one_dispatcher_at_a_time(folder):
-    with DispatcherLock(folder.dispatcher_lock), pytest.raises(DispatcherBusy, match="already works on"):
-        DispatcherLock(folder.dispatcher_lock).__enter__()
-    with DispatcherLock(folder.dispatcher_lock):
+    with hold_dispatcher_lock(folder.dispatcher_lock), pytest.raises(DispatcherBusy, match="already works on"):
+        hold_dispatcher_lock(folder.dispatcher_lock).__enter__()
+    with hold_dispatcher_lock(folder.dispatcher_lock):
         pass
 
 

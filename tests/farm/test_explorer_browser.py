@@ -10,9 +10,9 @@ import pytest
 from tests.farm.served import served
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.warehouse.warehouse_rows import run_row, samples
+from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.publish import PublishSettings, publish
 from warehouse.tables.run import Run
 
 playwright = pytest.importorskip("playwright.sync_api")

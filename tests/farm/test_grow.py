@@ -282,10 +282,11 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
 
 def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
     from farm.dispatch.cluster_settings import ClusterSettings
+    from farm.dispatch.dispatcher import StopRequest
     from farm.dispatch.monitoring import Service
-    from farm.dispatch.working import TimedStop, run_job
+    from farm.dispatch.working import run_job
     from farm.nights.machine import machine_of, submit_listed
-    from farm.queue.lock import DispatcherLock
+    from farm.queue.lock import hold_dispatcher_lock
     from farm.queue.queue_values import device_key
     from featurize.families import get_family
     from workers.devices import DeviceChoice
@@ -295,7 +296,7 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
     machine, _ = machine_of(DeviceChoice(backend="simulated"), inline)
     config = get_family("mlp").Config(batch_size=1, input_size=8, classes=4, depth=1)
     trial = TrialSettings(window=WindowSettings(kind="adaptive"))
-    with Queue.open(folder.queue) as queue, DispatcherLock(folder.dispatcher_lock):
+    with Queue.open(folder.queue) as queue, hold_dispatcher_lock(folder.dispatcher_lock):
         submit_listed(folder, queue, "grow-00000000", [(0, [config])], machine, trial, "active", 0)
 
         def the_other_one_works(_seconds):
@@ -303,7 +304,7 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
             queue.finish(task, "ok", 1.0)
 
         monkeypatch.setattr("farm.dispatch.working.time.sleep", the_other_one_works)
-        assert run_job(folder, queue, inline, "grow-00000000", TimedStop(None), Service())
+        assert run_job(folder, queue, inline, "grow-00000000", StopRequest(), Service())
 
 
 def test_two_never_work_on_one_folder(root, capsys):

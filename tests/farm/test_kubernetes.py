@@ -19,7 +19,7 @@ import yaml
 from conf.cli import command_line as cli
 from farm import kueue
 from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
-from farm.serving.kubernetes import device_of
+from farm.serving.scheduling import device_of
 from learn import estimate
 from tests.farm.served import MLP, Served
 

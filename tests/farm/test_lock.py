@@ -12,13 +12,13 @@ import pytest
 import farm.grow
 import farm.work
 import warehouse.compact
-import warehouse.ingest
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive, identity
 from farm import status
 from farm.queue.leftovers import SESSION_VARIABLE, make_folder, record_processes, sweep_orphans
-from farm.queue.lock import DispatcherBusy, DispatcherLock, dispatcher_of
+from farm.queue.lock import DispatcherBusy, dispatcher_of, hold_dispatcher_lock
+from warehouse.exchange import ingesting
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import DataFolder
 
@@ -69,7 +69,7 @@ def test_processes_that_a_hostile_lock_names_are_left_alone(folder, runtime, dea
     with waiting_process() as innocent:
         named = [identity(innocent.pid)]
         folder.dispatcher_lock.write_text(json.dumps({"dispatcher": dead, "processes": named}))
-        with DispatcherLock(folder.dispatcher_lock):
+        with hold_dispatcher_lock(folder.dispatcher_lock):
             assert innocent.poll() is None
     assert innocent.returncode == 0, "it ended by itself"
 
@@ -78,7 +78,7 @@ def test_what_the_users_own_record_names_is_ended_and_the_record_goes(folder, ru
     with waiting_process() as left:
         records = record_of(runtime, dead, [identity(left.pid), "1@1@00000000.1", "junk", 7, None])
         marker = identity(left.pid)
-        with DispatcherLock(folder.dispatcher_lock):
+        with hold_dispatcher_lock(folder.dispatcher_lock):
             assert not alive(marker)
     assert not records.exists()
 
@@ -123,7 +123,7 @@ def test_a_process_that_began_before_its_dispatcher_is_not_its_own(runtime):
 def test_a_damaged_record_is_taken_away_without_a_word(folder, runtime, dead, content):
     record = record_of(runtime, dead, [])
     (record / "processes").write_text(content)
-    with DispatcherLock(folder.dispatcher_lock):
+    with hold_dispatcher_lock(folder.dispatcher_lock):
         assert not record.exists()
 
 
@@ -165,10 +165,10 @@ def test_the_record_of_a_living_dispatcher_stands_in_its_own_folder(runtime):
 # The locks' files
 
 LOCKS = {
-    "dispatcher": DispatcherLock,
+    "dispatcher": hold_dispatcher_lock,
     "compaction": lambda path: compaction_lock(DataFolder(path.parent.parent)),
     "growth": lambda path: farm.grow._alone(DataFolder(path.parent.parent)),
-    "ingest": lambda path: warehouse.ingest._lock(DataFolder(path.parent.parent)),
+    "ingest": lambda path: ingesting._lock(DataFolder(path.parent.parent)),
 }
 
 
@@ -210,7 +210,7 @@ def test_a_lock_that_is_no_plain_file_is_refused_without_waiting(folder, runtime
             os.mknod(path, 0o020666, os.makedev(1, 3))
         except PermissionError:
             pytest.skip("only root can make a device")
-    with pytest.raises(EnvironmentProblem, match="is not a plain file"), DispatcherLock(path):
+    with pytest.raises(EnvironmentProblem, match="is not a plain file"), hold_dispatcher_lock(path):
         pass
 
 
@@ -218,7 +218,7 @@ def test_a_lock_with_a_second_name_is_refused_and_the_other_file_left_as_it_was(
     target = tmp_path / "precious"
     target.write_text("mine")
     os.link(target, folder.dispatcher_lock)
-    with pytest.raises(EnvironmentProblem, match="is a hard link"), DispatcherLock(folder.dispatcher_lock):
+    with pytest.raises(EnvironmentProblem, match="is a hard link"), hold_dispatcher_lock(folder.dispatcher_lock):
         pass
     assert target.read_text() == "mine"
 
@@ -240,25 +240,25 @@ def test_a_garbage_lock_names_nobody_and_can_be_taken(folder, runtime, capsys, c
     folder.dispatcher_lock.write_bytes(content)
     assert dispatcher_of(folder.dispatcher_lock) is None
     assert run("status", status.entry, [f'data="{folder.root}"']) == 0
-    with DispatcherLock(folder.dispatcher_lock):
+    with hold_dispatcher_lock(folder.dispatcher_lock):
         assert dispatcher_of(folder.dispatcher_lock) == os.getpid()
 
 
 def test_a_garbage_lock_that_is_held_still_says_that_somebody_works_here(folder, runtime):
-    with DispatcherLock(folder.dispatcher_lock):
+    with hold_dispatcher_lock(folder.dispatcher_lock):
         folder.dispatcher_lock.write_bytes(b"\xff" * 20)
         with pytest.raises(DispatcherBusy, match="its process is not known"):
-            DispatcherLock(folder.dispatcher_lock).__enter__()
+            hold_dispatcher_lock(folder.dispatcher_lock).__enter__()
 
 
 def test_the_lock_is_given_back_although_sweeping_fails(folder, runtime, monkeypatch):
     def fails():
         raise OSError("for the test")
 
-    with pytest.raises(OSError, match="for the test"), DispatcherLock(folder.dispatcher_lock):
+    with pytest.raises(OSError, match="for the test"), hold_dispatcher_lock(folder.dispatcher_lock):
         monkeypatch.setattr("farm.queue.lock.sweep_leftovers", fails)
     monkeypatch.undo()
-    with DispatcherLock(folder.dispatcher_lock):
+    with hold_dispatcher_lock(folder.dispatcher_lock):
         pass
 
 

@@ -11,6 +11,8 @@ from test_dispatch import DEVICE, SETTINGS, submit, work
 from conf.cli.command_line import run
 from conf.files.identity import canonical_json
 from farm import status
+from farm.dispatch import working
+from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import MIXED_FAMILY, Job
@@ -53,6 +55,23 @@ def test_after_the_queue_was_lost_the_same_job_is_done_without_running_again(fol
         assert [index for _, index, _ in executor.handed_out] == [6, 7]
         assert fresh.counts().by_status == {"ok": 8}
     assert rows(folder) == (8, 8)
+
+
+def test_a_job_that_landed_before_the_queue_was_lost_and_arrives_beside_a_dispatcher_runs_no_more(
+    folder, queue, monkeypatch
+):
+    submit(queue, 6)
+    work(folder, queue)
+    with lose(folder, queue) as fresh:
+
+        def next_device(job_id):
+            submit(fresh, 6)
+            return Queue.next_device(fresh, job_id)
+
+        monkeypatch.setattr(fresh, "next_device", next_device)
+        assert working.work(folder, fresh, ClusterSettings(kind="inline")) == 0
+        assert fresh.counts().by_status == {"ok": 6}
+    assert rows(folder) == (6, 6)
 
 
 def test_a_first_attempt_of_a_run_that_was_merged_lands_without_effect(folder, queue):

@@ -6,15 +6,15 @@ import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, submit
 
 from conf.cli import command_line as cli
+from conf.plain_text import OUTPUT_STARTS
 from farm import submit as submit_module
 from farm.dispatch import working as work_module
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.monitoring import Events, Service
 from farm.dispatch.working import work
 from farm.queue.jobs import Queue
-from farm.queue.outcomes import JobOutcomes, reason_of
+from farm.queue.outcomes import failed_jobs, reason_of
 from tests.warehouse.warehouse_rows import ask
-from warehouse.tables.run import Run
 from workers.task import RunResult
 
 TRACEBACK = """Traceback (most recent call last):
@@ -67,7 +67,7 @@ def test_a_job_of_which_every_trial_fails_is_one_line_with_the_commonest_reason_
     assert run({"mlp-00000001": ["crashed", "timeout", "invalid", "crashed"]}, errors) == 1
     error_text = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert error_text == [
-        "error: mlp-00000001: all 5 trials that ran failed (crashed 3, timeout 1, invalid 1); "
+        "error: mlp-00000001: all 5 trials that ran failed (crashed 3, invalid 1, timeout 1); "
         "most common reason (3 of 5): TraceError: the model cannot be traced: it fails"
     ]
 
@@ -141,22 +141,12 @@ def test_the_reason_of_an_error_is_the_line_that_says_what_happened(error, reaso
     assert reason_of(error) == reason
 
 
-def a_run(status, error):
-    return Run(run_id="a-000000", job_id="a", family="mlp", source="simulated", status=status, error=error)
-
-
-def test_reasons_are_kept_of_jobs_alone_that_measured_nothing_and_not_without_end(queue):
-    submit(queue, 1, "a")
-    outcomes = JobOutcomes()
-    for index in range(3000):
-        reason = "".join(chr(97 + int(digit)) for digit in str(index))
-        outcomes.landed(a_run("crashed", reason))
-    outcomes.landed(a_run("crashed", "a"))
-    (failure,) = outcomes.failed(queue)
-    assert (failure.reason, failure.count, failure.by_status) == ("a", 2, {"crashed": 3001})
-    assert len(outcomes._tallies["a"].reasons) <= 1000
-    outcomes.landed(a_run("oom", "out"))
-    assert outcomes.failed(queue) == [] and not outcomes._tallies["a"].reasons
+def test_the_reason_of_a_failed_job_stands_before_the_long_output_of_its_trial(queue):
+    submit(queue, 1)
+    (task,) = queue.lease("w", 1, now=0.0, lease_s=1.0)
+    queue.finish(task, "crashed", 1.0, error=f"no luck{OUTPUT_STARTS}\n{'x' * 5000}")
+    (failure,) = failed_jobs(queue, [task.job_id])
+    assert (failure.reason, failure.by_status) == ("no luck", {"crashed": 1})
 
 
 MODULE = """

@@ -11,7 +11,7 @@ from test_lost_queue import submit_mixed
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from farm import doctor
-from farm.queue.lock import DispatcherBusy, DispatcherLock
+from farm.queue.lock import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
 from tests.warehouse.warehouse_rows import ask, flip
 from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
@@ -287,7 +287,7 @@ def test_what_it_cannot_mend_is_left_and_said(ran, queue, capsys):
 
 def test_it_refuses_beside_a_dispatcher_or_a_compaction_and_changes_nothing(ran, queue, capsys):
     flip(one(ran, "runs", f"{JOB}-000003.parquet"))
-    with DispatcherLock(ran.dispatcher_lock), pytest.raises(DispatcherBusy):
+    with hold_dispatcher_lock(ran.dispatcher_lock), pytest.raises(DispatcherBusy):
         repair(ran)
     with compaction_lock(ran):
         assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=true"]) == 2

@@ -10,7 +10,7 @@ import pytest
 
 from conf.errors import UsageError
 from farm.nights.plan import choice_lines, summary
-from farm.sampling.coverage import DIMENSIONS, Known, Map, fill, known_runs, thinned
+from farm.sampling.coverage import DIMENSIONS, Known, Map, fill, known_runs, thin
 from farm.sampling.draws import Limits
 from farm.sampling.forecast import Forecaster
 from farm.sampling.selection import (
@@ -21,7 +21,7 @@ from farm.sampling.selection import (
     choose,
     draw,
     estimate_doubts,
-    joined,
+    merge_pools,
     nearest_distances,
     worth,
 )
@@ -139,12 +139,12 @@ def test_two_families_share_a_night(pool):
             "pool_interval": 2,
         },
     )
-    both = joined([pool, candidates(cnn, "stratified", 0, 0, 150)])
+    both = merge_pools([pool, candidates(cnn, "stratified", 0, 0, 150)])
     choice = choose("stratified", both, Known.nothing(), 30, FORECASTER)
     assert Counter(one.config.family for one in choice.chosen) == {"mlp": 20, "cnn": 10}
     assert choice.next_index == {"mlp": 20, "cnn": 10}
     with pytest.raises(UsageError, match="same family"):
-        joined([pool, pool])
+        merge_pools([pool, pool])
 
 
 NETS = """
@@ -173,7 +173,7 @@ def own_models(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["stratified", "coverage", "active"])
 def test_what_cannot_be_built_costs_its_own_candidates_and_is_counted(pool, own_models, policy):
-    both = joined(
+    both = merge_pools(
         [CandidatePool(pool.configs[:12], pool.hashes[:12], pool.indices[:12], {"mlp": 12}), own_models("good", "bad")]
     )
     choice = choose(policy, both, Known.nothing(), 15, FORECASTER)
@@ -384,7 +384,7 @@ def test_of_many_known_rows_the_rare_ones_are_kept_whole():
         out_of_memory=np.array([False] * 290 + [True] * 10),
         seconds=np.arange(300.0),
     )
-    fewer = thinned(known, 80)
+    fewer = thin(known, 80)
     assert len(fewer.configs) == len(fewer.seconds) == 80 and fewer.measured == known.measured
     assert fewer.out_of_memory.sum() == 10 and (fewer.labels["memory"] == 30_000.0).sum() == 20
-    assert thinned(known, 300) is known and thinned(known, 80).seconds.tolist() == fewer.seconds.tolist()
+    assert thin(known, 300) is known and thin(known, 80).seconds.tolist() == fewer.seconds.tolist()

@@ -36,7 +36,7 @@ def store(tmp_path, clock):
 def ask_many(store, client, n, text="{}", first=0):
     """The keys that were taken of n questions."""
     keys = [f"{client}{place:04}" for place in range(first, first + n)]
-    return [key for key in keys if store.ask(key, text, client, LIMITS) is not None]
+    return [key for key in keys if asyncio.run(store.ask(key, text, client, LIMITS)) is not None]
 
 
 def size_of(tmp_path):
@@ -74,7 +74,7 @@ def test_a_client_whose_traces_run_leaves_one_child_to_others(store):
 def test_a_question_that_a_busy_client_asked_first_takes_the_turn_of_whoever_else_wants_it(store):
     ask_many(store, "greedy", 50)
     store.lease(9)
-    assert store.ask("greedy0049", "{}", "other", LIMITS).state == QUEUED
+    assert asyncio.run(store.ask("greedy0049", "{}", "other", LIMITS)).state == QUEUED
     assert store.lease(9)[0] == "greedy0049"
 
 
@@ -87,23 +87,23 @@ def test_answers_are_kept_for_a_while_and_their_space_is_given_back(store, clock
     keys = ask_many(store, "someone", 40, "x" * 20_000)
     for _ in keys:
         store.answered(store.lease(9)[0], {"large": "y" * 80_000})
-    store.forget(LIMITS)
-    assert store.get(keys[0]).state == DONE and size_of(tmp_path) > 3 * 2**20
+    asyncio.run(store.forget(LIMITS))
+    assert asyncio.run(store.get(keys[0])).state == DONE and size_of(tmp_path) > 3 * 2**20
     clock.now += 700
-    store.get(keys[0])
+    asyncio.run(store.get(keys[0]))
     clock.now += 500
-    store.forget(LIMITS)
-    assert store.get(keys[0]).answer == {"large": "y" * 80_000} and store.get(keys[1]) is None
+    asyncio.run(store.forget(LIMITS))
+    assert asyncio.run(store.get(keys[0])).answer == {"large": "y" * 80_000} and asyncio.run(store.get(keys[1])) is None
     assert (tmp_path / "a'; echo foo.sqlite").stat().st_size < 2**20
 
 
 def test_a_question_that_nobody_asks_for_any_more_is_dropped(store, clock):
     polled, left = ask_many(store, "someone", 2)
     clock.now += 500
-    store.get(polled)
+    asyncio.run(store.get(polled))
     clock.now += 200
-    store.forget(LIMITS)
-    assert store.get(left) is None and store.lease(9)[0] == polled and store.lease(9) is None
+    asyncio.run(store.forget(LIMITS))
+    assert asyncio.run(store.get(left)) is None and store.lease(9)[0] == polled and store.lease(9) is None
 
 
 def test_beyond_the_bound_of_the_file_the_oldest_answers_go(store, clock, tmp_path):
@@ -111,8 +111,8 @@ def test_beyond_the_bound_of_the_file_the_oldest_answers_go(store, clock, tmp_pa
         ask_many(store, "someone", 1, first=place)
         clock.now += 1
         store.answered(store.lease(9)[0], {"large": "y" * 250_000})
-        store.forget(LIMITS)
-    kept = [place for place in range(30) if store.get(f"someone{place:04}") is not None]
+        asyncio.run(store.forget(LIMITS))
+    kept = [place for place in range(30) if asyncio.run(store.get(f"someone{place:04}")) is not None]
     assert kept == list(range(30 - len(kept), 30)) and 14 <= len(kept) <= 17
     assert size_of(tmp_path) < 14 * 2**20
 
@@ -124,7 +124,7 @@ def test_a_file_of_an_earlier_version_is_begun_anew(tmp_path):
         old.executemany("INSERT INTO questions VALUES (?, ?, 'done')", [(str(n), "x" * 10_000) for n in range(200)])
     old.close()
     store = TraceStore(path)
-    assert ask_many(store, "someone", 1) and store.counts()[QUEUED] == 1
+    assert ask_many(store, "someone", 1) and asyncio.run(store.counts())[QUEUED] == 1
     store.close()
     assert path.stat().st_size < 2**18
 

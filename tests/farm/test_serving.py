@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import http.server
@@ -395,11 +396,12 @@ def test_beyond_the_limits_a_client_is_told_to_come_back_and_who_waits_for_a_tra
 def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, tmp_path, seconds, gib, reason):
     body = EstimateRequest(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
     store = TraceStore(tmp_path / "questions.sqlite")
-    store.ask("k", estimate_question(body, Policy()).text, "someone", QuestionLimits(9, 2**20, 60.0))
+    text = estimate_question(body, Policy()).text
+    asyncio.run(store.ask("k", text, "someone", QuestionLimits(9, 2**20, 60.0)))
     limits = TraceLimits(str(folder.root), (), seconds, int(gib * 2**30))
     with contextlib.closing(store), TracePool(store, limits, 1):
         deadline = time.monotonic() + 60
-        while not (asked := store.get("k")).is_finished:
+        while not (asked := asyncio.run(store.get("k"))).is_finished:
             assert time.monotonic() < deadline, "the trace goes on"
             time.sleep(0.02)
         assert asked.problem == f"the trace took {reason}"

@@ -8,7 +8,7 @@ import pytest
 from conf.cli.command_line import run
 from farm import cancel, status
 from farm.queue.jobs import Queue
-from farm.queue.lock import DispatcherLock
+from farm.queue.lock import hold_dispatcher_lock
 from farm.queue.queue_values import Job, RunDoubt
 from farm.sampling.space import parse_space
 from farm.status import _print_table
@@ -45,8 +45,8 @@ def queue(folder):
 @pytest.fixture
 def dispatcher(queue, folder):
     """Somebody works on the folder: this process."""
-    with DispatcherLock(folder.dispatcher_lock) as lock:
-        yield lock
+    with hold_dispatcher_lock(folder.dispatcher_lock):
+        yield
 
 
 def submit(queue, job_id="mlp-00c0ffee", n=10, given=None):

@@ -83,8 +83,9 @@ class Machine:
     def begin(self, steps, *arguments):
         shutil.rmtree(self.folder / "target", ignore_errors=True)
         self.calls += 1
-        previous = [f"previous=results-{self.calls - 1}"] if self.calls > 1 else []
-        command = [self.python, self.parts / "part-1" / "offline.py", steps, f"results=results-{self.calls}", *previous]
+        if self.calls > 1:
+            shutil.copytree(self.folder / f"results-{self.calls - 1}", self.results)
+        command = [self.python, self.parts / "part-1" / "offline.py", steps, f"results={self.results.name}"]
         with open(self.folder / f"output-{self.calls}", "w") as output:
             return subprocess.Popen(
                 [*WITHOUT_NETWORK, *command, "target=target", *SMALL, *arguments],

@@ -206,3 +206,15 @@ def test_seven_billion_parameters_take_less_than_a_gib():
     assert done.returncode == 0, done.stderr
     parameters, rss_mib = map(int, done.stdout.split())
     assert parameters > 7e9 and rss_mib < 1024, (parameters, rss_mib)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda weight: nn.init.kaiming_uniform_(weight, nonlinearity="cosine"),
+        lambda weight: nn.init.kaiming_uniform_(weight[0]),
+    ],
+)
+def test_what_an_initialiser_refuses_is_refused_on_meta(fill):
+    with pytest.raises(ValueError):
+        build_on_meta(lambda: fill(nn.Linear(8, 4).weight))

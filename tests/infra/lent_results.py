@@ -82,9 +82,8 @@ def planted_work(
         writer.write(run, _telemetry(run["power_w"]), kernels=own_kernels if is_profiled else None)
     write_pair(writer, runs[0])
     _plant_probes(work / "probes", histories or {})
-    (work / "tests.json").write_text(
-        json.dumps({"passed": 40, "failed": [], "skipped": [{"test": "test_ranks", "reason": "one GPU"}]})
-    )
+    record_tests(work, passed=40, skipped="one GPU")
+    (work / "log.txt").write_text("== test, 120 s\n-- -m farm.doctor device=cuda\none GPU, all sensors\n-- -m pytest\n")
     call = {
         "step": "collect",
         "device": "cuda",
@@ -99,6 +98,14 @@ def planted_work(
     }
     (work / "calls.jsonl").write_text(json.dumps(call) + "\n" + '{"step": "cut off by a ki')
     return work
+
+
+def record_tests(work: Path, *, passed: int, selected: int | None = None, **reasons: str) -> None:
+    """Record that so many tests passed, and for each outcome in `reasons` that a test had it, as the step test does."""
+    records = [{"test": f"test_{k}", "outcome": "passed", "reason": ""} for k in range(passed)]
+    records += [{"test": f"test_{name}", "outcome": name, "reason": reason} for name, reason in reasons.items()]
+    records.insert(0, {"selected": selected or len(records)})
+    (work / "tests.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _benchmark_runs(run: Mapping, data: Path) -> list[dict]:
@@ -216,4 +223,3 @@ def _plant_probes(probes: Path, histories: Mapping[str, Mapping]) -> None:
         "gpm_first_sample": {"figures": [], "reason": "GPM is not supported"},
     }
     (probes / "questions.json").write_text(json.dumps(questions))
-    (probes / "doctor.txt").write_text("one GPU, all sensors\n")

@@ -19,8 +19,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from conf.errors import EnvironmentProblem, UsageError
+from infra import collect
 from infra.offline import bundle as bundles
-from infra.offline import launch, steps
+from infra.offline import launch, page, probes, steps
 from infra.offline.bundle import BundleSettings, Target, needed_wheels
 
 PYTHON = "{}.{}".format(*sys.version_info)
@@ -321,6 +322,16 @@ def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monk
     assert expected in line
 
 
+@pytest.mark.parametrize(
+    ("program", "key"),
+    [(bundles, "python=null"), (page, "results=(required)"), (probes, "out="), (steps, "minutes="), (collect, "n=420")],
+)
+def test_a_command_of_no_table_explains_itself_and_its_keys(program, key, capsys):
+    assert program.main(["--help"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == program.__doc__.splitlines()[0] and any(line.startswith(f"  {key}") for line in lines)
+
+
 def test_make_offline_runs_it_as_a_program():
     command = [sys.executable, "-m", "infra.offline.bundle", "python=python3"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=bundles.ROOT)
@@ -348,11 +359,10 @@ def test_a_part_too_small_for_what_every_step_needs_is_refused_before_ray_is_com
         wheels[requirements[0].name] = folder
         return set()
 
-    def archive(name, wheels, source, work):
+    def archive(name, wheels, source, part):
         compressed.append(name)
-        path = work / f"{name}.tar.xz"
-        path.write_bytes(b"")
-        return bundles.Archive(name=name, path=path, packages={}, bytes=5 << 20, unpacked_bytes=9 << 20)
+        part.mkdir(parents=True, exist_ok=True)
+        return bundles.Archive(part=part.name, bytes=5 << 20, sha256="", unpacked_bytes=9 << 20, packages={})
 
     monkeypatch.setattr(bundles, "needed_wheels", wheel)
     monkeypatch.setattr(bundles, "_archive", archive)

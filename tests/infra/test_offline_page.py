@@ -1,6 +1,9 @@
 """The page of a lent GPU's results: every kind of result, what is missing, what to refit, and rows for the data set."""
 
+import contextlib
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -8,19 +11,29 @@ import pytest
 
 from conf.cli.overrides import load_settings
 from conf.reports.blocks import render_page
+from conf.reports.terminal import print_page
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.working import work as run_tasks
 from farm.queue.jobs import Queue
 from farm.submission.settings import SubmitSettings
 from farm.submission.submitting import submit
 from featurize.families import cnn, mlp
-from infra.offline import page
-from infra.offline.estimated_runs import SHIPPED, EstimatedRuns, estimated_runs, spread_of
-from infra.offline.page import make_page, read_results, refits
+from infra.offline import page, run_sections
+from infra.offline.estimated_runs import (
+    NO_COMMAND,
+    SHIPPED,
+    EstimatedRuns,
+    Finding,
+    Results,
+    estimated_runs,
+    read_results,
+    spread_of,
+)
+from infra.offline.page import make_page, summary
 from infra.offline.results import Series, pack
-from infra.offline.run_sections import is_corrected, memory_blocks, pair_blocks, protocol_blocks
+from infra.offline.run_sections import is_corrected
 from learn.estimation.notes import PIPELINE
-from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, write_pair
+from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, record_tests, write_pair
 from tests.parsed_page import ParsedPage
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -35,9 +48,15 @@ CONFIGS = [
 
 def made(capsys, *arguments):
     """Exit code, and what was printed on both streams."""
-    code = page.exit_code(lambda: page.run(arguments))
+    code = page.main(arguments)
     printed = capsys.readouterr()
     return code, printed.out, printed.err
+
+
+def results_of(data):
+    """The results of a work folder whose data folder this is, without estimates."""
+    runs = EstimatedRuns(runs=(), left_out={})
+    return Results(work=data.parent, kind="measured", has_runs=True, device_name="", device=None, runs=runs)
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +71,22 @@ def of_planted(planted):
     return read_results(planted)
 
 
+def in_terminal(made_page):
+    """What the terminal shows of a page."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print_page(summary(made_page))
+    return printed.getvalue()
+
+
 @pytest.fixture(scope="module")
 def shown(of_planted, tmp_path_factory):
     """The page as HTML, and the summary."""
-    made_page, lines = make_page(of_planted, str(tmp_path_factory.mktemp("shown") / "sets"))
-    return render_page(made_page), lines
+    made_page = make_page(of_planted, str(tmp_path_factory.mktemp("shown") / "sets"))
+    return render_page(made_page), in_terminal(made_page)
 
 
 def test_every_kind_of_result_is_on_the_page(shown):
-    html, lines = shown
+    html, printed = shown
     text = ParsedPage(html).text
     assert "cannot be shown" not in text
     for words in (
@@ -75,14 +101,14 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "aten::addmm 7",
         "TF32 changes nothing there",
         "GPM is not supported",
-        "test_ranks: one GPU",
+        "test_skipped: one GPU",
+        "all sensors",
         "nvml, power 9 1.020",
         "10.0 x on 1 trials",
         "hybrid (default)",
     ):
         assert words in text, words
-    absent = [line for line in lines if "have no" in line]
-    assert [line.partition(":")[0] for line in absent] == []
+    assert "have no" not in printed
     assert "nvml 11 no permission" in text and "ok trusted 11" in text
     assert "mps 2 3.00" in text and "ddp=2 1" in text
     assert html.count("<svg") > 10
@@ -97,33 +123,35 @@ def test_errors_of_memory_are_put_down_to_their_causes(of_planted):
 
 
 def test_what_is_off_is_listed_with_its_command(shown, planted):
-    _, lines = shown
-    text = "\n".join(lines)
-    assert f"python -m learn.calibrate measured={planted}/probes/numbers.csv device=H100-SXM5-80GB" in text
-    assert "step time, ms: mlp -33.3% (7 runs)" in text
-    assert f"python -m learn.fit_kernels data={planted}/data out=parameters.json" in text
-    assert "power" not in text.partition("to refit")[2].partition("data set")[0], "it is off by 5 %"
-    assert "cnn" not in text.partition("to refit")[2].partition("data set")[0], "one run says nothing"
+    _, printed = shown
+    refit = printed.partition("What to refit")[2].partition("Rows for the data set")[0]
+    assert f"python -m learn.calibrate measured={planted}/probes/numbers.csv device=H100-SXM5-80GB" in refit
+    assert "- step time, ms: mlp -33.3% (7 runs)" in refit
+    assert f"python -m learn.fit_kernels data={planted}/data out=parameters.json" in refit
+    findings = refit.partition("by their verdict.")[2]  # below the rules
+    assert "power" not in findings, "it is off by 5 %"
+    assert "cnn" not in findings, "one run says nothing"
 
 
 def test_what_no_command_changes_is_listed_without_one(shown):
-    _, lines = shown
-    unfitted = [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if "    python" not in after]
+    _, printed = shown
+    before_no_command = printed.partition("No command refits this")[0].rpartition("python -m")[2]
     for words in (
-        "to refit: recorded workspaces differ from the trace's: larger",
-        "to refit: workspaces: conv2d, 1 of 2 calls, by at most 16.0 MiB",
+        "- recorded workspaces differ from the trace's: larger",
+        "- workspaces: conv2d, 1 of 2 calls, by at most 16.0 MiB",
+        "- kernels, modelled over measured",
     ):
-        assert words in unfitted
-    assert any(line.startswith("to refit: kernels, modelled over measured") for line in unfitted)
+        assert words in before_no_command
 
 
-def test_reserved_memory_that_is_off_is_listed(of_planted, tmp_path):
+def test_reserved_memory_that_is_off_is_listed(of_planted):
     runs = [
         replace(one, run={**one.run, "peak_reserved_mib": 1.5 * one.run["peak_reserved_mib"]})
         for one in of_planted.runs.solo
     ]
-    findings, _ = refits(tmp_path, of_planted.device, EstimatedRuns(runs=tuple(runs), left_out={}), [])
-    assert any(text.startswith("reserved memory, MiB: mlp -33") for text in findings[""])
+    parts = run_sections.memory(replace(of_planted, runs=EstimatedRuns(runs=tuple(runs), left_out={})))
+    findings = [part for part in parts if isinstance(part, Finding) and part.command == NO_COMMAND]
+    assert any(finding.text.startswith("reserved memory, MiB: mlp -33") for finding in findings)
 
 
 def test_a_corrected_model_of_another_training_loop_is_not_judged_on_these_runs(of_planted):
@@ -139,9 +167,8 @@ def test_probes_without_runs_are_judged_for_the_gpu_that_made_them(planted, tmp_
     if is_named_by == "calls":
         shutil.rmtree(work / "probes" / "histories")
         (work / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": DRIVER_NAME}))
-    _, lines = make_page(read_results(work), None)
-    text = "\n".join(lines)
-    assert f"runs on {DRIVER_NAME}: none; estimates for {DEVICE}" in text
+    text = in_terminal(make_page(read_results(work), None))
+    assert f"Measured on {DRIVER_NAME}" in text and f"estimates for {DEVICE}" in text and "runs: none" in text
     assert f"device={DEVICE}" in text and "no runs, so nothing is exported" in text
 
 
@@ -149,43 +176,42 @@ def test_probes_of_an_undescribed_gpu_are_shown_and_not_judged_for_another(plant
     work = tmp_path / "work"
     shutil.copytree(planted / "probes", work / "probes", ignore=shutil.ignore_patterns("histories"))
     (work / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": "Voodoo 2"}))
-    made_page, lines = make_page(read_results(work), None)
-    assert "no device description matches Voodoo 2" in "\n".join(lines) and "A100" not in "\n".join(lines)
+    made_page = make_page(read_results(work), None)
+    text = in_terminal(made_page)
+    assert "no device description matches Voodoo 2" in text and "A100" not in text
     html = render_page(made_page)
     assert "context lazy" in html and "cannot be shown" not in html and "A100" not in ParsedPage(html).text
 
 
-def test_rules_that_cannot_be_judged_cost_neither_the_others_nor_the_page(of_planted, planted, tmp_path):
+def test_a_section_that_cannot_be_judged_costs_neither_the_others_nor_the_page(of_planted, planted, tmp_path):
     work = tmp_path / "work"
     shutil.copytree(planted / "probes", work / "probes")
     (work / "probes" / "numbers.csv").write_text("kind,mib\ncontext,many\n")
     shutil.copytree(planted / "data", work / "data")
-    _, lines = make_page(replace(of_planted, work=work), str(tmp_path / "sets"))
-    text = "\n".join(lines)
-    assert "context: cannot be judged: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
+    text = in_terminal(make_page(replace(of_planted, work=work), str(tmp_path / "sets")))
+    assert "Contexts: cannot be shown: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
 
 
 def test_rows_that_cannot_be_read_cost_only_the_sections_on_runs(planted, tmp_path, capsys):
     work = tmp_path / "work"
     shutil.copytree(planted, work)
     (work / "data" / "format.json").write_text('{"format": "gpuf')
-    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
-    assert code == 0 and "runs cannot be read: " in summary and "nothing is exported" in summary
+    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
+    assert code == 0 and "Runs cannot be read: " in printed and "nothing is exported" in printed
     assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
 
 
 def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
-    failed = {"passed": 40, "failed": [{"test": "test_gpm", "reason": "no samples"}], "skipped": []}
-    (work / "tests.json").write_text(json.dumps(failed))
-    made_page, lines = make_page(read_results(work), None)
-    assert "tests: 40 passed, 1 failed, 0 skipped" in lines
+    record_tests(work, passed=40, failed="no samples")
+    made_page = make_page(read_results(work), None)
+    assert "tests: 40 passed, 1 failed, 0 skipped\n" in in_terminal(made_page)
     assert any(getattr(block, "level", "") == "look" for block in made_page.head)
-    (work / "tests.json").write_text(json.dumps({"passed": 0, "failed": [], "skipped": [], "reason": "time is up"}))
-    made_page, lines = make_page(read_results(work), None)
-    assert "tests: 0 passed, 0 failed, 0 skipped; time is up" in lines
-    assert "The tests did not end: time is up" in ParsedPage(render_page(made_page)).text
+    record_tests(work, passed=0, selected=3)
+    made_page = make_page(read_results(work), None)
+    assert "tests: 0 passed, 0 failed, 0 skipped, 3 not run\n" in in_terminal(made_page)
+    assert "The tests did not end" in ParsedPage(render_page(made_page)).text
 
 
 def test_pairs_show_errors_of_memory_and_count_those_that_ran_apart(planted, tmp_path):
@@ -193,7 +219,7 @@ def test_pairs_show_errors_of_memory_and_count_those_that_ran_apart(planted, tmp
     run = {"family": "mlp", "status": "ok", "source": "measured", "task_index": 0, "attempt": 1}
     write_pair(RunWriter(data), run, "pairs-1", doubt=NOT_TOGETHER)
     write_pair(RunWriter(data), run, "pairs-2", solo_memory_mib=1000.0, joint_memory_mib=1600.0)
-    shown_blocks = str(pair_blocks(data.root))
+    shown_blocks = str([*run_sections.pairs(results_of(data.root))])
     assert "1 group left out: its members did not train at the same time" in shown_blocks
     assert "25.0% / 25.0%" in shown_blocks and "('mps', 4, '3.00'" in shown_blocks
 
@@ -202,23 +228,22 @@ def test_a_benchmark_with_published_trials_only_is_shown(tmp_path):
     data = DataFolder.resolve(tmp_path / "data").create()
     trial = {"key": "ab", "family": "mlp", "k": 0, "status": "oom", "wall_s": 9.0, "window_s": None, "labels": {}}
     (data.root / "bench-published.jsonl").write_text(json.dumps(trial) + "\n")
-    shown_blocks = str(protocol_blocks(data.root))
+    shown_blocks = str([*run_sections.protocols(results_of(data.root))])
     assert "('published', '1', 'oom 1', '400'" in shown_blocks and "nan" not in shown_blocks
 
 
 def test_an_out_of_memory_run_that_does_not_know_its_card_is_judged_by_the_described_one(of_planted):
     (first, *_) = of_planted.runs.solo
     full = replace(first, run={**first.run, "status": "oom", "device_memory_mib": None})
-    blocks = memory_blocks(EstimatedRuns(runs=(*of_planted.runs.solo, full), left_out={}))
-    assert "'0 of 1'" in str(blocks)
+    runs = EstimatedRuns(runs=(*of_planted.runs.solo, full), left_out={})
+    assert "'0 of 1'" in str([*run_sections.memory(replace(of_planted, runs=runs))])
 
 
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
     sets = tmp_path / "sets"
-    _, lines = make_page(of_planted, str(sets))
-    assert "11 runs added" in lines[-1] and "NVIDIA H100" in (sets / "README.md").read_text()
-    _, lines = make_page(of_planted, str(sets))
-    assert "0 runs added, 11 were there already" in lines[-1]
+    assert "11 runs added" in in_terminal(make_page(of_planted, str(sets)))
+    assert "NVIDIA H100" in (sets / "README.md").read_text()
+    assert "0 runs added, 11 were there already" in in_terminal(make_page(of_planted, str(sets)))
 
 
 def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(planted, tmp_path, capsys):
@@ -226,7 +251,7 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
     shutil.copytree(planted / "probes", work / "probes")
     (work / "probes" / "context.json").write_text('[{"name": "context')
     (work / "probes" / "questions.json").write_text("[1]")
-    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
+    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
     assert code == 0
     lines = (
         "Memory: The results hold no runs",
@@ -237,7 +262,7 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
         "no runs, so nothing",
     )
     for line in lines:
-        assert line in summary
+        assert line in printed
     assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
 
 
@@ -248,13 +273,13 @@ def test_simulated_results_are_named_so_and_are_exported_only_where_datasets_say
     with Queue.open(data.queue) as queue:
         submit(data, queue, settings)
         run_tasks(data, queue, ClusterSettings(kind="inline"))
-    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
-    assert code == 0 and "note: Simulated" in summary and "nothing is exported" in summary
-    assert "allocated memory, MiB: +0.0% / 0.0% (2 runs)" in summary and "to refit" not in summary
+    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
+    assert code == 0 and "note: Simulated" in printed and "nothing is exported" in printed
+    assert re.search(r"allocated memory, MiB +│ +\+0.0% / 0.0% +│ +2 ", printed) and "0 to refit: " in printed
     text = ParsedPage((tmp_path / "out" / "page.html").read_text()).text
     assert "the device was simulated" in text and "measured on a GPU only" in text
-    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
-    assert "2 runs added" in summary and "simulated" in (tmp_path / "sets" / "README.md").read_text()
+    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
+    assert "2 runs added" in printed and "simulated" in (tmp_path / "sets" / "README.md").read_text()
 
 
 def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
@@ -275,27 +300,27 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
     reasons = " | ".join(without.left_out)
     for words in ("status crashed", "untrusted", "mlp: ", "no description of Voodoo 2", "beside other jobs", "not mea"):
         assert words in reasons
-    _, lines = make_page(read_results(tmp_path), str(tmp_path / "sets"))
-    assert any("5 runs added" in line for line in lines), "what has no estimate is measured all the same"
+    printed = in_terminal(make_page(read_results(tmp_path), str(tmp_path / "sets")))
+    assert "5 runs added" in printed, "what has no estimate is measured all the same"
 
 
 def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, capsys):
     work, results, out = tmp_path / "work", tmp_path / "results", tmp_path / "out"
     Series.begun(work)
-    shutil.copy(planted / "tests.json", work)
+    shutil.copy(planted / "tests.jsonl", work)
     results.mkdir()
-    pack(work, results)
+    pack(work, results, {})
     for _ in range(2):
-        code, summary, _ = made(capsys, f"results={results}", f"out={out}")
-        assert code == 0 and "Tests:" not in summary and (out / "work-1" / "tests.json").is_file()
-    pack(work, results)
+        code, printed, _ = made(capsys, f"results={results}", f"out={out}")
+        assert code == 0 and "Tests:" not in printed and (out / "work-1" / "tests.jsonl").is_file()
+    pack(work, results, {})
     code, _, _ = made(capsys, f"results={results}", f"out={out}")
-    assert code == 0 and (out / "work-2" / "tests.json").is_file(), "the next call of the same series"
+    assert code == 0 and (out / "work-2" / "tests.jsonl").is_file(), "the next call of the same series"
     shutil.rmtree(work)
     Series.begun(work)
     others = tmp_path / "others"
     others.mkdir()
-    pack(work, others)
+    pack(work, others, {})
     code, _, error = made(capsys, f"results={others}", f"out={out}")
     assert code == 2 and "name another out=" in error
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,9 @@ import pytest
 from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job
-from infra.offline import results, steps
+from infra.offline import probe_sections, results, steps
+from infra.offline.estimated_runs import read_results
+from infra.offline.recorded_tests import outcomes_of
 from infra.offline.results import Series
 from infra.offline.steps import STEPS
 from tests.warehouse.warehouse_rows import ask
@@ -59,7 +60,7 @@ def work(tmp_path):
 def packed(work, tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
-    results.pack(work, folder)
+    results.pack(work, folder, {})
     return folder
 
 
@@ -96,8 +97,7 @@ def test_never_more_than_eight_files_within_the_limit_come_back(work, tmp_path, 
     monkeypatch.setattr(os, "fsync", counting)
     for size in (20_000, 30_000, 60_000, 10_000):
         (work / "noise").write_bytes(os.urandom(size))
-        archive = results.pack(work, folder)
-        results.write_beside(folder, {"size": size}, work / "log.txt", 100)
+        archive = results.pack(work, folder, {"size": size})
         assert sorted(os.listdir(folder)) == sorted(
             [*(path.name for path in archive.slices), "log.txt", "summary.json"]
         )
@@ -105,7 +105,7 @@ def test_never_more_than_eight_files_within_the_limit_come_back(work, tmp_path, 
     assert most <= 8
     (work / "noise").write_bytes(os.urandom(200_000))
     with pytest.raises(EnvironmentProblem, match="more than 6 files of"):
-        results.pack(work, folder)
+        results.pack(work, folder, {})
     assert results.newest(folder).slices == archive.slices, "the older results are kept"
 
 
@@ -117,7 +117,7 @@ work, folder = Path(sys.argv[1]), Path(sys.argv[2])
 for number in range(1000):
     (work / "number").write_text(str(number))
     (work / "noise").write_bytes(os.urandom(30_000))
-    results.pack(work, folder)
+    results.pack(work, folder, {})
     print(number, flush=True)
 """
 
@@ -138,69 +138,41 @@ def test_killed_while_it_packs_it_leaves_the_newest_whole_results(work, packed, 
     assert len(os.listdir(packed)) <= 8
     results.unpack(results.newest(packed), tmp_path / "again")
     assert int((tmp_path / "again" / "number").read_text()) >= numbers[-1]
-    results.pack(work, packed)
+    results.pack(work, packed, {})
     assert len(os.listdir(packed)) <= 3, "what a kill left is cleared away"
 
 
-@pytest.mark.parametrize("damage", ["torn", "missing"])
-def test_a_torn_or_missing_slice_is_one_line_and_nothing_is_done(work, tmp_path, monkeypatch, capsys, damage):
+@pytest.mark.parametrize(
+    ("damaged", "line"), [("slice", "is torn"), ("slice", "is missing"), ("summary.json", "summary.json is missing")]
+)
+def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(work, tmp_path, monkeypatch, capsys, damaged, line):
     monkeypatch.setattr(results, "SLICE_BYTES", 2**12)
     folder = tmp_path / "results"
     folder.mkdir()
-    first, *_ = results.pack(work, folder).slices
-    if damage == "torn":
-        first.write_bytes(first.read_bytes()[:-1])
-        line = f"{first.name} is torn"
+    first, *_ = results.pack(work, folder, {}).slices
+    path = first if damaged == "slice" else folder / damaged
+    if "torn" in line:
+        path.write_bytes(path.read_bytes()[:-1])
     else:
-        first.unlink()
-        line = "slice 1 of "
-    new = tmp_path / "new"
-    error = refused(capsys, "collect", f"previous={folder}", f"results={new}", f"work={new}-work", "device=simulated")
-    assert line in error and not list(tmp_path.glob("new*"))
+        path.unlink()
+    error = refused(capsys, "collect", f"results={folder}", f"work={tmp_path / 'new'}", "device=simulated")
+    assert path.name in error and line in error and not list(tmp_path.glob("new*"))
+    assert results.pack(work, folder, {}) == results.newest(folder), "who has the work folder packs it again"
 
 
-def test_an_older_whole_archive_that_is_taken_for_a_torn_one_is_named(work, packed, tmp_path, capsys):
-    (first,) = results.newest(packed).slices
-    kept = first.read_bytes()
-    second = results.pack(work, packed).slices[0]
-    second.write_bytes(second.read_bytes()[:-1])  # killed in the middle of writing it
-    first.write_bytes(kept)
-    note = f"generation 2 is not whole ({second.name} is torn); generation 1 is taken"
-    call = ("bench", "device=simulated", f"previous={packed}", f"results={packed}", f"work={tmp_path / 'w'}")
-    assert steps.main(call) == 0
-    printed = capsys.readouterr()
-    assert printed.err == f"{packed}: {note}\n" and note in printed.out
-    assert json.loads((packed / "summary.json").read_text())["note"] == note
-    assert note in (packed / "log.txt").read_text()
-    assert not second.exists() and Series.of_work(tmp_path / "w") == results.newest(packed).series
-
-
-def test_results_newer_than_what_continues_are_not_replaced(work, packed, tmp_path, capsys):
-    old = tmp_path / "old"
-    shutil.copytree(packed, old)
-    results.pack(work, packed)
-    before = sorted(packed.iterdir())
-    call = ("bench", "device=simulated", f"previous={old}", f"results={packed}", f"work={tmp_path / 'w'}")
-    assert "holds newer results (generation 2" in refused(capsys, *call)
-    assert sorted(packed.iterdir()) == before and not (tmp_path / "w").exists()
-
-
-def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_path, capsys):
+def test_results_and_work_of_different_calls_are_not_mixed(work, packed, tmp_path, capsys):
     other = tmp_path / "other"
     Series.begun(other)
-    call = ("collect", "device=simulated", f"previous={packed}")
-    assert "another series" in refused(capsys, *call, f"work={other}", f"results={tmp_path / 'new'}")
-    assert "another series" in refused(capsys, "collect", "device=simulated", f"work={other}", f"results={packed}")
+    call = ("collect", "device=simulated")
+    assert "different series" in refused(capsys, *call, f"work={other}", f"results={packed}")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "thesis.tex").write_text("mine")
     assert "holds thesis.tex" in refused(capsys, *call, f"work={work}", f"results={tmp_path / 'new'}")
-    assert "not a work folder" in refused(capsys, *call, f"work={tmp_path / 'new'}", f"results={tmp_path / 'more'}")
-    results.pack(work, packed)
+    assert "not a work folder" in refused(capsys, *call, f"work={tmp_path / 'new'}", f"results={packed}")
     old = tmp_path / "old"
     results.unpack(results.newest(packed), old)
-    results.pack(work, packed)
-    assert "is older than previous=" in refused(capsys, *call, f"work={old}", f"results={tmp_path / 'more'}")
-    assert not (tmp_path / "more").exists()
+    results.pack(work, packed, {})
+    assert "is older than results=" in refused(capsys, *call, f"work={old}", f"results={packed}")
 
 
 @pytest.mark.parametrize(
@@ -213,13 +185,12 @@ def test_results_and_work_of_different_series_are_not_mixed(work, packed, tmp_pa
         (["collect"], "missing results=..."),
         (
             ["collect", "results=r", "minuts=8"],
-            "unknown key 'minuts'; did you mean minutes? valid keys: minutes, results",
+            "unknown key 'minuts'; did you mean minutes? valid keys: steps, minutes, results",
         ),
         (["collect", "results=r", "minutes=-1"], "minutes must be a number > 0"),
         (["collect", "results=r", "device=tpu"], "unknown device 'tpu'; known: cpu, cuda, simulated"),
         (["collect", "results=r", "families=[cnm]"], "unknown name in families: 'cnm'"),
         (["collect", "results=work/r", "device=simulated"], "results=work/r lies in work="),
-        (["collect", "results=r", "previous=nowhere", "device=simulated"], "nowhere is not a folder"),
     ],
 )
 def test_a_wrong_call_is_one_line_and_nothing_is_done(tmp_path, monkeypatch, capsys, argv, line):
@@ -240,17 +211,14 @@ def test_a_step_that_cannot_run_here_is_data_and_later_calls_know_of_it(tmp_path
         ("calibrate", "not here"),
         ("allocator", "not here"),
     ]
-    assert (
-        steps.main(["bench", f"previous={folder}", f"results={folder}", "device=simulated", f"work={tmp_path / 'w'}"])
-        == 0
-    )
+    assert steps.main(["bench", f"results={folder}", "device=simulated", f"work={tmp_path / 'w'}"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "w" / "calls.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == ["calibrate", "allocator", "bench"]
 
 
 def test_a_call_without_its_gpu_is_one_line(tmp_path, capsys):
     try:
-        steps._place(steps.settings_of(["collect", f"results={tmp_path / 'new'}"]))
+        steps._place(steps.StepsSettings(steps=("collect",), results=str(tmp_path / "new")))
     except (EnvironmentProblem, UsageError):
         assert "device=cuda" in refused(capsys, "collect", f"results={tmp_path / 'new'}", f"work={tmp_path / 'w'}")
         assert not os.listdir(tmp_path)
@@ -345,56 +313,31 @@ def test_a_step_s_own_error_is_a_failed_row(tmp_path, monkeypatch):
     assert row["outcome"] == "failed" and "bench.json" in row["reason"]
 
 
-DOCTOR, PYTEST = "-- -m farm.doctor device=cuda", "-- -m pytest -m gpu"
+RECORDS = [
+    {"selected": 4},
+    {"test": "c::n", "outcome": "passed", "reason": ""},
+    {"test": "c::m", "outcome": "failed", "reason": "no samples"},
+]
 
 
-def kept_tests(work, *, printed="collected 18 items / 14 deselected / 4 selected", report=None):
-    """Keep the tests of a call whose log and report are these; return the row."""
-    with open(work / "log.txt", "a") as log:
-        log.write(f"== test, 120 s\n{DOCTOR}\nall well\n{PYTEST}\n{printed}\n")
-    if report is not None:
-        (work / "tests.xml").write_text(report)
-    row = {"step": "test", "outcome": "time is up", "reason": None, "counts": {}}
-    (work / "probes").mkdir(exist_ok=True)
-    steps._keep_tests(work, row)
-    return row
+def test_tests_that_no_time_was_left_for_are_counted_and_earlier_outcomes_stay(tmp_path):
+    path = tmp_path / "tests.jsonl"
+    assert outcomes_of(path) is None
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS) + '{"test": "cut off by a ki')
+    assert outcomes_of(path).counts == {"passed": 1, "failed": 1, "skipped": 0, "not run": 2}
+    earlier_bytes = path.stat().st_size
+    with open(path, "a") as file:
+        file.write('\n{"selected": 4}\n' + json.dumps({**RECORDS[2], "outcome": "passed"}) + "\n")
+    assert outcomes_of(path).counts == {"passed": 2, "failed": 0, "skipped": 0, "not run": 2}
+    assert outcomes_of(path, start=earlier_bytes).counts == {"passed": 1, "failed": 0, "skipped": 0, "not run": 3}
 
 
-def test_tests_that_no_time_was_left_for_are_counted(work):
-    report = '<testsuites><testsuite><testcase classname="c" name="n"/></testsuite></testsuites>'
-    row = kept_tests(work, printed="collecting ... collected 18 items / 14 deselected / 4 selected", report=report)
-    outcomes = json.loads((work / "tests.json").read_text())
-    assert (outcomes["passed"], outcomes["not_run"], row["counts"]["not_run"]) == (1, 3, 3)
-    assert (work / "probes" / "doctor.txt").read_text() == "all well"
-
-
-def test_a_cut_report_of_tests_is_a_reason_and_an_earlier_whole_one_stays(work):
-    row = kept_tests(work, report="<testsuites><testsuite")
-    outcomes = json.loads((work / "tests.json").read_text())
-    assert "tests.xml is cut" in outcomes["reason"] and outcomes["not_run"] == 4 and row["reason"] == outcomes["reason"]
-    (work / "tests.json").write_text("whole")
-    kept_tests(work)
-    assert (work / "tests.json").read_text() == "whole"
-
-
-def test_where_no_test_ran_the_earlier_report_stays(work, tmp_path):
-    (work / "probes").mkdir()
-    kept = {work / "tests.json": "{}", work / "probes" / "doctor.txt": "a GPU"}
-    for path, text in kept.items():
-        path.write_text(text)
-    argv = ["test", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]
-    assert steps.main(argv) == 0
-    assert {path: path.read_text() for path in kept} == kept
-
-
-def test_the_report_of_a_killed_call_is_not_taken_for_this_one_s_and_pytest_has_its_own_plugins_only(
-    tmp_path, monkeypatch
-):
+def test_only_tests_of_this_call_are_counted_and_pytest_has_its_own_plugins_only(tmp_path, monkeypatch):
     Series.begun(tmp_path / "work")
-    (tmp_path / "work" / "tests.xml").write_text("<testsuites/>")
-    code = "import os; print(os.path.exists('{}'), os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD']); raise SystemExit(1)"
-    program(monkeypatch, "test", code.format(tmp_path / "work" / "tests.xml"))
-    assert run_step(tmp_path, "test", code=1)["reason"] == "exit code 1: False 1"
+    (tmp_path / "work" / "tests.jsonl").write_text('{"selected": 4}\n')
+    program(monkeypatch, "test", "import os; print(os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD']); raise SystemExit(1)")
+    row = run_step(tmp_path, "test", code=1)
+    assert row["reason"] == "exit code 1: 1" and row["counts"] == {"runs": 0}
 
 
 def test_a_torn_file_of_the_benchmark_means_that_some_is_left(tmp_path):
@@ -427,14 +370,16 @@ def test_a_long_summary_keeps_its_last_lines(work, packed):
 def test_without_a_gpu_its_tests_are_skipped_with_their_reasons_as_data(tmp_path):
     work = tmp_path / "work"
     assert steps.main(["test", f"results={tmp_path / 'results'}", f"work={work}", "device=cpu"]) == 0
-    outcomes = json.loads((work / "tests.json").read_text())
-    if outcomes["passed"]:
+    outcomes = outcomes_of(work / "tests.jsonl")
+    if outcomes.counts["passed"]:
         pytest.skip("there is a GPU")
-    assert outcomes["skipped"] and not outcomes["failed"] and outcomes["reason"] is None
-    assert outcomes["not_run"] == 0 and not any("every_family" in test["test"] for test in outcomes["skipped"])
-    assert all(test["reason"].startswith("no usable GPU") for test in outcomes["skipped"])
-    report = (work / "probes" / "doctor.txt").read_text()
-    assert "telemetry" in report and "test_cuda" not in report
+    assert outcomes.counts["skipped"] == len(outcomes.tests) > 0 and outcomes.not_run == 0
+    assert not any("every_family" in test for test in outcomes.tests)
+    assert all(reason.startswith("no usable GPU") for _, reason in outcomes.tests.values())
+    (row,) = (json.loads(line) for line in (work / "calls.jsonl").read_text().splitlines())
+    assert row["counts"]["skipped"] == len(outcomes.tests)
+    doctor = str([*probe_sections.tests(read_results(work))][-1])
+    assert "telemetry" in doctor and "test_cuda" not in doctor
 
 
 @pytest.mark.slow
@@ -443,9 +388,8 @@ def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice
 
     def start(steps_text, name):
         keys = (f"results={folder}", f"work={tmp_path / name}", "device=simulated", "families=[mlp,cnn]", "n=2")
-        previous = [f"previous={folder}"] if folder.exists() else []
         return subprocess.Popen(
-            [sys.executable, "-m", "infra.offline.steps", steps_text, "minutes=4", *keys, *previous],
+            [sys.executable, "-m", "infra.offline.steps", steps_text, "minutes=4", *keys],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,

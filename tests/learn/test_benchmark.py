@@ -1,49 +1,26 @@
 """`python -m learn.benchmark`: figures worked by hand, rows that go wrong, and the command line."""
 
-import csv
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from learn_rows import published_mlp, write_published
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from learn import benchmark as benchmark_module
-from learn.benchmark import BenchmarkSettings, benchmark, cache_folder
-from learn.estimators import protocol as estimators
+from learn.benchmark import entry
+from learn.commands.benchmark import BenchmarkSettings, benchmark, cache_folder
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
 from learn.rows.data import memory_bins
 
-HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-FAKES = ("hundreds", "endless", "hoarder")
-
-
-@pytest.fixture(autouse=True)
-def fakes(monkeypatch):
-    for name in FAKES:
-        monkeypatch.setitem(estimators.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
-    monkeypatch.setattr(benchmark_module, "TRAINING_FREE", (*estimators.TRAINING_FREE, *FAKES))
-
-
-def mlp(batch, topology="uniform"):
-    return (
-        f"input:8_output:4_depth:1_arch:{topology}_batch:{batch}_act:relu_dropout:0.1_dropout:True_batchnorm:False.out"
-    )
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
 def write(path, rows):
     """Rows are (batch, MiB, status) or (batch, MiB, status, topology)."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        for batch, mib, status, *topology in rows:
-            writer.writerow((mlp(batch, *topology), 2, 10, batch, mib, -1, status))
-    return path
+    named = ((published_mlp(batch, *topology), mib, status, -1) for batch, mib, status, *topology in rows)
+    return write_published(path, named)
 
 
 def settings(path, **values):
@@ -51,7 +28,7 @@ def settings(path, **values):
 
 
 def run(*argv):
-    return cli.run("benchmark", benchmark_module.entry, list(argv))
+    return cli.run("benchmark", entry, list(argv))
 
 
 OK = "SUCCESSFUL"
@@ -161,11 +138,9 @@ def test_doubtful_rows_can_be_left_out(tmp_path):
 
 
 def test_utilization_of_published_files_leaves_out_what_a_sensor_did_not_give(tmp_path):
-    with open(tmp_path / "some.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        for batch, smact, status in ((1, 0.5, OK), (2, 0.1, OK), (4, 0, OK), (8, -1, OK), (16, 0.9, "OOM_CRASH")):
-            writer.writerow((mlp(batch), 2, 10, batch, 900, smact, status))
+    measured = (1, 0.5, OK), (2, 0.1, OK), (4, 0, OK), (8, -1, OK), (16, 0.9, "OOM_CRASH")
+    rows = [(published_mlp(batch), 900, status, smact) for batch, smact, status in measured]
+    write_published(tmp_path / "some.csv", rows)
     (tmp_path / "known.csv").write_text("model,batch_size,actual_mib\nlenet,2,1000\n")
     done = benchmark(settings(tmp_path, target="smact", estimators=("trace",)))
     (figures,) = done.figures
@@ -219,17 +194,9 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     write(folder / "some.csv", [(1, 200, OK), (2, 300, OK, "pyramid"), (3, 300, OK), (500, 39_000, "OOM_CRASH")])
     (folder / "other.csv").write_text("x\n1\n")
     out, page = folder / "report.json", tmp_path / "page.html"
-    code = run(
-        f"published={json.dumps(str(folder))}",
-        "estimators=[hundreds]",
-        "workers=0",
-        "by=module",
-        "worst=1",
-        f"out={json.dumps(str(out))}",
-        f"report={json.dumps(str(page))}",
-    )
+    files = (f"{key}={json.dumps(str(path))}" for key, path in (("published", folder), ("out", out), ("report", page)))
+    assert run(*files, "estimators=[hundreds]", "workers=0", "by=module", "worst=1") == 0
     said = capsys.readouterr()
-    assert code == 0
     for text in (
         "memory on A100-SXM4-40GB, card 40,326 MiB",
         "2/3 + 1/1 oom",
@@ -281,48 +248,14 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
         (["colour=red"], "unknown key 'colour'"),
     ],
 )
-def test_mistakes_end_with_2_and_name_the_choices(argv, said, capsys):
-    assert run(*argv) == cli.EXIT_USAGE
-    assert said in capsys.readouterr().err
+def test_mistakes_end_with_2_and_name_the_choices(argv, said, refused):
+    assert said in refused(*argv, run=run)
 
 
-def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tmp_path, capsys):
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tmp_path, refused):
     path = write(tmp_path / "some.csv", [(1, 200, OK)])
     asked = [f"published={path}", "estimators=[endless]", "workers=0"]
     out = tmp_path / "missing" / "report.json"
     for target, said in ((out, f"there is no folder {out.parent}"), (tmp_path, "is a folder"), ("/proc/x.json", "")):
-        assert run(*asked, f"out={target}") == cli.EXIT_USAGE
-        error = capsys.readouterr().err
-        assert f"out={target}" in error and said in error and len(error.splitlines()) == 1
-
-
-ORPHAN = """
-import sys, threading, time
-from multiprocessing import Pipe
-from learn.commands.benchmark_rows import PoolItem, answer
-from learn.rows.processes import _serve
-from featurize.families.mlp import Config
-from learn.job.training_job import Case
-from featurize.device.device_spec import describe_device
-
-ours, theirs = Pipe()
-case = Case(Config(batch_size=1, input_size=8, classes=4, depth=1), described=describe_device("A100-SXM4-40GB"))
-job = PoolItem("fake_methods:HundredsEstimator", case, "memory")
-
-def die():
-    ours.send(sys.path)
-    ours.send((answer, (), None))
-    ours.recv()
-    ours.send(job)
-    ours.close()
-
-threading.Thread(target=die).start()
-_serve(theirs)
-"""
-
-
-def test_a_worker_whose_parent_is_gone_leaves_without_a_word():
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHAN], cwd=Path(__file__).parent, env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+        error = refused(*asked, f"out={target}", run=run)
+        assert f"out={target}" in error and said in error

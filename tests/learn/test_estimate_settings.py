@@ -1,19 +1,14 @@
 """Training settings of `learn.estimate`, as keywords, as one object and as keys of the command."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.families import mlp
 from featurize.training.training_step import Training
 from learn import estimate
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
-from tests.learn.learn_rows import run_estimate as run
 
-CONFIG = mlp.Config(batch_size=8, input_size=8, classes=2, depth=1)
 SHAPE = (256, 512)
 
 
@@ -50,12 +45,6 @@ def test_an_accumulated_step_waits_for_the_input_of_every_micro_step():
     assert four.step_time_ms > 3.5 * one.step_time_ms
 
 
-@pytest.mark.parametrize(("name", "value"), [("accumulation", 4), ("optimizer", "adafactor")])
-def test_other_methods_refuse_settings_that_they_do_not_know(name, value):
-    with pytest.raises(UsageError, match=f"estimator=horus has no answer: it does not know {name}={value}"):
-        estimate(net, SHAPE, **{name: value}, estimator="horus")
-
-
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -63,6 +52,12 @@ def test_other_methods_refuse_settings_that_they_do_not_know(name, value):
         ({"accumulation": 0}, "accumulation must be an integer >= 1, got 0"),
         ({"settings": Training(), "accumulation": 2}, "accumulation and settings= exclude each other"),
         ({"settings": {"accumulation": 2}}, "settings must be a featurize.job.training_settings.Training, got dict"),
+        ({"accumulation": 4, "estimator": "horus"}, "horus has no answer: it does not know accumulation=4"),
+        ({"optimizer": "adafactor", "estimator": "horus"}, "horus has no answer: it does not know optimizer=adafactor"),
+        *(
+            ({"torch_version": odd}, r"torch_version is a release of PyTorch as text, 2\.0 to 2\.14, got")
+            for odd in ("1.13", "newest", "2.4 beta", 2.4, "9.0")
+        ),
     ],
 )
 def test_wrong_settings_are_named(given, message):
@@ -70,33 +65,20 @@ def test_wrong_settings_are_named(given, message):
         estimate(net, SHAPE, **given)
 
 
-def test_a_trial_config_takes_no_settings_of_modules():
-    with pytest.raises(UsageError, match="accumulation is for modules"):
-        estimate(CONFIG, accumulation=2)
-
-
-def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, capsys):
+def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, answer, refused):
     (tmp_path / "gpufarm_settings_net.py").write_text(
         "from torch import nn\ndef net():\n    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    job = ["model=gpufarm_settings_net:net", "input=[8,64]", "format=json"]
-    assert (
-        run(*job, "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false", "quantize_skip=[head]") == 2
-    )
-    assert "quantize_skip needs quantize" in capsys.readouterr().err
-    assert run(*job, "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false") == 0
-    done = json.loads(capsys.readouterr().out)
-    assert any("accumulation=2, clip_norm=1" in warning for warning in done["warnings"])
-    with_config = ["config={family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}", "accumulation=2"]
-    assert run(*with_config) == 2
-    assert "accumulation is for modules" in capsys.readouterr().err
+    job = ["model=gpufarm_settings_net:net", "input=[8,64]"]
+    job += ["accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false"]
+    assert any("accumulation=2, clip_norm=1" in warning for warning in answer(*job)["warnings"])
+    assert "quantize_skip needs quantize" in refused(*job, "quantize_skip=[head]")
 
 
-def test_a_run_is_not_estimated_with_its_own_measurement(capsys):
-    assert run("run=job-000001", "known=runs") == 2
-    assert "known=runs cannot be combined with run=" in capsys.readouterr().err
+def test_a_run_is_not_estimated_with_its_own_measurement(refused):
+    assert "known=runs cannot be combined with run=" in refused("run=job-000001", "known=runs")
 
 
 def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):
@@ -113,12 +95,6 @@ def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):
         assert f"torch_version={release}: only cuDNN's workspaces follow it" in answers[release]
     assert "PyTorch 2.4 comes with cuDNN 9.1.0" in answers["2.4"] and f"stay {GUESSED}" in answers["2.4"]
     assert f"stay {GUESSED}" not in answers["2.13"]
-
-
-@pytest.mark.parametrize("given", ["1.13", "newest", "2.4 beta", 2.4, "9.0"])
-def test_what_is_no_known_release_of_torch_is_refused_with_the_known_range(given):
-    with pytest.raises(UsageError, match=r"torch_version is a release of PyTorch as text, 2\.0 to 2\.14, got"):
-        estimate(net, SHAPE, torch_version=given)
 
 
 @pytest.mark.parametrize(

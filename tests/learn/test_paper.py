@@ -1,47 +1,40 @@
 """`learn.benchmark published=FOLDER paper=true`: the paper's tables from a small folder of published files."""
 
-import csv
 import json
 
 import pytest
+from learn_rows import published_mlp, write_published
 
 from conf.cli import command_line as cli
-from learn import benchmark as benchmark_module
-from learn.estimators import protocol as estimators
-
-HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
-
-
-def name(batch, depth):
-    network = f"input:8_output:4_depth:{depth}_arch:uniform_batch:{batch}"
-    return f"{network}_act:relu_dropout:0.1_dropout:True_batchnorm:False.out"
+from learn.benchmark import entry
+from learn.commands import paper_tables
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, fakes, monkeypatch):
     """30 MLPs of 1.0 to 6.8 GB, of which `hundreds` (100 MiB a sample) knows each, and two well-known models."""
-    monkeypatch.setitem(estimators.ESTIMATORS, "hundreds", "fake_methods:HundredsEstimator")
-    monkeypatch.setattr(benchmark_module, "TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
     runs = (
         ("memory", True, True, ("lightgbm", "hundreds")),
         ("smact", True, False, ("lightgbm",)),
         ("drama", True, False, ("lightgbm",)),
     )
-    monkeypatch.setattr(benchmark_module, "RUNS", runs)
+    monkeypatch.setattr(paper_tables, "RUNS", runs)
     place = tmp_path / "a'; echo foo"
     place.mkdir()
-    with open(place / "perceptrons.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        for i, batch in enumerate(range(10, 70, 2)):
-            writer.writerow((name(batch, 1 + i % 10), 2, 10, batch, 100 * batch, batch / 70, "SUCCESSFUL"))
+    write_published(
+        place / "perceptrons.csv",
+        [
+            (published_mlp(batch, depth=1 + i % 10), 100 * batch, "SUCCESSFUL", batch / 70)
+            for i, batch in enumerate(range(10, 70, 2))
+        ],
+    )
     lines = ["model,batch_size,actual_mib,horus_mib", "lenet,2,1000,1500", "lenet,4,2000,1000"]
     (place / "known.csv").write_text("\n".join(lines) + "\n")
     return place
 
 
 def run(*argv):
-    return cli.run("benchmark", benchmark_module.entry, list(argv))
+    return cli.run("benchmark", entry, list(argv))
 
 
 def test_the_papers_tables_hold_ours_beside_theirs(folder, tmp_path, capsys):
@@ -89,19 +82,11 @@ def test_the_papers_tables_hold_ours_beside_theirs(folder, tmp_path, capsys):
         (["published=here", "paper=true", "target=smact"], "target: paper=true takes published, rows"),
     ],
 )
-def test_mistakes_name_what_paper_takes(argv, message, capsys):
-    assert run(*argv) == cli.EXIT_USAGE
-    assert message in capsys.readouterr().err
+def test_mistakes_name_what_paper_takes(argv, message, refused):
+    assert message in refused(*argv, run=run)
 
 
-def test_a_folder_without_the_papers_data_is_refused(tmp_path, capsys):
+def test_a_folder_without_the_papers_data_is_refused(tmp_path, refused):
     (tmp_path / "timm.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nnet,nets,8,4900\n")
-    assert run(f"published={tmp_path}", "paper=true") == cli.EXIT_USAGE
-    assert "no file of GPUMemNet's sets or of well-known models" in capsys.readouterr().err
-
-
-def test_an_estimator_that_answers_no_row_leaves_its_column_empty():
-    answered = {"target": "memory", "family": "mlp", "n": 2, "estimator": "trace", "accuracy": {"1 GB": 0.5}}
-    silent = {**answered, "estimator": "gpumemnet_mlp", "accuracy": {}}
-    table = benchmark_module._accuracy([answered, silent])
-    assert next((row["bins"], row["trace"], row["gpumemnet_mlp"]) for row in table.rows) == ("1 GB", 0.5, None)
+    message = refused(f"published={tmp_path}", "paper=true", run=run)
+    assert "no file of GPUMemNet's sets or of well-known models" in message

@@ -27,7 +27,7 @@ def answered(settings, known=(), workspaces=None):
     platform = dataclasses.replace(platform_of(DEVICE), workspaces=workspaces)
     job = estimating._job(record, "train.py", lambda: record.trace)
     request = Request(job=job, platform=platform, options=AnswerOptions(known=known))
-    return answers.answered(request)[0], tuple(estimating._notes(record))
+    return answers.make_estimate(request)[0], tuple(estimating._notes(record))
 
 
 def test_an_optimizer_that_nobody_knows_fails_no_answer():

@@ -3,10 +3,15 @@
 import lightgbm
 import numpy as np
 import pytest
+from learn_rows import DEVICE, labels_of, make_configs
 from sklearn.ensemble import ExtraTreesRegressor
+from torch import nn
 
+from learn.estimators.protocol import make_estimator
 from learn.estimators.trees import Boosters, Trees
 from learn.fitting.artifacts import DEFAULT_MODELS
+from learn.job.training_job import Case, of_module
+from tests.learn.learn_rows import make_rows
 
 SHIPPED = [
     (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
@@ -43,8 +48,11 @@ def booster_of(seed=1, **about):
 )
 def test_trees_answer_as_lightgbm_does(about):
     booster = booster_of(**about)
-    table = table_of(6, rows=3000, seed=2)
-    assert np.array_equal(Trees.of_lightgbm([booster]).predict(table), booster.predict(table))
+    trees, table = Trees.of_lightgbm([booster]), table_of(6, rows=5000, seed=2)
+    assert np.array_equal(trees.predict(table), booster.predict(table))
+    table[:, 4], table[:, 5] = np.nan, np.where(np.arange(5000) % 2, np.nan, 5.0)
+    for rows in (table[:1], table[:300]):
+        assert np.array_equal(trees.predict(rows), booster.predict(rows))
 
 
 @pytest.mark.parametrize("categories", [2, 5, 90])
@@ -121,6 +129,7 @@ def with_first(value):
         ("children", lambda array: array[:, 0], "shapes"),
         ("root", with_first(10**6), "do not exist"),
         ("root", lambda array: array[:0], "do not exist"),
+        ("root", lambda array: np.append(array[1:], array[1]), "two trees"),
         ("first", with_first(3), "no tree"),
         ("feature", with_first(-1), "do not exist"),
         ("feature", lambda array: array.astype(float), "type float64"),
@@ -148,3 +157,28 @@ def test_forests_that_read_one_table_are_followed_together():
     for rows in (table[:1], table):
         sums = Trees.joined(forests).members(rows)
         assert all(np.array_equal(one.predict(rows), alone) for one, alone in zip(forests, sums, strict=True))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    configs = make_configs(80)
+    return make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])
+
+
+@pytest.fixture(scope="module")
+def fitted(rows):
+    return make_estimator("forest", seed=1).fit(rows)
+
+
+def test_two_families_in_one_table_are_told_apart_by_what_each_lacks(fitted, rows):
+    error = np.abs(fitted.predict(rows.cases).point / rows.label - 1)
+    assert np.isnan(fitted.table.matrix(rows.cases)).any()
+    assert np.median(error) < 0.1
+
+
+@pytest.mark.parametrize("name", ["forest", "lightgbm"])
+def test_a_module_is_refused_and_the_others_are_answered(name, rows):
+    job = of_module(lambda: nn.Linear(8, 2), [((4, 8), None)])
+    answer = make_estimator(name).fit(rows).predict([rows.cases[0], Case(device=DEVICE, module=job)])
+    assert list(answer.refusals) == [1] and "module" in answer.refusals[1]
+    assert np.isfinite(answer.point[0]) and np.isnan(answer.point[1])

@@ -14,7 +14,7 @@ from warehouse_rows import compact_at, fill, flip, only_merged, run_row, samples
 
 from conf.cli.command_line import run
 from warehouse.check import entry
-from warehouse.files.damage import DamagedFile, damage_of, damaged_among, parquet_files, report
+from warehouse.files.damage import DamagedFile, damage_of, find_damaged, parquet_files, report
 from warehouse.files.integrity import examine
 from warehouse.files.layout import (
     CHECKSUM_KEY,
@@ -161,12 +161,12 @@ def test_a_torn_file_is_found_and_named(folder, how, kind):
     writer.write(run_row(1), samples())
     writer.write_job({"job_id": "J"})
     writer.write_batch([run_row(2)])
-    assert damaged_among(parquet_files(folder)) == []
+    assert find_damaged(parquet_files(folder)) == []
     path = next(
         p for p in sorted((folder.root / kind).rglob("*.parquet")) if not p.name.strip("_").startswith("anchor")
     )
     torn(path, how)
-    (damaged,) = damaged_among(parquet_files(folder))
+    (damaged,) = find_damaged(parquet_files(folder))
     assert damaged.path == path and damaged.reason
     assert str(path) in damaged.line() and "\n" not in damaged.line()
 
@@ -189,7 +189,7 @@ def test_a_file_without_ids_or_of_other_types_is_damaged(folder):
     pq.write_table(
         pa.table({"run_id": ["a"], "steps": pa.array([1], pa.int32()), "later": [1]}), partition / "older.parquet"
     )
-    assert [(d.path.name, d.reason) for d in damaged_among(parquet_files(folder))] == [
+    assert [(d.path.name, d.reason) for d in find_damaged(parquet_files(folder))] == [
         ("x.parquet", "it has no column run_id"),
         ("y.parquet", "smact is string, not double"),
     ]

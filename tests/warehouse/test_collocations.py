@@ -8,12 +8,13 @@ import pytest
 from warehouse_rows import ask, collocations, compact_at, csv_file, ranks, run_row, samples
 
 from conf.errors import UsageError
-from warehouse.export import ExportSettings, export
+from warehouse.exchange.exporting import ExportSettings, export
+from warehouse.exchange.ingesting import IngestSettings, ingest
+from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
-from warehouse.ingest import IngestSettings, ingest, print_report
-from warehouse.publish import PublishSettings, publish
+from warehouse.ingest import print_report
 from warehouse.reading.checks import check
 from warehouse.tables.schema import NOT_TOGETHER
 

@@ -15,14 +15,14 @@ from conf.cli import command_line as cli
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from warehouse import export as export_command
 from warehouse import ingest as ingest_command
-from warehouse.exchange import dataset
-from warehouse.exchange.dataset import DatasetPart, find_parts, read_part, repository_folder, scrubbed, thin, to_bytes
+from warehouse.exchange import dataset, exporting, ingesting
+from warehouse.exchange.dataset import DatasetPart, find_parts, read_part, repository_folder, scrub, thin, to_bytes
 from warehouse.exchange.dataset_card import card
-from warehouse.export import ExportSettings, export
+from warehouse.exchange.exporting import ExportSettings, export
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.ingest import IngestSettings, ingest
 from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 
 DAY = datetime.datetime(2026, 3, 4, 5, 6, 7, 891011, tzinfo=datetime.UTC)
@@ -243,8 +243,8 @@ def test_names_of_machines_users_and_folders_stay_at_home(sent):
 
 def test_scrubbing_leaves_figures_and_ratios_alone():
     text = "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://box:9400/metrics and ~/x/y.log, 1.5e-3"
-    assert scrubbed(text) == "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://ADDRESS/metrics and y.log, 1.5e-3"
-    assert scrubbed("no room in /home/someone or /Users/someone/") == "no room in NAME or NAME"
+    assert scrub(text) == "2/3 of 81559 MiB; DCGM 3.1.8; MiB/s; see https://ADDRESS/metrics and y.log, 1.5e-3"
+    assert scrub("no room in /home/someone or /Users/someone/") == "no room in NAME or NAME"
 
 
 def test_telemetry_is_thinned_and_the_window_keeps_its_ends():
@@ -304,7 +304,7 @@ def test_the_card_tells_environment_statuses_and_units(sent):
     assert "2.13.0+cu130" in text and "2026-03-04 to 2026-03-05" in text
     assert "| share of the card's memory allowed | 0.25 1, 1 6 |" in text
     assert "| trials at several batch sizes | 2 |" in text
-    assert "| `power_w` | W |" in text
+    assert "| `power_w` | double | power draw; W |" in text
 
 
 def test_too_large_a_data_set_is_refused_and_nothing_is_written(filled, out):
@@ -322,14 +322,14 @@ def test_a_data_folder_without_such_runs_says_what_it_has(folder, out):
 
 
 def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_completes_it(sent, tmp_path, monkeypatch):
-    land = ingest_command.land_batch
+    land = ingesting.land_batch
 
     def killed(folder, kind, family, table):
         if kind == "runs" and family == "mlp":
             raise KeyboardInterrupt
         return land(folder, kind, family, table)
 
-    monkeypatch.setattr(ingest_command, "land_batch", killed)
+    monkeypatch.setattr(ingesting, "land_batch", killed)
     with pytest.raises(KeyboardInterrupt):
         loaded(sent, tmp_path / "other")
     assert ask(tmp_path / "other", "SELECT DISTINCT family FROM runs") == [("cnn",)]
@@ -343,14 +343,14 @@ def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_complete
 
 
 def test_an_export_that_was_killed_between_two_files_doubles_no_sample(filled, out, monkeypatch):
-    write = export_command.write_bytes
+    write = exporting.write_bytes
 
     def killed(path, content):
         if path.name.endswith("-runs.parquet"):
             raise KeyboardInterrupt
         write(path, content)
 
-    monkeypatch.setattr(export_command, "write_bytes", killed)
+    monkeypatch.setattr(exporting, "write_bytes", killed)
     with pytest.raises(KeyboardInterrupt):
         exported(filled, out)
     monkeypatch.undo()

@@ -20,10 +20,11 @@ from featurize.job.layers import totals
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from tests.warehouse.warehouse_rows import csv_table
 from warehouse import ingest as command
-from warehouse.exchange.gpumemnet import dense_parameters, pool_intervals
+from warehouse.exchange import ingesting
+from warehouse.exchange.ingesting import IngestSettings, ingest
+from warehouse.exchange.published import dense_parameters, pool_intervals
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
-from warehouse.ingest import IngestSettings, ingest
 
 OLD_HEADER = HEADER[:5]
 TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
@@ -363,7 +364,7 @@ def test_the_command_prints_what_became_of_each_file(place, capsys):
 KILLED = """
 import os, signal, sys
 from warehouse.files import merged
-from warehouse.ingest import IngestSettings, ingest
+from warehouse.exchange.ingesting import IngestSettings, ingest
 landed = 0
 write = merged.Listing.write
 def dying(listing):
@@ -401,7 +402,7 @@ def test_a_kill_leaves_whole_batches_and_a_repeat_adds_the_rest_once(place, take
 def test_a_second_ingest_at_the_same_time_is_refused(place, take):
     path = csv_table(place / "some.csv", HEADER, ROWS)
     folder = DataFolder.resolve(place / "data").create()
-    with command._lock(folder), pytest.raises(EnvironmentProblem, match="another ingest is at work"):
+    with ingesting._lock(folder), pytest.raises(EnvironmentProblem, match="another ingest is at work"):
         take(path)
     assert take(path).files[0].new == 4
 

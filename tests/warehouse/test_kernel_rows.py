@@ -14,11 +14,12 @@ from warehouse_rows import ask, compact_at, kernels, run_row, samples
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.diff import entry as diff_entry
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_kernels import NEUSIGHT_COLUMNS as COLUMNS
+from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
-from warehouse.ingest import IngestSettings, ingest, print_report
-from warehouse.publish import PublishSettings, publish
+from warehouse.ingest import print_report
 from warehouse.reading.checks import check
 from warehouse.reading.pairing import diff
 

@@ -16,11 +16,12 @@ import pytest
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from tests.warehouse.warehouse_rows import ask, run_row, samples
+from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
-from warehouse.publish import PublishSettings, entry, publish
-from warehouse.tables.columns import TABLES, described
+from warehouse.publish import entry
+from warehouse.tables.columns import TABLES, describe
 from warehouse.tables.schema import STATUSES
 from warehouse.tables.schema import TABLES as SCHEMAS
 
@@ -264,8 +265,8 @@ def test_every_published_column_is_described():
     for table, schema in schemas.items():
         left_out = {"config", "priority"} if table == "jobs" else set()
         assert set(TABLES[table]) == set(schema.names) - left_out
-    assert described("runs", "step_time_ms").endswith("; ms") and described("runs", "smact").endswith("; ratio")
-    assert described("telemetry", "power_w") == "power draw; W"
+    assert describe("runs", "step_time_ms").endswith("; ms") and describe("runs", "smact").endswith("; ratio")
+    assert describe("telemetry", "power_w") == "power draw; W"
 
 
 def test_the_example_imports_nothing_of_the_project():

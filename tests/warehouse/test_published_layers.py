@@ -9,7 +9,7 @@ from learn.estimators.kernel_fitting import LIGER, SAILOR
 from learn.fitting.kernel_rows import kernel_times
 from learn.fitting.published_jobs import layer_calls
 from tests.warehouse.warehouse_rows import ask, csv_file
-from warehouse.ingest import IngestSettings, ingest
+from warehouse.exchange.ingesting import IngestSettings, ingest
 
 CONFIG = json.dumps({"bsz": 2, "hidden_size": 512, "intermediate_size": 1024, "dtype": "torch.bfloat16"})
 

@@ -10,8 +10,8 @@ from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping, config_hash
 from learn.rows.data import load_rows
 from tests.warehouse.warehouse_rows import csv_file
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_tables import TABLES
-from warehouse.ingest import IngestSettings, ingest
 from warehouse.tables.schema import SCHEMA_VERSION
 
 TIMM = {

@@ -14,7 +14,7 @@ from warehouse_rows import run_row, samples
 
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
-from warehouse.query import QuerySettings, run_query
+from warehouse.reading.query_answer import QuerySettings, run_query
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from warehouse_rows import collocations, kernels, run_row, samples
 
 from tests.parsed_page import ParsedPage
+from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.publish import PublishSettings, publish
 
 SECRET = "/home/someone/secret-folder"
 

@@ -276,7 +276,7 @@ def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not
 def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monkeypatch):
     fill(folder, range(2))
     monkeypatch.setattr(
-        "warehouse.files.damage.damaged_among", lambda *_args, **_options: pytest.fail("files are checked")
+        "warehouse.files.damage.find_damaged", lambda *_args, **_options: pytest.fail("files are checked")
     )
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for sql in (
@@ -420,9 +420,9 @@ def test_a_file_whose_doubled_runs_were_left_out_is_not_read_whole_once_its_name
 def test_files_are_verified_once_for_an_error_that_may_be_of_a_file(folder, monkeypatch):
     fill(folder, range(3))
     checks = []
-    plain = warehouse.files.damage.damaged_among
+    plain = warehouse.files.damage.find_damaged
     monkeypatch.setattr(
-        "warehouse.files.damage.damaged_among", lambda paths, **how: checks.extend(paths) or plain(paths, **how)
+        "warehouse.files.damage.find_damaged", lambda paths, **how: checks.extend(paths) or plain(paths, **how)
     )
     with contextlib.closing(warehouse.connect(folder)) as connection:
         for _ in range(3):

@@ -218,7 +218,7 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def checked_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
+def check_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
     """Return a part's rows of a table of `DETAILS`.
 
     Raises `EnvironmentProblem` for rows that break the schema or name no run of theirs.
@@ -236,7 +236,7 @@ def checked_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
     return rows
 
 
-def checked_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, Any]]:
+def check_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, Any]]:
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
     try:
         rows: list[dict[str, Any]] = runs.to_pylist()
@@ -260,9 +260,9 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
     names = _names(run["node"])
     for name in _TEXTS:
         if row[name] is not None:
-            row[name] = scrubbed(row[name], names)
+            row[name] = scrub(row[name], names)
     if row["config"] is not None:  # a model of one's own may be named by its file
-        row["config"] = scrubbed(row["config"])
+        row["config"] = scrub(row["config"])
     if row["error"] is not None:
         row["error"] = row["error"][-_ERROR_CHARACTERS:]
     row["node"] = row["worker"] = None
@@ -277,7 +277,7 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def scrubbed(text: str, names: Iterable[str] = ()) -> str:
+def scrub(text: str, names: Iterable[str] = ()) -> str:
     """Return `text` with folders removed from paths, addresses as ADDRESS, and the given names as NAME."""
     text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
     text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
@@ -363,7 +363,7 @@ def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping
     for row in members:
         job_id, uuid, _ = by_id[own_ids[row["run_id"]]]
         for name in ("config", "name", "model"):
-            row[name] = None if row[name] is None else scrubbed(row[name])
+            row[name] = None if row[name] is None else scrub(row[name])
         if is_loaded(job_id):
             continue
         row["group_id"] = _public_group_id(row["group_id"], uuid)

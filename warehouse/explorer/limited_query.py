@@ -28,7 +28,6 @@ from conf.children.containment import resident_bytes
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.plain_text import first_line
 from warehouse.files.folder import DataFolder
-from warehouse.query import arrow_batches, only_statement
 from warehouse.reading.connection import (
     ReadingLimits,
     WarehouseConnection,
@@ -36,6 +35,7 @@ from warehouse.reading.connection import (
     is_of_the_statement,
     make_views_file,
 )
+from warehouse.reading.query_answer import arrow_batches, only_statement
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

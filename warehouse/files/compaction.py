@@ -13,7 +13,7 @@ Start reading at `compact`. Why no reader sees a row twice or not at all, and no
 - A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
   file that counts holds them (`unproven_sources`, `unheld_ids`), whatever a listing or a merged file claims.
 
-No clocks are compared between processes, so stepped clocks and long transactions do no harm. `settled_listings` and
+No clocks are compared between processes, so stepped clocks and long transactions do no harm. `settle_listings` and
 `settle_unlisted` repair what kills, disk damage and foreign changes left.
 """
 
@@ -278,7 +278,7 @@ def _landed_files(folder: DataFolder, family: str) -> set[str]:
 def _delete_replaced(work: Compaction, kind: str) -> None:
     folder, settings, report = work.folder, work.settings, work.report
     root = folder.root / kind
-    listings = settled_listings(folder, kind, report)
+    listings = settle_listings(folder, kind, report)
     still_hiding = {listing.merged for listing in listings if listing.hidden}
     for listing in listings:
         age_s = work.now_s - listing.published_at_s
@@ -383,11 +383,11 @@ def unheld_ids(
         except (Unreadable, FileNotFoundError):
             continue
     if left and kind == "telemetry":
-        left &= _landed_among(folder, family, left)
+        left &= _find_landed(folder, family, left)
     return left
 
 
-def _landed_among(folder: DataFolder, family: str, ids: set[str]) -> set[str]:
+def _find_landed(folder: DataFolder, family: str, ids: set[str]) -> set[str]:
     missing = unheld_ids(folder, "runs", family, ids, read_listings(folder, "runs"))
     return ids - missing
 
@@ -432,7 +432,7 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     return unproven
 
 
-def settled_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
+def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
     """Return the listings whose merged files hold the runs that they hide, after repairs; report the others.
 
     If a merged file lacks hidden runs, their files are removed from its listing and count again. If a merged file is

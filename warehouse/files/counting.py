@@ -36,7 +36,7 @@ from warehouse.files.merged import (
     sources_of,
     warn_once,
 )
-from warehouse.files.plain_file import file_key, plain, remembered, remembered_by
+from warehouse.files.plain_file import file_key, plain, remember, remember_by
 
 SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
@@ -118,7 +118,7 @@ def merged_damage(path: Path) -> str | None:
     Raises `FileNotFoundError`. Only the footer is read, once while the file stays the same.
     """
     try:
-        return remembered(path, lambda: damage.damage_of(path), "damage")
+        return remember(path, lambda: damage.damage_of(path), "damage")
     except FileNotFoundError:
         return damage.damage_of(path)  # a link to nothing
 
@@ -165,7 +165,7 @@ def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
     """Return a snapshot's merged files, all of which count, as listings."""
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
-        rows = remembered(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
+        rows = remember(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
     except FileNotFoundError:
         return []
     return [Listing(path, row["path"], (), 0.0) for row in rows if not row["hidden"]]
@@ -221,7 +221,7 @@ def _hidden_and_not_held(folder: FolderLayout, kind: str, listing: Listing) -> t
         if merged_damage(merged) is not None:  # it hides nothing, and is named where it would count
             return _foreign(listing)
         key = ("doubtful", file_key(merged), _listing_key(listing))
-        foreign, doubtful = remembered_by(key, lambda: (_foreign(listing), _doubtful(merged, listing)))
+        foreign, doubtful = remember_by(key, lambda: (_foreign(listing), _doubtful(merged, listing)))
     except _UNREADABLE:  # torn or gone, which is another matter: it is named there
         return _foreign(listing)
     if foreign or not doubtful:
@@ -230,9 +230,7 @@ def _hidden_and_not_held(folder: FolderLayout, kind: str, listing: Listing) -> t
     if not present:
         return ()
     try:
-        return remembered_by(
-            ("not held", key, tuple(present.values())), lambda: _not_held(root, merged, tuple(present))
-        )
+        return remember_by(("not held", key, tuple(present.values())), lambda: _not_held(root, merged, tuple(present)))
     except _UNREADABLE:
         return ()
 
@@ -405,7 +403,7 @@ def _find_doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str
     The result is cached while the files stay the same.
     """
     key = ("doubled", *(file_key(partition / name) for name in merged))
-    return remembered_by(key, lambda: _compare(partition, merged))
+    return remember_by(key, lambda: _compare(partition, merged))
 
 
 def _compare(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
@@ -443,7 +441,7 @@ def _ranges(path: Path) -> list[tuple[str, str]]:
         return ranges
 
     try:
-        return remembered(path, read, "ranges")
+        return remember(path, read, "ranges")
     except (pa.ArrowException, OSError):
         return []
 
@@ -454,7 +452,7 @@ def _group_ids(path: Path, group: int) -> frozenset[str]:
         return _distinct(file.read_row_group(group, columns=["run_id"]))
 
     try:
-        return remembered(path, read, group, _group_memory, _REMEMBERED_GROUPS)
+        return remember(path, read, group, _group_memory, _REMEMBERED_GROUPS)
     except (pa.ArrowException, OSError):
         return frozenset()
 

@@ -104,7 +104,7 @@ def damage_for_duckdb(path: Path) -> str | None:
     return None
 
 
-def damaged_among(
+def find_damaged(
     paths: Iterable[Path], *, pages: bool = False, judge: Callable[[Path], str | None] | None = None
 ) -> list[DamagedFile]:
     """Return the unreadable files of `paths`, in order. Files that vanish while they are read are left out.

@@ -48,7 +48,7 @@ class DataFolder(FolderLayout):
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")
         version = self._read_version()  # before anything is written
-        with self._explained():
+        with self._explain_errors():
             for folder in (self.jobs, self.models, self.locks, *map(self.listings, KINDS)):
                 folder.mkdir(parents=True, exist_ok=True)
             self.write_anchors()
@@ -95,7 +95,7 @@ class DataFolder(FolderLayout):
         return version
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

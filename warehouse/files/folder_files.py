@@ -95,9 +95,9 @@ class FolderFiles(AbstractFileSystem):
         ]
         # Footers first; only where all are whole, every page is decoded, and last as DuckDB does it.
         damaged = (
-            damage.damaged_among(paths)
-            or damage.damaged_among(paths, pages=True)
-            or damage.damaged_among(paths, judge=damage.damage_for_duckdb)
+            damage.find_damaged(paths)
+            or damage.find_damaged(paths, pages=True)
+            or damage.find_damaged(paths, judge=damage.damage_for_duckdb)
         )
         self._leave_out(damaged, identities)
         if not damaged:

@@ -87,9 +87,9 @@ def examine(folder: DataFolder, *, workers: int | None = None, progress: Progres
     report = IntegrityReport()
     paths = list(parquet_files(folder))
     chunks = [paths[start : start + _CHUNK_FILES] for start in range(0, len(paths), _CHUNK_FILES)]
-    jobs: list[Callable[[], list[_Verified]]] = [partial(_verified_parquet, chunk) for chunk in chunks]
-    jobs += [partial(_verified_snapshot, path) for path in sorted(folder.snapshots.glob(f"[!.]*/{MANIFEST}"))]
-    jobs += [partial(_verified_artifact, path) for path in sorted(folder.models.glob("*/*/*.json"))]
+    jobs: list[Callable[[], list[_Verified]]] = [partial(_verify_parquet, chunk) for chunk in chunks]
+    jobs += [partial(_verify_snapshot, path) for path in sorted(folder.snapshots.glob(f"[!.]*/{MANIFEST}"))]
+    jobs += [partial(_verify_artifact, path) for path in sorted(folder.models.glob("*/*/*.json"))]
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         waiting = [pool.submit(job) for job in jobs]
         try:
@@ -129,7 +129,7 @@ def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
             report.damaged.append(DamagedFile(check.path, check.problem))
 
 
-def _verified_parquet(paths: Sequence[Path]) -> list[_Verified]:
+def _verify_parquet(paths: Sequence[Path]) -> list[_Verified]:
     verified = []
     for path in paths:
         try:
@@ -141,7 +141,7 @@ def _verified_parquet(paths: Sequence[Path]) -> list[_Verified]:
     return verified
 
 
-def _verified_snapshot(manifest: Path) -> list[_Verified]:
+def _verify_snapshot(manifest: Path) -> list[_Verified]:
     try:
         snapshot = read_manifest(manifest)
     except (CommandError, OSError) as error:
@@ -151,7 +151,7 @@ def _verified_snapshot(manifest: Path) -> list[_Verified]:
     return [*verified, _Verified(manifest, True, None, 1 + len(snapshot.files))]
 
 
-def _verified_artifact(path: Path) -> list[_Verified]:
+def _verify_artifact(path: Path) -> list[_Verified]:
     """Verify an artifact, whose JSON names its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its
     own SHA-256 without that key as `own_sha256`. Versions that were written before have neither."""
     try:

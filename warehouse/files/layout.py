@@ -190,7 +190,7 @@ class FolderLayout:
 
     def partition(self, kind: str, family: str) -> Path:
         """Return the folder of one family's part of one of `KINDS`. Raises `ValueError` for an invalid folder name."""
-        return self.root / kind / f"family={checked_name('family', family)}"
+        return self.root / kind / f"family={check_name('family', family)}"
 
     def families(self, kind: str) -> list[str]:
         """Return the families that have a partition."""
@@ -215,7 +215,7 @@ class FolderLayout:
         }
 
 
-def checked_name(kind: str, name: object) -> str:
+def check_name(kind: str, name: object) -> str:
     """Return `name` if it can be part of a file's path and of a hive partition unchanged, else raise `ValueError`."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 180:
         raise ValueError(

@@ -34,7 +34,7 @@ from warehouse.files.layout import (
     write_parquet,
     write_sealed,
 )
-from warehouse.files.plain_file import file_key, plain, remembered, remembered_by
+from warehouse.files.plain_file import file_key, plain, remember, remember_by
 
 MERGED_PREFIX = "merged-"
 SOURCES = b"gpufarm_sources"  # in a merged file's metadata: the files whose rows it has, as JSON
@@ -220,7 +220,7 @@ def read_listings(folder: FolderLayout, kind: str, on_damage: OnDamage | None = 
     return sorted(listings, key=lambda listing: (listing.published_at_s, listing.merged))
 
 
-def recovered_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | None:
+def recover_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | None:
     """Return the content of a damaged listing, from its merged file; None if that is damaged, or too old to hold it.
 
     A listing is written whole, so a damaged one was there: its merged file counted.
@@ -279,7 +279,7 @@ def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListi
     if not has_own_name(path):
         return DamagedListing(path, "compaction creates no file of this name")
     try:
-        content = remembered(path, lambda: _content(path), "listing")
+        content = remember(path, lambda: _content(path), "listing")
     except FileNotFoundError as error:
         if not path.is_symlink():
             raise
@@ -295,7 +295,7 @@ def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListi
         return DamagedListing(path, content)
     try:
         key = ("recovered", content, *map(file_key, merged))
-        recovered = remembered_by(key, lambda: recovered_listing(folder, kind, path))
+        recovered = remember_by(key, lambda: recover_listing(folder, kind, path))
     except OSError:  # a link to nothing, or gone since
         recovered = None
     if recovered is None:

@@ -1,19 +1,20 @@
 """Opens plain files of a data folder, for reading or as locks, and caches their content until they change.
 
-Start reading at `open_plain`: opening a pipe instead would block forever. `remembered` judges whether a file stayed
+Start reading at `open_plain`: opening a pipe instead would block forever. `remember` judges whether a file stayed
 the same by inode, size and time. `open_lock` lets no hostile or copied folder have another file written to;
 `hold_shared` and `is_shared_by_any` handle locks that DuckDB clients see, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import struct
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -83,7 +84,7 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
-def remembered(
+def remember(
     path: Path,
     read: Callable[[], T],
     part: Hashable,
@@ -94,7 +95,7 @@ def remembered(
 
     `part` names which content of the file is read. Raises what `read` raises, and `OSError` where there is no file.
     """
-    return remembered_by((file_key(path), part), read, memory, most)
+    return remember_by((file_key(path), part), read, memory, most)
 
 
 def file_key(path: Path) -> Hashable:
@@ -103,7 +104,7 @@ def file_key(path: Path) -> Hashable:
     return str(path), status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def remembered_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory, most: int = _MOST) -> T:
+def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory, most: int = _MOST) -> T:
     """Return the result of `read`, called once per process and key. `memory` is emptied at `most` entries."""
     with _lock:
         if key in memory:
@@ -136,6 +137,20 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: Callable[[], Exception], *, written: bool = False) -> Iterator[BinaryIO]:
+    """Hold a lock file, which the kernel drops with the process.
+
+    Raises `busy()` where another process holds it, and what `open_lock` does.
+    """
+    with open_lock(path, written=written) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise busy() from error
+        yield file
 
 
 def read_lock(path: Path, limit_bytes: int) -> bytes:

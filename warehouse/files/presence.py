@@ -207,7 +207,7 @@ def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.
         return
     with contextlib.ExitStack() as held:
         try:
-            connection = held.enter_context(_opened(path))
+            connection = held.enter_context(_open_database(path))
         except sqlite3.OperationalError as error:
             # Without write permission, SQLite cannot share the log of changes; other errors cannot be handled here.
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
@@ -216,13 +216,13 @@ def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.
                 copy = held.enter_context(queue_copy(path))
             except OSError:
                 raise error from None
-            connection = held.enter_context(_opened(copy, mode="rw"))
+            connection = held.enter_context(_open_database(copy, mode="rw"))
         has_tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('jobs', 'tasks')")
         yield connection if has_tables.fetchone() == (2,) or any_tables else None
 
 
 @contextlib.contextmanager
-def _opened(path: Path, mode: str = "ro") -> Iterator[sqlite3.Connection]:
+def _open_database(path: Path, mode: str = "ro") -> Iterator[sqlite3.Connection]:
     connection = sqlite3.connect(f"file:{quote(str(path))}?mode={mode}", uri=True, timeout=_BUSY_S)
     try:
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # nothing is read before

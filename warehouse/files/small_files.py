@@ -136,7 +136,7 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
     batch = _Batch([], [], [])
     for path in paths:
         try:
-            key = _verified_schema(path) or path
+            key = _verify_schema(path) or path
         except (DamagedContent, NoPlainFile, FileNotFoundError) as error:
             batch.damaged.append((path, error))
             continue
@@ -150,7 +150,7 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
     return batch
 
 
-def _verified_schema(path: Path) -> bytes | None:
+def _verify_schema(path: Path) -> bytes | None:
     """Return the schema as Arrow stores it in a file, None where it is not known. Raises `DamagedContent`."""
     if path.stat().st_size > _WHOLE_BYTES:
         problem, content = checksum_problem(path), b""

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import stat
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,9 +23,9 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.files.identity import sha256_of
-from conf.files.outputs import TEMPORARY_SUFFIX, read_json, sync
+from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync
 from conf.plain_text import first_line
-from warehouse.files.compaction import CompactionReport, compaction_lock, run_ids_of, settled_listings
+from warehouse.files.compaction import CompactionReport, compaction_lock, run_ids_of, settle_listings
 from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
@@ -35,7 +34,7 @@ from warehouse.files.layout import (
     KINDS,
     LISTING_SCHEMA,
     OF_RUNS,
-    checked_name,
+    check_name,
     write_bytes,
     write_parquet,
 )
@@ -140,21 +139,14 @@ def take_snapshot(
             shutil.rmtree(abandoned)
         taken_at = datetime.datetime.now(datetime.UTC)
         chosen = name or next(name for name in _day_names(taken_at) if not (folder.snapshots / name).exists())
-        building = DataFolder(folder.snapshots / f".{chosen}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
-        try:
+        target = folder.snapshots / chosen
+        with new_folder(target, of_links=True) as root:
+            building = DataFolder(root)
             left_out = _link_files(folder, building)
             report_damage(left_out)
             _write_manifest(building, chosen, taken_at, [f"{file.path}: {file.reason}" for file in left_out])
-            for path in (building.root, *(path for path in building.root.rglob("*") if path.is_dir())):
-                sync(path)
-            target = folder.snapshots / chosen
             if target.exists():
                 raise UsageError(f"name={chosen}: there is a snapshot of that name")
-            os.rename(building.root, target)
-        except BaseException:
-            shutil.rmtree(building.root, ignore_errors=True)
-            raise
-        sync(folder.snapshots)
     return find_snapshot(folder, chosen)
 
 
@@ -173,13 +165,13 @@ def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
     """Return the snapshot of that name, its files unchecked. Raises `UsageError`, which lists the existing ones."""
     folder.open()
     with contextlib.suppress(ValueError):
-        path = folder.snapshots / checked_name("snapshot", str(name)) / MANIFEST
+        path = folder.snapshots / check_name("snapshot", str(name)) / MANIFEST
         if path.exists():
             return read_manifest(path)
     raise unknown_name("snapshot", name, snapshot_names(folder) or ["none yet, see python -m warehouse.snapshot"])
 
 
-def checked_snapshot(folder: DataFolder, name: str) -> Snapshot:
+def check_snapshot(folder: DataFolder, name: str) -> Snapshot:
     """Return the snapshot, its files checked without hashes. Raises `EnvironmentProblem` naming the damaged ones."""
     snapshot = find_snapshot(folder, name)
     problems = snapshot.problems(hashes=False)
@@ -195,7 +187,7 @@ def _day_names(taken_at: datetime.datetime) -> Iterator[str]:
 
 def _check_new_name(folder: DataFolder, name: str) -> None:
     try:
-        checked_name("name", name)
+        check_name("name", name)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if name in (NOW, ALL):
@@ -222,7 +214,7 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     """
     refuse_lost(folder)
     mended = CompactionReport()  # the lock is held: a listing that hides what its merged file lacks hides nothing
-    settled = {kind: settled_listings(folder, kind, mended) for kind in KINDS}
+    settled = {kind: settle_listings(folder, kind, mended) for kind in KINDS}
     damaged: list[DamagedFile] = []
 
     def is_whole(path: Path) -> bool:
@@ -272,7 +264,7 @@ def _link(source: Path, target: Path) -> None:
 def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime, left_out: list[str]) -> None:
     files = []
     for path in _parquet_files(building.root):
-        with _named(path):
+        with _name_errors(path):
             rows = pq.read_metadata(path).num_rows
         status = path.stat()
         file = SnapshotFile(
@@ -308,7 +300,7 @@ def _view_rows(building: DataFolder) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _name_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except pa.ArrowException as error:

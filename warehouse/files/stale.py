@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import checked_name, write_parquet
+from warehouse.files.layout import check_name, write_parquet
 from warehouse.tables.schema import ENVIRONMENT, STALE_SCHEMA
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked
     columns["operators"] = [", ".join(mark.operators) for mark in ordered]
     columns |= {name: [mark.environment.get(name) for mark in ordered] for name in ENVIRONMENT}
     columns |= {"marked_at": [marked_at] * len(ordered), "cycle": [cycle] * len(ordered)}
-    path = folder.stale / f"{checked_name('cycle', cycle)}.parquet"
+    path = folder.stale / f"{check_name('cycle', cycle)}.parquet"
     write_parquet(path, pa.table(columns, schema=STALE_SCHEMA))
     return path
 

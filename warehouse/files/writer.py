@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from warehouse.files.counting import counting_merged_names, merged_damage
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import FolderLayout, checked_name, write_parquet
+from warehouse.files.layout import FolderLayout, check_name, write_parquet
 from warehouse.files.merged import has_own_name, is_merged_name, land_batch
 from warehouse.tables.run import Run
 from warehouse.tables.schema import (
@@ -121,7 +121,7 @@ class RunWriter:
         job = dict(job)
         if isinstance(job.get("submitted_at"), int | float):
             job["submitted_at"] = datetime.datetime.fromtimestamp(job["submitted_at"], datetime.UTC)
-        path = self._folder.jobs / f"{checked_name('job_id', job.get('job_id'))}.parquet"
+        path = self._folder.jobs / f"{check_name('job_id', job.get('job_id'))}.parquet"
         write_parquet(path, _one_row(job, JOB_SCHEMA, "job", []))
         return path
 
@@ -150,7 +150,7 @@ def run_problems(run: Mapping[str, Any]) -> list[str]:
     for name in ("run_id", "family"):
         if run.get(name) is not None:
             try:
-                checked_name(name, run[name])
+                check_name(name, run[name])
             except ValueError as error:
                 problems.append(str(error))
     if is_merged_name(f"{run.get('run_id')}.parquet"):

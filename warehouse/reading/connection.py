@@ -93,16 +93,16 @@ def connect(
 
     folder = DataFolder.resolve(data).open()
     if snapshot is not None:
-        from warehouse.files.snapshots import checked_snapshot
+        from warehouse.files.snapshots import check_snapshot
 
-        folder = checked_snapshot(folder, snapshot).folder
+        folder = check_snapshot(folder, snapshot).folder
     with contextlib.suppress(OSError):  # the folder may be read-only: the file is for other DuckDB clients
         views.refresh(folder)
     lock = _reader_lock(folder)
     try:
         files, spill = FolderFiles(folder), None if share else _spill_folder()
         content = views_file or make_views_file()
-        return WarehouseConnection.opened(lambda: _opened_views(content, files, spill, share), files, lock, spill)
+        return WarehouseConnection.open(lambda: _opened_views(content, files, spill, share), files, lock, spill)
     except BaseException:
         if lock is not None:
             os.close(lock)
@@ -372,7 +372,7 @@ class WarehouseConnection(_Planned):
         self._rows: deque[tuple[Any, ...]] | None = None
 
     @classmethod
-    def opened(
+    def open(
         cls, renew: Callable[[], duckdb.DuckDBPyConnection], files: FolderFiles, lock: int | None, spill: Path | None
     ) -> Self:
         """Open a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it.
@@ -425,13 +425,13 @@ class WarehouseConnection(_Planned):
         if not is_fetch:
             return super()._call(name, args, options)
         if self._rows is not None and name in _ROWS:
-            return self._buffered(name, *args, **options)
+            return self._take_buffered(name, *args, **options)
         if self._is_unpinned and not self._is_fetched and self._executed is not None:
             if name in ("fetchone", "fetchmany"):
                 self._rows = deque(self._call("fetchall", (), {}))
-                return self._buffered(name, *args, **options)
+                return self._take_buffered(name, *args, **options)
             if name in _STREAMS:
-                return self._materialized(name, args, options)
+                return self._materialize(name, args, options)
 
         def execute_again() -> None:
             if self._executed is None or self._is_fetched:
@@ -443,7 +443,7 @@ class WarehouseConnection(_Planned):
         self._is_fetched = True
         return self._own(result)
 
-    def _buffered(self, name: str, size: int = 1) -> Any:
+    def _take_buffered(self, name: str, size: int = 1) -> Any:
         """Return rows that were fetched all at once, as DuckDB would."""
         assert self._rows is not None
         if name == "fetchone":
@@ -451,7 +451,7 @@ class WarehouseConnection(_Planned):
         count = len(self._rows) if name == "fetchall" else min(size, len(self._rows))
         return [self._rows.popleft() for _ in range(count)]
 
-    def _materialized(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _materialize(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         (query, *parameters), execute_options = self._executed or ((), {})
         given = parameters[0] if parameters else execute_options.get("parameters")
         with contextlib.suppress(AttributeError):

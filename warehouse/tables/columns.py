@@ -1,6 +1,6 @@
 """Meaning and unit of each column of the published tables.
 
-Start reading at `described`. `warehouse.tables.schema` has the types; a test compares the names.
+Start reading at `describe`. `warehouse.tables.schema` has the types; a test compares the names.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ TABLES = {
 }
 
 
-def described(table: str, column: str) -> str:
+def describe(table: str, column: str) -> str:
     """Return a column's meaning, followed by its unit."""
     text = TABLES[table][column]
     unit = _UNITS.get(column.rpartition("_")[2]) if "_" in column else None

@@ -50,7 +50,7 @@ def scratch_cursor() -> duckdb.DuckDBPyConnection:
 @contextlib.contextmanager
 def new_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """Make a database file, into which the statements of the block go at once or not at all; it is closed then."""
-    with _attached(path, "") as cursor:
+    with _attach(path, "") as cursor:
         cursor.execute("BEGIN")
         yield cursor
         cursor.execute("COMMIT")
@@ -59,12 +59,12 @@ def new_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 @contextlib.contextmanager
 def existing_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
     """Open a database file to read it. Raises `duckdb.Error` where it is not one."""
-    with _attached(path, " (READ_ONLY)") as cursor:
+    with _attach(path, " (READ_ONLY)") as cursor:
         yield cursor
 
 
 @contextlib.contextmanager
-def _attached(path: Path, mode: str) -> Iterator[duckdb.DuckDBPyConnection]:
+def _attach(path: Path, mode: str) -> Iterator[duckdb.DuckDBPyConnection]:
     name = f'"{path.stem}"'  # as a client that opens the file calls it
     with _ATTACHING, scratch_cursor() as cursor:
         cursor.execute(f"ATTACH {sql_text(str(path))} AS {name}{mode}")

@@ -141,9 +141,9 @@ def measure_training(
 
     link.report("warmup", t_ns=time.monotonic_ns())
     if ranks is not None and not ranks.leads:
-        window = followed_window(ranks.followed(run_step, begin_window))
+        window = follow_window(ranks.follow(run_step, begin_window))
     else:
-        window = _decided_window(run_step, begin_window, memory, settings.window, link, optimizer_ready, ranks)
+        window = _decide_window(run_step, begin_window, memory, settings.window, link, optimizer_ready, ranks)
     reporter.flush()
     step_time_ms = statistics.median(window.step_times_ms)
     half_widths = {} if window.half_width_ms is None else {"step_time_ms": window.half_width_ms}
@@ -165,7 +165,7 @@ def measure_training(
         report_kernels(train_step, settings.kernels.steps, step_time_ms, meter.device.type, link)
 
 
-def _decided_window(
+def _decide_window(
     run_step: RunStep,
     begin_window: Callable[[], int],
     memory: MemoryWatch,
@@ -375,7 +375,7 @@ def measure_window(
             )
 
 
-def followed_window(steps: Iterable[tuple[int, float]]) -> MeasuredWindow:
+def follow_window(steps: Iterable[tuple[int, float]]) -> MeasuredWindow:
     """Return the window of a rank that runs the steps, at least one, that another rank decides on."""
     ends_ns, times_ms = zip(*steps, strict=True)
     return MeasuredWindow(step_times_ms=list(times_ms), end_ns=ends_ns[-1], ended="fixed", half_width_ms=None)
@@ -466,7 +466,7 @@ class Lockstep:
         """Tell the other ranks that there are no more steps."""
         self._broadcast(_END)
 
-    def followed(self, run_step: RunStep, window_begins: Callable[[], object]) -> Iterator[tuple[int, float]]:
+    def follow(self, run_step: RunStep, window_begins: Callable[[], object]) -> Iterator[tuple[int, float]]:
         """Run the steps that the first rank says; yield those of the window."""
         in_window = False
         while (word := self._broadcast(_END)) != _END:

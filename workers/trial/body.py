@@ -29,11 +29,12 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from conf.children.containment import die_with_parent, kill, run_as_child
+from conf.children.keeper import receive
 from conf.errors import CommandError
 from conf.plain_text import shortened
 from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
@@ -128,10 +129,7 @@ class TrialLink:
     def _listen(self, timeout_s: float | None) -> None:
         if self.ended or not select.select([self._channel], [], [], timeout_s)[0]:
             return
-        try:
-            data = self._channel.recv(_WORD_BYTES)
-        except ConnectionResetError:
-            data = b""
+        data = receive(self._channel, _WORD_BYTES)
         self.ended = not data
         *words, self._buffer = (self._buffer + data).split(b"\n")
         self._words |= {word.decode() for word in words}
@@ -241,7 +239,7 @@ def _free_device_mib(trial: dict[str, Any], place: Place | None) -> float | None
 
 @dataclass
 class _Rank:
-    """One rank's process. `result` and `failure` are what it reported; `code` and `signal` how it ended."""
+    """One rank's process. `result` and `failure` are what it reported; `code` is its exit, negative for a signal."""
 
     number: int
     pid: int
@@ -251,11 +249,10 @@ class _Rank:
     result: dict[str, Any] | None = None
     failure: dict[str, Any] | None = None
     code: int | None = None
-    signal: int | None = None
 
     @property
     def ended(self) -> bool:
-        return self.code is not None or self.signal is not None
+        return self.code is not None
 
     @property
     def silent(self) -> bool:
@@ -275,7 +272,7 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         run_rank: Runs one rank in its own process, reporting over the socket.
     """
     link.wait_for_go()
-    store = _rendezvous()
+    store = os.memfd_create("ranks", 0)  # a file in memory, through which they meet: no port, and nothing on the disk
     ranks: list[_Rank] = []
     try:
         try:
@@ -288,11 +285,6 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         _dismiss(ranks)
     finally:
         _end(ranks)
-
-
-def _rendezvous() -> int:
-    """Return the descriptor of a file in memory through which the ranks meet: no port, and nothing is left on disk."""
-    return os.memfd_create("ranks", 0)
 
 
 def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank: RunRank) -> None:
@@ -370,10 +362,7 @@ class _RankMonitor:
         return False
 
     def _hear(self, rank: _Rank) -> None:
-        try:
-            data = rank.channel.recv(_RECEIVE_BYTES)
-        except ConnectionResetError:
-            data = b""
+        data = receive(rank.channel, _RECEIVE_BYTES)
         if not data:
             rank.open = False
             _reap(rank, _SETTLE_S)
@@ -411,7 +400,7 @@ class _RankMonitor:
         if rank.failure is not None:
             self.link.report("failed", **{**rank.failure, "rank": rank.number})
         else:
-            self.link.report("rank_ended", rank=rank.number, code=rank.code, signal=rank.signal)
+            self.link.report("rank_ended", rank=rank.number, code=rank.code)
 
     def _report_results(self) -> None:
         for rank in self.ranks:
@@ -456,22 +445,15 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 def _reap(rank: _Rank, within_s: float) -> None:
     """Record how a rank ended, if it does within the time."""
-    for _ in _until(within_s):
-        if rank.ended:
-            return
+    give_up = time.monotonic() + within_s
+    while not rank.ended:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
         if pid:
-            code = os.waitstatus_to_exitcode(status)
-            rank.code, rank.signal = (code, None) if code >= 0 else (None, -code)
+            rank.code = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() >= give_up:
             return
-
-
-def _until(within_s: float) -> Iterator[None]:
-    give_up = time.monotonic() + within_s
-    yield
-    while time.monotonic() < give_up:
-        time.sleep(_PAUSE_S)
-        yield
+        else:
+            time.sleep(_PAUSE_S)
 
 
 # The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.

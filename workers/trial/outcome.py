@@ -41,9 +41,9 @@ def kernels_missing(observed: Observed) -> str | None:
     if observed.broken is not None:
         return f"the trial reported {observed.broken}"
     ended = observed.exit
-    if ended.signal is None and ended.code is None:
+    if ended.code is None:
         return f"the trial was killed before it had reported them: {ended.killed_for or 'it was not done in time'}"
-    how = signal_name(ended.signal) if ended.signal is not None else f"code {ended.code}"
+    how = signal_name(-ended.code) if ended.code < 0 else f"code {ended.code}"
     return f"the trial's process ended with {how} before it had reported them"
 
 
@@ -54,9 +54,9 @@ def failed_rank(observed: Observed) -> int | None:
     return None if observed.failure is None else observed.failure.rank
 
 
-def lost_rank_to_kill(observed: Observed) -> bool:
-    """Return whether the trial ended because one of its ranks was sent SIGKILL."""
-    return observed.rank_ended is not None and observed.rank_ended.signal == signal.SIGKILL
+def exit_code(observed: Observed) -> int | None:
+    """Return the exit code of the trial, or of the rank that ended it; negative for a signal."""
+    return observed.exit.code if observed.rank_ended is None else observed.rank_ended.code
 
 
 def kernel_oom_kills() -> int:
@@ -112,13 +112,11 @@ def outcome_of(
         return outcome(
             "timeout", error_type="Timeout", error=f"not done after trial.timeout_s={settings.timeout_s:g} s"
         )
-    code, number = ended.code, ended.signal
-    if observed.rank_ended is not None:
-        code, number = observed.rank_ended.code, observed.rank_ended.signal
-    if number == signal.SIGKILL:
+    code = exit_code(observed)
+    if code == -signal.SIGKILL:
         return outcome("crashed", error_type="SIGKILL", error=f"{who} was killed from outside", retryable=True)
-    if number is not None:
-        name = signal_name(number)
+    if code is not None and code < 0:
+        name = signal_name(-code)
         return outcome("crashed", error_type=name, error=f"{who} died of {name}")
     return outcome("crashed", error_type="Exit", error=f"{who} exited with code {code} and no result")
 
@@ -169,8 +167,7 @@ class TrialRun:
         event, observed, watch = next(self._events), self.observed, self._watch
         if isinstance(event, TrialExit):
             observed.exit, self.living = event, False
-            was_killed = event.signal == signal.SIGKILL or lost_rank_to_kill(observed)
-            if was_killed and kernel_oom_kills() > observed.oom_kills:
+            if -signal.SIGKILL in (event.code, exit_code(observed)) and kernel_oom_kills() > observed.oom_kills:
                 event.killed_for = event.killed_for or "the kernel's out-of-memory killer"
             return event
         if event == "ranks":

@@ -23,6 +23,7 @@ _NAME_CHARACTERS = 200
 _KERNEL_CHARACTERS = 4_000  # characters of a kernel's name or its shapes
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 1e18
+_MOST_SIGNALS = 64
 _LATEST_VIRTUAL_NS = 2**62
 
 _FAILURES = ("oom", "crashed", "invalid")  # the statuses that a trial may claim; `timeout` is the worker's to say
@@ -61,11 +62,10 @@ _RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # label
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """A rank's process ended before it had a result, by a signal or with a code; the trial ends with it."""
+    """A rank's process ended before it had a result; the trial ends with it. `code` is negative for a signal."""
 
     rank: int
-    code: int | None
-    signal: int | None
+    code: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,9 @@ class Failure:
 
 @dataclass
 class TrialExit:
-    """The end of a trial's process: `code` of a normal exit, `signal` of a kill; both None while it runs."""
+    """The end of a trial's process: `code` is negative for a signal, and None where a limit or the worker ended it."""
 
     code: int | None = None
-    signal: int | None = None
     timed_out: bool = False
     killed_for: str | None = None  # why it was killed, other than the deadline
     output: str = ""  # its standard output and error: the beginning and the end
@@ -284,12 +283,9 @@ class ReportReader:
         self._once(f"rank {number}")
         self.observed.rank_values[number] = _rank_labels(values)
 
-    def _rank_ended(self, rank: Any, code: Any, signal: Any) -> None:
-        self.observed.rank_ended = RankEnded(
-            self._number_of_rank(rank),
-            None if code is None else _integer("code", code),
-            None if signal is None else _integer("signal", signal),
-        )
+    def _rank_ended(self, rank: Any, code: Any) -> None:
+        signalled = isinstance(code, int) and -_MOST_SIGNALS <= code < 0
+        self.observed.rank_ended = RankEnded(self._number_of_rank(rank), code if signalled else _integer("code", code))
         self._over = True
 
     def _rank_or_none(self, rank: Any) -> int | None:
@@ -388,7 +384,7 @@ _EVENTS: dict[str, tuple[Callable[..., bool | None], frozenset[str]]] = {
     "sample": (ReportReader._sample, frozenset({"sensor", "t_ns", "values"})),
     "ranks": (ReportReader._ranks, frozenset({"pids"})),
     "rank": (ReportReader._rank, frozenset({"rank", "values"})),
-    "rank_ended": (ReportReader._rank_ended, frozenset({"rank", "code", "signal"})),
+    "rank_ended": (ReportReader._rank_ended, frozenset({"rank", "code"})),
     "result": (ReportReader._result, frozenset({"window_end_ns", "window_ended", "values"})),
     "kernels": (ReportReader._kernels, frozenset({"rows"})),
     "profiled": (ReportReader._profiled, frozenset({"problem"})),

@@ -1,0 +1,550 @@
+"""An estimate in the making: each source is asked for the targets that it knows, one after the other.
+
+Start reading at `Draft`; `learn.estimation.answers` calls its stages: `trace`, `choose_sources` and `finish`. The
+sources are a training-free method or fitted models (`learn.estimation.fitted_models`), and the traced step for what
+these leave open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.units import MIB
+from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, UnsuitableDevice
+from featurize.job.training_settings import TrainingSettings, training_of
+from featurize.memory.replay import loads_cudnn
+from featurize.recording.skeleton import build_on_meta
+from featurize.recording.step_trace import BatchMix, StepTrace
+from featurize.recording.values import tensors_of
+from featurize.timing.overlap import SimulatedStep, lengthened, simulate
+from featurize.timing.times import seconds_at_peak
+from learn.estimation.fitted_models import ModelQuestion, choose_models
+from learn.estimation.job_estimate import (
+    Activity,
+    Energy,
+    Estimate,
+    Memory,
+    RankGroup,
+    Timing,
+    estimators_named,
+    uncertainty_of,
+    widest,
+)
+from learn.estimation.known_runs import move_by_runs
+from learn.estimation.notes import (
+    AMD_GPU,
+    INFO,
+    MAY_RUN_OUT,
+    OUT_OF_MEMORY,
+    PIPELINE,
+    PROBLEM,
+    RESIDENT,
+    TARGETS,
+    WARNING,
+    Note,
+    loading_ms,
+    loop_named,
+    times,
+)
+from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
+from learn.estimation.requests import Request
+from learn.estimators.protocol import TRAINING_FREE, get_estimator
+from learn.job.traced import CannotTrace, TracedStep, step_of, wants_values
+from learn.job.training_job import Case, TrainingJob
+from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
+from learn.rows.data import get_target
+from learn.rows.step_store import StepRecord, StepStore, traced_column
+from warehouse.files.folder import DataFolder
+
+if TYPE_CHECKING:
+    from featurize.trace.trace_cache import Traces
+
+TOP_MODULES = 10
+_OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
+# Where the trace meets its own limits, these may still answer: what each of them does instead.
+WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
+
+
+class Draft:
+    """An estimate in the making.
+
+    traced      the step, where it can be traced; else `failure` says why it cannot
+    job         in the loop that is asked for; `alone`: with the longest of its batches in every step
+    case        what estimators are asked about
+    questions   to fitted models, which are asked between `choose_sources` and `finish`
+    memory      the figure and its bound, by whoever is asked; None: nobody has answered
+    figures     column of each further target -> the figure
+    by, loops   target -> its estimator, and its loop
+    beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
+    error       why there is no estimate
+    """
+
+    def __init__(self, request: Request, steps: StepStore, *, timeline: bool, traces: Traces | None) -> None:
+        self.request, self.platform, self.device = request, request.platform, request.platform.device
+        self._steps, self._timeline, self._traces = steps, timeline, traces
+        self.job = in_loop(request, request.job)
+        self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
+        self.case = self._case()
+        self.traced: TracedStep | None = None
+        self.failure: CommandError | None = None
+        self.questions: list[ModelQuestion] = []
+        self.memory: Memory | None = None
+        self.figures: dict[str, float] = {}
+        self.by: dict[str, str] = {}
+        self.loops: dict[str, str] = {}
+        self.notes: list[Note] = []
+        self.beyond_fit = False
+        self.error: CommandError | None = None
+
+    def _case(self) -> Case:
+        """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
+        job, device, named = self.alone, self.device, self.request.options.estimator
+        if job.config is not None:
+            return Case(job.config, device.name, job.training_loop, described=device)
+        if named is not None and named not in TRAINING_FREE and not get_estimator(named).needs_trace:
+            raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
+        return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
+
+    def trace(self, failure: CommandError | None) -> None:
+        """Trace the step, or keep why it cannot be traced: `failure`, where it was tried on another GPU model.
+
+        Raises:
+            UsageError: A GPU model that the job cannot run on.
+        """
+        buffers_mib(self.job, self.device)  # refuses a GPU model before anything is traced
+        self.platform.prepare_workspaces(self.job)
+        try:
+            if failure is not None and not isinstance(failure, UnsuitableDevice):
+                raise failure
+            self.traced = step_of(
+                self.job, self.device, allocator=self.platform.allocator, timeline=self._timeline, traces=self._traces
+            )
+        except CommandError as error:
+            self.failure = error
+            if self.case.config is not None:  # it may name code that nobody allowed to run: what was stored may answer
+                self._steps.recall([self.case, replace(self.case, training_loop=True)])
+            of_case = not self.job.batches and self.platform.allocator is None  # else another job failed
+            if of_case and self._steps.features(self.case) is None:
+                self._steps.keep(self.case, StepRecord(error=str(error)))
+        if self.traced is not None and self.traced.trace.mix is not None:
+            self.alone = self.job.alone(self.traced.trace.mix.longest)
+            self.case = self._case()
+            self.traced = self._with_longest(self.traced, self.traced.trace.mix)
+
+    def _with_longest(self, mixed: TracedStep, mix: BatchMix) -> TracedStep:
+        """Return the traced mix, or its longest batch alone where that takes more: the caches that the other batches
+        leave can suit it better than its own, in the order that was given."""
+        longest = step_of(self.alone, self.device, allocator=self.platform.allocator, timeline=self._timeline)
+        if longest.step.peak_memory_mib <= mixed.step.peak_memory_mib:
+            return mixed
+        text = (
+            f"memory is of the longest batch alone, {self.alone.shape_text()}: the {mix.given} steps on batches of "
+            f"{mix.shapes} shapes reserve {mixed.step.peak_reserved_mib:,.1f} MiB in their order, the longest alone "
+            f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
+        )
+        self.notes.append(Note("batch-mix", INFO, text, ("memory",)))
+        self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
+        return longest
+
+    def choose_sources(self, overrides: contextlib.ExitStack) -> None:
+        """Ask the method that was named, else choose the fitted models to ask.
+
+        Args:
+            overrides: Keeps the traced step's record at hand until the models have been asked.
+
+        Raises:
+            UsageError: The estimator that was named has no answer, or is not fitted.
+        """
+        estimator, job = self.request.options.estimator, self.job
+        beyond = training_of(job.settings).beyond_fits()
+        beyond += () if job.parallel is None else (SEVERAL_GPUS,)
+        if job.batches:
+            beyond += ("batches of several shapes",)
+            if estimator not in (None, "trace"):
+                text = f"estimator={estimator} does not follow a mix of batches: it takes the longest alone"
+                self.notes.append(Note("beyond-fit", WARNING, text))
+        if estimator in TRAINING_FREE and estimator != "trace":
+            self._ask_method(estimator)
+        elif estimator is None and beyond:
+            text = f"no model was fitted on {', '.join(beyond)}: the trace answers"
+            self.notes.append(Note("beyond-fit", INFO, text))
+        elif estimator != "trace":
+            if beyond:
+                text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
+                self.notes.append(Note("beyond-fit", WARNING, text))
+            options = self.request.options
+            self.questions = choose_models(self.case, options, self._steps, self._traces, overrides)
+            if any(question.artifact is not None and not question.looped for question in self.questions):
+                at_hand = self.traced if self.platform.allocator is None and not job.batches else None
+                overrides.enter_context(self._steps.override(self.case, at_hand))
+
+    def _ask_method(self, estimator: str) -> None:
+        """Take memory by a training-free method. Raises `UsageError` with the method's reason."""
+        if beyond := training_of(self.alone.settings).beyond_trials():
+            raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
+        known = get_estimator(estimator)
+        assert issubclass(known, Peer), estimator
+        by_method = analyse(known(), self.alone, self.device)
+        if by_method.mib is None:
+            stuck = wants_values(str(by_method.reason)) and f"estimator={estimator}" not in WITHOUT_TRACE
+            advice = f"; {WITHOUT_TRACE}" if stuck else ""
+            raise UsageError(f"estimator={estimator} has no answer: {by_method.reason}{advice}")
+        self._set("memory", by_method.mib, estimator, loop_named(self.alone.training_loop))
+        self.memory = Memory(peak_memory_mib=by_method.mib, breakdown=dict(by_method.parts))
+        self.notes.append(Note("estimator", WARNING, known.warning))
+
+    def finish(self) -> Estimate:
+        """Return the estimate, once fitted models were asked. Raises why there is none."""
+        if self.questions:
+            self._take_model_answers()
+        if self.failure is not None:
+            self._answer_without_trace(self.failure)
+        if self.traced is not None:
+            self._place(self.traced)
+        return self._moved_by_runs(self._gather())
+
+    def _set(self, target: str, figure: float, by: str, loop: str) -> None:
+        """Set a target's figure, with its source and its loop."""
+        self.by[target], self.loops[target] = by, loop
+        if target == "memory":
+            self.memory = Memory(peak_memory_mib=figure)
+        else:
+            self.figures[get_target(target).column] = figure
+
+    def _take_model_answers(self) -> None:
+        """Take the figures of fitted models, and note what has none."""
+        notes: list[Note] = []
+        absent: list[str] = []
+        for question in self.questions:
+            notes += question.notes
+            answer = question.answer(self.request.options)
+            if answer is None:
+                absent.append(question.target)
+                continue
+            self._set(question.target, answer.figure, answer.by, answer.loop)
+            notes += answer.notes
+            if self.memory is not None and question.target == "memory":
+                self.beyond_fit = question.packaged and answer.outside
+                self.memory = self.memory if answer.bound is None else self.memory.with_bound(answer.bound)
+        self.notes += _merge(notes)
+        if absent:
+            home = DataFolder.resolve(self.request.options.data).models
+            text = (
+                f"no fitted model for {self.case.family if self.case.config else 'modules'} on {self.case.device} in "
+                f"{home} for {', '.join(absent)}{': answered by the trace' if self.traced is not None else ''} "
+                f"(python -m learn.fit target={absent[0]} fits one)"
+            )
+            self.notes.insert(0, Note("not-fitted", INFO, text))
+
+    def _answer_without_trace(self, failure: CommandError) -> None:
+        """Take what was stored of the job. Raises `failure`, why it cannot be traced, where nobody answers."""
+        if self.request.options.estimator in (None, "trace") and self.job.parallel is None:
+            self._take_stored()
+        if self.memory is None:
+            advice = f"; {WITHOUT_TRACE}" if isinstance(failure, CannotTrace) and failure.limit else ""
+            kind = UsageError if isinstance(failure, UsageError) else EnvironmentProblem
+            raise kind(f"{failure}{advice}") from failure
+
+    def _take_stored(self) -> None:
+        """Fill missing figures from a stored trace of a case that cannot be traced here."""
+        if (features := self._steps.features(self.case)) is None:
+            return
+        for target in TARGETS:
+            if target not in self.by:
+                figure = features[traced_column(get_target(target))]
+                self._set(target, figure, "trace", loop_named(self.case.training_loop))
+        text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
+        self.notes.append(Note("stored-trace", INFO, text))
+
+    def _place(self, traced: TracedStep) -> None:
+        """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
+        described_mib = traced.step.peak_memory_mib
+        traced = self.platform.place(traced, self.job, timeline=self._timeline)
+        shift_mib = traced.step.peak_memory_mib - described_mib
+        if self.platform.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
+            traced = self.platform.place(traced, self.job, timeline=self._timeline, workspaces=True)
+            if self.beyond_fit:  # there the trace's own figure stands
+                shift_mib = traced.step.peak_memory_mib - described_mib
+        self.traced, step = traced, traced.step
+        if self.memory is None:
+            self._set("memory", step.peak_memory_mib, "trace", loop_named(self.alone.training_loop))
+        elif self.by["memory"].endswith("(default)"):  # its rows were measured on another machine
+            self.memory = self.memory.shift(shift_mib)
+        if self.beyond_fit or self.by["memory"] == "trace":
+            assert self.memory is not None
+            uncertainty = uncertainty_of(traced, self.device, self.platform.machine)
+            centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
+            limit_mib = self.platform.limit_mib(traced)
+            bound = uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib)
+            self.memory = self.memory.with_bound(bound)
+
+    def _gather(self) -> Estimate:
+        """Return what was gathered, and the trace's figures for the rest."""
+        traced, device = self.traced, self.device
+        limit_mib, timing, energy = self.platform.limit_mib(traced), Timing(), Energy()
+        ranks: tuple[RankGroup, ...] = ()
+        if traced is None:
+            missing = [target for target in TARGETS if target not in self.by]
+            unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
+            notes = [Note("not-traced", WARNING, f"{unknown}, since {self.failure}", tuple(missing))]
+            parameters = _count_parameters(self.alone)
+        else:
+            timing, energy, ranks, notes = self._fill_from_trace(traced)
+            notes += self._notes_on_trace(traced, limit_mib)
+            parameters = traced.step.parameters
+        assert self.memory is not None, "it is answered"
+        first, of_memory = self._notes_on_memory(self.memory, limit_mib)
+        memory = replace(self.memory, device_memory_mib=device.memory_mib, limit_mib=limit_mib)
+        activity = Activity(**{name: self.figures.get(name) for name in vars(Activity())})
+        timing = replace(timing, step_time_ms=self.figures.get("step_time_ms"))
+        return Estimate(
+            **vars(memory),
+            **vars(activity),
+            **vars(timing),
+            **vars(energy),
+            parameters=parameters,
+            device=device.name,
+            notes=(*first, *notes, *of_memory, *self.notes, *_note_on_two_loops(self.loops)),
+            estimator=estimators_named(self.by),
+            answered_by=self.by,
+            loops=self.loops,
+            machine=self.platform.machine.name,
+            ranks=ranks,
+            seconds=0.0,
+        )
+
+    def _fill_from_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
+        """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
+        job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
+        talk = communication_of_step(traced, job, device)
+        step = lengthened(self._time_in_loop(traced, loop), talk, device)
+        of_step: dict[str, Any] = {}
+        notes: list[Note] = []
+        for target in TARGETS:
+            if target not in self.by:
+                self._set(target, getattr(step, get_target(target).column), "trace", loop)
+                if target == "step_time":
+                    of_step = {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
+                    if step.bound_by == "host":
+                        upper_ms = f"{step.step_time_upper_ms:,.2f} on 9 of 10 machines"
+                        text = f"the host bounds the step: {step.step_time_ms:,.2f} ms, up to {upper_ms}"
+                        if job.config is None:
+                            text += "; for a module, framework= says what launches the kernels"
+                        notes.append(Note("host-bound", INFO, text, (target,)))
+        timed = step if self.loops["step_time"] == loop else self._time_in_loop(traced, PIPELINE)
+        ranks, sent, assumed = ranks_of(traced, job, device, talk)
+        notes += [*assumed, *(Note("trace", WARNING, text) for text in traced.trace.notes)]
+        memory, largest = traced.memory, list(traced.memory.peak_modules.items())[:TOP_MODULES]
+        assert self.memory is not None, "it is answered"
+        self.memory = replace(
+            self.memory,
+            breakdown=dict(traced.breakdown),
+            trace_memory_mib=step.peak_memory_mib,
+            allocated_mib=step.peak_allocated_mib,
+            reserved_mib=step.peak_reserved_mib,
+            process_mib=step.peak_memory_mib - self.platform.machine.other_mib,
+            card_mib=step.peak_memory_mib,
+            peak_operator=memory.peak_operator,
+            peak_module=memory.peak_module,
+            peak_phase=memory.peak_phase,
+            activations={name: nbytes / MIB for name, nbytes in largest},
+        )
+        if not (step_time_ms := self.figures["step_time_ms"]):
+            return Timing(**of_step, **sent), Energy(), ranks, notes
+        step_s = step_time_ms / 1e3
+        tokens = traced.trace.remembered(("tokens", job.batch_size), lambda: _tokens(job, traced.trace))
+        micro_steps = training_of(job.settings).accumulation
+        # All micro-steps and all replicas count, but for utilization and energy, which are of one GPU.
+        passes = micro_steps * (1 if job.parallel is None else job.parallel.replicas)
+        at_peak_s = _seconds_at_peak(traced.trace, device, job.settings)
+        timing = Timing(
+            **of_step,
+            **sent,
+            samples_per_s=passes * job.batch_size / step_s,
+            tokens_per_s=None if tokens is None else passes * tokens / step_s,
+            mfu=None if at_peak_s is None else at_peak_s / step_s,
+        )
+        return timing, Energy(energy_j=timed.power_w * step_s), ranks, notes
+
+    def _time_in_loop(self, traced: TracedStep, loop: str) -> SimulatedStep:
+        """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
+        if loop != PIPELINE:
+            return traced.step
+        waits_ms, settings = loading_ms(traced, self.alone), self.alone.settings
+        timed = simulate(traced.trace, self.device, settings, memory=traced.memory, input_ms=waits_ms)
+        return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
+
+    def _notes_on_trace(self, traced: TracedStep, limit_mib: float) -> list[Note]:
+        """Return whether the traced step fits into `limit_mib`, and what was assumed of it."""
+        memory, by, device, job = traced.memory, self.by["memory"], self.device, self.alone
+        notes: list[Note] = []
+        more = f"the {limit_mib:,.0f} MiB of its share of {device.name}"
+        more = f"{device.name} has" if limit_mib >= device.memory_mib else more
+        if not memory.fits and by == "trace":
+            notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: the step needs more than {more}"))
+        elif not memory.fits:
+            notes.append(Note("trace-out-of-memory", WARNING, f"the trace finds that the step needs more than {more}"))
+        elif memory.retries:
+            text = f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}"
+            notes.append(Note("near-limit", WARNING, text))
+        notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
+        if (mix := traced.trace.mix) is not None:
+            text = (
+                f"{mix.given} steps on batches of {mix.shapes} shapes, replayed in order and then twice on the "
+                f"longest, {job.shape_text()}: allocated at the peak {memory.peak_allocated / MIB:,.1f} MiB, reserved "
+                f"by the mix {memory.peak_reserved / MIB:,.1f} MiB, {traced.breakdown['fragmentation']:,.1f} MiB of "
+                "it fragmentation; utilization and step time are of the longest"
+            )
+            notes.append(Note("batch-mix", INFO, text))
+        notes += workspace_notes(memory.workspaces, self.platform.torch_version)
+        if device.architecture.vendor == AMD:
+            of_context = ", its context is assumed" if self.platform.machine.name in MACHINES else ""
+            of_layers = "; MIOpen's memory is not known, and assumed to be what cuDNN takes"
+            text = (
+                "on an AMD GPU: no AMD GPU was measured: times rest on its data sheet and on kernels of NVIDIA GPUs"
+                f"{of_context}{of_layers if loads_cudnn(traced.trace) else ''}"
+            )
+            notes.append(Note(AMD_GPU, WARNING, text))
+        if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
+            text = (
+                "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. "
+                "Power and energy are of a GPU that waits; a loader with workers changes them"
+            )
+            notes.append(Note("input-bound", WARNING, text, ("step_time",)))
+        if memory.workspaces and by != "trace" and not self.beyond_fit:
+            text = f"workspaces= changes the trace's figures only; memory is answered by {by}"
+            notes.append(Note("without-effect", WARNING, text))
+        return notes
+
+    def _notes_on_memory(self, memory: Memory, limit_mib: float) -> tuple[list[Note], list[Note]]:
+        """Return the notes that come first, that the job does not fit, and those on what bounds its memory."""
+        device, by = self.device, self.by["memory"]
+        peak_mib, upper_mib = memory.peak_memory_mib, memory.upper_mib
+        room = f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
+        first: list[Note] = []
+        notes: list[Note] = []
+        if upper_mib is not None and peak_mib <= limit_mib < upper_mib:
+            text = f"it may run out of memory: the bound is above the {limit_mib:,.0f} MiB {room}"
+            notes.append(Note(MAY_RUN_OUT, PROBLEM, text))
+        if upper_mib is None and by == "trace":
+            notes.append(Note("no-bound", WARNING, TRACE_HAS_NO_BOUND))
+        elif by != "trace" and peak_mib > device.memory_mib:
+            text = f"out of memory by {by}: {device.name} has {device.memory_mib:,.0f} MiB"
+            first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
+        elif by != "trace" and peak_mib > limit_mib:
+            text = f"out of memory by {by}: it may take {limit_mib:,.0f} MiB {room}"
+            first.append(Note(OUT_OF_MEMORY, PROBLEM, text))
+        if (note := widest(memory.uncertain, (upper_mib or 0.0) - peak_mib)) is not None:
+            notes.append(note)
+        if self.platform.allocator is not None and by != "trace":
+            limits = "" if limit_mib >= device.memory_mib else f" and the limit of {limit_mib:,.0f} MiB"
+            text = f"allocator= changes the trace's figures{limits} only; memory is answered by {by}"
+            notes.append(Note("without-effect", WARNING, text))
+        return first, notes
+
+    def _moved_by_runs(self, estimate: Estimate) -> Estimate:
+        """Return the estimate moved by the measured runs: the data folder's own, or else those of `known`.
+
+        Raises:
+            UsageError: There are runs, and the job is not traced.
+        """
+        own_runs, known, traced = self.request.own_runs, self.request.options.known, self.traced
+        if own_runs is not None and (traced is not None or own_runs.asked_for):
+            runs, notes = own_runs.of(self.job.batch_size, self.device)
+        else:
+            own_runs, runs, notes = None, tuple(run for run in known if run.is_of(self.device)), []
+            if known and not runs:
+                notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {self.device.name}"))
+        if not runs:
+            return replace(estimate, notes=(*estimate.notes, *notes))
+        if traced is None:
+            raise UsageError("known= takes a job that can be traced, and this one cannot")
+
+        def trace_at(batch_size: int) -> TracedStep:
+            if batch_size == self.job.batch_size:
+                return traced
+            job = in_loop(self.request, self.job.with_samples(batch_size))
+            workspaces = self.platform.workspaces is not None
+            return self.platform.place(
+                step_of(job, self.device, allocator=self.platform.allocator), job, workspaces=workspaces
+            )
+
+        without = uncertainty_of(traced, self.device, self.platform.machine)
+        try:
+            by_runs = move_by_runs(estimate, runs, trace_at, self.request.options.coverage, without)
+        except CommandError as error:
+            if own_runs is None or own_runs.asked_for:
+                raise
+            return replace(estimate, notes=(*estimate.notes, own_runs.left_out(error)))
+        if own_runs is None or by_runs.answered_by == estimate.answered_by:
+            return by_runs
+        return replace(by_runs, notes=(own_runs.note(runs), *by_runs.notes))
+
+
+def in_loop(request: Request, job: TrainingJob) -> TrainingJob:
+    """Return the job in the loop that is asked for."""
+    return job if request.options.loop is None else replace(job, training_loop=request.options.loop == PIPELINE)
+
+
+def _count_parameters(job: TrainingJob) -> int | None:
+    """Return the parameters of a model that is built but not traced; None where it cannot be built either."""
+    try:
+        return sum(p.numel() for p in build_on_meta(job.build).parameters())
+    except Exception:  # a model may raise anything, and the trace's reason is noted already
+        return None
+
+
+def _merge(notes: list[Note]) -> list[Note]:
+    """Return one note for those that say the same of several targets, whose names then begin its text."""
+    targets: dict[Note, list[str]] = {}
+    for note in notes:
+        targets.setdefault(replace(note, targets=()), []).extend(note.targets)
+    return [
+        replace(note, text=f"{', '.join(names)}: {note.text}", targets=tuple(names)) if names else note
+        for note, names in targets.items()
+    ]
+
+
+def _note_on_two_loops(loops: Mapping[str, str]) -> list[Note]:
+    """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
+    of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
+    if not all(of_loop.values()):
+        return []
+    parts = " and ".join(
+        f"{', '.join(targets)} {'is' if len(targets) == 1 else 'are'} for the {loop} loop"
+        for loop, targets in of_loop.items()
+    )
+    return [Note("two-loops", WARNING, f"{parts}; pass loop={PIPELINE} or loop={RESIDENT} to get all for one")]
+
+
+def _seconds_at_peak(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
+    """Return the seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the
+    model."""
+    groups = () if trace.pipeline is None else trace.pipeline.groups
+    if not groups:
+        return seconds_at_peak(trace, device, settings)
+    seconds = [(seconds_at_peak(group.trace, device, settings), len(group.ranks)) for group in groups]
+    known = [(figure, count) for figure, count in seconds if figure is not None]
+    return sum(figure * count for figure, count in known) / sum(count for _, count in known) if known else None
+
+
+def _tokens(job: TrainingJob, trace: StepTrace) -> int | None:
+    """Return the tokens of one micro-step; None where the job has no sequences of them.
+
+    Tokens are the elements of the first input of integers that has the shape [batch, length], padding included. A
+    script's inputs are not kept: there, what the first embedding of that shape looks up counts.
+    """
+    if job.recorded is None:
+        inputs, _targets = job.batch("meta")
+        shapes = [
+            tuple(x.shape)
+            for x in tensors_of(inputs)
+            if not (x.is_floating_point() or x.is_complex() or x.dtype.itemsize == 1)
+        ]
+    else:
+        shapes = [op.input_shapes[1] for op in trace.operators if op.name == "aten::embedding"]
+    return next((batch * size[0] for batch, *size in shapes if batch == job.batch_size and len(size) == 1), None)

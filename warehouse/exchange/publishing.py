@@ -1,0 +1,390 @@
+"""A snapshot as a data set that others can use: Parquet by table, a card, Croissant metadata, an example, pages.
+
+Start reading at `publish`, the body of `warehouse.publish`. Names of machines, users and paths are taken out as
+`warehouse.exchange.exporting` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.cli.settings import Checked, data_key, key
+from conf.errors import UsageError
+from conf.files.identity import sha256_of
+from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, new_folder
+from warehouse.exchange import load_example
+from warehouse.exchange.dataset import CARD, KINDS, naive, narrow, public_row, public_tables, scrub, writing
+from warehouse.exchange.dataset_card import SECTION_COLUMNS, croissant, levels, markdown_table, plain_markdown, sections
+from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
+from warehouse.files.folder import DataFolder
+from warehouse.files.snapshots import Snapshot, find_snapshot, snapshots, take_snapshot
+from warehouse.reading.checks import check
+from warehouse.reading.connection import WarehouseConnection, connect
+from warehouse.tables.columns import JOBS, TABLES, describe
+from warehouse.tables.duckdb_access import disk_errors_named
+from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES
+from warehouse.tables.sql_text import sql_text
+
+METADATA, EXAMPLE = "croissant.json", "load_example.py"
+_PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
+_ALWAYS = {
+    "runs": ("run_id", "family", "status", "source", "device_name", "peak_memory_mib"),
+    "telemetry": ("run_id", "t_ms"),
+    **{kind: ("run_id", *detail.required) for kind, detail in DETAILS.items()},
+}
+_JOBS = pa.schema([field for field in JOB_SCHEMA if field.name in JOBS])
+_CHUNK_RUNS = 2_000
+_FILE_ROWS = {
+    "runs": 500_000,
+    "telemetry": 2_000_000,
+    "kernels": 2_000_000,
+    "ranks": 2_000_000,
+    "collocations": 2_000_000,
+    "jobs": 500_000,
+}
+_TOLD = ("citation", "creators", "url", "version")  # reported where missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishSettings(Checked):
+    """The rows to publish, and the folder for them. Raises `UsageError` that names every bad key together.
+
+      python -m warehouse.publish out=/srv/gpu-runs licence=CC-BY-4.0
+      python -m warehouse.publish out=runs snapshot=2026-11-20 licence=CC-BY-4.0 "creators=[Ada Lovelace,'org:ACME']"
+
+    Names of machines, users and paths are taken out. The folder appears whole or not at all. What is not given
+    (citation, creators, url, version) is left out of the card and the metadata, and said to be missing; a licence
+    must be given.
+    """
+
+    out: str = key(help="folder of the data set, new or empty", kind="new path")
+    data: str | None = data_key()
+    snapshot: str | None = key(None, "which one; default the newest, else one taken now")
+    licence: str | None = key(None, "required: an SPDX name or a URL")
+    citation: str | None = key(None, "how to cite the data set, best in BibTeX", "any text")
+    creators: tuple[str, ...] | None = key(
+        None, "names of persons, as in [Ada Lovelace]; 'org:NAME' for an organization", "text | list of text | null"
+    )
+    url: str | None = key(None, "the data set's page")
+    version: str | None = key(None, "as in 1.0.0")
+    published: str | None = key(None, "day, as in 2026-11-20; default the snapshot's")
+    name: str | None = key(None, "the data set's name; default the folder's")
+    description: str | None = key(None, "a sentence or two; default says how many rows there are", "any text")
+    sources: tuple[str, ...] = key(
+        ("measured", "simulated"),
+        "imported rows have licences of their own and are published only if named",
+        "text | list of text",
+        SOURCES,
+    )
+    pages: int = key(200, "runs that get a page of their own among the pages to browse; 0 writes no pages", "int >= 0")
+    hz: float | None = key(
+        10, "telemetry is thinned to this many readings a second of each sensor; null keeps all", "number > 0"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if not self.sources:
+            yield f"sources must name one or more of {', '.join(SOURCES)}"
+        if not self.licence:
+            yield (
+                "licence=... is missing: nobody may use a data set without one; give an SPDX name or a URL, as in "
+                "licence=CC-BY-4.0"
+            )
+        if self.published is not None:
+            try:
+                datetime.date.fromisoformat(str(self.published))
+            except ValueError:
+                yield f"published must be a day as in 2026-11-20, got {self.published!r}"
+        yield from folder_problems(self.out)
+        if self.root.is_file() or (self.root.is_dir() and any(self.root.iterdir())):
+            yield f"out={self.out} is there already; name a new or an empty folder"
+
+    @property
+    def root(self) -> Path:
+        return Path(self.out).expanduser().absolute()
+
+
+@dataclass
+class PublishReport:
+    """The result of a publication. Sizes in bytes."""
+
+    root: Path
+    snapshot: str
+    rows: Counter[str] = field(default_factory=Counter)  # by table
+    total_bytes: int = 0
+    pages: int = 0  # to browse, the first of which is `pages/index.html`
+    left_out: dict[str, int] = field(default_factory=dict)  # why -> runs
+    imported_left_out: Counter[str] = field(default_factory=Counter)  # table -> rows, which belong to no run
+    findings: int = 0  # problems that the checks found
+    missing: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return the report as lines of text."""
+        rows = ", ".join(f"{count:,} {table}" for table, count in self.rows.items())
+        lines = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
+        lines += [f"left out: {text}" for text in self.left_out_lines()]
+        if self.pages:
+            lines.append(f"{self.pages:,} pages to browse, from {FOLDER}/{FIRST_PAGE}")
+        if self.findings:
+            lines.append(f"{self.findings} checks found something; the card lists it")
+        if self.missing:
+            lines.append(f"not given, and so not in the card or {METADATA}: {', '.join(self.missing)}")
+        return lines
+
+    def left_out_lines(self) -> list[str]:
+        """Return how many rows are left out, and why."""
+        lines = [f"{count:,} runs: {why}" for why, count in self.left_out.items()]
+        return lines + [f"{count:,} {kind}: source imported" for kind, count in self.imported_left_out.items()]
+
+
+def publish(settings: PublishSettings) -> PublishReport:
+    """Write the snapshot that `settings` names as a data set; by default the newest, or a new one.
+
+    The folder appears whole or not at all. Raises `UsageError` for a damaged snapshot, or one without such runs.
+    """
+    folder = DataFolder.resolve(settings.data).open()
+    with disk_errors_named(), _choose_snapshot(folder, settings.snapshot) as snapshot:
+        return _publish(folder, snapshot, settings)
+
+
+def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) -> PublishReport:
+    report = PublishReport(settings.root, snapshot.name)
+    report.missing = tuple(name for name in _TOLD if not getattr(settings, name))
+    settings.root.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(settings.root) as building:
+        with contextlib.closing(connect(folder, snapshot=snapshot.name)) as connection:
+            runs = _write_tables(connection, building, settings, report)
+            findings = check(connection)
+        report.findings = len(findings)
+        tables = {table: pq.read_schema(min((building / table).glob("*.parquet"))) for table in TABLES}
+        files = [
+            (path.relative_to(building).as_posix(), path.stat().st_size, sha256_of(path))
+            for path in sorted(building.rglob("*.parquet"))
+        ]
+        about = _about(settings, snapshot, report, runs)
+        lines = [plain_markdown(scrub(finding.line())) for finding in findings]
+        card = _card(runs, settings, snapshot, report, about, tables, lines)
+        (building / CARD).write_text(card, encoding="utf-8")
+        metadata = json.dumps(croissant(about, tables, files), indent=1, ensure_ascii=False)
+        (building / METADATA).write_text(metadata + "\n", encoding="utf-8")
+        shutil.copyfile(load_example.__file__, building / EXAMPLE)
+        if settings.pages:
+            report.pages = write_pages(building, settings.pages)
+        report.total_bytes = sum(path.stat().st_size for path in building.rglob("*") if path.is_file())
+    return report
+
+
+@contextlib.contextmanager
+def _choose_snapshot(folder: DataFolder, name: str | None) -> Iterator[Snapshot]:
+    """Yield the snapshot to publish: the one named, the newest, or a new one, which any error removes again."""
+    there = [find_snapshot(folder, name)] if name is not None else snapshots(folder)
+    if there:
+        yield there[-1]
+        return
+    taken = take_snapshot(folder)
+    try:
+        yield taken
+    except BaseException:
+        # Renamed first: a snapshot is there whole or not at all. `take_snapshot` removes what a kill leaves here.
+        leaving = folder.snapshots / f".{taken.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}"
+        with contextlib.suppress(OSError):
+            os.rename(taken.folder.root, leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
+        raise
+
+
+class _Writer:
+    """Files of one table: `TABLE/part-00000.parquet` and on."""
+
+    def __init__(self, root: Path, table: str, schema: pa.Schema, report: PublishReport):
+        self._folder = root / table
+        self._folder.mkdir(parents=True)
+        self._table, self.schema, self._report = table, schema, report
+        self._numbers, self._rows = itertools.count(), 0
+        self._open: pq.ParquetWriter | None = None
+
+    def write(self, rows: pa.Table) -> None:
+        if self._open is not None and self._rows + rows.num_rows > _FILE_ROWS[self._table]:
+            self.close()
+        if self._open is None:
+            path = self._folder / f"part-{next(self._numbers):05d}.parquet"
+            self._open = pq.ParquetWriter(path, self.schema, **writing(self._table, self.schema))
+            self._rows = 0
+        self._open.write_table(rows.select(self.schema.names).cast(self.schema))
+        self._rows += rows.num_rows
+        self._report.rows[self._table] += rows.num_rows
+
+    def close(self) -> None:
+        if self._open is not None:
+            writer, self._open = self._open, None
+            writer.close()
+
+    def abandon(self) -> None:
+        """Abandon the file after an error; closing it would write a footer, which fails again on a full disk."""
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self.close()
+
+
+def _write_tables(
+    connection: WarehouseConnection, root: Path, settings: PublishSettings, report: PublishReport
+) -> list[dict[str, Any]]:
+    """Write all tables; return what the card's sections read of the published runs."""
+    chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
+    _count_left_out(connection, chosen, report)
+    schemas = {
+        kind: _keep_filled(connection, kind, schema, "true" if kind == "telemetry" else chosen)
+        for kind, schema in KINDS.items()
+    }
+    schemas |= {"telemetry": narrow(schemas["telemetry"]), "jobs": _JOBS}
+    with contextlib.ExitStack() as opened:
+        writers = {table: _Writer(root, table, schemas[table], report) for table in TABLES}
+        for writer in writers.values():
+            opened.callback(writer.abandon)
+        runs = list(_write_runs(connection, chosen, settings, writers))
+        if not runs:
+            raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
+        for kind in (kind for kind, detail in DETAILS.items() if detail.imported):
+            imported = _imported_rows(connection, kind)
+            if "imported" in settings.sources:
+                writers[kind].write(imported)
+            elif imported.num_rows:
+                report.imported_left_out[kind] = imported.num_rows
+        writers["jobs"].write(_jobs(connection, {run["job_id"] for run in runs}))
+        for writer in writers.values():
+            writer.close()
+    return runs
+
+
+def _write_runs(
+    connection: WarehouseConnection, chosen: str, settings: PublishSettings, writers: Mapping[str, _Writer]
+) -> Iterator[dict[str, Any]]:
+    """Write the chosen runs, their samples and details; yield what is read of each later."""
+    for rows in _chunks(connection, chosen):
+        published = [(row["run_id"], public_row(row)) for row in rows]
+        family, first, last = (sql_text(text) for text in (rows[0]["family"], published[0][0], published[-1][0]))
+        where = f"{{0}}.family = {family} AND {{0}}.run_id BETWEEN {first} AND {last}"
+        for table, added in public_tables(connection, published, settings.hz, where).items():
+            writers[table].write(added)
+        yield from ({name: row[name] for name in ("job_id", *SECTION_COLUMNS)} for _, row in published)
+
+
+def _imported_rows(connection: WarehouseConnection, kind: str) -> pa.Table:
+    detail = DETAILS[kind]
+    columns = ", ".join(detail.schema.names)
+    return connection.sql(
+        f"SELECT {columns} FROM {kind} WHERE source = 'imported' ORDER BY {detail.row_id}"
+    ).to_arrow_table()
+
+
+def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[str, Any]]]:
+    """Yield lists of the chosen rows of `runs`, sorted by family and run_id, each list of one family."""
+    columns = ", ".join(RUN_SCHEMA.names)
+    families = connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen} ORDER BY family").fetchall()
+    for (family,) in families:
+        of_family = f"SELECT {columns} FROM runs WHERE {chosen} AND family = {sql_text(family)}"
+        last = None
+        while True:
+            after = "" if last is None else f"AND run_id > {sql_text(last)}"
+            table = connection.sql(f"{of_family} {after} ORDER BY run_id LIMIT {_CHUNK_RUNS}").to_arrow_table()
+            rows = table.cast(naive(RUN_SCHEMA)).to_pylist()
+            if not rows:
+                break
+            yield rows
+            last = rows[-1]["run_id"]
+
+
+def _count_left_out(connection: WarehouseConnection, chosen: str, report: PublishReport) -> None:
+    counts = connection.execute(f"SELECT source, count(*) FROM runs WHERE NOT {chosen} GROUP BY ALL ORDER BY ALL")
+    report.left_out = {f"source {source}": count for source, count in counts.fetchall()}
+    ((attempts,),) = connection.execute(f"SELECT count(*) FROM attempts WHERE final IS FALSE AND {chosen}").fetchall()
+    if attempts:
+        report.left_out["attempts whose labels were not trusted, measured again"] = attempts
+
+
+def _keep_filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
+    """Return the columns that have a value, and those that are always published."""
+    counts = ", ".join(f"count({name})" for name in schema.names)
+    (value_counts,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()
+    return pa.schema(
+        [
+            column
+            for column, count in zip(schema, value_counts, strict=True)
+            if column.name in _ALWAYS[view] or (count and column.name not in _PRIVATE)
+        ]
+    )
+
+
+def _jobs(connection: WarehouseConnection, wanted: set[str]) -> pa.Table:
+    jobs = connection.sql(f"SELECT {', '.join(JOBS)} FROM jobs ORDER BY job_id").to_arrow_table().to_pylist()
+    rows = [row for row in jobs if row["job_id"] in wanted]
+    for row in rows:
+        if row["submitted_at"] is not None:
+            row["submitted_at"] = row["submitted_at"].replace(tzinfo=datetime.UTC)
+        if row["space"] is not None:
+            row["space"] = scrub(row["space"])
+    return pa.Table.from_pylist(rows, schema=_JOBS)
+
+
+def _about(
+    settings: PublishSettings, snapshot: Snapshot, report: PublishReport, runs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    rows = f"{report.rows['runs']:,} training runs and {report.rows['telemetry']:,} telemetry readings"
+    rows += f" and {report.rows['kernels']:,} kernels" * (report.rows["kernels"] > 0)
+    rows += f" and {report.rows['collocations']:,} members of groups" * (report.rows["collocations"] > 0)
+    return {
+        "name": settings.name or settings.root.name,
+        "description": settings.description
+        or f"GPU memory and utilization of deep-learning training steps: {rows}. {'; '.join(levels(runs))}.",
+        "licence": settings.licence,
+        "published": settings.published or f"{snapshot.taken_at:%Y-%m-%d}",
+        **{name: getattr(settings, name) for name in _TOLD},
+    }
+
+
+def _card(
+    runs: Sequence[Mapping[str, Any]],
+    settings: PublishSettings,
+    snapshot: Snapshot,
+    report: PublishReport,
+    about: Mapping[str, Any],
+    tables: Mapping[str, pa.Schema],
+    findings: Sequence[str],
+) -> str:
+    parts = [
+        f"# {about['name']}\n\n{about['description']}\n\nSnapshot {snapshot.name}, taken "
+        f"{snapshot.taken_at:%Y-%m-%d %H:%M} UTC. `{EXAMPLE}` shows how to load it; `{METADATA}` describes it in "
+        "Croissant, which many libraries and data hubs read.\n\n"
+    ]
+    counts = [(f"`{table}/`", f"{report.rows[table]:,}") for table in tables]
+    parts += [markdown_table(("table", "rows"), counts), *sections(runs, settings.hz), "\n## Left out\n\n"]
+    parts += [f"- {line}\n" for line in report.left_out_lines()] or ["Nothing.\n"]
+    parts.append(
+        "\n## Checks\n\nSchema, ranges, duplicates and combinations that cannot be. Rows are kept as they are.\n\n"
+    )
+    parts += [f"- {line}\n" for line in findings] or ["Nothing was found.\n"]
+    for table, schema in tables.items():
+        lines = [(f"`{f.name}`", str(f.type), describe(table, f.name)) for f in schema]
+        parts += [f"\n## Columns of {table}\n\n", markdown_table(("column", "type", "what"), lines)]
+    given = [
+        ("licence", about["licence"]),
+        ("citation", about["citation"]),
+        ("creators", ", ".join(name.removeprefix("org:").strip() for name in about["creators"] or ())),
+        ("url", about["url"]),
+        ("version", about["version"]),
+    ]
+    parts.append("\n## Licence and citation\n\n")
+    parts += [f"- {name}: {value or 'not given'}\n" for name, value in given]
+    return "".join(parts)

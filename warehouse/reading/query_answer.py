@@ -1,0 +1,347 @@
+"""The answer to one read-only query: a table, CSV, JSON or Parquet, on standard output or in a file.
+
+Start reading at `run_query`, the body of `warehouse.query`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import decimal
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from conf.cli.settings import Checked, data_key, key
+from conf.errors import UsageError, unknown_name
+from conf.files.outputs import Output, checked_output, output_file
+from conf.plain_text import printable
+from warehouse.files.folder import DataFolder
+from warehouse.files.layout import COMPRESSION
+from warehouse.files.views import VIEWS
+from warehouse.reading.connection import (
+    WarehouseConnection,
+    WarehouseRelation,
+    check_readable,
+    connect,
+    is_of_the_statement,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
+_EXPLAIN = duckdb.StatementType.EXPLAIN
+_BLANK = r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
+# EXPLAIN, ANALYZE, and options in parentheses, which hold no others.
+_EXPLAIN_WORDS = re.compile(
+    rf"{_BLANK}EXPLAIN\b{_BLANK}(?:ANALY[ZS]E\b{_BLANK})?(?:VERBOSE\b{_BLANK})?(?:\([^()]*\)(?={_BLANK}\w){_BLANK})?",
+    re.IGNORECASE | re.DOTALL,
+)
+_BATCH_ROWS = 10_000
+_HELD_CHARACTERS = 8 * 2**20
+_WIDTH_ELSEWHERE = 200  # columns of a table that goes into a file or pipe, which has no width of its own
+_UNBOUNDED = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuerySettings(Checked):
+    """A query and where its answer goes.
+
+      python -m warehouse.query "SELECT family, status, count(*) FROM runs GROUP BY ALL"
+      python -m warehouse.query "DESCRIBE runs"
+      python -m warehouse.query "SELECT * FROM runs WHERE status = 'ok'" format=csv out=runs.csv
+      python -m warehouse.query "SELECT run_id, config FROM runs LIMIT 5" format=json data=/srv/farm
+
+    The first argument that holds a space is the query. NULL is empty in csv and null in json; times are UTC.
+    """
+
+    sql: str = key(help="the query: one statement in DuckDB's SQL", kind="any text")
+    format: str = key(
+        "table",
+        "a table has one line a value where rows are too wide; parquet needs out=FILE",
+        choices=("table", "csv", "json", "parquet"),
+    )
+    out: str | None = key(None, "file to write instead of standard output", "new path")
+    max_rows: int = key(100, "rows that format=table prints; the other formats write all", "int 1 to 10000000")
+    snapshot: str | None = key(
+        None, "snapshot to ask instead of the current folder; `warehouse.snapshot list=true` names them"
+    )
+    data: str | None = data_key()
+
+    def problems(self) -> Iterator[str]:
+        if self.format == "parquet" and self.out is None:
+            yield "format=parquet needs out=FILE"
+
+
+def run_query(settings: QuerySettings, stdout: TextIO) -> None:
+    """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for wrong SQL."""
+    folder = DataFolder.resolve(settings.data)
+    with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explain_errors(folder):
+        target = None if settings.out is None else checked_output(settings.out, data=[folder.root])
+        relation = connection.sql(only_statement(connection, settings.sql))
+        while True:
+            begun = _HeldBack()
+            try:
+                _write_answer(relation, stdout, target, begun, settings)
+                return
+            except (pa.ArrowException, OSError) as error:  # a stream's; DuckDB's own errors have been looked into
+                if _is_of_output(error) or begun.is_out or is_of_the_statement(error):
+                    raise
+                if not connection.leave_out_damaged():
+                    raise
+
+
+def _write_answer(
+    relation: WarehouseRelation, stdout: TextIO, target: Output | None, begun: _HeldBack, settings: QuerySettings
+) -> None:
+    if target is None:
+        begun.write_to(stdout)
+        _TEXT_FORMATS[settings.format](relation, stdout if settings.format == "table" else begun, settings)
+        begun.release()
+    elif settings.format == "parquet":
+        with output_file(target) as file:
+            begun.is_out = not target.is_plain
+            _write_parquet(relation, file)
+    else:
+        with output_file(target) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+            try:
+                begun.write_to(text, can_restart=target.is_plain)
+                _TEXT_FORMATS[settings.format](relation, begun, settings)
+                begun.release()
+                text.flush()
+            finally:
+                text.detach()  # the caller that opened the file closes it
+
+
+class _HeldBack(io.StringIO):
+    """Holds the first characters of an answer back, so that a damaged file found early costs no half answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[str] = []
+        self._characters = 0
+        self._target: TextIO | None = None
+        self._can_restart = False
+        self.is_out = False  # some of it has been written where it cannot be taken back
+
+    def write_to(self, target: TextIO, *, can_restart: bool = False) -> None:
+        self._target, self._can_restart = target, can_restart
+
+    def write(self, text: str, /) -> int:
+        self._held.append(text)
+        self._characters += len(text)
+        if self._characters > _HELD_CHARACTERS:
+            self.release()
+        return len(text)
+
+    def release(self) -> None:
+        if self._held and self._target is not None:
+            self.is_out = not self._can_restart
+            self._target.write("".join(self._held))
+        self._held, self._characters = [], 0
+
+
+def _is_of_output(error: Exception) -> bool:
+    """Return whether writing failed rather than reading: only system errors have a number."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def only_statement(connection: WarehouseConnection, sql: str) -> str:
+    """Return the one statement of a text that only reads. Raises `UsageError` for several, and for another kind."""
+    statements = connection.extract_statements(sql)
+    if len(statements) != 1:
+        raise UsageError(f"give one SQL statement, got {len(statements)}")
+    (statement,) = statements
+    # The connection cannot write in any case. This check gives a clear message before anything runs.
+    inner = _find_explained(connection, statement) if statement.type == _EXPLAIN else statement
+    if inner.type != duckdb.StatementType.SELECT:
+        raise UsageError(
+            f"the warehouse is read-only: {inner.type.name} statements are refused; "
+            "to write the answer to a file, use format=csv|json|parquet out=FILE"
+        )
+    return str(statement.query)
+
+
+def _find_explained(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
+    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is not an EXPLAIN."""
+    text = statement.query
+    try:
+        inner = connection.extract_statements(_EXPLAIN_WORDS.sub("", text, count=1))
+    except duckdb.Error:
+        return statement
+    return inner[0] if len(inner) == 1 else statement
+
+
+def _write_table(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
+    # A stored text must not command the terminal; csv and json are exact.
+    names = [printable(name) for name in relation.columns]
+    rows = list(_rows(relation.limit(settings.max_rows + 1)))
+    shown = rows[: settings.max_rows]
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SQUARE)
+    numeric = [type_name.id in _NUMBERS for type_name in relation.types]
+    for name, is_number in zip(names, numeric, strict=True):
+        table.add_column(Text(name), justify="right" if is_number else "left")
+    cells = [[Text("NULL", style="dim") if v is None else Text(printable(_cell(v))) for v in row] for row in shown]
+    for row in cells:
+        table.add_row(*row)
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        console.width = max(_WIDTH_ELSEWHERE, console.width)
+    if console.measure(table, options=console.options.update(max_width=_UNBOUNDED)).maximum <= console.width:
+        console.print(table)
+    else:
+        _print_records(console, names, cells)
+    if len(rows) > len(shown):
+        console.print(f"first {len(shown)} rows; max_rows=N prints more, format=csv prints all")
+    else:
+        console.print(f"{len(shown)} row{'' if len(shown) == 1 else 's'}")
+
+
+def _print_records(console: Console, names: list[str], rows: list[list[Text]]) -> None:
+    """A line for each value, as `psql` does with \\x; a value's further lines stand below its first."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    width = max(map(cell_len, names))
+    for number, row in enumerate(rows, 1):
+        console.print(Text(f"-- row {number} --"))
+        for name, value in zip(names, row, strict=True):
+            first, *more = value.split(allow_blank=True)
+            console.print(Text(name + " " * (width - cell_len(name) + 2)) + first, soft_wrap=True)
+            for line in more:
+                console.print(Text(" " * (width + 2)) + line, soft_wrap=True)
+
+
+_NUMBERS = {
+    "tinyint",
+    "smallint",
+    "integer",
+    "bigint",
+    "hugeint",
+    "utinyint",
+    "usmallint",
+    "uinteger",
+    "ubigint",
+    "uhugeint",
+    "float",
+    "double",
+    "decimal",
+    "bignum",
+}
+
+
+def _write_csv(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
+    """RFC 4180 with \\n; NULL is an empty field, an empty text is quoted."""
+    file.write(",".join(map(_csv_text, relation.columns)) + "\n")
+    for row in _rows(relation):
+        file.write(",".join("" if value is None else _csv_text(_cell(value)) for value in row) + "\n")
+
+
+def _write_json(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
+    """A list of objects, one line each."""
+    names, separator = relation.columns, "[\n"
+    for row in _rows(relation):
+        record = dict(zip(names, map(_json_value, row), strict=True))
+        file.write(separator + _json(record))
+        separator = ",\n"
+    file.write("[]\n" if separator == "[\n" else "\n]\n")
+
+
+def _write_parquet(relation: WarehouseRelation, file: BinaryIO) -> None:
+    reader = arrow_batches(relation, _BATCH_ROWS)
+    with pq.ParquetWriter(file, reader.schema, **COMPRESSION) as writer:
+        for batch in reader:
+            writer.write_batch(batch)
+
+
+_TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], None]] = {
+    "table": _write_table,
+    "csv": _write_csv,
+    "json": _write_json,
+}
+
+
+def arrow_batches(relation: WarehouseRelation, rows: int) -> pa.RecordBatchReader:
+    """Return the answer in batches of this many rows; DuckDB 2.0 renamed the method."""
+    start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
+    reader: pa.RecordBatchReader = getattr(relation, start)(rows)
+    return reader
+
+
+def _rows(relation: WarehouseRelation) -> Iterator[tuple[Any, ...]]:
+    # By way of Arrow, which needs no further package for timestamps with a zone.
+    for batch in arrow_batches(relation, _BATCH_ROWS):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat(" ") if isinstance(value, datetime.datetime) else value.isoformat()
+    if type(value) in (dict, list, tuple):
+        return _json(_json_value(value))
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value)
+
+
+def _csv_text(text: str) -> str:
+    if text == "" or any(character in text for character in ',"\n\r'):
+        return '"' + text.replace('"', '""') + '"'
+    return text
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_cell)
+
+
+def _json_value(value: Any) -> Any:
+    """JSON has no NaN, infinity or interval: they are written as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, pa.MonthDayNano):
+        return str(value)
+    if isinstance(value, decimal.Decimal):
+        exponent = value.as_tuple().exponent
+        return int(value) if isinstance(exponent, int) and exponent >= 0 else float(value)
+    if isinstance(value, dict):
+        return {str(key): _json_value(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):  # an interval is a named tuple, and stays what it is
+        return [_json_value(entry) for entry in value]
+    return value
+
+
+@contextlib.contextmanager
+def _explain_errors(folder: DataFolder) -> Iterator[None]:
+    """Return our error with DuckDB's whole message, which has the position and a suggestion.
+
+    Not for an unknown table: DuckDB then proposes tables of its own.
+    """
+    try:
+        yield
+    except duckdb.CatalogException as error:
+        unknown = _UNKNOWN_TABLE.search(str(error))
+        if unknown:
+            raise unknown_name("table", unknown[1], VIEWS) from error
+        raise UsageError(str(error).strip(), keep_lines=True) from error
+    except duckdb.Error as error:
+        raise check_readable(error, folder) or UsageError(str(error).strip(), keep_lines=True) from error
+    except pa.ArrowException as error:
+        raise UsageError(str(error).strip(), keep_lines=True) from error
