@@ -16,8 +16,9 @@ from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.fitting.constants_fit import ActivityFit, judged_activity
-from learn.fitting.kernel_formulas import score_of, score_text
+from learn.fitting.kernel_formulas import score_of
 from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
+from learn.judging.scores import score_table
 from warehouse.exchange.ingesting import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
@@ -65,7 +66,8 @@ def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(fit):
 def test_rows_that_nobody_answers_are_printed_beside_those_with_figures():
     answered, without = score_of("fit", "one", np.array([0.1, -0.2])), score_of("fit", "two", np.array([np.nan]))
     for scores in ([answered, without], [without, answered]):
-        assert score_text(scores).count("nan") == 4  # two factors, estimated over measured, mean error
+        cells = [str(cell) for row in score_table(scores).rows for cell in row.cells]
+        assert sum(cell.startswith("nan") for cell in cells) == 4, "two factors, a bias, a mean error"
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +213,7 @@ def test_every_family_is_judged_and_printed(rows):
     assert {(one.rows, one.by) for one in scores} == {
         (family, split) for family in ("cnn", "mlp") for split in ("learned from", "groups left out")
     }
-    assert "occupancy" in score_text(scores)
+    assert "occupancy, median" in {column.name for column in score_table(scores).columns}
     assert 0 <= learned.single["gap"] <= 1
 
 
