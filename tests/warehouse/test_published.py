@@ -120,7 +120,7 @@ def test_a_file_without_a_status_column_holds_what_ran(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("memories", "fake", "statuses", "said"),
+    ("memories", "fake", "statuses", "reasons"),
     [
         # Memory that falls with the batch ran out, and so did every larger batch.
         (
@@ -139,13 +139,13 @@ def test_a_file_without_a_status_column_holds_what_ran(tmp_path):
         ([2_000, 2_000], 5_000.0, ["ok", "ok"], {0: "may not have trained"}),
     ],
 )
-def test_memory_by_batch_size_tells_which_rows_ran_out_or_are_in_doubt(tmp_path, memories, fake, statuses, said):
+def test_memory_by_batch_size_tells_which_rows_ran_out_or_are_in_doubt(tmp_path, memories, fake, statuses, reasons):
     cells = [("net", "nets", 8 * 2**place, memory, fake) for place, memory in enumerate(memories)]
     rows = read(csv_table(tmp_path / "timm.csv", TIMM, cells))
     assert [row.status for row in rows] == statuses
     assert rows[0].module == "nets" and rows[0].estimates == {"faketensor": fake}
     assert all(row.doubt is None for row in rows if row.status == "oom")
-    for place, text in said.items():
+    for place, text in reasons.items():
         reason = rows[place].doubt if rows[place].status == "ok" else rows[place].reason
         assert reason is None if text is None else text in reason
 
