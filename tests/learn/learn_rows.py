@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from conf.cli import command_line as cli
-from featurize.configs.features import group_key, scalar_features
+from featurize.configs.features import group_key
 from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.families import cnn, mlp
 from learn.fitting.artifacts import stamped
 from learn.job.training_job import Case
 from learn.rows.data import LabelledRow, Rows, Target, get_target, module_of
+from tests.featurize.small_configs import scalar_features
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -40,6 +41,24 @@ LLM_FOUNDRY = {
     "Activation Checkpointing": "False",
     "NumParams": "125000000",
 }
+
+
+PUBLISHED = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
+
+
+def published_mlp(batch, topology="uniform", depth=1):
+    """The name of a network in GPUMemNet's files."""
+    network = f"input:8_output:4_depth:{depth}_arch:{topology}_batch:{batch}"
+    return f"{network}_act:relu_dropout:0.1_dropout:True_batchnorm:False.out"
+
+
+def write_published(path, rows):
+    """A file as GPUMemNet publishes them, of rows (name, MiB, status, SMACT; -1: not measured). Returns its path."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(PUBLISHED)
+        writer.writerows((name, 2, 10, "", mib, smact, status) for name, mib, status, smact in rows)
+    return path
 
 
 def run_estimate(*argv):
