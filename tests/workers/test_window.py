@@ -105,31 +105,30 @@ def test_a_window_waits_for_the_word_of_the_worker():
     assert Script([10]).window(steady=lambda: False).ended == "max_seconds"
 
 
-def test_a_new_peak_of_memory_prolongs_the_window():
-    script = Script([250], reserved=[100], peak=[100, 100, 100, 100, 150])
-    window = script.window()
-    assert (window.ended, len(window.step_times_ms)) == ("steady", 10)
-
-
 def test_steps_of_warm_up_count_for_the_peak():
     script = Script([4000])
     script.warm_up()
     assert len(script.window().step_times_ms) == 5
 
 
-def test_long_steps_stay_inside_max_seconds():
-    assert len(Script([20_000]).window().step_times_ms) == 3
-    window = Script([25_000]).window()
-    assert (window.ended, len(window.step_times_ms)) == ("max_seconds", 2), "a third would end at 75 s"
-    assert len(Script([70_000]).window().step_times_ms) == 1
+@pytest.mark.parametrize(
+    ("step_ms", "peak_mib", "settings", "ended", "steps"),
+    [
+        (250, [100, 100, 100, 100, 150], {}, "steady", 10),  # a new peak of memory prolongs it
+        (20_000, [100], {}, "max_seconds", 3),
+        (25_000, [100], {}, "max_seconds", 2),  # a third would end at 75 s
+        (70_000, [100], {}, "max_seconds", 1),
+        (10, [100], {"kind": "fixed", "seconds": 2.0}, "fixed", 200),  # whatever is steady
+        (900, [100], {"kind": "fixed", "seconds": 0.05, "min_steps": 3}, "fixed", 3),
+    ],
+)
+def test_a_window_has_the_steps_that_its_settings_say(step_ms, peak_mib, settings, ended, steps):
+    def steady():
+        assert ended != "fixed", "asked"
+        return True
 
-
-def test_a_fixed_window_lasts_its_seconds_whatever_is_steady():
-    fixed = WindowSettings(kind="fixed", seconds=2.0)
-    window = Script([10]).window(fixed, steady=lambda: pytest.fail("asked"))
-    assert (window.ended, len(window.step_times_ms)) == ("fixed", 200)
-    window = Script([900]).window(WindowSettings(kind="fixed", seconds=0.05, min_steps=3))
-    assert len(window.step_times_ms) == 3
+    window = Script([step_ms], peak=peak_mib).window(WindowSettings(**{"kind": "adaptive", **settings}), steady)
+    assert (window.ended, len(window.step_times_ms)) == (ended, steps)
 
 
 @pytest.mark.parametrize(
