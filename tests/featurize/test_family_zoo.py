@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from conf.errors import EnvironmentProblem, UsageError
 from farm.sampling.draws import sample
 from farm.sampling.space import parse_space
-from featurize.configs.features import group_key, scalar_features
+from featurize.configs.features import group_key
 from featurize.configs.trial import config_from_mapping, named_by_user
 from featurize.families import timm, zoo
 from featurize.job.layers import totals
 from featurize.nets import vision
 from featurize.trace.tracer import trace_config
 from featurize.training.training_step import TrainingStep
+from tests.featurize.small_configs import scalar_features
 
 OWN = """
 import torch
