@@ -372,7 +372,7 @@ def dying(listing):
     if landed == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
     landed += 1
-    csv_table(listing)
+    write(listing)
 merged.Listing.write = dying
 ingest(IngestSettings(source="gpumemnet", path=sys.argv[1], data=sys.argv[2]))
 """
