@@ -12,7 +12,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 # For-each operators that return new tensors like those of their first list; all of them floating-point.
 _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
+)
+_Layout: TypeAlias = tuple[torch.Size, tuple[int, ...]]  # size and stride
+# Operators on rows, whose results lie as their tensors do where these all lie alike and contiguously: as of pointwise
+# ones, the size decides nothing else.
+_BY_ROW = frozenset(
+    f"aten::_{name}" for name in ("softmax", "log_softmax", "softmax_backward_data", "log_softmax_backward_data")
 )
 _UNKNOWN = object()
 _ITSELF = object()  # the first argument, of which only the values change
@@ -62,9 +68,11 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         return [
             _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
         ]
+    by_element = torch.Tag.pointwise in func.tags or name in _BY_ROW
+    layout = _common_layout(args) if by_element and not (kwargs or name.endswith("_")) else None
     try:
         # The default type decides where a call names none.
-        key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
+        key = (func, torch.get_default_dtype(), _key(args, layout), _key(tuple(kwargs.items())) if kwargs else None)
     except _Uncached:
         if name == "aten::add_" and args[0].is_meta and isinstance(args[1], Tensor) and args[1].is_sparse:
             return args[0]  # rows of a sparse gradient are added: there is no meta kernel for it
@@ -74,11 +82,30 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, (*args, *kwargs.values()))
+        given = (*args, *kwargs.values())
+        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, given, layout)
         return out
     if known is _ITSELF:
         return args[0]
-    return func(*args, **kwargs) if known is None else _make(known)
+    return func(*args, **kwargs) if known is None else _make(known, layout)
+
+
+def _common_layout(args: tuple[Any, ...]) -> _Layout | None:
+    """Return the size and stride that all tensors of a call have; None where they differ, or are not contiguous."""
+    if not isinstance(args[0], Tensor):
+        return None
+    size, stride, expected = args[0].shape, args[0].stride(), 1
+    for step, length in zip(reversed(stride), reversed(size), strict=True):
+        if step != expected or not length:
+            return None
+        expected *= length
+    for value in args:
+        if isinstance(value, Tensor):
+            if not size or not value.is_meta or value.shape != size or value.stride() != stride:
+                return None
+        elif type(value) not in _PLAIN and type(value) is not torch.dtype:
+            return None
+    return size, stride
 
 
 def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
@@ -89,15 +116,19 @@ def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tupl
     return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
-def _key(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
+def _key(values: Iterable[Any], layout: _Layout | None = None) -> tuple[Any, ...]:
+    """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently.
+    Of a layout that all tensors have, only the number of dimensions counts."""
     parts: list[Hashable] = []
     for value in values:
         kind = type(value)
         if isinstance(value, Tensor):
             if value.is_sparse or (not value.is_meta and value.dim()):  # its values may matter
                 raise _Uncached
-            parts += (value.shape, value.stride(), value.dtype, value.is_meta)
+            if layout is not None:
+                parts += (len(layout[0]), value.dtype)
+            else:
+                parts += (value.shape, value.stride(), value.dtype, value.is_meta)
         elif kind in _PLAIN:
             parts.append((kind, value))
         elif kind is tuple or kind is list:
@@ -111,10 +142,10 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 class _Spec(tuple[Any, ...]):
-    """Size, stride and type of a new tensor."""
+    """Size, stride and type of a new tensor; of one that has the layout of all tensors of the call, its type alone."""
 
 
-def _recipe(out: object, given: Iterable[Any]) -> object:
+def _recipe(out: object, given: Iterable[Any], layout: _Layout | None) -> object:
     """How to make such a result again; None where it must be run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
@@ -132,7 +163,11 @@ def _recipe(out: object, given: Iterable[Any]) -> object:
             if value.storage_offset() or storage.nbytes() != _span(value) * value.element_size():
                 raise _Uncached
             storages.add(storage._cdata)
-            return _Spec((tuple(value.shape), value.stride(), value.dtype))
+            if layout is None:
+                return _Spec((tuple(value.shape), value.stride(), value.dtype))
+            if layout != (value.shape, value.stride()):
+                raise _Uncached
+            return _Spec((value.dtype,))
         if type(value) in (tuple, list):
             return type(value)(map(recipe_of, value))
         if value is None or (shapes_decide and isinstance(value, bool | int | float)):
@@ -145,12 +180,12 @@ def _recipe(out: object, given: Iterable[Any]) -> object:
         return None
 
 
-def _make(recipe: Any) -> Any:
+def _make(recipe: Any, layout: _Layout | None = None) -> Any:
     if type(recipe) is _Spec:
-        size, stride, dtype = recipe
+        size, stride, dtype = recipe if layout is None else (*layout, *recipe)
         return torch.empty_strided(size, stride, dtype=dtype, device=_META)
     if type(recipe) in (tuple, list):
-        return type(recipe)(map(_make, recipe))
+        return type(recipe)(_make(part, layout) for part in recipe)
     return recipe
 
 
