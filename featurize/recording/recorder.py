@@ -92,20 +92,23 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
 
 def _common_layout(args: tuple[Any, ...]) -> _Layout | None:
     """Return the size and stride that all tensors of a call have; None where they differ, or are not contiguous."""
-    if not isinstance(args[0], Tensor):
-        return None
-    size, stride, expected = args[0].shape, args[0].stride(), 1
-    for step, length in zip(reversed(stride), reversed(size), strict=True):
+    layout: _Layout | None = None
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or not value.is_meta:
+                return None
+            own_layout = value.shape, value.stride()
+            if layout not in (None, own_layout):
+                return None
+            layout = own_layout
+        elif type(value) not in _PLAIN and type(value) is not torch.dtype:
+            return None
+    expected = 1
+    for length, step in zip(*map(reversed, layout or ((), ())), strict=True):
         if step != expected or not length:
             return None
         expected *= length
-    for value in args:
-        if isinstance(value, Tensor):
-            if not size or not value.is_meta or value.shape != size or value.stride() != stride:
-                return None
-        elif type(value) not in _PLAIN and type(value) is not torch.dtype:
-            return None
-    return size, stride
+    return layout if layout and layout[0] else None  # numbers promote a tensor of no dimensions
 
 
 def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:

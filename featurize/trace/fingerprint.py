@@ -187,8 +187,9 @@ class State(Fingerprint):
 
     def installed(self, code: type | types.FunctionType) -> Any:
         """Return what is written of a class or function of an installed library: what the function holds."""
-        held = None if isinstance(code, type) else _closed_over(code)
-        return _rebuild_marker, (code.__module__, code.__qualname__), held
+        if isinstance(code, type):
+            return _rebuild_marker, ("class", id(code))
+        return _rebuild_marker, (_text_of(code.__code__),), _closed_over(code)
 
 
 def _is_of_library(code: type | types.FunctionType) -> bool:

@@ -90,6 +90,8 @@ def test_a_pointwise_operator_runs_once_for_all_sizes_of_tensors_that_lie_alike(
         made, computed = meta_result(multiply, "aten::mul", args, {}), torch.ops.aten.mul.Tensor(*args)
         assert (made.shape, made.stride(), made.dtype) == (computed.shape, computed.stride(), computed.dtype)
     assert len(ran) == 2 + len(others)
+    sparse = torch.empty(3, 2, device="meta", layout=torch.sparse_coo)
+    assert meta_result(torch.ops.aten.clone.default, "aten::clone", (sparse,), {}).is_sparse
 
 
 def test_a_product_with_a_bias_is_that_of_its_parts():
@@ -100,7 +102,7 @@ def test_a_product_with_a_bias_is_that_of_its_parts():
             assert (made.shape, made.stride(), made.dtype) == ((3, 5), (5, 1), torch.float32)
         with pytest.raises(RuntimeError, match="4"):
             torch.addmm(torch.empty(4, device="meta"), x, weight)
-        with pytest.raises(RuntimeError, match="4, 5.*3, 4"):
+        with pytest.raises(RuntimeError, match=r"4, 5.*3, 4"):
             torch.addmm(torch.empty(5, device="meta"), weight, x)
 
 
