@@ -36,14 +36,24 @@ _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
 _Layout: TypeAlias = tuple[torch.Size, tuple[int, ...]]  # size and stride
-# Operators on rows, whose results lie as their tensors do where these all lie alike and contiguously: as of pointwise
-# ones, the size decides nothing else.
-_BY_ROW = frozenset(
-    f"aten::_{name}" for name in ("softmax", "log_softmax", "softmax_backward_data", "log_softmax_backward_data")
+# Operators whose results lie as their tensors do where these all lie alike and contiguously. As of pointwise ones, the
+# size decides nothing else.
+_KEEP_LAYOUT = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty_like",
+        "ones_like",
+        "zeros_like",
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+    )
 )
 _UNKNOWN = object()
 _ITSELF = object()  # the first argument, of which only the values change
 _PLAIN = frozenset({type(None), bool, str, int, float})
+_FORMATS = _PLAIN | {torch.dtype, torch.device, torch.layout}
 _NUMBERS = frozenset({bool, int, float})
 _META = torch.device("meta")
 
@@ -68,8 +78,9 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         return [
             _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
         ]
-    by_element = torch.Tag.pointwise in func.tags or name in _BY_ROW
-    layout = _common_layout(args) if by_element and not (kwargs or name.endswith("_")) else None
+    given = (*args, *kwargs.values())
+    keeps = (torch.Tag.pointwise in func.tags or name in _KEEP_LAYOUT) and not name.endswith("_")
+    layout = _common_layout(given) if keeps else None
     try:
         # The default type decides where a call names none.
         key = (func, torch.get_default_dtype(), _key(args, layout), _key(tuple(kwargs.items())) if kwargs else None)
@@ -82,7 +93,6 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        given = (*args, *kwargs.values())
         _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, given, layout)
         return out
     if known is _ITSELF:
@@ -101,7 +111,7 @@ def _common_layout(args: tuple[Any, ...]) -> _Layout | None:
             if layout not in (None, own_layout):
                 return None
             layout = own_layout
-        elif type(value) not in _PLAIN and type(value) is not torch.dtype:
+        elif type(value) not in _FORMATS and value is not torch.preserve_format:
             return None
     expected = 1
     for length, step in zip(*map(reversed, layout or ((), ())), strict=True):

@@ -94,6 +94,22 @@ def test_a_pointwise_operator_runs_once_for_all_sizes_of_tensors_that_lie_alike(
     assert meta_result(torch.ops.aten.clone.default, "aten::clone", (sparse,), {}).is_sparse
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_format": torch.preserve_format},
+        {"memory_format": torch.channels_last},
+        {"dtype": torch.float16, "device": torch.device("meta"), "pin_memory": False},
+    ],
+)
+def test_tensors_like_others_have_the_layout_that_is_asked_for(options):
+    like = torch.ops.aten.zeros_like.default
+    for channels in (1, 3, 5):
+        x = torch.empty(2, channels, 4, 4, device="meta")
+        made, computed = meta_result(like, "aten::zeros_like", (x,), options), like(x, **options)
+        assert (made.shape, made.stride(), made.dtype) == (computed.shape, computed.stride(), computed.dtype)
+
+
 def test_a_product_with_a_bias_is_that_of_its_parts():
     x, weight = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
     with fused_kernels():
