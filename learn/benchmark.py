@@ -16,15 +16,10 @@ from learn.commands.benchmark_rows import BenchmarkSettings
 from learn.commands.paper_tables import paper_entry
 from learn.judging.benchmark_view import BenchmarkProgress, benchmark_page, write_json
 from learn.judging.scores import Benchmark
-from learn.rows.data import SLOWDOWN
 
 
 def entry(settings: BenchmarkSettings) -> int:
     """Print the tables of the benchmark, and write the files that are asked for."""
-    if settings.target == SLOWDOWN:
-        from learn.sharing.command import benchmark_entry
-
-        return benchmark_entry(settings)
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
         with BenchmarkProgress(settings.target) as progress:

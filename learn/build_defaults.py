@@ -6,7 +6,6 @@ Start reading at `build`. It writes what `learn/default_models/` holds: one arti
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
+from conf.files.outputs import new_folder
 
 TARGETS = ("memory", "smact", "smocc")  # the targets of an estimate that the files have
 LIMIT_MIB = 10.0
@@ -54,21 +54,17 @@ class BuildSettings(Checked):
 def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) -> None:
     """Import the published rows, fit every target on them, and write the models.
 
-    They are made in a hidden folder beside their place, and renamed once they are whole.
+    Their folder appears whole or not at all.
     """
     home = Path(settings.out).resolve()
     home.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch,
-        tempfile.TemporaryDirectory(prefix=f".{home.name}-", dir=home.parent) as aside,
-    ):
-        building, data = Path(aside) / "models", settings.data or scratch
+    with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch, new_folder(home) as building:
+        data = settings.data or scratch
         _ingest(settings.path, data)
         _fit(data, settings.seed, building, progress)
         size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
         if size_mib > LIMIT_MIB:
             raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that are packaged")
-        os.replace(building, home)
 
 
 def _ingest(path: str, data: str) -> None:

@@ -8,38 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conf.cli.command_line import command, terminal_bar
+from conf.reports.blocks import Cell, Lead, table
+from conf.reports.terminal import print_blocks
 from warehouse.exchange.ingesting import IngestReport, IngestSettings, ingest
 from warehouse.tables.duckdb_access import disk_errors_named
 
 _SHOWN_ROWS = 5  # places named for each reason
-_WIDTH_ELSEWHERE = 140  # columns of a table that goes into a file or pipe
+STATUSES = ("ok", "oom", "invalid")  # that imported rows have
 
 
 def print_report(report: IngestReport) -> None:
     """Print the table of files, then the rows left out, in doubt or invalid, by reason, with the first places."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    screen = Console(highlight=False)
-    if not screen.is_terminal:
-        screen = Console(highlight=False, width=_WIDTH_ELSEWHERE)
-    table = Table(box=box.SQUARE)
-    table.add_column("file")
-    for name in ("rows", "new", "already there", "ok", "oom", "invalid", "in doubt"):
-        table.add_column(name, justify="right")
-    for file in report.files:
-        counts = (file.rows, file.new, file.already_there, *(file.statuses[s] for s in ("ok", "oom", "invalid")))
-        table.add_row(file.name, *(f"{count:,}" for count in (*counts, file.in_doubt)))
-    screen.print(table)
-    for path, why in report.left.items():
-        screen.print(f"left out: {path.name}: {why}", markup=False, soft_wrap=True)
+    rows: list[tuple[Cell, ...]] = [
+        (file.name, file.rows, file.new, file.already_there, *(file.statuses[s] for s in STATUSES), file.in_doubt)
+        for file in report.files
+    ]
+    lines = [f"left out: {path.name}: {why}" for path, why in report.left.items()]
     places = {"invalid": [file.invalid for file in report.files], "in doubt": [file.doubts for file in report.files]}
     for kind, by_file in places.items():
         for file, rows_by_reason in zip(report.files, by_file, strict=True):
-            for reason, rows in sorted(rows_by_reason.items(), key=lambda entry: -len(entry[1])):
-                line = f"{kind}: {reason}: {len(rows):,} ({_places(file.name, rows)})"
-                screen.print(line, markup=False, soft_wrap=True)
+            for reason, found_in in sorted(rows_by_reason.items(), key=lambda entry: -len(entry[1])):
+                lines.append(f"{kind}: {reason}: {len(found_in):,} ({_places(file.name, found_in)})")
+    heads = ("file", "rows", "new", "already there", *STATUSES, "in doubt")
+    print_blocks(table(heads, rows), *map(Lead, lines))
 
 
 def _places(name: str, rows: Sequence[int]) -> str:

@@ -119,6 +119,14 @@ def _widen(pipe: int) -> None:
 TIME, MEMORY = "time", "memory"
 
 
+def receive(source: socket.socket, most_bytes: int) -> bytes:
+    """Return what has arrived; empty at the end, also where the other side was killed."""
+    try:
+        return source.recv(most_bytes)
+    except ConnectionResetError:
+        return b""
+
+
 class Ended(NamedTuple):
     """How a child ended: `code` of its process, negative for a signal; None where a limit or the caller ended it.
 

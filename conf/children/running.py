@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.children.keeper import PACKET_BYTES, ChildOutput, Ended
+from conf.children.keeper import PACKET_BYTES, ChildOutput, Ended, receive
 from conf.errors import EnvironmentProblem
 
 _FILE = Path(__file__).with_name("__main__.py")
@@ -50,7 +50,7 @@ class Child:
 
         Raises `ServerLost` where the keeper or the server was killed.
         """
-        if packet := _packet(self.line):
+        if packet := receive(self.line, PACKET_BYTES):
             self.ended = Ended(**json.loads(packet))
             return False
         self.line.close()
@@ -199,7 +199,7 @@ class ChildServer:
     def _answer(self, source: socket.socket, timeout_s: float) -> dict[str, Any]:
         source.settimeout(timeout_s)
         try:
-            packet = _packet(source)
+            packet = receive(source, PACKET_BYTES)
         except TimeoutError as error:
             raise ServerLost(f"{self.name} did not answer within {timeout_s:.0f} s{self.output_suffix()}") from error
         if not packet:
@@ -274,11 +274,3 @@ def local_server(prepare: str, environment: Mapping[str, str] | None = None, *, 
 
 def _not_run(why: object) -> EnvironmentProblem:
     return EnvironmentProblem(f"no child process can be run: {why}")
-
-
-def _packet(source: socket.socket) -> bytes:
-    """Return the next packet; empty at the end."""
-    try:
-        return source.recv(PACKET_BYTES)
-    except ConnectionResetError:
-        return b""

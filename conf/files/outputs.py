@@ -2,21 +2,24 @@
 
 Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all; links are followed;
 devices, pipes and descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are
-refused. `read_json` reads an untrusted file: every fault of its content is a `ValueError`. `open_own_folder` opens what
-only this user can change.
+refused. `new_folder` makes a folder that appears whole. `read_json` reads an untrusted file: every fault of its content
+is a `ValueError`. `open_own_folder` opens what only this user can change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import io
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,6 +60,7 @@ OWN_FOLDERS = (
 OWN_FILES = ("format.json", "queue.sqlite", "service.sqlite", "warehouse.duckdb")
 
 TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
+_ABANDONED_AFTER_S = 86_400.0
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _LINKS = 40  # as many as the kernel follows
@@ -301,6 +305,34 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        raise
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, *, of_links: bool = False) -> Iterator[Path]:
+    """Yield a hidden folder beside `path`, for the caller to make; rename it to `path` durably on success, remove it on
+    any error.
+
+    What a killed process left of the same name at least a day ago is removed first.
+
+    Args:
+        path: Nothing yet, or an empty folder.
+        of_links: Whether its files are links to files that are durable already.
+    """
+    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.????????{TEMPORARY_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - abandoned.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(abandoned, ignore_errors=True)
+    building = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+    try:
+        yield building
+        for made in (*building.rglob("*"), building):
+            if made.is_dir() or not of_links:
+                sync(made)
+        os.rename(building, path)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
         raise
     sync(path.parent)
 

@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from conf.reports.blocks import Block, Bullets, Callout, Code, Fold, Heading, Lead, Page, Swatch, Table
+from conf.reports.blocks import (
+    Block,
+    Bullets,
+    Callout,
+    Code,
+    Fold,
+    Heading,
+    Lead,
+    Outcome,
+    Page,
+    Preformatted,
+    Swatch,
+    Table,
+)
 from conf.reports.page_text import cell_text, clean_text
 
 if TYPE_CHECKING:
@@ -54,6 +67,10 @@ def _texts(block: Block) -> list[str]:
             return [f"note: {block.text}"]
         case Bullets():
             return [f"- {item}" for item in block.items]
+        case Outcome():
+            return [f"{block.word}: {block.sentence}"]
+        case Preformatted():
+            return block.text.splitlines()
         case Fold():
             return [block.summary]
     return []

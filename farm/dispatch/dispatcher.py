@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from conf.files.identity import identity
 from conf.plain_text import safe_text
 from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.executors import Completion, Executor, InlineExecutor
@@ -28,7 +29,7 @@ from farm.dispatch.monitoring import Service
 from farm.dispatch.ray_executor import RayExecutor
 from farm.dispatch.submitted_code import SubmittedCode
 from farm.queue.jobs import Queue
-from farm.queue.leftovers import SESSION_VARIABLE, session_marker
+from farm.queue.leftovers import SESSION_VARIABLE
 from farm.queue.queue_values import RunDoubt, UnreadableTask, device_from_key
 from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
 from warehouse.files.folder import DataFolder
@@ -51,7 +52,7 @@ _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up 
 
 def make_executor(choice: DeviceChoice, cluster: ClusterSettings) -> Executor:
     """Return the executor that `cluster` asks for, with its processes marked as this dispatcher's."""
-    marker = {SESSION_VARIABLE: session_marker()}
+    marker = {SESSION_VARIABLE: identity(os.getpid())}
     environment = {**cluster.environment, **marker}
     if cluster.kind == "inline":
         return InlineExecutor(choice, environment)

@@ -36,7 +36,7 @@ from workers.task import Lease
 
 _KEY = "log.file"
 FORMATS = ("human", "json")
-Sink = Callable[[Mapping[str, Any]], None]
+Sink = Callable[[Mapping[str, Any]], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +84,9 @@ class Events:
         self._sinks.append(sink)
 
     def _add(self, handler: logging.Handler) -> None:
-        handler.setFormatter(logging.Formatter("%(message)s"))
         handler.handleError = self._tell_write_error  # type: ignore[method-assign]
         self._handlers.append(handler)
-
-        def write(event: Mapping[str, Any]) -> None:
-            handler.handle(_record(json.dumps(event, default=str)))
-
-        self._sinks.append(write)
+        self._sinks.append(lambda event: handler.handle(logging.makeLogRecord({"msg": json.dumps(event, default=str)})))
 
     def _tell_write_error(self, record: logging.LogRecord) -> None:
         """Print once that events are lost; the work continues."""
@@ -141,10 +136,6 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
         with contextlib.suppress(OSError):  # a full disk, which has been reported
             self.stream.close()
         super().close()
-
-
-def _record(line: str) -> logging.LogRecord:
-    return logging.LogRecord("farm", logging.INFO, "", 0, line, None, None)
 
 
 PATIENCE_S = 180.0  # between two turns: a Ray that starts, a compaction of many runs

@@ -222,14 +222,19 @@ class RayNode:
 
 
 class NodeWatch:
-    """`nodes` is `ray.nodes`; `clock` returns seconds."""
+    """`nodes`: those of the last look, by id.
+
+    Args:
+        ask: `ray.nodes`.
+        clock: Returns seconds.
+    """
 
     def __init__(
-        self, nodes: Callable[[], Iterable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic
+        self, ask: Callable[[], Iterable[Mapping[str, Any]]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._nodes = nodes
+        self._ask = ask
         self._clock = clock
-        self._known: dict[str, RayNode] = {}
+        self.nodes: dict[str, RayNode] = {}
         self._looked_at: float | None = None
 
     @property
@@ -240,10 +245,10 @@ class NodeWatch:
     def look(self) -> tuple[list[RayNode], list[RayNode]]:
         """Return the nodes that joined and those that left since the last look; at first all have joined."""
         self._looked_at = self._clock()
-        present = {node.node_id: node for node in map(_node_of, (raw for raw in self._nodes() if raw["Alive"]))}
-        joined = [node for key, node in present.items() if key not in self._known]
-        left = [node for key, node in self._known.items() if key not in present]
-        self._known = present
+        present = {node.node_id: node for node in map(_node_of, (raw for raw in self._ask() if raw["Alive"]))}
+        joined = [node for key, node in present.items() if key not in self.nodes]
+        left = [node for key, node in self.nodes.items() if key not in present]
+        self.nodes = present
         return joined, left
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -75,14 +75,25 @@ _SHUTDOWN_S = 10.0  # a Ray that has lost its head may take this long
 _READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Seat:
-    """One actor with its node; one of several GPUs has them in a placement group of their own."""
+    """One actor with its node, and what it does; one of several GPUs has them in a placement group of their own.
 
+    state     `unreached` is asked again at the next look: Ray needs seconds to call a node dead
+    ref       of ready() while it starts, of run() while it runs
+    task      the one that it runs
+    failures  starts that failed in a row
+    """
+
+    name: str
     actor: Any
     node: RayNode
-    gpus: int = 1
-    group: Any = None
+    gpus: int
+    group: Any
+    state: Literal["unstarted", "starting", "unreached", "idle", "running"] = "unstarted"
+    ref: Any = None
+    task: Task | None = None
+    failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,19 +118,12 @@ class RayExecutor:
         safe_path = {SAFE_PATH: os.environ[SAFE_PATH]} if SAFE_PATH in os.environ else {}
         self._environment = {**safe_path, **environment}  # other nodes have their own
         self._seats: dict[str, _Seat] = {}  # worker -> its actor
-        self._starting: dict[Any, str] = {}  # ref of ready() -> worker
-        self._running: dict[Any, tuple[str, Task]] = {}  # ref of run() -> (worker, task)
-        self._failures: dict[str, int] = {}
-        self._unstarted: list[str] = []
         self._notices: list[str] = []
-        self._unreached: list[str] = []  # asked again at the next look: Ray needs seconds to call a node dead
         self._was_ready = False  # whether any worker has ever been ready
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
-        self._idle: list[str] = []
         self._waiting: list[_Waiting] = []  # on each node GPUs are gathered for the first one
         self._free: Counter[str] = Counter()  # node -> GPUs whose workers have made room
-        self._nodes: dict[str, RayNode] = {}
         self._workers_of: dict[str, int] = {}  # node -> its workers, while each has one GPU
         self._added = 0  # tasks that waited, and workers that took the place of others
         self._head: HeadWatch | None = None
@@ -203,7 +207,8 @@ class RayExecutor:
                 f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
             ) from error
         else:
-            self._note_roots()
+            # Processes that are started later are not Ray's.
+            self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
         finally:
             if visible is None:
                 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -228,15 +233,13 @@ class RayExecutor:
             keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
         else:
             keys = [str(slot.index) for slot in make_device(self._choice).slots()]
-        self._nodes[node.node_id] = node
         self._workers_of[node.node_id] = len(keys)
         for index, slot_key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
             self._add_worker(node, name, slot_key)
-            self._unstarted.append(name)
         return len(keys)
 
-    def _add_worker(self, node: RayNode, name: str, slot_key: str | None, gpus: int = 1) -> None:
+    def _add_worker(self, node: RayNode, name: str, slot_key: str | None, gpus: int = 1) -> _Seat:
         """Create an actor on a node; one of several `gpus` on those that Ray reserves for it together."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -254,26 +257,28 @@ class RayExecutor:
             )
         shares = max(1, self._workers_of[node.node_id] // gpus)  # shares of the host's memory
         actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, shares, gpus)
-        self._seats[name] = _Seat(actor, node, gpus, group)
+        seat = self._seats[name] = _Seat(name, actor, node, gpus, group)
+        return seat
 
-    def _end_worker(self, worker: str) -> _Seat:
+    def _end_worker(self, seat: _Seat) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        seat = self._seats.pop(worker)
+        del self._seats[seat.name]
         self._ray.kill(seat.actor, no_restart=True)
         if seat.group is not None:
             remove_placement_group(seat.group)  # a joined cluster would keep its GPUs
-        if worker in self._idle:
-            self._idle.remove(worker)
-        return seat
+
+    def _in(self, state: str) -> list[_Seat]:
+        return [seat for seat in self._seats.values() if seat.state == state]
 
     def _gpus_of(self, node: RayNode) -> int:
         """Return the GPUs of a node that workers have, or that are gathered for a task."""
         held = sum(seat.gpus for seat in self._seats.values() if seat.node.node_id == node.node_id)
         return held + self._free[node.node_id]
 
-    def _run(self, worker: str, task: Task, upcoming: Task | None) -> None:
-        self._running[self._seats[worker].actor.run.remote(task, upcoming)] = (worker, task)
+    def _run(self, seat: _Seat, task: Task, upcoming: Task | None) -> None:
+        seat.state, seat.task = "running", task
+        seat.ref = seat.actor.run.remote(task, upcoming)
 
     def _make_room(self, node: RayNode) -> None:
         """Start the tasks that wait on a node, in turn, on an idle worker of as many GPUs or on those of idle ones.
@@ -282,32 +287,26 @@ class RayExecutor:
         """
         while waiting := [trial for trial in self._waiting if trial.node.node_id == node.node_id]:
             task = waiting[0].task
-            here = [name for name in self._idle if self._seats[name].node.node_id == node.node_id]
-            worker = next((name for name in here if self._seats[name].gpus == task.config.ranks), None)
-            if worker is not None:
-                self._idle.remove(worker)
-            else:
-                for name in here:
+            here = [seat for seat in self._in("idle") if seat.node.node_id == node.node_id]
+            seat = next((seat for seat in here if seat.gpus == task.config.ranks), None)
+            if seat is None:
+                for other in here:
                     if self._free[node.node_id] < task.config.ranks:
-                        self._free[node.node_id] += self._end_worker(name).gpus
+                        self._end_worker(other)
+                        self._free[node.node_id] += other.gpus
                 if self._free[node.node_id] < task.config.ranks:
                     return
                 self._free[node.node_id] -= task.config.ranks
-                worker = self._replace(node, task.config.ranks)
+                seat = self._replace(node, task.config.ranks)
             self._waiting.remove(waiting[0])
-            self._run(worker, task, None)
-        self._add_single_workers(node, self._free.pop(node.node_id, 0))
+            self._run(seat, task, None)
+        for _ in range(self._free.pop(node.node_id, 0)):
+            self._replace(node, 1)
 
-    def _replace(self, node: RayNode, gpus: int) -> str:
-        """Start a worker where others have ended; return its name."""
+    def _replace(self, node: RayNode, gpus: int) -> _Seat:
+        """Start a worker where others have ended."""
         self._added += 1
-        name = f"worker-{node.node_id[:6]}-r{self._added}"
-        self._add_worker(node, name, None, gpus)
-        return name
-
-    def _add_single_workers(self, node: RayNode, gpus: int) -> None:
-        """Give this many GPUs of a node a worker each."""
-        self._unstarted += [self._replace(node, 1) for _ in range(gpus)]
+        return self._add_worker(node, f"worker-{node.node_id[:6]}-r{self._added}", None, gpus)
 
     def _without_gpus(self) -> list[Completion]:
         """Return the tasks whose node has lost GPUs, so that they would wait forever."""
@@ -323,40 +322,34 @@ class RayExecutor:
         ]
 
     def _drop_node(self, node: RayNode) -> list[Completion]:
-        gone = {worker for worker, seat in self._seats.items() if seat.node.node_id == node.node_id}
+        gone = [seat for seat in self._seats.values() if seat.node.node_id == node.node_id]
         lost = [
-            Completion(worker=worker, task=task, lost=f"worker lost: node {node.host} left the cluster")
-            for worker, task in self._running.values()
-            if worker in gone
+            Completion(worker=seat.name, task=seat.task, lost=f"worker lost: node {node.host} left the cluster")
+            for seat in gone
+            if seat.task is not None
         ]
-        self._running = {ref: value for ref, value in self._running.items() if value[0] not in gone}
-        self._starting = {ref: worker for ref, worker in self._starting.items() if worker not in gone}
-        self._unstarted = [worker for worker in self._unstarted if worker not in gone]
-        self._unreached = [worker for worker in self._unreached if worker not in gone]
-        for worker in gone:
-            self._end_worker(worker)
-        del self._free[node.node_id], self._nodes[node.node_id]
+        for seat in gone:
+            self._end_worker(seat)
+        del self._free[node.node_id]
         if gone:
             rest = "" if self._seats else "; no worker is left, waiting for a node to join"
             self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
         return lost
 
     def idle(self) -> list[str]:
-        return list(self._idle)
+        return [seat.name for seat in self._in("idle")]
 
     def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         """As in the Protocol, but that another idle worker may run it, which has as many GPUs as the task has ranks."""
         gpus = task.config.ranks if self._choice.backend == "cuda" else 1
-        idle = sorted(self._idle, key=lambda name: name != worker)  # itself first, unless it has made room since
-        fitting = next((name for name in idle if self._seats[name].gpus == gpus), None)
+        idle = sorted(self._in("idle"), key=lambda seat: seat.name != worker)  # itself, unless it has made room since
+        fitting = next((seat for seat in idle if seat.gpus == gpus), None)
         if fitting is not None:
-            self._idle.remove(fitting)
             self._run(fitting, task, upcoming)
             return
-        near = [self._seats[name].node for name in idle]
-        node = next((node for node in near if self._gpus_of(node) >= gpus), None)
+        near = next((seat.node for seat in idle if self._gpus_of(seat.node) >= gpus), None)
+        node = near or max(self._watch.nodes.values(), key=self._gpus_of)
         self._added += 1
-        node = node or max(self._nodes.values(), key=self._gpus_of)
         self._waiting.append(_Waiting(f"waiting-{self._added}", node, task))
         self._make_room(node)
 
@@ -365,28 +358,28 @@ class RayExecutor:
 
         self._watched_head.check()
         completions = []
-        refs = [*self._running, *self._starting]
-        if refs:
-            finished, _ = ray.wait(refs, num_returns=1, timeout=timeout_s)
+        asked = {seat.ref: seat for seat in self._seats.values() if seat.ref is not None}
+        if asked:
+            finished, _ = ray.wait(list(asked), num_returns=1, timeout=timeout_s)
             if finished:  # whatever else is done by now is taken, too
-                finished, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+                finished, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
             for ref in finished:
-                if ref in self._starting:
-                    self._take_ready(ref)
+                if asked[ref].task is None:
+                    self._take_ready(asked[ref])
                 else:
-                    completions.append(self._take_run(ref))
+                    completions.append(self._take_run(asked[ref]))
         else:  # every task that is left waits for its next attempt
             time.sleep(timeout_s)
         if self._watch.due:
             completions += self._follow_nodes()
-            unreached, self._unreached = self._unreached, []
-            for worker in unreached:
-                self._await_ready(worker)
+            for seat in self._in("unreached"):
+                self._await_ready(seat)
         self._start_servers()
         return completions + self._without_gpus()
 
     def running(self) -> Mapping[str, Task]:
-        return {**dict(self._running.values()), **{trial.name: trial.task for trial in self._waiting}}
+        held = {seat.name: seat.task for seat in self._seats.values() if seat.task is not None}
+        return held | {trial.name: trial.task for trial in self._waiting}
 
     def waiting(self) -> Collection[str]:
         return {trial.name for trial in self._waiting}
@@ -394,7 +387,7 @@ class RayExecutor:
     def most_gpus(self) -> int | None:
         if self._choice.backend != "cuda":
             return None
-        return max(map(self._gpus_of, self._nodes.values()), default=None)
+        return max(map(self._gpus_of, self._watch.nodes.values()), default=0) or None
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
@@ -418,8 +411,8 @@ class RayExecutor:
     def _shut_down(self, lost: bool) -> None:
         def shut_down() -> None:
             if not lost:
-                for worker in list(self._seats):
-                    self._end_worker(worker)
+                for seat in list(self._seats.values()):
+                    self._end_worker(seat)
             self._ray.shutdown()
 
         if not lost:
@@ -448,71 +441,66 @@ class RayExecutor:
                 processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
         return list(processes.values())
 
-    def _note_roots(self) -> None:
-        """Record Ray's root processes once it is up; processes started later are not Ray's."""
-        self._roots = [child for child in psutil.Process().children() if child.pid not in self._before]
-
     def _start_servers(self) -> None:
         """Start a few servers at a time on each node, since importing torch takes a core for seconds."""
-        busy = Counter(self._seats[worker].node.node_id for worker in self._starting.values())
-        for worker in list(self._unstarted):
-            node = self._seats[worker].node
-            if busy[node.node_id] < max(1, node.cpus // 2):
-                busy[node.node_id] += 1
-                self._unstarted.remove(worker)
-                self._await_ready(worker)
+        busy = Counter(seat.node.node_id for seat in self._in("starting"))
+        for seat in self._in("unstarted"):
+            if busy[seat.node.node_id] < max(1, seat.node.cpus // 2):
+                busy[seat.node.node_id] += 1
+                self._await_ready(seat)
 
-    def _await_ready(self, worker: str) -> None:
-        self._starting[self._seats[worker].actor.ready.remote()] = worker
+    def _await_ready(self, seat: _Seat) -> None:
+        seat.state, seat.ref = "starting", seat.actor.ready.remote()
 
-    def _take_ready(self, ref: Any) -> None:
+    def _take_ready(self, seat: _Seat) -> None:
         import ray
 
-        worker = self._starting.pop(ref)
+        ref, seat.ref = seat.ref, None
         try:
             ray.get(ref)
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorUnschedulableError):
-            self._unreached.append(worker)  # its process or its node is gone, or the network for a moment
+            seat.state = "unreached"  # its process or its node is gone, or the network for a moment
         except ray.exceptions.RayError as error:
             self._watched_head.check()
-            self._failures[worker] = self._failures.get(worker, 0) + 1
-            if self._failures[worker] < _READY_TRIES:
-                self._await_ready(worker)
+            seat.failures += 1
+            if seat.failures < _READY_TRIES:
+                self._await_ready(seat)
                 return
-            self._notices.append(f"{worker} does not start and is left out: {plain_error(error)}")
-            seat = self._end_worker(worker)
+            self._notices.append(f"{seat.name} does not start and is left out: {plain_error(error)}")
+            self._end_worker(seat)
             if seat.gpus > 1:  # one of them may be broken: the others continue as workers of one GPU
-                self._add_single_workers(seat.node, seat.gpus)
+                for _ in range(seat.gpus):
+                    self._replace(seat.node, 1)
             # Of a cluster that did work, another node may still join.
             held = bool(self._seats) or bool(self._free.total())
             if not held and not (self._joined and self._was_ready):
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
-            self._failures[worker] = 0
+            seat.failures = 0
             if self._folder is not None and not self._was_ready:
                 record_processes(self._folder, descendants())
             self._was_ready = True
-            self._now_idle(worker)
+            self._now_idle(seat)
 
-    def _now_idle(self, worker: str) -> None:
+    def _now_idle(self, seat: _Seat) -> None:
         """A worker can take a task, or make room for one that waits."""
-        self._idle.append(worker)
-        self._make_room(self._seats[worker].node)
+        seat.state = "idle"
+        self._make_room(seat.node)
 
-    def _take_run(self, ref: Any) -> Completion:
+    def _take_run(self, seat: _Seat) -> Completion:
         import ray
 
-        worker, task = self._running.pop(ref)
+        ref, task, result, lost = seat.ref, seat.task, None, None
+        assert task is not None
+        seat.ref = seat.task = None
         try:
             result = ray.get(ref)
         except ray.exceptions.RayTaskError as error:  # our own bug: it must cost one task, not the job
-            self._now_idle(worker)
-            return Completion(worker=worker, task=task, lost=f"worker failed: {error}")
+            lost = f"worker failed: {error}"
         except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone
-            self._await_ready(worker)
-            return Completion(worker=worker, task=task, lost=f"worker lost: {plain_error(error)}")
+            self._await_ready(seat)
+            return Completion(worker=seat.name, task=task, lost=f"worker lost: {plain_error(error)}")
         except Exception as error:  # what it sent cannot be read: again one task's business
-            self._now_idle(worker)
-            return Completion(worker=worker, task=task, lost=f"worker's answer cannot be read: {error!r}")
-        self._now_idle(worker)
-        return Completion(worker=worker, task=task, result=result)
+            lost = f"worker's answer cannot be read: {error!r}"
+        self._now_idle(seat)
+        return Completion(worker=seat.name, task=task, result=result, lost=lost)

@@ -72,7 +72,9 @@ def work(
             return 0
         try:
             if is_held:
-                _Work(folder, queue, cluster, stop, service, ran, trust).run_all(job_id, wait)
+                _Work(
+                    folder=folder, queue=queue, cluster=cluster, stop=stop, service=service, ran=ran, trust=trust
+                ).run_all(job_id, wait)
         except ClusterLost as lost:
             service.events.emit("left", how="the cluster was lost")
             print(f"error: {lost_words(lost)}", file=sys.stderr)
@@ -121,7 +123,7 @@ def run_job(
         job = queue.job(job_id)
         if not queue.pending(job_id):
             return True
-        work = _Work(folder, queue, cluster, stop, service)
+        work = _Work(folder=folder, queue=queue, cluster=cluster, stop=stop, service=service)
         return work.run_device(job.device, [job], job_id=job_id, shares=shares)
 
 
@@ -158,7 +160,7 @@ def _take_lock(
     return False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Work:
     """A dispatcher's resources for running a queue."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from conf.plain_text import OUTPUT_STARTS
-from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission
+from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission, prepare_queue
 from farm.queue.queue_values import (
     JOB_COLUMNS,
     MIXED_FAMILY,
@@ -94,7 +94,7 @@ class Queue:
         """
         if max_attempts < 1:
             raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
-        return cls(QueueFile(Path(path), busy_timeout_s), max_attempts, backoff_s)
+        return cls(QueueFile(Path(path), busy_timeout_s, prepare_queue), max_attempts, backoff_s)
 
     def close(self) -> None:
         self._file.close()

@@ -52,11 +52,6 @@ def parse_marker(text: object) -> Marker | None:
     return Marker(pid=int(match[1]), start_ticks=int(match[2]), boot=match[3])
 
 
-def session_marker() -> str:
-    """Return the identity of this process."""
-    return identity(os.getpid())
-
-
 def has_ended(text: object) -> bool:
     """Return whether the text identifies a process of this boot and namespace that has ended."""
     return parse_marker(text) is not None and not alive(str(text))
@@ -75,7 +70,7 @@ def make_folder(prefix: str, base: str | os.PathLike[str] | None = None) -> Path
     """Make a temporary folder (mode 0700) that `sweep_folders` deletes once this process is dead."""
     assert prefix in PREFIXES, prefix
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-    (path / OWNER_FILE).write_text(session_marker())
+    (path / OWNER_FILE).write_text(identity(os.getpid()))
     return path
 
 
@@ -178,7 +173,7 @@ def _delete_if_abandoned(path: Path, now: float) -> bool:
         owner, age_s = _owner_of(descriptor), now - os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
-    marker, ours = parse_marker(owner), parse_marker(session_marker())
+    marker, ours = parse_marker(owner), parse_marker(identity(os.getpid()))
     if marker is not None and ours is not None and marker.boot == ours.boot:
         abandoned = has_ended(owner)
     else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from conf.errors import EnvironmentProblem
-from conf.files.identity import alive
-from farm.queue.leftovers import parse_marker, session_marker, sweep_leftovers
+from conf.files.identity import alive, identity
+from farm.queue.leftovers import parse_marker, sweep_leftovers
 from warehouse.files.plain_file import is_held, locked, read_lock
 
 _LIMIT_BYTES = 4096  # largest lock that is read: one line
@@ -36,7 +37,7 @@ def hold_dispatcher_lock(path: Path) -> Iterator[None]:
 
     with locked(path, busy, written=True) as file:
         file.truncate()
-        file.write(json.dumps({"dispatcher": session_marker()}).encode())
+        file.write(json.dumps({"dispatcher": identity(os.getpid())}).encode())
         file.flush()
         try:
             sweep_leftovers()

@@ -11,14 +11,16 @@ import errno
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from conf.errors import CommandError, EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem, UsageError
 
 QUEUE_VERSION = 1
+Result = TypeVar("Result")
 _FULL_BYTES = 1 << 20  # a disk with less room than this is full for SQLite
 
 # The life of a task:
@@ -130,58 +132,60 @@ class QueueError(OSError):
 
 
 class QueueFile:
-    """One connection. Reads and single statements are atomic by themselves; errors as in `queue_error`."""
+    """One connection, which threads may share. Reads and single statements are atomic by themselves.
 
-    def __init__(self, path: Path, busy_timeout_s: float) -> None:
-        """Open the file, creating it in an existing folder. Raises `UsageError` if it is not a queue, or a newer
-        one."""
+    Args:
+        path: The file, which is created in an existing folder.
+        busy_timeout_s: How long another process may hold the file.
+        prepare: Makes the tables where there are none.
+
+    Raises:
+        UsageError: The file is not a queue.
+        EnvironmentProblem: The file is damaged, held for too long, or was written by a newer version.
+        QueueError: The file cannot be used for another reason, which its errno names.
+    """
+
+    def __init__(self, path: Path, busy_timeout_s: float, prepare: Callable[[QueueFile], None]) -> None:
         if not path.parent.is_dir():
             raise UsageError(f"the queue's folder {path.parent} does not exist")
         self.path = path
+        self._guard = threading.RLock()
+        self._db = self._ask(
+            lambda: sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+        )
         try:
-            self._db = sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None)
-        except sqlite3.Error as error:
-            raise queue_error(error, path) from error
-        try:
-            _prepare(self._db, path)
-        except sqlite3.Error as error:
-            self.close()
-            raise queue_error(error, path) from error
-        except CommandError:
+            prepare(self)
+        except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        self._db.close()
+        with self._guard:
+            self._db.close()
 
     @contextmanager
     def transaction(self, durable: bool = False) -> Iterator[None]:
         """Run an exclusive transaction; `durable` waits until it is synced to the disk."""
-        try:
+        with self._guard:
             if durable:
-                self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("BEGIN IMMEDIATE")
+                self.change("PRAGMA synchronous = FULL")
+            self.change("BEGIN IMMEDIATE")
             try:
                 yield
-                self._db.execute("COMMIT")
+                self.change("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                    self.change("ROLLBACK")
                 raise
             finally:
                 if durable:
-                    self._db.execute("PRAGMA synchronous = NORMAL")
-        except sqlite3.Error as error:
-            raise queue_error(error, self.path) from error
+                    self.change("PRAGMA synchronous = NORMAL")
 
-    def all(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def all(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
         """Return every row."""
-        try:
-            return self._db.execute(sql, values).fetchall()
-        except sqlite3.Error as error:
-            raise queue_error(error, self.path) from error
+        return self._ask(lambda: self._db.execute(sql, values).fetchall())
 
-    def one(self, sql: str, values: Sequence[Any] = ()) -> tuple[Any, ...] | None:
+    def one(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> tuple[Any, ...] | None:
         """Return the first row, None if there is none."""
         rows = self.all(sql, values)
         return rows[0] if rows else None
@@ -192,44 +196,45 @@ class QueueFile:
         assert rows, sql
         return rows[0]
 
-    def change(self, sql: str, values: Sequence[Any] = ()) -> int:
+    def change(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> int:
         """Run a statement; return how many rows it changed."""
-        try:
-            return self._db.execute(sql, values).rowcount
-        except sqlite3.Error as error:
-            raise queue_error(error, self.path) from error
+        return self._ask(lambda: self._db.execute(sql, values).rowcount)
 
     def many(self, sql: str, rows: list[tuple[Any, ...]]) -> int:
         """Run a statement for each of `rows`; return how many rows changed in total."""
+        return self._ask(lambda: self._db.executemany(sql, rows).rowcount) if rows else 0
+
+    def script(self, sql: str) -> None:
+        """Run statements to their end, outside of transactions."""
+        self._ask(lambda: self._db.executescript(sql))
+
+    def _ask(self, question: Callable[[], Result]) -> Result:
         try:
-            return self._db.executemany(sql, rows).rowcount if rows else 0
+            with self._guard:
+                return question()
         except sqlite3.Error as error:
             raise queue_error(error, self.path) from error
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    connection.execute("PRAGMA synchronous = NORMAL")
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
+def prepare_queue(file: QueueFile) -> None:
+    """Make the queue's tables in a new file, and check the version of one that is there."""
+    file.change("PRAGMA synchronous = NORMAL")
+    (version,) = file.only("PRAGMA user_version")
     if version == 0:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("BEGIN IMMEDIATE")
-        try:  # another process may have been quicker
-            version = connection.execute("PRAGMA user_version").fetchone()[0]
+        file.change("PRAGMA journal_mode = WAL")
+        with file.transaction():
+            (version,) = file.only("PRAGMA user_version")  # another process may have been quicker
             if version == 0:
-                if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                    raise UsageError(f"{path} is an SQLite file, but not a queue of this project")
+                if file.one("SELECT 1 FROM sqlite_master"):
+                    raise UsageError(f"{file.path} is an SQLite file, but not a queue of this project")
                 for statement in SCHEMA.split("\n\n"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {QUEUE_VERSION}")
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
+                    file.change(statement)
+                file.change(f"PRAGMA user_version = {QUEUE_VERSION}")
         version = version or QUEUE_VERSION
     if version > QUEUE_VERSION:
         raise EnvironmentProblem(
-            f"{path} was written by a newer version (queue schema {version}, this one reads {QUEUE_VERSION}); upgrade"
+            f"{file.path} was written by a newer version (queue schema {version}, this one reads {QUEUE_VERSION}); "
+            "upgrade"
         )
 
 

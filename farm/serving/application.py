@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
 from conf.errors import CommandError, EnvironmentProblem
+from farm.queue.queue_file import QueueError
 from farm.serving.bodies import (
     MLP_EXAMPLE,
     AdmitAnswer,
@@ -50,7 +51,16 @@ from farm.serving.bodies import (
     plan_question,
 )
 from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
-from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics, wait_asked
+from farm.serving.gate import (
+    CLIENT,
+    Gate,
+    GateRules,
+    Places,
+    RequestLog,
+    ServiceMetrics,
+    problem_response,
+    wait_asked,
+)
 from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.settings import ServeSettings
@@ -201,35 +211,34 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
 
 
 def _add_problems(app: FastAPI) -> None:
+    def answered(request: Request, problem: Problem) -> Response:
+        return problem_response(problem, request.scope["request_id"])
+
     @app.exception_handler(Problem)
     async def of_problem(request: Request, problem: Problem) -> Response:
-        return _problem_response(request, problem)
+        return answered(request, problem)
 
     @app.exception_handler(RequestValidationError)
     async def of_body(request: Request, error: RequestValidationError) -> Response:
-        return _problem_response(request, invalid_body(error.errors(), ""))
+        return answered(request, invalid_body(error.errors(), ""))
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> Response:
         names = {404: "not-found", 405: "method-not-allowed"}
         name = names.get(error.status_code, "invalid-request")
         headers = dict(error.headers or {})
-        return _problem_response(request, Problem(error.status_code, name, str(error.detail), headers=headers))
+        return answered(request, Problem(error.status_code, name, str(error.detail), headers=headers))
 
+    @app.exception_handler(QueueError)
     @app.exception_handler(EnvironmentProblem)
-    async def of_environment(request: Request, _error: EnvironmentProblem) -> Response:
+    async def of_environment(request: Request, _error: Exception) -> Response:
         detail = "The service cannot use its data folder; its operator can see why."
-        return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
+        return answered(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
 
     @app.exception_handler(Exception)  # the gate logs its traceback
     async def of_failure(request: Request, _error: Exception) -> Response:
         detail = "The service failed on this request; its log has the reason."
-        return _problem_response(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
-
-
-def _problem_response(request: Request, problem: Problem) -> Response:
-    body = json.dumps(problem.document(request.scope.get("request_id"))).encode()
-    return Response(body, int(problem.status), dict(problem.headers), PROBLEM_TYPE)
+        return answered(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
 
 
 _JSON = "application/json"

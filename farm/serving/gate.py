@@ -26,10 +26,13 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from farm.serving.problems import PROBLEM_TYPE, Problem, busy
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 
 def is_within_share(held: float, wanted: float, held_by_all: float, limit: float) -> bool:
@@ -131,12 +134,11 @@ class Gate:
         given_id = headers.get(b"x-request-id", "")
         request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
         scope["request_id"] = request_id
-        answer = _Answer(send, request_id)
+        answer = _Answer(scope, receive, send)
         holder: str | None = None
         try:
             self._check_host(headers)
             scope[CLIENT] = client = self._client(scope, headers)
-            self._check_length(scope, headers)
             if scope["path"] not in _UNCOUNTED:
                 self._take_place(client)
                 holder = client
@@ -198,11 +200,6 @@ class Gate:
             detail = "Without tokens, only this machine's own names are answered, as in http://localhost."
             raise Problem(HTTPStatus.MISDIRECTED_REQUEST, "host-not-allowed", detail)
 
-    def _check_length(self, scope: Scope, headers: dict[bytes, str]) -> None:
-        length = headers.get(b"content-length", "0")
-        if scope["method"] == "POST" and length.isdigit() and int(length) > self._rules.body_bytes:
-            raise _too_large(self._rules.body_bytes)
-
     def _client(self, scope: Scope, headers: dict[bytes, str]) -> str:
         """Return who asks: a token by its place in the file, an address where there are no tokens. Raises `Problem`."""
         path, authorization = scope["path"], headers.get(b"authorization", "")
@@ -241,8 +238,9 @@ class Gate:
 class _Answer:
     """The send side of one request: adds its id, and knows what was sent."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send, self._request_id = send, request_id
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._request_id: str = scope["request_id"]
         self.status = 0
         self.sent_bytes = 0
         self.is_complete = False
@@ -262,13 +260,16 @@ class _Answer:
 
     async def problem(self, problem: Problem) -> None:
         """Send a problem document, unless an answer has begun."""
-        if self.status:
-            return
-        body = json.dumps(problem.document(self._request_id)).encode()
-        headers = [(b"content-type", PROBLEM_TYPE.encode()), (b"content-length", str(len(body)).encode())]
-        headers += [(name.encode(), value.encode()) for name, value in problem.headers.items()]
-        await self({"type": "http.response.start", "status": int(problem.status), "headers": headers})
-        await self({"type": "http.response.body", "body": body})
+        if not self.status:
+            await problem_response(problem, self._request_id)(self._scope, self._receive, self)
+
+
+def problem_response(problem: Problem, request_id: str) -> Response:
+    """Return the answer that is a problem document."""
+    from starlette.responses import Response  # not for the pool of traces, which counts shares as the gate does
+
+    body = json.dumps(problem.document(request_id)).encode()
+    return Response(body, int(problem.status), dict(problem.headers), PROBLEM_TYPE)
 
 
 async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
@@ -283,7 +284,8 @@ async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
         if size > most_bytes:
-            raise _too_large(most_bytes)
+            detail = f"The body is larger than {most_bytes // 1024:,} KiB; divide the batch."
+            raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body-too-large", detail)
         more = message.get("more_body", False)
     return b"".join(pieces)
 
@@ -302,11 +304,6 @@ def wait_asked(prefer: str, most_s: float) -> float | None:
     """Return the seconds of `Prefer: wait=N` (RFC 7240), at most `most_s`; None where it asks for none."""
     asked = re.search(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})", prefer)
     return None if asked is None else min(float(asked[1]), most_s)
-
-
-def _too_large(limit: int) -> Problem:
-    detail = f"The body is larger than {limit // 1024:,} KiB; divide the batch."
-    return Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body-too-large", detail)
 
 
 def _host_name(host: str) -> str:

@@ -20,11 +20,12 @@ from multiprocessing.connection import wait  # as `select.select`, for any numbe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.children.keeper import MEMORY, TIME
+from conf.children.keeper import MEMORY, TIME, receive
 from conf.children.running import Child, ChildServer, ServerLost, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.leftovers import sweep_leftovers
+from farm.queue.queue_file import QueueError
 from farm.serving.problems import Scrubber
 from farm.serving.trace_store import TraceStore
 
@@ -36,6 +37,7 @@ _LOOK_EVERY_S = 0.05
 _END_S = 15.0  # for a child to end its own children, which takes milliseconds
 _BEAT_EVERY_S = 1.0
 _STARTS, _START_AGAIN_S = 40, 0.25
+_UNUSABLE = (EnvironmentProblem, QueueError)  # the file of questions, as on a full disk
 _RECEIVE_BYTES = 1 << 18
 
 
@@ -77,14 +79,14 @@ class TracePool:
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_EVERY_S):
-            with contextlib.suppress(EnvironmentProblem):  # a full disk: `/readyz` says that the pulse is old
+            with contextlib.suppress(*_UNUSABLE):  # a full disk: `/readyz` says that the pulse is old
                 self._store.beat()
 
     def _work(self) -> None:
         while not self._ended.is_set():
             try:
                 leased = self._store.lease(self._most_of_client)
-            except EnvironmentProblem as error:
+            except _UNUSABLE as error:
                 self._log("trace_store", problem=str(error))
                 leased = None
             if leased is None:
@@ -94,9 +96,10 @@ class TracePool:
             began = time.monotonic_ns()
             try:
                 outcome = self._run_question(key, question)
-            except EnvironmentProblem as error:  # the answer cannot be stored
-                outcome = str(error)
-                with contextlib.suppress(EnvironmentProblem):
+            except _UNUSABLE as error:
+                self._log("trace_store", problem=str(error))
+                outcome = "its answer could not be stored"
+                with contextlib.suppress(*_UNUSABLE):
                     self._store.interrupted(key, outcome)
             self._log("trace", key=key, outcome=outcome, seconds=round((time.monotonic_ns() - began) / 1e9, 3))
 
@@ -164,7 +167,7 @@ class TracePool:
         reply = b""
         while not reply.endswith(b"\n") and not self._ended.is_set():
             if wait([channel], _LOOK_EVERY_S):
-                data = _receive(channel)
+                data = receive(channel, _RECEIVE_BYTES)
                 if not data:
                     break
                 reply += data
@@ -181,13 +184,6 @@ class TracePool:
             MEMORY: f"more memory than the limit of {self._limits.memory_bytes / 2**30:g} GiB",
         }
         return None if limit is None else f"the trace took {limits[limit]}"
-
-
-def _receive(channel: socket.socket) -> bytes:
-    try:
-        return channel.recv(_RECEIVE_BYTES)
-    except ConnectionResetError:
-        return b""
 
 
 _SCRIPT = "train.py"

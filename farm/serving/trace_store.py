@@ -1,24 +1,22 @@
 """Questions that wait for a trace, and their answers: SQLite, shared by all processes of the service.
 
-Start reading at `TraceStore`. A question is kept until its answer is stored, so that none is lost with a process.
-Clients take turns, and have a share each of what may wait. Answers are forgotten when they are old, and what nobody
-asks for any more. The processes that answer await what they ask, which on Ray Serve goes through `RemoteQuestions`.
+Start reading at `TraceStore`, whose file is opened and asked as the farm's queue is (`QueueFile`). A question is kept
+until its answer is stored, so that none is lost with a process. Clients take turns, and have a share each of what may
+wait. Answers are forgotten when they are old, and what nobody asks for any more. The processes that answer await what
+they ask, which on Ray Serve goes through `RemoteQuestions`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from conf.errors import EnvironmentProblem
+from farm.queue.queue_file import QueueFile
 from farm.serving.gate import is_within_share
 
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
@@ -78,6 +76,19 @@ class QuestionRow:
         return self.state in (DONE, FAILED)
 
 
+def _prepare(file: QueueFile) -> None:
+    """Make the file one that frees space, without what a file of another version holds."""
+    if file.only("PRAGMA user_version") != (_VERSION,):
+        file.change("PRAGMA auto_vacuum = INCREMENTAL")
+        file.change("PRAGMA journal_mode = WAL")
+        file.change("DROP TABLE IF EXISTS questions")
+        file.change("VACUUM")
+        file.change(f"PRAGMA user_version = {_VERSION}")
+    file.change("PRAGMA synchronous = NORMAL")
+    file.change(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+    file.script(_SCHEMA)
+
+
 class TraceStore:
     """The file of questions. Threads share one connection; processes open their own.
 
@@ -86,19 +97,13 @@ class TraceStore:
         clock: Seconds since 1970.
 
     Raises:
-        EnvironmentProblem: The file cannot be opened or written, or is not a database.
+        EnvironmentProblem: The file is not a database, or is held by another process for too long.
+        QueueError: The file cannot be opened or written.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = path, clock
-        self._guard = threading.Lock()
-        with self._explained():
-            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-            if self._db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
-                self._begin_anew()
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-            self._db.executescript(_SCHEMA)
+        self._clock = clock
+        self._file = QueueFile(path, _BUSY_S, _prepare)
 
     async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
         """Return the question's row, added where it is new, or where its answer is too old.
@@ -106,14 +111,14 @@ class TraceStore:
         Returns None where the client's share of what may wait is used up.
         """
         now = self._clock()
-        with self._transaction():
+        with self._file.transaction():
             row = self._row(key)
             if row is not None and not (row.is_finished and now - (row.ended_at or 0.0) > limits.fresh_s):
                 self._want(row, client, now)
                 return row
             if not self._has_share(client, len(question), limits):
                 return None
-            self._db.execute(
+            self._file.change(
                 "INSERT OR REPLACE INTO questions (key, client, question, state, asked_at, wanted_at) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
                 (key, client, question, QUEUED, now, now),
@@ -122,31 +127,29 @@ class TraceStore:
 
     async def get(self, key: str) -> QuestionRow | None:
         """Return the question's row, or None."""
-        with self._guard, self._explained():
-            row = self._row(key)
-            if row is not None and self._clock() - row.wanted_at > _WANTED_EVERY_S:
-                self._db.execute("UPDATE questions SET wanted_at = ? WHERE key = ?", (self._clock(), key))
-            return row
+        row = self._row(key)
+        if row is not None and self._clock() - row.wanted_at > _WANTED_EVERY_S:
+            self._file.change("UPDATE questions SET wanted_at = ? WHERE key = ?", (self._clock(), key))
+        return row
 
     def lease(self, most_of_client: int) -> tuple[str, str] | None:
         """Take the oldest question of the client whose turn is longest ago. Returns its key and its text, or None.
 
         A client of which `most_of_client` questions are being traced has no turn.
         """
-        with self._guard, self._explained():
-            row = self._db.execute(
-                "UPDATE questions SET state = :running, started_at = :now, attempts = attempts + 1 WHERE key = ("
-                "  SELECT key FROM questions WHERE state = :queued AND client = ("
-                "    SELECT client FROM questions AS waiting WHERE state = :queued AND client NOT IN ("
-                "      SELECT client FROM questions WHERE state = :running GROUP BY client HAVING count(*) >= :most"
-                "    ) GROUP BY client ORDER BY"
-                "      (SELECT max(started_at) FROM questions AS led WHERE led.client = waiting.client),"
-                "      min(asked_at), client LIMIT 1"
-                "  ) ORDER BY asked_at, key LIMIT 1"
-                ") RETURNING key, question",
-                {"running": RUNNING, "queued": QUEUED, "now": self._clock(), "most": most_of_client},
-            ).fetchone()
-            return None if row is None else (row[0], row[1])
+        row = self._file.one(
+            "UPDATE questions SET state = :running, started_at = :now, attempts = attempts + 1 WHERE key = ("
+            "  SELECT key FROM questions WHERE state = :queued AND client = ("
+            "    SELECT client FROM questions AS waiting WHERE state = :queued AND client NOT IN ("
+            "      SELECT client FROM questions WHERE state = :running GROUP BY client HAVING count(*) >= :most"
+            "    ) GROUP BY client ORDER BY"
+            "      (SELECT max(started_at) FROM questions AS led WHERE led.client = waiting.client),"
+            "      min(asked_at), client LIMIT 1"
+            "  ) ORDER BY asked_at, key LIMIT 1"
+            ") RETURNING key, question",
+            {"running": RUNNING, "queued": QUEUED, "now": self._clock(), "most": most_of_client},
+        )
+        return None if row is None else (row[0], row[1])
 
     async def forget(self, limits: QuestionLimits) -> None:
         """Delete what is old: answers, and questions that nobody asks for. Gives their space back to the disk.
@@ -157,24 +160,23 @@ class TraceStore:
 
     def _forget(self, limits: QuestionLimits) -> None:
         ends = self._clock() - limits.kept_s
-        with self._transaction():
-            self._db.execute(
+        with self._file.transaction():
+            self._file.change(
                 "DELETE FROM questions WHERE state IN (?, ?) AND ended_at < ? AND wanted_at < ?",
                 (DONE, FAILED, ends, ends),
             )
-            self._db.execute("DELETE FROM questions WHERE state = ? AND wanted_at < ?", (QUEUED, ends))
-            (stored,) = self._db.execute("SELECT ifnull(sum(bytes), 0) FROM questions").fetchone()
+            self._file.change("DELETE FROM questions WHERE state = ? AND wanted_at < ?", (QUEUED, ends))
+            (stored,) = self._file.only("SELECT ifnull(sum(bytes), 0) FROM questions")
             if stored > limits.stored_bytes:
-                self._db.execute(
+                self._file.change(
                     "DELETE FROM questions WHERE key IN (SELECT key FROM (SELECT key, sum(bytes) OVER"
                     " (ORDER BY ended_at, key) - bytes AS older_bytes FROM questions WHERE state IN (?, ?))"
                     " WHERE older_bytes < ?)",
                     (DONE, FAILED, stored - limits.stored_bytes),
                 )
-        with self._guard, self._explained():
-            if self._db.execute("PRAGMA freelist_count").fetchone()[0] > _FREE_PAGES:
-                # `execute` would stop after the first page
-                self._db.executescript(f"PRAGMA incremental_vacuum({_GIVEN_BACK_PAGES}); PRAGMA wal_checkpoint;")
+        if self._file.only("PRAGMA freelist_count")[0] > _FREE_PAGES:
+            # A statement by itself would stop after the first page.
+            self._file.script(f"PRAGMA incremental_vacuum({_GIVEN_BACK_PAGES}); PRAGMA wal_checkpoint;")
 
     def answered(self, key: str, answer: dict[str, Any]) -> None:
         """Store an answer."""
@@ -186,66 +188,53 @@ class TraceStore:
 
     def interrupted(self, key: str, problem: str) -> None:
         """Ask again what a killed process left, or give it up after `MOST_ATTEMPTS`."""
-        with self._transaction():
+        with self._file.transaction():
             self._give_back("key = ?", (key,), problem)
 
     def recover(self) -> int:
         """Ask again what ran when the service ended. Returns how many questions that are."""
-        with self._transaction():
+        with self._file.transaction():
             return self._give_back("state = ?", (RUNNING,), "the service ended while it was traced")
 
     def beat(self) -> None:
         """Record that the pool of traces is alive."""
-        with self._guard, self._explained():
-            self._db.execute("INSERT OR REPLACE INTO pulse VALUES (0, ?)", (self._clock(),))
+        self._file.change("INSERT OR REPLACE INTO pulse VALUES (0, ?)", (self._clock(),))
 
     async def pulse_age_s(self) -> float | None:
         """Return the seconds since the pool's last sign of life; None where there was none."""
-        with self._guard, self._explained():
-            row = self._db.execute("SELECT at FROM pulse").fetchone()
+        row = self._file.one("SELECT at FROM pulse")
         return None if row is None else max(0.0, self._clock() - row[0])
 
     async def counts(self) -> dict[str, int]:
         """Return how many questions are in each state."""
-        with self._guard, self._explained():
-            rows = self._db.execute("SELECT state, count(*) FROM questions GROUP BY state").fetchall()
+        rows = self._file.all("SELECT state, count(*) FROM questions GROUP BY state")
         return {**dict.fromkeys((QUEUED, RUNNING, DONE, FAILED), 0), **dict(rows)}
 
     def close(self) -> None:
         """Close the file."""
-        with self._guard:
-            self._db.close()
+        self._file.close()
 
     def _end(self, key: str, state: str, answer: str | None, problem: str | None) -> None:
-        with self._guard, self._explained():
-            self._db.execute(
-                "UPDATE questions SET state = ?, ended_at = ?, answer = ?, problem = ?, question = '' WHERE key = ?",
-                (state, self._clock(), answer, problem, key),
-            )
+        self._file.change(
+            "UPDATE questions SET state = ?, ended_at = ?, answer = ?, problem = ?, question = '' WHERE key = ?",
+            (state, self._clock(), answer, problem, key),
+        )
 
     def _give_back(self, where: str, values: tuple[Any, ...], problem: str) -> int:
-        self._db.execute(
+        self._file.change(
             f"UPDATE questions SET state = ?, ended_at = ?, problem = ?, question = '' WHERE {where} AND attempts >= ?",
             (FAILED, self._clock(), f"{problem}, {MOST_ATTEMPTS} times", *values, MOST_ATTEMPTS),
         )
-        return self._db.execute(
+        return self._file.change(
             f"UPDATE questions SET state = ?, started_at = NULL WHERE {where} AND state = ?",
             (QUEUED, *values, RUNNING),
-        ).rowcount
-
-    def _begin_anew(self) -> None:
-        """Make the file one that frees space, without what a file of another version holds."""
-        self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("DROP TABLE IF EXISTS questions")
-        self._db.execute("VACUUM")
-        self._db.execute(f"PRAGMA user_version = {_VERSION}")
+        )
 
     def _has_share(self, client: str, size: int, limits: QuestionLimits) -> bool:
-        rows = self._db.execute(
+        rows = self._file.all(
             "SELECT client, count(*), sum(bytes) FROM questions WHERE state IN (?, ?) GROUP BY client",
             (QUEUED, RUNNING),
-        ).fetchall()
+        )
         waiting, own_bytes = next((row[1:] for row in rows if row[0] == client), (0, 0))
         n, n_bytes = sum(row[1] for row in rows), sum(row[2] for row in rows)
         return is_within_share(waiting, 1, n, limits.waiting) and is_within_share(
@@ -255,10 +244,10 @@ class TraceStore:
     def _want(self, row: QuestionRow, client: str, now: float) -> None:
         """Note that somebody asks for the row. A client with fewer questions takes it over: its turn comes sooner."""
         if now - row.wanted_at > _WANTED_EVERY_S:
-            self._db.execute("UPDATE questions SET wanted_at = ? WHERE key = ?", (now, row.key))
+            self._file.change("UPDATE questions SET wanted_at = ? WHERE key = ?", (now, row.key))
         if row.state == QUEUED:
             of_client = "(SELECT count(*) FROM questions AS o WHERE o.state = :queued AND o.client = {})"
-            self._db.execute(
+            self._file.change(
                 "UPDATE questions SET client = :client WHERE key = :key AND client != :client AND "
                 f"{of_client.format(':client')} < {of_client.format('questions.client')} - 1",
                 {"queued": QUEUED, "client": client, "key": row.key},
@@ -266,29 +255,11 @@ class TraceStore:
 
     def _row(self, key: str) -> QuestionRow | None:
         columns = "key, state, wanted_at, ended_at, answer, problem"
-        row = self._db.execute(f"SELECT {columns} FROM questions WHERE key = ?", (key,)).fetchone()
+        row = self._file.one(f"SELECT {columns} FROM questions WHERE key = ?", (key,))
         if row is None:
             return None
         key, state, wanted_at, ended_at, answer, problem = row
         return QuestionRow(key, state, wanted_at, ended_at, None if answer is None else json.loads(answer), problem)
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._guard, self._explained():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise EnvironmentProblem(f"{self._path.name} cannot be used: {error}") from error
 
 
 class RemoteQuestions:

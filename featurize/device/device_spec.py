@@ -272,7 +272,8 @@ class DeviceSpec:
 
         The rate of 8-bit floats is left out where it is the described one: identities are older than it.
         """
-        mapping = {name: value for name, value in dataclasses.asdict(self).items() if name not in _OPTIONAL}
+        mapping = {name: value for name, value in vars(self).items() if name not in _OPTIONAL}
+        mapping["peak_tflops"] = dict(vars(self.peak_tflops))
         if self.peak_tflops.fp8 == _described_fp8(self.name):
             del mapping["peak_tflops"]["fp8"]
         if self.power_cap_w is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -457,11 +458,13 @@ def training_of(settings: TrainingSettings) -> Training:
     """Return the settings with every field; a trial config has the first four, and its model does the rest."""
     if isinstance(settings, Training):
         return settings
+    return _of_trial(settings.optimizer, settings.precision, settings.cudnn_benchmark, settings.channels_last)
+
+
+@functools.cache
+def _of_trial(optimizer: str, precision: str, cudnn_benchmark: bool, channels_last: bool) -> Training:
     return Training(
-        optimizer=settings.optimizer,
-        precision=settings.precision,
-        cudnn_benchmark=settings.cudnn_benchmark,
-        channels_last=settings.channels_last,
+        optimizer=optimizer, precision=precision, cudnn_benchmark=cudnn_benchmark, channels_last=channels_last
     )
 
 

@@ -161,33 +161,52 @@ def time_step(
     Raises:
         EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
-    flags = uses_tf32(settings.precision)
-    calls = trace.remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
-    if learned is None:
-        learned = coming_along = load_efficiencies()
-        # An estimate asks twice of a GPU model: for its own figures, and for what fitted models read.
-        choices = settings.channels_last, settings.cudnn_benchmark, _half_of(settings), *flags.values()
-        key = ("timed kernels", spec, *choices)
-        timed = trace.remembered(key, lambda: timed_kernels(calls, spec, settings, coming_along))
+    framework, efficiencies = framework_of(trace, settings), learned or load_efficiencies()
+    gathers = trace.remembered("gathers", lambda: any(block.kind == GATHERED for block in trace.blocks))
+    make = functools.partial(_time_without_input, trace, spec, settings, efficiencies, framework, gathers)
+    if learned is None:  # an estimate asks again for what fitted models read, also in a loop, which runs the same
+        choices = settings.precision, settings.channels_last, settings.cudnn_benchmark, framework, gathers
+        step = _keeper(trace).remembered(("timed step", spec, *choices), make)
     else:
-        timed = timed_kernels(calls, spec, settings, learned)
-    framework = framework_of(trace, settings)
-    gathers = framework != MEGATRON and any(block.kind == GATHERED for block in trace.blocks)
-    beside = learned.sharded if gathers else 1.0
-    timed = replace(timed, seconds=timed.seconds * beside)
+        step = make()
+    if not input_ms:
+        return step
+    step_ms = input_ms + overlapped(step.busy_ms, step.host_ms)
+    activity = step_activity(step.kernels, spec, step_ms * 1e-3, efficiencies.activity)
+    return replace(step, step_time_ms=step_ms, input_ms=input_ms, activity=activity)
+
+
+def _keeper(trace: StepTrace) -> StepTrace:
+    """Return the trace that remembers what follows from operators: of the same steps in a loop, where it is known."""
+    looped = trace.in_a_loop
+    return looped if looped is not None and looped.operators is trace.operators else trace
+
+
+def _time_without_input(
+    trace: StepTrace,
+    spec: DeviceSpec,
+    settings: TrainingSettings,
+    learned: LearnedEfficiencies,
+    framework: str,
+    gathers: bool,
+) -> TimedStep:
+    flags = uses_tf32(settings.precision)
+    calls = _keeper(trace).remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
+    timed = timed_kernels(calls, spec, settings, learned)
+    timed = replace(timed, seconds=timed.seconds * (learned.sharded if gathers and framework != MEGATRON else 1.0))
     total_ms = calls.count * timed.seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
         by_kind[kind] += of_kind_ms
     busy_ms = float(total_ms.sum())
     launching_ms = host_ms(calls, spec, framework)
-    step_ms = input_ms + overlapped(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
+    step_ms = overlapped(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(
         step_time_ms=step_ms,
         busy_ms=busy_ms,
         host_ms=launching_ms,
         machines=machines_of(framework),
-        input_ms=input_ms,
+        input_ms=0.0,
         by_kind_ms=dict(sorted(by_kind.items(), key=lambda item: -item[1])),
         activity=step_activity(timed, spec, step_ms * 1e-3, learned.activity),
         kernels=timed,

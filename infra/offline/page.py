@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.cli.command_line import developer_command, terminal_bar
@@ -30,10 +30,11 @@ from conf.reports.blocks import (
     Section,
     Tile,
     Tiles,
-    linked,
     page_bytes,
+    table,
 )
 from conf.reports.page_text import count_of
+from conf.reports.terminal import print_page
 from infra.offline import probe_sections, run_sections
 from infra.offline.estimated_runs import (
     FIGURES,
@@ -96,10 +97,10 @@ def export_rows(results: Results, datasets: str | None) -> list[str]:
         return [f"nothing is exported: {text}", f"python -m warehouse.export {keys}"]
 
 
-def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
-    """Return the page, and the summary for the terminal as lines. Exports the rows last."""
-    sections: dict[str, Section | None] = {"Refit": None}
-    absent: dict[str, str] = {}
+def make_page(results: Results, datasets: str | None) -> Page:
+    """Return the page: what to refit and the data set come first, then `SECTIONS`. Exports the rows last."""
+    sections: list[Section] = []
+    absent: list[str] = []
     findings: dict[str, list[str]] = defaultdict(list)
     is_judged = not results.problem and results.device is not None
     for name, (title, parts_of) in SECTIONS.items():
@@ -111,56 +112,62 @@ def make_page(results: Results, datasets: str | None) -> tuple[Page, list[str]]:
                 elif results.kind == "measured":
                     findings[part.command].append(part.text)
         except Absent as reason:
-            absent[name] = str(reason)
+            absent.append(f"{name}: {reason}")
             blocks.append(Lead(str(reason)))
         except Exception as error:  # results cannot be measured again: one damaged file must not cost the others
-            absent[name] = f"cannot be shown: {exception_line(error)}"
-            blocks.append(Callout(f"This section {absent[name]}", "bad"))
+            problem = f"cannot be shown: {exception_line(error)}"
+            absent.append(f"{name}: {problem}")
+            blocks.append(Callout(f"This section {problem}", "bad"))
             is_judged = False
-        sections[name] = Section(name.lower(), title, tuple(blocks))
-    sections["Refit"] = Section("refit", "What to refit", _refit_blocks(results, findings))
-    exported = export_rows(results, datasets)
-    sections["Data set"] = Section("datasets", "Rows for the data set", (Bullets(tuple(exported)),))
-    head = _head(results, findings, is_judged=is_judged)
-    page = Page(title=f"Measured on {_shown_device(results)}", head=head, sections=linked(sections))
-    return page, [*_summary(results, findings, absent), *(f"data set: {line}" for line in exported)]
-
-
-def _shown_device(results: Results) -> str:
-    return results.device_name or "an unknown device"
-
-
-def _head(results: Results, to_refit: Mapping[str, Sequence[str]], *, is_judged: bool) -> tuple[Block, ...]:
-    runs = results.runs
-    warning = _OF_KIND[results.kind]
-    torch = sorted({str(estimated_run.run["torch_version"]) for estimated_run in runs.runs})
-    drivers = sorted(
-        {str(estimated_run.run["driver_version"]) for estimated_run in runs.runs if estimated_run.run["driver_version"]}
+        sections.append(Section(name.lower(), title, tuple(blocks), name))
+    first = (
+        Section("refit", "What to refit", _refit_blocks(results, findings), "Refit"),
+        Section("datasets", "Rows for the data set", (Bullets(tuple(export_rows(results, datasets))),), "Data set"),
     )
-    versions = ", ".join([*(f"torch {version}" for version in torch), *(f"driver {version}" for version in drivers)])
-    families = counted(len(by_family(runs.runs)), "family", "families")
-    tiles = [
-        Tile("runs", f"{len(runs.runs):,}", families),
-        Tile("left out", f"{sum(runs.left_out.values()):,}", "reasons below"),
-    ]
-    for name in ("process", "step_time", "smact", "energy"):
-        if spread := spread_of(runs.solo, name):
-            form = f"{spread.median_size:.3f}" if FIGURES[name].is_ratio else f"{spread.median_size:.1%}"
-            tiles.append(Tile(f"{FIGURES[name].title.partition(',')[0]}, median error", form, f"{spread.pairs} runs"))
-    finding_count = sum(map(len, to_refit.values()))
-    tiles.append(Tile("to refit", f"{finding_count}", "findings"))
-    tests = outcomes_of(results.work / TESTS)
+    return Page(
+        title=f"Measured on {results.device_name or 'an unknown device'}",
+        head=_head(results, sum(map(len, findings.values())), absent, is_judged=is_judged),
+        sections=(*first, *sections),
+    )
+
+
+def summary(page: Page) -> Page:
+    """Return what the terminal shows of a page: its head, what to refit, and what became of the rows."""
+    return replace(page, sections=page.sections[:2])
+
+
+def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_judged: bool) -> tuple[Block, ...]:
+    runs, warning, tests = results.runs, _OF_KIND[results.kind], outcomes_of(results.work / TESTS)
     is_tested = tests is None or not (tests.counts["failed"] or tests.not_run)
-    level: Level = "good" if is_tested and is_judged and not (to_refit or warning) else "look"
-    sentence = results.device_text if is_tested else f"{results.device_text}; tests: {tests}"
-    left_out = tuple(f"{count_of(count, 'run')} left out: {reason}" for reason, count in runs.left_out.items())
+    level: Level = "good" if is_tested and is_judged and not (finding_count or warning) else "look"
+    statuses = Counter(estimated_run.run["status"] for estimated_run in runs.runs)
+    versions = {
+        f"{name} {version}": None
+        for name in ("torch", "driver")
+        for version in sorted({str(run.run[f"{name}_version"]) for run in runs.runs if run.run[f"{name}_version"]})
+    }
+    leads = {
+        "runs": ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none",
+        "versions": ", ".join(versions),
+        "tests": str(tests or ""),
+    }
+    spreads = [(name, spread) for name in FIGURES if (spread := spread_of(runs.solo, name))]
+    rows = [(FIGURES[name].title, spread_text(name, spread), spread.pairs) for name, spread in spreads]
+    left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in runs.left_out.items()]
     return (
         *((Callout(warning, "bad"),) if warning else ()),
         *((Callout(f"Runs cannot be read: {results.problem}", "bad"),) if results.problem else ()),
-        Outcome(level, f"{finding_count} to refit", sentence),
-        *((Lead(versions),) if versions else ()),
-        Tiles(tuple(tiles)),
-        *((Bullets(left_out),) if left_out else ()),
+        Outcome(level, f"{finding_count} to refit", results.device_text),
+        Lead("; ".join(f"{name}: {text}" for name, text in leads.items() if text)),
+        Tiles(
+            (
+                Tile("runs", f"{len(runs.runs):,}", counted(len(by_family(runs.runs)), "family", "families")),
+                Tile("left out", f"{sum(runs.left_out.values()):,}", "reasons below"),
+                Tile("to refit", f"{finding_count}", "findings"),
+            )
+        ),
+        *((table(("figure", "error, median / 90th percentile", "runs"), rows),) if rows else ()),
+        *((Bullets((*left_out, *absent)),) if left_out or absent else ()),
     )
 
 
@@ -174,27 +181,6 @@ def _refit_blocks(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tu
         no_command = Lead("No command refits this; it needs a change in code or in a device description.")
         blocks += [Bullets(tuple(findings)), Preformatted(command) if command else no_command]
     return tuple(blocks)
-
-
-def _summary(results: Results, to_refit: Mapping[str, Sequence[str]], absent: Mapping[str, str]) -> list[str]:
-    runs = results.runs
-    statuses = Counter(estimated_run.run["status"] for estimated_run in runs.runs)
-    counted = ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none"
-    lines = [f"runs on {_shown_device(results)}: {counted}; {results.device_text}"]
-    if warning := _OF_KIND[results.kind]:
-        lines.append(f"note: {warning}")
-    if results.problem:
-        lines.append(f"runs cannot be read: {results.problem}")
-    if tests := outcomes_of(results.work / TESTS):
-        lines.append(f"tests: {tests}")
-    lines += [f"left out: {count_of(count, 'run')}: {reason}" for reason, count in runs.left_out.items()]
-    for name, figure in FIGURES.items():
-        if spread := spread_of(runs.solo, name):
-            lines.append(f"{figure.title}: {spread_text(name, spread)} ({count_of(spread.pairs, 'run')})")
-    for command, findings in to_refit.items():
-        lines += [f"to refit: {finding}" for finding in findings]
-        lines += [f"    {line}" for line in command.splitlines()]
-    return [*lines, *(f"{name}: {reason}" for name, reason in absent.items())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +202,11 @@ def run(asked: PageSettings) -> None:
     work = work_folder(results.absolute(), out)
     with terminal_bar("estimates", remaining=True) as update:
         of_work = read_results(work, lambda count, of: update(completed=count, total=of) if update else None)
-    page, lines = make_page(of_work, asked.datasets)
+    page = make_page(of_work, asked.datasets)
     out.mkdir(parents=True, exist_ok=True)
     write_output(out / PAGE, page_bytes(page))
-    print("\n".join([*lines, f"page: {out / PAGE}"]))
+    print_page(summary(page))
+    print(f"page: {out / PAGE}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -67,13 +67,10 @@ class Series:
     def begun(cls, work: Path) -> Series:
         """Begin a series in an empty work folder."""
         work.mkdir(parents=True, exist_ok=True)
-        return cls(uuid.uuid4().hex[:8])._written(work)
+        return cls(uuid.uuid4().hex[:8]).written(work)
 
-    def next(self, work: Path) -> Series:
-        """Return the series with its generation counted up, which is durable in `work` before any slice has it."""
-        return Series(self.name, self.generation + 1)._written(work)
-
-    def _written(self, work: Path) -> Series:
+    def written(self, work: Path) -> Series:
+        """Write the series into its work folder, durably; return it."""
         content = {"series": self.name, "generation": self.generation}
         write_bytes(work / SERIES, (json.dumps(content) + "\n").encode())
         return self
@@ -100,7 +97,7 @@ def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
     """
     before = Series.of_work(work)
     assert before is not None, "the series has begun"
-    series = before.next(work)
+    series = Series(before.name, before.generation + 1).written(work)  # durable before any slice has it
     content = _archive(work)
     pieces = [content[start : start + SLICE_BYTES] for start in range(0, len(content), SLICE_BYTES)]
     if len(pieces) > MOST_SLICES:
@@ -108,7 +105,9 @@ def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
             f"{work} packs to {len(content) / 2**20:.0f} MiB, more than {MOST_SLICES} files of "
             f"{SLICE_BYTES // 2**20} MiB; begin a new series with an empty work="
         )
-    older = newest(results)
+    older = None
+    with contextlib.suppress(UsageError):  # results that have been damaged meanwhile are replaced
+        older = newest(results)
     # With no room for both, the older one goes first; this does not happen to those who stop at `FULL_BYTES`.
     _clear(results, older if older is not None and len(pieces) + len(older.slices) <= MOST_SLICES else None)
     digests = {}

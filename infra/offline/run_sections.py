@@ -353,8 +353,7 @@ def protocols(results: Results) -> Iterator[Part]:
         rows, trials = ([row for row in of_all if row["key"] == key] for of_all in (measured, published))
         windows = [row["window_s"] for row in (*trials, *rows) if row["window_s"] and row.get("protocol") != "adaptive"]
         seconds = statistics.median(windows) if windows else float("nan")
-        for part in gpu_figures.parts(gpu_figures.figures(rows, trials, round(seconds, 1))):
-            yield Lead(part) if isinstance(part, str) else table(*part)
+        yield from gpu_figures.blocks(gpu_figures.figures(rows, trials, round(seconds, 1)))
 
 
 def kernels(results: Results) -> Iterator[Part]:

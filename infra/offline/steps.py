@@ -18,7 +18,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -33,6 +33,7 @@ from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.plain_text import exception_line, one_line, truncated
 from conf.reports.page_text import count_of
+from farm.dispatch.dispatcher import StopRequest
 from farm.queue.jobs import Queue
 from featurize.families import family_names
 from infra.collect import count_lines, run_counts
@@ -217,7 +218,7 @@ class Call:
     step_began_s: float = 0.0
     problem: str | None = None  # problem of the last counting and packing
     failed_packs: int = 0  # one after another
-    signalled: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
     counts: list[dict[str, Any]] = field(default_factory=list)  # as `run_counts` has them
 
     @property
@@ -323,12 +324,13 @@ def run(settings: StepsSettings) -> int:
     """
     began_s = time.monotonic()
     place = _place(settings)
-    results.prepare(place.work, Path(settings.results))
-    call = Call(place=place, results=Path(settings.results).resolve(), rows=_earlier_rows(place.work))
-    before = len(call.rows)
     planned = {name: STEPS[name].minutes for name in settings.steps}
     minutes = sum(planned.values()) if settings.minutes is None else settings.minutes
-    with _signals(call):
+    with StopRequest().installed() as stop:
+        results.prepare(place.work, Path(settings.results))
+        rows = _earlier_rows(place.work)
+        call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, stop=stop)
+        before = len(rows)
         call.pack()
         for name in settings.steps:
             # What earlier steps have left of their time is the later ones'; packing once more is left out of all.
@@ -337,7 +339,7 @@ def run(settings: StepsSettings) -> int:
             _run_step(call, name, left_s * share)
         call.pack()
     print("\n".join(call.lines(before, time.monotonic() - began_s)))
-    if call.signalled:
+    if stop.requested:
         return EXIT_INTERRUPTED
     return int(call.problem is not None or any(row["outcome"] == "failed" for row in call.rows[before:]))
 
@@ -396,7 +398,7 @@ def _run_step(call: Call, name: str, seconds: float) -> None:
 
 
 def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
-    if call.signalled:
+    if call.stop.requested:
         return "stopped", "stopped by a signal"
     if (reason := step.not_here(call.place)) is not None:
         return "not here", reason
@@ -464,8 +466,8 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
                 longest_s = max((counted["longest_s"] or 0.0 for counted in call.counts), default=0.0)
                 is_late = now_s >= until_s - _finish_s(step, seconds, longest_s)
                 is_full = step.uses_queue and call.is_full
-                if why_stopped is None and (call.signalled or is_full or is_late):
-                    why_stopped = "stopped" if call.signalled else "full" if is_full else "time is up"
+                if why_stopped is None and (call.stop.requested or is_full or is_late):
+                    why_stopped = "stopped" if call.stop.requested else "full" if is_full else "time is up"
                     child.send_signal(signal.SIGINT)
                     until_s = min(until_s, now_s + _STOP_S)
                     call.packed_at_s = 0.0  # pack at once: nobody knows how long a machine waits that sends a signal
@@ -492,21 +494,6 @@ def _begin_child(parent: int) -> None:
 def _last_line(log: Path) -> str:
     lines = log.read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
     return "no output" if lines[-1].startswith("-- ") else truncated(one_line(lines[-1]))  # the program's own heading
-
-
-@contextlib.contextmanager
-def _signals(call: Call) -> Iterator[None]:
-    """Note SIGTERM and SIGINT: what runs is stopped, and the results are packed."""
-
-    def note(number: int, frame: object) -> None:
-        call.signalled = True
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str]) -> int:

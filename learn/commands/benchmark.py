@@ -40,6 +40,7 @@ from learn.judging.scores import (
     described,
     judged,
     published_figures,
+    with_trusted,
 )
 from learn.rows.data import SLOWDOWN, get_target, make_bins
 from learn.rows.step_store import StepStore, with_suspects
@@ -64,7 +65,9 @@ def benchmark(
     from learn.commands.benchmark_steps import benchmark_steps, is_of_measured_steps
 
     if settings.target == SLOWDOWN:
-        raise UsageError("target=slowdown: call learn.sharing.command.benchmark_slowdowns")
+        from learn.sharing.command import benchmark_slowdowns
+
+        return benchmark_slowdowns(settings, progress)
     if is_of_measured_steps(settings):
         return benchmark_steps(settings, progress)
     if formulas := [name for name in settings.estimators or () if name in STEP_FORMULAS]:
@@ -227,10 +230,4 @@ def _sets(
             "group": str(groups[i]),
             "operator": steps.main_operator(rows.cases[i]),
         }
-    with_trusted: dict[str, dict[int, dict[str, Any]]] = {}
-    for file, of_file in sets.items():
-        with_trusted[file] = of_file
-        trusted = {i: about for i, about in of_file.items() if about["doubt"] is None}
-        if 0 < len(trusted) < len(of_file):
-            with_trusted[f"{file}{TRUSTED_ALONE}"] = trusted
-    return with_trusted
+    return with_trusted(sets)

@@ -176,10 +176,11 @@ class Draft:
             if beyond:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
-            at_hand = self.traced if self.platform.allocator is None and not job.batches else None
-            overrides.enter_context(self._steps.override(self.case, at_hand))
             options = self.request.options
             self.questions = choose_models(self.case, options, self._steps, self._traces, overrides)
+            if any(question.artifact is not None and not question.looped for question in self.questions):
+                at_hand = self.traced if self.platform.allocator is None and not job.batches else None
+                overrides.enter_context(self._steps.override(self.case, at_hand))
 
     def _ask_method(self, estimator: str) -> None:
         """Take memory by a training-free method. Raises `UsageError` with the method's reason."""
@@ -355,7 +356,8 @@ class Draft:
         if not (step_time_ms := self.figures["step_time_ms"]):
             return Timing(**of_step, **sent), Energy(), ranks, notes
         step_s = step_time_ms / 1e3
-        micro_steps, tokens = training_of(job.settings).accumulation, _tokens(job, traced.trace)
+        tokens = traced.trace.remembered(("tokens", job.batch_size), lambda: _tokens(job, traced.trace))
+        micro_steps = training_of(job.settings).accumulation
         # All micro-steps and all replicas count, but for utilization and energy, which are of one GPU.
         passes = micro_steps * (1 if job.parallel is None else job.parallel.replicas)
         at_peak_s = _seconds_at_peak(traced.trace, device, job.settings)

@@ -453,7 +453,10 @@ class Estimate(Energy, Timing, Activity, Memory):
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, `warnings`, and `fits`: into the empty card."""
-        return {**asdict(self), "warnings": list(self.warnings), "fits": self.fits_device}
+        mapping = {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
+        mapping["notes"] = tuple(dict(vars(note)) for note in self.notes)
+        mapping["ranks"] = tuple(map(asdict, self.ranks))
+        return {**mapping, "warnings": list(self.warnings), "fits": self.fits_device}
 
 
 def _known_fields(kind: type, mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,7 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import sys
-import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -316,7 +314,7 @@ def save_artifact(
     `extras(folder)` adds further files (plots) before the version appears. Written beside its place under a hidden
     name, synced, then renamed: a reader sees all of it or none. `now` is time-zone aware.
     """
-    from conf.files.outputs import sync
+    from conf.files.outputs import new_folder
 
     check_target(target)
     home = models_folder(data) / target
@@ -324,26 +322,16 @@ def save_artifact(
     text = json.dumps(meta, indent=1, sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:8]
     version = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{short}"
+    if (home / version).exists():  # the same second, the same data, the same figures
+        return home / version
     home.mkdir(parents=True, exist_ok=True)
-    building = home / f".building-{version}-{uuid.uuid4().hex[:8]}"
-    try:
+    with new_folder(home / version) as building:
         (building / "model").mkdir(parents=True)
         estimator.save(building / "model")
         (building / "report.json").write_text(json.dumps(report, indent=1))
         extras(building)
         (building / "meta.json").write_text(json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True))
-        for path in (*building.rglob("*"), building):
-            sync(path)
-        final = home / version
-        if final.exists():  # the same second, the same data, the same figures
-            shutil.rmtree(building)
-        else:
-            os.rename(building, final)
-        sync(home)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    return final
+    return home / version
 
 
 def versions(data: DataPlace, target: str) -> list[Artifact]:

@@ -29,7 +29,7 @@ from conf.reports.blocks import (
 )
 from learn.judging.report import plots_of
 from learn.judging.scores import NOT_INFORMATIVE, Benchmark, Figures, by_group, worst_of
-from learn.rows.data import LEVELS, MIB_PER_GB, TARGETS, Bins
+from learn.rows.data import MIB_PER_GB, TARGETS, Bins
 
 if TYPE_CHECKING:
     from learn.commands.benchmark_rows import BenchmarkSettings
@@ -134,11 +134,12 @@ def classes_table(done: Benchmark) -> tuple[Block, ...]:
         cells |= {"accuracy 1 GB": score("ours", "accuracy"), "macro F1 1 GB": score("ours", "macro_f1")}
     cells |= {"under bound": bound("coverage"), "above it": bound("above"), "bound over label": bound("excess")}
     cells["recall by class"] = _recalls
-    rules = {file: _rule(bins["published"]) for file, bins in done.bins.items()}
+    rules = {file: _rule(done, bins["published"]) for file, bins in done.bins.items()}
     rules_text = "; ".join(f"{file}: {rule}" for file, rule in rules.items())
     if len(set(rules.values())) == 1:
         rules_text = next(iter(rules.values()))
-    return _figures_table(f"classes as published ({rules_text}), and the 99 % bound", done, {}, cells, {})
+    title = f"classes as published ({rules_text}), and the {100 * done.level:g} % bound"
+    return _figures_table(title, done, {}, cells, {})
 
 
 def _figures_table(
@@ -162,8 +163,8 @@ def published_table(done: Benchmark) -> tuple[Block, ...]:
     return table_blocks(title, ["estimator", "rows", "figure", "value", "source"], rows)
 
 
-def _rule(bins: Bins) -> str:
-    if bins.by_family or len(bins.labels) == len(LEVELS):
+def _rule(done: Benchmark, bins: Bins) -> str:
+    if not done.target.is_memory:
         return bins.rule
     return f"{bins.edges[0] / MIB_PER_GB:g} GB" if bins.edges else "one class"
 
@@ -282,7 +283,8 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     sections = [Section(key, "", tuple(blocks), apart=key == "published") for key, blocks in tables.items() if blocks]
     if reasons := refusals(done):
         sections.append(Section("refusals", "Rows without an answer", (Bullets(tuple(reasons)),)))
-    sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
+    if settings.report is not None:
+        sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     rows = [(name, ", ".join(value) if isinstance(value, tuple) else str(value)) for name, value in given.items()]
     return Page(

@@ -109,15 +109,14 @@ class RowScores:
     Args:
         rows: Which rows are judged.
         by: Who is judged, or what was left out of the fit.
-        count: Rows with an answer; left_out: rows without one.
-        figures: Name in `COLUMNS` -> figure; None: there is none.
+        count: Rows with an answer.
+        figures: Name in `COLUMNS` -> figure; NaN: there is none.
     """
 
     rows: str
     by: str
     count: int
-    left_out: int = 0
-    figures: Mapping[str, float | None]
+    figures: Mapping[str, float]
 
 
 # Name of a figure -> the head of its column, and the figure's format.
@@ -135,13 +134,6 @@ COLUMNS = {
     "power_bias": ("signed", ".1%"),
     "slower_median": ("time by limit, median", ".1%"),
     "slower_p90": ("p90", ".1%"),
-    "speed_mae": ("speed MAE", ".3f"),
-    "raw_mae": ("MAE as measured", ".3f"),
-    "pair_mae": ("MAE of the group's mean", ".3f"),
-    "median": ("median", ".3f"),
-    "p90": ("p90", ".3f"),
-    "auc": ("AUC keep 85 %", ".3f"),
-    "covered": ("below p90", ".1%"),
 }
 
 
@@ -150,7 +142,7 @@ def score_table(scores: Sequence[RowScores], about: Mapping[str, str]) -> tuple[
     names = [name for name in COLUMNS if name in scores[0].figures]
     rows = [
         [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(score, field) for field in about.values())]
-        + ["-" if (value := score.figures[name]) is None else format(value, COLUMNS[name][1]) for name in names]
+        + [format(score.figures[name], COLUMNS[name][1]) for name in names]
         for score in scores
     ]
     return [*about, *(COLUMNS[name][0] for name in names)], rows
@@ -492,6 +484,7 @@ class Benchmark:
 
     bins       file -> name -> the classes that its rows were judged by
     published  what others published for this target, on their own rows
+    level      share of labels that bounds should hold
     """
 
     target: Target
@@ -502,10 +495,23 @@ class Benchmark:
     scored: Mapping[tuple[str, str], Sequence[Scored]]
     published: tuple[PublishedFigure, ...]
     notes: tuple[str, ...]
+    level: float = LEVEL
 
     @property
     def relative(self) -> bool:
         return self.target.space == "log"
+
+
+def with_trusted(sets: Mapping[str, dict[int, dict[str, Any]]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return sets of rows, title -> row -> its entry of `Scored`, and beside one with some rows in doubt the others
+    alone."""
+    more = {}
+    for title, rows in sets.items():
+        more[title] = rows
+        trusted = {i: about for i, about in rows.items() if about["doubt"] is None}
+        if 0 < len(trusted) < len(rows):
+            more[f"{title}{TRUSTED_ALONE}"] = trusted
+    return more
 
 
 def judged(

@@ -29,6 +29,7 @@ from conf.reports.blocks import (
 )
 from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
+from conf.reports.terminal import print_blocks
 from featurize.job.layout import Parallel
 from learn.estimation.estimate_view import rate
 from learn.planning.meshes import mesh_text
@@ -165,24 +166,16 @@ _LINE = 14.0  # pixels that a label is high
 
 def print_plan(plan: LayoutPlan, most: int) -> None:
     """Print what fits, the quickest first, at most this many rows; the nearest of each mesh that does not; notes."""
-    from rich.console import Console
-    from rich.table import Table
-
-    screen = Console()
-    screen.print(title(plan), soft_wrap=True, highlight=False, markup=False)
-    lines = Table()
-    for place, name in enumerate(HEADS):
-        lines.add_column(_NARROW.get(name, name), justify="left" if HEADS[place] in _WORDS else "right")
-    for row in plan.fitting[:most]:
-        lines.add_row(*cells(row))
-    screen.print(lines)
-    if len(plan.fitting) > most:
-        screen.print(f"{len(plan.fitting) - most} more rows fit: rows=, or format=json", highlight=False, markup=False)
-    for line in lines_of_others(plan)[:most]:
-        screen.print(line, soft_wrap=True, highlight=False, markup=False)
-    for note in plan.notes:
-        screen.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False, style="yellow")
-    screen.print(f"planned in {plan.seconds:.1f} s", highlight=False)
+    heads = [f"{'*' if name in _WORDS else ''}{_NARROW.get(name, name)}" for name in HEADS]
+    more = len(plan.fitting) - most
+    print_blocks(
+        Lead(title(plan)),
+        table(heads, map(cells, plan.fitting[:most])),
+        *([Lead(f"{more} more rows fit: rows=, or format=json")] if more > 0 else []),
+        *map(Lead, lines_of_others(plan)[:most]),
+        *map(Callout, plan.notes),
+        Lead(f"planned in {plan.seconds:.1f} s"),
+    )
 
 
 def title(plan: LayoutPlan) -> str:

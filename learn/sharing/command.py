@@ -7,7 +7,6 @@ model, or a GPU, that they were not fitted on.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from learn.judging.scores import RowScores, score_table, spread
-from learn.rows.data import SLOWDOWN
+from learn.judging.scores import Asked, Benchmark, Figures, Given, Scored, with_trusted
+from learn.judging.scores import judged as scores_of
+from learn.rows.data import SLOWDOWN, Bins, Target
 from learn.sharing.slowdowns import (
+    PERCENTILE,
     JobProfile,
     LearnedSlowdowns,
     MeasuredGroup,
@@ -44,9 +45,11 @@ if TYPE_CHECKING:
 
 
 BOTH_KEEP = 0.85  # share of the speed alone: a pair in which both keep it is one to put together
+SPEED_LOST = Target(SLOWDOWN, SLOWDOWN, "ratio", "ratio")
+_KEEPS = "a job keeps 85 % of its speed alone, or loses more"
+KEEPING = Bins(("keeps 85 %", "loses more"), (1.0 - BOTH_KEEP,), {}, _KEEPS)
 SPLITS = ("model", "device")
 _TREES, _LEAF = 200, 5
-Answered = tuple[MeasuredGroup, list[Slowdown] | None]
 
 
 def _trees(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
@@ -89,17 +92,49 @@ ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = 
 }
 
 
-def judged(
-    groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda completed, total: None
-) -> list[RowScores]:
-    """Return the figures of every estimator for each source and series.
+def benchmark_slowdowns(
+    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda done, of: None
+) -> Benchmark:
+    """Judge every estimator on groups with a model, or a GPU model, that it was not fitted on.
 
-    speed_mae        mean absolute error of normalised speed, 1 / slowdown; what was measured above 1 counts as 1
-    raw_mae          the same, with measured speeds as they are
-    pair_mae         mean absolute error of the mean speed of a group's members, as measured
-    median, p90      those of the absolute errors of normalised speed
-    auc              AUC for groups in which all keep 85 % of their speed; None where all do, or none
-    covered          share of members whose slowdown stays below the 90th percentile; None for estimators without one
+    Its notes have the AUC, how far off the sum of the members' memory is, and which groups are left out.
+    """
+    groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
+    split = settings.by or SPLITS[0]
+    figures, scored, aucs = judged(groups, split, progress)
+    notes = [f"each {split} is left out in turn; labels and errors are shares of a job's speed that it loses to others"]
+    for title in dict.fromkeys(title for title, _ in aucs):
+        known = ", ".join(f"{name} {auc:.3f}" for (of, name), auc in aucs.items() if of == title and auc is not None)
+        notes.append(f"{title}: AUC for groups in which all keep {BOTH_KEEP:.0%} of their speed: {known or 'none'}")
+    notes += [
+        f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
+        f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)"
+        for title, of in memory_errors(groups).items()
+    ]
+    if not figures:
+        notes.append(f"no estimator was judged: of one {split} alone there are no groups to learn from")
+    notes += [f"left out: {count:,} groups: {reason}" for reason, count in left_out.items()]
+    return Benchmark(
+        target=SPEED_LOST,
+        device=", ".join(sorted({group.device for group in groups})),
+        card_mib=None,
+        bins={of.file: {"published": KEEPING} for of in figures},
+        figures=tuple(figures),
+        scored=scored,
+        published=(),
+        notes=tuple(notes),
+        level=PERCENTILE,
+    )
+
+
+def judged(
+    groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda done, of: None
+) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]], dict[tuple[str, str], float | None]]:
+    """Return the figures of every estimator for each source and series, the rows behind them, and for each source and
+    estimator the AUC for groups in which all keep 85 % of their speed; None where all do, or none.
+
+    A row is a member of a group. Its label is the share of its speed alone that it loses to the others, 1 - 1 /
+    slowdown, and 0 where it was faster; its bound follows from the 90th percentile of the slowdown.
 
     Args:
         groups: Groups of any sources; each source and series is judged by itself.
@@ -107,70 +142,63 @@ def judged(
             of a GPU model. A group counts once for each part that it is left out in.
         progress: Is called with the parts done and in all.
 
-    Members that did not train at the same time are never fitted on, and are judged in rows of their own.
+    Members that did not train at the same time are never fitted on, and are judged as rows in doubt.
     """
-    by_title: dict[tuple[str, str], list[MeasuredGroup]] = defaultdict(list)
+    by_title: dict[str, list[MeasuredGroup]] = defaultdict(list)
     for group in groups:
-        by_title[group.title, group.series].append(group)
-    parts = {title: left_out_parts(of_title, split) for title, of_title in sorted(by_title.items())}
-    total, completed = sum(map(len, parts.values())), 0
-    scores = []
-    for (title, series), own_parts in parts.items():
-        answers: dict[str, list[Answered]] = {name: [] for name in ESTIMATORS}
-        for inside, outside in own_parts:
-            for name, fit in ESTIMATORS.items():
-                answers[name] += _answers(fit, inside, outside)
-            completed += 1
-            progress(completed, total)
-        shown = f"{title} {series}".strip()
-        for name, given in answers.items():
-            together = [(group, answer) for group, answer in given if not group.is_apart]
-            scores.append(_score(shown, name, together))
-            if len(together) < len(given):
-                scores.append(_score(f"{shown}, also groups that were not together", name, given))
-    return sorted((score for score in scores if score is not None), key=lambda score: score.rows)
+        by_title[f"{group.title} {group.series}".strip()].append(group)
+    parts = [(title, *part) for title in sorted(by_title) for part in left_out_parts(by_title[title], split)]
+    sets: dict[str, dict[int, dict[str, Any]]] = {}
+    answers: dict[str, dict[int, Given]] = {name: {} for name in ESTIMATORS}
+    kept: dict[tuple[str, str], list[tuple[bool, float]]] = defaultdict(list)
+    rows = itertools.count()
+    for done, (title, inside, outside) in enumerate(parts, start=1):
+        of_part = {name: list(_answers(fit, inside, outside)) for name, fit in ESTIMATORS.items()}
+        for place, group in enumerate(outside):
+            numbers = list(itertools.islice(rows, len(group.jobs)))
+            for member, row in enumerate(numbers):
+                sets.setdefault(title, {})[row] = _about(group, member, split) | {"name": f"{group.group_id}-{row}"}
+            for name, of_groups in of_part.items():
+                answers[name] |= dict(zip(numbers, of_groups[place], strict=True))
+                lost = [given.estimate for given in of_groups[place] if given.estimate is not None]
+                if lost and not group.is_apart:
+                    kept[title, name].append((max(group.slowdowns) <= 1.0 / BOTH_KEEP, -max(lost)))
+        progress(done, len(parts))
+    asked = {name: Asked(answers=given, learns=True) for name, given in answers.items()}
+    bins = {title: {"published": KEEPING} for title in sets}
+    figures, scored = scores_of(with_trusted(sets), asked, bins, SPEED_LOST.space)
+    return figures, scored, {key: _auc(*map(np.array, zip(*pairs, strict=True))) for key, pairs in kept.items()}
+
+
+def _about(group: MeasuredGroup, member: int, split: str) -> dict[str, Any]:
+    """Return the entry of `Scored` for a member of a group, without its name."""
+    return {
+        "group": group.models[member] if split == "model" else group.device,
+        "label": max(0.0, 1.0 - 1.0 / group.slowdowns[member]),
+        "doubt": group.doubt if group.is_apart else None,
+        "family": group.models[member],
+        "source": group.title,
+    }
 
 
 def _answers(
     fit: Callable[[Sequence[MeasuredGroup]], SlowdownEstimator],
     inside: Sequence[MeasuredGroup],
     outside: Sequence[MeasuredGroup],
-) -> Iterator[Answered]:
-    """Yield the left-out groups with their answers; without one where a job's utilization is not known."""
+) -> Iterator[list[Given]]:
+    """Yield the answers for the members of each left-out group."""
     estimator = None
     for group in outside:
         try:
             estimator = estimator or fit(inside)
-            yield group, estimator.slowdowns(group.jobs)
-        except NoUtilization:
-            yield group, None
+            yield [_given(slowdown) for slowdown in estimator.slowdowns(group.jobs)]
+        except NoUtilization as error:
+            yield [Given(estimate=None, reason=str(error))] * len(group.jobs)
 
 
-def _score(title: str, name: str, given: Sequence[Answered]) -> RowScores | None:
-    answered = [(group, answer) for group, answer in given if answer is not None]
-    if not answered:
-        return None
-    raw = [np.array([1.0 / slowdown for slowdown in group.slowdowns]) for group, _ in answered]
-    expected = [np.array([1.0 / member.median for member in answer]) for _, answer in answered]
-    signed = np.concatenate(expected) - np.concatenate(raw)
-    errors = np.abs(np.concatenate(expected) - np.minimum(1.0, np.concatenate(raw)))
-    median, p90 = spread(errors)
-    of_members = [zip(group.slowdowns, answer, strict=True) for group, answer in answered]
-    bounds = list(itertools.chain.from_iterable(of_members))
-    has_bound = any(predicted.p90 > predicted.median for _, predicted in bounds)
-    figures = {
-        "speed_mae": float(errors.mean()),
-        "raw_mae": float(np.abs(signed).mean()),
-        "pair_mae": float(np.mean([abs(a.mean() - b.mean()) for a, b in zip(expected, raw, strict=True)])),
-        "median": median,
-        "p90": p90,
-        "auc": _auc(
-            np.array([group_speeds.min() >= BOTH_KEEP for group_speeds in raw]),
-            np.array([ours.min() for ours in expected]),
-        ),
-        "covered": float(np.mean([slowdown <= predicted.p90 for slowdown, predicted in bounds])) if has_bound else None,
-    }
-    return RowScores(rows=title, by=name, count=len(answered), left_out=len(given) - len(answered), figures=figures)
+def _given(slowdown: Slowdown) -> Given:
+    has_bound = slowdown.p90 > slowdown.median
+    return Given(estimate=1.0 - 1.0 / slowdown.median, upper=1.0 - 1.0 / slowdown.p90 if has_bound else None)
 
 
 def _auc(kept: np.ndarray, scores: np.ndarray) -> float | None:
@@ -243,39 +271,6 @@ def fit_entry(settings: FitSettings) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class SlowdownBenchmark:
-    """Figures of every estimator, of the memory of groups, and how many groups are left out for which reason."""
-
-    split: str
-    scores: tuple[RowScores, ...]
-    memory_errors: dict[str, dict[str, float]]  # title -> groups, median, mean, p90: relative, of the sum alone
-    left_out: dict[str, int]
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
-        scores = [
-            {
-                "title": score.rows,
-                "estimator": score.by,
-                "groups": score.count,
-                "left_out": score.left_out,
-                **score.figures,
-            }
-            for score in self.scores
-        ]
-        return {**vars(self), "scores": scores}
-
-
-def benchmark_slowdowns(
-    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda completed, total: None
-) -> SlowdownBenchmark:
-    """Judge every estimator on groups with a model, or a GPU model, that it was not fitted on."""
-    groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
-    split = settings.by or "model"
-    return SlowdownBenchmark(split, tuple(judged(groups, split, progress)), memory_errors(groups), left_out)
-
-
 def memory_errors(
     groups: Iterable[MeasuredGroup], title: Callable[[MeasuredGroup], str] = lambda group: group.title
 ) -> dict[str, dict[str, float]]:
@@ -294,36 +289,3 @@ def memory_errors(
         }
         for name, values in errors.items()
     }
-
-
-def benchmark_entry(settings: BenchmarkSettings) -> int:
-    """Judge with the settings, print the tables, and write the file that is asked for."""
-    from conf.files.outputs import write_output
-    from learn.judging.benchmark_view import BenchmarkProgress
-
-    with BenchmarkProgress("slowdown") as progress:
-        benchmark = benchmark_slowdowns(settings, progress.update)
-    _print(benchmark)
-    if settings.out is not None:
-        text = json.dumps(benchmark.to_mapping(), indent=1)
-        write_output(settings.out, text.encode(), key="out")
-    return 0
-
-
-def _print(benchmark: SlowdownBenchmark) -> None:
-    from conf.reports.blocks import Lead
-    from conf.reports.terminal import print_blocks
-    from learn.judging.benchmark_view import table_blocks
-
-    for title, scores in itertools.groupby(benchmark.scores, key=lambda score: score.rows):
-        table = score_table(list(scores), {"estimator": "by", "groups": "count"})
-        print_blocks(*table_blocks(f"{title}: groups with a {benchmark.split} left out", *table))
-    lines = [
-        f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
-        f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)"
-        for title, of in benchmark.memory_errors.items()
-    ]
-    if not benchmark.scores:
-        lines.insert(0, f"no estimator was judged: of one {benchmark.split} alone there are no groups to learn from")
-    lines += [f"left out: {count:,} groups: {reason}" for reason, count in benchmark.left_out.items()]
-    print_blocks(*map(Lead, lines))

@@ -339,7 +339,7 @@ def _traffic(job: JobProfile) -> float:
 
 Part = tuple[Sequence[MeasuredGroup], Sequence[MeasuredGroup]]  # what is fitted on, and what is left out
 LEAST_GROUPS = 10
-_PERCENTILE = 0.90
+PERCENTILE = 0.90
 _BASE = 0.1  # base of the spread of slowdowns: it grows with the slowdown beyond 1, from here
 _START = (0.0, 0.0, 2.0, -1.5)  # logarithms of the formula's figures, where the fit begins and what it is held to
 _FIRMNESS = 3e-3
@@ -578,7 +578,7 @@ def _mean_error(pair: tuple[np.ndarray, np.ndarray]) -> float:
 def _spread(pair: tuple[np.ndarray, np.ndarray]) -> float:
     expected, measured = pair
     off = (measured - expected) / (_BASE + expected - 1.0)
-    return float(max(0.0, np.quantile(off, _PERCENTILE, method="higher")))
+    return float(max(0.0, np.quantile(off, PERCENTILE, method="higher")))
 
 
 def _known_spread(groups: Sequence[MeasuredGroup]) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from conf.cli.command_line import EXIT_USAGE, developer_command
 from conf.cli.settings import Checked, key
+from conf.reports.terminal import print_blocks
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.working import work
 from farm.queue.jobs import Queue
@@ -89,8 +90,7 @@ def run(settings: BenchSettings, say: Callable[[str], None] = print) -> dict:
         "seed": plan.seed,
         "complete": done,
     }
-    for line in gpu_figures.lines(figures):
-        say(line)
+    print_blocks(*gpu_figures.blocks(figures))
     say("all rounds are done" if done else "the time is up; run the same command again to continue")
     if settings.out is not None:
         Path(settings.out).write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")

@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from conf.reports.blocks import Block, Lead, table
+
 MEMORY = "peak_memory_mib"
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
 OTHERS = ("step_time_ms", "power_w")
@@ -233,40 +235,26 @@ def _published_labels(rows: Sequence[Mapping], published: Sequence[Mapping]) -> 
     return labels_found
 
 
-Rows = list[tuple[str, ...]]
-
-
-def lines(figures: Mapping) -> list[str]:
-    """The figures as lines of text, tables as Markdown has them."""
-    text_lines = []
-    for part in parts(figures):
-        if isinstance(part, str):
-            text_lines.append(part)
-            continue
-        heads, rows = part
-        text_lines += [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
-        text_lines.append("")
-    return text_lines
-
-
-def parts(figures: Mapping) -> Iterator[str | tuple[tuple[str, ...], Rows]]:
-    """The figures as sentences and tables, each table its heads and rows."""
-    rows: Rows = []
+def blocks(figures: Mapping) -> Iterator[Block]:
+    """The figures as sentences and tables."""
+    rows = []
     for name, of in figures["protocols"].items():
         statuses = ", ".join(f"{status} {count}" for status, count in of["statuses"].items())
         ratio = figures["ratios"].get(name)
         faster = f"{ratio['ratio']:.1f} x on {ratio['pairs']} trials" if ratio else ""
         per_hour = "" if of["runs_per_gpu_hour"] is None else f"{of['runs_per_gpu_hour']:.0f}"
         rows.append((name, str(of["runs"]), statuses, per_hour, faster))
-    yield ("protocol", "runs", "statuses", "runs per GPU-hour", "adaptive is faster by"), rows
+    yield table(("protocol", "runs", "statuses", "runs per GPU-hour", "adaptive is faster by"), rows)
     if not math.isnan(figures["seconds"]):  # a trial of that length has ended
         windows = f"windows of {figures['seconds']:g} s; wanted: {WANTED_RATIO:g} x"
-        yield f"({windows}; crashed runs are in no rate)"
+        yield Lead(f"({windows}; crashed runs are in no rate)")
     if errors := figures["published_errors"]:
-        yield f"published trials that crashed: {len(errors)}, the first said: {errors[0]}"
+        yield Lead(f"published trials that crashed: {len(errors)}, the first said: {errors[0]}")
     labels = figures["labels"]
     if labels["pairs"]:
-        yield f"labels, adaptive against fixed: {labels['pairs']} pairs, {labels['same_status']} with the same status"
+        yield Lead(
+            f"labels, adaptive against fixed: {labels['pairs']} pairs, {labels['same_status']} with the same status"
+        )
         rows = []
         for name, of in labels.items():
             if isinstance(of, Mapping):
@@ -275,19 +263,19 @@ def parts(figures: Mapping) -> Iterator[str | tuple[tuple[str, ...], Rows]]:
                 median = f"{of['median']:+.2%}" if relative else f"{of['median']:+.4f}"
                 within = f"{share:.0%} within {'1 %' if relative else '0.02'}"
                 rows.append((name, str(of["n"]), median, within, WANTED.get(name, "")))
-        yield ("label", "pairs", "median difference", "share within tolerance", "wanted"), rows
+        yield table(("label", "pairs", "median difference", "share within tolerance", "wanted"), rows)
     if figures["repeatability"]:
         rows = []
         for name, of in figures["repeatability"].items():
             form = "{:.4f}" if name in RATIOS else "{:.2%}"
             rows.append((name, str(of["n"]), form.format(of["median"]), form.format(of["p95"])))
-        yield ("repeats of", "trials", "median spread", "95 of 100 below"), rows
+        yield table(("repeats of", "trials", "median spread", "95 of 100 below"), rows)
     times = figures["time"]
     if times["runs"]:
-        yield f"an adaptive run's seconds ({times['runs']} runs, {times['prepared']} made ready ahead)"
+        yield Lead(f"an adaptive run's seconds ({times['runs']} runs, {times['prepared']} made ready ahead)")
         named = [(name, times[name]) for name in ("startup_s", "warmup_s", "window_s", "lost_s") if name in times]
         rows = [(name, f"{of['median']:.2f}", f"{of['p95']:.2f}", f"{of['sum']:.0f}") for name, of in named]
-        yield ("part", "median", "95 of 100 below", "sum"), rows
-        yield "(lost_s: from the end of the run before, less warm-up and window)"
+        yield table(("part", "median", "95 of 100 below", "sum"), rows)
+        yield Lead("(lost_s: from the end of the run before, less warm-up and window)")
     for name, of in figures["published_labels"].items():
-        yield f"published pipeline's {name} less ours: median {of['median_difference']:+.4g} ({of['n']} trials)"
+        yield Lead(f"published pipeline's {name} less ours: median {of['median_difference']:+.4g} ({of['n']} trials)")

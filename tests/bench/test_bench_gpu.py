@@ -56,7 +56,7 @@ def test_a_published_trial_that_crashed_is_told_and_compared_with_nothing():
     figures = gpu_figures.figures(rows, [crashed], 60)
     assert figures["protocols"]["published"] == {"runs": 1, "statuses": {"crashed": 1}, "runs_per_gpu_hour": None}
     assert "published" not in figures["ratios"]
-    assert "published trials that crashed: 1, the first said: No module x" in gpu_figures.lines(figures)
+    assert "published trials that crashed: 1, the first said: No module x" in str([*gpu_figures.blocks(figures)])
 
 
 def test_runs_per_hour_and_the_ratio_are_over_what_both_have_measured():
@@ -71,7 +71,7 @@ def test_runs_per_hour_and_the_ratio_are_over_what_both_have_measured():
     assert figures["ratios"]["published"] == {"pairs": 1, "ratio": pytest.approx(15)}
     assert figures["published_labels"]["peak_memory_mib"] == {"n": 1, "median_difference": 300.0}
     assert figures["time"]["lost_s"]["median"] == pytest.approx(2.0)
-    assert any("12.0 x on 2 trials" in line for line in gpu_figures.lines(figures))
+    assert "12.0 x on 2 trials" in str([*gpu_figures.blocks(figures)])
 
 
 def test_labels_are_compared_pair_by_pair_and_what_was_not_measured_is_left_out():

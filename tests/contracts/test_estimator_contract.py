@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from conf.errors import UsageError
 from featurize.families import mlp
@@ -140,11 +141,12 @@ def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
 
 
 @pytest.mark.spread(2)
-def test_a_seed_gives_the_same_figures_in_whatever_order_the_rows_come(name, fitted, rows):
+def test_a_seed_gives_the_same_figures_in_whatever_order_the_rows_come_and_leaves_torch_as_it_was(name, fitted, rows):
     shuffled = rows.subset(np.random.default_rng(0).permutation(len(rows)))
-    same(
-        fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(shuffled, STEPS).predict(rows.cases, STEPS)
-    )
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    again = make_estimator(name, seed=3).fit(shuffled, STEPS).predict(rows.cases, STEPS)
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+    same(fitted.predict(rows.cases, STEPS), again)
 
 
 def test_saved_and_loaded_predicts_the_same_and_each_case_by_itself(name, fitted, rows, tmp_path):

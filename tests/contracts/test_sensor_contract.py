@@ -87,7 +87,7 @@ def case(request):
 
 
 def readings(case: Case, enough: int = 4) -> list[Sample]:
-    """At least `enough` samples: asked again and again, as the sampler does, until the sensor has them."""
+    """At least `enough` samples of a trial: asked again and again, as the sampler does, until the sensor has them."""
     case.sensor.watch(case.target)
     return more_readings(case, enough)
 
@@ -112,32 +112,29 @@ def test_sensor_satisfies_the_protocol(case):
     assert 0 < case.sensor.period_s <= 1
 
 
-def test_metrics_are_declared_in_the_schema_and_by_the_sensor(case):
+def test_every_sample_is_of_declared_metrics_numbers_and_words(case):
     assert set(case.sensor.metrics) <= set(METRICS)
     assert len(set(case.sensor.metrics)) == len(case.sensor.metrics)
     for sample in readings(case):
-        assert set(sample.values) <= set(case.sensor.metrics)
+        assert sample.quality in SAMPLE_QUALITIES
+        assert bool(sample.reasons) == (sample.quality in ("unavailable", "suspect"))
+        assert sample.values and set(sample.values) <= set(case.sensor.metrics)
+        assert set(sample.values).isdisjoint(getattr(case.sensor, "dropped", {})), "what was not measured is absent"
+        for name, value in sample.values.items():
+            assert isinstance(value, int | float) and value >= 0, name
+            assert name not in RATIOS or value <= 1, name
 
 
-def test_sample_times_grow_and_are_not_in_the_future(case):
+def test_sample_times_grow_and_are_not_in_the_future_and_averages_begin_before_they_end(case):
     before_ns = time.monotonic_ns()
-    times = [sample.t_ns for sample in readings(case)]
+    samples = readings(case)
+    times = [sample.t_ns for sample in samples]
     assert times == sorted(times)
     lag_ns = case.sensor.lag_s * 1e9
     assert before_ns <= times[0] and times[-1] <= time.monotonic_ns() - lag_ns
-
-
-def test_an_average_begins_before_it_ends_and_intervals_do_not_go_back(case):
-    intervals = [(sample.since_ns, sample.t_ns) for sample in readings(case) if sample.since_ns is not None]
+    intervals = [(sample.since_ns, sample.t_ns) for sample in samples if sample.since_ns is not None]
     assert all(since_ns < t_ns for since_ns, t_ns in intervals)
-    assert intervals == sorted(intervals)
-
-
-def test_qualities_are_words_of_the_schema_and_reasons_come_with_what_is_not_measured(case):
-    for sample in readings(case):
-        assert sample.quality in SAMPLE_QUALITIES
-        assert bool(sample.reasons) == (sample.quality in ("unavailable", "suspect"))
-        assert bool(sample.values) == (sample.quality != "unavailable")
+    assert intervals == sorted(intervals), "they do not go back"
 
 
 def test_a_source_that_fails_for_once_says_so_and_keeps_no_old_values(case):
@@ -149,27 +146,6 @@ def test_a_source_that_fails_for_once_says_so_and_keeps_no_old_values(case):
     (failed,) = more_readings(case, enough=1)
     assert (failed.values, failed.quality) == ({}, "unavailable")
     assert all(reason.isidentifier() for reason in failed.reasons) and failed.reasons
-
-
-def test_every_value_is_a_number_and_none_is_negative(case):
-    for sample in readings(case):
-        assert sample.values
-        for name, value in sample.values.items():
-            assert isinstance(value, int | float) and value == value, name
-            assert value >= 0, name
-
-
-def test_ratios_lie_between_zero_and_one(case):
-    for sample in readings(case):
-        for name in RATIOS & set(sample.values):
-            assert 0 <= sample.values[name] <= 1, name
-
-
-def test_what_was_not_measured_is_absent(case):
-    for sample in readings(case):
-        assert None not in sample.values.values()
-        for name in getattr(case.sensor, "dropped", {}):
-            assert name not in sample.values
 
 
 def test_unknown_target_is_refused_with_a_reason(case):

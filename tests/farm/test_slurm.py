@@ -237,3 +237,11 @@ def test_a_script_that_cannot_be_followed_is_submitted_as_it_is(tmp_path, monkey
     assert shlex.split(out) == ["sbatch", "job.sh", *arguments]
     assert err.startswith("note: not estimated: ") and err.count("\n") == 1 and err.strip().isprintable()
     assert (tmp_path / "job.sh").read_bytes() == text
+
+
+def test_the_programs_beside_a_scheduler_start_without_arrow_and_pydantic():
+    code = (
+        "import sys, farm.kueue, farm.sbatch, farm.slurm; print(*{'numpy', 'pyarrow', 'pydantic'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

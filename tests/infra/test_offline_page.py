@@ -1,6 +1,9 @@
 """The page of a lent GPU's results: every kind of result, what is missing, what to refit, and rows for the data set."""
 
+import contextlib
+import io
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -8,6 +11,7 @@ import pytest
 
 from conf.cli.overrides import load_settings
 from conf.reports.blocks import render_page
+from conf.reports.terminal import print_page
 from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.working import work as run_tasks
 from farm.queue.jobs import Queue
@@ -25,7 +29,7 @@ from infra.offline.estimated_runs import (
     read_results,
     spread_of,
 )
-from infra.offline.page import make_page
+from infra.offline.page import make_page, summary
 from infra.offline.results import Series, pack
 from infra.offline.run_sections import is_corrected
 from learn.estimation.notes import PIPELINE
@@ -67,15 +71,22 @@ def of_planted(planted):
     return read_results(planted)
 
 
+def in_terminal(made_page):
+    """What the terminal shows of a page."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print_page(summary(made_page))
+    return printed.getvalue()
+
+
 @pytest.fixture(scope="module")
 def shown(of_planted, tmp_path_factory):
     """The page as HTML, and the summary."""
-    made_page, lines = make_page(of_planted, str(tmp_path_factory.mktemp("shown") / "sets"))
-    return render_page(made_page), lines
+    made_page = make_page(of_planted, str(tmp_path_factory.mktemp("shown") / "sets"))
+    return render_page(made_page), in_terminal(made_page)
 
 
 def test_every_kind_of_result_is_on_the_page(shown):
-    html, lines = shown
+    html, printed = shown
     text = ParsedPage(html).text
     assert "cannot be shown" not in text
     for words in (
@@ -97,8 +108,7 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "hybrid (default)",
     ):
         assert words in text, words
-    absent = [line for line in lines if "have no" in line]
-    assert [line.partition(":")[0] for line in absent] == []
+    assert "have no" not in printed
     assert "nvml 11 no permission" in text and "ok trusted 11" in text
     assert "mps 2 3.00" in text and "ddp=2 1" in text
     assert html.count("<svg") > 10
@@ -113,24 +123,25 @@ def test_errors_of_memory_are_put_down_to_their_causes(of_planted):
 
 
 def test_what_is_off_is_listed_with_its_command(shown, planted):
-    _, lines = shown
-    text = "\n".join(lines)
-    assert f"python -m learn.calibrate measured={planted}/probes/numbers.csv device=H100-SXM5-80GB" in text
-    assert "step time, ms: mlp -33.3% (7 runs)" in text
-    assert f"python -m learn.fit_kernels data={planted}/data out=parameters.json" in text
-    assert "power" not in text.partition("to refit")[2].partition("data set")[0], "it is off by 5 %"
-    assert "cnn" not in text.partition("to refit")[2].partition("data set")[0], "one run says nothing"
+    _, printed = shown
+    refit = printed.partition("What to refit")[2].partition("Rows for the data set")[0]
+    assert f"python -m learn.calibrate measured={planted}/probes/numbers.csv device=H100-SXM5-80GB" in refit
+    assert "- step time, ms: mlp -33.3% (7 runs)" in refit
+    assert f"python -m learn.fit_kernels data={planted}/data out=parameters.json" in refit
+    findings = refit.partition("by their verdict.")[2]  # below the rules
+    assert "power" not in findings, "it is off by 5 %"
+    assert "cnn" not in findings, "one run says nothing"
 
 
 def test_what_no_command_changes_is_listed_without_one(shown):
-    _, lines = shown
-    unfitted = [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if "    python" not in after]
+    _, printed = shown
+    before_no_command = printed.partition("No command refits this")[0].rpartition("python -m")[2]
     for words in (
-        "to refit: recorded workspaces differ from the trace's: larger",
-        "to refit: workspaces: conv2d, 1 of 2 calls, by at most 16.0 MiB",
+        "- recorded workspaces differ from the trace's: larger",
+        "- workspaces: conv2d, 1 of 2 calls, by at most 16.0 MiB",
+        "- kernels, modelled over measured",
     ):
-        assert words in unfitted
-    assert any(line.startswith("to refit: kernels, modelled over measured") for line in unfitted)
+        assert words in before_no_command
 
 
 def test_reserved_memory_that_is_off_is_listed(of_planted):
@@ -156,9 +167,8 @@ def test_probes_without_runs_are_judged_for_the_gpu_that_made_them(planted, tmp_
     if is_named_by == "calls":
         shutil.rmtree(work / "probes" / "histories")
         (work / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": DRIVER_NAME}))
-    _, lines = make_page(read_results(work), None)
-    text = "\n".join(lines)
-    assert f"runs on {DRIVER_NAME}: none; estimates for {DEVICE}" in text
+    text = in_terminal(make_page(read_results(work), None))
+    assert f"Measured on {DRIVER_NAME}" in text and f"estimates for {DEVICE}" in text and "runs: none" in text
     assert f"device={DEVICE}" in text and "no runs, so nothing is exported" in text
 
 
@@ -166,8 +176,9 @@ def test_probes_of_an_undescribed_gpu_are_shown_and_not_judged_for_another(plant
     work = tmp_path / "work"
     shutil.copytree(planted / "probes", work / "probes", ignore=shutil.ignore_patterns("histories"))
     (work / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": "Voodoo 2"}))
-    made_page, lines = make_page(read_results(work), None)
-    assert "no device description matches Voodoo 2" in "\n".join(lines) and "A100" not in "\n".join(lines)
+    made_page = make_page(read_results(work), None)
+    text = in_terminal(made_page)
+    assert "no device description matches Voodoo 2" in text and "A100" not in text
     html = render_page(made_page)
     assert "context lazy" in html and "cannot be shown" not in html and "A100" not in ParsedPage(html).text
 
@@ -177,8 +188,7 @@ def test_a_section_that_cannot_be_judged_costs_neither_the_others_nor_the_page(o
     shutil.copytree(planted / "probes", work / "probes")
     (work / "probes" / "numbers.csv").write_text("kind,mib\ncontext,many\n")
     shutil.copytree(planted / "data", work / "data")
-    _, lines = make_page(replace(of_planted, work=work), str(tmp_path / "sets"))
-    text = "\n".join(lines)
+    text = in_terminal(make_page(replace(of_planted, work=work), str(tmp_path / "sets")))
     assert "Contexts: cannot be shown: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
 
 
@@ -186,8 +196,8 @@ def test_rows_that_cannot_be_read_cost_only_the_sections_on_runs(planted, tmp_pa
     work = tmp_path / "work"
     shutil.copytree(planted, work)
     (work / "data" / "format.json").write_text('{"format": "gpuf')
-    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
-    assert code == 0 and "runs cannot be read: " in summary and "nothing is exported" in summary
+    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
+    assert code == 0 and "Runs cannot be read: " in printed and "nothing is exported" in printed
     assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
 
 
@@ -195,12 +205,12 @@ def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     record_tests(work, passed=40, failed="no samples")
-    made_page, lines = make_page(read_results(work), None)
-    assert "tests: 40 passed, 1 failed, 0 skipped" in lines
+    made_page = make_page(read_results(work), None)
+    assert "tests: 40 passed, 1 failed, 0 skipped\n" in in_terminal(made_page)
     assert any(getattr(block, "level", "") == "look" for block in made_page.head)
     record_tests(work, passed=0, selected=3)
-    made_page, lines = make_page(read_results(work), None)
-    assert "tests: 0 passed, 0 failed, 0 skipped, 3 not run" in lines
+    made_page = make_page(read_results(work), None)
+    assert "tests: 0 passed, 0 failed, 0 skipped, 3 not run\n" in in_terminal(made_page)
     assert "The tests did not end" in ParsedPage(render_page(made_page)).text
 
 
@@ -231,10 +241,9 @@ def test_an_out_of_memory_run_that_does_not_know_its_card_is_judged_by_the_descr
 
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):
     sets = tmp_path / "sets"
-    _, lines = make_page(of_planted, str(sets))
-    assert "11 runs added" in lines[-1] and "NVIDIA H100" in (sets / "README.md").read_text()
-    _, lines = make_page(of_planted, str(sets))
-    assert "0 runs added, 11 were there already" in lines[-1]
+    assert "11 runs added" in in_terminal(make_page(of_planted, str(sets)))
+    assert "NVIDIA H100" in (sets / "README.md").read_text()
+    assert "0 runs added, 11 were there already" in in_terminal(make_page(of_planted, str(sets)))
 
 
 def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(planted, tmp_path, capsys):
@@ -242,7 +251,7 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
     shutil.copytree(planted / "probes", work / "probes")
     (work / "probes" / "context.json").write_text('[{"name": "context')
     (work / "probes" / "questions.json").write_text("[1]")
-    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
+    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
     assert code == 0
     lines = (
         "Memory: The results hold no runs",
@@ -253,7 +262,7 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
         "no runs, so nothing",
     )
     for line in lines:
-        assert line in summary
+        assert line in printed
     assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
 
 
@@ -264,13 +273,13 @@ def test_simulated_results_are_named_so_and_are_exported_only_where_datasets_say
     with Queue.open(data.queue) as queue:
         submit(data, queue, settings)
         run_tasks(data, queue, ClusterSettings(kind="inline"))
-    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
-    assert code == 0 and "note: Simulated" in summary and "nothing is exported" in summary
-    assert "allocated memory, MiB: +0.0% / 0.0% (2 runs)" in summary and "to refit" not in summary
+    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
+    assert code == 0 and "note: Simulated" in printed and "nothing is exported" in printed
+    assert re.search(r"allocated memory, MiB +│ +\+0.0% / 0.0% +│ +2 ", printed) and "0 to refit: " in printed
     text = ParsedPage((tmp_path / "out" / "page.html").read_text()).text
     assert "the device was simulated" in text and "measured on a GPU only" in text
-    code, summary, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
-    assert "2 runs added" in summary and "simulated" in (tmp_path / "sets" / "README.md").read_text()
+    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
+    assert "2 runs added" in printed and "simulated" in (tmp_path / "sets" / "README.md").read_text()
 
 
 def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
@@ -291,8 +300,8 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
     reasons = " | ".join(without.left_out)
     for words in ("status crashed", "untrusted", "mlp: ", "no description of Voodoo 2", "beside other jobs", "not mea"):
         assert words in reasons
-    _, lines = make_page(read_results(tmp_path), str(tmp_path / "sets"))
-    assert any("5 runs added" in line for line in lines), "what has no estimate is measured all the same"
+    printed = in_terminal(make_page(read_results(tmp_path), str(tmp_path / "sets")))
+    assert "5 runs added" in printed, "what has no estimate is measured all the same"
 
 
 def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixed_in(planted, tmp_path, capsys):
@@ -302,8 +311,8 @@ def test_packed_results_are_unpacked_once_and_those_of_another_call_are_not_mixe
     results.mkdir()
     pack(work, results, {})
     for _ in range(2):
-        code, summary, _ = made(capsys, f"results={results}", f"out={out}")
-        assert code == 0 and "Tests:" not in summary and (out / "work-1" / "tests.jsonl").is_file()
+        code, printed, _ = made(capsys, f"results={results}", f"out={out}")
+        assert code == 0 and "Tests:" not in printed and (out / "work-1" / "tests.jsonl").is_file()
     pack(work, results, {})
     code, _, _ = made(capsys, f"results={results}", f"out={out}")
     assert code == 0 and (out / "work-2" / "tests.jsonl").is_file(), "the next call of the same series"

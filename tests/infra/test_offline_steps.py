@@ -157,6 +157,7 @@ def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(work, tmp_path, 
         path.unlink()
     error = refused(capsys, "collect", f"results={folder}", f"work={tmp_path / 'new'}", "device=simulated")
     assert path.name in error and line in error and not list(tmp_path.glob("new*"))
+    assert results.pack(work, folder, {}) == results.newest(folder), "who has the work folder packs it again"
 
 
 def test_results_and_work_of_different_calls_are_not_mixed(work, packed, tmp_path, capsys):

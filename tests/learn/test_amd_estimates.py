@@ -3,7 +3,6 @@
 import pytest
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm.sampling.forecast import Forecaster
 from featurize.device.device_spec import MachineProfile, load_device
@@ -75,7 +74,7 @@ def test_method_fast_is_refused_and_the_choice_of_trials_does_without_it():
     assert "fast" not in set(outlook.ways) and (outlook.figures["memory"] > 0).all()
 
 
-def test_a_table_of_both_vendors_has_an_answer_or_a_reason_in_each_row(capsys, monkeypatch):
+def test_a_table_of_both_vendors_has_an_answer_or_a_reason_in_each_row(shown, monkeypatch):
     names = ["A100-SXM4-80GB", "MI300X", "MI250-GCD", "MI100"]
     rows = {row.device: row for row in devices_that_fit(net, (64, 3, 32, 32), devices=names)}
     assert all(rows[name].fits for name in names)
@@ -84,12 +83,9 @@ def test_a_table_of_both_vendors_has_an_answer_or_a_reason_in_each_row(capsys, m
     assert rows["A100-SXM4-80GB"].fits and rows["MI300X"].fits is None
     assert "cuDNN does not run on MI300X" in rows["MI300X"].problem
 
-    from learn.commands.estimate import entry
-
     monkeypatch.setenv("COLUMNS", "200")
-    arguments = ["model=tests.learn.test_amd_estimates:net", "input=[8,3,32,32]", "device=[A100-SXM4-80GB,MI300X]"]
-    assert cli.run("estimate", entry, arguments) == 0
-    printed = capsys.readouterr().out
+    job = "model=tests.learn.test_amd_estimates:net", "input=[8,3,32,32]"
+    printed = shown(*job, "device=[A100-SXM4-80GB,MI300X]")
     assert "MI300X" in printed and printed.count(NOTE) == 1
 
 
@@ -108,14 +104,12 @@ for _ in range(3):
 """
 
 
-@pytest.mark.spread(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "device, expected",
     [
         ("MI300X", (True, None, "gfx942:sramecc+:xnack-", 64, (9, 4), ["gfx942"], True)),
-        pytest.param(
-            "MI210", (True, None, "gfx90a:sramecc+:xnack-", 64, (9, 0), ["gfx90a"], True), marks=pytest.mark.slow
-        ),
+        ("MI210", (True, None, "gfx90a:sramecc+:xnack-", 64, (9, 0), ["gfx90a"], True)),
         ("T4", (False, "12.8", "", 32, (7, 5), ["sm_75"], False)),
     ],
 )

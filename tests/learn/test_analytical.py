@@ -1,21 +1,27 @@
 """The training-free memory estimators: formulas by hand on small models, what they refuse, what they leave alone."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from conf.errors import UsageError
 from featurize.device.device_spec import describe_device
-from featurize.families import mlp, transformer
+from featurize.families import transformer
 from featurize.training.training_step import Training
-from learn import estimate
-from learn.estimators.protocol import get_estimator, make_estimator
+from learn import FitSettings, estimate, fit
+from learn.estimators.protocol import get_estimator
 from learn.job.training_job import TrainingJob, of_config
+from learn.judging.evaluate import evaluate
 from learn.peers.base import CannotEstimate, analyse
 from learn.peers.dnnmem import DNNMem
 from learn.peers.faketensor import FakeTensor
 from learn.peers.formulas import DeepSpeed, Horus, LLMem
 from learn.peers.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
+from learn.rows.data import make_bins
+from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch
 
 MIB = 2**20
 DEVICE = describe_device("A100-SXM4-40GB")
@@ -77,16 +83,22 @@ def test_deepspeed_stage_3_gathers_the_largest_layer():
     assert answer.mib == pytest.approx((4 * (WIDTH * WIDTH + WIDTH) + 18 * PARAMETERS / 4) / MIB)
 
 
-def test_deepspeed_refuses_by_name_what_it_does_not_cover():
-    for method, settings, named in [
+@pytest.mark.parametrize(
+    ("method", "settings", "named"),
+    [
         (DeepSpeed(), {"optimizer": "momentum"}, "optimizer=momentum"),
         (DeepSpeed(stage=2), {"precision": "tf32"}, "precision=tf32 is not covered at stage 2"),
-    ]:
-        answer = analyse(method, workload(small_mlp, **settings), DEVICE)
-        assert answer.mib is None and named in answer.reason
-    for bad in ({"stage": 4}, {"gpus": 0}):
-        with pytest.raises(UsageError, match=next(iter(bad))):
-            DeepSpeed(**bad)
+    ],
+)
+def test_deepspeed_refuses_by_name_what_it_does_not_cover(method, settings, named):
+    answer = analyse(method, workload(small_mlp, **settings), DEVICE)
+    assert answer.mib is None and named in answer.reason
+
+
+@pytest.mark.parametrize("bad", [{"stage": 4}, {"gpus": 0}])
+def test_deepspeed_has_stages_and_gpus(bad):
+    with pytest.raises(UsageError, match=next(iter(bad))):
+        DeepSpeed(**bad)
 
 
 def test_dnnmem_by_hand():
@@ -353,24 +365,17 @@ def test_the_callers_own_model_is_left_as_it_was(method):
 
 @pytest.mark.parametrize("method", [FakeTensor, XMem])
 def test_the_workloads_own_loss_is_taken(method):
-    calls = []
-
-    def loss(output, targets):
-        calls.append(output.shape)
-        return output.square().mean()
-
-    job = workload(small_mlp)
-    job = TrainingJob(job.name, job.build, job.batch, job.settings, job.batch_size, loss=loss)
-    assert analyse(method(), job, DEVICE).mib > 0 and set(calls) == {(B, CLASSES)}
+    shapes = []
+    job = dataclasses.replace(
+        workload(small_mlp), loss=lambda output, _: shapes.append(output.shape) or output.square().mean()
+    )
+    assert analyse(method(), job, DEVICE).mib > 0 and set(shapes) == {(B, CLASSES)}
 
 
 def test_xmem_refuses_while_another_profiler_runs():
     with torch.profiler.profile():
         assert "profiler is running" in analyse(XMem(), workload(small_mlp), DEVICE).reason
     assert not torch.autograd._profiler_enabled()
-
-
-CONFIG = mlp.Config(batch_size=32, input_size=128, classes=10, depth=2)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -400,25 +405,7 @@ def test_a_model_that_has_run_and_keeps_its_result_is_estimated(name):
     assert estimate(mine, (4, 8), estimator=name).parameters == 27 and mine.last is last
 
 
-def test_an_estimator_says_row_by_row_what_it_refuses():
-    from learn.job.training_job import of_configs
-    from tests.learn.learn_rows import make_rows
-
-    adam, sgd = CONFIG, mlp.Config(**{**vars(CONFIG), "optimizer": "sgd"})
-    fitted = make_estimator("deepspeed").fit(make_rows("memory", [adam, sgd], [1000.0, 900.0]))
-    prediction = fitted.predict(of_configs([sgd, adam, sgd]))
-    assert sorted(prediction.refusals) == [0, 2] and "optimizer=sgd" in prediction.refusals[0]
-    assert prediction.point[1] > 0 and any("model states only" in text for text in prediction.warnings)
-
-
 def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
-    import numpy as np
-    from learn_rows import labels_of, make_configs
-
-    from learn.judging.evaluate import evaluate
-    from learn.rows.data import make_bins
-    from tests.learn.learn_rows import make_rows
-
     configs = make_configs(60, families=("mlp",))
     rows = make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])
     bins = make_bins(rows.target, rows.label, rows.family, bin_gb=1)
@@ -432,10 +419,6 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
 
 
 def test_fit_by_a_training_free_estimator_works_and_is_not_taken_for_a_fitted_model(tmp_path):
-    from learn_rows import make_configs, write_batch
-
-    from learn import FitSettings, fit
-
     configs = make_configs(60, families=("mlp",))
     write_batch(tmp_path, configs)
     done = fit(FitSettings(target="memory", estimator="horus", bin_gb=1, data=str(tmp_path)))

@@ -1,6 +1,5 @@
 """Estimates of jobs whose batches have several shapes: from a list, from sequence lengths and from their shares."""
 
-import json
 import sys
 
 import pytest
@@ -11,7 +10,6 @@ from conf.errors import UsageError
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
 from learn.job.inputs import STEPS_DRAWN, batches_of
-from tests.learn.learn_rows import run_estimate as run
 
 
 class Tokens(nn.Module):
@@ -158,12 +156,10 @@ def test_wrong_batches_are_named(given, message):
         ask(**given)
 
 
-def test_trial_configs_have_their_own_batches():
-    config = mlp.Config(batch_size=8, input_size=64, classes=4, depth=2)
+@pytest.mark.parametrize("ask", [estimate, lambda config, **given: estimate_many([config], **given)])
+def test_trial_configs_have_their_own_batches(ask):
     with pytest.raises(UsageError, match="leave batches out"):
-        estimate(config, batches=[[8, 64], [8, 128]])
-    with pytest.raises(UsageError, match="leave batches out"):
-        estimate_many([config], batches=[[8, 64], [8, 128]])
+        ask(mlp.Config(batch_size=8, input_size=64, classes=4, depth=2), batches=[[8, 64], [8, 128]])
 
 
 def test_batches_of_different_sizes_have_no_largest_batch():
@@ -171,21 +167,19 @@ def test_batches_of_different_sizes_have_no_largest_batch():
         largest_batch(Tokens, batches=[[8, 64], [16, 32]], input_dtype="int64")
 
 
-def test_batches_on_the_command_line(module_of_nets, capsys):
-    common = (f"model={module_of_nets}", "input_dtype=int64", "estimator=trace", "format=json")
-
+def test_batches_on_the_command_line(module_of_nets, answer, refused):
     def figures(*argv):
-        assert run(*common, *argv) == 0
-        return json.loads(capsys.readouterr().out)["peak_memory_mib"]
+        job = f"model={module_of_nets}", "input_dtype=int64", "estimator=trace"
+        return answer(*job, *argv)["peak_memory_mib"]
 
     expected = ask(batches=[[8, 64], [8, 512]]).peak_memory_mib
-    assert figures("batches=[[8,64],[8,512]]") == expected
-    assert figures("batches=[[2,64],[2,512]]", "batch=8") == expected
-    assert figures("input=[8,100]", "batches=[64,512]") == expected
-    assert figures("batches=[{input_ids:[8,64]},{input_ids:{shape:[8,512],dtype:int64}}]") == expected
-    assert (
-        figures("input=[8,100]", "batches={64:0.9,512:0.1}")
-        == ask([8, 100], batches={64: 0.9, 512: 0.1}).peak_memory_mib
-    )
-    assert run("config={family: mlp}", "batches=[64]") == 2
-    assert "batches is for model=" in capsys.readouterr().err
+    for given in (
+        ["batches=[[8,64],[8,512]]"],
+        ["batches=[[2,64],[2,512]]", "batch=8"],
+        ["input=[8,100]", "batches=[64,512]"],
+        ["batches=[{input_ids:[8,64]},{input_ids:{shape:[8,512],dtype:int64}}]"],
+    ):
+        assert figures(*given) == expected, given
+    shares = figures("input=[8,100]", "batches={64:0.9,512:0.1}")
+    assert shares == ask([8, 100], batches={64: 0.9, 512: 0.1}).peak_memory_mib
+    assert "batches is for model=" in refused("config={family: mlp}", "batches=[64]")

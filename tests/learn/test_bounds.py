@@ -11,11 +11,11 @@ from featurize.device.device_spec import MachineProfile, load_device
 from featurize.families import cnn, mlp
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
 from learn.estimation.known_runs import KINDS
-from tests.learn.learn_rows import run_estimate as run
 from tests.learn.learn_rows import write_batch
 
 MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
 CNN = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
+MAPPING = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"
 INSTRUMENTS = {"card": "card_mib", "process": "process_mib", "reserved": "reserved_mib", "allocated": "allocated_mib"}
 
 
@@ -126,15 +126,6 @@ def test_runs_of_one_batch_that_differ_count_alike_in_any_order_and_lie_below_th
     assert piped.peak_memory_mib == pytest.approx(2000, abs=1)
 
 
-def test_a_trial_config_and_a_search_take_measured_runs_too():
-    at = estimate(MLP, estimator="trace")
-    known = [{"batch_size": 64, "memory_mib": at.process_mib + 200}]
-    assert estimate(MLP, known=known).peak_memory_mib == pytest.approx(at.card_mib + 200)
-    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=4000)
-    fits = largest_batch(net, images(8), device=card, known=[{"batch_size": 16, "memory_mib": 1500}])
-    assert fits.estimate.answered_by["memory"] == "trace with 1 measured run"
-
-
 def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
     at = {size: estimate(dataclasses.replace(MLP, batch_size=size)) for size in (32, 64)}
     half, other = dataclasses.replace(MLP, batch_size=32), dataclasses.replace(MLP, depth=5, batch_size=32)
@@ -191,8 +182,6 @@ def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(
         {"allocator": "expandable_segments:True"},
         {"torch_version": "2.4"},
         {"device": "H100"},
-        {"method": "fast", "known": "none"},
-        {"estimator": "hybrid", "known": []},
     ],
     ids=str,
 )
@@ -235,12 +224,11 @@ def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monke
         estimate(MLP, data=measured_folder, known="runs")
 
 
-def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folder, capsys):
-    assert run("run=a-000000", f"data={measured_folder}", "format=json") == 0
-    assert "measured" not in json.loads(capsys.readouterr().out)["answered_by"]["memory"]
-    config = "config={family: mlp, batch_size: 32, input_size: 4096, classes: 10, depth: 4}"
-    assert run(config, f"data={measured_folder}", "format=json") == 0
-    assert "1 measured run" in json.loads(capsys.readouterr().out)["answered_by"]["memory"]
+def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folder, answer):
+    beside = answer("run=a-000000", f"data={measured_folder}")
+    assert "measured" not in beside["answered_by"]["memory"]
+    alone = answer(MAPPING.replace("64", "32"), f"data={measured_folder}")
+    assert "1 measured run" in alone["answered_by"]["memory"]
 
 
 def test_a_data_folder_that_nobody_named_and_that_cannot_be_read_is_a_note(tmp_path, monkeypatch):
@@ -273,20 +261,19 @@ def test_runs_whose_text_is_no_config_and_of_other_jobs_are_passed_over(measured
     assert done.answered_by["memory"] == "trace with 1 measured run" and "at a batch of 32;" in done.warnings[0]
 
 
-def test_measured_runs_are_taken_as_json(capsys):
-    config = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"
-    assert run(config, """known='[{"batch_size": 32, "memory_mib": 1900}]'""", "format=json") == 0
-    assert "1 measured run" in json.loads(capsys.readouterr().out)["answered_by"]["memory"]
-    assert run(config, """known='[{"batch_size": 32 "memory_mib": 1900}]'""") == 2
-    assert run(config, """known=[{"batch_size": 32, "memory_mib": 1900}]""") == 2
-    message = capsys.readouterr().err
-    assert "write KEY=VALUE (a mapping's keys have no quotes: {key: value})" in message
-    assert "not JSON (Expecting ',' delimiter" in message and "[{batch_size: 32, memory_mib: 10240" in message
-
-
-def test_a_measurement_far_from_the_trace_has_a_warning():
-    done = estimate(net, images(64), known=[{"batch_size": 64, "memory_mib": 30_000}])
-    assert "is left out: the trace says" in done.warnings[0] and "another job" in done.warnings[0]
+def test_the_command_takes_a_coverage_and_measured_runs_also_as_json(answer, shown, refused):
+    done = answer(MAPPING, "coverage=0.95", "known=[{batch_size: 32, memory_mib: 1900}]")
+    assert done["coverage"] == 0.95 and done["answered_by"]["memory"] == "trace with 1 measured run"
+    assert "95 % bound" in shown(MAPPING, "coverage=0.95")
+    assert "at most 0.99" in refused(MAPPING, "coverage=0.999")
+    as_json = answer(MAPPING, """known='[{"batch_size": 32, "memory_mib": 1900}]'""")
+    assert "1 measured run" in as_json["answered_by"]["memory"]
+    without_comma = refused(MAPPING, """known='[{"batch_size": 32 "memory_mib": 1900}]'""")
+    assert (
+        "not JSON (Expecting ',' delimiter" in without_comma and "[{batch_size: 32, memory_mib: 10240" in without_comma
+    )
+    unquoted = refused(MAPPING, """known=[{"batch_size": 32, "memory_mib": 1900}]""")
+    assert "write KEY=VALUE (a mapping's keys have no quotes: {key: value})" in unquoted
 
 
 @pytest.mark.parametrize(
@@ -310,21 +297,12 @@ def test_a_measured_run_that_cannot_be_is_one_message(known, message):
         estimate(MLP, known=known)
 
 
-def test_a_measured_run_needs_the_trace():
-    known = [{"batch_size": 64, "memory_mib": 2000}]
-    with pytest.raises(UsageError, match="estimator=hybrid"):
-        estimate(MLP, known=known, estimator="hybrid")
-    with pytest.raises(UsageError, match="known"):
-        estimate(MLP, known=known, method="fast")
-
-
-def test_the_command_takes_both(capsys):
-    config = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"
-    assert run(config, "coverage=0.95", "known=[{batch_size: 32, memory_mib: 1900}]", "format=json") == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["coverage"] == 0.95 and answer["answered_by"]["memory"] == "trace with 1 measured run"
-    assert run(config, "coverage=0.95") == 0 and "95 % bound" in capsys.readouterr().out
-    assert run(config, "coverage=0.999") == 2 and "at most 0.99" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("other", "message"), [({"estimator": "hybrid"}, "estimator=hybrid"), ({"method": "fast"}, "known")]
+)
+def test_a_measured_run_needs_the_trace(other, message):
+    with pytest.raises(UsageError, match=message):
+        estimate(MLP, known=[{"batch_size": 64, "memory_mib": 2000}], **other)
 
 
 def test_a_run_that_equals_its_trace_widens_no_bound_and_keeps_the_cap_at_the_card():
@@ -344,7 +322,7 @@ def test_a_run_that_contradicts_its_trace_is_left_out_either_way(share):
     without = estimate(net, images(256), precision="fp16")
     known = [{"batch_size": 256, "memory_mib": share * without.card_mib, "kind": "card"}]
     done = estimate(net, images(256), precision="fp16", known=known)
-    assert "is left out: the trace says" in done.warnings[0]
+    assert "is left out: the trace says" in done.warnings[0] and "another job" in done.warnings[0]
     assert (done.peak_memory_mib, done.upper_mib) == (without.peak_memory_mib, without.upper_mib)
 
 
@@ -375,15 +353,22 @@ def test_many_configs_take_the_folders_runs_and_no_list_of_one_job(tmp_path):
     assert "the data folder has no run of this job" in done.warnings[-1]
 
 
-def test_a_wrong_keyword_and_an_allocator_setting_without_a_number_are_one_message(capsys):
-    with pytest.raises(UsageError, match="unknown keyword 'knwon'"):
-        estimate(MLP, knwon=[])
-    for value, message in (("abc", "expected a number"), ("", "needs a value"), ("0", r"in \(0, 1\]")):
-        with pytest.raises(UsageError, match=message):
-            estimate(MLP, allocator=f"per_process_memory_fraction:{value}")
-    config = "config={family: mlp, batch_size: 64, input_size: 4096, classes: 10, depth: 4}"
-    assert run(config, "allocator='per_process_memory_fraction:0.3'") == 0
-    assert "the job's share of it" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"knwon": []}, "unknown keyword 'knwon'"),
+        ({"allocator": "per_process_memory_fraction:abc"}, "expected a number"),
+        ({"allocator": "per_process_memory_fraction:"}, "needs a value"),
+        ({"allocator": "per_process_memory_fraction:0"}, r"in \(0, 1\]"),
+    ],
+)
+def test_a_wrong_keyword_and_an_allocator_setting_without_a_number_are_one_message(wrong, message):
+    with pytest.raises(UsageError, match=message):
+        estimate(MLP, **wrong)
+
+
+def test_the_table_shows_the_jobs_share_of_the_card(shown):
+    assert "the job's share of it" in shown(MAPPING, "allocator='per_process_memory_fraction:0.3'")
 
 
 def test_the_jobs_convolutions_allow_tf32_whatever_the_estimating_process_has_set(monkeypatch):

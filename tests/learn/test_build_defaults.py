@@ -70,12 +70,12 @@ def quick(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_model_a_target_and_a_card_and_the_same_ones_again(place, quick, capsys):
+def test_the_command_writes_a_model_a_target_and_a_card_and_the_same_ones_again(place, quick, shown):
     published(place / "files")
     outs = place / "first" / "models", place / "second" / "models"
     for out in outs:
-        assert run(f"path={place / 'files'}", f"out={out}", f"data={place / 'data'}") == 0
-        assert capsys.readouterr().out.endswith(f"{out}\n")
+        argv = f"path={place / 'files'}", f"out={out}", f"data={place / 'data'}"
+        assert shown(*argv, run=run).endswith(f"{out}\n")
         assert [path.name for path in out.parent.iterdir()] == ["models"], "nothing is left beside it"
     assert {path.name for path in outs[0].iterdir()} == {*TARGETS, "MODEL_CARD.md"}
     for target in TARGETS:
@@ -129,11 +129,10 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
     assert "**And on** 12 runs that the farm measured" in card and "timm" not in card.partition("## What they know")[2]
 
 
-def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, capsys):
+def test_what_is_wrong_is_said_together_and_nothing_is_written(tmp_path, refused):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert run("path=/no/such/folder", f"out={tmp_path}") == 2
-    error = capsys.readouterr().err
-    assert "path=/no/such/folder: there is no such file or folder; out=" in error and len(error.splitlines()) == 1
+    error = refused("path=/no/such/folder", f"out={tmp_path}", run=run)
+    assert "path=/no/such/folder: there is no such file or folder; out=" in error
     assert "is there already; name a new folder or an empty one" in error
     assert contents(tmp_path) == {"thesis.tex": b"years of work"}
 

@@ -172,35 +172,38 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
             measured_in_csv(path, A100)
 
 
-def test_an_unknown_machine_names_the_known_ones():
-    with pytest.raises(UsageError, match="unknown machine 'dgx'; known: current, described, eager"):
-        estimate(mlp, [32, 64], machine="dgx")
-    for odd in (5, True, ["current"], "x" * 300):
-        with pytest.raises(UsageError, match=r"unknown machine .*; known: current, described, eager"):
-            estimate(mlp, [32, 64], machine=odd)
+@pytest.mark.parametrize("odd", ["dgx", 5, True, ["current"], "x" * 300])
+def test_an_unknown_machine_names_the_known_ones(odd):
+    with pytest.raises(UsageError, match=r"unknown machine .*; known: current, described, eager"):
+        estimate(mlp, [32, 64], machine=odd)
+
+
+def test_a_part_of_a_machine_that_is_no_number_is_refused():
     with pytest.raises(UsageError, match="context_mib must be a number from 0"):
         MachineProfile(name="x", context_mib=float("nan"), kernels_mib=0, cudnn_mib=0)
 
 
-def test_the_command_keeps_a_profile_that_the_next_estimate_uses(tmp_path, capsys):
+def run(*argv):
+    return cli.run("calibrate", calibrate_command.entry, list(argv))
+
+
+def test_the_command_keeps_a_profile_that_the_next_estimate_uses(tmp_path, answer, shown):
     data = f"data={tmp_path / 'd'}"
-    assert cli.run("calibrate", calibrate_command.entry, [data, "idle_mib=300", "context_mib=500", "format=json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = answer(data, "idle_mib=300", "context_mib=500", run=run)
     assert printed["machine"]["other_mib"] == pytest.approx(300, abs=1)
     done = estimate(mlp, [32, 64], data=tmp_path / "d")
     assert done.machine == "calibrated" and done.card_mib - done.process_mib == printed["machine"]["other_mib"]
-    assert cli.run("calibrate", calibrate_command.entry, [data, "idle_mib=300", "name=second"]) == 0
-    assert "machine second with A100-SXM4-40GB" in capsys.readouterr().out
+    assert "machine second with A100-SXM4-40GB" in shown(data, "idle_mib=300", "name=second", run=run)
 
 
-def test_without_numbers_the_folders_own_measured_runs_are_taken(tmp_path, capsys):
+def test_without_numbers_and_measured_runs_there_is_nothing_to_calibrate(tmp_path, refused):
     folder = DataFolder(tmp_path / "d").create()
-    assert cli.run("calibrate", calibrate_command.entry, [f"data={folder.root}"]) == 2
-    assert "holds no measured run on A100-SXM4-40GB; give numbers" in capsys.readouterr().err
+    message = refused(f"data={folder.root}", run=run)
+    assert "holds no measured run on A100-SXM4-40GB; give numbers" in message
     assert not (folder.root / "machines").exists()
 
 
-def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, capsys, monkeypatch):
+def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_path, answer, monkeypatch):
     monkeypatch.setattr("learn.calibrate.MOST_RUNS", 4)
     configs = make_configs(6, families=("mlp",))
     outside_mib = TRUE.outside_mib(False)
@@ -221,7 +224,6 @@ def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_pat
             peak_reserved_mib=100.0,
             labels={"peak_memory_mib": [100.0 + outside_mib + more_mib] * len(configs)},
         )
-    assert cli.run("calibrate", calibrate_command.entry, [f"data={tmp_path / 'd'}", "format=json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = answer(f"data={tmp_path / 'd'}", run=run)
     assert len(printed["measured"]) == 4
     assert printed["machine"]["context_mib"] + printed["machine"]["kernels_mib"] == pytest.approx(outside_mib, abs=1)

@@ -1,8 +1,10 @@
 """Slowdowns of jobs that share a GPU: learned from made-up pairs in Lucid's format, judged, kept and asked for."""
 
 import csv
+import datetime
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +33,8 @@ from learn.sharing.slowdowns import (
 )
 from tests.learn.learn_rows import restamp
 from warehouse.exchange.ingesting import IngestSettings, ingest
+from warehouse.files.folder import DataFolder
+from warehouse.tables.schema import NOT_TOGETHER
 
 TRUTH = ContentionFormula(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
 MODELS = ("Alpha", "Beta", "Gamma", "Delta", "Epsilon", "Zeta")
@@ -177,18 +181,15 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
         for device in ("K80", "P100")
         for a, b in itertools.combinations("abcde", 2)
     ]
-    scores = {score.by: score.figures for score in judged(named, "device")}
-    assert scores["learned"]["speed_mae"] < 0.01 < scores["constant"]["speed_mae"]
-    assert set(scores) == {"learned", "constant"}  # the others need a utilization
+    scores = {figures.estimator: figures for figures in judged(named, "device")[0]}
+    assert scores["learned"].raw.mean < 0.01 < scores["constant"].raw.mean
+    answering = {name for name, figures in scores.items() if figures.answered_ok}
+    assert answering == {"learned", "constant"} and "is known" in next(iter(scores["trees"].refusals))
     model = fitted_slowdowns(named)
     assert model.slowdowns([JobProfile("c"), JobProfile("a")])[0].median == pytest.approx(1.1)
 
 
 def test_groups_that_were_not_together_are_never_learned_from(groups):
-    from dataclasses import replace
-
-    from warehouse.tables.schema import NOT_TOGETHER
-
     wrong = [
         replace(g, group_id=f"x{g.group_id}", slowdowns=(9.0, 9.0), joint_memory_mib=None, doubt=NOT_TOGETHER)
         for g in groups[:40]
@@ -199,11 +200,12 @@ def test_groups_that_were_not_together_are_never_learned_from(groups):
 
 
 def test_models_that_were_left_out_are_answered_better_than_by_other_peoples_formulas(groups):
-    scores = {score.by: score.figures for score in judged(groups[::2], "model")}
+    figures, _, aucs = judged(groups[::2], "model")
+    scores = {of.estimator: of for of in figures}
     assert set(scores) == {"learned", "trees", "horus_sum", "shared_time", "constant"}
-    assert scores["learned"]["speed_mae"] == min(score["speed_mae"] for score in scores.values())
-    assert scores["learned"]["speed_mae"] < 0.03 and scores["learned"]["auc"] > 0.95
-    assert scores["learned"]["covered"] > 0.8 and scores["constant"]["covered"] is None
+    assert scores["learned"].raw.mean == min(of.raw.mean for of in figures)
+    assert scores["learned"].raw.mean < 0.03 and aucs[scores["learned"].file, "learned"] > 0.95
+    assert scores["learned"].bound.coverage > 0.8 and scores["constant"].bound is None
 
 
 # ---- commands and artifacts
@@ -220,8 +222,6 @@ def test_the_command_fits_to_imported_pairs_and_its_artifact_answers(pairs_folde
 
 
 def test_a_damaged_artifact_is_named_and_an_older_one_answers(pairs_folder, capsys):
-    import datetime
-
     now = datetime.datetime(2025, 1, 2, tzinfo=datetime.UTC)
     older = fit_slowdowns(pairs_folder, now=now)
     newer = fit_slowdowns(pairs_folder, now=now + datetime.timedelta(days=1))
@@ -246,7 +246,9 @@ def test_the_benchmark_prints_every_estimator_and_writes_its_figures(pairs_folde
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("learned", "trees", "horus_sum", "shared_time", "constant"))
     assert "memory of lucid: 66 groups; the sum of the members alone is off by 0.5% (median)" in printed
-    assert '"split": "model"' in out.read_text()
+    assert "AUC for groups in which all keep 85% of their speed: learned" in printed
+    report = json.loads(out.read_text())
+    assert "each model is left out in turn" in report["notes"][0] and report["target"] == "slowdown"
 
 
 @pytest.mark.parametrize(
@@ -265,8 +267,6 @@ def test_keys_that_do_not_belong_to_slowdowns_are_one_clear_message(make, words)
 
 
 def test_a_folder_without_groups_names_what_brings_some(tmp_path):
-    from warehouse.files.folder import DataFolder
-
     folder = DataFolder(tmp_path / "data").create()
     with pytest.raises(UsageError, match=r"collocations holds no groups; .*source=lucid"):
         measured_groups(folder.root)

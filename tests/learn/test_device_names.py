@@ -22,7 +22,6 @@ from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import describe_device, device_names, load_device
 from featurize.families import zoo
 from learn import devices_that_fit, estimate
-from learn.commands.estimate import entry
 from learn.job.training_job import Case, load_factory
 from tests.learn.learn_rows import write_batch
 from warehouse.files.folder import DataFolder
@@ -39,8 +38,8 @@ NAMES = [
 ]
 
 
-def run(*arguments, name="estimate"):
-    return cli.run(name, entry, arguments)
+def submit(*arguments):
+    return cli.run("submit", submit_entry, arguments)
 
 
 @pytest.mark.parametrize(("given", "name"), [*NAMES, ("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB")])
@@ -57,28 +56,25 @@ def test_case_and_a_beginning_are_enough_on_the_command_line(given, name):
         assert cli.load_config("grow", ["n=1", f"device='{given}'"]).device.name == name
 
 
-def test_an_ambiguous_beginning_lists_its_candidates(capsys):
+def test_an_ambiguous_beginning_lists_its_candidates(refused):
     with pytest.raises(
         UsageError, match=r"^device 'H' is ambiguous: H100-NVL-94GB, H100-PCIE-80GB, H100-SXM5-80GB, H200-SXM-141GB$"
     ):
         estimate(CONFIG, device="H")
-    assert run("device=H", f"config='{json.dumps(CONFIG)}'") == 2
-    assert "device 'H' is ambiguous: H100-NVL-94GB, H100-PCIE-80GB, H100-SXM5-80GB" in capsys.readouterr().err
-    assert cli.run("submit", entry, ["+arch=mlp", "n=1", "device=c", "polcy=x"]) == 2
-    said = capsys.readouterr().err
+    of_estimate = refused("device=H", f"config='{json.dumps(CONFIG)}'")
+    assert "device 'H' is ambiguous: H100-NVL-94GB, H100-PCIE-80GB, H100-SXM5-80GB" in of_estimate
+    said = refused("+arch=mlp", "n=1", "device=c", "polcy=x", run=submit)
     assert "device 'c' is ambiguous: cpu, cuda" in said and "unknown key 'polcy'" in said
 
 
-def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(capsys):
-    assert run("device=B1000", f"config='{json.dumps(CONFIG)}'") == 2
-    assert f"unknown device 'B1000'; known: {', '.join(device_names())}\n" in capsys.readouterr().err
-    assert cli.run("submit", entry, ["+arch=mlp", "n=1", "device=B1000"]) == 2
-    assert "auto, cpu, cuda, simulated" in capsys.readouterr().err
+def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(refused):
+    config = f"config='{json.dumps(CONFIG)}'"
+    assert f"unknown device 'B1000'; known: {', '.join(device_names())}\n" in refused("device=B1000", config)
+    assert "auto, cpu, cuda, simulated" in refused("+arch=mlp", "n=1", "device=B1000", run=submit)
     listed = next(line for line in cli.help_text("estimate").splitlines() if line.strip().startswith("device="))
     assert f"[{' | '.join(device_names())}]" in listed
     for backend in ("cpu", "auto", "cuda", "simulated"):
-        assert run(f"device={backend}", f"config='{json.dumps(CONFIG)}'") == 2
-        assert "an estimate is for a GPU model" in capsys.readouterr().err
+        assert "an estimate is for a GPU model" in refused(f"device={backend}", config)
 
 
 @pytest.mark.parametrize("name", ["", None, 7, "h1000"])
@@ -87,16 +83,14 @@ def test_what_is_no_name_lists_the_known(name):
         resolve_device(name, device_names())
 
 
-def test_the_card_s_memory_and_whether_the_job_fits_stand_in_table_and_json(capsys, tmp_path, monkeypatch):
+def test_the_card_s_memory_and_whether_the_job_fits_stand_in_table_and_json(shown, answer, tmp_path, monkeypatch):
     monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
     config = json.dumps(CONFIG)
-    assert run(f"config='{config}'", "device=h200") == 0
-    table = " ".join(capsys.readouterr().out.split())
+    table = " ".join(shown(f"config='{config}'", "device=h200").split())
     assert "memory of the card │ 143,156 MiB" in table and "fits │ yes" in table
     large = json.dumps(CONFIG | {"input_size": 65_536, "depth": 3, "topology": "uniform"})
     for text, method, fits in ((config, "full", True), (large, "full", False), (config, "fast", True)):
-        assert run(f"config='{text}'", "device=V100", "format=json", f"method={method}") == 0
-        said = json.loads(capsys.readouterr().out)
+        said = answer(f"config='{text}'", "device=V100", f"method={method}")
         assert said["device_memory_mib"] == load_device("V100-SXM2-32GB").memory_mib
         assert said["fits"] is fits
 
@@ -125,35 +119,34 @@ def factories(tmp_path, monkeypatch):
     sys.modules.pop("a_users_nets", None)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("net", 90), ("Model", 90)])
-def test_a_model_on_the_command_line_takes_arguments(factories, capsys, name, parameters):
-    assert run(f"model={factories}:{name}", "input=[2,8]", "arguments={width: 10}", "format=json") == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == parameters
+@pytest.mark.parametrize(
+    ("name", "arguments", "parameters"),
+    [("net", ["arguments={width: 10}"], 90), ("Model", ["arguments={width: 10}"], 90), ("Model", [], 36)],
+)
+def test_a_model_on_the_command_line_takes_arguments(factories, answer, name, arguments, parameters):
+    assert answer(f"model={factories}:{name}", "input=[2,8]", *arguments)["parameters"] == parameters
 
 
-def test_a_class_with_a_configuration_needs_no_arguments(factories, capsys):
-    assert run(f"model={factories}:Model", "input=[2,8]", "format=json") == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == 36
+@pytest.mark.parametrize(
+    ("job", "arguments", "message"),
+    [
+        ("model=a_users_nets:Model", "{widht: 10}", "has no widht; near names: width"),
+        ("model=a_users_nets:net", "[3]", "arguments must be a JSON object"),
+        ("model=a_users_nets:there", "{width: 3}", "takes no arguments"),
+        (f"config='{json.dumps(CONFIG)}'", "{width: 3}", "arguments are for model="),
+    ],
+)
+def test_arguments_that_are_wrong_are_told(factories, refused, job, arguments, message):
+    inputs = ["input=[2,8]"] if job.startswith("model") else []
+    assert message in refused(job, *inputs, f"arguments={arguments}")
 
 
-def test_arguments_that_are_wrong_are_told(factories, capsys):
-    assert run(f"model={factories}:Model", "input=[2,8]", "arguments={widht: 10}") == 2
-    assert "has no widht; near names: width" in capsys.readouterr().err
-    assert run(f"model={factories}:net", "input=[2,8]", "arguments=[3]") == 2
-    assert "arguments must be a JSON object" in capsys.readouterr().err
-    assert run(f"model={factories}:there", "input=[2,8]", "arguments={width: 3}") == 2
-    assert "takes no arguments" in capsys.readouterr().err
-    assert run(f"config='{json.dumps(CONFIG)}'", "arguments={width: 3}") == 2
-    assert "arguments are for model=" in capsys.readouterr().err
-
-
-def test_transformers_models_are_estimated_from_their_configuration(capsys, tmp_path, monkeypatch):
+def test_transformers_models_are_estimated_from_their_configuration(answer, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
     arguments = "arguments={n_layer: 1, n_embd: 64, n_head: 2, vocab_size: 1000}"
-    about = ("input=[2,16]", "input_dtype=int64", "format=json")
-    assert run("model=transformers:GPT2LMHeadModel", arguments, *about) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] < 200_000
+    done = answer("model=transformers:GPT2LMHeadModel", arguments, "input=[2,16]", "input_dtype=int64")
+    assert done["parameters"] < 200_000
     assert isinstance(
         load_factory("transformers:GPT2LMHeadModel", {"n_layer": 1, "n_embd": 64, "n_head": 2})(), nn.Module
     )
@@ -170,14 +163,13 @@ def own_device(tmp_path):
     return path
 
 
-def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, tmp_path, capsys):
+def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, tmp_path, answer):
     assert estimate(CONFIG, device=str(own_device), estimator="trace").device == "Lab ${GPU}"
     assert [fit.device for fit in devices_that_fit(CONFIG, devices=[str(own_device)])] == ["Lab ${GPU}"]
-    assert run(f"config='{json.dumps(CONFIG)}'", f"device={own_device}", "device.memory_mib=1500", "format=json") == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["device"], answer["device_memory_mib"]) == ("Lab ${GPU}", 1500)
+    done = answer(f"config='{json.dumps(CONFIG)}'", f"device={own_device}", "device.memory_mib=1500")
+    assert (done["device"], done["device_memory_mib"]) == ("Lab ${GPU}", 1500)
     space = ("+arch=mlp", "arch.space.input_size=8", "n=1", "cluster=inline", f"data={tmp_path / 'data'}")
-    assert cli.run("submit", submit_entry, [*space, f"device={own_device}", "device.count=1"]) == 0
+    assert submit(*space, f"device={own_device}", "device.count=1") == 0
     with contextlib.closing(warehouse.connect(tmp_path / "data")) as connection:
         landed = connection.execute("SELECT device_name, device_memory_mib, source FROM runs").fetchall()
     assert landed == [("Lab ${GPU}", 20000.0, "simulated")]
@@ -195,25 +187,23 @@ def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, tmp_p
         ("x: " + "1" * 70_000, "holds no description"),
     ],
 )
-def test_a_file_that_describes_no_device_is_refused(tmp_path, capsys, text, message):
+def test_a_file_that_describes_no_device_is_refused(tmp_path, refused, text, message):
     path = tmp_path / "lab.yaml"
     if text is not None:
         path.write_text(text)
-    assert run(f"config='{json.dumps(CONFIG)}'", f"device={path}") == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(f"config='{json.dumps(CONFIG)}'", f"device={path}")
     with pytest.raises(UsageError, match=re.escape(message)):
         estimate(CONFIG, device=str(path))
 
 
-def test_a_client_of_the_service_and_a_row_name_no_file(own_device, tmp_path, capsys):
-    with pytest.raises(Problem) as refused:
+def test_a_client_of_the_service_and_a_row_name_no_file(own_device, tmp_path, refused):
+    with pytest.raises(Problem) as of_client:
         device_at(str(own_device), "/device")
-    assert "unknown device" in refused.value.errors[0][1]
+    assert "unknown device" in of_client.value.errors[0][1]
     assert Case(config_from_mapping(CONFIG), str(own_device)).spec is None
     data = DataFolder(tmp_path / "data").create()
     write_batch(data, [config_from_mapping(CONFIG)], source="measured", device=str(own_device))
-    assert run("run=job-000000", f"data={json.dumps(str(data.root))}") == 2
-    assert "unknown device" in capsys.readouterr().err
+    assert "unknown device" in refused("run=job-000000", f"data={json.dumps(str(data.root))}")
 
 
 SPELLINGS = {

@@ -6,7 +6,6 @@ import pytest
 from learn_rows import make_configs, write_batch
 from torch import nn
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.device.device_spec import describe_device
 from featurize.families import mlp
@@ -41,12 +40,6 @@ def data(tmp_path_factory):
 def simulated_labels(configs):
     steps = [simulate(trace_config(config, device=DEVICE), DEVICE, config) for config in configs]
     return {name: [getattr(step, name) for step in steps] for name in ("peak_memory_mib", *UTILIZATION)}
-
-
-def command(*argv):
-    from learn.commands.estimate import entry
-
-    return cli.run("estimate", entry, list(argv))
 
 
 def test_every_figure_names_its_loop():
@@ -105,52 +98,51 @@ def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
     assert any("pass loop=resident to use it" in text and text.startswith("smact: ") for text in plain.warnings)
 
 
-def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, capsys):
-    assert command("run=job-000001", "format=json", f"data={data}") == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["run"]["loop"] == RESIDENT and {shown["loops"][target] for target in TARGETS} == {RESIDENT}
+def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, answer):
+    done = answer("run=job-000001", f"data={data}")
+    assert done["run"]["loop"] == RESIDENT and {done["loops"][target] for target in TARGETS} == {RESIDENT}
     for name in UTILIZATION:
-        assert shown[name] == pytest.approx(shown["run"][name])
-    said = " ".join(shown["warnings"])
+        assert done[name] == pytest.approx(done["run"][name])
+    said = " ".join(done["warnings"])
     assert "smact, smocc, drama, step_time: the trace also simulated this run" in said
 
 
-def test_the_table_names_the_loop_on_each_line_and_explains_it(data, capsys, monkeypatch):
+@pytest.fixture
+def lines(shown, monkeypatch):
+    """The table of a run beside its estimate, as a function from words of a line to that line."""
     monkeypatch.setenv("COLUMNS", "140")
-    assert command("run=job-000001", f"data={data}") == 0
-    shown = capsys.readouterr().out
-    (line,) = (line for line in shown.splitlines() if "smact" in line and "│" in line)
-    assert RESIDENT in line and "same trace" in line
-    (line,) = (line for line in shown.splitlines() if "99 % bound" in line and "│" in line)
-    assert "loop" not in line
-    assert "resident: one batch stays on the GPU" in shown
+
+    def of_run(*argv):
+        text = shown(*argv)
+        return text, lambda words: next(line for line in text.splitlines() if words in line and "│" in line)
+
+    return of_run
 
 
-def test_a_run_that_other_code_simulated_shows_its_difference(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "140")
+def test_the_table_names_the_loop_on_each_line_and_explains_it(data, lines):
+    text, line_of = lines("run=job-000001", f"data={data}")
+    assert RESIDENT in line_of("smact") and "same trace" in line_of("smact")
+    assert "loop" not in line_of("99 % bound")
+    assert "resident: one batch stays on the GPU" in text
+
+
+def test_a_run_that_other_code_simulated_shows_its_difference(tmp_path, lines):
     labels = {name: [0.9 * value for value in values] for name, values in simulated_labels(CONFIGS[:1]).items()}
     write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
-    assert command("run=job-000000", f"data={tmp_path / 'd'}") == 0
-    shown = capsys.readouterr().out
-    (line,) = (line for line in shown.splitlines() if "│ step time " in line)
-    assert "+11.1%" in line and "by construction" not in shown
+    text, line_of = lines("run=job-000000", f"data={tmp_path / 'd'}")
+    assert "+11.1%" in line_of("│ step time ") and "by construction" not in text
 
 
-def test_figures_of_different_loops_are_not_subtracted(data, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "140")
-    assert command("run=job-000001", "loop=pipeline", f"data={data}") == 0
-    shown = capsys.readouterr().out
-    (line,) = (line for line in shown.splitlines() if "smact" in line and "│" in line)
-    assert "other loop" in line and PIPELINE in line
-    (line,) = (line for line in shown.splitlines() if "peak memory" in line and "│" in line)
-    assert "other loop" not in line and "%" in line  # which hardly knows of loops
+def test_figures_of_different_loops_are_not_subtracted(data, lines):
+    _, line_of = lines("run=job-000001", "loop=pipeline", f"data={data}")
+    assert "other loop" in line_of("smact") and PIPELINE in line_of("smact")
+    assert "other loop" not in line_of("peak memory") and "%" in line_of("peak memory")  # which hardly knows of loops
 
 
-def test_an_imported_run_is_of_a_plain_loop(tmp_path, capsys):
+def test_an_imported_run_is_of_a_plain_loop(tmp_path, answer):
     write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], source="imported")
-    assert command("run=job-000000", "format=json", f"data={tmp_path / 'd'}") == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["run"]["loop"] == PIPELINE and {shown["loops"][target] for target in TARGETS} == {PIPELINE}
+    done = answer("run=job-000000", f"data={tmp_path / 'd'}")
+    assert done["run"]["loop"] == PIPELINE and {done["loops"][target] for target in TARGETS} == {PIPELINE}
 
 
 def test_a_loop_that_is_none_and_one_for_method_fast_are_refused():

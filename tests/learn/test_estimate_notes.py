@@ -18,7 +18,6 @@ from learn.estimation.job_estimate import RankGroup
 from learn.estimators.protocol import bound_shares, least_held
 from learn.fitting.artifacts import default_artifact
 from learn.job.training_job import load_factory
-from tests.learn.learn_rows import run_estimate as run
 
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "config={family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
@@ -58,7 +57,7 @@ def test_the_parts_of_an_estimate_hold_its_own_figures(done):
     assert known.items() <= vars(done).items()
 
 
-def test_at_most_three_warnings_are_shown_the_most_important_first(done, capsys):
+def test_at_most_three_warnings_are_shown_the_most_important_first(done):
     many = with_notes(done, "info", "warning", "warning", "problem", "info", "warning")
     shown = [line for line in str(many).splitlines() if "text " in line]
     assert [re.search(r"text (\d)", line)[1] for line in shown] == ["3", "1", "2"]
@@ -79,15 +78,11 @@ def test_a_note_has_a_code_and_cannot_be_changed(done):
     assert "out-of-memory" not in {note.code for note in done.notes}
 
 
-def test_notes_survive_json(done):
+def test_an_estimate_survives_json_and_one_of_a_later_or_an_older_service_is_read(done):
     mapping = json.loads(json.dumps(done.to_mapping()))
     assert mapping["warnings"] == list(done.warnings)
     assert mapping["notes"][0].keys() >= {"code", "severity", "text"}
     assert Estimate.from_mapping(mapping) == done
-
-
-def test_an_estimate_of_a_later_or_an_older_service_is_read(done):
-    mapping = json.loads(json.dumps(done.to_mapping()))
     rank = {"first": 0, "count": 1, "peak_memory_mib": 1.0, "breakdown": {}}
     notes = [{**note, "later": 1} for note in mapping["notes"]]
     of_later_service = {**mapping, "later": 1, "notes": notes, "ranks": [{**rank, "later": 1}]}
@@ -118,7 +113,7 @@ def test_the_bound_says_what_held_on_left_out_rows(done, show):
     assert "98.1 % held on 1,806 held-out rows" in show(checked)
 
 
-def test_the_model_that_comes_along_says_how_often_its_bound_held(capsys):
+def test_the_model_that_comes_along_says_how_often_its_bound_held(shown):
     assert default_artifact("memory").meta["rows"]["test"] == 1806
     by_model = estimate(CONFIG)
     assert by_model.bound_held_out == {
@@ -132,24 +127,18 @@ def test_the_model_that_comes_along_says_how_often_its_bound_held(capsys):
     assert estimate(CONFIG, estimator="trace", device="MI300X").bound_held_out == {}, "no row is of AMD's GPUs"
     known = [{"batch_size": 256, "memory_mib": by_model.peak_memory_mib}]
     assert estimate(CONFIG, known=known).bound_held_out == {}, "the bound is another"
-    capsys.readouterr()
-    assert run(MAPPING) == 0
-    assert "99.0 % held on" in capsys.readouterr().out
+    assert "99.0 % held on" in shown(MAPPING)
 
 
-def test_the_command_prints_three_notes_and_all_where_asked(capsys):
-    assert run(MAPPING, "machine=eager") == 0
-    text = capsys.readouterr().out
+def test_the_command_prints_three_notes_and_all_where_asked(shown, answer, refused):
+    text = shown(MAPPING, "machine=eager")
     assert text.count("\nnote: ") <= 3 and "notes=all shows" in text and "machine eager" in text
     assert "loop resident" in text
-    assert run(MAPPING, "notes=all") == 0
-    everything = capsys.readouterr().out
+    everything = shown(MAPPING, "notes=all")
     assert everything.count("\nnote: ") > text.count("\nnote: ") and "notes=all" not in everything
-    assert run(MAPPING, "format=json") == 0
-    mapping = json.loads(capsys.readouterr().out)
+    mapping = answer(MAPPING)
     assert len(mapping["notes"]) == len(mapping["warnings"]) == everything.count("\nnote: ")
-    assert run(MAPPING, "notes=some") == 2
-    assert "notes" in capsys.readouterr().err
+    assert "notes" in refused(MAPPING, "notes=some")
 
 
 def test_many_configurations_show_a_bar_on_a_terminal_alone(capsys, monkeypatch):

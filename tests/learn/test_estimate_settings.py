@@ -1,7 +1,5 @@
 """Training settings of `learn.estimate`, as keywords, as one object and as keys of the command."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from featurize.families import mlp
 from featurize.training.training_step import Training
 from learn import estimate
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
-from tests.learn.learn_rows import run_estimate as run
 
 CONFIG = mlp.Config(batch_size=8, input_size=8, classes=2, depth=1)
 SHAPE = (256, 512)
@@ -75,28 +72,20 @@ def test_a_trial_config_takes_no_settings_of_modules():
         estimate(CONFIG, accumulation=2)
 
 
-def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, capsys):
+def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, answer, refused):
     (tmp_path / "gpufarm_settings_net.py").write_text(
         "from torch import nn\ndef net():\n    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    job = ["model=gpufarm_settings_net:net", "input=[8,64]", "format=json"]
-    assert (
-        run(*job, "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false", "quantize_skip=[head]") == 2
-    )
-    assert "quantize_skip needs quantize" in capsys.readouterr().err
-    assert run(*job, "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false") == 0
-    done = json.loads(capsys.readouterr().out)
-    assert any("accumulation=2, clip_norm=1" in warning for warning in done["warnings"])
-    with_config = ["config={family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}", "accumulation=2"]
-    assert run(*with_config) == 2
-    assert "accumulation is for modules" in capsys.readouterr().err
+    job = ["model=gpufarm_settings_net:net", "input=[8,64]"]
+    job += ["accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false"]
+    assert any("accumulation=2, clip_norm=1" in warning for warning in answer(*job)["warnings"])
+    assert "quantize_skip needs quantize" in refused(*job, "quantize_skip=[head]")
 
 
-def test_a_run_is_not_estimated_with_its_own_measurement(capsys):
-    assert run("run=job-000001", "known=runs") == 2
-    assert "known=runs cannot be combined with run=" in capsys.readouterr().err
+def test_a_run_is_not_estimated_with_its_own_measurement(refused):
+    assert "known=runs cannot be combined with run=" in refused("run=job-000001", "known=runs")
 
 
 def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):

@@ -1,4 +1,4 @@
-"""Splits: every row outside exactly once, near-copies on one side, whole groups left out."""
+"""Splits, bins, distributions and figures by themselves."""
 
 from dataclasses import replace
 
@@ -7,8 +7,11 @@ import pytest
 from learn_rows import make_configs
 
 from conf.errors import UsageError
-from learn.judging.evaluate import parts_of
-from learn.judging.scores import bound_scores, class_scores
+from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
+from learn.estimators.tabular import group_folds
+from learn.judging.evaluate import classes_of, metrics_of, parts_of
+from learn.judging.scores import Given, Scored, bound_scores, class_scores, described, figures_of
+from learn.rows.data import TARGETS, get_target, make_bins, memory_bins
 from tests.learn.learn_rows import make_rows
 
 
@@ -74,3 +77,110 @@ def test_a_job_that_ran_out_of_memory_is_above_a_bound_below_the_card():
     assert found.excess == pytest.approx(0.175)
     assert bound_scores(label[2:], label[2:], censored[2:], "log") is None
     assert class_scores(label[:0], label[:0], ()) is None
+
+
+def test_memory_bins_are_gb_wide_and_open_at_the_top():
+    bins = memory_bins(np.array([500.0, 5000.0]), 2, None)
+    assert bins.labels == ("0-2 GB", "2-4 GB", "4+ GB")
+    values = [0, 2047, 2048, 4096, 1e6]
+    assert bins.classify(np.array(values), ["cnn"] * 5).tolist() == [0, 0, 1, 2, 2]
+
+
+def test_out_of_memory_rows_are_in_the_bin_that_ends_at_the_devices_memory():
+    configs = make_configs(3)
+    rows = make_rows("memory", configs, [500, 9000, 40_326], censored=[False, False, True])
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+    assert bins.labels[-1] == "32+ GB"
+    assert classes_of(rows, bins).tolist() == [0, 1, 4]
+
+
+def test_utilization_is_classed_by_each_rows_own_family():
+    bins = make_bins(get_target("smact"), np.array([0.25, 0.25, 0.85]), ["mlp", "cnn", "transformer"])
+    assert bins.classify(np.array([0.25, 0.25, 0.85]), ["mlp", "cnn", "transformer"]).tolist() == [1, 0, 2]
+    smocc = make_bins(get_target("smocc"), np.array([0.3]), ["transformer"])
+    assert smocc.classify(np.array([0.3, 0.4, 0.299]), ["transformer"] * 3).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_every_target_is_a_column_of_the_runs_with_bins(name):
+    from warehouse.tables.schema import RUN_SCHEMA
+
+    target = get_target(name)
+    assert target.column in RUN_SCHEMA.names
+    bins = make_bins(target, np.linspace(0.1, 0.9, 20), ["mlp"] * 20)
+    assert len(bins.edges_of(["mlp"])[0]) == len(bins.labels) - 1
+
+
+@pytest.mark.parametrize(
+    ("target", "largest_mib", "bin_gb", "message"),
+    [
+        ("memory", 1.0, 3, "bin_gb must be one of 1, 2, 8, got 3"),
+        ("memory", 9e30, 8, r"a label of 9e\+30 MiB is more than any GPU has"),
+        ("drama", 1.0, 1, "bin_gb is for target=memory"),
+    ],
+)
+def test_bin_gb_is_one_of_the_published_widths_and_for_memory_only(target, largest_mib, bin_gb, message):
+    with pytest.raises(UsageError, match=message):
+        make_bins(get_target(target), np.array([1.0, largest_mib]), ["cnn"] * 2, bin_gb=bin_gb)
+
+
+def test_conformal_bound_takes_the_rank_with_the_finite_sample_correction():
+    assert [conformal_rank(m, 0.99) for m in (99, 199, 999)] == [99, 198, 990]
+    residuals = np.arange(1.0, 200.0) / 1000
+    bound = ResidualPrediction(np.array([0.2]), residuals, "ratio").upper(0.99)
+    assert bound[0] == pytest.approx(0.2 + 0.198)
+    assert too_few_for(0.99, 99) is None
+    assert "98 calibration rows are too few for a 99% bound (it takes 99)" in too_few_for(0.99, 98)
+    largest = ResidualPrediction(np.array([0.2]), np.array([-0.1, 0.05]), "ratio").upper(0.99)
+    assert largest[0] == pytest.approx(0.25), "the largest error stands in"
+
+
+def test_a_bare_point_has_all_mass_in_its_bin_and_no_bound():
+    prediction = ResidualPrediction(np.log([100.0, 300.0]), np.empty(0), "log")
+    assert prediction.bin_probabilities(np.array([200.0])).tolist() == [[1, 0], [0, 1]]
+    assert prediction.upper() is None
+
+
+def metrics(rows, bins, point, classes, upper=None):
+    uppers = [None] * len(point) if upper is None else upper
+    given = [
+        Given(estimate=one, upper=bound, classes={"published": told})
+        for one, bound, told in zip(point, uppers, classes, strict=True)
+    ]
+    answers = zip(given, rows.records, strict=True)
+    scored = [Scored(**vars(one), **described(row, rows.target)) for one, row in answers]
+    figures = figures_of("test", "fake", scored, bins={"published": bins}, space=rows.target.space, learned=True)
+    return metrics_of(scored, figures, rows.target.space)
+
+
+def test_metrics_of_a_known_case():
+    configs = make_configs(5)
+    rows = make_rows("memory", configs, [1000, 2000, 10_000, 20_000, 40_326], censored=[False] * 4 + [True])
+    bins = memory_bins(rows.exact.label, 8, 40_326)
+    point = np.array([1100, 1800, 10_000, 18_000, 33_000], dtype=float)
+    found = metrics(rows, bins, point, [0, 0, 1, 2, 3], point * 1.15)
+    assert found["accuracy"] == 0.8
+    assert found["recall"] == {"0-8 GB": 1, "8-16 GB": 1, "16-24 GB": 1, "32+ GB": 0}
+    assert found["macro_f1"] == 0.75  # over the four classes that occur
+    assert found["mean_relative_error"] == pytest.approx(0.075)  # the out-of-memory row has no error
+    assert found["underestimates"] == 0.5
+    assert found["coverage"] == 0.8  # what ran out of memory needs more than its bound
+    assert (found["n"], found["n_censored"], found["n_relative"]) == (5, 1, 4)
+
+
+def test_ratios_near_zero_have_an_absolute_error_but_no_relative_one():
+    rows = make_rows("drama", make_configs(3), [0.0, 0.004, 0.5])
+    bins = make_bins(rows.target, rows.label, rows.family)
+    found = metrics(rows, bins, [0.01, 0.01, 0.6], [0, 0, 1])
+    assert found["n_relative"] == 1 and found["mean_relative_error"] == pytest.approx(0.2)
+    assert found["mean_absolute_error"] == pytest.approx((0.01 + 0.006 + 0.1) / 3)
+    assert found["coverage"] is None and found["bound_excess"] is None
+
+
+def test_folds_keep_groups_whole_and_are_about_equal():
+    groups = np.array([f"g{i % 17}" for i in range(100)], dtype=object)
+    fold = group_folds(groups, 5, seed=1)
+    assert all(len(set(fold[groups == name])) == 1 for name in set(groups))
+    assert set(fold) == set(range(5)) and np.bincount(fold).max() <= 30
+    with pytest.raises(UsageError, match="near-copies of one configuration"):
+        group_folds(np.array(["same"] * 9), 5, seed=1)

@@ -1,4 +1,4 @@
-"""Fitting the kernel model: made-up measurements are explained, what cannot be learned from is said."""
+"""Fits of the kernel model and of what kernels keep busy to made-up measurements; what cannot be learned is said."""
 
 import dataclasses
 import json
@@ -12,12 +12,13 @@ from learn_rows import make_configs, write_batch, write_llm_foundry
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.timing.calls import kernel_calls
-from featurize.timing.step_time import efficiencies_text, read_efficiencies, time_step
+from featurize.timing.step_time import efficiencies_text, load_efficiencies, read_efficiencies, time_step
 from featurize.trace.tracer import trace_config
-from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, held_out_by
+from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting.kernel_formulas import judged, score_of, score_text
-from learn.fitting.kernel_rows import kernel_times, measured_times
+from learn.fitting.constants_fit import ActivityFit, judged_activity
+from learn.fitting.kernel_formulas import score_of, score_text
+from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
 from warehouse.exchange.ingesting import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
@@ -60,32 +61,6 @@ def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(fit):
     learned = fit.fitted(everything, iterations=30).parameters
     for name, least, most in (("sm_rate", 0, 1), ("wave", 0, 1)):
         assert least <= learned.by_group[name].min() <= learned.by_group[name].max() <= most
-
-
-def test_rows_that_were_left_out_have_no_part_in_the_fit(fit):
-    _, second = held_out_by(fit.sources)
-    assert set(fit.sources[second]) == {"two"}
-    spoiled = [
-        dataclasses.replace(row, measured_ms=row.measured_ms * 50) if row.source == "two" else row for row in fit.rows
-    ]
-    clean, other = (TimeFit(rows, {}).fitted(~second, iterations=20).parameters for rows in (fit.rows, spoiled))
-    assert np.array_equal(clean.compute, other.compute) and np.array_equal(clean.bandwidth, other.bandwidth)
-
-
-@pytest.mark.wide
-def test_every_split_is_judged_and_printed(fit):
-    small = TimeFit(fit.rows[:12], {})
-    scores, held_out = judged(small, 2, silent)
-    assert {score.by for score in scores} == {
-        "nothing learned",
-        "learned from",
-        "families left out",
-        "sources left out",
-        "GPU models left out",
-    }
-    assert {"one", "two", *DEVICES} == {score.rows for score in scores}
-    assert np.isfinite(held_out).all() and len(held_out) == 12
-    assert "families left out" in score_text(scores)
 
 
 def test_rows_that_nobody_answers_are_printed_beside_those_with_figures():
@@ -188,3 +163,71 @@ def test_too_few_measured_steps_are_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(UsageError, match="2 measured steps can be learned from, and 20 are needed"):
         fit_kernels(settings, silent)
     assert not settings.path.exists()
+
+
+A100 = load_device("A100-SXM4-40GB")
+LEARNED = load_efficiencies()
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Jobs whose SMs hold half the warps that the file that comes along says, and are empty in all of the latency."""
+    truth = dataclasses.replace(
+        LEARNED.activity,
+        by_class={**LEARNED.activity.by_class, "most_warps": LEARNED.activity.by_class["most_warps"] - np.log(2)},
+        single={**LEARNED.activity.single, "gap": 1.0},
+    )
+    learned = dataclasses.replace(LEARNED, activity=truth)
+    rows = []
+    for config in make_configs(24):
+        trace = trace_config(config)
+        activity = time_step(trace, A100, config, learned=learned).activity
+        rows.append(
+            MeasuredActivity(
+                family=config.family,
+                group=f"{config.family} {len(rows) % 6}",
+                device=A100,
+                calls=kernel_calls(trace.operators),
+                smact=activity.smact,
+                smocc=activity.smocc,
+                input_ms=0.0,
+            )
+        )
+    return rows
+
+
+def test_a_fit_explains_measured_activity(rows):
+    fit = ActivityFit(rows, LEARNED)
+    everything = np.ones(len(rows), dtype=bool)
+    before = fit.errors(*fit.fitted(everything, iterations=0))
+    after = fit.errors(*fit.fitted(everything, iterations=150))
+    for first, last in zip(before, after, strict=True):
+        assert np.median(np.abs(last)) < 0.02 and np.abs(last).mean() < 0.6 * np.abs(first).mean()
+
+
+def test_rows_that_were_left_out_have_no_part_in_the_fit(rows):
+    left_out = np.array([row.group.endswith("0") for row in rows])
+    spoiled = [
+        dataclasses.replace(row, smact=0.0, smocc=0.0) if mine else row
+        for row, mine in zip(rows, left_out, strict=True)
+    ]
+    clean, other = (ActivityFit(of, LEARNED).fitted(~left_out, iterations=5)[0] for of in (rows, spoiled))
+    assert np.array_equal(clean.by_class["most_warps"], other.by_class["most_warps"])
+
+
+def test_every_family_is_judged_and_printed(rows):
+    scores, learned = judged_activity(ActivityFit(rows[:8], LEARNED), 2, silent)
+    assert {(one.rows, one.by) for one in scores} == {
+        (family, split) for family in ("cnn", "mlp") for split in ("learned from", "groups left out")
+    }
+    assert "occupancy" in score_text(scores)
+    assert 0 <= learned.single["gap"] <= 1
+
+
+def test_measured_jobs_are_traced_and_simulated_ones_never_count(tmp_path):
+    write_batch(tmp_path / "own", make_configs(32), source="measured")
+    jobs, left_out = measured_activity(str(tmp_path / "own"), silent)
+    assert {job.family for job in jobs} == {"cnn", "mlp"} and not left_out
+    assert all(0 < job.smocc <= job.smact <= 1 for job in jobs)
+    write_batch(tmp_path / "simulated", make_configs(32), source="simulated")
+    assert measured_activity(str(tmp_path / "simulated"), silent) == ([], {})

@@ -1,7 +1,6 @@
 """The largest batch that fits a GPU, and the GPUs that a job fits: exact at the limit, with few traced steps."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from learn import devices_that_fit, estimate, largest_batch
 from learn.estimation.estimating import MOST_SAMPLES, largest_fitting
 from learn.job.inputs import with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
-from tests.learn.learn_rows import run_estimate as run
 
 A100 = load_device("A100-SXM4-40GB")
-CONFIG = mlp.Config(batch_size=8, input_size=64, classes=4, depth=2)
 
 
 def card(memory_mib):
@@ -113,16 +110,14 @@ def test_a_search_that_no_batch_ends_stops_at_its_limit():
     assert largest_fitting(lambda size: float(size), MOST_SAMPLES - 1.0, 8) == MOST_SAMPLES - 1
 
 
-def test_no_batch_beyond_all_training_is_answered(module_of_nets, capsys):
+def test_no_batch_beyond_all_training_is_answered(module_of_nets, shown, answer):
     largest = largest_batch(narrow, [8, 4], device="A100-SXM4-40GB", estimator="trace")
     assert (largest.batch, largest.beyond, largest.is_lower_bound) == (MOST_SAMPLES, None, True)
     assert largest.estimate is not None and max(largest.tried) == MOST_SAMPLES
     asked = [f"model={module_of_nets}:narrow", "input=[8,4]", "find=largest_batch", "estimator=trace"]
-    assert run(*asked) == 0
-    assert "the largest batch on A100-SXM4-40GB is at least 65,536, by the " in capsys.readouterr().out
-    assert run(*asked, "format=json") == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["batch"], answer["is_lower_bound"], answer["beyond"]) == (MOST_SAMPLES, True, None)
+    assert "the largest batch on A100-SXM4-40GB is at least 65,536, by the " in shown(*asked)
+    found = answer(*asked)
+    assert (found["batch"], found["is_lower_bound"], found["beyond"]) == (MOST_SAMPLES, True, None)
 
 
 def test_a_trial_config_is_scaled_by_its_batch_size():
@@ -159,15 +154,6 @@ def test_a_target_is_scaled_with_the_inputs():
     assert largest.batch == largest_batch(net, [16, 256], device=card(700), estimator="trace").batch
 
 
-def test_each_device_has_the_estimate_that_it_has_alone():
-    fits = devices_that_fit(net, [4096, 256], precision="bf16")
-    assert {one.device for one in fits} == set(device_names())
-    for one in fits:
-        alone = estimate(net, [4096, 256], precision="bf16", device=one.device)
-        assert one.estimate == dataclasses.replace(alone, seconds=one.estimate.seconds)
-        assert one.room_mib == alone.device_memory_mib - alone.upper_mib and one.fits == alone.fits_device
-
-
 def convolutions():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14**2, 4))
 
@@ -178,7 +164,7 @@ def cudnn(monkeypatch):
         yield
 
 
-def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, module_of_nets, capsys, monkeypatch):
+def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, module_of_nets, shown, answer, monkeypatch):
     options = {"workspaces": "cudnn", "precision": "bf16"}
     fits = devices_that_fit(convolutions, [8, 3, 16, 16], devices=["K80", "A100", "T4"], **options)
     by_name = {one.device: one for one in fits}
@@ -190,13 +176,10 @@ def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, modu
         assert by_name[name].estimate == dataclasses.replace(alone, seconds=by_name[name].estimate.seconds)
     monkeypatch.setattr("learn.estimation.estimating.device_names", lambda: ("K80", "T4"))
     job = [f"model={module_of_nets}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=cudnn"]
-    assert run(*job, "format=json") == 0
-    rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)["devices"]}
+    rows = {row["device"]: row for row in answer(*job)["devices"]}
     assert rows["K80"]["fits"] is rows["K80"]["estimate"] is None and rows["K80"]["problem"] == without.problem
     assert rows["T4"]["problem"] is None and rows["T4"]["fits"]
-    assert run(*job) == 0
-    shown = capsys.readouterr().out
-    assert f"note: K80: {without.problem}" in shown
+    assert f"note: K80: {without.problem}" in shown(*job)
 
 
 def test_a_table_without_any_answer_is_one_message(cudnn):
@@ -219,24 +202,6 @@ def test_a_job_that_cannot_be_traced_is_tried_on_one_gpu_model_only():
     assert times_built(["A100", "T4", "H100"]) == times_built(["T4"])
 
 
-@pytest.mark.parametrize("job", [(net, [64, 256]), (CONFIG, None)], ids=["module", "config"])
-def test_devices_share_a_traced_step_for_each_loop(job, monkeypatch):
-    from featurize.trace import tracer as trace
-
-    loops_traced = []
-    real = trace.trace_step
-
-    def counted(*args, **kwargs):
-        loops_traced.append(kwargs["training_loop"])
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(trace, "trace_step", counted)
-    small = dataclasses.replace(A100, name="half an A100", memory_mib=500)
-    fits = devices_that_fit(*job, devices=["H100", small, "A100", "H200"])
-    assert [one.device for one in fits][:2] == ["half an A100", "A100-SXM4-40GB"]
-    assert len(loops_traced) == len(set(loops_traced))
-
-
 def test_a_share_of_the_memory_limits_the_batch_and_the_devices():
     options = {"estimator": "trace", "allocator": "per_process_memory_fraction:0.02"}
     found = largest_batch(net, [64, 256], **options)
@@ -248,17 +213,22 @@ def test_a_share_of_the_memory_limits_the_batch_and_the_devices():
     assert all(one.fits == (one.room_mib >= 0) for one in answers)
 
 
-def test_wrong_arguments_are_named():
-    with pytest.raises(UsageError, match="unknown by 'median'; known: bound, point"):
-        largest_batch(net, [16, 256], by="median")
-    with pytest.raises(UsageError, match="report: of one estimate only"):
-        devices_that_fit(net, [16, 256], report="page.html")
-    with pytest.raises(UsageError, match="unknown keyword 'machin'"):
-        largest_batch(net, [16, 256], machin="eager")
-    with pytest.raises(UsageError, match="a module needs inputs"):
-        largest_batch(net)
-    with pytest.raises(UsageError, match=r"a batch of 1: .*Expected more than 1 value per channel"):
-        largest_batch(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), [2, 8], device=card(300))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: largest_batch(net, [16, 256], by="median"), "unknown by 'median'; known: bound, point"),
+        (lambda: devices_that_fit(net, [16, 256], report="page.html"), "report: of one estimate only"),
+        (lambda: largest_batch(net, [16, 256], machin="eager"), "unknown keyword 'machin'"),
+        (lambda: largest_batch(net), "a module needs inputs"),
+        (
+            lambda: largest_batch(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), [2, 8], device=card(300)),
+            "a batch of 1: .*Expected more than 1 value per channel",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(UsageError, match=message):
+        call()
 
 
 def test_importing_learn_leaves_the_search_out():
@@ -267,37 +237,30 @@ def test_importing_learn_leaves_the_search_out():
         _ = learn.smallest_batch
 
 
-def test_keyword_inputs_and_a_batch_on_the_command_line(module_of_nets, capsys):
-    job = [f"model={module_of_nets}:Tokens", "format=json", "estimator=trace"]
-    typed = "{shape: [8,128], dtype: int64}"
-    assert run(*job, "input={input_ids: [8,128], labels: [8,128]}", "input_dtype=int64", "batch=32") == 0
-    scaled = json.loads(capsys.readouterr().out)
+def test_keyword_inputs_and_a_batch_on_the_command_line(module_of_nets, answer):
+    job = f"model={module_of_nets}:Tokens", "estimator=trace"
+    scaled = answer(*job, "input={input_ids: [8,128], labels: [8,128]}", "input_dtype=int64", "batch=32")
     ids = torch.zeros(32, 128, dtype=torch.int64)
     alone = estimate(Tokens, {"input_ids": ids, "labels": ids}, estimator="trace")
     assert scaled["peak_memory_mib"] == alone.peak_memory_mib
-    assert run(*job, f"input={{input_ids: {typed}, attention_mask: [8,128], labels: {typed}}}") == 0
-    with_mask = json.loads(capsys.readouterr().out)
+    typed = "{shape: [8,128], dtype: int64}"
+    with_mask = answer(*job, f"input={{input_ids: {typed}, attention_mask: [8,128], labels: {typed}}}")
     ids, mask = ids[:8], torch.ones(8, 128)
     alone = estimate(Tokens, {"input_ids": ids, "attention_mask": mask, "labels": ids}, estimator="trace")
     assert with_mask["peak_memory_mib"] == alone.peak_memory_mib
 
 
-def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, capsys, monkeypatch):
+def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, answer, shown, monkeypatch):
     job = [f"model={module_of_nets}:net", "input=[4096,256]", "estimator=trace"]
-    assert run(*job, "find=largest_batch", "device=V100-SXM2-32GB", "device.memory_mib=700", "format=json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = answer(*job, "find=largest_batch", "device=V100-SXM2-32GB", "device.memory_mib=700")
     assert found["tried"][str(found["batch"])] <= 700 < found["tried"][str(found["batch"] + 1)]
-    assert run(*job, "find=devices", "format=json") == 0
-    found = json.loads(capsys.readouterr().out)
-    found_devices = found["devices"]
+    found_devices = answer(*job, "find=devices")["devices"]
     assert [one["fits"] for one in found_devices] == [True] * len(device_names())
-    assert run(*job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700") == 0
-    shown = capsys.readouterr().out
-    assert "the largest batch on A100-SXM4-40GB is " in shown and "by the bound" in shown
+    said = shown(*job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700")
+    assert "the largest batch on A100-SXM4-40GB is " in said and "by the bound" in said
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert run(*job, "find=devices") == 0
-        title, *table = capsys.readouterr().out.splitlines()[:-1]
+        title, *table = shown(*job, "find=devices").splitlines()[:-1]
         assert title.endswith("memory in MiB")
         row = next(line for line in table if "H200-SXM-141GB" in line).split("│")[1:-1]
         done = next(one["estimate"] for one in found_devices if one["device"] == "H200-SXM-141GB")
@@ -324,18 +287,14 @@ def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, cap
         (["model=torch.nn:Identity", "input={x: [4,2], y: [3]}", "batch=8"], "input y has the shape [3]"),
     ],
 )
-def test_wrong_keys_are_named(arguments, message, capsys):
-    assert run(*arguments) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_keys_are_named(arguments, message, refused):
+    assert message in refused(*arguments)
 
 
-def test_the_command_prints_a_table_of_the_gpus_named(module_of_nets, capsys):
-    job = [f"model={module_of_nets}:net", "input=[4096,256]", "format=json"]
-    assert run(*job, "device=[a100,L4,a100:1g.5gb]") == 0
-    rows = json.loads(capsys.readouterr().out)["devices"]
+def test_the_command_prints_a_table_of_the_gpus_named(module_of_nets, answer, refused):
+    job = f"model={module_of_nets}:net", "input=[4096,256]"
+    rows = answer(*job, "device=[a100,L4,a100:1g.5gb]")["devices"]
     assert {row["device"] for row in rows} == {"A100-SXM4-40GB", "L4", "A100-SXM4-40GB MIG 1g.5gb"}
     assert all(row["estimate"]["samples_per_s"] > 0 for row in rows)
-    assert run(*job, "device=[a100,B300]") == 2
-    assert "unknown device 'B300'" in capsys.readouterr().err
-    assert run(*job, "device=[a100,L4]", "find=largest_batch") == 2
-    assert "find=largest_batch is of one GPU model" in capsys.readouterr().err
+    assert "unknown device 'B300'" in refused(*job, "device=[a100,B300]")
+    assert "find=largest_batch is of one GPU model" in refused(*job, "device=[a100,L4]", "find=largest_batch")

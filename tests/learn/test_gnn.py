@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from learn_rows import DEVICE
 from torch import nn
 
@@ -65,30 +64,3 @@ def test_what_cannot_be_traced_is_refused_with_its_reason_and_left_out_of_the_fi
     estimator = make_estimator("gnn").fit(both, steps)
     answer = estimator.predict([rows.cases[0], broken], steps)
     assert answer.refusals == {1: "aten::odd has no meta kernel"} and answer.point[0] < 5000
-
-
-def test_the_traces_own_figures_of_memory_and_time_are_not_read(fitted, rows):
-    case = rows.cases[3]
-    record = STEPS.record(case)
-    changed = {n: v * 3 + 1 if n.startswith("job_") else v for n, v in record.values.items()}
-    before = fitted.predict([case], STEPS).point
-    steps = StepStore()
-    steps.keep(case, StepRecord(values=changed, graph=record.graph))
-    np.testing.assert_array_equal(fitted.predict([case], steps).point, before)
-
-
-def test_out_of_memory_rows_push_up_and_never_down(rows):
-    big = rows.label > np.quantile(rows.label, 0.7)
-    ceiling = float(np.quantile(rows.label, 0.7))
-    cut = make_rows("memory", rows.configs, np.where(big, ceiling, rows.label), censored=big, training_loop=True)
-    without = make_estimator("gnn").fit(cut.exact, STEPS).predict(rows.cases, STEPS).point
-    with_them = make_estimator("gnn").fit(cut, STEPS).predict(rows.cases, STEPS).point
-    assert (with_them[big] > 0.9 * ceiling).mean() > 0.8
-    assert np.median(np.abs(with_them[~big] / without[~big] - 1)) < 0.3
-
-
-def test_torch_is_left_as_it_was(fitted, rows):
-    torch.manual_seed(5)
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
-    make_estimator("gnn").fit(rows.subset(np.arange(20)), STEPS).predict(rows.cases[:2], STEPS)
-    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads

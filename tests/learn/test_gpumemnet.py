@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from learn_rows import DEVICE, labels_of, make_configs
 from torch import nn
 
@@ -139,14 +138,6 @@ def test_a_family_with_too_few_rows_has_no_ensemble(rows):
     assert list(estimator.predict(rows.cases[:2]).refusals) == [0]
     with pytest.raises(UsageError, match="rows"):
         make_estimator("gpumemnet_mlp").fit(rows.subset(few[-4:]))
-
-
-def test_torch_is_left_as_it_was(rows):
-    torch.manual_seed(5)
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
-    estimator = make_estimator("gpumemnet_transformer").fit(rows.subset(np.arange(40)))
-    estimator.predict(rows.cases)
-    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
 
 
 def test_long_plans_are_cut_into_runs_that_keep_the_sums():

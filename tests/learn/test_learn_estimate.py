@@ -1,7 +1,7 @@
 """`estimate` on modules, factories, configs and past runs, as a call and as a command."""
 
+import contextlib
 import gc
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -23,13 +23,12 @@ from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.trace.tracer import TraceError
 from learn import FitSettings, estimate, fit
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
-from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, find_latest, load_latest
-from learn.job.training_job import Case, of_config, of_configs, of_module
+from learn.fitting.artifacts import DEFAULT_MODELS, find_latest, load_latest
+from learn.job.training_job import Case, of_configs, of_module
 from learn.peers.base import analyse
-from learn.rows import step_store
 from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore
-from tests.learn.learn_rows import run_estimate as run
+from tests.learn.learn_rows import run_estimate
 from warehouse.files.folder import DataFolder
 
 DEVICE = "A100-SXM4-40GB"
@@ -139,17 +138,6 @@ def test_a_module_and_its_config_are_the_same_job(tmp_path):
     assert by_module.drama == by_config.drama and by_module.step_time_ms == by_config.step_time_ms
 
 
-def test_the_trace_alone_is_bounded_by_its_causes():
-    done = estimate(CONFIG, estimator="trace")
-    assert done.upper_mib - done.peak_memory_mib == pytest.approx(sum(done.uncertain.values())) and done.uncertain
-    assert any("the bound exceeds the estimate by" in text for text in done.warnings)
-    assert done.fits(done.upper_mib) and not done.fits(done.upper_mib - 1)
-    lower = estimate(CONFIG, estimator="trace", coverage=0.9)
-    assert lower.peak_memory_mib == done.peak_memory_mib < lower.upper_mib < done.upper_mib
-    assert done.estimator == "trace" and done.seconds > 0
-    assert 0 <= done.smact <= 1 and 0 <= done.smocc <= 1 and 0 <= done.drama <= 1
-
-
 PARTS = [
     "parameters",
     "gradients",
@@ -205,36 +193,17 @@ def test_the_callers_random_numbers_and_gradient_mode_stay_and_have_no_part_in_i
             assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode) and not torch.is_grad_enabled()
 
 
-def test_sizes_may_be_numpys():
-    assert estimate(nn.Linear(8, 3), [np.int64(4), 8]).parameters == 27
+def test_tied_weights_are_counted_once_and_several_inputs_are_positional_arguments():
+    def tied():
+        embedding, out = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+        out.weight = embedding.weight
+        return nn.Sequential(embedding, out)
 
-
-def test_tied_weights_are_counted_once():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(1000, 64)
-            self.out = nn.Linear(64, 1000, bias=False)
-            self.out.weight = self.embedding.weight
-
-        def forward(self, tokens):
-            return self.out(self.embedding(tokens))
-
-    assert estimate(Tied(), torch.zeros(2, 16, dtype=torch.long)).parameters == 64_000
-    assert estimate(Tied, (2, 16), input_dtype="int64").parameters == 64_000
-
-
-def test_several_inputs_are_positional_arguments():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 3)
-
-        def forward(self, a, b):
-            return self.layer(a * b)
-
-    one = estimate(Two, [(4, 8), (4, 8)])
-    assert one.peak_memory_mib == estimate(Two(), (torch.zeros(4, 8), torch.zeros(4, 8))).peak_memory_mib
+    assert estimate(tied(), torch.zeros(2, 16, dtype=torch.long)).parameters == 64_000
+    assert estimate(tied, (np.int64(2), 16), input_dtype="int64").parameters == 64_000  # sizes may be NumPy's
+    by_shapes, by_tensors = [(4, 8), (4, 8)], (torch.zeros(4, 8), torch.zeros(4, 8))
+    two = [estimate(nn.Bilinear(8, 8, 3), inputs) for inputs in (by_shapes, by_tensors)]
+    assert two[0].peak_memory_mib == two[1].peak_memory_mib
 
 
 def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
@@ -251,70 +220,32 @@ def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
     assert done.trace_memory_mib == estimate(CONFIG, estimator="trace").peak_memory_mib
 
 
-@pytest.fixture(scope="module")
-def graphs(tmp_path_factory):
-    """A data folder with a graph network, fitted on rows that are no trace's own."""
-    folder = tmp_path_factory.mktemp("graphs")
-    write_batch(folder, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
-    StepStore(folder).prepare(load_rows(folder, "memory").cases, workers=0)
-    path = fit(FitSettings(target="memory", estimator="gnn", bin_gb=1, data=str(folder))).path
-    assert json.loads((path / "meta.json").read_text())["feature_version"] == FEATURES_STAMP
-    return folder
-
-
-@pytest.mark.wide
-def test_a_fitted_graph_network_answers_configs_and_modules(graphs):
+def test_a_fitted_graph_network_answers_configs_and_modules(tmp_path):
+    write_batch(tmp_path, make_configs(60, families=("mlp",)), source="imported", statuses=["ok"] * 60)
+    StepStore(tmp_path).prepare(load_rows(tmp_path, "memory").cases, workers=0)
+    fit(FitSettings(target="memory", estimator="gnn", bin_gb=1, data=str(tmp_path)))
     new = mlp.Config(batch_size=48, input_size=80, classes=10, depth=2)
-    done = estimate(new, estimator="gnn", data=graphs)
+    done = estimate(new, estimator="gnn", data=tmp_path)
+    prediction = load_latest(tmp_path, "memory").estimator.predict([Case(new, DEVICE, training_loop=True)])
+    assert done.answered_by["memory"].startswith("gnn ")
+    assert done.peak_memory_mib == prediction.point[0] > 0, "the graph is that of a trace of its own"
+    done = estimate(nn.Linear(64, 10), (32, 64), estimator="gnn", data=tmp_path)
     assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
-    prediction = load_latest(graphs, "memory").estimator.predict([Case(new, DEVICE, training_loop=True)])
-    assert done.peak_memory_mib == prediction.point[0], "the graph is that of a trace of its own"
-    assert step_store.compute(*of_configs([new])).operator_graph()["edges"].size
-    done = estimate(nn.Linear(64, 10), (32, 64), estimator="gnn", data=graphs)
-    assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
 
 
-def test_nobody_packs_a_graph_that_is_not_read(data, graphs, monkeypatch):
-    packed, pack = [], step_store.packed
-    monkeypatch.setattr(step_store, "packed", lambda graph: packed.append(graph) or pack(graph))
-    new = mlp.Config(batch_size=47, input_size=81, classes=10, depth=2)
-    estimate(new)
-    estimate(new, data=data)
-    estimate(nn.Linear(64, 10), (32, 64))
-    assert not packed
-    estimate(new, estimator="gnn", data=graphs)
-    assert len(packed) == 1
-
-
-@pytest.mark.parametrize("allocator", [None, "expandable_segments:True"])
-def test_a_module_is_let_go_with_its_answer(allocator):
-    model = nn.Linear(64, 10)
-    estimate(model, (4, 64), allocator=allocator)
+@pytest.mark.parametrize(
+    ("build", "allocator"),
+    [(lambda: nn.Linear(64, 10), None), (lambda: nn.Linear(64, 10), "expandable_segments:True"), (Peeks, None)],
+    ids=["answered", "expandable", "not traced"],
+)
+def test_a_module_is_let_go_with_its_answer_or_its_error(build, allocator):
+    model = build()
+    with contextlib.suppress(UsageError):
+        estimate(model, (4, 64), allocator=allocator)
     known = weakref.ref(model)
     del model
     gc.collect()
     assert known() is None
-
-
-def test_a_module_without_an_answer_is_let_go_too():
-    model = Peeks()
-    with pytest.raises(UsageError):
-        estimate(model, (4, 64))
-    known = weakref.ref(model)
-    del model
-    gc.collect()
-    assert known() is None
-
-
-@pytest.mark.slow
-def test_the_trace_kept_as_an_artifact_does_not_displace_a_learnt_model(tmp_path):
-    folder = tmp_path / "d"
-    write_batch(folder, make_configs(60, families=("mlp",)))
-    for estimator in ("lightgbm", "trace"):
-        fit(FitSettings(target="memory", bin_gb=1, estimator=estimator, data=str(folder)))
-    assert load_latest(folder, "memory", estimator="trace").estimator.predict(of_configs([CONFIG])).upper() is None
-    done = estimate(CONFIG, data=folder)
-    assert done.answered_by["memory"].startswith("lightgbm ") and done.upper_mib is not None
 
 
 def test_a_model_of_another_family_or_device_does_not_answer(data):
@@ -325,14 +256,12 @@ def test_a_model_of_another_family_or_device_does_not_answer(data):
         estimate(cnn, data=data, estimator="lightgbm")
 
 
-def test_a_model_of_other_features_does_not_answer_and_it_is_said(tmp_path):
-    folder = tmp_path / "d"
-    write_batch(folder, make_configs(60, families=("mlp",)))
-    path = fit(FitSettings(target="memory", estimator="lightgbm", bin_gb=1, data=str(folder))).path
-    restamp(path, feature_version="0ld")
+def test_a_model_of_other_features_does_not_answer_and_it_is_said(data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "d")
+    restamp(find_latest(folder, "memory").path, feature_version="0ld")
     done = estimate(CONFIG, data=folder)
     assert done.answered_by["memory"] == DEFAULT and any("fitted with features 0ld" in w for w in done.warnings)
-    with pytest.raises(EnvironmentProblem, match="fitted with features 0ld"):
+    with pytest.raises(EnvironmentProblem, match=r"fitted with features 0ld.*fit it again.*learn\.fit"):
         estimate(CONFIG, data=folder, estimator="lightgbm")
 
 
@@ -391,51 +320,42 @@ def test_mistakes_are_named(call, said):
         ("format=xml", "unknown format 'xml'; known: json, table"),
     ],
 )
-def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, capsys, argument, said):
+def test_command_says_mistakes_in_one_line_and_exits_with_2(factories, refused, argument, said):
     shape = ["input=[8,4]"] if argument.startswith("model") else []
-    assert run(argument.replace("NETS", factories), *shape) == 2
-    error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1
+    assert said in refused(argument.replace("NETS", factories), *shape)
 
 
-def test_command_estimates_a_factory_as_a_table(factories, capsys):
-    assert (
-        run(f"model={factories}:net", "input=[64,3,32,32]", "optimizer=sgd", "device=H200-SXM-141GB", "notes=all") == 0
-    )
-    said = capsys.readouterr().out
+def test_command_estimates_a_factory_as_a_table(factories, shown):
+    job = f"model={factories}:net", "input=[64,3,32,32]", "optimizer=sgd"
+    said = shown(*job, "device=H200-SXM-141GB", "notes=all")
     for word in ("H200-SXM-141GB", "peak memory", "99 % bound", "optimizer state", "smact", "at the peak: aten::"):
         assert word in said
     assert "only adam was fitted on" in said and "(the model) 0.0" in said
 
 
 def test_what_a_model_prints_does_not_mix_with_the_json(factories, capsys):
-    assert run(f"model={factories}:talks", "input=[4,3,32,32]", "format=json") == 0
+    assert run_estimate(f"model={factories}:talks", "input=[4,3,32,32]", "format=json") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["parameters"] == 314 and said.err == "building\n"
 
 
-def test_command_takes_allocator_settings_as_they_are_spelled_for_torch(factories, capsys):
-    argv = [f"model={factories}:net", "input=[64,3,256,256]", "format=json"]
-    found = {}
-    for text in ("null", "expandable_segments:True,max_split_size_mb:128", "roundup_power2_divisions:[32:1,>:8]"):
-        assert run(*argv, f"allocator={text}") == 0
-        found[text] = json.loads(capsys.readouterr().out)
-    default, expandable, _ = (one["breakdown"] for one in found.values())
+def test_command_takes_allocator_settings_as_they_are_spelled_for_torch(factories, answer, refused):
+    job = f"model={factories}:net", "input=[64,3,256,256]"
+    default, expandable, _ = (
+        answer(*job, f"allocator={text}")["breakdown"]
+        for text in ("null", "expandable_segments:True,max_split_size_mb:128", "roundup_power2_divisions:[32:1,>:8]")
+    )
     assert expandable["fragmentation"] < default["fragmentation"]
     assert expandable["activations"] == default["activations"]
-    assert run(*argv, "allocator=expandable_segments:Maybe,max_split_size_mb:1") == 2
-    assert "expected True or False" in capsys.readouterr().err
+    assert "expected True or False" in refused(*job, "allocator=expandable_segments:Maybe,max_split_size_mb:1")
 
 
-def test_command_gives_json_of_the_same_figures(capsys, data):
-    quoted = json.dumps(str(data))
-    assert run(f"config={MAPPING}", "format=json", f"data={quoted}") == 0
-    by_mapping = json.loads(capsys.readouterr().out)
-    assert by_mapping["peak_memory_mib"] == estimate(CONFIG, data=data).peak_memory_mib
-    assert by_mapping["upper_mib"] > by_mapping["peak_memory_mib"]
+def test_command_gives_json_of_the_same_figures(answer, data):
+    by_mapping = answer(f"config={MAPPING}", f"data={json.dumps(str(data))}")
+    assert by_mapping["peak_memory_mib"] == estimate(CONFIG, data=data).peak_memory_mib < by_mapping["upper_mib"]
     as_json = "'" + json.dumps(CONFIG.to_mapping()) + "'"  # what runs.config holds
-    assert run(f"config={as_json}", "format=json", f"data={quoted}") == 0
-    assert json.loads(capsys.readouterr().out)["peak_memory_mib"] == by_mapping["peak_memory_mib"]
+    by_json = answer(f"config={as_json}", f"data={json.dumps(str(data))}")
+    assert by_json["peak_memory_mib"] == by_mapping["peak_memory_mib"]
 
 
 def test_an_own_fit_says_how_often_its_bound_held(data):
@@ -445,17 +365,14 @@ def test_an_own_fit_says_how_often_its_bound_held(data):
     assert "(machine" not in str(done).splitlines()[1], "it is of its rows' own machine"
 
 
-def test_command_shows_a_past_run_beside_its_estimate(capsys, data):
-    quoted = json.dumps(str(data))
-    assert run("run=job-000003", "format=json", f"data={quoted}") == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["run"]["status"] == "ok" and shown["run"]["source"] == "simulated"
-    assert shown["run"]["peak_memory_mib"] == pytest.approx(shown["peak_memory_mib"], rel=0.5)
-    assert run("run=job-000003", f"data={quoted}") == 0
-    said = capsys.readouterr().out
+def test_command_shows_a_past_run_beside_its_estimate(answer, shown, refused, data):
+    folder = f"data={json.dumps(str(data))}"
+    beside = answer("run=job-000003", folder)
+    assert beside["run"]["status"] == "ok" and beside["run"]["source"] == "simulated"
+    assert beside["run"]["peak_memory_mib"] == pytest.approx(beside["peak_memory_mib"], rel=0.5)
+    said = shown("run=job-000003", folder)
     assert "difference" in said and "simulated" in said and "has been fitted on this very run" in said
-    assert run("run=job-999999", f"data={quoted}") == 2
-    assert "no run 'job-999999'" in capsys.readouterr().err
+    assert "no run 'job-999999'" in refused("run=job-999999", folder)
 
 
 def blocks():
@@ -489,15 +406,6 @@ def test_every_training_free_estimator_answers_modules(name):
     without_context = any(f"{name} leaves the CUDA context out" in text for text in done.warnings)
     assert without_context == (name in ("faketensor", "xmem"))
     assert any("bound" in text for text in done.warnings)
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "faketensor", "horus", "xmem"])
-def test_a_config_takes_its_memory_from_a_training_free_estimator_by_name(name):
-    config = mlp.Config(batch_size=32, input_size=128, classes=10, depth=2)
-    done = estimate(config, estimator=name, machine="described")
-    expected = analyse(get_estimator(name)(), of_config(config), describe_device(DEVICE)).mib
-    assert done.peak_memory_mib == pytest.approx(expected, rel=0.02)
-    assert done.answered_by["memory"] == name and done.answered_by["drama"] == "trace"
 
 
 @pytest.mark.parametrize(("model", "operator"), [(Peeks, "aten::_local_scalar_dense"), (Custom, "gpufarm_test::twice")])
@@ -541,15 +449,12 @@ def test_what_only_the_trace_knows_is_missing_where_it_fails_and_the_rest_is_ans
 
 
 def test_the_allocators_settings_reach_the_trace_and_nobody_else():
-    shape = (4500, 256)  # 4.4 MiB a tensor: of a segment of 20 MiB the last 2.4 are lost
-    default = estimate(blocks, shape, estimator="trace")
-    expandable = estimate(blocks, shape, estimator="trace", allocator="expandable_segments:True")
-    assert expandable.peak_memory_mib < default.peak_memory_mib
-    same = estimate(blocks, shape, allocator=AllocatorSettings(expandable_segments=True))
-    assert same.breakdown == expandable.breakdown
+    text, settings = "expandable_segments:True", AllocatorSettings(expandable_segments=True)
+    by_text, by_settings = (estimate(blocks, (4500, 256), estimator="trace", allocator=one) for one in (text, settings))
+    assert by_text.breakdown == by_settings.breakdown
     for other in ("horus", None):
-        done = estimate(blocks, shape, estimator=other, allocator="expandable_segments:True")
-        assert any("allocator= changes the trace's figures only" in text for text in done.warnings)
+        done = estimate(blocks, (4500, 256), estimator=other, allocator=text)
+        assert any("allocator= changes the trace's figures only" in warning for warning in done.warnings)
 
 
 def test_a_job_beyond_its_share_of_the_memory_does_not_fit():
@@ -618,36 +523,6 @@ def test_models_that_return_objects_or_have_a_loss_of_their_own_are_estimated():
         assert own.peak_memory_mib > 0
 
 
-@pytest.mark.parametrize(
-    ("library", "model", "shape", "parameters"),
-    [
-        pytest.param(
-            "torchvision", "torchvision.models:resnet18", "input=[2,3,64,64]", 11_689_512, marks=pytest.mark.slow
-        ),
-        pytest.param("timm", "timm.models:resnet18", "input=[2,3,64,64]", 11_689_512, marks=pytest.mark.slow),
-        pytest.param("transformers", "gpufarm_test_gpt:make", "input=[2,16]", 1_254_400, marks=pytest.mark.slow),
-    ],
-)
-def test_command_builds_models_of_the_known_libraries(library, model, shape, parameters, tmp_path):
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-    (tmp_path / "gpufarm_test_gpt.py").write_text(
-        "def make():\n"
-        "    from transformers import GPT2Config, GPT2LMHeadModel\n"
-        "    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=18000, n_positions=800))\n"
-    )
-    dtype = ["input_dtype=int64"] if library == "transformers" else []
-    done = subprocess.run(
-        [sys.executable, "-m", "learn.estimate", f"model={model}", shape, *dtype, "format=json"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["parameters"] == pytest.approx(parameters, rel=0.01)
-
-
 def test_python_dash_m_works_from_any_folder(tmp_path):
     done = subprocess.run(
         [
@@ -667,18 +542,6 @@ def test_python_dash_m_works_from_any_folder(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["estimator"] == "trace"
     assert not list(tmp_path.iterdir())
-
-
-def test_what_others_measured_in_plain_loops_is_asked_about_plain_loops():
-    """A loop that waits for its input drives a GPU less than the farm's trials do, which keep a batch there."""
-    config = mlp.Config(**{**vars(CONFIG), "depth": 6})
-    prediction = default_artifact("smact").estimator.predict([Case(config, DEVICE, training_loop=True)])
-    done = estimate(config)
-    assert done.smact == pytest.approx(float(prediction.point[0]))
-    assert any(
-        "smact" in text and "for a plain training loop with its input pipeline" in text for text in done.warnings
-    )
-    assert done.drama == estimate(config, estimator="trace").drama
 
 
 def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):

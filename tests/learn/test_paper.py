@@ -91,19 +91,11 @@ def test_the_papers_tables_hold_ours_beside_theirs(folder, tmp_path, capsys):
         (["published=here", "paper=true", "target=smact"], "target: paper=true takes published, rows"),
     ],
 )
-def test_mistakes_name_what_paper_takes(argv, message, capsys):
-    assert run(*argv) == cli.EXIT_USAGE
-    assert message in capsys.readouterr().err
+def test_mistakes_name_what_paper_takes(argv, message, refused):
+    assert message in refused(*argv, run=run)
 
 
-def test_a_folder_without_the_papers_data_is_refused(tmp_path, capsys):
+def test_a_folder_without_the_papers_data_is_refused(tmp_path, refused):
     (tmp_path / "timm.csv").write_text("model,module,batch_size,max_gpu_memory_mib\nnet,nets,8,4900\n")
-    assert run(f"published={tmp_path}", "paper=true") == cli.EXIT_USAGE
-    assert "no file of GPUMemNet's sets or of well-known models" in capsys.readouterr().err
-
-
-def test_an_estimator_that_answers_no_row_leaves_its_column_empty():
-    answered = {"target": "memory", "family": "mlp", "n": 2, "estimator": "trace", "accuracy": {"1 GB": 0.5}}
-    silent = {**answered, "estimator": "gpumemnet_mlp", "accuracy": {}}
-    table = paper_tables._accuracy([answered, silent])
-    assert next((row["bins"], row["trace"], row["gpumemnet_mlp"]) for row in table.rows) == ("1 GB", 0.5, None)
+    message = refused(f"published={tmp_path}", "paper=true", run=run)
+    assert "no file of GPUMemNet's sets or of well-known models" in message

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter
-from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from featurize.device.device_spec import load_device
 from featurize.timing.calls import FP32, TENSOR, as_calls, product, stream
 from featurize.timing.times import clock_ghz
-from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit, left_out_errors
+from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
 from learn.fitting.kernel_formulas import FORMULAS, TilesAndWaves, roofline_by_kind, wave_scaling
 
 V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
@@ -119,26 +118,3 @@ def test_rows_that_were_left_out_have_no_part_in_what_a_peer_learns(name):
     )
     np.testing.assert_allclose(clean, other, rtol=1e-5, atol=1e-6)  # NaN, too, where there is no answer
     assert np.isfinite(clean[-3:]).all()
-
-
-def test_each_row_is_estimated_without_it_and_a_row_that_nothing_tells_of_has_no_answer(monkeypatch):
-    monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, iterations=3))
-    rows = mixed_rows(shares, 9)
-    rows += [row({moved(8): 1}, device, 1.0) for device in (V100, A100)]
-    fit = TimeFit(rows, {})
-    masks = [fit.devices == name for name in (V100.name, A100.name, T4.name)]
-    fits = 0
-    for name, formula in FORMULAS.items():
-        learned = formula(fit)
-
-        def counted(mask, learned=learned):
-            nonlocal fits
-            fits += 1
-            return learned(~mask)
-
-        ratios = left_out_errors(np.empty(len(rows)), masks, counted)
-        assert np.isfinite(ratios).sum() == (2 if name == "habitat" else len(rows)), name
-    assert fits == 3 * len(FORMULAS), "once for each mask"
-    kernels = FORMULAS["kernels"](fit)
-    ratios = left_out_errors(np.empty(len(rows)), masks, lambda mask: kernels(~mask))
-    np.testing.assert_allclose(ratios[masks[2]], kernels(~masks[2])[masks[2]])

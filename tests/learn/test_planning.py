@@ -1,8 +1,7 @@
 """`learn.plan`: which layouts of a job on several GPUs fit, how quick they are, and how that is shown."""
 
-import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,19 +80,16 @@ def test_each_row_is_the_estimate_of_its_layout(eight):
             assert getattr(row, name) == pytest.approx(getattr(done, name)), name
 
 
-def test_batches_double_until_they_do_not_fit(eight):
+def test_batches_double_until_they_do_not_fit_and_checkpointing_begins_at_the_largest_without(eight):
     for way in (None, "full"):
         rows = sorted((row for row in eight.rows if row.checkpointing == way), key=lambda row: row.micro_batch)
         sizes = [row.micro_batch for row in rows]
         assert sizes == [sizes[0] << step for step in range(len(sizes))] and len(sizes) > 1
         assert [row.fits for row in rows] == [True] * (len(rows) - 1) + [False] and rows[-1].why
-    assert max(row.micro_batch for row in eight.fitting) > 1024
-    assert {row.mesh for row in eight.rows} == {"ddp=8"}
-
-
-def test_checkpointing_begins_at_the_largest_batch_without(eight):
     without = max(row.micro_batch for row in eight.fitting if row.checkpointing is None)
     assert min(row.micro_batch for row in eight.rows if row.checkpointing == "full") == without
+    assert max(row.micro_batch for row in eight.fitting) > 1024
+    assert {row.mesh for row in eight.rows} == {"ddp=8"}
 
 
 def test_a_batch_that_does_not_fit_is_halved():
@@ -244,15 +240,6 @@ def test_a_wrong_value_is_refused(options, problem):
 # -- what is tried
 
 
-def test_sizes_are_doubled_and_halved_or_divide_the_batch():
-    free = MicroBatches(given=12, micro_steps=3)
-    assert (free.at_most(0), free.larger(12), free.smaller(12), free.smaller(1)) == (12, 24, 6, None)
-    assert free.accumulation(24) == 3
-    bound = MicroBatches(given=12, per_replica=48)
-    assert (bound.at_most(0), bound.at_most(64), bound.larger(8), bound.larger(16)) == (8, 16, 16, None)
-    assert bound.accumulation(8) == 6
-
-
 def row_of(parallel, micro_batch=8, way=None, *, mib=100.0, rate=None, fits=True):
     times = {"step_time_ms": 100.0, "exposed_ms": 20.0, "samples_per_s": rate} if rate else {}
     return PlanRow(
@@ -265,31 +252,6 @@ def row_of(parallel, micro_batch=8, way=None, *, mib=100.0, rate=None, fits=True
         upper_mib=mib,
         **times,
     )
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Stands for a layout of three modes."""
-
-    ddp: int = 1
-    fsdp: int = 1
-    tp: int = 1
-    ep: int = 1
-    zero: int | None = None
-    gpus_per_node: int = 8
-    network_gb_s: float = 25.0
-
-    def __post_init__(self):
-        if self.fsdp > 32:
-            raise UsageError("fsdp is over 32 at most")
-
-    @property
-    def degrees(self):
-        return {"ddp": self.ddp, "fsdp": self.fsdp, "tp": self.tp}
-
-    @property
-    def ranks(self):
-        return self.ddp * self.fsdp * self.tp
 
 
 @pytest.mark.needs_mode("pp")
@@ -322,16 +284,20 @@ def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(monkeypatch):
 
 def test_modes_are_those_that_are_named():
     assert meshes.checked_modes(["tp", "ep", "cp", "fsdp"]) == ("fsdp", "cp", "tp", "ep")
-    for wrong in (["zp"], [], 3):
-        with pytest.raises(UsageError, match="mode"):
-            meshes.checked_modes(wrong)
-    with pytest.raises(UsageError, match="plan chooses micro_batches"):
-        meshes.layout_settings(8, "micro_batches=8")
 
 
-@pytest.fixture
-def three_modes(monkeypatch):
-    monkeypatch.setattr(meshes, "MODES", ("ddp", "fsdp", "tp"))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: meshes.checked_modes(["zp"]), "mode"),
+        (lambda: meshes.checked_modes([]), "mode"),
+        (lambda: meshes.checked_modes(3), "mode"),
+        (lambda: meshes.layout_settings(8, "micro_batches=8"), "plan chooses micro_batches"),
+    ],
+)
+def test_wrong_modes_and_settings_are_refused(call, message):
+    with pytest.raises(UsageError, match=message):
+        call()
 
 
 @pytest.mark.needs_mode("pp")
@@ -409,60 +375,54 @@ def test_layouts_of_replicas_run_without_zero_where_deepspeed_does_not_go_with_t
     assert any("tried without zero: parallel: zero=2 does not go with ema" in note for note in done.notes)
 
 
-def test_a_trace_does_not_depend_on_the_network_or_the_number_of_replicas(three_modes):
-    assert meshes.traced_as(Mesh(ddp=8, fsdp=4)) == meshes.traced_as(Mesh(ddp=2, fsdp=4, network_gb_s=50))
-    assert meshes.traced_as(Mesh(fsdp=4)) != meshes.traced_as(Mesh(ddp=2, fsdp=4))
-    assert meshes.mesh_text(Mesh(ddp=8, tp=2)) == "ddp=8, tp=2"
-
-
-def test_what_outgrows_many_shards_is_not_tried_with_fewer(three_modes):
+def test_what_outgrows_many_shards_is_not_tried_with_fewer():
     findings = Findings(limit_mib=1000.0)
-    findings.add(row_of(Mesh(fsdp=8, tp=2), mib=2000.0, fits=False))
-    findings.add(row_of(Mesh(fsdp=8, tp=4), micro_batch=4, mib=1050.0, fits=False))  # near the limit
-    assert findings.outgrown_by(Mesh(ddp=4, fsdp=4), 8, 1, None) == "fsdp=8, tp=2 takes 2,000 MiB already"
-    assert findings.outgrown_by(Mesh(ddp=4, fsdp=4), 8, 4, None)
-    assert findings.outgrown_by(Mesh(fsdp=16), 8, 1, None) is None
-    assert findings.outgrown_by(Mesh(ddp=4, fsdp=4), 8, 1, "full") is None
-    assert findings.outgrown_by(Mesh(fsdp=8, tp=2), 4, 1, None) is None
+    findings.add(row_of(Parallel(fsdp=8, tp=2), mib=2000.0, fits=False))
+    findings.add(row_of(Parallel(fsdp=8, tp=4), micro_batch=4, mib=1050.0, fits=False))  # near the limit
+    assert findings.outgrown_by(Parallel(ddp=4, fsdp=4), 8, 1, None) == "fsdp=8, tp=2 takes 2,000 MiB already"
+    assert findings.outgrown_by(Parallel(ddp=4, fsdp=4), 8, 4, None)
+    assert findings.outgrown_by(Parallel(fsdp=16), 8, 1, None) is None
+    assert findings.outgrown_by(Parallel(ddp=4, fsdp=4), 8, 1, "full") is None
+    assert findings.outgrown_by(Parallel(fsdp=8, tp=2), 4, 1, None) is None
 
 
-def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer(three_modes):
+def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer():
     findings = Findings(limit_mib=1000.0)
-    findings.hopeless(Mesh(fsdp=8, tp=2), 1200.0)
+    findings.hopeless(Parallel(fsdp=8, tp=2), 1200.0)
     reason = "not tried: with any batch, fsdp=8, tp=2 holds 1,200 MiB"
-    assert findings.not_worth(Mesh(ddp=4, fsdp=4)) == reason == findings.not_worth(Mesh(fsdp=8, tp=2))
-    assert findings.not_worth(Mesh(fsdp=16)) is None and findings.not_worth(Mesh(fsdp=4, tp=4)) is None
+    assert findings.not_worth(Parallel(ddp=4, fsdp=4)) == reason == findings.not_worth(Parallel(fsdp=8, tp=2))
+    assert findings.not_worth(Parallel(fsdp=16)) is None and findings.not_worth(Parallel(fsdp=4, tp=4)) is None
 
 
-def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win(three_modes):
+def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win():
     findings = Findings(limit_mib=1000.0)
-    assert not findings.cannot_win(Mesh(ddp=64), "full")
-    findings.add(row_of(Mesh(ddp=64), rate=6400.0))
-    findings.add(row_of(Mesh(ddp=64), way="full", rate=4800.0))  # 6,000 if no rank waited
-    assert findings.cannot_win(Mesh(fsdp=32, tp=2), "full") is True
-    assert not findings.cannot_win(Mesh(ddp=8), "full")
-    findings.add(row_of(Mesh(ddp=64), way="full", rate=5000.0))
-    assert not findings.cannot_win(Mesh(ddp=64), "full")
+    assert not findings.cannot_win(Parallel(ddp=64), "full")
+    findings.add(row_of(Parallel(ddp=64), rate=6400.0))
+    findings.add(row_of(Parallel(ddp=64), way="full", rate=4800.0))  # 6,000 if no rank waited
+    assert findings.cannot_win(Parallel(fsdp=32, tp=2), "full") is True
+    assert not findings.cannot_win(Parallel(ddp=8), "full")
+    findings.add(row_of(Parallel(ddp=64), way="full", rate=5000.0))
+    assert not findings.cannot_win(Parallel(ddp=64), "full")
 
 
-def test_a_mode_that_made_it_slower_is_not_widened(three_modes):
+def test_a_mode_that_made_it_slower_is_not_widened():
     findings = Findings(limit_mib=1000.0)
-    assert findings.not_worth(Mesh(ddp=16, tp=4)) is None
-    findings.add(row_of(Mesh(ddp=64), rate=6400.0))
-    findings.add(row_of(Mesh(ddp=32, tp=2), rate=6000.0))
-    assert findings.not_worth(Mesh(fsdp=16, tp=4)) == "not tried: tp=2 is slower than none of it"
-    assert findings.not_worth(Mesh(fsdp=32, tp=2)) is None and findings.not_worth(Mesh(ddp=4, tp=4)) is None
-    findings.add(row_of(Mesh(fsdp=32, tp=2), rate=6300.0))  # nearly as quick
-    assert findings.not_worth(Mesh(fsdp=16, tp=4)) is None
+    assert findings.not_worth(Parallel(ddp=16, tp=4)) is None
+    findings.add(row_of(Parallel(ddp=64), rate=6400.0))
+    findings.add(row_of(Parallel(ddp=32, tp=2), rate=6000.0))
+    assert findings.not_worth(Parallel(fsdp=16, tp=4)) == "not tried: tp=2 is slower than none of it"
+    assert findings.not_worth(Parallel(fsdp=32, tp=2)) is None and findings.not_worth(Parallel(ddp=4, tp=4)) is None
+    findings.add(row_of(Parallel(fsdp=32, tp=2), rate=6300.0))  # nearly as quick
+    assert findings.not_worth(Parallel(fsdp=16, tp=4)) is None
 
 
-def test_a_mode_that_fits_where_fewer_ranks_do_not_is_widened(three_modes):
+def test_a_mode_that_fits_where_fewer_ranks_do_not_is_widened():
     findings = Findings(limit_mib=1000.0)
-    findings.add(row_of(Mesh(ddp=64), mib=5000.0, fits=False))
-    findings.add(row_of(Mesh(ddp=32, tp=2), rate=6000.0))
-    assert findings.not_worth(Mesh(ddp=16, tp=4)) is None
-    findings.add(row_of(Mesh(ddp=16, tp=4), rate=5000.0))
-    assert findings.not_worth(Mesh(ddp=8, tp=8)) == "not tried: tp=4 is slower than tp=2"
+    findings.add(row_of(Parallel(ddp=64), mib=5000.0, fits=False))
+    findings.add(row_of(Parallel(ddp=32, tp=2), rate=6000.0))
+    assert findings.not_worth(Parallel(ddp=16, tp=4)) is None
+    findings.add(row_of(Parallel(ddp=16, tp=4), rate=5000.0))
+    assert findings.not_worth(Parallel(ddp=8, tp=8)) == "not tried: tp=4 is slower than tp=2"
 
 
 # -- what is shown
@@ -547,27 +507,22 @@ def test_meshes_that_are_left_out_for_one_reason_are_one_line():
 # -- the command
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["plan", *arguments])
-    with pytest.raises(SystemExit) as left:
-        cli.command("plan", entry)
-    return left.value.code
+def run(*argv):
+    return cli.run("plan", entry, list(argv))
 
 
 JOB = ("model=tests.learn.test_planning:net", f"input=[1024,{WIDTH}]", "device=T4")
 
 
-def test_the_command_prints_a_table_and_writes_the_page(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_a_table_and_writes_the_page(shown, tmp_path):
     path = tmp_path / "plan.html"
-    assert run(monkeypatch, *JOB, "gpus=8", f"report={path}", "checkpointing=none") == 0
-    out = capsys.readouterr().out
+    out = shown(*JOB, "gpus=8", f"report={path}", "checkpointing=none", run=run)
     assert "on 8 x T4" in out and "ddp=8" in out and "planned in" in out and path.exists()
 
 
-def test_the_command_prints_json(monkeypatch, capsys):
-    arguments = ("gpus=[8,16]", "global_batch=32768", "checkpointing=[none]", "parallel=network_gb_s=50", "format=json")
-    assert run(monkeypatch, *JOB, *arguments) == 0
-    done = json.loads(capsys.readouterr().out)
+def test_the_command_prints_json(answer):
+    layouts = "global_batch=32768", "checkpointing=[none]", "parallel=network_gb_s=50"
+    done = answer(*JOB, "gpus=[8,16]", *layouts, run=run)
     assert {row["mesh"] for row in done["rows"]} == {"ddp=8", "ddp=16"} and done["global_batch"] == 32768
     best = done["rows"][0]
     assert best["parallel"]["network_gb_s"] == 50 and best["frontier"] and best["fits"] and best["samples_per_s"] > 0
@@ -582,10 +537,8 @@ def test_the_command_prints_json(monkeypatch, capsys):
         ((*JOB, "gpus=8", "parallel=ddp=8"), "plan chooses the degrees"),
     ],
 )
-def test_the_command_refuses_in_one_line(monkeypatch, capsys, arguments, problem):
-    assert run(monkeypatch, *arguments) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and problem in err and err.count("\n") == 1
+def test_the_command_refuses_in_one_line(refused, arguments, problem):
+    assert problem in refused(*arguments, run=run)
 
 
 def test_settings_of_a_mode_go_to_the_layouts_that_have_it():

@@ -73,8 +73,8 @@ def grown(tmp_path_factory):
     return data, [*nights, night(data, 1), night(data, 2)]
 
 
-def test_the_first_model_is_kept_with_its_figures_on_rows_held_out(grown):
-    data, (first, *_) = grown
+def test_the_first_model_is_kept_and_more_rows_or_the_same_promote_the_next(grown):
+    data, (first, second, third) = grown
     assert first.decision == "first" and first.current is None
     assert first.figures["current"] is None and first.held_out == first.figures["candidate"]["rows"] > 10
     assert "there was no model; this one is fitted on" in first.why
@@ -89,9 +89,6 @@ def test_the_first_model_is_kept_with_its_figures_on_rows_held_out(grown):
         "above_bound",
     }
 
-
-def test_more_rows_help_and_the_new_model_is_promoted(grown):
-    data, (first, second, _) = grown
     assert second.decision == "promoted" and second.current == first.candidate
     before, now = second.figures["current"], second.figures["candidate"]
     assert now["mean_abs_error"] < before["mean_abs_error"] and now["rows"] == before["rows"] == second.held_out
@@ -100,9 +97,6 @@ def test_more_rows_help_and_the_new_model_is_promoted(grown):
     rows = load_rows(data, "memory")
     assert second.held_out == int(np.isin(rows.group.astype(str), held_out).sum()), "all nights' rows judge"
 
-
-def test_the_same_rows_again_are_not_worse(grown):
-    data, (_, second, third) = grown
     assert third.decision == "promoted" and third.figures["current"] == third.figures["candidate"]
     assert find_latest(data, "memory", estimator="lightgbm").version == third.candidate
     assert third.figures["candidate"] == second.figures["candidate"], "comparable from night to night"
@@ -219,16 +213,18 @@ def test_what_fails_outside_of_the_fit_stops_the_call(data, monkeypatch):
         night(data, 0, estimator="hybrid")
 
 
-def test_users_mistakes_are_said_before_anything_is_read(data):
-    write_batch(data, POOL[:20])
-    with pytest.raises(UsageError, match="estimates target=memory only, got target=smact"):
-        night(data, 0, "smact", "dnnmem")
-    with pytest.raises(UsageError, match="unknown target 'mem'"):
-        night(data, 0, "mem")
-    with pytest.raises(UsageError, match="unknown estimator"):
-        night(data, 0, estimator="xgb")
-    with pytest.raises(UsageError, match="does not exist"):
-        night(data / "none", 0)
+@pytest.mark.parametrize(
+    ("target", "estimator", "message"),
+    [
+        ("smact", "dnnmem", "estimates target=memory only, got target=smact"),
+        ("mem", "lightgbm", "unknown target 'mem'"),
+        ("memory", "xgb", "unknown estimator"),
+        ("memory", "lightgbm", "does not exist"),
+    ],
+)
+def test_users_mistakes_are_said_before_anything_is_read(data, target, estimator, message):
+    with pytest.raises(UsageError, match=message):
+        night(data, 0, target, estimator)
 
 
 def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitted, monkeypatch):

@@ -60,31 +60,40 @@ def test_a_configurations_workload_is_its_family():
     assert workload.config == config_of(row(family="cnn", config=DENSE)) and workload.batch_size == 2
 
 
-def test_rows_without_a_job_say_why():
-    with pytest.raises(UsageError, match="some:1: file name has no known first key"):
-        config_of(row(status="invalid", reason="file name has no known first key"))
-    with pytest.raises(UsageError, match="some:1: no model name"):
-        workload_of(row(status="invalid", reason="no model name"))
-    with pytest.raises(UsageError, match=r"unknown published model 'lenet'; known: BERT_base.*xlnet_large"):
-        workload_of(row(model="lenet", batch_size=2))
-    with pytest.raises(UsageError, match="heads must divide"):
-        workload_of(
-            row(
-                family="transformer",
-                config={
-                    "family": "transformer",
-                    "batch_size": 2,
-                    "vocabulary_size": 9,
-                    "sequence_length": 4,
-                    "embedding_size": 10,
-                    "heads": 3,
-                    "depth": 1,
-                    "feed_forward": 8,
-                    "classes": 2,
-                    "dropout": 0.1,
-                },
-            )
-        )
+HEADS = {
+    "family": "transformer",
+    "batch_size": 2,
+    "vocabulary_size": 9,
+    "sequence_length": 4,
+    "embedding_size": 10,
+    "heads": 3,
+    "depth": 1,
+    "feed_forward": 8,
+    "classes": 2,
+    "dropout": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("ask", "values", "message"),
+    [
+        (
+            config_of,
+            {"status": "invalid", "reason": "file name has no known first key"},
+            "some:1: file name has no known first key",
+        ),
+        (workload_of, {"status": "invalid", "reason": "no model name"}, "some:1: no model name"),
+        (
+            workload_of,
+            {"model": "lenet", "batch_size": 2},
+            r"unknown published model 'lenet'; known: BERT_base.*xlnet_large",
+        ),
+        (workload_of, {"family": "transformer", "config": HEADS}, "heads must divide"),
+    ],
+)
+def test_rows_without_a_job_say_why(ask, values, message):
+    with pytest.raises(UsageError, match=message):
+        ask(row(**values))
 
 
 @needs["timm"]

@@ -7,11 +7,12 @@ import socket
 
 import pytest
 
+from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
 from learn import estimate_script
-from learn.commands import estimate as command_module
+from learn.commands.estimate import entry_of_script
 from learn.script.records import BadRecord, ScriptRecord, read_record, write_record
 
 LOOP = """
@@ -105,12 +106,13 @@ def test_an_estimator_that_needs_a_module_is_refused(tmp_path):
         estimate_script(write_script(tmp_path, LOOP), estimator="xmem")
 
 
-def test_keys_of_other_jobs_are_refused_beside_a_script(monkeypatch, capsys):
-    from conf.cli.command_line import run
+def run_of_script(*argv):
+    return cli.run("estimate", lambda settings: entry_of_script(settings, ["python", "train.py"]), list(argv))
 
-    code = run("estimate", lambda cfg: command_module.entry_of_script(cfg, ["python", "train.py"]), ["optimizer=sgd"])
-    assert code == 2
-    assert capsys.readouterr().err == "error: a script says itself what it trains; leave optimizer out\n"
+
+def test_keys_of_other_jobs_are_refused_beside_a_script(refused):
+    message = "error: a script says itself what it trains; leave optimizer out\n"
+    assert refused("optimizer=sgd", run=run_of_script) == message
 
 
 @pytest.mark.slow

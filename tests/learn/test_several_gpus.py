@@ -8,13 +8,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
-from conf.cli import command_line as cli
 from conf.errors import UsageError
 from featurize.families import gpt, mlp, moe
 from featurize.job.layout import Parallel
 from featurize.training.experts import pretended_mesh
 from learn import devices_that_fit, estimate
-from learn.commands.estimate import entry
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import COMMUNICATION
 
@@ -188,15 +186,26 @@ def test_a_module_that_is_spread_already_is_wanted_as_its_factory(parallel, spre
         estimate(model, [4, 64], parallel=parallel)
 
 
-def test_only_traced_estimates_know_several_gpus():
-    with pytest.raises(ValueError, match="method=fast answers from a trial config alone; leave parallel out"):
-        estimate(CONFIG, method="fast", parallel="ddp=8")
-    with pytest.raises(
-        ValueError, match="method=fast knows one GPU, and the config has parallel=ddp=8; use method=full"
-    ):
-        estimate(replace(CONFIG, parallel="ddp=8"), method="fast")
-    with pytest.raises(ValueError, match="batches: of jobs on one GPU only"):
-        estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: estimate(CONFIG, method="fast", parallel="ddp=8"),
+            "method=fast answers from a trial config alone; leave parallel out",
+        ),
+        (
+            lambda: estimate(replace(CONFIG, parallel="ddp=8"), method="fast"),
+            "method=fast knows one GPU, and the config has parallel=ddp=8; use method=full",
+        ),
+        (
+            lambda: estimate(net, batches=[INPUTS, [8, 3, 32, 32]], parallel="ddp=8"),
+            "batches: of jobs on one GPU only",
+        ),
+    ],
+)
+def test_only_traced_estimates_know_several_gpus(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.needs_mode("fsdp")
@@ -274,22 +283,14 @@ def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
     assert any("routers use all experts alike" in note for note in divided.warnings)
 
 
-@pytest.mark.needs_mode("fsdp")
-def test_blocks_of_shards_are_compiled_one_by_one():
-    eager, compiled = (of_net("fsdp=4", compile=on) for on in (False, True))
-    assert compiled.step_time_ms < eager.step_time_ms
-
-
 def test_a_compiled_model_waits_less_where_buckets_cut_its_graph():
     whole, cut = (of_net(f"ddp=8,bucket_cap_mb={mib}", compile=True) for mib in (1000, 4))
     assert cut.exposed_ms < whole.exposed_ms
     assert cut.sent_mib["all_reduce"] == pytest.approx(whole.sent_mib["all_reduce"])
 
 
-def test_one_gpu_overrides_the_layout_of_a_config(capsys):
+@pytest.mark.parametrize(("given", "counts"), [([], [8]), (["parallel=ddp=1"], [])])
+def test_one_gpu_overrides_the_layout_of_a_config(answer, given, counts):
     config = "{family: mlp, batch_size: 64, input_size: 1024, classes: 10, depth: 3, parallel: 'ddp=8'}"
-    ranks = []
-    for given in ([], ["parallel=ddp=1"]):
-        assert cli.run("estimate", entry, [f"config={config}", "estimator=trace", "format=json", *given]) == 0
-        ranks.append(json.loads(capsys.readouterr().out)["ranks"])
-    assert [[one["count"] for one in groups] for groups in ranks] == [[8], []]
+    ranks = answer(f"config={config}", "estimator=trace", *given)["ranks"]
+    assert [group["count"] for group in ranks] == counts

@@ -5,7 +5,6 @@ import math
 import signal
 import sqlite3
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,6 @@ from learn.job.training_job import Case, of_configs, of_module
 from learn.rows import step_store
 from learn.rows.step_store import StepStore, record_version
 
-ROOT = Path(__file__).resolve().parents[2]
 MLPS = [mlp.Config(batch_size=batch, input_size=30, classes=4, depth=2) for batch in range(2, 8)]
 CASES = of_configs([*MLPS, cnn.Config(batch_size=2, image_size=16, channels=3, classes=4, base_filters=8, depth=2)])
 
@@ -204,14 +202,6 @@ def test_other_processes_compute_the_same(data, steps):
     assert kept_keys(data) == sorted(case.key for case in many)
     for case in many[::8]:
         assert steps.record(case).values == step_store.compute(case).values
-
-
-def test_two_stores_share_the_data_folder_and_nothing_else(data, steps, traced):
-    other = StepStore(data)
-    record = steps.record(CASES[0])
-    assert other.features(CASES[0]) is None and other.record(CASES[0]) is not record and len(traced) == 2
-    steps.prepare(CASES[1:2], workers=0)
-    assert other.prepare(CASES[1:2], workers=0) == 0 and len(traced) == 3
 
 
 def test_a_module_is_known_by_itself_and_let_go_after_an_override(steps, traced):

@@ -1,16 +1,13 @@
 """One job on many GPU models: the figures are those of single answers, from one trace where no GPU differs."""
 
 import dataclasses
-import threading
 
 import pytest
 from torch import nn
 
-import learn.job.traced
-from featurize.device.device_spec import device_names, load_device
+from featurize.device.device_spec import device_names
 from featurize.trace.tracer import trace_step
 from learn import devices_that_fit, estimate
-from learn.job.training_job import of_module
 
 NAMES = ("A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "T4", "RTX-4060", "P100-PCIE-16GB")
 
@@ -39,10 +36,10 @@ def figures(done):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_table_has_the_figures_of_single_answers(precision):
     job = {"inputs": (16, 3, 32, 32), "precision": precision}
-    table = devices_that_fit(Block, devices=NAMES, **job)
-    singles = {name: estimate(Block, device=name, **job) for name in NAMES}
-    for row in table:
-        assert figures(row.estimate) == figures(singles[row.device])
+    for row in devices_that_fit(Block, devices=NAMES, **job):
+        alone = estimate(Block, device=row.device, **job)
+        assert figures(row.estimate) == figures(alone)
+        assert row.room_mib == alone.device_memory_mib - alone.upper_mib and row.fits == alone.fits_device
 
 
 def test_profiles_of_another_folder_than_the_one_that_is_asked_are_not_read(tmp_path, monkeypatch):
@@ -67,34 +64,3 @@ def test_gpus_share_a_trace_where_none_can_differ(monkeypatch):
     assert len(traced) == 4  # with flash attention, and without
     devices_that_fit(stem, (16, 3, 32, 32), devices=device_names(), precision="fp16")
     assert len(traced) == 5
-
-
-def test_a_factory_that_nobody_can_pickle_is_built_and_traced_once_for_all(monkeypatch):
-    called = []
-
-    def unpicklable():
-        called.append("build")
-        model = stem()
-        model.lock = threading.Lock()
-        return model
-
-    def counting(*args, **kwargs):
-        called.append("trace")
-        return trace_step(*args, **kwargs)
-
-    monkeypatch.setattr("featurize.trace.tracer.trace_step", counting)
-    devices_that_fit(unpicklable, (2, 3, 32, 32), devices=NAMES[:3], workspaces="auto")
-    assert called == ["build", "trace"]
-
-
-def test_what_is_kept_of_a_trace_ends_with_it():
-    calls = []
-
-    def traced():
-        return learn.job.traced.step_of(of_module(nn.Linear(4, 4), [((2, 4), None)]), load_device("T4")).trace
-
-    one, other = traced(), traced()
-    for asked in (one, other, one):
-        assert asked.remembered("key", lambda asked=asked: calls.append(1) or id(asked)) == id(asked)
-    assert len(calls) == 2
-    assert one.remembered("other key", lambda: calls.append(1)) is None and len(calls) == 3

@@ -3,10 +3,15 @@
 import lightgbm
 import numpy as np
 import pytest
+from learn_rows import DEVICE, labels_of, make_configs
 from sklearn.ensemble import ExtraTreesRegressor
+from torch import nn
 
+from learn.estimators.protocol import make_estimator
 from learn.estimators.trees import Boosters, Trees
 from learn.fitting.artifacts import DEFAULT_MODELS
+from learn.job.training_job import Case, of_module
+from tests.learn.learn_rows import make_rows
 
 SHIPPED = [
     (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
@@ -152,3 +157,28 @@ def test_forests_that_read_one_table_are_followed_together():
     for rows in (table[:1], table):
         sums = Trees.joined(forests).members(rows)
         assert all(np.array_equal(one.predict(rows), alone) for one, alone in zip(forests, sums, strict=True))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    configs = make_configs(80)
+    return make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])
+
+
+@pytest.fixture(scope="module")
+def fitted(rows):
+    return make_estimator("forest", seed=1).fit(rows)
+
+
+def test_two_families_in_one_table_are_told_apart_by_what_each_lacks(fitted, rows):
+    error = np.abs(fitted.predict(rows.cases).point / rows.label - 1)
+    assert np.isnan(fitted.table.matrix(rows.cases)).any()
+    assert np.median(error) < 0.1
+
+
+@pytest.mark.parametrize("name", ["forest", "lightgbm"])
+def test_a_module_is_refused_and_the_others_are_answered(name, rows):
+    job = of_module(lambda: nn.Linear(8, 2), [((4, 8), None)])
+    answer = make_estimator(name).fit(rows).predict([rows.cases[0], Case(device=DEVICE, module=job)])
+    assert list(answer.refusals) == [1] and "module" in answer.refusals[1]
+    assert np.isfinite(answer.point[0]) and np.isnan(answer.point[1])

@@ -306,7 +306,7 @@ def test_the_card_tells_environment_statuses_and_units(sent):
     assert "2.13.0+cu130" in text and "2026-03-04 to 2026-03-05" in text
     assert "| share of the card's memory allowed | 0.25 1, 1 6 |" in text
     assert "| trials at several batch sizes | 2 |" in text
-    assert "| `power_w` | W |" in text
+    assert "| `power_w` | double | power draw; W |" in text
 
 
 def test_too_large_a_data_set_is_refused_and_nothing_is_written(filled, out):

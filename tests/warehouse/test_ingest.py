@@ -21,8 +21,8 @@ from featurize.job.layers import totals
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse import ingest as command
 from warehouse.exchange import ingesting
-from warehouse.exchange.gpumemnet import dense_parameters, pool_intervals
 from warehouse.exchange.ingesting import IngestSettings, ingest
+from warehouse.exchange.published import dense_parameters, pool_intervals
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from conf.errors import UsageError
-from warehouse.exchange.gpumemnet import parse_filename
-from warehouse.exchange.published import read_published
+from warehouse.exchange.published import parse_filename, read_published
 
 MLP = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT")
 CNN = (*MLP, "Avg DRAMA", "Status")

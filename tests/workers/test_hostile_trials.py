@@ -234,15 +234,16 @@ def test_of_much_output_the_beginning_and_the_end_are_kept(worker):
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
+    ("name", "count", "with_group"),
     [
-        ("daemonizes", 1),
-        ("leaves_exec_without_environment", 1),
-        ("shell_that_starts_more", 3),
-        ("daemonizes_undoing_the_subreaper", 1),
+        ("daemonizes", 1, True),
+        ("leaves_exec_without_environment", 1, True),
+        ("shell_that_starts_more", 3, True),
+        ("daemonizes_undoing_the_subreaper", 1, True),
+        ("leaves_exec_without_environment", 1, False),
+        ("daemonizes_undoing_the_subreaper", 1, False),
     ],
 )
-@pytest.mark.parametrize("with_group", [True, False])
 def test_what_a_trial_leaves_behind_is_killed_and_counted(worker_with_or_without_group, notes, name, count):
     worker = worker_with_or_without_group
     run = ends_well(worker, hostile(name, notes)).run

@@ -58,25 +58,6 @@ def test_a_cpu_gives_reasons_and_no_figures(probe, tmp_path):
     assert not list(tmp_path.rglob("*.xz")) and not list(tmp_path.glob("*.csv"))
 
 
-def test_rows_stand_under_the_names_of_their_measurements(on_a_gpu, tmp_path):
-    path = tmp_path / "context.json"
-    assert measured(path, child("first", "two_rows")).measured == ("first",)
-    rows = json.loads(path.read_text())
-    assert [(row["name"], row["stage"], row["card_mib"], row["reason"]) for row in rows] == [
-        ("first", "context", 1.0, None),
-        ("first", "training", 2.0, None),
-    ]
-
-
-def test_what_is_there_is_not_measured_again(on_a_gpu, tmp_path):
-    path = tmp_path / "context.json"
-    measured(path, child("first", "two_rows"))
-    before = path.read_text()
-    again = measured(path, child("first", "raises"))
-    assert again.kept == ("first",) and not again.measured
-    assert path.read_text() == before
-
-
 def test_a_failed_measurement_is_a_row_with_its_reason_and_the_next_one_runs(on_a_gpu, tmp_path):
     path = tmp_path / "context.json"
     result = measured(path, child("broken", "raises"), child("whole", "two_rows"))
@@ -126,7 +107,8 @@ def test_a_killed_call_leaves_whole_files_and_the_next_one_goes_on(on_a_gpu, tmp
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(HERE).parents[1]) as call:
         assert call.stdout.readline() == "two_rows\n"
         call.kill()
-    assert [row["stage"] for row in json.loads(path.read_text())] == ["context", "training"]
+    rows = [(row["name"], row["stage"], row["card_mib"], row["reason"]) for row in json.loads(path.read_text())]
+    assert rows == [("two_rows", "context", 1.0, None), ("two_rows", "training", 2.0, None)]
     after = measured(path, child("two_rows", "raises"), child("hangs", "two_rows"))
     assert after.kept == ("two_rows",) and after.measured == ("hangs",) and not after.failed
 

@@ -231,6 +231,11 @@ def task(steps):
     return Task(job_id="kernels-00000000", task_index=0, attempt=1, config=config_from_mapping(MLP), settings=settings)
 
 
+def test_the_trial_server_forks_from_a_single_thread_with_torch_imported(worker):
+    hello = worker.ready()
+    assert hello["threads"] == 1 and hello["torch_version"]
+
+
 def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(worker):
     result = worker.run(task(2))
     rows = result.kernels.to_pylist()

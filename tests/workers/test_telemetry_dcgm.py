@@ -124,6 +124,7 @@ def test_each_releases_labels_and_names_are_understood(release, clock):
         idle = watched(server, clock, OLD_STYLE_UUID)
         server.replace("70230060115", "70230060116")
         (other,) = idle.sample()
+        assert other.quality == "measured", "zeros of an idle GPU are figures"
         assert set(other.values) == set(RELEASES[release])
         assert (other.values["smact"], other.values["power_w"]) == (0.0, 52.345)
 
@@ -235,14 +236,6 @@ def test_stalled_profiling_on_a_busy_gpu_is_suspect_and_keeps_its_values(server,
     assert sample.values["gpu_util"] == 0.97 and sample.values["smact"] == sample.values["drama"] == 0
 
 
-def test_zeros_on_an_idle_gpu_are_measured(server, clock):
-    sensor = watched(server, clock, OLD_STYLE_UUID)
-    server.replace("70230060115", "70230065000")
-    (sample,) = sensor.sample()
-    assert sample.quality == "measured"
-    assert (sample.values["smact"], sample.values["gpu_util"], sample.values["memory_used_mib"]) == (0.0, 0.0, 450)
-
-
 def test_mig_slice_is_read_off_its_instances_rows(clock):
     with DcgmServer(DATA / "dcgm_exporter_3.3_mig.txt") as server:
         energy = Energy(server)
@@ -283,16 +276,12 @@ def test_broken_url_is_the_users_mistake_and_names_the_key(url):
         DcgmSensor(url)
 
 
-def test_nobody_answering_is_a_reason(server):
-    url = server.url
-    server.__exit__()
-    with pytest.raises(SensorUnavailable, match=f"no dcgm-exporter answers at {url}"):
-        DcgmSensor(url)
-
-
-def test_http_error_is_a_reason(server):
+def test_nobody_answering_and_an_http_error_are_reasons(server):
     server.status = 503
     with pytest.raises(SensorUnavailable, match="503"):
+        DcgmSensor(server.url)
+    server.__exit__()
+    with pytest.raises(SensorUnavailable, match=f"no dcgm-exporter answers at {server.url}"):
         DcgmSensor(server.url)
 
 
@@ -327,35 +316,34 @@ def test_failed_scrapes_are_unavailable_and_an_exporter_gone_for_seconds_ends_th
         sensor.sample()
 
 
-def test_exporter_that_does_not_answer_in_time_is_told_from_one_that_refuses(server, clock):
-    sensor = watched(server, clock)
-    server.speaking.clear()
-    (sample,) = sensor.sample()
-    assert (sample.quality, sample.reasons) == ("unavailable", ("exporter_timeout",))
-    server.speaking.set()
-    assert qualities(sensor.sample()) == ["repeated"]  # and the late answer is not taken for this one's
-
-
-def test_a_page_that_drips_is_given_up_although_bytes_come(server, clock, monkeypatch):
+def dripping(server, monkeypatch):
     monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 0.3)
-    sensor = watched(server, clock)
     server.dripping = True
-    (sample,) = sensor.sample()
-    assert (sample.quality, sample.reasons) == ("unavailable", ("exporter_timeout",))
-    server.dripping = False
-    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 30.0)
-    assert qualities(sensor.sample()) == ["repeated"]
 
 
-def test_a_page_beyond_all_measure_is_refused_and_not_read_to_its_end(server, clock, monkeypatch):
+def silent(server, monkeypatch):
+    server.speaking.clear()
+
+
+def endless(server, monkeypatch):
     monkeypatch.setattr("workers.telemetry.dcgm._PAGE_LIMIT_BYTES", 100_000)
-    sensor = watched(server, clock)
-    page = server.page
     server.page += "# a'; echo foo\n" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"), [(silent, "exporter_timeout"), (dripping, "exporter_timeout"), (endless, "exporter_error")]
+)
+def test_an_exporter_that_is_silent_or_drips_or_never_ends_is_given_up_and_asked_again(
+    server, clock, monkeypatch, harm, reason
+):
+    sensor, page = watched(server, clock), server.page
+    harm(server, monkeypatch)
     (sample,) = sensor.sample()
-    assert (sample.quality, sample.reasons) == ("unavailable", ("exporter_error",))
-    server.page = page
-    assert qualities(sensor.sample()) == ["repeated"]
+    assert (sample.quality, sample.reasons) == ("unavailable", (reason,))
+    server.page, server.dripping = page, False
+    server.speaking.set()
+    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 30.0)
+    assert qualities(sensor.sample()) == ["repeated"]  # and a late answer is not taken for this one's
 
 
 def test_one_connection_serves_all_scrapes_and_is_opened_again_when_the_exporter_hung_up(server, clock):
@@ -369,18 +357,8 @@ def test_one_connection_serves_all_scrapes_and_is_opened_again_when_the_exporter
     assert server.connections == 3
 
 
-def read(page: str, uuid: str = A100_UUID):
-    reader = PageReader(uuid)
-    return reader.read(page), reader.seen, reader.sliced
-
-
-@pytest.mark.parametrize("label", ["UUID", "uuid", "gpu_uuid", "GPU_UUID"])
-def test_uuid_is_found_under_every_releases_label(label):
-    assert read(f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",{label}="{A100_UUID}"}} 97') == (
-        {"DCGM_FI_DEV_GPU_UTIL": 97},
-        True,
-        False,
-    )
+def read(page: str):
+    return PageReader(A100_UUID).read(page)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +376,7 @@ def test_uuid_is_found_under_every_releases_label(label):
 )
 def test_torn_and_foreign_lines_say_nothing(line):
     whole = f'DCGM_FI_DEV_FB_USED{{gpu="0",UUID="{A100_UUID}",pod="a}} \\"b"}} 7 1700000000'
-    assert read(f"{line}\n{whole}\r\n{line}")[0] == {"DCGM_FI_DEV_FB_USED": 7}
+    assert read(f"{line}\n{whole}\r\n{line}") == {"DCGM_FI_DEV_FB_USED": 7}
 
 
 @pytest.mark.parametrize("page", sorted({*RELEASES, "dcgm_exporter_3.3_mig.txt", PAGE.name} - {OLD_NAMES}))
@@ -425,21 +403,11 @@ def test_pods_that_come_and_go_do_not_fill_the_memory():
     assert len(reader._heads) < 5000
 
 
-def counter_rows() -> list[list[str]]:
+def test_our_counter_file_has_the_fields_that_the_sensor_reads_in_the_exporters_format():
     with open(INFRA / "counters.csv", newline="") as file:
-        return [[cell.strip() for cell in row] for row in csv.reader(file) if row]
-
-
-def test_our_counter_file_has_the_fields_that_the_sensor_reads_and_no_others():
-    rows = [row for row in counter_rows() if not row[0].startswith("#")]
-    fields = [row[0] for row in rows]
-    assert len(set(fields)) == len(fields)
-    assert set(fields) == set(FIELDS)
-
-
-def test_our_counter_file_is_in_the_exporters_format():
-    for row in counter_rows():
-        assert len(row) == 3, row  # comments too: older releases read them as rows
-        if not row[0].startswith("#"):
-            assert row[1] in ("gauge", "counter")
-            assert row[2] and '"' not in "".join(row)
+        rows = [[cell.strip() for cell in row] for row in csv.reader(file) if row]
+    assert {len(row) for row in rows} == {3}  # comments too: older releases read them as rows
+    counters = [row for row in rows if not row[0].startswith("#")]
+    assert sorted(field for field, _, _ in counters) == sorted(FIELDS)
+    for _, kind, meaning in counters:
+        assert kind in ("gauge", "counter") and meaning and '"' not in meaning

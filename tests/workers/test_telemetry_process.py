@@ -6,10 +6,9 @@ import os
 import subprocess
 import sys
 
-import pytest
 from recorded_nvml import Clock
 
-from workers.telemetry.base import SensorUnavailable, WatchTarget
+from workers.telemetry.base import WatchTarget
 from workers.telemetry.process import ProcessSensor, ProcessTree
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
@@ -131,8 +130,3 @@ def test_process_that_waits_to_be_reaped_gives_no_readings():
         assert sensor.sample() == []
     finally:
         os.waitpid(pid, 0)
-
-
-def test_unknown_process_is_a_reason():
-    with pytest.raises(SensorUnavailable, match="999999999"):
-        ProcessSensor().watch(WatchTarget(None, 999_999_999))

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from conf.reports.page_text import clean_text
 from warehouse.tables.columns import describe
-from warehouse.tables.schema import DETAILS, METRICS, RUN_SCHEMA, SCHEMA_VERSION, STATUSES
+from warehouse.tables.schema import DETAILS, SCHEMA_VERSION, STATUSES
 
 _ENVIRONMENT = (
     "device_name",
@@ -119,9 +119,8 @@ def card(tables: Mapping[str, Sequence[pa.Table]]) -> str:
     rows = [row for part in tables["runs"] for row in part.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
-    parts = [_HEAD, *sections(rows), _run_columns(rows), _telemetry_columns(tables["telemetry"])]
-    parts += [_detail_columns(kind, pa.concat_tables(tables[kind])) for kind in _SUMMARIES]
-    return "".join([*parts, _LICENCE])
+    columns = (_columns(table, pa.concat_tables(parts)) for table, parts in tables.items())
+    return "".join([_HEAD, *sections(rows), *columns, _LICENCE])
 
 
 # What `sections` reads of a row.
@@ -254,69 +253,39 @@ def _network(row: Mapping[str, Any]) -> str:
     return mapping_hash({**config, "batch_size": None}) if isinstance(config, dict) else str(row["config"])
 
 
-def _run_columns(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = []
-    for field in RUN_SCHEMA:
-        count = sum(row[field.name] is not None for row in rows)
-        if count:
-            lines.append((f"`{field.name}`", str(field.type), f"{count:,}"))
-    text = f"\n## Columns of runs\n\nSchema version {SCHEMA_VERSION}; "
-    text += "`warehouse/tables/schema.py` says what each means.\n\n"
-    return text + markdown_table(("column", "type", "runs with a value"), lines)
-
-
-def _telemetry_columns(tables: Sequence[pa.Table]) -> str:
-    sensors: Counter[str] = Counter()
-    values: Counter[str] = Counter()
-    for table in tables:
-        sensors.update(_describe(name) for name in table.column("sensor").to_pylist())
-        for name in METRICS:
-            column = table.column(name)
-            values[name] += len(column) - column.null_count
-    readings = ", ".join(f"{name} {count:,}" for name, count in sorted(sensors.items())) or "none"
-    lines = [
-        (f"`{name}`", unit, meaning, f"{values[name]:,}") for name, (unit, meaning) in METRICS.items() if values[name]
-    ]
-    text = f"\n## Columns of telemetry\n\nReadings by sensor: {readings}.\n\n"
-    return text + markdown_table(("column", "unit", "what", "readings"), lines)
-
-
-def _detail_columns(kind: str, rows: pa.Table) -> str:
-    """Return the section of a table of `DETAILS`; nothing for a data set without such rows."""
-    if not rows.num_rows:
-        return ""
-    return f"\n## Columns of {kind}\n\n{rows.num_rows:,} {_SUMMARIES[kind](rows)}\n\n{_column_table(kind, rows)}"
-
-
 def _distinct(rows: pa.Table, column: str) -> str:
     return f"{len(pc.unique(rows.column(column))):,}"
 
 
-def _kernel_summary(kernels: pa.Table) -> str:
-    timings = Counter(_describe(name) for name in kernels.column("timing").to_pylist())
-    by_timing = ", ".join(f"{name} {count:,}" for name, count in sorted(timings.items()))
-    return (
-        f"rows of {_distinct(kernels, 'operator')} operators, by how they were timed: {by_timing}. A row stands for "
-        "all launches of one kernel by one operator on inputs of the same shapes."
-    )
+def _by_value(rows: pa.Table, column: str) -> str:
+    counts = Counter(map(_describe, rows.column(column).to_pylist()))
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
 
 
 # What a table's rows are, behind their number.
 _SUMMARIES: Mapping[str, Callable[[pa.Table], str]] = {
-    "kernels": _kernel_summary,
+    "runs": lambda runs: f"runs, in columns of schema version {SCHEMA_VERSION}.",
+    "telemetry": lambda readings: f"readings, by sensor: {_by_value(readings, 'sensor')}.",
+    "kernels": lambda kernels: (
+        f"rows of {_distinct(kernels, 'operator')} operators, by how they were timed: {_by_value(kernels, 'timing')}. "
+        "A row stands for all launches of one kernel by one operator on inputs of the same shapes."
+    ),
     "ranks": lambda ranks: f"ranks of {_distinct(ranks, 'run_id')} runs.",
     "collocations": lambda rows: f"members of {_distinct(rows, 'group_id')} groups that shared a device.",
 }
 
 
-def _column_table(table: str, rows: pa.Table) -> str:
-    """Return a line for each column with a value."""
+def _columns(table: str, rows: pa.Table) -> str:
+    """Return the section on a table's columns with a value; nothing for a data set without such rows."""
+    if not rows.num_rows:
+        return ""
     lines = [
         (f"`{field.name}`", str(field.type), describe(table, field.name), f"{len(column) - column.null_count:,}")
         for field, column in zip(rows.schema, rows.columns, strict=True)
         if column.null_count < len(column)
     ]
-    return markdown_table(("column", "type", "what", "rows with a value"), lines)
+    text = f"\n## Columns of {table}\n\n{rows.num_rows:,} {_SUMMARIES[table](rows)}\n\n"
+    return text + markdown_table(("column", "type", "what", "rows with a value"), lines)
 
 
 def _describe(value: Any) -> str:

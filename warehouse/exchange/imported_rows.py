@@ -25,7 +25,6 @@ import yaml
 from conf.cli.command_line import group_options
 from conf.errors import UsageError, shown, unknown_name
 from conf.files.identity import canonical_json, mapping_hash
-from warehouse.exchange.gpumemnet import STATUS, TRAINING, to_number
 from warehouse.files.writer import run_problems
 from warehouse.tables.schema import LABELS, RUN_SCHEMA, STATUSES
 
@@ -44,7 +43,17 @@ Change = Callable[[Cells], Columns]  # changes the columns of a row
 Rule = tuple[Condition, Change]
 FIELD = "config."  # prefix of the trial config's fields
 _DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: given once, they are set in both
+# What published runs were trained with, where their files leave it open. Written out, so that a config is complete as
+# it is, and its hash the one that the farm would give it.
+TRAINING: Mapping[str, object] = {
+    "optimizer": "adam",
+    "precision": "fp32",
+    "activation_checkpointing": False,
+    "cudnn_benchmark": False,
+    "channels_last": False,
+}
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # as spreadsheets and data frames write it
+STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
 
 
@@ -117,6 +126,15 @@ def read_with_columns(path: Path, *accepted: str) -> list[dict[str, Any]] | str:
 def untraceable(reason: str, **columns: Any) -> Columns:
     """Return the columns of a run that no trial config describes."""
     return {"family": UNKNOWN_FAMILY, "status": "ok", "error_type": UNTRACEABLE, "error": reason, **columns}
+
+
+def to_number(text: str | None) -> float | None:
+    """Return a cell as a number; None if it holds no finite number."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if value == value and abs(value) != float("inf") else None
 
 
 def above_zero(text: str | None) -> float | None:

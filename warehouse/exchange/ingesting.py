@@ -154,7 +154,7 @@ class FileReport:
 
     @property
     def name(self) -> str:
-        """What it is called in the report."""
+        """The name that the report shows."""
         return self.label or self.path.name
 
     @property

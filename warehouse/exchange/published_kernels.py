@@ -36,8 +36,14 @@ import pyarrow.parquet as pq
 from conf.errors import EnvironmentProblem
 from conf.files.identity import canonical_json
 from conf.plain_text import first_line
-from warehouse.exchange.gpumemnet import to_number
-from warehouse.exchange.imported_rows import Cells, Columns, ImportedFile, imported_kernels, read_with_columns
+from warehouse.exchange.imported_rows import (
+    Cells,
+    Columns,
+    ImportedFile,
+    imported_kernels,
+    read_with_columns,
+    to_number,
+)
 
 OPERATOR = "nccl::all_reduce"
 _TYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}  # and bytes of an element

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from conf.files.identity import canonical_json
-from warehouse.exchange.gpumemnet import TRAINING, to_number
 from warehouse.exchange.imported_rows import (
     DOUBT,
+    TRAINING,
     UNKNOWN_FAMILY,
     Cells,
     Columns,
@@ -33,6 +33,7 @@ from warehouse.exchange.imported_rows import (
     lower,
     run_ids,
     scaled,
+    to_number,
     unnamed_instrument,
     untraceable,
     whole,

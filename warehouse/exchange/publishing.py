@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import glob
 import itertools
 import json
 import os
 import shutil
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +25,9 @@ import pyarrow.parquet as pq
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError
 from conf.files.identity import sha256_of
-from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, sync
+from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, new_folder
 from warehouse.exchange import load_example
-from warehouse.exchange.dataset import KINDS, naive, narrow, public_row, public_tables, scrub, writing
+from warehouse.exchange.dataset import CARD, KINDS, naive, narrow, public_row, public_tables, scrub, writing
 from warehouse.exchange.dataset_card import SECTION_COLUMNS, croissant, levels, markdown_table, plain_markdown, sections
 from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
 from warehouse.files.folder import DataFolder
@@ -41,7 +39,7 @@ from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES
 from warehouse.tables.sql_text import sql_text
 
-CARD, METADATA, EXAMPLE = "README.md", "croissant.json", "load_example.py"
+METADATA, EXAMPLE = "croissant.json", "load_example.py"
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
 _ALWAYS = {
     "runs": ("run_id", "family", "status", "source", "device_name", "peak_memory_mib"),
@@ -58,8 +56,6 @@ _FILE_ROWS = {
     "collocations": 2_000_000,
     "jobs": 500_000,
 }
-_TOKEN_CHARACTERS = 8  # length of the token in the name of a folder that is being built
-_ABANDONED_AFTER_S = 86_400.0
 _TOLD = ("citation", "creators", "url", "version")  # reported where missing
 
 
@@ -167,11 +163,8 @@ def publish(settings: PublishSettings) -> PublishReport:
 def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) -> PublishReport:
     report = PublishReport(settings.root, snapshot.name)
     report.missing = tuple(name for name in _TOLD if not getattr(settings, name))
-    root = settings.root
-    root.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(root)
-    building = root.with_name(f".{root.name}.{uuid.uuid4().hex[:_TOKEN_CHARACTERS]}{TEMPORARY_SUFFIX}")
-    try:
+    settings.root.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(settings.root) as building:
         with contextlib.closing(connect(folder, snapshot=snapshot.name)) as connection:
             runs = _write_tables(connection, building, settings, report)
             findings = check(connection)
@@ -190,23 +183,8 @@ def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) 
         shutil.copyfile(load_example.__file__, building / EXAMPLE)
         if settings.pages:
             report.pages = write_pages(building, settings.pages)
-        for path in building.rglob("*"):
-            sync(path)
         report.total_bytes = sum(path.stat().st_size for path in building.rglob("*") if path.is_file())
-        os.rename(building, root)  # over an empty folder too
-        sync(root.parent)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
     return report
-
-
-def _remove_abandoned(root: Path) -> None:
-    """Delete the folders that killed calls left at least a day ago."""
-    for path in root.parent.glob(f".{glob.escape(root.name)}.{'?' * _TOKEN_CHARACTERS}{TEMPORARY_SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -221,7 +199,7 @@ def _choose_snapshot(folder: DataFolder, name: str | None) -> Iterator[Snapshot]
         yield taken
     except BaseException:
         # Renamed first: a snapshot is there whole or not at all. `take_snapshot` removes what a kill leaves here.
-        leaving = folder.snapshots / f".{taken.name}.{uuid.uuid4().hex[:_TOKEN_CHARACTERS]}{TEMPORARY_SUFFIX}"
+        leaving = folder.snapshots / f".{taken.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}"
         with contextlib.suppress(OSError):
             os.rename(taken.folder.root, leaving)
         shutil.rmtree(leaving, ignore_errors=True)

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import stat
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.files.identity import sha256_of
-from conf.files.outputs import TEMPORARY_SUFFIX, read_json, sync
+from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync
 from conf.plain_text import first_line
 from warehouse.files.compaction import CompactionReport, compaction_lock, run_ids_of, settle_listings
 from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost
@@ -140,21 +139,14 @@ def take_snapshot(
             shutil.rmtree(abandoned)
         taken_at = datetime.datetime.now(datetime.UTC)
         chosen = name or next(name for name in _day_names(taken_at) if not (folder.snapshots / name).exists())
-        building = DataFolder(folder.snapshots / f".{chosen}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
-        try:
+        target = folder.snapshots / chosen
+        with new_folder(target, of_links=True) as root:
+            building = DataFolder(root)
             left_out = _link_files(folder, building)
             report_damage(left_out)
             _write_manifest(building, chosen, taken_at, [f"{file.path}: {file.reason}" for file in left_out])
-            for path in (building.root, *(path for path in building.root.rglob("*") if path.is_dir())):
-                sync(path)
-            target = folder.snapshots / chosen
             if target.exists():
                 raise UsageError(f"name={chosen}: there is a snapshot of that name")
-            os.rename(building.root, target)
-        except BaseException:
-            shutil.rmtree(building.root, ignore_errors=True)
-            raise
-        sync(folder.snapshots)
     return find_snapshot(folder, chosen)
 
 

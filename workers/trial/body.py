@@ -29,11 +29,12 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from conf.children.containment import die_with_parent, kill, run_as_child
+from conf.children.keeper import receive
 from conf.errors import CommandError
 from conf.plain_text import shortened
 from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
@@ -128,10 +129,7 @@ class TrialLink:
     def _listen(self, timeout_s: float | None) -> None:
         if self.ended or not select.select([self._channel], [], [], timeout_s)[0]:
             return
-        try:
-            data = self._channel.recv(_WORD_BYTES)
-        except ConnectionResetError:
-            data = b""
+        data = receive(self._channel, _WORD_BYTES)
         self.ended = not data
         *words, self._buffer = (self._buffer + data).split(b"\n")
         self._words |= {word.decode() for word in words}
@@ -274,7 +272,7 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         run_rank: Runs one rank in its own process, reporting over the socket.
     """
     link.wait_for_go()
-    store = _rendezvous()
+    store = os.memfd_create("ranks", 0)  # a file in memory, through which they meet: no port, and nothing on the disk
     ranks: list[_Rank] = []
     try:
         try:
@@ -287,11 +285,6 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         _dismiss(ranks)
     finally:
         _end(ranks)
-
-
-def _rendezvous() -> int:
-    """Return the descriptor of a file in memory through which the ranks meet: no port, and nothing is left on disk."""
-    return os.memfd_create("ranks", 0)
 
 
 def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank: RunRank) -> None:
@@ -369,10 +362,7 @@ class _RankMonitor:
         return False
 
     def _hear(self, rank: _Rank) -> None:
-        try:
-            data = rank.channel.recv(_RECEIVE_BYTES)
-        except ConnectionResetError:
-            data = b""
+        data = receive(rank.channel, _RECEIVE_BYTES)
         if not data:
             rank.open = False
             _reap(rank, _SETTLE_S)
@@ -455,21 +445,15 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 def _reap(rank: _Rank, within_s: float) -> None:
     """Record how a rank ended, if it does within the time."""
-    for _ in _until(within_s):
-        if rank.ended:
-            return
+    give_up = time.monotonic() + within_s
+    while not rank.ended:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
         if pid:
             rank.code = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() >= give_up:
             return
-
-
-def _until(within_s: float) -> Iterator[None]:
-    give_up = time.monotonic() + within_s
-    yield
-    while time.monotonic() < give_up:
-        time.sleep(_PAUSE_S)
-        yield
+        else:
+            time.sleep(_PAUSE_S)
 
 
 # The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from conf.children.keeper import MEMORY, Ended
+from conf.children.keeper import MEMORY, Ended, receive
 from conf.children.running import Child, ChildServer, ServerLost
 from conf.files.identity import OWNER_FILE, identity
 from conf.plain_text import safe_text
@@ -147,7 +147,7 @@ class TrialServer(ChildServer):
             timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
             readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
             if channel_open and trial.channel in readable:
-                data = _receive(trial.channel)
+                data = receive(trial.channel, _RECEIVE_BYTES)
                 reads_after_exit += over
                 channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
                 for event in trial.reader.feed(data):  # the trial's reports come before its exit
@@ -180,13 +180,6 @@ class TrialServer(ChildServer):
             return child.has_ended()
         except ServerLost as lost:
             raise ServerLost(f"{lost}{self.output_suffix()}") from lost
-
-
-def _receive(channel: socket.socket) -> bytes:
-    try:
-        return channel.recv(_RECEIVE_BYTES)
-    except ConnectionResetError:
-        return b""
 
 
 class MpsUnavailable(RuntimeError):
