@@ -125,13 +125,14 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
-    from learn.fitting.kernel_formulas import score_text
+    from conf.reports.terminal import print_blocks
+    from learn.judging.scores import score_table
 
     with StepBar("fitting kernels") as bar:
         fitted = fit_kernels(settings, bar.update)
     for scores, rows in ((fitted.times, "judged on"), (fitted.activity, "judged on"), (fitted.power, "limit")):
         if scores:
-            print(score_text(scores, rows))
+            print_blocks(score_table(scores, rows))
     for reason, number in fitted.left_out.items():
         print(f"left out: {number:,} rows: {reason}")
     print(f"written: {settings.path}")

@@ -47,14 +47,19 @@ NOT_QUICK = re.compile(
 )
 # And those that do so through what they call: a worker's trial server, an interpreter, a command, a library's models.
 ALSO_NOT_QUICK = {
+    "test_benchmark.py",
     "test_compare.py",
     "test_device_names.py",
     "test_families.py",
     "test_features.py",
+    "test_groups.py",
     "test_hostile_arguments.py",
     "test_hostile_trials.py",
+    "test_prepared.py",
     "test_profiling.py",
+    "test_ranks.py",
     "test_script_launchers.py",
+    "test_worker.py",
 }
 STARTS = ("subprocess.Popen", "os.fork", "os.posix_spawn", "socket.connect", "socket.bind")  # events of `sys.audit`
 _of_a_named_file = False  # the test that runs

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.errors import UsageError
+from conf.reports.terminal import print_blocks
 from warehouse.files.folder import DataFolder
-from warehouse.reading.pairing import diff, difference_lines
+from warehouse.reading.pairing import diff, difference_blocks
 from warehouse.tables.duckdb_access import disk_errors_named
 
 
@@ -57,7 +58,10 @@ def entry(settings: DiffSettings) -> int:
         difference = diff(
             DataFolder.resolve(settings.data), settings.before, settings.after, tolerance=settings.tolerance
         )
-    print(difference.as_json() if settings.format == "json" else "\n".join(difference_lines(difference)))
+    if settings.format == "json":
+        print(difference.as_json())
+    else:
+        print_blocks(*difference_blocks(difference))
     return 0
 
 

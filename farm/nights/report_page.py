@@ -45,7 +45,7 @@ from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import check_name, write_bytes
-from warehouse.reading.pairing import Difference, shift_text
+from warehouse.reading.pairing import difference_blocks
 from warehouse.tables.schema import ENVIRONMENT, STATUSES
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _tiles(report: Report) -> Tiles:
 def _changes_section(report: Report) -> Section:
     parts: list[Block] = []
     if report.changed is not None:
-        parts += _difference(report.changed)
+        parts += difference_blocks(report.changed, 2 * _SHOWN)
     elif report.rows is None:
         parts.append(Lead("The rows could not be read."))
     elif report.before is None:
@@ -147,67 +147,9 @@ def _changes_section(report: Report) -> Section:
     return Section("changed", "What changed tonight", tuple(parts))
 
 
-def _difference(changed: Difference) -> list[Block]:
-    rows = [
-        (view, changed.rows_before.get(view, 0), after, f"{after - changed.rows_before.get(view, 0):+,}")
-        for view, after in changed.rows_after.items()
-    ]
-    after = "now, as no snapshot was taken" if changed.after == "now" else changed.after
-    parts: list[Block] = [
-        Lead(f"From the snapshot {changed.before} to {after}."),
-        table(("view", "rows before", "rows now", "change"), rows),
-    ]
-    groups = {"added": changed.added, "removed": changed.removed, "changed": changed.changed}
-    counts = [
-        (name, entry.family, entry.device_name, entry.status, entry.runs)
-        for name, entries in groups.items()
-        for entry in entries
-    ]
-    if counts:
-        summary = ", ".join(f"{name} {sum(entry.runs for entry in entries):,}" for name, entries in groups.items())
-        inside = table(("", "family", "device", "status", "runs"), counts, words=4)
-        parts.append(Fold(f"Runs {summary}", (inside,), is_open=len(counts) <= _SHOWN))
-    beyond = [shift for shift in changed.shifts if shift.beyond]
-    again = sum(shift.pairs for shift in changed.shifts)
-    if not changed.shifts:
-        parts.append(Lead("No configuration ran again in the same environment."))
-    elif not beyond:
-        again_line = f"Taken again in the same environment: {again:,} labels"
-        parts.append(Lead(f"{again_line}, none beyond {changed.tolerance:g} of before."))
-    else:
-        moved: list[tuple[Cell, ...]] = []
-        for shift in sorted(beyond, key=lambda shift: -abs(shift.largest))[: 2 * _SHOWN]:
-            shown = (shift_text(shift.label, value) for value in (shift.median, shift.largest))
-            moved.append(
-                (shift.label, *shift.group.values(), shift.pairs, shift.beyond, *shown, ", ".join(shift.examples))
-            )
-        heads = ("label", "family", "device", "configurations", "moved", "median", "largest", "*config hashes")
-        parts += [
-            Heading(f"Labels that moved by more than {changed.tolerance:g} in the same environment"),
-            table(heads, moved, words=3),
-            *_rest(len(beyond) - 2 * _SHOWN, "label"),
-        ]
-    for change in changed.schema:
-        changes = "; ".join(
-            f"{change_kind}: {', '.join(names)}"
-            for change_kind, names in (
-                ("added", change.added),
-                ("removed", change.removed),
-                ("retyped", change.retyped),
-            )
-            if names
-        )
-        parts.append(Callout(f"Columns of {change.table}: {changes}"))
-    return parts
-
-
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return "; ".join(names[:_SHOWN]) + more
-
-
-def _rest(count: int, noun: str) -> list[Block]:
-    return [Lead(f"And {count_of(count, noun)} more, in the JSON beside this page.")] if count > 0 else []
 
 
 def _rows(report: Report) -> Section | None:

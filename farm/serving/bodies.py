@@ -32,7 +32,15 @@ Mib = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 JobName = Literal["config", "model", "hf_config", "script"]
 JOBS: tuple[JobName, ...] = ("config", "model", "hf_config", "script")
-_OF_MODELS = ("inputs", "batch_size", "sequence_length", "training")
+_JOBS_WITH: Mapping[str, tuple[JobName, ...]] = {  # field -> the jobs that it goes with
+    "inputs": ("model", "hf_config"),
+    "batch_size": ("model", "hf_config"),
+    "sequence_length": ("hf_config",),
+    "training": ("model", "hf_config"),
+    "adapter_config": ("hf_config",),
+    "arguments": ("model",),
+    "script_arguments": ("script",),
+}
 MLP_EXAMPLE = {"family": "mlp", "batch_size": 256, "input_size": 4096, "classes": 10, "depth": 4}
 
 
@@ -85,13 +93,9 @@ class JobFields(_Body):
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(JOBS)}; got {' and '.join(given) or 'none'}")
         job = given[0]
-        wrong = [] if job in ("model", "hf_config") else [name for name in _OF_MODELS if getattr(self, name)]
-        wrong += ["adapter_config"] if self.adapter_config is not None and job != "hf_config" else []
-        wrong += ["arguments"] if self.arguments is not None and job != "model" else []
-        wrong += ["sequence_length"] if self.sequence_length is not None and job == "model" else []
-        wrong += ["script_arguments"] if self.script_arguments and job != "script" else []
+        wrong = [name for name, jobs in _JOBS_WITH.items() if getattr(self, name) and job not in jobs]
         if wrong:
-            raise ValueError(f"{', '.join(dict.fromkeys(wrong))}: not of a job that is given by {job}")
+            raise ValueError(f"{', '.join(wrong)}: not of a job that is given by {job}")
         if job == "model" and self.inputs is None:
             raise ValueError("model needs inputs, as in [64, 3, 224, 224]")
         return self

@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from conf.plain_text import table_lines
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.timing.activity import ActivityParameters
@@ -43,7 +42,7 @@ from learn.estimators.kernel_fitting import (
     overlapped_ms,
     robust,
 )
-from learn.judging.scores import RowScores, score_table, spread
+from learn.judging.scores import RowScores, spread
 
 _TILE_SIDE = {False: 64.0, True: 128.0}  # side of a product's tile, on tensor cores and not
 _SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
@@ -489,9 +488,3 @@ def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
         bias, mean_error = float(np.exp(np.median(answered))), float(np.mean(np.abs(np.exp(answered) - 1)))
     figures = {"factor_median": median, "factor_p90": p90, "bias": bias, "mean_error": mean_error}
     return RowScores(rows=rows, by=split, count=len(answered), figures=figures)
-
-
-def score_text(scores: Sequence[RowScores], subset: str = "judged on") -> str:
-    """Return the scores as lines of text; `subset` is the head over which rows each is of."""
-    heads, rows = score_table(scores, {"rows": "by", subset: "rows", "rows judged": "count"})
-    return "\n".join(table_lines(heads, rows))

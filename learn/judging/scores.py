@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.reports.blocks import Cell, Table, table
 from learn.estimators.protocol import LEVEL, Prediction
 from learn.rows.data import Bins, LabelledRow, Rows, Target
 
@@ -137,15 +138,14 @@ COLUMNS = {
 }
 
 
-def score_table(scores: Sequence[RowScores], about: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of a table; `about`: head -> the score's field, for the columns before figures."""
+def score_table(scores: Sequence[RowScores], subset: str = "judged on") -> Table:
+    """Return scores as a table; `subset` is the head over which rows each is of."""
     names = [name for name in COLUMNS if name in scores[0].figures]
-    rows = [
-        [f"{cell:,}" if isinstance(cell, int) else cell for cell in (getattr(score, field) for field in about.values())]
-        + [format(score.figures[name], COLUMNS[name][1]) for name in names]
+    rows: list[tuple[Cell, ...]] = [
+        (score.by, score.rows, score.count, *(format(score.figures[name], COLUMNS[name][1]) for name in names))
         for score in scores
     ]
-    return [*about, *(COLUMNS[name][0] for name in names)], rows
+    return table(("by", subset, "rows judged", *(COLUMNS[name][0] for name in names)), rows, words=2)
 
 
 def scores_of_errors(rows: str, by: str, errors: Mapping[str, np.ndarray], **more: float) -> RowScores:

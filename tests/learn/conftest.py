@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from learn.estimators import hybrid, tabular
+from learn.estimators import hybrid, protocol, tabular
 from tests.learn.learn_rows import run_estimate
 
 
@@ -19,7 +19,7 @@ def few_trees():
 
 @pytest.fixture
 def shown(capsys):
-    """What a command prints that ends well: `shown("config=...")`, of `learn.estimate` or of `run=`."""
+    """Run a command that ends well, `learn.estimate` or `run`, and return what it prints."""
 
     def printed(*argv, run=run_estimate):
         assert run(*argv) == 0
@@ -30,13 +30,13 @@ def shown(capsys):
 
 @pytest.fixture
 def answer(shown):
-    """The same as JSON."""
+    """Run such a command and return its answer, from JSON."""
     return lambda *argv, **of: json.loads(shown(*argv, "format=json", **of))
 
 
 @pytest.fixture
 def refused(capsys):
-    """The one line in which a command refuses its arguments, with exit code 2."""
+    """Run a command that refuses its arguments and return the one line that says so."""
 
     def line(*argv, run=run_estimate):
         assert run(*argv) == 2
@@ -45,3 +45,12 @@ def refused(capsys):
         return said.err
 
     return line
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """The estimators of `fake_methods` are known by name, and need no fit."""
+    names = ("hundreds", "endless", "hoarder")
+    for name in names:
+        monkeypatch.setitem(protocol.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
+    monkeypatch.setattr("learn.commands.benchmark.TRAINING_FREE", (*protocol.TRAINING_FREE, *names))

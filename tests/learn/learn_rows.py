@@ -42,6 +42,24 @@ LLM_FOUNDRY = {
 }
 
 
+PUBLISHED = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
+
+
+def published_mlp(batch, topology="uniform", depth=1):
+    """The name of a network in GPUMemNet's files."""
+    network = f"input:8_output:4_depth:{depth}_arch:{topology}_batch:{batch}"
+    return f"{network}_act:relu_dropout:0.1_dropout:True_batchnorm:False.out"
+
+
+def write_published(path, rows):
+    """A file as GPUMemNet publishes them, of rows (name, MiB, status, SMACT; -1: not measured). Returns its path."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(PUBLISHED)
+        writer.writerows((name, 2, 10, "", mib, smact, status) for name, mib, status, smact in rows)
+    return path
+
+
 def run_estimate(*argv):
     """Return the exit code of `learn.estimate` with these arguments, in this process."""
     from learn.commands.estimate import entry

@@ -1,4 +1,4 @@
-"""Traces and answers that are found again: by whom, and what makes another job of one."""
+"""Traces and answers that are found again: by whom, for which GPU models, and what makes another job of one."""
 
 import contextlib
 import dataclasses
@@ -13,13 +13,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
-from conf.errors import UsageError
 from conf.files.disk_cache import DiskCache, user_cache
-from featurize.device.device_spec import load_device
+from featurize.device.device_spec import device_names, load_device
 from featurize.families import cnn
 from featurize.trace import trace_cache
 from featurize.trace.tracer import trace_step
-from learn import estimate
+from learn import devices_that_fit, estimate
 from learn.estimation import answers
 from learn.job.traced import key_of
 from learn.job.training_job import of_module
@@ -125,9 +124,8 @@ def test_modules_that_are_made_alike_have_one_key():
 def test_whatever_a_trace_follows_from_is_in_the_key(monkeypatch):
     keys = [key(net), key(net, (3, 4)), key(net, target=(2,)), key(net, loss=lambda output, target: output.sum())]
     monkeypatch.setitem(globals(), "WIDTH", 16)  # a global that the factory reads
-    keys.append(key(net))
     module = net()
-    keys.append(key(module))
+    keys += [key(net), key(module)]
     module[0] = nn.Linear(4, 16, bias=False)
     keys.append(key(module))
     module.forward = lambda x: module[2](module[0](x))
@@ -204,11 +202,6 @@ def test_what_a_deepspeed_file_leaves_open_is_said_of_that_file_only(cache):
     assert [len(noted(**more)) for more in ({}, left_open, {})] == [0, 1, 0]
 
 
-def test_a_trial_config_has_its_own_inputs():
-    with pytest.raises(UsageError, match="leave input_dtype out"):
-        estimate(CONFIG, input_dtype="int64")
-
-
 def test_what_no_text_stands_for_has_no_key(tmp_path):
     module = net()
     module.lock = threading.Lock()
@@ -216,3 +209,49 @@ def test_what_no_text_stands_for_has_no_key(tmp_path):
     module = net()
     with open(tmp_path / "log", "w") as module.log:
         assert key(module) is None
+
+
+NAMES = ("A100-SXM4-40GB", "H100-SXM5-80GB", "V100-SXM2-32GB", "T4", "RTX-4060", "P100-PCIE-16GB")
+
+
+def stem():
+    return nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64 * 30 * 30, 10))
+
+
+class Block(nn.Module):
+    """A convolution, attention and a product: what replays and workspaces of GPU models differ in."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64, 10)
+
+    def forward(self, x):
+        tokens = self.stem(x).flatten(2).transpose(1, 2).unflatten(-1, (4, 16)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(tokens, tokens, tokens)
+        return self.head(mixed.transpose(1, 2).flatten(2).mean(1))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_table_has_the_figures_of_single_answers(precision):
+    job = {"inputs": (16, 3, 32, 32), "precision": precision}
+    for row in devices_that_fit(Block, devices=NAMES, **job):
+        alone = estimate(Block, device=row.device, **job)
+        assert figures(row.estimate) == figures(alone)
+        assert row.room_mib == alone.device_memory_mib - alone.upper_mib and row.fits == alone.fits_device
+
+
+def test_profiles_of_another_folder_than_the_one_that_is_asked_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
+    (tmp_path / "machines").mkdir()
+    (tmp_path / "machines" / "T4.json").write_text("{")
+    (row,) = devices_that_fit(stem, (2, 3, 32, 32), devices=["T4"], machine="current")
+    assert row.estimate.machine == "current"
+
+
+def test_gpus_share_a_trace_where_none_can_differ(traced):
+    devices_that_fit(Block, (16, 3, 32, 32), devices=device_names())
+    assert len(traced) == 2  # an MI100 alone has no fused attention
+    devices_that_fit(Block, (16, 3, 32, 32), devices=(*NAMES, "MI210", "MI300X"), precision="fp16")
+    assert len(traced) == 4  # with flash attention, and without
+    devices_that_fit(stem, (16, 3, 32, 32), devices=device_names(), precision="fp16")
+    assert len(traced) == 5

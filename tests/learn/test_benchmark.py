@@ -1,46 +1,26 @@
 """`python -m learn.benchmark`: figures worked by hand, rows that go wrong, and the command line."""
 
-import csv
 import json
 import os
 
 import numpy as np
 import pytest
+from learn_rows import published_mlp, write_published
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from learn.benchmark import entry
-from learn.commands import benchmark as benchmark_module
 from learn.commands.benchmark import BenchmarkSettings, benchmark, cache_folder
-from learn.estimators import protocol as estimators
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
 from learn.rows.data import memory_bins
 
-HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
-FAKES = ("hundreds", "endless", "hoarder")
-
-
-@pytest.fixture(autouse=True)
-def fakes(monkeypatch):
-    for name in FAKES:
-        monkeypatch.setitem(estimators.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
-    monkeypatch.setattr(benchmark_module, "TRAINING_FREE", (*estimators.TRAINING_FREE, *FAKES))
-
-
-def mlp(batch, topology="uniform"):
-    return (
-        f"input:8_output:4_depth:1_arch:{topology}_batch:{batch}_act:relu_dropout:0.1_dropout:True_batchnorm:False.out"
-    )
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
 def write(path, rows):
     """Rows are (batch, MiB, status) or (batch, MiB, status, topology)."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        for batch, mib, status, *topology in rows:
-            writer.writerow((mlp(batch, *topology), 2, 10, batch, mib, -1, status))
-    return path
+    named = ((published_mlp(batch, *topology), mib, status, -1) for batch, mib, status, *topology in rows)
+    return write_published(path, named)
 
 
 def settings(path, **values):
@@ -158,11 +138,9 @@ def test_doubtful_rows_can_be_left_out(tmp_path):
 
 
 def test_utilization_of_published_files_leaves_out_what_a_sensor_did_not_give(tmp_path):
-    with open(tmp_path / "some.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        for batch, smact, status in ((1, 0.5, OK), (2, 0.1, OK), (4, 0, OK), (8, -1, OK), (16, 0.9, "OOM_CRASH")):
-            writer.writerow((mlp(batch), 2, 10, batch, 900, smact, status))
+    measured = (1, 0.5, OK), (2, 0.1, OK), (4, 0, OK), (8, -1, OK), (16, 0.9, "OOM_CRASH")
+    rows = [(published_mlp(batch), 900, status, smact) for batch, smact, status in measured]
+    write_published(tmp_path / "some.csv", rows)
     (tmp_path / "known.csv").write_text("model,batch_size,actual_mib\nlenet,2,1000\n")
     done = benchmark(settings(tmp_path, target="smact", estimators=("trace",)))
     (figures,) = done.figures

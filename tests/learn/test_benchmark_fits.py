@@ -1,11 +1,10 @@
 """`python -m learn.benchmark` of estimators that learn: who is fitted on which rows; every row has one answer."""
 
-import csv
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_batch
+from learn_rows import make_configs, published_mlp, write_batch, write_published
 
 from conf.errors import UsageError
 from learn.commands.benchmark import BenchmarkSettings, benchmark
@@ -15,30 +14,12 @@ from learn.job.traced import step_of
 from learn.judging.evaluate import classes_of, hold_out
 from learn.rows.data import load_rows, make_bins
 
-HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
-OK = "SUCCESSFUL"
-
-
-@pytest.fixture(autouse=True)
-def fakes(monkeypatch):
-    monkeypatch.setitem(estimators.ESTIMATORS, "hundreds", "fake_methods:HundredsEstimator")
-    monkeypatch.setattr("learn.commands.benchmark.TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
-
-
-def mlp(batch, topology="uniform", depth=1):
-    return (
-        f"input:8_output:4_depth:{depth}_arch:{topology}_batch:{batch}_act:relu_dropout:0.1_dropout:True_"
-        "batchnorm:False.out"
-    )
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
 def write(path, names):
     """Configurations of 900 MiB, 1000 MiB, ... into a published file."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        writer.writerows((name, 2, 10, "", 900 + 100 * i, -1, OK) for i, name in enumerate(names))
-    return path
+    return write_published(path, [(name, 900 + 100 * i, "SUCCESSFUL", -1) for i, name in enumerate(names)])
 
 
 def settings(path, **values):
@@ -75,8 +56,7 @@ def answers_of(done, estimator):
 
 
 def test_by_cross_validation_every_row_has_one_answer(warehouse_folder):
-    chosen = BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0)
-    done = benchmark(chosen)
+    done = benchmark(BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0))
     asked = [row.name for (_, name), rows in done.scored.items() if name == "lightgbm" for row in rows]
     assert sorted(asked) == sorted(load_rows(str(warehouse_folder), "memory").run_ids)
     own = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "lightgbm"))
@@ -130,7 +110,7 @@ def test_of_another_target_only_those_are_asked_that_estimate_it(warehouse_folde
 
 def published_folder(tmp_path):
     """50 MLP rows of 10 networks in `some.csv`, two named models in `known.csv`."""
-    names = [mlp(batch, depth=depth) for depth in range(1, 11) for batch in (8, 16, 32, 64, 128)]
+    names = [published_mlp(batch, depth=depth) for depth in range(1, 11) for batch in (8, 16, 32, 64, 128)]
     write(tmp_path / "some.csv", names)
     (tmp_path / "known.csv").write_text("model,batch_size,actual_mib,horus_mib\nlenet,2,1000,1500\nlenet,4,2000,2500\n")
     return tmp_path
@@ -186,11 +166,11 @@ def test_asked_alone_they_are_answered_by_a_fit_on_the_folders_other_files(tmp_p
 
 def test_an_estimator_that_reads_configs_only_refuses_modules_by_row(tmp_path):
     (tmp_path / "known.csv").write_text("model,batch_size,actual_mib\nlenet,2,1000\n")
-    write(tmp_path / "some.csv", [mlp(batch) for batch in range(8, 60, 4)])
+    write(tmp_path / "some.csv", [published_mlp(batch) for batch in range(8, 60, 4)])
     with pytest.raises(UsageError, match="near-copies of 1 configurations; folds=3 takes at least 3"):
         benchmark(settings(tmp_path, estimators=("lightgbm",)))
-    shapes = [mlp(batch, depth=depth) for batch in (8, 16, 32, 64) for depth in range(1, 9)]
-    write(tmp_path / "some.csv", [*shapes, mlp(9, topology="spiral")])
+    shapes = [published_mlp(batch, depth=depth) for batch in (8, 16, 32, 64) for depth in range(1, 9)]
+    write(tmp_path / "some.csv", [*shapes, published_mlp(9, topology="spiral")])
     known, some = benchmark(settings(tmp_path, estimators=("lightgbm",))).figures
     assert known.answered_ok == 0 and "trial configs only" in next(iter(known.refusals))
     assert (some.ok, some.answered_ok) == (33, 32) and sum(some.refusals.values()) == 1
@@ -206,7 +186,7 @@ def test_a_row_is_traced_once_for_all_estimators_and_figures_come_as_they_are_do
     monkeypatch.setattr("learn.job.traced.step_of", counted)
     monkeypatch.setattr("learn.peers.base.step_of", counted)
     monkeypatch.setattr("learn.commands.benchmark_rows.SLOW", ("hundreds",))
-    path = write(tmp_path / "some.csv", [mlp(8 * (i + 1), depth=1 + i) for i in range(18)])
+    path = write(tmp_path / "some.csv", [published_mlp(8 * (i + 1), depth=1 + i) for i in range(18)])
     shown = []
     chosen = settings(path, estimators=("hundreds", "trace", "hybrid"), data=str(tmp_path / "data"))
     done = benchmark(chosen, finished=shown.extend)

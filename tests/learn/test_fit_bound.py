@@ -98,11 +98,11 @@ def test_a_line_that_is_no_row_is_named(tmp_path, change, message):
         read_answers(written(tmp_path / "a", rows))
 
 
-def test_too_few_rows_or_groups_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="a fit takes 30"):
-        read_answers(written(tmp_path / "a", answers(rows=2)))
-    with pytest.raises(UsageError, match="takes 4 families"):
-        fit_bound(read_answers(written(tmp_path / "a", answers(families=2))))
+@pytest.mark.parametrize(("few", "message"), [({"rows": 2}, "a fit takes 30"), ({"families": 2}, "takes 4 families")])
+def test_too_few_rows_or_groups_are_refused(tmp_path, few, message):
+    path = written(tmp_path / "a", answers(**few))
+    with pytest.raises(UsageError, match=message):
+        fit_bound(read_answers(path))
 
 
 def test_groups_count_alike_however_many_rows_each_has():

@@ -149,11 +149,6 @@ def test_every_input_of_a_batch_is_scaled_and_values_are_repeated():
         with_batch_size(([3, 2], [7]), 6, from_size=3)
 
 
-def test_a_target_is_scaled_with_the_inputs():
-    largest = largest_batch(net, [16, 256], target=[16], device=card(700), estimator="trace")
-    assert largest.batch == largest_batch(net, [16, 256], device=card(700), estimator="trace").batch
-
-
 def convolutions():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14**2, 4))
 

@@ -9,7 +9,6 @@ import pytest
 
 import conf.errors
 import learn
-import warehouse
 from learn import Estimate, FitSettings, UsageError, estimate, estimate_many, fit
 from warehouse import connect
 
@@ -50,8 +49,3 @@ def test_an_estimate_is_picklable_and_the_usage_error_is_the_one_to_catch():
     assert pickle.loads(pickle.dumps(done)) == done
     with pytest.raises(UsageError):
         estimate(config, device="A1000")
-
-
-def test_connect_says_what_a_data_folder_lacks(tmp_path):
-    with pytest.raises(UsageError, match="does not exist"):
-        warehouse.connect(tmp_path / "a'; echo foo")

@@ -4,10 +4,8 @@ import contextlib
 import gc
 import json
 import shutil
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +30,6 @@ from tests.learn.learn_rows import run_estimate
 from warehouse.files.folder import DataFolder
 
 DEVICE = "A100-SXM4-40GB"
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = "hybrid (default)"  # what comes with the project
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "{family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
@@ -271,6 +268,8 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(data, tmp_path
         (lambda: estimate(CONFIG, estimator="xgb"), "unknown estimator 'xgb'; known: .*trace"),
         (lambda: estimate(CONFIG, device="A1000"), "unknown device 'A1000'; known: A10, A100-PCIE-40GB"),
         (lambda: estimate(CONFIG, optimizer="sgd"), "the trial config has optimizer=adam"),
+        (lambda: estimate(CONFIG, accumulation=2), "accumulation is for modules"),
+        (lambda: estimate(CONFIG, loop="endless"), "unknown loop 'endless'; known: pipeline, resident"),
         (lambda: estimate(CONFIG, (3, 4)), "leave inputs out"),
         (lambda: estimate(nn.Linear(3, 4)), "a module needs inputs"),
         (lambda: estimate(nn.Linear(3, 4), (2, 3), optimizer="ftrl"), "unknown optimizer 'ftrl'; known: adafactor"),
@@ -521,27 +520,6 @@ def test_models_that_return_objects_or_have_a_loss_of_their_own_are_estimated():
             lambda: Pair(8, 8), (4, 8), loss=lambda output, _: output["mean"].square().mean(), estimator=name
         )
         assert own.peak_memory_mib > 0
-
-
-def test_python_dash_m_works_from_any_folder(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "learn.estimate",
-            f"config={MAPPING}",
-            "estimator=trace",
-            "format=json",
-            "allocator=expandable_segments:True,max_split_size_mb:128",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["estimator"] == "trace"
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):

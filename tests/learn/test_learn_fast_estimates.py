@@ -82,7 +82,7 @@ def test_a_config_is_answered_without_tracing_it(monkeypatch):
     assert done.breakdown == {} and done.trace_memory_mib is done.peak_operator is done.parameters is None
     for target in done.answered_by:
         assert 0 < done.held_out_errors[target]["median"] < done.held_out_errors[target]["p90"]
-    assert done.device == A100.name and done.seconds > 0
+    assert done.device == A100.name and done.seconds > 0 and done.coverage == 0.99
     assert done.fits(done.upper_mib) and not done.fits(done.peak_memory_mib)
     json.dumps(done.to_mapping())
 
@@ -170,6 +170,7 @@ def test_fast_says_how_a_job_is_unlike_what_it_was_fitted_on():
         (lambda: estimate(CONFIG, method="fast", channels_last=True), "the trial config has channels_last=False"),
         (lambda: estimate(CONFIG, method="fast", target=(3,), loss=print), "leave target, loss out"),
         (lambda: estimate(CONFIG, target=(3,), loss=print), "its own inputs, target and loss; leave target, loss out"),
+        (lambda: estimate(CONFIG, input_dtype="int64"), "leave input_dtype out"),
         (lambda: estimate_many([CONFIG], method="fast", estimator="hybrid"), "leave estimator out"),
         (
             lambda: estimate(timm.Config(model="resnet18", batch_size=8), method="fast"),
@@ -192,6 +193,14 @@ def test_fast_says_how_a_job_is_unlike_what_it_was_fitted_on():
         (lambda: estimate_many("jobs.jsonl"), "a sequence of trial configs or their mappings, got str"),
         (lambda: estimate_many(None, method="fast"), "a sequence of trial configs or their mappings, got NoneType"),
         (lambda: estimate_many([CONFIG], device=7), "unknown device 7; known: A10"),
+        (lambda: estimate(CONFIG, method="fast", loop="resident"), "method=fast .*leave loop out"),
+        (lambda: estimate_many([CONFIG], known=[{"batch_size": 8, "memory_mib": 900}]), "a list is of one job"),
+        (
+            lambda: estimate_many([CONFIG], method="fast", workspaces="cudnn", known="runs"),
+            "leave workspaces, known out",
+        ),
+        (lambda: estimate_many([CONFIG], method="fast", coverage=0.9), "coverage"),
+        (lambda: estimate_many([CONFIG], snapshot="a.pickle"), "snapshot: of one estimate only"),
         (lambda: estimate_many([], estimator="xgb"), "unknown estimator 'xgb'; known: .*trace"),
         (lambda: estimate_many([CONFIG], estimator=["trace"]), "unknown estimator .*; known: .*trace"),
     ],

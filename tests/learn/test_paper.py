@@ -1,29 +1,18 @@
 """`learn.benchmark published=FOLDER paper=true`: the paper's tables from a small folder of published files."""
 
-import csv
 import json
 
 import pytest
+from learn_rows import published_mlp, write_published
 
 from conf.cli import command_line as cli
 from learn.benchmark import entry
-from learn.commands import benchmark as benchmark_module
 from learn.commands import paper_tables
-from learn.estimators import protocol as estimators
-
-HEADER = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg SMACT", "Status")
-
-
-def name(batch, depth):
-    network = f"input:8_output:4_depth:{depth}_arch:uniform_batch:{batch}"
-    return f"{network}_act:relu_dropout:0.1_dropout:True_batchnorm:False.out"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, fakes, monkeypatch):
     """30 MLPs of 1.0 to 6.8 GB, of which `hundreds` (100 MiB a sample) knows each, and two well-known models."""
-    monkeypatch.setitem(estimators.ESTIMATORS, "hundreds", "fake_methods:HundredsEstimator")
-    monkeypatch.setattr(benchmark_module, "TRAINING_FREE", (*estimators.TRAINING_FREE, "hundreds"))
     runs = (
         ("memory", True, True, ("lightgbm", "hundreds")),
         ("smact", True, False, ("lightgbm",)),
@@ -32,11 +21,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(paper_tables, "RUNS", runs)
     place = tmp_path / "a'; echo foo"
     place.mkdir()
-    with open(place / "perceptrons.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(HEADER)
-        for i, batch in enumerate(range(10, 70, 2)):
-            writer.writerow((name(batch, 1 + i % 10), 2, 10, batch, 100 * batch, batch / 70, "SUCCESSFUL"))
+    write_published(
+        place / "perceptrons.csv",
+        [
+            (published_mlp(batch, depth=1 + i % 10), 100 * batch, "SUCCESSFUL", batch / 70)
+            for i, batch in enumerate(range(10, 70, 2))
+        ],
+    )
     lines = ["model,batch_size,actual_mib,horus_mib", "lenet,2,1000,1500", "lenet,4,2000,1000"]
     (place / "known.csv").write_text("\n".join(lines) + "\n")
     return place

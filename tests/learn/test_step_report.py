@@ -14,7 +14,7 @@ from featurize.device.device_spec import describe_device
 from featurize.families import mlp, zoo
 from featurize.job.training_settings import Training
 from featurize.timing.step_time import input_ms, time_step
-from learn import estimate, estimate_many
+from learn import estimate
 from learn.estimation.step_report import (
     BANDS,
     INPUT,
@@ -262,8 +262,6 @@ def test_the_command_writes_the_snapshot_and_names_it(tmp_path, shown):
     assert reserved_bytes(path) > 0
 
 
-def test_a_snapshot_is_of_one_traced_job(tmp_path):
+def test_a_snapshot_is_a_file(tmp_path):
     with pytest.raises(UsageError, match=r"snapshot=.* is a folder; name a file, as in snapshot=snapshot\.pickle"):
         estimate(wide_net, [32, 64], snapshot=tmp_path)
-    with pytest.raises(UsageError, match="snapshot: of one estimate only"):
-        estimate_many([mlp.Config(batch_size=32, input_size=64, classes=8, depth=2)], snapshot=tmp_path / "a.pickle")

@@ -49,22 +49,17 @@ def test_parts_of_each_stage_are_named():
     assert stages[2].parameters == sum(p.numel() for p in net().parameters())
 
 
-def test_a_file_is_the_settings_that_it_has(tmp_path):
+def test_a_file_is_read_once_and_is_the_settings_that_it_has(tmp_path, monkeypatch):
     (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    calls = []
+    monkeypatch.setattr(
+        layout, "read_deepspeed", lambda *given, **more: calls.append(1) or read_deepspeed(*given, **more)
+    )
     read = estimate(net, INPUTS, parallel=f"deepspeed={tmp_path}/ds.json,ddp=8")
+    assert calls == [1]
     given = of_net("ddp=8,zero=2,param_dtype=bf16", accumulation=2, implementation="fused")
     assert read.breakdown == given.breakdown and read.step_time_ms == given.step_time_ms
     assert any("auto in the DeepSpeed file" in note and "reduce_bucket_size" in note for note in read.warnings)
-
-
-def test_a_file_is_read_once_for_each_estimate(tmp_path, monkeypatch):
-    (tmp_path / "ds.json").write_text(json.dumps(FILE))
-    read = []
-    monkeypatch.setattr(
-        layout, "read_deepspeed", lambda *given, **more: read.append(1) or read_deepspeed(*given, **more)
-    )
-    estimate(net, INPUTS, parallel=f"deepspeed={tmp_path}/ds.json,ddp=8")
-    assert read == [1]
 
 
 class Configured(nn.Module):

@@ -176,7 +176,7 @@ def test_a_difference_compares_the_times_of_the_same_kernels_on_the_same_softwar
     take_snapshot(folder, "b")
     assert diff(folder, "b").kernel_shifts == ()
     assert run("diff", diff_entry, ["before=b", f"data={folder.root}"]) == 0
-    assert "kernels, timed again: none" in capsys.readouterr().out
+    assert "Kernels, measured again: none." in capsys.readouterr().out
 
 
 def test_a_matrix_product_of_the_file_becomes_its_operator_and_shapes(folder, tmp_path):

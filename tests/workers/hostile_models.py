@@ -56,18 +56,6 @@ def say_event(event: str, **values) -> None:
     say(json.dumps({"event": event, **values}).encode() + b"\n")
 
 
-def failed(**values) -> None:
-    usual = {
-        "status": "crashed",
-        "oom_kind": None,
-        "error_type": "RuntimeError",
-        "error": "E",
-        "device_fault": False,
-        "values": {},
-    }
-    say_event("failed", **usual | values)
-
-
 def says_file(path: str) -> None:
     with open(path, "rb") as data:
         say(data.read())
@@ -315,11 +303,6 @@ def second_rank_exits(path: str) -> None:
 def second_rank_says_junk(path: str) -> None:
     if os.environ["RANK"] == "1":
         say(b"\x00\xff not a report\n")
-
-
-def second_rank_hangs(path: str) -> None:
-    if os.environ["RANK"] == "1":
-        time.sleep(3600)
 
 
 # What it may do to the trials beside it.

@@ -1,5 +1,6 @@
 """Groups of trials on one device: real processes that share the CPU, and what one's end means for the others."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -131,25 +132,14 @@ def test_a_lost_server_has_the_whole_group_run_again(worker):
     assert result.retryable and {run.error_type for run in runs_of(result).values()} == {"ServerLost"}
 
 
-def test_memory_that_a_partner_holds_is_named_as_what_a_member_died_of():
-    small = Worker(DeviceChoice(backend="cpu", memory_limit_mib=1500), "0", "small")
+def test_memory_that_a_partner_holds_is_named_as_what_a_member_died_of(small):
     large = mlp(batch_size=8, input_size=16384, depth=2, topology="uniform")
-    try:
-        result = small.run(group(NET, large))
-        hopeless = small.run(group(NET, large, alone=(KNOWN, dataclasses.replace(KNOWN, status="oom"))))
-    finally:
-        small.close()
+    result = small.run(group(NET, large))
+    hopeless = small.run(group(NET, large, alone=(KNOWN, dataclasses.replace(KNOWN, status="oom"))))
     run = runs_of(result)["-with-1"]
     assert (run.status, run.oom_kind) == ("oom", "device")
     assert [row["died_of"] for row in rows_of(result)] == [None, 0]
     assert [row["died_of"] for row in rows_of(hopeless)] == [None, 1], "alone it ran out as well"
-
-
-@pytest.fixture(scope="module")
-def simulated():
-    worker = Worker(DeviceChoice(backend="simulated"), "0", "simulated-worker")
-    yield worker
-    worker.close()
 
 
 @pytest.mark.parametrize("sharing", ["time_slicing", "mps"])
@@ -166,11 +156,10 @@ def test_simulated_members_are_slowed_down_as_the_model_of_contention_says(simul
 
 def test_simulated_members_beyond_the_devices_memory_die_of_the_others():
     card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=2500.0)
-    worker = Worker(DeviceChoice(backend="simulated", spec=card.to_mapping()), "0", "small-card")
-    try:
+    with contextlib.closing(
+        Worker(DeviceChoice(backend="simulated", spec=card.to_mapping()), "0", "small-card")
+    ) as worker:
         result = worker.run(group(NET, WIDE, NET, alone=(None, None, None)))
-    finally:
-        worker.close()
     assert [row["status"] for row in rows_of(result)] == ["ok", "oom", "oom"]
     assert [row["died_of"] for row in rows_of(result)] == [None, 0, 0]
 
@@ -200,24 +189,18 @@ def test_the_multi_process_service_runs_for_groups_that_ask_for_it_and_no_longer
     program.write_text(CONTROL.format(log=log))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    worker = on_a_gpu(Worker(DeviceChoice(backend="cpu"), "0", "with-service"))
-    try:
+    with contextlib.closing(on_a_gpu(Worker(DeviceChoice(backend="cpu"), "0", "with-service"))) as worker:
         assert worker.share_as("mps") is None and worker.share_as("mps") is None
         (started,) = log.read_text().splitlines()
         pipe = Path(started.split()[0])
         assert started.endswith(" -d") and pipe.is_dir()
         assert worker.share_as("time_slicing") is None and not pipe.parent.exists()
         assert log.read_text().splitlines()[-1].startswith("quit")
-    finally:
-        worker.close()
 
 
 def test_without_the_multi_process_service_a_group_that_asks_for_it_is_invalid(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    worker = on_a_gpu(Worker(DeviceChoice(backend="cpu"), "0", "without-service"))
-    try:
+    with contextlib.closing(on_a_gpu(Worker(DeviceChoice(backend="cpu"), "0", "without-service"))) as worker:
         result = worker.run(group(NET, WIDE, sharing="mps"))
-    finally:
-        worker.close()
     assert {run.status for run in runs_of(result).values()} == {"invalid"}
     assert "nvidia-cuda-mps-control is not installed" in result.run.error and not result.retryable

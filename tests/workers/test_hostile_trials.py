@@ -1,5 +1,6 @@
 """Hostile trials: whatever one reports, raises, writes or leaves behind, it ends as exactly one run."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -38,13 +39,6 @@ def hostile(name, path="", timeout_s=30.0, **settings):
         config=config_of_user({key: value for key, value in config.items() if key != "target"}),
         settings=TrialSettings(window=SHORT, timeout_s=timeout_s, **settings),
     )
-
-
-@pytest.fixture(scope="module")
-def worker():
-    worker = Worker(DeviceChoice(backend="cpu"), "0", "test-worker", {"PYTHONPATH": _search_path()})
-    yield worker
-    worker.close()
 
 
 def _search_path():
@@ -301,11 +295,10 @@ def test_another_trial_that_is_made_ready_is_not_touched(worker, notes):
 
 @pytest.mark.slow
 def test_a_trial_that_kills_its_server_leaves_nothing_and_the_next_one_runs(notes):
-    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
-    try:
+    with contextlib.closing(
+        Worker(DeviceChoice(backend="cpu"), "0", "doomed", {"PYTHONPATH": _search_path()})
+    ) as doomed:
         result = doomed.run(hostile("kills_its_server", notes))
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
         assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
         assert doomed.run(hostile("changes_folder")).run.status == "ok"
-    finally:
-        doomed.close()

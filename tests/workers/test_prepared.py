@@ -1,29 +1,23 @@
 """The next trial made ready while one runs: it waits for its turn, and whatever happens to it meanwhile is its own."""
 
+import contextlib
 import dataclasses
 
 import psutil
 import pytest
+from test_worker import mlp
+from test_worker import task as trial
 
 from featurize.families import get_family
 from workers.devices import DeviceChoice
-from workers.settings import TrialSettings, WindowSettings
-from workers.task import Task
+from workers.settings import WindowSettings
 from workers.worker import Worker
 
 SHORT = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
 
 
 def task(index, prepare_ahead="always", **changes):
-    values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
-    config = get_family("mlp").Config(**{**values, **changes})
-    return Task(
-        job_id="mlp-00000000",
-        task_index=index,
-        attempt=1,
-        config=config,
-        settings=TrialSettings(window=SHORT, prepare_ahead=prepare_ahead),
-    )
+    return trial(mlp(**changes), SHORT, index, prepare_ahead=prepare_ahead)
 
 
 def children(worker):
@@ -73,8 +67,7 @@ def test_nothing_is_made_ready_where_the_device_is_what_the_host_computes_on(wor
 
 @pytest.mark.slow
 def test_one_that_outgrows_the_hosts_memory_is_given_up_and_runs_in_its_turn():
-    small = Worker(DeviceChoice(backend="cpu"), "0", "small")
-    try:
+    with contextlib.closing(Worker(DeviceChoice(backend="cpu"), "0", "small")) as small:
         big = task(1, batch_size=20_000, input_size=20_000)  # a batch of 1.6 GB
         for seconds in (3.0, 30.0):  # a busy machine has not built the batch after three
             window = dataclasses.replace(SHORT, seconds=seconds)
@@ -84,8 +77,6 @@ def test_one_that_outgrows_the_hosts_memory_is_given_up_and_runs_in_its_turn():
             if not children(small):
                 break
         assert not children(small)
-    finally:
-        small.close()
 
 
 @pytest.mark.slow

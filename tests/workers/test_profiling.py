@@ -9,12 +9,12 @@ import torch
 
 from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping
-from workers.devices import DeviceChoice, profiling
+from workers.devices import profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.task import Task
 from workers.trial.reports import BROKEN, ReportReader
-from workers.worker import Worker, kernel_rows
+from workers.worker import kernel_rows
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
 
@@ -219,11 +219,9 @@ def test_settings_of_jobs_without_kernels_are_as_they_were():
             KernelSettings(steps=steps)
 
 
-@pytest.fixture(scope="module", params=["cpu", "simulated"])
-def worker(request):
-    running = Worker(DeviceChoice(backend=request.param, count=1), "0", request.param)
-    yield running
-    running.close()
+@pytest.fixture(params=["worker", "simulated"])
+def either(request):
+    return request.getfixturevalue(request.param)
 
 
 def task(steps):
@@ -231,38 +229,34 @@ def task(steps):
     return Task(job_id="kernels-00000000", task_index=0, attempt=1, config=config_from_mapping(MLP), settings=settings)
 
 
-def test_the_trial_server_forks_from_a_single_thread_with_torch_imported(worker):
-    hello = worker.ready()
+def test_the_trial_server_forks_from_a_single_thread_with_torch_imported(either):
+    hello = either.ready()
     assert hello["threads"] == 1 and hello["torch_version"]
 
 
-def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(worker):
-    result = worker.run(task(2))
+def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(either):
+    result = either.run(task(2))
     rows = result.kernels.to_pylist()
     assert result.run.status == "ok" and "kernels" not in (result.run.telemetry_missing or {})
-    assert {row["timing"] for row in rows} == {"cpu" if worker.name == "cpu" else "model"}
+    assert {row["timing"] for row in rows} == {"model" if result.run.source == "simulated" else "cpu"}
     product = next(row for row in rows if row["operator"] == "aten::addmm")
     assert json.loads(product["dims"])["shapes"][1][0] == 8 and product["dtype"] == "float32"
     assert {"forward", "backward", "optimizer"} <= {row["phase"] for row in rows}
-    assert worker.run(task(0)).kernels is None
+    assert either.run(task(0)).kernels is None
 
 
-def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(monkeypatch):
-    running = Worker(DeviceChoice(backend="cpu"), "0", "dies")
-    try:
-        running.ready()
-        server = running._server
-        tell = server.tell
+def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(worker, monkeypatch):
+    worker.ready()
+    server = worker._server
+    tell = server.tell
 
-        def kill_instead(trial, word):
-            if word == "bye":  # the labels are taken
-                os.kill(trial.pid, signal.SIGKILL)
-            else:
-                tell(trial, word)
+    def kill_instead(trial, word):
+        if word == "bye":  # the labels are taken
+            os.kill(trial.pid, signal.SIGKILL)
+        else:
+            tell(trial, word)
 
-        monkeypatch.setattr(server, "tell", kill_instead)
-        result = running.run(task(2))
-    finally:
-        running.close()
+    monkeypatch.setattr(server, "tell", kill_instead)
+    result = worker.run(task(2))
     assert result.run.status == "ok" and result.run.step_time_ms > 0 and result.kernels is None
     assert "SIGKILL" in result.run.telemetry_missing["kernels"]

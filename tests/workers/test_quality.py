@@ -137,37 +137,6 @@ def stalled(seconds):
     return changed(telemetry(dcgm=False), "gpm", lambda v: dict.fromkeys(v, 0.0), lambda t: 2 < t <= 2 + seconds)
 
 
-def test_profiling_that_stalls_is_left_out_of_means_and_marked():
-    quality, reasons, columns = verdict(stalled(3))
-    assert (quality, reasons) == ("suspect", {"profiling_zero"})
-    assert columns["smact"] == pytest.approx(0.8), "the stall is no idleness"
-    assert columns["samples_suspect"] == 30
-    assert columns["power_w"] == pytest.approx(300.0)
-
-
-def test_profiling_that_stalls_for_most_of_the_window_cannot_be_trusted():
-    quality, reasons, _ = verdict(stalled(6))
-    assert quality == "untrusted" and {"profiling_zero", "low_coverage"} <= reasons
-
-
-def test_zeros_of_a_gpu_that_is_idle_are_figures_and_count():
-    idle = changed(stalled(5), "nvml", lambda v: v | {"gpu_util": 0.0, "power_w": 300.0})
-    quality, reasons, columns = verdict(idle)
-    assert (quality, reasons) == ("trusted", set())
-    assert columns["smact"] == pytest.approx(0.4) and columns["gpu_util"] == 0.0
-
-
-def test_a_source_that_stalls_beside_a_better_one_spoils_nothing():
-    dead = changed(
-        telemetry(),
-        "dcgm",
-        lambda v: {m: 0.0 if m in ("smact", "smocc", "drama", "gract") else x for m, x in v.items()},
-    )
-    quality, reasons, columns = verdict(dead)
-    assert (quality, reasons) == ("suspect", {"profiling_zero"})
-    assert columns["smact"] == pytest.approx(0.8)
-
-
 TRUSTED = ("trusted", set())
 ECC = {"ecc_uncorrected": 2}
 ENDED_EARLY = {"status": "crashed", "window_ns": None, "window_end_ns": None}
@@ -258,18 +227,6 @@ def test_sources_that_disagree_are_found(sensor, metric, value, quality):
     assert verdict(samples)[:2] == (quality, expected)
 
 
-def test_a_power_sensor_that_only_the_energy_counter_contradicts_is_suspect():
-    samples = changed(telemetry(dcgm=False), "nvml", lambda v: v | {"power_w": 200.0})
-    quality, reasons, columns = verdict(samples)
-    assert (quality, reasons) == ("suspect", {"sources_disagree"})
-    assert columns["power_w"] == pytest.approx(300.0), "mean power is the counter's"
-
-
-def test_a_source_that_gave_up_in_the_window_makes_its_labels_untrusted():
-    samples = [(name, s) for name, s in telemetry(dcgm=False) if name != "gpm" or s.t_ns < 4 * S]
-    assert verdict(samples)[:2] == ("untrusted", {"low_coverage"})
-
-
 def exporter(period_s, first_s, window_end_s, failing=()):
     """A DCGM exporter alone, renewed every `period_s` seconds, scraped at 10 Hz; for a while it does not answer."""
     samples = [(name, s) for name, s in telemetry(dcgm=False) if name not in ("gpm", "torch")]
@@ -287,26 +244,66 @@ def exporter(period_s, first_s, window_end_s, failing=()):
     return samples
 
 
-def test_an_exporter_that_is_slower_than_the_window_leaves_labels_missing_or_coarse_but_trusted():
-    seldom = exporter(30, 1, 13)
-    quality, reasons, columns = verdict(seldom)
-    assert (quality, reasons, columns["smact"]) == ("trusted", set(), None)
-    once = exporter(30, 4, 13)
-    quality, reasons, columns = verdict(once)
-    assert (quality, reasons) == ("suspect", {"coarse_readings"}) and columns["smact"] == 0.5
+PROFILED = ("smact", "smocc", "drama", "gract")
+STALL, GAP = ("suspect", {"profiling_zero"}), ("untrusted", {"low_coverage"})
+# What happens -> the samples, the verdict with its reasons, and columns of the run.
+COURSES = {
+    "profiling stalls: it is left out of means, since it is no idleness": (
+        lambda: stalled(3),
+        STALL,
+        {"smact": 0.8, "samples_suspect": 30, "power_w": 300.0},
+    ),
+    "profiling stalls for most of the window": (
+        lambda: stalled(6),
+        ("untrusted", {"profiling_zero", "low_coverage"}),
+        {},
+    ),
+    "zeros of a GPU that is idle are figures": (
+        lambda: changed(stalled(5), "nvml", lambda v: v | {"gpu_util": 0.0, "power_w": 300.0}),
+        TRUSTED,
+        {"smact": 0.4, "gpu_util": 0.0},
+    ),
+    "a source stalls beside a better one": (
+        lambda: changed(telemetry(), "dcgm", lambda v: {m: 0.0 if m in PROFILED else x for m, x in v.items()}),
+        STALL,
+        {"smact": 0.8},
+    ),
+    "the energy counter alone contradicts the power sensor: mean power is the counter's": (
+        lambda: changed(telemetry(dcgm=False), "nvml", lambda v: v | {"power_w": 200.0}),
+        ("suspect", {"sources_disagree"}),
+        {"power_w": 300.0},
+    ),
+    "a source gives up in the window": (
+        lambda: [(name, s) for name, s in telemetry(dcgm=False) if name != "gpm" or s.t_ns < 4 * S],
+        GAP,
+        {},
+    ),
+    "an exporter is slower than the window and has no reading of it": (
+        lambda: exporter(30, 1, 13),
+        TRUSTED,
+        {"smact": None},
+    ),
+    "an exporter has one reading of the window": (
+        lambda: exporter(30, 4, 13),
+        ("suspect", {"coarse_readings"}),
+        {"smact": 0.5},
+    ),
+    "an exporter at 1 Hz": (lambda: exporter(1, 1, 13), TRUSTED, {"smact": 0.5, "samples_repeated": 90}),
+    "an exporter does not answer for a while": (
+        lambda: exporter(1, 1, 13, failing=(5, 8)),
+        TRUSTED,
+        {"samples_unavailable": 30},
+    ),
+    "an exporter does not answer for most of the window": (lambda: exporter(1, 1, 13, failing=(4, 12)), GAP, {}),
+}
 
 
-def test_an_exporter_at_one_hertz_is_trusted_and_its_repeats_are_counted():
-    quality, _, columns = verdict(exporter(1, 1, 13))
-    assert quality == "trusted" and columns["smact"] == 0.5
-    assert columns["samples_repeated"] == 90
-
-
-def test_an_exporter_that_did_not_answer_for_a_while_costs_coverage():
-    quality, _, columns = verdict(exporter(1, 1, 13, failing=(5, 8)))
-    assert quality == "trusted" and columns["samples_unavailable"] == 30
-    quality, reasons, _ = verdict(exporter(1, 1, 13, failing=(4, 12)))
-    assert (quality, reasons) == ("untrusted", {"low_coverage"})
+@pytest.mark.parametrize("name", COURSES)
+def test_what_happens_to_sources_in_the_window_is_judged(name):
+    samples_of_course, expected, wanted = COURSES[name]
+    quality, reasons, columns = verdict(samples_of_course())
+    assert (quality, reasons) == expected
+    assert {column: columns[column] for column in wanted} == pytest.approx(wanted)
 
 
 def test_a_cpu_run_has_no_reasons_of_a_gpu_and_a_simulated_one_none():
@@ -431,30 +428,12 @@ def test_an_average_stands_for_the_interval_that_it_names_and_for_no_more():
     assert (mean.coverage, mean.largest_gap_s) == (pytest.approx(20 / 60), pytest.approx(30e-9))
 
 
-def test_a_repeated_reading_weighs_nothing_and_the_next_one_stands_for_its_time():
-    samples = [
-        Sample(10, {"smact": 1.0}),
-        Sample(20, {"smact": 1.0}, quality="repeated"),
-        Sample(30, {"smact": 1.0}, quality="repeated"),
-        Sample(40, {"smact": 0.0}),
-    ]
-    mean = window_mean(samples, "smact", 0, 40)
-    assert (mean.mean, mean.readings, mean.coverage) == (pytest.approx(0.25), 2, 1.0)
-
-
 def test_a_spoiled_reading_is_left_out_for_its_metrics_only_and_its_time_is_not_covered():
     stalled = Sample(20, {"smact": 0.0, "power_w": 300.0}, "suspect", ("power_cap", "profiling_zero"))
     samples = [Sample(10, {"smact": 1.0, "power_w": 200.0}), stalled, Sample(30, {"smact": 0.8, "power_w": 200.0})]
     mean = window_mean(samples, "smact", 0, 30, SPOILS)
     assert (mean.mean, mean.coverage) == (pytest.approx(0.9), pytest.approx(2 / 3))
     assert window_mean(samples, "power_w", 0, 30, SPOILS).mean == pytest.approx(700 / 3)
-
-
-def test_a_reading_after_a_gap_stands_for_a_few_usual_intervals_only():
-    samples = samples_of(*((t, 1.0) for t in range(10, 110, 10)), (1000, 0.0))
-    mean = window_mean(samples, "smact", 0, 1000)
-    assert mean.mean == pytest.approx(100 / (100 + REACH * 10))
-    assert mean.largest_gap_s == pytest.approx((900 - REACH * 10) / 1e9)
 
 
 def test_a_reading_around_a_short_window_counts_if_the_window_is_most_of_its_time():

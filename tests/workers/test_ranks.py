@@ -1,9 +1,9 @@
 """Trials of several ranks on the CPU: real processes over gloo, and whatever happens to one of them ends the trial."""
 
+import contextlib
 import dataclasses
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,8 +16,6 @@ from workers.devices import DeviceChoice
 from workers.settings import KernelSettings
 from workers.trial.reports import BROKEN, ReportReader
 from workers.worker import Worker
-
-HERE = str(Path(__file__).parent)
 
 
 def of_two(spec):
@@ -102,14 +100,11 @@ def test_no_rank_outlives_the_process_of_its_trial(worker):
 
 
 def test_no_rank_outlives_its_trial_server():
-    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
-    try:
+    with contextlib.closing(Worker(DeviceChoice(backend="cpu"), "0", "doomed")) as doomed:
         running = TwoRanks(doomed)
         running.server.kill()
         assert running.join().run.error_type == "ServerLost"
         assert await_gone([process.pid for process in running.ranks])
-    finally:
-        doomed.close()
 
 
 def test_ranks_past_the_deadline_are_killed(worker):
@@ -119,15 +114,11 @@ def test_ranks_past_the_deadline_are_killed(worker):
     assert nothing_is_left(worker)
 
 
-def test_out_of_memory_of_one_rank_names_it():
-    small = Worker(DeviceChoice(backend="cpu", memory_limit_mib=2000), "0", "small", {"PYTHONPATH": HERE})
-    try:
-        result = small.run(of_two(hostile("second_rank_takes_all_memory")))
-        assert (result.run.status, result.run.oom_kind, result.run.worst_rank) == ("oom", "device", 1)
-        assert result.run.error.startswith("rank 1 of 2: ")
-        assert not result.retryable and nothing_is_left(small)
-    finally:
-        small.close()
+def test_out_of_memory_of_one_rank_names_it(small):
+    result = small.run(of_two(hostile("second_rank_takes_all_memory", timeout_s=120.0)))
+    assert (result.run.status, result.run.oom_kind, result.run.worst_rank) == ("oom", "device", 1)
+    assert result.run.error.startswith("rank 1 of 2: ")
+    assert not result.retryable and nothing_is_left(small)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +134,6 @@ def test_what_one_rank_does_is_what_the_trial_ends_with(worker, act, words):
     assert result.run.status == "crashed" and words in result.run.error
     assert nothing_is_left(worker)
     assert worker.run(task(mlp())).run.status == "ok"
-
-
-def test_a_rank_that_hangs_is_a_timeout(worker):
-    assert worker.run(of_two(hostile("second_rank_hangs", timeout_s=6.0))).run.status == "timeout"
-    assert nothing_is_left(worker)
 
 
 def test_kernels_of_ranks_are_not_asked_for_and_the_run_says_so(worker):
@@ -183,13 +169,6 @@ def test_a_trial_of_one_process_reports_no_rank():
     assert list(ReportReader().feed(RANKS))[-1] == BROKEN
 
 
-@pytest.fixture(scope="module")
-def simulated():
-    worker = Worker(DeviceChoice(backend="simulated"), "0", "simulated")
-    yield worker
-    worker.close()
-
-
 def test_ranks_of_a_simulated_gpu_are_traced_and_say_so(simulated):
     alone = simulated.run(task(mlp(input_size=4096, batch_size=512))).run
     result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=8")))
@@ -220,11 +199,8 @@ def test_ranks_of_a_simulated_pipeline_have_the_memory_of_their_own_stages(simul
 
 def test_a_simulated_step_that_does_not_fit_is_out_of_memory_on_all_ranks():
     small = DeviceChoice(backend="simulated", spec={**load_device("T4").to_mapping(), "memory_mib": 500.0})
-    simulated = Worker(small, "0", "simulated")
-    try:
+    with contextlib.closing(Worker(small, "0", "simulated")) as simulated:
         result = simulated.run(task(mlp(input_size=4096, batch_size=512, parallel="ddp=2")))
-    finally:
-        simulated.close()
     assert (result.run.status, result.run.oom_kind) == ("oom", "device")
     assert [row["status"] for row in result.ranks.to_pylist()] == ["oom", "oom"]
 

@@ -32,12 +32,34 @@ def test_display_adapter_among_the_a100_is_no_worker():
     assert nvml.initialised == 0
 
 
-def test_gpu_that_drives_a_display_is_no_worker_whatever_its_model():
+# Of a machine with four A100 and a display adapter at index 3: a GPU, what NVML says of it, why it is left out, and the
+# GPUs that are used.
+MACHINES = {
+    "a GPU drives a display": (1, {"nvmlDeviceGetDisplayActive": 1}, "drives a display", [0, 2, 4]),
+    "processes are prohibited": (0, {"nvmlDeviceGetComputeMode": 2}, "nvidia-smi -i 0 -c DEFAULT", [1, 2, 4]),
+    "one process at a time, as the farm's": (0, {"nvmlDeviceGetComputeMode": 3}, None, [0, 1, 2, 4]),
+    "MIG splits a GPU": (2, {"nvmlDeviceGetMigMode": [1, 1]}, "nvidia-smi -i 2 -mig 0", [0, 1, 4]),
+    "a GPU is lost": (0, {"nvmlDeviceGetUUID": {"error": 15}}, "GPU is lost", [1, 2, 4]),
+    "another compute model of like size": (
+        4,
+        {
+            "nvmlDeviceGetName": "NVIDIA A30",
+            "nvmlDeviceGetMemoryInfo": {"total": 24 * 2**30, "free": 24 * 2**30, "used": 0},
+        },
+        None,
+        [0, 1, 2, 4],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_gpu_that_cannot_train_is_no_worker_and_says_why(name):
+    index, answers, reason, expected = MACHINES[name]
     nvml = RecordedNvml()
-    nvml.answers[1]["nvmlDeviceGetDisplayActive"] = 1
+    nvml.answers[index].update(answers)
     discovery = discover_gpus(nvml, {})
-    assert "drives a display" in discovery.gpus[1].excluded_reason
-    assert [gpu.index for gpu in discovery.usable] == [0, 2, 4]
+    assert [gpu.index for gpu in discovery.usable] == expected
+    assert (reason or "") in (discovery.gpus[index].excluded_reason or "")
 
 
 def test_only_gpu_of_a_machine_that_drives_its_display_is_used_when_named_by_its_whole_uuid():
@@ -48,15 +70,6 @@ def test_only_gpu_of_a_machine_that_drives_its_display_is_used_when_named_by_its
     assert usable(nvml, CUDA_VISIBLE_DEVICES=A100_UUID) == [0]
     for vague in ("0", A100_UUID[:12], "GPU-"):
         assert usable(nvml, CUDA_VISIBLE_DEVICES=vague) == []
-
-
-def test_gpu_whose_compute_mode_is_prohibited_is_no_worker():
-    nvml = RecordedNvml()
-    nvml.answers[0]["nvmlDeviceGetComputeMode"] = 2
-    discovery = discover_gpus(nvml, {})
-    assert "nvidia-smi -i 0 -c DEFAULT" in discovery.gpus[0].excluded_reason
-    nvml.answers[0]["nvmlDeviceGetComputeMode"] = 3  # one process at a time: so does the farm
-    assert usable(nvml) == [0, 1, 2, 4]
 
 
 def test_mig_slices_are_workers_where_cuda_visible_devices_names_them():
@@ -117,19 +130,6 @@ def test_multi_process_server_is_recognised_on_the_gpu_that_it_holds(tmp_path):
     assert [gpu.mps for gpu in discovery.gpus] == [False, True, False, False, False]
 
 
-def test_other_compute_model_of_like_size_is_a_worker():
-    nvml = RecordedNvml()
-    nvml.answers[4]["nvmlDeviceGetName"] = "NVIDIA A30"
-    nvml.answers[4]["nvmlDeviceGetMemoryInfo"] = {"total": 24 * 2**30, "free": 24 * 2**30, "used": 0}
-    assert usable(nvml) == [0, 1, 2, 4]
-
-
-def test_gpu_in_mig_mode_is_no_worker_and_says_how_to_leave_it():
-    nvml = RecordedNvml()
-    nvml.answers[2]["nvmlDeviceGetMigMode"] = [1, 1]
-    assert "nvidia-smi -i 2 -mig 0" in discover_gpus(nvml, {}).gpus[2].excluded_reason
-
-
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -156,14 +156,6 @@ def test_no_usable_gpu_says_why_for_each():
     assert discovery.usable == () and len(discovery.gpus) == 5
     assert discovery.reason.count("left out by CUDA_VISIBLE_DEVICES") == 4
     assert "GPU 3 (NVIDIA DGX Display): a display adapter" in discovery.reason
-
-
-def test_lost_gpu_does_not_hide_the_others():
-    nvml = RecordedNvml()
-    nvml.answers[0]["nvmlDeviceGetUUID"] = {"error": 15}
-    discovery = discover_gpus(nvml, {})
-    assert [gpu.index for gpu in discovery.usable] == [1, 2, 4]
-    assert "GPU is lost" in discovery.gpus[0].excluded_reason
 
 
 def test_machine_without_a_driver_has_no_gpus_and_a_reason():

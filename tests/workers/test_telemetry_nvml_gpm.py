@@ -103,17 +103,23 @@ def test_processes_of_another_pid_namespace_are_reported_as_such_and_not_counted
         nvml.advance()
 
 
-def test_others_are_not_counted_before_the_trials_own_process_was_listed_so_that_a_hosts_pids_are_no_alarm():
+@pytest.mark.parametrize(("on_a_host", "reason"), [(True, "virtual machine"), (False, "--pid=host")])
+def test_others_are_not_counted_before_the_trials_own_process_was_listed_so_that_a_hosts_pids_are_no_alarm(
+    monkeypatch, on_a_host, reason
+):
+    monkeypatch.setattr(nvml_module, "in_initial_pid_namespace", lambda: on_a_host)
     nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
     sensor = watched(nvml)
     (alone,) = sensor.sample()
-    assert alone.values["other_processes"] == 0, "none is listed"
+    assert alone.values.get("other_processes") == (0 if on_a_host else None), "none is listed"
     nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": STRANGER, "usedGpuMemory": MIB}]
-    (before,) = sensor.sample()  # this number is here, but a virtual machine's driver may be its host's
-    assert "other_processes" not in before.values and "virtual machine" in sensor.dropped["other_processes"]
+    (before,) = sensor.sample()  # this number is here, but the driver may be another host's
+    assert "other_processes" not in before.values and reason in sensor.dropped["other_processes"]
     nvml.advance()
     (after,) = sensor.sample()
-    assert (after.values["other_processes"], sensor.dropped.get("other_processes")) == (1, None)
+    assert (after.values["other_processes"], after.values["other_memory_mib"]) == (1, 64)
+    assert after.values["process_memory_mib"] == 423
+    assert {"other_processes", "process_memory_mib"}.isdisjoint(sensor.dropped)
 
 
 def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monkeypatch):
@@ -293,6 +299,8 @@ def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
         "nvlink_rx_mib_s": 1024.0,
         "nvlink_tx_mib_s": 2048.0,
     }
+    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
+    assert nvml.allocated == 2, "its buffers are reused from trial to trial"
 
 
 def test_gpm_gives_a_reading_each_period_though_calls_come_some_milliseconds_late():

@@ -48,8 +48,16 @@ class Script:
         return measure_window(self.step, self.memory, steady, window, self.now_ns)
 
 
-def test_a_long_first_step_is_warm_up_and_no_more():
-    assert Script([900, 300]).warm_up() == 3
+@pytest.mark.parametrize(
+    ("times_ms", "reserved_mib", "steps"),
+    [
+        ([900, 300], [100], 3),  # a long first step is warm-up, and no more
+        ([300], [100, 200, 300, 300, 400, 400], 7),  # memory that still grows
+        ([21_000, 20_000], [100, 300], 2),  # steps of twenty seconds
+    ],
+)
+def test_warm_up_ends_when_steps_and_memory_are_steady(times_ms, reserved_mib, steps):
+    assert Script(times_ms, reserved=reserved_mib).warm_up() == steps
 
 
 def test_autotuning_steps_are_waited_for():
@@ -70,20 +78,10 @@ def test_rising_clocks_are_a_trend():
     assert script.step()[1] < 11.2
 
 
-def test_memory_that_still_grows_keeps_it_warming_up():
-    script = Script([300], reserved=[100, 200, 300, 300, 400, 400])
-    assert script.warm_up() == 7
-
-
 def test_warm_up_ends_at_its_limit_when_nothing_gets_steady():
     script = Script([50], reserved=range(100, 10_000, 10))
     script.warm_up()
     assert script.now_ns == pytest.approx(20e9, abs=60e6)
-
-
-def test_steps_of_twenty_seconds_are_warmed_up_with_two():
-    script = Script([21_000, 20_000], reserved=[100, 300])
-    assert script.warm_up() == 2
 
 
 def test_a_loss_scale_that_skips_optimizer_steps_is_waited_for_but_not_for_ever():
@@ -107,31 +105,30 @@ def test_a_window_waits_for_the_word_of_the_worker():
     assert Script([10]).window(steady=lambda: False).ended == "max_seconds"
 
 
-def test_a_new_peak_of_memory_prolongs_the_window():
-    script = Script([250], reserved=[100], peak=[100, 100, 100, 100, 150])
-    window = script.window()
-    assert (window.ended, len(window.step_times_ms)) == ("steady", 10)
-
-
 def test_steps_of_warm_up_count_for_the_peak():
     script = Script([4000])
     script.warm_up()
     assert len(script.window().step_times_ms) == 5
 
 
-def test_long_steps_stay_inside_max_seconds():
-    assert len(Script([20_000]).window().step_times_ms) == 3
-    window = Script([25_000]).window()
-    assert (window.ended, len(window.step_times_ms)) == ("max_seconds", 2), "a third would end at 75 s"
-    assert len(Script([70_000]).window().step_times_ms) == 1
+@pytest.mark.parametrize(
+    ("step_ms", "peak_mib", "settings", "ended", "steps"),
+    [
+        (250, [100, 100, 100, 100, 150], {}, "steady", 10),  # a new peak of memory prolongs it
+        (20_000, [100], {}, "max_seconds", 3),
+        (25_000, [100], {}, "max_seconds", 2),  # a third would end at 75 s
+        (70_000, [100], {}, "max_seconds", 1),
+        (10, [100], {"kind": "fixed", "seconds": 2.0}, "fixed", 200),  # whatever is steady
+        (900, [100], {"kind": "fixed", "seconds": 0.05, "min_steps": 3}, "fixed", 3),
+    ],
+)
+def test_a_window_has_the_steps_that_its_settings_say(step_ms, peak_mib, settings, ended, steps):
+    def steady():
+        assert ended != "fixed", "asked"
+        return True
 
-
-def test_a_fixed_window_lasts_its_seconds_whatever_is_steady():
-    fixed = WindowSettings(kind="fixed", seconds=2.0)
-    window = Script([10]).window(fixed, steady=lambda: pytest.fail("asked"))
-    assert (window.ended, len(window.step_times_ms)) == ("fixed", 200)
-    window = Script([900]).window(WindowSettings(kind="fixed", seconds=0.05, min_steps=3))
-    assert len(window.step_times_ms) == 3
+    window = Script([step_ms], peak=peak_mib).window(WindowSettings(**{"kind": "adaptive", **settings}), steady)
+    assert (window.ended, len(window.step_times_ms)) == (ended, steps)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +151,21 @@ def test_the_interval_holds_the_typical_step_time_of_noisy_steps_with_pauses(ste
 
 def test_drift_is_not_steady():
     pace = StepPace()
-    for index in range(60):
-        pace.add(100 + index)
+    for step_ms in range(100, 160):
+        pace.add(step_ms)
     assert not pace.steady(0.02)
 
 
-def test_wrong_settings_say_what_is_allowed():
-    with pytest.raises(UsageError, match=r"window.utilization_tolerance must be a number >= 0, got -1"):
-        WindowSettings(kind="adaptive", utilization_tolerance=-1)
-    with pytest.raises(UsageError, match=r"window.memory_steps must be an integer >= 0, got 'many'"):
-        WindowSettings(kind="adaptive", memory_steps="many")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"utilization_tolerance": -1}, r"window.utilization_tolerance must be a number >= 0, got -1"),
+        ({"memory_steps": "many"}, r"window.memory_steps must be an integer >= 0, got 'many'"),
+    ],
+)
+def test_wrong_settings_say_what_is_allowed(wrong, message):
+    with pytest.raises(UsageError, match=message):
+        WindowSettings(kind="adaptive", **wrong)
 
 
 class Link:

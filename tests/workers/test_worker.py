@@ -1,5 +1,6 @@
 """A worker on the CPU: whatever happens to a trial becomes one run with a status, and the worker goes on."""
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -84,15 +85,11 @@ def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker)
     assert set(run.quality_reasons or {}) <= {"sampler_gap", "host_clock"} and not result.repeat
 
 
-def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measured_against():
-    worker = Worker(DeviceChoice(backend="cpu"), "0", "with-a-gpu")
-    worker.slots = [dataclasses.replace(worker.slots[0], device_uuid=A100_UUID)]
-    worker._nvml = RecordedNvml()
-    try:
-        telemetry = worker.run(task(mlp())).telemetry
-        without = worker.run(task(mlp(), telemetry=TelemetrySettings(sources=("process",)))).telemetry
-    finally:
-        worker.close()
+def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measured_against(worker, monkeypatch):
+    monkeypatch.setattr(worker, "slots", [dataclasses.replace(worker.slots[0], device_uuid=A100_UUID)])
+    monkeypatch.setattr(worker, "_nvml", RecordedNvml())
+    telemetry = worker.run(task(mlp())).telemetry
+    without = worker.run(task(mlp(), telemetry=TelemetrySettings(sources=("process",)))).telemetry
     first = telemetry.slice(0, 1).to_pylist()[0]
     assert (first["sensor"], first["memory_used_mib"], first["phase"]) == ("nvml", 450.0, None)
     assert "nvml" not in without["sensor"].to_pylist()
@@ -105,16 +102,11 @@ def test_a_config_that_cannot_be_built_is_invalid(worker):
     assert not result.retryable
 
 
-def test_too_much_memory_on_the_cpu_device_is_an_oom():
-    small = Worker(DeviceChoice(backend="cpu", memory_limit_mib=700), "0", "small")
-    try:
-        result = small.run(task(mlp(input_size=16384, depth=2, topology="uniform")))
-        assert (result.run.status, result.run.oom_kind) == ("oom", "device")
-        assert result.run.device_memory_mib == 700
-        assert not result.retryable
-        assert small.run(task(mlp())).run.status == "ok", "the next trial starts clean"
-    finally:
-        small.close()
+def test_too_much_memory_on_the_cpu_device_is_an_oom(small):
+    result = small.run(task(mlp(input_size=16384, depth=2, topology="uniform")))
+    assert (result.run.status, result.run.oom_kind) == ("oom", "device")
+    assert result.run.device_memory_mib == 1500 and not result.retryable
+    assert small.run(task(mlp())).run.status == "ok", "the next trial starts clean"
 
 
 def test_a_trial_that_takes_the_hosts_memory_is_killed_and_is_an_oom(worker):
@@ -123,17 +115,12 @@ def test_a_trial_that_takes_the_hosts_memory_is_killed_and_is_an_oom(worker):
     assert "trial.host_memory_limit_mib=1" in result.run.error
 
 
-def test_a_trial_past_its_deadline_is_killed_and_is_a_timeout(worker):
-    result = worker.run(task(mlp(), window=LONG, timeout_s=1.0))
-    assert result.run.status == "timeout"
-    assert "trial.timeout_s=1" in result.run.error
-    assert result.run.peak_rss_mib > 0, "what was sampled until then is kept"
-
-
-def test_a_hanging_trial_is_a_timeout(worker):
+def test_a_hanging_trial_is_killed_at_its_deadline_and_is_a_timeout(worker):
     running = InBackground(worker, task(mlp(), window=LONG, timeout_s=3.0))
     running.trial.suspend()
-    assert running.join().run.status == "timeout"
+    run = running.join().run
+    assert run.status == "timeout" and "trial.timeout_s=3" in run.error
+    assert run.peak_rss_mib > 0, "what was sampled until then is kept"
     assert not running.trial.is_running() or running.trial.status() == psutil.STATUS_ZOMBIE
 
 
@@ -202,16 +189,13 @@ def test_only_the_wall_times_of_a_run_are_read_from_the_wall_clock():
 
 @pytest.mark.slow
 def test_a_killed_keeper_takes_its_trial_along():
-    doomed = Worker(DeviceChoice(backend="cpu"), "0", "doomed")
-    try:
+    with contextlib.closing(Worker(DeviceChoice(backend="cpu"), "0", "doomed")) as doomed:
         doomed.ready()
         running = InBackground(doomed, task(mlp(), window=LONG))
         running.trial.parent().kill()
         result = running.join()
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
         assert not psutil.wait_procs([running.trial], timeout=20)[1]
-    finally:
-        doomed.close()
 
 
 @pytest.mark.parametrize(
@@ -229,27 +213,25 @@ def test_a_device_fault_is_torchs_word_on_a_real_device(backend, error_type, err
     assert is_device_fault(backend, error_type, error) == expected
 
 
-@pytest.mark.spread(2)
+NO_CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+
+
 @pytest.mark.parametrize(
-    ("error", "host_is_device", "expected"),
+    ("error", "about", "expected"),
     [
-        (MemoryError(), False, ("oom", "host")),
-        (MemoryError(), True, ("oom", "device")),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 bytes"), False, ("oom", "host")),
-        (RuntimeError("CUDA error: out of memory"), False, ("oom", "device")),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), False, ("oom", "device")),
-        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory."), False, ("oom", "device")),
-        (RuntimeError("shape mismatch"), False, ("crashed", None)),
-        (ValueError("a bug of ours"), False, ("crashed", None)),
+        (MemoryError(), {}, ("oom", "host")),
+        (MemoryError(), {"host_is_device": True}, ("oom", "device")),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 bytes"), {}, ("oom", "host")),
+        (RuntimeError("CUDA error: out of memory"), {}, ("oom", "device")),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), {}, ("oom", "device")),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory."), {}, ("oom", "device")),
+        (RuntimeError("shape mismatch"), {}, ("crashed", None)),
+        (ValueError("a bug of ours"), {}, ("crashed", None)),
+        # A library that does not start is out of memory only on a full card.
+        (NO_CUBLAS, {"free_device_mib": 100.0}, ("oom", "device")),
+        (NO_CUBLAS, {"free_device_mib": 30_000.0}, ("crashed", None)),
+        (NO_CUBLAS, {}, ("crashed", None)),
     ],
 )
-def test_exceptions_are_told_apart(error, host_is_device, expected):
-    assert classify(error, host_is_device) == expected
-
-
-@pytest.mark.slow
-def test_a_library_that_does_not_start_is_an_oom_only_on_a_full_card():
-    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-    assert classify(error, False, free_device_mib=100.0) == ("oom", "device")
-    assert classify(error, False, free_device_mib=30_000.0) == ("crashed", None)
-    assert classify(error, False) == ("crashed", None)
+def test_exceptions_are_told_apart(error, about, expected):
+    assert classify(error, **{"host_is_device": False, **about}) == expected

@@ -18,7 +18,8 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from conf.plain_text import table_lines
+from conf.plain_text import counted
+from conf.reports.blocks import Block, Callout, Heading, Lead, table
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW, find_snapshot
 from warehouse.files.views import VIEWS
@@ -330,58 +331,78 @@ def _columns(data: DataFolder, name: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def _schema_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[SchemaChange]:
-    for table in sorted({*before, *after}):
-        old, new = before.get(table, {}), after.get(table, {})
+    for name in sorted({*before, *after}):
+        old, new = before.get(name, {}), after.get(name, {})
         change = SchemaChange(
-            table=table,
-            added=tuple(name for name in new if name not in old),
-            removed=tuple(name for name in old if name not in new),
+            table=name,
+            added=tuple(column for column in new if column not in old),
+            removed=tuple(column for column in old if column not in new),
             retyped=tuple(
-                f"{name}: {old[name]} -> {kind}" for name, kind in new.items() if old.get(name, kind) != kind
+                f"{column}: {old[column]} -> {kind}" for column, kind in new.items() if old.get(column, kind) != kind
             ),
         )
         if change.added or change.removed or change.retyped:
             yield change
 
 
-def difference_lines(difference: Difference) -> list[str]:
-    """Return the difference as tables."""
-    text_lines = [f"from {difference.before} to {difference.after}"]
-    for view in difference.rows_before:
-        old, new = difference.rows_before[view], difference.rows_after[view]
-        text_lines.append(f"  {view}: {old:,} -> {new:,} ({new - old:+,})")
-    for change_kind in ("added", "removed", "changed"):
-        counts: tuple[RunCount, ...] = getattr(difference, change_kind)
-        text_lines.append(f"runs {change_kind}: {sum(count.runs for count in counts):,}")
-        text_lines += table_lines(
-            ("family", "device", "status", "runs"),
-            [(c.family, c.device_name or "-", c.status, f"{c.runs:,}") for c in counts],
-        )
+def difference_blocks(difference: Difference, most: int | None = None) -> list[Block]:
+    """Return the difference as a page or the terminal shows it.
+
+    Args:
+        most: Rows of a table of shifts, the largest first; None: all.
+    """
+    rows = [
+        (view, difference.rows_before.get(view, 0), now, f"{now - difference.rows_before.get(view, 0):+,}")
+        for view, now in difference.rows_after.items()
+    ]
+    after = "the folder as it is" if difference.after == NOW else difference.after
+    groups = {"added": difference.added, "removed": difference.removed, "changed": difference.changed}
+    counts = [
+        (name, count.family, count.device_name, count.status, count.runs)
+        for name, of_group in groups.items()
+        for count in of_group
+    ]
+    summary = ", ".join(f"{name} {sum(count.runs for count in of_group):,}" for name, of_group in groups.items())
+    blocks: list[Block] = [
+        Lead(f"From {difference.before} to {after}."),
+        table(("view", "rows before", "rows now", "change"), rows),
+        Lead(f"Runs: {summary}."),
+    ]
+    if counts:
+        blocks.append(table(("", "family", "device", "status", "runs"), counts, words=4))
     if difference.changed_columns:
-        text_lines.append(
-            "changed in: " + ", ".join(f"{name} ({n:,} runs)" for name, n in difference.changed_columns.items())
-        )
-    text_lines.append(
-        "labels of the same configuration and environment, measured again:" + ("" if difference.shifts else " none")
-    )
-    beyond = f"beyond {difference.tolerance:g}"
-    text_lines += table_lines(
-        ("label", "family", "device", "configurations", "median", "largest", beyond),
-        [(shift.label, *_shift_cells(shift)) for shift in difference.shifts],
-    )
-    text_lines.append("kernels, timed again:" + ("" if difference.kernel_shifts else " none"))
-    text_lines += table_lines(
-        ("operator", "device", "kernels", "median", "largest", beyond),
-        [_shift_cells(shift) for shift in difference.kernel_shifts],
-    )
+        named = ", ".join(f"{name} ({counted(n, 'run', 'runs')})" for name, n in difference.changed_columns.items())
+        blocks.append(Lead(f"Changed in: {named}."))
+    title = "Labels of the same configuration and environment"
+    blocks += _shift_blocks(title, ("family", "device", "configurations"), difference.shifts, most)
+    blocks += _shift_blocks("Kernels", ("operator", "device", "kernels"), difference.kernel_shifts, most)
     for change in difference.schema:
-        changed = {kind: getattr(change, kind) for kind in ("added", "removed", "retyped")}
-        parts = [f"{kind} {', '.join(columns)}" for kind, columns in changed.items() if columns]
-        text_lines.append(f"schema of {change.table}: {'; '.join(parts)}")
-    return text_lines
+        kinds = {kind: getattr(change, kind) for kind in ("added", "removed", "retyped")}
+        changes = "; ".join(f"{kind}: {', '.join(columns)}" for kind, columns in kinds.items() if columns)
+        blocks.append(Callout(f"Columns of {change.table}: {changes}"))
+    return blocks
 
 
-def _shift_cells(shift: Shift) -> tuple[str, ...]:
-    """Return the group, the number of pairs, the median and the largest shift, and how many are beyond."""
-    shown = (shift_text(shift.label, value) for value in (shift.median, shift.largest))
-    return *(name or "-" for name in shift.group.values()), f"{shift.pairs:,}", *shown, f"{shift.beyond:,}"
+def _shift_blocks(title: str, heads: Sequence[str], shifts: Sequence[Shift], most: int | None) -> Iterator[Block]:
+    """Yield the shifts of what was measured again, those with a pair beyond the tolerance marked."""
+    if not shifts:
+        yield Lead(f"{title}, measured again: none.")
+        return
+    shown = sorted(shifts, key=lambda shift: -abs(shift.largest))[:most]
+    rows = [
+        (
+            shift.label,
+            *shift.group.values(),
+            shift.pairs,
+            shift.beyond,
+            shift_text(shift.label, shift.median),
+            shift_text(shift.label, shift.largest),
+            ", ".join(shift.examples),
+        )
+        for shift in shown
+    ]
+    beyond = [place for place, shift in enumerate(shown) if shift.beyond]
+    yield Heading(f"{title}, measured again")
+    yield table(("label", *heads, "moved", "median", "largest", "*the furthest"), rows, words=3, marked=beyond)
+    if len(shown) < len(shifts):
+        yield Lead(f"And {len(shifts) - len(shown):,} more, which moved less.")
