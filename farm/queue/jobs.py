@@ -36,7 +36,7 @@ from farm.queue.queue_values import (
     task_of_row,
 )
 from warehouse.files.folder import DataFolder
-from warehouse.files.queue_copy import queue_copy
+from warehouse.files.plain_file import queue_copy
 from workers.task import Lease, Task
 
 MAX_ATTEMPTS = 3

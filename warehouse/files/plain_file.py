@@ -2,7 +2,8 @@
 
 Start reading at `open_plain`: opening a pipe instead would block forever. `remember` judges whether a file stayed
 the same by inode, size and time. `open_lock` lets no hostile or copied folder have another file written to;
-`hold_shared` and `is_shared_by_any` handle locks that DuckDB clients see, too.
+`hold_shared` and `is_shared_by_any` handle locks that DuckDB clients see, too. `queue_copy` makes the queue's file
+readable where its folder is read-only: SQLite needs to write beside a file in WAL mode, even to read it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -217,3 +220,46 @@ def _explain(error: OSError, path: Path) -> OSError | EnvironmentProblem:
     if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
         return EnvironmentProblem(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
     return error
+
+
+_COPY_TRIES = 5
+_PARTS = ("", "-wal")  # the shared memory beside them is made again from these
+
+
+@contextlib.contextmanager
+def queue_copy(path: Path) -> Iterator[Path]:
+    """Yield the path of a temporary copy of the queue, with its log of changes.
+
+    Raises `EnvironmentProblem` if another process keeps writing to it, `OSError` if it cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpufarm-queue-") as folder:
+        copy = Path(folder, path.name)
+        _copy(path, copy)
+        yield copy
+
+
+def _copy(path: Path, copy: Path) -> None:
+    """Copy the database and its log of changes; repeat if another process wrote in the meantime."""
+    for _ in range(_COPY_TRIES):
+        before = _state(path)
+        for suffix in _PARTS:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(f"{path}{suffix}", f"{copy}{suffix}")
+        if _state(path) == before:
+            return
+        for suffix in _PARTS:
+            Path(f"{copy}{suffix}").unlink(missing_ok=True)
+    raise EnvironmentProblem(
+        f"{path} cannot be copied: another process keeps writing to it; try again, or use a writable folder"
+    )
+
+
+def _state(path: Path) -> list[tuple[int, int, int] | None]:
+    states: list[tuple[int, int, int] | None] = []
+    for suffix in _PARTS:
+        try:
+            status = os.stat(f"{path}{suffix}")
+            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        except FileNotFoundError:
+            states.append(None)
+    return states

@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import is_merged_name
-from warehouse.files.plain_file import plain
-from warehouse.files.queue_copy import queue_copy
+from warehouse.files.plain_file import plain, queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
 _FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no queue has run
