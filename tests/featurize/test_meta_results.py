@@ -160,13 +160,8 @@ def test_whole_numbers_and_fractions_promote_differently():
     mul = torch.ops.aten.mul.Tensor
     assert meta_result(mul, "aten::mul", (x, 2), {}).dtype is torch.long
     assert meta_result(mul, "aten::mul", (x, 2.0), {}).dtype is torch.float32
-
-
-def test_whole_numbers_and_fractions_in_lists_promote_differently():
-    tensors = [torch.empty(3, dtype=torch.long, device="meta")]
-    mul = torch.ops.aten._foreach_mul.ScalarList
     for scalar, dtype in ((2, torch.long), (2.0, torch.float32), (True, torch.long), (2, torch.long)):
-        (made,) = meta_result(mul, "aten::_foreach_mul", (tensors, [scalar]), {})
+        (made,) = meta_result(torch.ops.aten._foreach_mul.ScalarList, "aten::_foreach_mul", ([x], [scalar]), {})
         assert made.dtype is dtype
 
 
