@@ -6,9 +6,8 @@ Start reading at `Block`: a comment names the command, what stands between it an
     (the output)
     <!-- /run -->
 
-`the sql above` and `the python above` run the fenced code before the comment. Further lines of the comment are options:
-`hide: REGEX` leaves lines out, `rewrite: REGEX => TEXT` changes them. `NEWEST_RUN` in a command is the id of the last
-run that ended ok.
+`the sql above` and `the python above` run the fenced code before the comment. Further lines of the comment,
+`hide: REGEX`, leave lines of the output out. `NEWEST_RUN` in a command is the id of the last run that ended ok.
 
 All commands of the page run in its order in one temporary folder, so that later ones find what earlier ones left there.
 """
@@ -54,14 +53,12 @@ class Block:
     command   as it is shown and run by bash; `the sql above` and `the python above` run the fenced code before it
     code      that code, or None
     hide      lines of the output that match are left out; `[...]` stands for each group of them
-    rewrite   (pattern, text): what is rewritten in addition to `VOLATILE`
     body      what stands in the page now
     """
 
     command: str
     code: str | None
     hide: tuple[str, ...]
-    rewrite: tuple[tuple[str, str], ...]
     body: str
 
     @property
@@ -82,16 +79,13 @@ def blocks_of(page: str) -> list[Block]:
             if not before:
                 raise SystemExit(f"error: there is no fenced code for <!-- run: {command} -->")
             code = before[-1]["code"]
-        hide, rewrite = [], []
+        hide = []
         for line in match["options"].strip().splitlines():
             name, _, value = line.strip().partition(": ")
-            if name == "hide":
-                hide.append(value)
-            elif name == "rewrite" and " => " in value:
-                rewrite.append(tuple(value.split(" => ", 1)))
-            else:
+            if name != "hide":
                 raise SystemExit(f"error: <!-- run: {command} --> has an unknown option: {line.strip()}")
-        blocks.append(Block(command=command, code=code, hide=tuple(hide), rewrite=tuple(rewrite), body=match["body"]))
+            hide.append(value)
+        blocks.append(Block(command=command, code=code, hide=tuple(hide), body=match["body"]))
     if len(blocks) != starts:
         raise SystemExit(f"error: {starts} blocks begin with <!-- run: and {len(blocks)} end with <!-- /run -->")
     return blocks
@@ -129,7 +123,7 @@ def _with_newest_run(block: Block, folder: Path) -> Block:
 
 def body_of(block: Block, output: str) -> str:
     """Return the block's new text: the command, and its output without what changes from run to run."""
-    for pattern, text in (*VOLATILE, *block.rewrite):
+    for pattern, text in VOLATILE:
         output = re.sub(pattern, text, output, flags=re.M)
     lines = [] if block.code else [f"$ {block.command}"]
     for line in output.rstrip("\n").split("\n"):

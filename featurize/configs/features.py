@@ -59,12 +59,6 @@ _LOGGED = (
 )
 
 
-def scalar_features(config: TrialConfig) -> dict[str, float | str]:
-    """Return the features of one config, as `feature_columns` has them: numbers, or text for what is categorical."""
-    values = {name: column.tolist()[0] for name, column in feature_columns([config]).items()}
-    return {name: value for name, value in values.items() if isinstance(value, str) or value == value}
-
-
 def feature_columns(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
     """Return name -> (n,) floats, or words, of n configs of one family. Raises what the family's `layers` does.
 

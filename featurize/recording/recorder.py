@@ -12,7 +12,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,25 @@ if TYPE_CHECKING:
 _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
+_Layout: TypeAlias = tuple[torch.Size, tuple[int, ...]]  # size and stride
+# Operators whose results lie as their tensors do where these all lie alike and contiguously. As of pointwise ones, the
+# size decides nothing else.
+_KEEP_LAYOUT = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty_like",
+        "ones_like",
+        "zeros_like",
+        "_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+    )
+)
 _UNKNOWN = object()
 _ITSELF = object()  # the first argument, of which only the values change
 _PLAIN = frozenset({type(None), bool, str, int, float})
+_FORMATS = _PLAIN | {torch.dtype, torch.device, torch.layout}
 _NUMBERS = frozenset({bool, int, float})
 _META = torch.device("meta")
 
@@ -62,9 +78,12 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         return [
             _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
         ]
+    given = (*args, *kwargs.values())
+    keeps = (torch.Tag.pointwise in func.tags or name in _KEEP_LAYOUT) and not name.endswith("_")
+    layout = _common_layout(given) if keeps else None
     try:
         # The default type decides where a call names none.
-        key = (func, torch.get_default_dtype(), _key(args), _key(tuple(kwargs.items())) if kwargs else None)
+        key = (func, torch.get_default_dtype(), _key(args, layout), _key(tuple(kwargs.items())) if kwargs else None)
     except _Uncached:
         if name == "aten::add_" and args[0].is_meta and isinstance(args[1], Tensor) and args[1].is_sparse:
             return args[0]  # rows of a sparse gradient are added: there is no meta kernel for it
@@ -74,11 +93,32 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, (*args, *kwargs.values()))
+        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, given, layout)
         return out
     if known is _ITSELF:
         return args[0]
-    return func(*args, **kwargs) if known is None else _make(known)
+    return func(*args, **kwargs) if known is None else _make(known, layout)
+
+
+def _common_layout(args: tuple[Any, ...]) -> _Layout | None:
+    """Return the size and stride that all tensors of a call have; None where they differ, or are not contiguous."""
+    layout: _Layout | None = None
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or not value.is_meta:
+                return None
+            own_layout = value.shape, value.stride()
+            if layout not in (None, own_layout):
+                return None
+            layout = own_layout
+        elif type(value) not in _FORMATS and value is not torch.preserve_format:
+            return None
+    expected = 1
+    for length, step in zip(*map(reversed, layout or ((), ())), strict=True):
+        if step != expected or not length:
+            return None
+        expected *= length
+    return layout if layout and layout[0] else None  # numbers promote a tensor of no dimensions
 
 
 def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
@@ -89,15 +129,19 @@ def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tupl
     return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
-def _key(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently."""
+def _key(values: Iterable[Any], layout: _Layout | None = None) -> tuple[Any, ...]:
+    """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently.
+    Of a layout that all tensors have, only the number of dimensions counts."""
     parts: list[Hashable] = []
     for value in values:
         kind = type(value)
         if isinstance(value, Tensor):
             if value.is_sparse or (not value.is_meta and value.dim()):  # its values may matter
                 raise _Uncached
-            parts += (value.shape, value.stride(), value.dtype, value.is_meta)
+            if layout is not None:
+                parts += (len(layout[0]), value.dtype)
+            else:
+                parts += (value.shape, value.stride(), value.dtype, value.is_meta)
         elif kind in _PLAIN:
             parts.append((kind, value))
         elif kind is tuple or kind is list:
@@ -111,10 +155,10 @@ def _key(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 class _Spec(tuple[Any, ...]):
-    """Size, stride and type of a new tensor."""
+    """Size, stride and type of a new tensor; of one that has the layout of all tensors of the call, its type alone."""
 
 
-def _recipe(out: object, given: Iterable[Any]) -> object:
+def _recipe(out: object, given: Iterable[Any], layout: _Layout | None) -> object:
     """How to make such a result again; None where it must be run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
@@ -132,7 +176,11 @@ def _recipe(out: object, given: Iterable[Any]) -> object:
             if value.storage_offset() or storage.nbytes() != _span(value) * value.element_size():
                 raise _Uncached
             storages.add(storage._cdata)
-            return _Spec((tuple(value.shape), value.stride(), value.dtype))
+            if layout is None:
+                return _Spec((tuple(value.shape), value.stride(), value.dtype))
+            if layout != (value.shape, value.stride()):
+                raise _Uncached
+            return _Spec((value.dtype,))
         if type(value) in (tuple, list):
             return type(value)(map(recipe_of, value))
         if value is None or (shapes_decide and isinstance(value, bool | int | float)):
@@ -145,12 +193,12 @@ def _recipe(out: object, given: Iterable[Any]) -> object:
         return None
 
 
-def _make(recipe: Any) -> Any:
+def _make(recipe: Any, layout: _Layout | None = None) -> Any:
     if type(recipe) is _Spec:
-        size, stride, dtype = recipe
+        size, stride, dtype = recipe if layout is None else (*layout, *recipe)
         return torch.empty_strided(size, stride, dtype=dtype, device=_META)
     if type(recipe) in (tuple, list):
-        return type(recipe)(map(_make, recipe))
+        return type(recipe)(_make(part, layout) for part in recipe)
     return recipe
 
 

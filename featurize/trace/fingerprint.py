@@ -30,7 +30,8 @@ from featurize.operators.tensor_parts import plain_parts
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
 _LARGEST_TENSOR = 2**20  # elements of other tensors, as `featurize.recording.values` keeps them
-_MAPPINGS, _SETS = (dict, OrderedDict), (set, frozenset)
+_SETS = frozenset({set, frozenset})
+_COLLECTIONS = _SETS | {dict, OrderedDict}
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_PYTHON = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__", "_abc_impl")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -90,6 +91,10 @@ class Fingerprint(Pickler):
             return self.tensor(value)
         if isinstance(value, nn.Module):
             return copyreg.__newobj__, (type(value),), _order(vars(value))  # type: ignore[attr-defined]
+        return self.other(value)
+
+    def other(self, value: Any) -> Any:
+        """Return what is written of an object that is neither a tensor nor a module."""
         if isinstance(value, type):
             return self.installed(value) if _is_of_library(value) else _own_class(value)
         if isinstance(value, types.FunctionType):
@@ -145,6 +150,7 @@ class State(Fingerprint):
     def __init__(self, *roots: object) -> None:
         super().__init__()
         self.tensors: list[weakref.ref[Tensor]] = []
+        self._places: list[object] = []
         self._held = self.of(*roots)
 
     def stays(self, later: State | None) -> bool:
@@ -152,11 +158,11 @@ class State(Fingerprint):
         # A tensor that has ended since may have left its address to another one.
         return (
             later is not None
-            and self._held == later._held
+            and (self._held, self._places) == (later._held, later._places)
             and all(reference() is not None for reference in self.tensors)
         )
 
-    def reducer_override(self, value: Any) -> Any:
+    def other(self, value: Any) -> Any:
         """Return what is written of an object, with state that a fingerprint of a job leaves out or refuses."""
         kind = type(value)
         if kind in _BOUND:
@@ -165,25 +171,25 @@ class State(Fingerprint):
             return _rebuild_marker, tuple(value.cache_info()), value.__wrapped__
         if kind is weakref.ref:
             return _rebuild_marker, ("reference",), value()
-        return super().reducer_override(value)
+        return super().other(value)
 
     def tensor(self, value: Tensor) -> Any:
-        """Return what is written of a tensor: where it lies; of a small one on the host, its values."""
-        parts: list[object] = []
+        """Note where a tensor lies; of a small one on the host, its values. Return what it holds besides."""
         for part in plain_parts(value):
             storage = part.untyped_storage()
-            parts += (tuple(part.shape), part.dtype, part.requires_grad)
+            self._places += (part.shape, part.dtype, part.requires_grad)
             if part.is_cpu and storage.nbytes() <= _LARGEST_TENSOR:
-                parts.append(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
+                self._places.append(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
                 continue
             self.tensors.append(weakref.ref(part))
-            parts += (id(part), storage._cdata, None if part.is_meta or part.is_inference() else part._version)
-        return _rebuild_marker, tuple(parts), _attached(value)
+            self._places += (id(part), storage._cdata, None if part.is_meta or part.is_inference() else part._version)
+        return _rebuild_marker, (), _attached(value)
 
     def installed(self, code: type | types.FunctionType) -> Any:
         """Return what is written of a class or function of an installed library: what the function holds."""
-        held = None if isinstance(code, type) else _closed_over(code)
-        return _rebuild_marker, (code.__module__, code.__qualname__), held
+        if isinstance(code, type):
+            return _rebuild_marker, ("class", id(code))
+        return _rebuild_marker, (_text_of(code.__code__),), _closed_over(code)
 
 
 def _is_of_library(code: type | types.FunctionType) -> bool:
@@ -267,9 +273,6 @@ def _order(values: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
         else:
             ordered += (name, sorted(value, key=repr) if kind in _SETS else value)
     return _same(tuple(empty)), ordered
-
-
-_COLLECTIONS = (*_MAPPINGS, *_SETS)
 
 
 @functools.cache

@@ -200,25 +200,20 @@ def trace_step(
 
 def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     while True:
-        try:
-            return _traced_once(model, **request)
-        except TraceAgain as again:  # at most once for each of its reasons
-            request |= again.request
-
-
-def _traced_once(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
-    with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
-        tracing = Tracing(entered=entered, **request)
-        try:
-            with kept_from_exit():
-                tracing.build(model)
-                tracing.run()
-                return tracing.result()
-        except (CommandError, TraceError, DoesNotRepeat, TraceAgain):
-            raise
-        except Exception as error:  # a model may raise anything
-            operator, module = origin(error)
-            raise TraceError(tracing.doing, operator, module, error) from error
+        with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
+            tracing = Tracing(entered=entered, **request)
+            try:
+                with kept_from_exit():
+                    tracing.build(model)
+                    tracing.run()
+                    return tracing.result()
+            except (CommandError, TraceError, DoesNotRepeat):
+                raise
+            except TraceAgain as again:  # at most once for each of its reasons
+                request |= again.request
+            except Exception as error:  # a model may raise anything
+                operator, module = origin(error)
+                raise TraceError(tracing.doing, operator, module, error) from error
 
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"

@@ -106,7 +106,7 @@ def bundle(settings: BundleSettings) -> list[str]:
         EnvironmentProblem: A wheel is missing for the machine, or this is not a git checkout.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    target = Target(_release(settings.python, project["requires-python"]))
+    python = _release(settings.python, project["requires-python"])
     folder = Path(settings.out)
     _check_replaceable(folder)
     named = packages_present(settings.present)
@@ -122,7 +122,7 @@ def bundle(settings: BundleSettings) -> list[str]:
         archives: dict[str, Archive] = {}
         for name in PARTS if settings.ray else ("core", "numpy"):
             before = set(downloaded)
-            expects |= needed_wheels(requirements[name], target, on_machine, downloaded, work / "wheels")
+            expects |= needed_wheels(requirements[name], python, on_machine, downloaded, work / "wheels")
             wheels = [downloaded[package] for package in sorted(downloaded.keys() - before)]
             if name == "core" or wheels:
                 archives[name] = _archive(name, wheels, source if name == "core" else (), work / "parts" / PARTS[name])
@@ -130,7 +130,7 @@ def bundle(settings: BundleSettings) -> list[str]:
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "source": described,
-            "python": target.python,
+            "python": python,
             "machine": MACHINE,
             "glibc": GLIBC,
             "torch": next(spec.version for spec in requirements["torch"].specifier if spec.operator == ">="),
@@ -311,29 +311,6 @@ def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Arc
     ]
 
 
-@dataclass(frozen=True)
-class Target:
-    """The machine's Python, as `3.12`."""
-
-    python: str
-
-    @property
-    def markers(self) -> dict[str, str]:
-        """The environment in which markers of requirements hold there."""
-        return {
-            **{name: str(value) for name, value in default_environment().items()},
-            "python_version": self.python,
-            "python_full_version": f"{self.python}.0",
-            "platform_machine": MACHINE,
-            "extra": "",
-        }
-
-    @property
-    def pip_options(self) -> list[str]:
-        platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
-        return ["--only-binary=:all:", "--implementation", "cp", "--python-version", self.python, *platforms]
-
-
 def brought_by_torch() -> dict[str, Version | None]:
     """Return torch and what it requires, in turn, as installed here; not their versions, which are the machine's."""
     names: dict[str, Version | None] = {}
@@ -355,7 +332,7 @@ def brought_by_torch() -> dict[str, Version | None]:
 
 def needed_wheels(
     requirements: Iterable[Requirement],
-    target: Target,
+    python: str,
     on_machine: Mapping[str, Version | None],
     wheels: dict[str, Path],
     folder: Path,
@@ -364,7 +341,7 @@ def needed_wheels(
 
     Args:
         requirements: What is needed.
-        target: The Python for which the wheels are.
+        python: The machine's release of Python, as `3.12`.
         on_machine: The version, or None for any, by name of what the machine has; no wheel is needed where it fits.
         wheels: Path of the wheel by name: those that are there already, and those that are added.
         folder: Where wheels are downloaded.
@@ -376,13 +353,20 @@ def needed_wheels(
         EnvironmentProblem: There is no wheel for the target, or two requirements contradict each other.
     """
     pins = _pins()
+    markers = {
+        **{name: str(value) for name, value in default_environment().items()},
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "platform_machine": MACHINE,
+        "extra": "",
+    }
     expected: set[str] = set()
     wanted = list(requirements)
     while wanted:
         specifiers: dict[str, SpecifierSet] = {}
         for requirement in wanted:
             name, specifier = canonicalize_name(requirement.name), requirement.specifier
-            if requirement.marker is not None and not requirement.marker.evaluate(target.markers):
+            if requirement.marker is not None and not requirement.marker.evaluate(markers):
                 continue
             if name in on_machine and ((version := on_machine[name]) is None or specifier.contains(version, True)):
                 expected.add(name)
@@ -392,7 +376,7 @@ def needed_wheels(
                     raise EnvironmentProblem(f"{name} {version} is taken, but something requires {name}{specifier}")
             else:
                 specifiers[name] = specifiers.get(name, SpecifierSet()) & specifier
-        added = _download(specifiers, pins, target, folder)
+        added = _download(specifiers, pins, python, folder)
         wheels.update(added)
         wanted = [requirement for path in added.values() for requirement in _requirements_of(path)]
     return expected
@@ -411,16 +395,17 @@ def _requirements_of(wheel: Path) -> list[Requirement]:
 
 
 def _download(
-    specifiers: Mapping[str, SpecifierSet], pins: Mapping[str, Version], target: Target, folder: Path
+    specifiers: Mapping[str, SpecifierSet], pins: Mapping[str, Version], python: str, folder: Path
 ) -> dict[str, Path]:
     """Download a wheel for each name: of the pinned release, else of any that fits, else built from sources."""
     asked = {
         name: f"{name}=={pins[name]}" if name in pins and specifier.contains(pins[name]) else f"{name}{specifier}"
         for name, specifier in specifiers.items()
     }
-    built: list[Path] = []
+    platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
+    options = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
     while asked:
-        completed = _pip("download", "--dest", folder, *target.pip_options, *asked.values())
+        completed = _pip("download", "--dest", folder, *options, *asked.values())
         if completed.returncode == 0:
             break
         if "connection broken" in completed.stderr:
@@ -435,21 +420,20 @@ def _download(
         if asked[name] != f"{name}{specifiers[name]}":
             asked[name] = f"{name}{specifiers[name]}"
         else:
-            built.append(_built_wheel(asked.pop(name), target, folder))
+            _build_wheel(asked.pop(name), python, folder)
     paths = {str(parse_wheel_filename(path.name)[0]): path for path in folder.glob("*.whl")}
     return {name: paths[name] for name in specifiers}
 
 
-def _built_wheel(requirement: str, target: Target, folder: Path) -> Path:
+def _build_wheel(requirement: str, python: str, folder: Path) -> None:
     """Build a wheel of a project that publishes sources alone; one that holds compiled code fits no other Python."""
-    missing = f"there is no wheel of {requirement} for Python {target.python} on {MACHINE}"
+    missing = f"there is no wheel of {requirement} for Python {python} on {MACHINE}"
     before = set(folder.glob("*.whl"))
     if _pip("wheel", "--wheel-dir", folder, requirement).returncode:
         raise EnvironmentProblem(f"{missing}, and none can be built; choose another PYTHON=, or name it in present=")
     (wheel,) = set(folder.glob("*.whl")) - before
     if not wheel.name.endswith("-none-any.whl"):
         raise EnvironmentProblem(f"{missing}, only for this machine's; choose another PYTHON=, or name it in present=")
-    return wheel
 
 
 def _pip(command: str, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,12 @@ def contents(path: Path) -> Any:
 def records(rows: Sequence[Mapping[str, Cell]], words: int = 1) -> Table:
     """Return a table of rows that have the same keys, its column names; `words` as in `table`. `rows` is not empty."""
     return table(tuple(rows[0]), [tuple(row.values()) for row in rows], words=words)
+
+
+def drawn(pictures: Iterable[tuple[str, Svg | None]]) -> Iterator[Part]:
+    """Yield pictures side by side under their titles; those with nothing to show are left out."""
+    if groups := tuple(Group(title, (Drawn(picture),)) for title, picture in pictures if picture is not None):
+        yield SideBySide(groups)
 
 
 def mib(value: float | None) -> str:
@@ -202,8 +208,7 @@ def workspaces(results: Results) -> Iterator[Part]:
     yield Lead(f"{lead} The table has the largest differences, in MiB.")
     points = [(row["measured_bytes"] / MIB, row["assumed_bytes"] / MIB, str(row["operator"])) for row in rows]
     picture = against("workspace, MiB", points, is_log=True, axes=("measured", "assumed"))
-    if picture is not None:
-        yield SideBySide((Group("Workspaces, MiB", (Drawn(picture),)),))
+    yield from drawn([("Workspaces, MiB", picture)])
     yield records(cells, words=2)
     off_mib: dict[str, list[float]] = {}
     for row in rows:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +22,15 @@ from conf.reports.blocks import (
     Bullets,
     Cell,
     Code,
-    Drawn,
     Fold,
-    Group,
     Heading,
     Lead,
     Legend,
     ShareBar,
     SharePart,
-    SideBySide,
     table,
 )
-from conf.reports.charts import Svg, against
+from conf.reports.charts import against
 from conf.reports.page_text import MISSING, count_of, figure
 from infra.offline.estimated_runs import (
     FARTHER,
@@ -56,7 +53,7 @@ from infra.offline.estimated_runs import (
     operator_times,
     spread_of,
 )
-from infra.offline.probe_sections import mib, records
+from infra.offline.probe_sections import drawn, mib, records
 from learn.estimation.notes import RESIDENT
 from learn.rows.data import MIN_ROWS
 from learn.sharing.command import memory_errors
@@ -154,12 +151,6 @@ def _compared(results: Results, names: Sequence[str]) -> Iterator[Part]:
             )
             command = kernel_fit if name in ACTIVITY else NO_COMMAND
             yield Finding(command, f"{FIGURES[name].title}: {', '.join(families)}")
-
-
-def drawn(pictures: Iterable[tuple[str, Svg | None]]) -> Iterator[Part]:
-    """Yield pictures side by side under their titles; those with nothing to show are left out."""
-    if groups := tuple(Group(title, (Drawn(picture),)) for title, picture in pictures if picture is not None):
-        yield SideBySide(groups)
 
 
 def spread_text(name: str, spread: Shift | None) -> str:

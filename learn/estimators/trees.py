@@ -22,7 +22,6 @@ _ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wron
 _NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
 _ROWS = 4096  # compared at a time
 _WORDS = 4  # of 64 rows: their bits at all nodes stay in the processor's cache
-_ALL = np.uint64(2**64 - 1)
 _DEEPEST = 1000
 _INFINITE = 1e300  # what LightGBM writes for an infinite threshold
 _KINDS: Mapping[str, type] = {
@@ -116,16 +115,11 @@ class Trees:
 
     def members(self, table: np.ndarray) -> np.ndarray:
         """Return the members' own sums, (members, n), of the rows as `predict` takes them."""
-        least = self._least_columns
-        if table.shape[1] < least:
-            raise ValueError(f"the trees read {least} columns, and the table has {table.shape[1]}")
+        if table.shape[1] < self._paths.columns:
+            raise ValueError(f"the trees read {self._paths.columns} columns, and the table has {table.shape[1]}")
         columns = np.ascontiguousarray(table.T, dtype=np.float64)
         parts = [self._paths.sums(columns[:, start : start + _ROWS]) for start in range(0, len(table), _ROWS)]
         return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
-
-    @cached_property
-    def _least_columns(self) -> int:
-        return int(self.feature.max()) + 1
 
     @cached_property
     def _paths(self) -> _Paths:
@@ -212,7 +206,7 @@ class _Paths:
         order = np.lexsort((-np.bincount(children, minlength=len(levels)), levels))
         place = np.empty(len(order), np.intp)
         place[order] = np.arange(len(order))
-        self.roots, self.nodes = place[trees.root], len(order)
+        self.roots, self.nodes, self.columns = place[trees.root], len(order), int(trees.feature.max()) + 1
         by_goal = np.argsort(place[children], kind="stable")
         goals, levels = place[children][by_goal], levels[children[by_goal]]
         turn = np.arange(len(goals)) - np.searchsorted(goals, goals)  # of a node's parents, one after the other
@@ -246,7 +240,8 @@ class _Paths:
         """Return (splits, words): a bit for each row that goes right."""
         n, first = columns.shape[1], columns[:, 0].take(self.column)
         right = (first > self.threshold) | (np.isnan(first) & ~self.missing_left)
-        rights = np.where(right, _ALL, np.uint64(0))[:, None].repeat(-(-n // 64), axis=1)
+        word = np.dtype(np.uint64 if n > 8 else np.uint8)
+        rights = np.where(right, ~word.type(0), word.type(0))[:, None].repeat(-(-n // (8 * word.itemsize)), axis=1)
         bits = rights.view(np.uint8)[:, : -(-n // 8)]
         pattern = columns.view(np.int64)  # in which NaN equals itself
         varies = (pattern != pattern[:, :1]).any(axis=1)
@@ -262,8 +257,8 @@ class _Paths:
 
     def _sums(self, rights: np.ndarray, n: int) -> np.ndarray:
         sides = np.concatenate([~rights, rights])
-        reached = np.zeros((self.nodes + 1, rights.shape[1]), np.uint64)  # one more, which no row reaches
-        reached[self.roots] = _ALL
+        reached = np.zeros((self.nodes + 1, rights.shape[1]), rights.dtype)  # one more, which no row reaches
+        reached[self.roots] = ~rights.dtype.type(0)
         for begin, turns, parents, sides_of in self.steps:
             rows = sides.take(sides_of, axis=0, mode="clip") & reached.take(parents, axis=0, mode="clip")
             for low, high in turns:

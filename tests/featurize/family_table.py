@@ -20,6 +20,8 @@ class Family(NamedTuple):
     kinds: Module -> kind, besides those that all families share.
     plans: Whose plans tell the truth. steps: That have finite gradients. trains: Whose loss falls.
     recomputes: Whose gradients stay. refused: With the message. causal: Whose tokens see only those before them.
+    repaired: Sampled values, what is drawn for each name (or all), and the fields that they become.
+    published: With the number of parameters.
     """
 
     small: TrialConfig
@@ -31,6 +33,8 @@ class Family(NamedTuple):
     recomputes: tuple = ()
     refused: tuple = ()
     causal: tuple = ()
+    repaired: tuple = ()
+    published: tuple = ()
 
 
 _MLPS = tuple(
@@ -68,6 +72,13 @@ FAMILY = {
             (dict(dropout=1.0), r"dropout must be a number in \[0, 1\), got 1.0"),
             (dict(batch_size=1, batch_norm=True), "batch_size must be >= 2 with batch_norm, got 1"),
         ),
+        repaired=(
+            (dict(linear_layers=4, topology="pyramid"), 0.0, dict(topology="pyramid", depth=3)),
+            (dict(linear_layers=4, topology="bottleneck"), 0.0, dict(topology="bottleneck", depth=2)),
+            (dict(linear_layers=2, topology="bottleneck"), 0.0, dict(topology="bottleneck", depth=1)),
+            (dict(use_dropout=False, dropout=0.4), 0.0, dict(dropout=0.0)),
+            (dict(use_dropout=True, dropout=0.4), 0.0, dict(dropout=0.4)),
+        ),
     ),
     "cnn": Family(
         cnn.Config(batch_size=2, image_size=33, channels=3, classes=5, base_filters=6, depth=9, growth_rate=3),
@@ -81,6 +92,9 @@ FAMILY = {
             (dict(pooling=1), "pooling must be true or false, got 1"),
             (dict(image_size=1, batch_size=1, batch_norm=True), "batch_norm on a 1x1 feature map"),
             (dict(depth=0, activation="swish"), r"depth .*; activation .*"),
+        ),
+        repaired=(
+            (dict(topology="dense", depth=1, pooling=True), 0.0, dict(topology="dense", depth=4, pooling=False)),
         ),
     ),
     "transformer": Family(
@@ -104,6 +118,14 @@ FAMILY = {
             (dict(optimizer="adamx"), f"optimizer must be one of {', '.join(OPTIMIZERS)}, got 'adamx'"),
             (dict(optimizer=["adam"]), "optimizer must be one of"),
             (dict(precision="fp8"), f"precision must be one of {', '.join(PRECISIONS)}, got 'fp8'"),
+        ),
+        repaired=(
+            (
+                dict(embedding_size=130, feed_forward_multiple=2.5),
+                0.0,
+                dict(embedding_size=128, heads=16, feed_forward=320),
+            ),
+            (dict(embedding_size=130, heads=12), 0.0, dict(embedding_size=120, heads=12)),
         ),
     ),
     "timm": Family(
@@ -137,6 +159,21 @@ FAMILY = {
             (dict(rows=(3, 0)), "rows must be a list of integers >= 1, one for each table, got"),
             (dict(rows=12), "rows must be a list of integers >= 1, one for each table, got 12"),
         ),
+        repaired=tuple(
+            (
+                dict(tables=3, smallest_table=4, largest_table=400, sparse_gradients=True, **more),
+                {"table 1": 0.5, "table 2": 0.0},
+                dict(rows=(400, 40, 4), sparse_gradients="optimizer" in more, **more),
+            )
+            for more in ({}, {"optimizer": "sgd"})
+        ),
+        # The tables, the bottom's layers, and the top's, which read four vectors that interact in six pairs.
+        published=(
+            (
+                {},
+                (30 + 7 + 11) * 8 + (5 * 16 + 16 + 16 * 8 + 8 + 8 * 8 + 8) + ((8 + 6) * 16 + 16 + 16 * 8 + 8 + 8 + 1),
+            ),
+        ),
     ),
     "diffusion": Family(
         diffusion.Config(
@@ -157,6 +194,27 @@ FAMILY = {
             (dict(heads=3), "heads must divide base_channels, got 3 heads for 32 channels"),
             (dict(image_size=10, levels=3), r"image_size must be a multiple of 2\*\*\(levels - 1\) = 4, got 10"),
         ),
+        repaired=tuple(
+            (dict(base_channels=width, heads=8), 0.5, dict(base_channels=channels, heads=heads))
+            for width, channels, heads in ((70, 64, 8), (32, 32, 4), (96, 96, 6))
+        ),
+        # Ho et al. (arXiv 2006.11239): 35.7 million for CIFAR-10, widths 128, 256, 256, 256, attention at 16 pixels
+        published=(
+            (
+                dict(
+                    image_size=32,
+                    base_channels=128,
+                    levels=4,
+                    blocks=2,
+                    widest=2,
+                    attention_size=16,
+                    attention_size_min=16,
+                    heads=1,
+                    dropout=0.1,
+                ),
+                35_746_307,
+            ),
+        ),
     ),
     "gnn": Family(
         gnn.Config(batch_size=2, nodes=20, degree=3, features=6, classes=5, hidden=8, depth=2),
@@ -169,6 +227,19 @@ FAMILY = {
         refused=(
             (dict(operator="gat", heads=3), "heads must divide hidden, got 3 heads for 8 features"),
             (dict(operator="gin"), "operator must be one of gcn, sage, gat, got 'gin'"),
+        ),
+        repaired=(
+            (dict(operator="gat", heads=4, hidden=30), 0.5, dict(operator="gat", heads=4, hidden=28)),
+            (dict(operator="gcn", heads=4, hidden=30), 0.5, dict(operator="gcn", hidden=30)),
+            (dict(nodes=100_000, degree=50, batch_size=4), 0.5, dict(nodes=100_000, degree=10, batch_size=4)),
+        ),
+        # Weights for each input, one or two matrices, and biases or attention's vectors; then the head.
+        published=tuple(
+            (
+                dict(operator=operator, heads=2, depth=3),
+                matrices * (6 * 8 + 2 * 8 * 8) + 3 * vectors * 8 + 8 * 5 + 5,
+            )
+            for operator, matrices, vectors in (("gcn", 1, 1), ("sage", 2, 1), ("gat", 1, 3))
         ),
     ),
     "unet": Family(
@@ -224,6 +295,14 @@ FAMILY = {
             (dict(capacity_factor=float("inf")), "capacity_factor must be a number > 0, got inf"),
             (dict(activation="mish"), "activation must be one of relu, gelu, silu, got 'mish'"),
         ),
+        repaired=(
+            (
+                dict(depth=2, moe_every=4, topology="decoder", classes=7),
+                0.0,
+                dict(depth=4, moe_every=4, topology="decoder"),
+            ),
+            (dict(topology="encoder", classes=7), 0.0, dict(topology="encoder", classes=7)),
+        ),
     ),
     "rnn": Family(
         rnn.Config(
@@ -237,6 +316,18 @@ FAMILY = {
             (dict(cell="rnn"), "cell must be one of lstm, gru, got 'rnn'"),
             (dict(task="tagging"), "task must be one of classify_last, classify_mean, language_model, got 'tagging'"),
             (dict(task="language_model", bidirectional=True), "bidirectional must be false for task language_model"),
+        ),
+        repaired=(
+            (
+                dict(task="language_model", bidirectional=True, classes=9, use_dropout=False, dropout=0.3),
+                None,
+                dict(task="language_model", bidirectional=False, dropout=0.0),
+            ),
+            (
+                dict(task="classify_last", bidirectional=True, classes=9),
+                None,
+                dict(task="classify_last", bidirectional=True, classes=9),
+            ),
         ),
     ),
     "gpt": Family(
@@ -277,6 +368,35 @@ FAMILY = {
             (dict(activation="relu"), "activation must be one of gelu, gelu_new, got 'relu'"),
             (dict(tied_embeddings=1, depth=0), "depth must be .*; tied_embeddings must be true or false, got 1"),
         ),
+        repaired=(
+            (
+                dict(embedding_size=700, feed_forward_multiple=4, use_dropout=False),
+                0.0,
+                dict(embedding_size=672, heads=21, feed_forward=2688, dropout=0.0),
+            ),
+            (dict(embedding_size=100, heads=12), 0.0, dict(embedding_size=96, heads=12)),
+            (dict(embedding_size="wide"), 0.0, dict(embedding_size="wide")),
+        ),
+        # GPT-2 of three sizes
+        published=tuple(
+            (
+                dict(
+                    vocabulary_size=50257,
+                    sequence_length=1024,
+                    embedding_size=width,
+                    heads=heads,
+                    depth=depth,
+                    feed_forward=4 * width,
+                    activation="gelu_new",
+                ),
+                parameters,
+            )
+            for width, heads, depth, parameters in (
+                (768, 12, 12, 124_439_808),
+                (1024, 16, 24, 354_823_168),
+                (1280, 20, 36, 774_030_080),
+            )
+        ),
     ),
     "vit": Family(
         vit.Config(
@@ -291,6 +411,35 @@ FAMILY = {
             (dict(patch_size=7), "patch_size must divide image_size, got 7 for images of 24 pixels"),
             (dict(patch_size=7, heads=3), "patch_size must .*; heads must divide embedding_size, got 3 heads"),
             (dict(dropout=1.0), r"dropout must be a number in \[0, 1\), got 1.0"),
+        ),
+        repaired=(
+            (
+                dict(image_size=230, patch_size=14, embedding_size=200, feed_forward_multiple=3),
+                0.99,
+                dict(image_size=224, patch_size=14, embedding_size=192, heads=2, feed_forward=576),
+            ),
+            (dict(image_size=5, patch_size=8), 0.99, dict(image_size=8, patch_size=8)),
+        ),
+        # timm's and torchvision's sizes: tiny, small, base, large
+        published=tuple(
+            (
+                dict(
+                    image_size=224,
+                    patch_size=16,
+                    classes=1000,
+                    embedding_size=width,
+                    heads=heads,
+                    depth=depth,
+                    feed_forward=4 * width,
+                ),
+                parameters,
+            )
+            for width, heads, depth, parameters in (
+                (192, 3, 12, 5_717_416),
+                (384, 6, 12, 22_050_664),
+                (768, 12, 12, 86_567_656),
+                (1024, 16, 24, 304_326_632),
+            )
         ),
     ),
 }

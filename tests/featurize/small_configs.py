@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from farm.sampling.draws import Limits, sample
 from farm.sampling.space import parse_space
+from featurize.configs.features import feature_columns
 from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 
 SHARE = 8  # every range is cut to its lower eighth
@@ -47,3 +48,9 @@ def assert_ratios_hold(found, spec, ratios):
         assert 0 <= getattr(found, ratio) <= 1, (ratio, spec.name)
     assert found.smocc <= found.smact <= found.gpu_util
     assert spec.idle_power_w <= found.power_w <= spec.power_limit_w
+
+
+def scalar_features(config: TrialConfig) -> dict[str, float | str]:
+    """The features of one config, as `feature_columns` has them: numbers, or text for what is categorical."""
+    values = {name: column.tolist()[0] for name, column in feature_columns([config]).items()}
+    return {name: value for name, value in values.items() if isinstance(value, str) or value == value}

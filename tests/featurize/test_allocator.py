@@ -1,38 +1,130 @@
-"""The allocator simulator against sequences worked out by hand, one rule of PyTorch's allocator at a time.
+"""The allocator simulator against sequences worked out by hand, one rule of PyTorch's allocator at a time, and its
+invariants over random requests.
 
-MiB sizes stand in the tests as plain numbers; `events` shows segments as (`+` taken or `-` given back, MiB).
-"""
+Start reading at `play`, which runs a sequence that is written as text. Sizes in such texts are MiB."""
+
+import itertools
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory
 from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.replay import replay_history
 
 MIB = 2**20
-SIGNS = {"segment_alloc": "+", "segment_map": "+", "segment_free": "-", "segment_unmap": "-", "oom": "oom"}
+
+SIGNS = {"segment_alloc": "+", "segment_map": "+", "segment_free": "-", "segment_unmap": "-", "oom": "oom "}
+
+REQUEST = re.compile(r"(?P<mib>\d*)(?P<bytes>[+-]\d+)?(@(?P<stream>\d))?(=(?P<name>\w))?")
+
+GROWS = "expandable_segments:True"
+
+COLLECTS = "garbage_collection_threshold:0.5,per_process_memory_fraction:0.9"
 
 
 def allocator(conf="", capacity=None, **extra):
     return CachingAllocator(None if capacity is None else int(capacity * MIB), AllocatorSettings.parse(conf), **extra)
 
 
+def play(simulated, script):
+    """Run a sequence: `30` takes 30 MiB, `30-512` 512 bytes less, `30@1` in stream 1, `30=a` calls the block `a`, `free
+    a` gives it back, `empty` empties the cache. A request that does not fit is among the allocator's events."""
+    blocks, words = {}, iter(script.split())
+    for word in words:
+        if word == "empty":
+            simulated.empty_cache()
+        elif word == "free":
+            simulated.free(blocks[next(words)])
+        else:
+            request = REQUEST.fullmatch(word)
+            nbytes = int(request["mib"] or 0) * MIB + int(request["bytes"] or 0)
+            try:
+                blocks[request["name"]] = simulated.allocate(nbytes, int(request["stream"] or 0))
+            except OutOfMemory:
+                continue
+
+
 def events(simulated):
-    return [(SIGNS[event.action], event.size / MIB) for event in simulated.segment_events]
+    """Segments that were taken (`+`) and given back (`-`), and requests that did not fit."""
+    return " ".join(f"{SIGNS[event.action]}{event.size / MIB:g}" for event in simulated.segment_events)
 
 
 def shape(simulated):
-    """Each segment as its blocks, in MiB: live ones positive, cached ones negative."""
-    return [
-        [block.size / MIB * (1 if block.state == "active_allocated" else -1) for block in segment.blocks]
-        for segment in simulated.snapshot()
-    ]
+    """Each segment as its blocks: live ones positive, cached ones negative."""
+    signs = {"active_allocated": 1, "inactive": -1}
+    segments = ([block.size / MIB * signs[block.state] for block in segment.blocks] for segment in simulated.snapshot())
+    return " | ".join(" ".join(f"{size:g}" for size in blocks) for blocks in segments)
 
 
-def mib(simulated, size, stream=0):
-    return simulated.allocate(int(size * MIB), stream)
+@pytest.mark.parametrize(
+    ("conf", "capacity", "script", "segments", "blocks"),
+    [
+        # Segments.
+        ("large_segment_size_mb:32", None, "2", "+32", "2 -30"),
+        ("", None, "1 1 1", "+2 +2", "1 1 | 1 -1"),  # small requests share 2 MiB
+        ("", None, "5=a free a +1000", "+20 +2", "-20 | 0.000976562 -1.99902"),  # and never take of large segments
+        # The smallest block that is large enough serves, among equal ones that of the lowest address.
+        ("", None, "60=a 30=b 40 free a free b 25", "+60 +30 +40", "-60 | 25 -5 | 40"),
+        ("", None, "30=a 30=b 30=c free c free b free a 30", "+30 +30 +30", "30 | -30 | -30"),
+        # A large block is split if more than 1 MiB is left, a small or expandable one down to 512 bytes.
+        ("", None, "19", "+20", "20"),
+        ("", None, "20=a free a 19-512", "+20", "18.9995 -1.00049"),
+        ("", None, "1 1-512", "+2", "1 0.999512 -0.000488281"),
+        (GROWS, None, "10 10-512", "+20", "10 9.99951 -0.000488281"),
+        # A freed block merges with both neighbours.
+        ("", None, "4=a 4 4=c free a free c", "+20", "-4 4 -12"),
+        ("", None, "4=a 4=b 4=c free a free c free b", "+20", "-20"),
+        # Streams do not share blocks.
+        ("", None, "30@1=a free a 30@2", "+30 +30", "-30 | 30"),
+        ("", None, "30@1=a free a 30@2 30@1", "+30 +30", "30 | 30"),
+        # Emptying the cache gives back whole segments only, large ones first.
+        ("", None, "+100=a 12=b 3 3=c free a free b free c empty", "+2 +12 +20 -12 -2", "3 -17"),
+        # What does not fit gives the cache back, of which a split segment is no part.
+        ("", 100, "60=a free a 70", "+60 -60 +70", "70"),
+        ("", 30, "2 19", "+20 oom 19", "2 -18"),
+        # Collected above half of 90: blocks that have been free for longer than average.
+        (COLLECTS, 100, "20=a 20=b free a 10@1 free b 30", "+20 +20 +10 -20 +30", "-20 | 10 | 30"),
+        ("garbage_collection_threshold:0.1", 100, "20=a free a 30", "+20 +30", "-20 | 30"),  # only beside a fraction
+        # Blocks of `max_split_size_mb` are never split, and serve requests up to 20 MiB smaller as a whole.
+        ("max_split_size_mb:40", None, "40=a free a 30", "+40 +30", "-40 | 30"),
+        ("max_split_size_mb:40", None, "38=a free a 30", "+38", "30 -8"),
+        ("max_split_size_mb:40", None, "70=a free a 50 52", "+70 +50", "70 | 50"),
+        ("max_split_size_mb:40,max_non_split_rounding_mb:31", None, "70=a free a 40", "+70", "70"),
+        # They are given back before a retry: the smallest that suffices, or from the largest on.
+        ("max_split_size_mb:20", 100, "50=a 40=b free a free b 15", "+50 +40 -40 +16", "-50 | 16"),
+        ("max_split_size_mb:20", 120, "30=a 40=b 50=c free a free b free c 75", "+30 +40 +50 -50 -40 +76", "-30 | 76"),
+        # Expandable segments grow by whole pages, whose end is kept for growth.
+        (GROWS, 400, "+1 3 18", "+2 +20 +20", "0.000488281 -1.99951 | 3 18 -19"),
+        (GROWS, 400, "30=a 30 5 free a 5", "+40 +20 +20", "5 -25 30 5 -15"),
+        # Whole free pages are unmapped, and the gap is filled first.
+        (GROWS, 400, "25=a 25 free a empty", "+40 +20 -20", "-5 25 -10"),
+        (GROWS, 400, "25=a 25 free a empty 20", "+40 +20 -20 +20", "20 -5 25 -10"),
+        (GROWS, 50, "15@1=a free a 35 6", "+20 -20 +40 oom 6", "35 -5"),
+    ],
+)
+def test_requests_are_served_as_pytorchs_allocator_serves_them(conf, capacity, script, segments, blocks):
+    simulated = allocator(conf, capacity)
+    play(simulated, script)
+    assert events(simulated) == segments
+    assert shape(simulated) == blocks
 
 
-# ---- sizes and segments
+@pytest.mark.parametrize(
+    ("conf", "capacity", "script", "retries"),
+    [
+        ("", 100, "60=a free a 70", 1),
+        (COLLECTS, 100, "20=a 20=b free a 10@1 free b 30", 0),
+        ("max_split_size_mb:20", 100, "50=a 40=b free a free b 15", 0),
+        (GROWS, 50, "15@1=a free a 35", 1),
+    ],
+)
+def test_only_an_emptied_cache_is_a_retry(conf, capacity, script, retries):
+    simulated = allocator(conf, capacity)
+    play(simulated, script)
+    assert (simulated.retries, simulated.ooms) == (retries, 0)
 
 
 def test_sizes_are_rounded_up_to_512_bytes():
@@ -67,300 +159,7 @@ def test_zero_bytes_allocate_nothing_and_free_as_nothing():
 def test_the_segment_follows_from_the_rounded_request(request_bytes, segment_mib):
     simulated = allocator()
     simulated.allocate(request_bytes)
-    assert events(simulated) == [("+", segment_mib)]
-
-
-def test_large_segment_size_replaces_the_20_mib():
-    simulated = allocator("large_segment_size_mb:32")
-    mib(simulated, 2)
-    assert events(simulated) == [("+", 32)]
-
-
-def test_power_of_two_divisions_round_within_the_interval():
-    # 1200 KiB lies in [1024, 2048): four parts of 256 KiB, so 1280 KiB.
-    simulated = allocator("roundup_power2_divisions:4")
-    simulated.allocate(1200 * 1024)
-    assert simulated.allocated_bytes == 1280 * 1024
-    # Up to 512 * 4 = 2048 bytes it is the plain rounding: 1200 becomes 1536; a power of two stays.
-    rounded = AllocatorSettings.parse("roundup_power2_divisions:4").size_rounding()
-    assert [rounded(n) for n in (1, 1200, 2048, 2049, 4096, 1 << 20)] == [512, 1536, 2048, 2560, 4096, 1 << 20]
-
-
-def test_divisions_may_differ_by_size():
-    # Below 256 MiB the first value, in [256, 512) MiB 1 (off), in [512, 1024) 2, in [1024, 2048) 4, above 8.
-    rounded = AllocatorSettings.parse("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]").size_rounding()
-    assert rounded(300 * MIB + 1) == 300 * MIB + 512
-    assert rounded(513 * MIB) == 768 * MIB
-    assert rounded(1025 * MIB) == 1280 * MIB
-    assert rounded(2049 * MIB) == (2048 + 256) * MIB
-
-
-# ---- best fit, splitting, merging
-
-
-def test_small_requests_share_segments_of_2_mib():
-    simulated = allocator()
-    for _ in range(3):
-        mib(simulated, 1)
-    assert shape(simulated) == [[1, 1], [1, -1]]
-
-
-def test_the_smallest_block_that_is_large_enough_serves():
-    simulated = allocator()
-    big, middle, _ = mib(simulated, 60), mib(simulated, 30), mib(simulated, 40)
-    address = simulated.address_of(middle)
-    simulated.free(big)
-    simulated.free(middle)
-    assert simulated.address_of(mib(simulated, 25)) == address
-    assert shape(simulated) == [[-60], [25, -5], [40]]
-
-
-def test_among_equal_sizes_the_lowest_address_serves():
-    simulated = allocator()
-    blocks = [mib(simulated, 30) for _ in range(3)]
-    lowest = simulated.address_of(blocks[0])
-    for block in reversed(blocks):
-        simulated.free(block)
-    assert simulated.address_of(mib(simulated, 30)) == lowest
-
-
-def test_a_large_block_is_split_only_if_more_than_1_mib_is_left():
-    simulated = allocator()
-    simulated.allocate(19 * MIB)  # of a segment of 20: 1 MiB is left, which stays inside the block
-    assert simulated.allocated_bytes == 20 * MIB
-    simulated = allocator()
-    simulated.free(mib(simulated, 20))
-    simulated.allocate(19 * MIB - 512)
-    assert simulated.allocated_bytes == 19 * MIB - 512
-    assert shape(simulated) == [[19 - 512 / MIB, -(1 + 512 / MIB)]]
-
-
-@pytest.mark.parametrize("conf, segment_mib", [("", 2), ("expandable_segments:True", 20)])
-def test_a_small_or_expandable_block_is_split_down_to_512_bytes(conf, segment_mib):
-    simulated = allocator(conf)
-    mib(simulated, segment_mib // 2)
-    simulated.allocate(segment_mib // 2 * MIB - 512)
-    assert [block.size for block in simulated.snapshot()[0].blocks][1:] == [segment_mib // 2 * MIB - 512, 512]
-
-
-def test_small_requests_never_use_large_blocks():
-    simulated = allocator()
-    simulated.free(mib(simulated, 5))
-    simulated.allocate(1000)
-    assert events(simulated) == [("+", 20), ("+", 2)]
-
-
-def test_a_freed_block_merges_with_both_neighbours():
-    simulated = allocator()
-    first, second, third = (mib(simulated, 4) for _ in range(3))
-    simulated.free(first)
-    simulated.free(third)
-    assert shape(simulated) == [[-4, 4, -12]]
-    simulated.free(second)
-    assert shape(simulated) == [[-20]]
-
-
-def test_streams_do_not_share_blocks():
-    simulated = allocator()
-    simulated.free(mib(simulated, 30, stream=1))
-    mib(simulated, 30, stream=2)
-    assert events(simulated) == [("+", 30), ("+", 30)]
-    mib(simulated, 30, stream=1)
-    assert len(simulated.segment_events) == 2
-    assert [segment.stream for segment in simulated.snapshot()] == [1, 2]
-
-
-# ---- giving back
-
-
-def test_empty_cache_gives_back_whole_segments_only_large_ones_first():
-    simulated = allocator()
-    small, large, kept = simulated.allocate(100), mib(simulated, 12), mib(simulated, 3)
-    split = mib(simulated, 3)
-    for block in (small, large, split):
-        simulated.free(block)
-    simulated.empty_cache()
-    assert events(simulated)[3:] == [("-", 12), ("-", 2)]
-    assert simulated.reserved_bytes == 20 * MIB
-    simulated.free(kept)
-    simulated.empty_cache()
-    assert simulated.reserved_bytes == 0
-
-
-def test_a_request_that_does_not_fit_gives_the_cache_back_and_retries():
-    simulated = allocator(capacity=100)
-    simulated.free(mib(simulated, 60))
-    mib(simulated, 70)  # 60 + 70 > 100
-    assert events(simulated) == [("+", 60), ("-", 60), ("+", 70)]
-    assert (simulated.retries, simulated.ooms, simulated.peak_reserved_bytes) == (1, 0, 70 * MIB)
-
-
-def test_out_of_memory_states_its_figures_and_leaves_the_allocator_usable():
-    simulated = allocator(capacity=100)
-    held, cached = mib(simulated, 50), mib(simulated, 21)  # 21 takes a segment of 22
-    simulated.free(cached)
-    with pytest.raises(OutOfMemory) as raised:
-        simulated.allocate(50 * MIB + 1)  # needs 52; 50 are left once the 22 are given back
-    error = raised.value
-    assert (error.requested_bytes, error.reserved_bytes) == (52 * MIB, 50 * MIB)
-    assert (error.allocated_bytes, error.capacity_bytes) == (50 * MIB, 100 * MIB)
-    assert (simulated.retries, simulated.ooms) == (1, 1)
-    assert events(simulated)[2:] == [("-", 22), ("oom", 50 + 512 / MIB)]
-    mib(simulated, 50)
-    simulated.free(held)
-    assert simulated.allocated_bytes == 50 * MIB
-
-
-def test_a_split_segment_cannot_help_a_large_request():
-    simulated = allocator(capacity=30)
-    mib(simulated, 2)  # holds a segment of 20, of which 18 are cached
-    with pytest.raises(OutOfMemory):
-        mib(simulated, 19)
-    assert simulated.reserved_bytes == 20 * MIB
-
-
-def test_the_memory_fraction_is_a_limit_below_the_capacity():
-    simulated = allocator("per_process_memory_fraction:0.5", capacity=80, total_bytes=100 * MIB)
-    mib(simulated, 50)
-    with pytest.raises(OutOfMemory) as raised:
-        simulated.allocate(1)
-    assert raised.value.capacity_bytes == 50 * MIB
-
-
-def test_garbage_collection_gives_back_what_was_free_for_longer_than_average():
-    # Allowed 90 % of 100, collected above half of that: 45.
-    simulated = allocator("garbage_collection_threshold:0.5,per_process_memory_fraction:0.9", capacity=100)
-    old, young = mib(simulated, 20), mib(simulated, 20)
-    simulated.free(old)
-    mib(simulated, 10, stream=1)  # the third large request: `old` ages by one; 40 + 10 reserved
-    simulated.free(young)
-    mib(simulated, 30)  # the fourth: ages 2 and 1, average 1.5; 50 > 45, so `old` goes, and 30 is below 45
-    assert events(simulated) == [("+", 20), ("+", 20), ("+", 10), ("-", 20), ("+", 30)]
-    assert simulated.retries == 0
-
-
-def test_garbage_is_collected_only_beside_a_memory_fraction():
-    simulated = allocator("garbage_collection_threshold:0.1", capacity=100)
-    simulated.free(mib(simulated, 20))
-    mib(simulated, 30)
-    assert events(simulated) == [("+", 20), ("+", 30)]
-
-
-# ---- max_split_size
-
-
-@pytest.mark.parametrize(
-    "more, cached, requests, blocks",
-    [
-        ("", 40, [30], [[-40], [30]]),  # a block of that size serves no smaller request
-        ("", 38, [30], [[30, -8]]),  # a smaller block is still split
-        ("", 70, [50], [[-70], [50]]),  # 70 >= 50 + 20: too large a block
-        ("", 70, [50, 52], [[70], [50]]),  # it serves requests up to 20 MiB smaller, as a whole
-        (",max_non_split_rounding_mb:31", 70, [40], [[70]]),  # 70 < 40 + 31
-    ],
-)
-def test_blocks_of_max_split_size_are_never_split(more, cached, requests, blocks):
-    simulated = allocator("max_split_size_mb:40" + more)
-    simulated.free(mib(simulated, cached))
-    for size in requests:
-        mib(simulated, size)
-    assert shape(simulated) == blocks
-
-
-@pytest.mark.parametrize(
-    "capacity, cached, request_mib, given_back, segment",
-    [
-        (100, [50, 40], 15, [40], 16),  # 90 + 16 > 100; both are at least 20: the smallest that suffices goes
-        (120, [30, 40, 50], 75, [50, 40], 76),  # no single one has 75: from the largest on
-    ],
-)
-def test_oversize_segments_are_given_back_before_a_retry(capacity, cached, request_mib, given_back, segment):
-    simulated = allocator("max_split_size_mb:20", capacity=capacity)
-    for block in [mib(simulated, size) for size in cached]:
-        simulated.free(block)
-    mib(simulated, request_mib)
-    assert events(simulated)[len(cached) :] == [*(("-", size) for size in given_back), ("+", segment)]
-    assert simulated.retries == 0
-
-
-# ---- expandable segments
-
-
-def test_an_expandable_segment_grows_by_whole_pages():
-    simulated = allocator("expandable_segments:True", capacity=400)
-    simulated.allocate(1)
-    mib(simulated, 3)
-    mib(simulated, 18)  # 17 of the page are left: the missing MiB takes another page of 20
-    assert events(simulated) == [("+", 2), ("+", 20), ("+", 20)]
-    assert {event.action for event in simulated.segment_events} == {"segment_map"}
-    assert [segment.size // MIB for segment in simulated.snapshot()] == [2, 40]
-    assert shape(simulated)[1] == [3, 18, -19]
-
-
-def test_whole_free_pages_are_unmapped_and_the_gap_is_filled_first():
-    simulated = allocator("expandable_segments:True", capacity=400)
-    first = mib(simulated, 25)  # 40 mapped
-    mib(simulated, 25)  # 60 mapped, 50 used
-    base = simulated.address_of(first)
-    simulated.free(first)
-    simulated.empty_cache()  # [0, 20) is a whole page, [20, 25) is not, [50, 60) neither
-    assert events(simulated) == [("+", 40), ("+", 20), ("-", 20)]
-    assert shape(simulated) == [[-5, 25, -10]]
-    again = mib(simulated, 20)  # mapped at the lowest address, merged with the 5 that stayed
-    assert simulated.address_of(again) == base
-    assert shape(simulated) == [[20, -5, 25, -10]]
-
-
-def test_the_end_of_an_expandable_segment_is_kept_for_growth():
-    simulated = allocator("expandable_segments:True", capacity=400)
-    hole, _, _ = mib(simulated, 30), mib(simulated, 30), mib(simulated, 5)
-    base = simulated.address_of(hole)
-    simulated.free(hole)
-    assert shape(simulated) == [[-30, 30, 5, -15]]
-    assert simulated.address_of(mib(simulated, 5)) == base  # though 15 fits better than 30
-
-
-def test_pages_that_do_not_fit_are_an_out_of_memory_after_unmapping():
-    simulated = allocator("expandable_segments:True", capacity=50)
-    simulated.free(mib(simulated, 15, stream=1))
-    mib(simulated, 35)  # 20 + 40 > 50: the other stream's page is unmapped
-    assert events(simulated) == [("+", 20), ("-", 20), ("+", 40)]
-    assert (simulated.retries, simulated.ooms) == (1, 0)
-    with pytest.raises(OutOfMemory):
-        mib(simulated, 6)  # 5 are left of the 40, and another 20 don't fit in 50
-    assert simulated.reserved_bytes == 40 * MIB
-
-
-def test_an_emptied_expandable_segment_gives_its_addresses_back():
-    simulated = allocator("expandable_segments:True", capacity=100)
-    block = mib(simulated, 30)
-    address = simulated.address_of(block)
-    simulated.free(block)
-    simulated.empty_cache()
-    assert (simulated.reserved_bytes, simulated.snapshot()) == (0, ())
-    assert simulated.address_of(mib(simulated, 30, stream=7)) == address
-
-
-# ---- use and misuse
-
-
-def test_peaks_are_kept_where_memory_is_given_back():
-    simulated = allocator()
-    simulated.free(mib(simulated, 30))
-    simulated.empty_cache()
-    assert (simulated.peak_allocated_bytes, simulated.peak_reserved_bytes) == (30 * MIB, 30 * MIB)
-
-
-def test_a_stale_or_foreign_handle_is_refused():
-    simulated, other = allocator(), allocator()
-    block, foreign = mib(simulated, 3), mib(other, 3)
-    simulated.free(block)
-    mib(simulated, 3)  # the same place again
-    for handle in (block, foreign, -1, "x"):
-        with pytest.raises(ValueError, match="not a live block"):
-            simulated.free(handle)
-    with pytest.raises(ValueError, match="nbytes"):
-        simulated.allocate(-1)
+    assert events(simulated) == f"+{segment_mib}"
 
 
 def test_freed_address_ranges_are_reused_from_the_lowest_on():
@@ -373,24 +172,250 @@ def test_freed_address_ranges_are_reused_from_the_lowest_on():
     assert space.take(8 * MIB, "segment_alloc") == c
 
 
+@pytest.mark.parametrize(
+    ("conf", "sizes"),
+    [
+        # Up to 512 * 4 bytes it is the plain rounding; above, four parts of each interval between powers of two.
+        ("4", {1: 512, 1200: 1536, 2048: 2048, 2049: 2560, 4096: 4096, 1200 * 1024: 1280 * 1024, MIB: MIB}),
+        # Below 256 MiB the first value, in [256, 512) MiB 1 (off), in [512, 1024) 2, in [1024, 2048) 4, above 8.
+        (
+            "[256:1,512:2,1024:4,>:8]",
+            {300 * MIB + 1: 300 * MIB + 512, 513 * MIB: 768 * MIB, 1025 * MIB: 1280 * MIB, 2049 * MIB: 2304 * MIB},
+        ),
+    ],
+)
+def test_power_of_two_divisions_round_within_the_interval(conf, sizes):
+    rounded = AllocatorSettings.parse(f"roundup_power2_divisions:{conf}").size_rounding()
+    assert {size: rounded(size) for size in sizes} == sizes
+
+
+def test_out_of_memory_states_its_figures_and_leaves_the_allocator_usable():
+    simulated = allocator(capacity=100)
+    play(simulated, "50 21=a free a")  # 21 takes a segment of 22
+    with pytest.raises(OutOfMemory) as raised:
+        simulated.allocate(50 * MIB + 1)  # needs 52; 50 are left once the 22 are given back
+    error = raised.value
+    assert (error.requested_bytes, error.reserved_bytes) == (52 * MIB, 50 * MIB)
+    assert (error.allocated_bytes, error.capacity_bytes) == (50 * MIB, 100 * MIB)
+    assert (simulated.retries, simulated.ooms) == (1, 1)
+    assert events(simulated) == "+50 +22 -22 oom 50.0005"
+    play(simulated, "50=a free a")
+    assert (simulated.allocated_bytes, simulated.peak_reserved_bytes) == (50 * MIB, 100 * MIB)
+    fraction = allocator("per_process_memory_fraction:0.5", capacity=80, total_bytes=100 * MIB)
+    play(fraction, "50")
+    with pytest.raises(OutOfMemory) as raised:
+        fraction.allocate(1)
+    assert raised.value.capacity_bytes == 50 * MIB
+
+
+def test_an_emptied_expandable_segment_gives_its_addresses_back():
+    simulated = allocator(GROWS, capacity=100)
+    block = simulated.allocate(30 * MIB)
+    address = simulated.address_of(block)
+    simulated.free(block)
+    simulated.empty_cache()
+    assert (simulated.reserved_bytes, simulated.snapshot()) == (0, ())
+    assert (simulated.peak_allocated_bytes, simulated.peak_reserved_bytes) == (30 * MIB, 40 * MIB)
+    assert simulated.address_of(simulated.allocate(30 * MIB, 7)) == address
+
+
+def test_a_stale_or_foreign_handle_is_refused():
+    simulated, other = allocator(), allocator()
+    block, foreign = simulated.allocate(3 * MIB), other.allocate(3 * MIB)
+    simulated.free(block)
+    simulated.allocate(3 * MIB)  # the same place again
+    for handle in (block, foreign, -1, "x"):
+        with pytest.raises(ValueError, match="not a live block"):
+            simulated.free(handle)
+    with pytest.raises(ValueError, match="nbytes"):
+        simulated.allocate(-1)
+
+
 def test_memory_that_another_stream_uses_is_given_to_nobody_before_that_ends():
-    allocator = CachingAllocator()
-    first = allocator.allocate(30 * MIB)
-    allocator.retire(first)
-    assert allocator.allocated_bytes == 0 and allocator.peak_reserved_bytes == 30 * MIB
-    second = allocator.allocate(30 * MIB)
-    assert allocator.peak_reserved_bytes == 60 * MIB
-    allocator.settle(first)
-    allocator.free(second)
-    allocator.allocate(30 * MIB), allocator.allocate(30 * MIB)
-    assert allocator.peak_reserved_bytes == 60 * MIB == allocator.allocated_bytes
+    simulated = allocator()
+    first = simulated.allocate(30 * MIB)
+    simulated.retire(first)
+    assert simulated.allocated_bytes == 0 and simulated.peak_reserved_bytes == 30 * MIB
+    second = simulated.allocate(30 * MIB)
+    assert simulated.peak_reserved_bytes == 60 * MIB
+    simulated.settle(first)
+    simulated.free(second)
+    play(simulated, "30 30")
+    assert simulated.peak_reserved_bytes == 60 * MIB == simulated.allocated_bytes
+    small = allocator(capacity=40)
+    first = small.allocate(30 * MIB)
+    small.retire(first)
+    small.allocate(30 * MIB)  # an out of memory waits for other streams
+    assert small.retries == 1
+    small.settle(first)  # already given back
+    assert small.allocated_bytes == 30 * MIB == small.reserved_bytes
 
 
-def test_out_of_memory_waits_for_other_streams():
-    allocator = CachingAllocator(40 * MIB)
-    first = allocator.allocate(30 * MIB)
-    allocator.retire(first)
-    allocator.allocate(30 * MIB)
-    assert allocator.retries == 1
-    allocator.settle(first)  # already given back
-    assert allocator.allocated_bytes == 30 * MIB == allocator.reserved_bytes
+CONFS = [
+    "",
+    "max_split_size_mb:20",
+    "max_split_size_mb:64,max_non_split_rounding_mb:30",
+    "roundup_power2_divisions:4",
+    "roundup_power2_divisions:[1:2,8:4,>:8]",
+    "garbage_collection_threshold:0.4,per_process_memory_fraction:0.8",
+    "garbage_collection_threshold:0.4,per_process_memory_fraction:0.8,max_split_size_mb:24",
+    "per_process_memory_fraction:0.5",
+    "large_segment_size_mb:32",
+    "expandable_segments:True",
+    "expandable_segments:True,max_split_size_mb:64",
+    "expandable_segments:True,per_process_memory_fraction:0.7,garbage_collection_threshold:0.5",
+]
+
+SIZES = st.one_of(
+    st.integers(0, 4096),
+    st.sampled_from([MIB - 1, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 19 * MIB, 20 * MIB, 21 * MIB]),
+    st.integers(1, 2 * MIB),
+    st.integers(1, 90 * MIB),
+)
+
+# (size, stream) allocates; a float in [0, 1] frees the live block at that share; None empties the cache.
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(SIZES, st.integers(0, 2)), st.tuples(SIZES, st.just(0)), st.floats(0, 1), st.floats(0, 1), st.none()
+    ),
+    max_size=60,
+)
+
+CAPACITIES = st.one_of(st.none(), st.integers(2, 400).map(lambda n: n * MIB))
+
+
+def check(simulated, capacity, live):
+    """Everything that must hold at any time. `live` is handle -> requested bytes."""
+    segments = simulated.snapshot()
+    for before, behind in itertools.pairwise(segments):
+        assert before.address + before.size <= behind.address
+    for segment in segments:
+        end = segment.address
+        for block in segment.blocks:  # back to back, so that none overlaps and all lie inside
+            assert block.address == end and block.size > 0 and block.size % 512 == 0
+            end += block.size
+        assert end == segment.address + segment.size
+        states = [block.state for block in segment.blocks]
+        assert ("inactive", "inactive") not in list(itertools.pairwise(states))  # neighbours are merged
+    blocks = [block for segment in segments for block in segment.blocks]
+    used = [block for block in blocks if block.state == "active_allocated"]
+    assert sum(segment.size for segment in segments) == simulated.reserved_bytes
+    assert sum(block.size for block in used) == simulated.allocated_bytes
+    assert sum(block.requested for block in used) == simulated.requested_bytes == sum(live.values())
+    assert {block.address: block.requested for block in used} == {
+        simulated.address_of(handle): nbytes for handle, nbytes in live.items()
+    }
+    assert all(block.requested <= block.size for block in used)
+    assert simulated.allocated_bytes <= simulated.reserved_bytes <= simulated.peak_reserved_bytes
+    if capacity is not None:
+        fraction = simulated.settings.per_process_memory_fraction or 1
+        # An expandable segment's last page may pass the fraction, which PyTorch checks for the request alone.
+        allowed = capacity if simulated.settings.expandable_segments else int(capacity * fraction)
+        assert simulated.peak_reserved_bytes <= allowed
+
+
+def run_steps(steps, conf, capacity, checked=True):
+    """Run the steps; the simulator, the handle -> requested bytes that stay live, and PyTorch's history of it."""
+    simulated = CachingAllocator(capacity, AllocatorSettings.parse(conf))
+    live, history = {}, []
+
+    def note(action, **values):
+        history.extend(
+            {"action": e.action, "size": e.size, "stream": e.stream, "addr": e.address}
+            for e in simulated.segment_events[len(history) - others[0] :]
+        )
+        history.append({"action": action, **values})
+        others[0] += 1
+
+    others = [0]
+    for step in steps:
+        if step is None:
+            simulated.empty_cache()
+        elif isinstance(step, float):
+            if live:
+                handle = list(live)[int(step * (len(live) - 1))]
+                address = simulated.address_of(handle)
+                simulated.free(handle)
+                note("free_requested", addr=address, size=live[handle])
+                note("free_completed", addr=address, size=live.pop(handle))
+        else:
+            nbytes, stream = step
+            expected = best_fit(simulated, nbytes, stream) if checked else None
+            try:
+                handle = simulated.allocate(nbytes, stream)
+            except OutOfMemory:
+                assert capacity is not None
+                note("snapshot")  # the out-of-memory stands among the segment events
+                continue
+            if handle is not None:
+                live[handle] = nbytes
+                assert expected in (None, simulated.address_of(handle))
+                note("alloc", addr=simulated.address_of(handle), size=nbytes, stream=stream)
+        if checked:
+            check(simulated, capacity, live)
+    note("snapshot")
+    return simulated, live, history
+
+
+def best_fit(simulated, nbytes, stream):
+    """Where the request must go, looked up the slow way; None where new memory is needed or pages may be mapped."""
+    conf = simulated.settings
+    if conf.expandable_segments or nbytes == 0:
+        return None
+    size = conf.size_rounding()(nbytes)
+    pool = "small" if size <= MIB else "large"
+    fitting = [
+        (block.size, block.address)
+        for segment in simulated.snapshot()
+        if (segment.stream, segment.pool) == (stream, pool)
+        for block in segment.blocks
+        if block.state == "inactive" and block.size >= size
+    ]
+    if not fitting:
+        return None
+    found, address = min(fitting)
+    oversize = (conf.max_split_size_mb or 1 << 40) * MIB
+    rounding = (conf.max_non_split_rounding_mb or conf.large_segment_size_mb) * MIB
+    refused = found >= oversize if size < oversize else found >= size + rounding
+    return None if refused else address
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.sampled_from(CONFS), CAPACITIES)
+def test_blocks_never_overlap_accounts_add_up_and_everything_comes_back(steps, conf, capacity):
+    simulated, live, _ = run_steps(steps, conf, capacity)
+    for handle in live:
+        simulated.free(handle)
+    check(simulated, capacity, {})
+    simulated.empty_cache()
+    assert (simulated.allocated_bytes, simulated.requested_bytes, simulated.reserved_bytes) == (0, 0, 0)
+    assert simulated.snapshot() == ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS, st.sampled_from(CONFS), CAPACITIES)
+def test_a_replayed_history_gives_the_recorded_segments(steps, conf, capacity):
+    simulated, _, history = run_steps(steps, conf, capacity, checked=False)
+    replay = replay_history(history, AllocatorSettings.parse(conf), capacity_bytes=capacity)
+    assert replay.first_difference() is None
+    assert replay.unmatched_frees == 0
+    assert replay.allocator.snapshot() == simulated.snapshot()
+
+
+def test_a_history_that_the_rules_do_not_explain_shows_the_first_difference():
+    history = [
+        {"action": "segment_alloc", "addr": 0x7F0000000000, "size": 20 * MIB, "stream": 0},
+        {"action": "alloc", "addr": 0x7F0000000000, "size": 3 * MIB, "stream": 0},
+        {"action": "segment_alloc", "addr": 0x7F0002000000, "size": 20 * MIB, "stream": 0},
+        {"action": "alloc", "addr": 0x7F0002000000, "size": 3 * MIB, "stream": 0},
+        {"action": "free_completed", "addr": 0x7F0009000000, "size": 1, "stream": 0},
+    ]
+    replay = replay_history(history)
+    assert [event.size for event in replay.simulated] == [20 * MIB]
+    assert replay.first_difference() == (
+        "at segment event 1 the simulator does nothing more, the recorded allocator takes a segment of 20 MiB"
+    )
+    assert replay.unmatched_frees == 1
+    assert replay.allocator.snapshot()[0].address == 0x7F0000000000
+    with pytest.raises(ValueError, match="unknown action 'teleport'"):
+        replay_history([{"action": "teleport"}])

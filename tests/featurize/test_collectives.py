@@ -112,27 +112,24 @@ def test_pairs_exchange_at_the_bandwidth_of_the_link_or_of_the_network():
 
 
 @pytest.mark.parametrize(
-    ("degree", "stride", "nodes"),
+    ("world", "degree", "stride", "nodes"),
     [
-        (8, 1, 1),  # tensor parallelism within a node
-        (4, 1, 1),
-        (16, 1, 2),
-        (4, 2, 1),
-        (8, 2, 2),
-        (8, 8, 8),  # replicas, one in each node
-        (2, 32, 2),
-        (64, 1, 8),
-        (1, 1, 1),
+        (ranks(64), 8, 1, 1),  # tensor parallelism within a node
+        (ranks(64), 4, 1, 1),
+        (ranks(64), 16, 1, 2),
+        (ranks(64), 4, 2, 1),
+        (ranks(64), 8, 2, 2),
+        (ranks(64), 8, 8, 8),  # replicas, one in each node
+        (ranks(64), 2, 32, 2),
+        (ranks(64), 64, 1, 8),
+        (ranks(64), 1, 1, 1),
+        (ranks(12, gpus_per_node=6), 4, 1, 2),  # of groups that do not divide a node, that of ranks 4 to 7
+        (ranks(12, gpus_per_node=6), 3, 1, 1),
     ],
 )
-def test_a_group_lies_in_the_nodes_that_its_ranks_fill(degree, stride, nodes):
-    fabric = fabric_of_axis(A100, ranks(64), degree, stride)
+def test_a_group_lies_in_the_nodes_that_its_ranks_fill(world, degree, stride, nodes):
+    fabric = fabric_of_axis(A100, world, degree, stride)
     assert (fabric.ranks, fabric.nodes) == (degree, nodes)
-
-
-def test_a_group_that_does_not_divide_a_node_is_judged_by_the_one_in_most_nodes():
-    assert fabric_of_axis(A100, ranks(12, gpus_per_node=6), 4, 1).nodes == 2  # the one of ranks 4 to 7
-    assert fabric_of_axis(A100, ranks(12, gpus_per_node=6), 3, 1).nodes == 1
 
 
 def test_one_rank_a_node_has_the_share_of_one_gpu():
@@ -159,9 +156,6 @@ def test_of_groups_in_one_node_the_one_with_the_fewest_links_counts():
     assert fabric_of_axis(V100, ranks(8), 2, 1).node_gb_s == 25  # GPUs 0 and 1; 2 and 3 have two links
     assert fabric_of_axis(V100, ranks(8), 4, 1).node_gb_s == 100
     assert fabric_of(V100, ranks(16)).node_gb_s == 150  # all of two nodes
-
-
-def test_gpus_that_no_link_joins_talk_over_pcie():
     assert fabric_of_axis(V100, ranks(6), 2, 3).kind == "pcie"  # 0 and 3 have links, 1 and 4 none
 
 

@@ -108,10 +108,6 @@ def test_intermediates_of_a_fused_chain_have_no_memory():
     eager, compiled = traced(Chain()), traced(Chain(), compile=True)
     assert {"aten::sin", "aten::tanh"} <= {block.operator for block in eager.blocks}
     assert not {"aten::sin", "aten::tanh"} & {block.operator for block in compiled.blocks}
-    launches = [sum(op.launches for op in trace.operators) for trace in (eager, compiled)]
-    assert launches[1] < launches[0]
-    products = [sum(op.flops for op in trace.operators if "mm" in op.name) for trace in (eager, compiled)]
-    assert products[0] == products[1]
     assert compiled.peak_live_bytes < eager.peak_live_bytes
 
 
@@ -270,16 +266,7 @@ def test_a_model_with_checkpoints_of_its_own_saves_what_a_real_compiled_step_on_
     assert trace.notes == (MODELLED,)
     assert saved_bytes(trace) == pytest.approx(really + 4, abs=1024)  # the loss
     assert saved_bytes(trace) < 0.5 * saved_bytes(traced(Embedded(Net()), compile=True))
-
-
-def test_both_variants_of_a_checkpoint_are_the_same_when_compiled():
-    saved = {saved_bytes(traced(Embedded(Checkpointed(reentrant)), compile=True)) for reentrant in (False, True)}
-    assert len(saved) == 1
-
-
-def test_two_traces_of_a_compiled_model_are_the_same():
-    first, second = (traced(Net(), compile=True) for _ in range(2))
-    assert first.events == second.events
+    assert saved_bytes(trace) == saved_bytes(traced(Embedded(Checkpointed(True)), compile=True))
 
 
 class WithFunction(nn.Module):

@@ -5,10 +5,18 @@ import dataclasses
 import pytest
 import torch
 from family_table import FAMILY
-from plan_checks import assert_plan_tells_the_truth, assert_recomputing_keeps_gradients, assert_trains, gradients
+from plan_checks import (
+    assert_plan_tells_the_truth,
+    assert_recomputing_keeps_gradients,
+    assert_trains,
+    gradients,
+    on_meta,
+    parameters_of,
+)
 
 from conf.errors import UsageError
-from featurize.families import cnn, family_names, get_family
+from featurize.families import cnn, family_names, get_family, layers_of
+from featurize.job.layers import totals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,3 +85,18 @@ def test_a_token_sees_only_those_before_it(family, changes):
     differs = (logits() - before).abs().amax(dim=(0, 2)) > 1e-6
     assert differs.tolist() == [position >= 4 for position in range(config.sequence_length)]
     assert before.shape == (*targets.shape, config.vocabulary_size) and targets.shape == tokens.shape
+
+
+@over("repaired")
+def test_sampled_values_become_fields_that_fit(family, changes):
+    values, draw, fields = changes
+    before = dict(values)
+    assert get_family(family).repair(values, draw.__getitem__ if isinstance(draw, dict) else lambda _: draw) == fields
+    assert values == before
+
+
+@over("published")
+def test_a_network_has_its_published_parameters(family, changes):
+    change, parameters = changes
+    config = changed(family, change)
+    assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)) == parameters

@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 from farm.sampling.draws import sample_range
 from farm.sampling.space import parse_space
 from featurize.configs import features
-from featurize.configs.features import feature_columns, group_key, scalar_features
+from featurize.configs.features import feature_columns, group_key
 from featurize.families import cnn, family_names, layers_of, mlp, transformer
 from featurize.job.layers import rough_memory_mib, totals
+from tests.featurize.small_configs import scalar_features
 
 CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batch_size=4)
 

@@ -47,9 +47,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, blocks=3):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
@@ -58,12 +58,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Blocks(Net):
-    """A stack of as many blocks as an interleaved schedule has stages."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+Blocks = partial(Net, blocks=4)  # as many as an interleaved schedule has stages
 
 
 def loss_of(output, _target):
@@ -157,16 +152,6 @@ def test_products_are_scaled_but_for_the_output_layer_what_is_skipped_and_odd_si
     assert layers(float8_skip=("narrow", "blocks.3")) == {"blocks.0.wide", "blocks.1.wide"}
 
 
-def test_what_is_kept_for_the_backward_pass_is_the_input_in_full_width():
-    def kept(trace):
-        return sorted(block.nbytes for block in trace.blocks if block.kind == "activation" and block.nbytes > 4)
-
-    plain, converted = traced(precision="bf16-true"), traced(precision="bf16-true", float8="tensorwise")
-    assert kept(converted) == kept(plain)
-    casts = {op.dtype for op in converted.operators if op.dtype.startswith("float8")}
-    assert casts == {"float8_e4m3fn", "float8_e5m2"}
-
-
 def test_autocast_casts_the_input_of_a_converted_layer_and_not_its_weight():
     trace = traced(precision="bf16", float8="tensorwise")
     largest = [op for op in trace.operators if op.name == "aten::abs" and op.phase == "forward"]
@@ -227,12 +212,8 @@ def test_a_gpu_without_8_bit_products_is_refused_in_one_line(device):
         with pytest.raises(UsageError, match="float8 needs a GPU that multiplies 8-bit floats") as caught:
             estimate(model, [BATCH, WIDTH], device=device, **more)
         assert "\n" not in str(caught.value) and device in str(caught.value)
-
-
-def test_gpus_without_8_bit_products_are_listed_with_the_reason_beside_those_that_fit():
-    for model, more in ((Net, {"float8": "tensorwise"}), (Scaled, {})):
-        answers = devices_that_fit(model, [BATCH, WIDTH], devices=["A100-SXM4-40GB", "L4"], **more)
-        assert {one.device: one.fits for one in answers} == {"A100-SXM4-40GB": None, "L4": True}
+        answers = devices_that_fit(model, [BATCH, WIDTH], devices=[device, "L4"], **more)
+        assert {one.device: one.fits for one in answers} == {device: None, "L4": True}
         assert ["does not" in (one.problem or "") for one in answers] == [one.fits is None for one in answers]
 
 

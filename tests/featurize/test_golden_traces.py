@@ -33,12 +33,6 @@ def test_a_difference_of_a_release_says_why_and_names_known_figures():
             assert set(differing) - {"reason"} <= set(case["figures"])
 
 
-def test_a_release_of_ones_own_overrides_the_figures_that_differ():
-    case = {"figures": {"operators": 3, "flops": 9}, "releases": {"2.1.0": {"operators": 4, "reason": "fused"}}}
-    assert expected(case, "2.1.0") == {"operators": 4, "flops": 9}
-    assert expected(case, "2.2.0") == {"operators": 3, "flops": 9}
-
-
 def test_the_tested_releases_are_those_that_the_project_declares():
     tested = golden()["tested"]
     assert tested == sorted(tested, key=lambda text: [int(part) for part in text.split(".")]) and len(tested) >= 3

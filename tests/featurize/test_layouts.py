@@ -83,11 +83,6 @@ def test_a_layout_has_one_form_in_a_config(given):
     assert config_from_mapping(one.to_mapping()) == one
 
 
-def test_stages_may_begin_at_the_numbered_members_of_a_sequence():
-    numbered = parse_parallel({"pp": 2, "stage_starts": [4]})
-    assert numbered == parse_parallel("pp=2,stage_starts=[4]") == Parallel(pp=2, stage_starts=("4",))
-
-
 def test_a_wrong_layout_is_a_problem_of_the_config():
     with pytest.raises(
         UsageError,
@@ -183,11 +178,6 @@ def test_a_stage_and_its_settings_go_to_the_layouts_that_have_them():
     assert apt_settings(given, {"ddp": 2, "fsdp": 4}) == {"param_dtype": "bf16", "wrap": ["Block"]}
 
 
-def test_no_prefetch_is_none_as_text_has_it():
-    assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").backward_prefetch == "none"
-    assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).backward_prefetch == "none"
-
-
 def test_text_mapping_and_object_mean_the_same():
     wanted = Parallel(ddp=16, gpus_per_node=4, gradient_as_bucket_view=True, bucket_cap_mb=12.5)
     text = "ddp=16, gpus_per_node=4,gradient_as_bucket_view=true,bucket_cap_mb=12.5"
@@ -196,6 +186,10 @@ def test_text_mapping_and_object_mean_the_same():
     assert wanted.nodes == 4 and wanted.ranks == wanted.replicas == 16
     assert parse_parallel(wanted.text()) == wanted
     assert parse_parallel(None) is None and parse_parallel("ddp=1") is None
+    numbered = parse_parallel({"pp": 2, "stage_starts": [4]})
+    assert numbered == parse_parallel("pp=2,stage_starts=[4]") == Parallel(pp=2, stage_starts=("4",))
+    assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").backward_prefetch == "none"
+    assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).backward_prefetch == "none"
 
 
 def test_no_value_of_any_setting_makes_a_traceback():

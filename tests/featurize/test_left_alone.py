@@ -14,16 +14,22 @@ from rank_nets import WIDTH as ATTENTION_WIDTH
 from torch import nn
 from torch.distributed.fsdp import _fully_shard
 from torch.nn.modules import module as hooks
+from torch.optim import optimizer as torch_optimizer
 
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import TraceError, trace_step
+from featurize.training.optimizers import make_optimizer, run_step
 from featurize.training.training_step import Training
 
 SHARDS = (_fully_shard._fully_shard, _fully_shard._fsdp_init, _fully_shard._fsdp_param_group)
+
 OWNERS = (torch, torch._VF, torch.Tensor, torch.UntypedStorage, nn.functional, nn.Module, hooks, dist, sys, *SHARDS)
+
 HOOKS = [name for name in vars(hooks) if name.startswith("_global_") and hasattr(getattr(hooks, name), "__len__")]
+
 LOGGERS = ("torch.distributed", "torch.distributed.pipelining")
+
 QUIET = {"_C", "last_exc", "last_type", "last_value", "last_traceback", "modules"}  # which change by themselves
 
 
@@ -69,6 +75,7 @@ def linear():
 
 
 SEQUENCES = (2, LENGTH, ATTENTION_WIDTH)
+
 TRACES = {
     "autocast": lambda: trace(linear, precision="bf16"),
     "recurrent": lambda: trace(Words, (3, 2, 4)),
@@ -81,6 +88,7 @@ TRACES = {
     "sequence": lambda: trace(Attending, SEQUENCES, cp=2),
     "no sequence": lambda: trace(linear, cp=2),
 }
+
 FAIL = ("failing", "reading", "failing shards", "no sequence")
 
 
@@ -105,3 +113,38 @@ def test_what_a_trace_replaces_is_back_after_it(name, monkeypatch):
     added = [key for key in after.keys() - before.keys() if not isinstance(after[key], ModuleType)]
     assert added == [] and "matmul" not in vars(torch.Tensor)
     assert others_after == others and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("device, replaces", [("cpu", False), ("meta", True)])
+def test_real_training_runs_pytorch_as_it_is(device, replaces):
+    """Another thread may train at the same time."""
+    of_adam, of_all = sys.modules["torch.optim.adam"], torch_optimizer
+    names = ((of_adam, "_get_value"), (of_all, "_get_fused_kernels_supported_devices"))
+    before = [getattr(module, name) for module, name in names]
+    parameter, seen = nn.Parameter(torch.ones(3, device=device)), []
+
+    class Watched(torch.optim.Adam):
+        def step(self, closure=None):
+            seen.extend(getattr(module, name) for module, name in names)
+
+    Watched.__module__ = "torch.optim.adam"
+    run_step(Watched([parameter], foreach=True))
+    assert [one is not other for one, other in zip(seen, before, strict=True)] == [replaces, replaces]
+    assert [getattr(module, name) for module, name in names] == before
+
+
+def test_an_optimizer_whose_module_is_gone_steps():
+    class Own(torch.optim.SGD):
+        pass
+
+    Own.__module__ = "no.such.module"
+    parameter = nn.Parameter(torch.ones(3, device="meta"))
+    parameter.grad = torch.ones(3, device="meta")
+    run_step(Own([parameter]))
+
+
+def test_an_optimizer_of_real_parameters_updates_them():
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    run_step(make_optimizer("adam", [parameter]))
+    assert (parameter < 1).all()

@@ -5,6 +5,7 @@ import torch
 from small_configs import small_config
 from torch import nn
 
+from featurize.operators.cuda_policy import fused_kernels
 from featurize.recording import recorder
 from featurize.recording import recorder as meta_results
 from featurize.recording.recorder import meta_result
@@ -63,6 +64,64 @@ def test_an_operator_on_tensors_of_known_shapes_does_not_run_again(monkeypatch):
     assert len(ran) == 2 and [len(result) for result in results] == [3, 3, 4]
 
 
+def test_a_pointwise_operator_runs_once_for_all_sizes_of_tensors_that_lie_alike(monkeypatch):
+    monkeypatch.setattr(meta_results, "_known", {})
+    ran = []
+
+    def multiply(*args):
+        ran.append(args)
+        return torch.ops.aten.mul.Tensor(*args)
+
+    def laid_out(*sizes, dtype=torch.float32):
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    multiply.tags = [torch.Tag.pointwise]
+    alike = [(laid_out(*sizes), laid_out(*sizes)) for sizes in ((3, 2), (4, 5), (1, 7))]
+    half = [(x.half(), x.half()) for x, _ in alike]
+    others = [
+        (laid_out(3, 2), laid_out(2)),
+        (laid_out(3, 2), laid_out(1, 2)),
+        (laid_out(2, 3).t(), laid_out(2, 3).t()),
+        (torch.empty_strided((1, 7), (9, 1), device="meta"), laid_out(1, 7)),
+        (laid_out(0, 2), laid_out(0, 2)),
+        (laid_out(), laid_out()),
+    ]
+    for args in (*alike, *half, *others):
+        made, computed = meta_result(multiply, "aten::mul", args, {}), torch.ops.aten.mul.Tensor(*args)
+        assert (made.shape, made.stride(), made.dtype) == (computed.shape, computed.stride(), computed.dtype)
+    assert len(ran) == 2 + len(others)
+    sparse = torch.empty(3, 2, device="meta", layout=torch.sparse_coo)
+    assert meta_result(torch.ops.aten.clone.default, "aten::clone", (sparse,), {}).is_sparse
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_format": torch.preserve_format},
+        {"memory_format": torch.channels_last},
+        {"dtype": torch.float16, "device": torch.device("meta"), "pin_memory": False},
+    ],
+)
+def test_tensors_like_others_have_the_layout_that_is_asked_for(options):
+    like = torch.ops.aten.zeros_like.default
+    for channels in (1, 3, 5):
+        x = torch.empty(2, channels, 4, 4, device="meta")
+        made, computed = meta_result(like, "aten::zeros_like", (x,), options), like(x, **options)
+        assert (made.shape, made.stride(), made.dtype) == (computed.shape, computed.stride(), computed.dtype)
+
+
+def test_a_product_with_a_bias_is_that_of_its_parts():
+    x, weight = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
+    with fused_kernels():
+        for bias in (torch.empty(5, device="meta"), torch.empty(3, 1, device="meta")):
+            made = torch.addmm(bias, x, weight, beta=0.5)
+            assert (made.shape, made.stride(), made.dtype) == ((3, 5), (5, 1), torch.float32)
+        with pytest.raises(RuntimeError, match="4"):
+            torch.addmm(torch.empty(4, device="meta"), x, weight)
+        with pytest.raises(RuntimeError, match=r"4, 5.*3, 4"):
+            torch.addmm(torch.empty(5, device="meta"), weight, x)
+
+
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_traced_the_same(monkeypatch, family):
@@ -101,13 +160,8 @@ def test_whole_numbers_and_fractions_promote_differently():
     mul = torch.ops.aten.mul.Tensor
     assert meta_result(mul, "aten::mul", (x, 2), {}).dtype is torch.long
     assert meta_result(mul, "aten::mul", (x, 2.0), {}).dtype is torch.float32
-
-
-def test_whole_numbers_and_fractions_in_lists_promote_differently():
-    tensors = [torch.empty(3, dtype=torch.long, device="meta")]
-    mul = torch.ops.aten._foreach_mul.ScalarList
     for scalar, dtype in ((2, torch.long), (2.0, torch.float32), (True, torch.long), (2, torch.long)):
-        (made,) = meta_result(mul, "aten::_foreach_mul", (tensors, [scalar]), {})
+        (made,) = meta_result(torch.ops.aten._foreach_mul.ScalarList, "aten::_foreach_mul", ([x], [scalar]), {})
         assert made.dtype is dtype
 
 

@@ -1,4 +1,7 @@
-"""The second step is made of the first one where the model keeps nothing, and runs where it does."""
+"""The second step is made of the first one where the model keeps nothing, and runs where it does.
+
+A trace without a loop's variables shows how the step goes in a usual loop.
+"""
 
 import random
 from collections import deque
@@ -8,9 +11,14 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from featurize.device.device_spec import load_device
+from featurize.families import get_family, loss_of
+from featurize.memory.cudnn_workspaces import reserved_by_scenario
+from featurize.memory.replay import replay
 from featurize.trace import tracer
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
+from tests.featurize.small_configs import small_config
 
 TARGET = torch.zeros(4, dtype=torch.long)
 
@@ -322,3 +330,28 @@ def test_only_a_model_that_keeps_something_runs_its_second_step(model, passes):
     finally:
         hook.remove()
     assert sum(isinstance(module, Plain) for module in ran) == passes
+
+
+A100 = load_device("A100-SXM4-40GB")
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("name", ["cnn", "gpt", "mlp", "vit"])
+def test_a_trace_without_a_loop_shows_the_loop_that_a_trace_in_it_has(name, at):
+    config, family = small_config(name, at), get_family(name)
+
+    def traced(training_loop):
+        return trace_step(
+            lambda: family.build(config),
+            lambda on: family.batch(config, on),
+            loss=loss_of(config),
+            settings=config,
+            device=A100,
+            training_loop=training_loop,
+        )
+
+    shown, wanted = traced(False).in_a_loop, traced(True)
+    assert shown.operators == wanted.operators and shown.breakdown == wanted.breakdown
+    assert sorted(block[:4] for block in shown.blocks) == sorted(block[:4] for block in wanted.blocks)
+    assert replay(shown, A100) == replay(wanted, A100)
+    assert reserved_by_scenario(shown, A100) == reserved_by_scenario(wanted, A100)

@@ -87,6 +87,9 @@ CLIPPED = ("sequence and shards", "replicas of experts", "split and shards of ex
 MIXTURES = [lambda: Mixture(balanced=False), lambda: Mixture(Grouped, balanced=False), routed]
 
 
+SEQUENCES = (2, LENGTH, ATTENTION_WIDTH)
+
+
 def loss_of(output, _target):
     return output.square().sum()
 
@@ -142,7 +145,7 @@ def outputs_of_divided(rank, make, shared=False):
 def train_part(make, parallel, settings):
     mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
     experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
-    batch = torch.randn(2, LENGTH, ATTENTION_WIDTH)
+    batch = torch.randn(SEQUENCES)
     model = shard(make(), parallel, mesh, experts)
     if parallel.cp == 1:
         return train(model, batch, settings)
@@ -163,14 +166,13 @@ def measured(request, tmp_path_factory):
     return run_ranks(train_real, tmp_path_factory.mktemp("ranks"), 4, chosen_cases(request, [*CASES, *PARTS_CASES]))
 
 
-def traced(options, again=False, rank=0):
-    inputs, target = torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta")
+def traced(options, make=Net, rank=0, shape=(BATCH, WIDTH), name=None):
     return trace_step(
-        lambda: Net(again),
-        inputs,
-        target,
+        make,
+        torch.empty(shape, device="meta"),
+        torch.empty((), device="meta"),
         loss_of,
-        settings=training(),
+        settings=training(name),
         training_loop=False,
         rank=rank,
         parallel=Parallel(**options),
@@ -196,17 +198,11 @@ class Words(nn.Module):
         return self.last(self.words(ids))
 
 
-def test_a_gradient_that_each_rank_has_whole_updates_its_part_of_a_table_of_words():
-    def trace(**options):
-        ids = torch.empty(BATCH, 3, dtype=torch.long, device="meta")
-        return trace_step(Words, ids, settings=training(), parallel=Parallel(**options) if options else None)
-
-    split = trace(tp=2, tp_plan={"words": "embedding_rowwise"})
-    assert trace().parameter_bytes - split.parameter_bytes == 64 * WIDTH * 4 / 2
-
-
 def test_replicas_reduce_a_ranks_part_of_all_gradients_once_a_step():
     ids = torch.empty(BATCH, 3, dtype=torch.long, device="meta")
+    rows = Parallel(tp=2, tp_plan={"words": "embedding_rowwise"})
+    whole, part = (trace_step(Words, ids, settings=training(), parallel=layout) for layout in (None, rows))
+    assert whole.parameter_bytes - part.parameter_bytes == 64 * WIDTH * 4 / 2
     plan = {"words": "embedding_rowwise", "last": "rowwise_split_input"}
     settings = Training(optimizer="sgd", accumulation=3)
     split, replicated = (
@@ -221,37 +217,19 @@ def test_replicas_reduce_a_ranks_part_of_all_gradients_once_a_step():
 def test_bytes_and_collectives_are_those_of_real_ranks(measured, name):
     options, again = CASES[name]
     for rank in range(Parallel(**options).ranks):
-        assert_like_real(traced(options, again, rank), measured[rank][name])
+        assert_like_real(traced(options, lambda: Net(again), rank), measured[rank][name])
 
 
 @pytest.mark.parametrize("name", with_wide(PARTS_CASES, PLAIN_PARTS))
 def test_bytes_and_collectives_of_shared_sequences_and_experts_are_those_of_real_ranks(measured, name):
     options, make = PARTS_CASES[name]
     for rank in (0, 3):
-        inputs = torch.empty(2, LENGTH, ATTENTION_WIDTH, device="meta")
-        trace = trace_step(
-            make,
-            inputs,
-            torch.empty((), device="meta"),
-            loss_of,
-            settings=training(name),
-            training_loop=False,
-            rank=rank,
-            parallel=Parallel(**options),
-        )
-        assert_like_real(trace, measured[rank][name])
+        assert_like_real(traced(options, make, rank, SEQUENCES, name), measured[rank][name])
 
 
 def test_an_embedding_whose_rows_are_split_has_its_whole_gradient_on_each_rank():
-    plan = {"blocks.*.part.rows": "embedding_rowwise"}
-    trace = trace_step(
-        lambda: Attending(forward_part=Embedding),
-        torch.empty(2, LENGTH, ATTENTION_WIDTH, device="meta"),
-        torch.empty((), device="meta"),
-        loss_of,
-        settings=training(),
-        parallel=Parallel(tp=4, tp_plan=plan),
-    )
+    layout = {"tp": 4, "tp_plan": {"blocks.*.part.rows": "embedding_rowwise"}}
+    trace = traced(layout, lambda: Attending(forward_part=Embedding), shape=SEQUENCES)
     rows = Embedding().rows.weight.nbytes
     sizes = [block.nbytes for block in trace.blocks if block.kind == "gradient" and "rows" in block.module]
     assert sizes == [rows] * len(sizes) and sizes
@@ -275,16 +253,13 @@ def own_shards():
 
 
 def test_a_model_that_is_spread_by_its_own_code_is_taken_as_it_is():
-    inputs, target = torch.empty(BATCH, WIDTH, device="meta"), torch.empty((), device="meta")
-    own = trace_step(
-        own_shards, inputs, target, loss_of, settings=training(), training_loop=False, parallel=Parallel(own=4)
-    )
+    own = traced({"own": 4}, own_shards)
     ours = traced({"ddp": 2, "fsdp": 2})
     assert own.breakdown == ours.breakdown
     assert [one[:4] for one in own.collectives] == [one[:4] for one in ours.collectives]
     assert {one.axis for one in own.collectives} == {"2x1", "2x2"}
     with pytest.raises(UsageError, match="the model is a factory"):
-        trace_step(Net(), inputs, target, loss_of, parallel=Parallel(own=4))
+        traced({"own": 4}, Net())
 
 
 def test_shards_in_host_memory_take_nothing_of_the_gpu_but_what_is_gathered():

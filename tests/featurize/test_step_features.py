@@ -1,21 +1,29 @@
-"""Features of a traced step: finite, the same columns for all, and `net_*` the same at any batch size."""
+"""Features of a traced step and its operator graph: finite, the same columns for all, worked out by hand on a net."""
 
 import dataclasses
 import math
 from functools import cache
 
+import numpy as np
 import pytest
+import torch
 from small_configs import small_config
+from torch import nn
 
-from featurize.configs.step_features import step_features
+from featurize.configs.step_features import opgraph, product_dims, step_features
 from featurize.device.device_spec import device_names, load_device
 from featurize.families import cnn, mlp, transformer
+from featurize.job.training_settings import Training
 from featurize.memory.replay import replay
-from featurize.trace.tracer import trace_config
+from featurize.operators.table import VOCABULARY, category
+from featurize.recording.step_trace import Operator, StepTrace
+from featurize.trace.tracer import trace_config, trace_step
 from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")
+
 BATCHES = (2, 8, 13, 32, 48)
+
 CONFIGS = {
     "mlp": mlp.Config(batch_size=2, input_size=300, classes=10, depth=3, batch_norm=True, dropout=0.2),
     "cnn": cnn.Config(
@@ -74,7 +82,9 @@ CONFIGS = {
         activation_checkpointing=True,
     ),
 }
+
 MEMORY = ("job_memory_mib", "job_reserved_mib", "job_allocated_mib", "job_log_memory", "job_log_batch_bytes")
+
 TIMES = ("job_step_time_ms", "job_priced_busy_log2_ms")
 
 
@@ -171,3 +181,171 @@ def test_a_gpus_description_changes_nothing_of_the_network():
     assert network(here) == network(there)
     assert {name for name in here if name.startswith("gpu_") and here[name] != there[name]}
     assert here["job_step_time_ms"] != there["job_step_time_ms"]
+
+
+def graph_of(*operators):
+    return opgraph(StepTrace(tuple(operators), (), (), 0, 0, (8, 0)), A100, Training())
+
+
+def operator(name, inputs, outputs, sources, *, phase="forward", dtype="float32", flops=0, launches=1):
+    return Operator(name, phase, dtype, tuple(inputs), tuple(outputs), flops, 8, 16, launches, "m", tuple(sources))
+
+
+def column(graph, name):
+    return graph.nodes[:, graph.node_columns.index(name)]
+
+
+def row(graph, index):
+    return dict(zip(graph.node_columns, graph.nodes[index].tolist(), strict=True))
+
+
+def dims(graph, index):
+    names = ("batch", "m", "n", "k", "kernel_elements", "stride")
+    assert row(graph, index)["has_dims"] == 1
+    return tuple(round(2 ** row(graph, index)[f"log_{name}"] - 1) for name in names)
+
+
+def test_nodes_and_edges_of_a_small_net():
+    graph = graph_of(
+        operator("aten::mm", [(4, 8), (8, 3)], [(4, 3)], [-1, -1], flops=2 * 4 * 3 * 8),
+        operator("aten::relu", [(4, 3)], [(4, 3)], [0]),
+        operator("aten::mul", [(4, 3), (4, 3)], [(4, 3)], [1, 1]),  # one tensor, read twice
+        operator("aten::add", [(4, 3), (4, 3), (3,)], [(4, 3)], [2, 0, 0], dtype="bfloat16", phase="backward"),
+    )
+    assert [VOCABULARY[c] for c in graph.categories] == ["matmul", "activation", "arithmetic", "arithmetic"]
+    assert graph.edges.tolist() == [[0, 1, 0, 2], [1, 2, 3, 3]]
+    first, last = row(graph, 0), row(graph, 3)
+    assert first["log_flops"] == pytest.approx(math.log2(1 + 192))
+    assert (first["log_outside_inputs"], last["log_outside_inputs"]) == (pytest.approx(math.log2(3)), 0)
+    assert first["log_readers"] == pytest.approx(math.log2(3))
+    assert (first["in_forward"], first["in_backward"], last["in_backward"]) == (1, 0, 1)
+    assert (first["dtype_bytes"], last["dtype_bytes"]) == (4, 2)
+    assert column(graph, "depth").tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert column(graph, "position").tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert dims(graph, 0) == (1, 4, 3, 8, 0, 0)
+    assert last["has_dims"] == last["log_m"] == 0
+
+
+def test_dims_of_products_convolutions_attention_and_recurrent_layers():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 6, (3, 5), stride=2, padding=(1, 2), groups=2, bias=False)
+            self.up = nn.ConvTranspose2d(6, 8, 4, stride=2, padding=1, bias=False)
+            self.rnn = nn.LSTM(8, 16)
+
+        def forward(self, x):
+            x = self.up(self.conv(x)).flatten(2).transpose(1, 2)  # [2, 64, 8]
+            q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+            x = nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+            x = self.rnn(x.transpose(0, 1))[0].transpose(0, 1)
+            return (x @ x.transpose(1, 2)).mean(1)
+
+    trace = trace_step(Net, (torch.empty(2, 4, 8, 8, device="meta"),), optimizer="sgd")
+    graph = opgraph(trace, A100, Training())
+    found = {}
+    for index, op in enumerate(trace.operators):
+        if row(graph, index)["has_dims"]:
+            found.setdefault(op.name.removeprefix("aten::"), []).append(dims(graph, index))
+    assert found["convolution"] == [(2, 2 * 4 * 4, 3, 2 * 15, 15, 2), (1, 2 * 8 * 8, 8, 6 * 16, 16, 2)]
+    assert found["convolution_backward"] == found["convolution"][::-1]
+    attention = (2 * 2, 64, 64, 4, 0, 0)
+    assert found["_scaled_dot_product_efficient_attention"] == [attention]
+    assert found["_scaled_dot_product_efficient_attention_backward"] == [attention]
+    assert found["bmm"] == [(2, 64, 64, 16, 0, 0), (2, 16, 64, 64, 0, 0), (2, 64, 16, 64, 0, 0)]
+    assert found["_cudnn_rnn"][0][:3] == (1, 2 * 64, 16)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("aten::mm", "matmul"),
+        ("aten::baddbmm", "matmul"),
+        ("aten::convolution_backward", "convolution_backward"),
+        ("aten::_scaled_dot_product_flash_attention", "attention"),
+        ("aten::add_", "arithmetic"),
+        ("aten::_scaled_dot_product_efficient_attention_backward", "attention_backward"),
+        ("aten::native_batch_norm_backward", "normalization_backward"),
+        ("aten::native_layer_norm", "normalization"),
+        ("aten::_log_softmax", "softmax"),
+        ("aten::_softmax_backward_data", "softmax_backward"),
+        ("aten::nll_loss_forward", "loss"),
+        ("aten::nll_loss_backward", "loss_backward"),
+        ("aten::sum", "reduction"),
+        ("aten::threshold_backward", "activation_backward"),
+        ("aten::gelu", "activation"),
+        ("aten::relu_", "activation"),
+        ("aten::native_dropout", "dropout"),
+        ("aten::native_dropout_backward", "dropout_backward"),
+        ("aten::embedding_dense_backward", "embedding_backward"),
+        ("aten::max_pool2d_with_indices", "pooling"),
+        ("aten::_adaptive_avg_pool2d_backward", "pooling_backward"),
+        ("aten::_foreach_addcdiv_", "optimizer"),
+        ("aten::upsample_bilinear2d", "resample"),
+        ("aten::cat", "join"),
+        ("aten::_to_copy", "copy"),
+        ("aten::ones_like", "fill"),
+        ("aten::index_put_", "index"),
+        ("aten::_cudnn_rnn_backward", "recurrent_backward"),
+        ("mylib::opaque", "other"),
+        ("aten::linalg_svd", "other"),
+    ],
+)
+def test_operators_have_a_class(name, kind):
+    assert category(name) == kind
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_every_family_are_finite_and_acyclic(family):
+    config = small_config(family, 0)
+    trace = trace_config(config)
+    graph = opgraph(trace, A100, config)
+    n = len(trace.operators)
+    assert graph.nodes.shape == (n, len(graph.node_columns)) and graph.nodes.dtype == np.float32
+    assert graph.edges.dtype == np.int64 and np.isfinite(graph.nodes).all() and (graph.nodes >= 0).all()
+    source, reader = graph.edges
+    assert (source < reader).all() and (source >= 0).all() and (reader < n).all()
+    assert len(np.unique(graph.edges, axis=1).T) == graph.edges.shape[1]
+    pairs = {(s, i) for i, op in enumerate(trace.operators) for s in op.sources if s >= 0}
+    assert pairs == set(zip(source.tolist(), reader.tolist(), strict=True))
+    depth = column(graph, "depth")
+    assert (depth[source] < depth[reader]).all()
+    for name in ("depth", "position", "in_forward", "in_backward", "in_optimizer"):
+        assert column(graph, name).min() >= 0 and column(graph, name).max() <= 1
+    assert VOCABULARY.index("other") not in graph.categories  # of the families' operators none is unknown
+
+
+def test_a_slower_gpu_changes_the_price_alone():
+    config = small_config("cnn", 0)
+    trace = trace_config(config)
+    fast, slow = (opgraph(trace, load_device(name), config) for name in ("A100-SXM4-40GB", "V100-SXM2-32GB"))
+    priced = len(fast.node_columns) - 3
+    np.testing.assert_array_equal(fast.nodes[:, :priced], slow.nodes[:, :priced])
+    assert column(slow, "log_nanoseconds").sum() > column(fast, "log_nanoseconds").sum() > 0
+
+
+def test_a_trace_without_operators_or_edges_is_a_graph():
+    for operators in ((), (operator("aten::zeros", [], [(3,)], []),)):
+        graph = graph_of(*operators)
+        assert graph.edges.shape == (2, 0)
+        assert graph.nodes.shape == (len(operators), len(graph.node_columns)) and np.isfinite(graph.nodes).all()
+
+
+def test_empty_tensors_and_odd_shapes_have_no_dims():
+    for op in (
+        operator("aten::mm", [(0, 4), (4, 0)], [(0, 0)], [-1, -1]),
+        operator("aten::dot", [(4,), (4,)], [()], [-1, -1]),
+        operator("aten::convolution", [(3,)], [(3,)], [0]),
+    ):
+        assert product_dims(op) == (0,) * 6
+
+
+def test_a_chain_as_deep_as_it_is_long_and_a_wide_reader_are_handled():
+    n = 5_000
+    chain = [operator("aten::relu", [(4, 4)], [(4, 4)], [i - 1]) for i in range(n)]
+    reader = operator("aten::_foreach_add_", [(4, 4)] * n, [], range(n), phase="optimizer")
+    graph = graph_of(*chain, reader)
+    assert graph.edges.shape == (2, n - 1 + n)
+    assert row(graph, n)["depth"] == 1 and row(graph, n - 1)["depth"] == pytest.approx((n - 1) / n)
+    assert column(graph, "log_readers")[0] == pytest.approx(math.log2(3))

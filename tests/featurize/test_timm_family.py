@@ -9,13 +9,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.configs.features import group_key, scalar_features
+from featurize.configs.features import group_key
 from featurize.families import timm
 from featurize.job.layers import totals
 from featurize.nets import vision
 from featurize.recording.skeleton import plan_of_module
 from featurize.trace.tracer import trace_config
 from featurize.training.training_step import TrainingStep
+from tests.featurize.small_configs import scalar_features
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 

@@ -90,6 +90,7 @@ def test_an_operator_belongs_to_the_innermost_module_that_calls_it():
     assert modules(trace, "forward", "_log_softmax") == [""]  # the loss is no module's
     assert {op.module for op in trace.operators if op.phase == "optimizer"} == {""}
     assert {block.module for block in trace.blocks if block.operator == "aten::tanh"} == {"b0.act", "b1.act", "b2.act"}
+    assert modules(traced(lambda: nn.Linear(WIDTH, CLASSES)), "forward", "addmm") == ["Linear"]  # the root: its class
 
 
 def test_a_backward_operator_belongs_to_the_module_whose_operator_it_derives():
@@ -130,11 +131,6 @@ def test_nested_checkpoints_keep_less_than_one():
         return traced(Deep, batch(4096)).peak_live_bytes
 
     assert peak("nested") < peak("one") < peak("none")
-
-
-def test_the_root_module_goes_by_its_class():
-    trace = traced(lambda: nn.Linear(WIDTH, CLASSES))
-    assert modules(trace, "forward", "addmm") == ["Linear"]
 
 
 def test_sources_are_the_operators_that_made_the_inputs():
@@ -230,9 +226,3 @@ def test_a_tied_weight_has_one_gradient_and_one_state():
     assert (total(free, "gradient"), total(tied, "gradient")) == (4 * weight, 2 * weight)  # of two steps
     # The head's gradient comes first, the embedding's is added to it: a third tensor, since the first is a view.
     assert short(tied, "backward").count("add") == 1 and short(free, "backward").count("add") == 0
-
-
-def test_a_gradient_of_a_leaf_is_kept_not_copied():
-    trace = summed(lambda lin, x: lin(x))
-    gradients = [block for block in trace.blocks if block.kind == "gradient"]
-    assert [(block.nbytes, block.operator) for block in gradients] == [(4 * WIDTH * WIDTH, "aten::mm")] * 2

@@ -74,12 +74,10 @@ def test_an_operator_that_needs_values_is_named_with_its_module(function, operat
     assert error.__cause__ is not None and "\n" not in str(error)
 
 
-def test_an_operator_without_a_meta_kernel_is_named(without_meta_kernel):
+def test_an_operator_without_a_meta_kernel_or_a_fake_is_named(without_meta_kernel):
     error = failure(lambda: Net(without_meta_kernel))
     assert (error.operator, error.module) == ("gpufarm_test::opaque", "body.1.0")
 
-
-def test_a_custom_operator_without_a_fake_is_named():
     @torch.library.custom_op("gpufarm_test2::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
@@ -114,23 +112,33 @@ def test_an_error_that_the_model_catches_is_not_the_reason():
     assert (error.operator, error.module) == ("aten::mm", "Then")
 
 
-def test_an_error_of_the_backward_pass_names_the_module_that_it_derives():
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * grad.sum().item()
-
-    error = failure(lambda: Net(Broken.apply))
-    assert (error.operator, error.module) == ("aten::_local_scalar_dense", "body.1.0")
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * grad.sum().item()
 
 
-def test_an_error_of_the_loss_names_the_operator_and_no_module():
-    error = failure(lambda: Net(torch.relu), target=TARGET, loss=lambda y, t: F.cross_entropy(y, t) / y.sum().item())
-    assert (error.operator, error.module) == ("aten::_local_scalar_dense", "")
+def reading_loss(y, target):
+    return F.cross_entropy(y, target) / y.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("function", "width", "more", "operator", "module"),
+    [
+        # An error of the backward pass is of the module that it derives, one of the loss of none.
+        (Broken.apply, WIDTH, {}, "aten::_local_scalar_dense", "body.1.0"),
+        (torch.relu, WIDTH, {"target": TARGET, "loss": reading_loss}, "aten::_local_scalar_dense", ""),
+        # Inputs that do not fit the model are the first operator's failure.
+        (torch.relu, WIDTH + 1, {}, "aten::addmm", "stem"),
+    ],
+)
+def test_an_error_names_where_it_is_of(function, width, more, operator, module):
+    error = failure(lambda: Net(function), (torch.empty(4, width, device="meta"),), **more)
+    assert (error.operator, error.module) == (operator, module)
 
 
 def test_a_constructor_that_fails_says_that_the_model_cannot_be_built():
@@ -141,11 +149,6 @@ def test_a_constructor_that_fails_says_that_the_model_cannot_be_built():
 
     error = failure(Bad)
     assert str(error).startswith("the model cannot be built on the meta device: KeyError: 'hidden_size'")
-
-
-def test_inputs_that_do_not_fit_the_model_are_the_first_operators_failure():
-    error = failure(lambda: Net(torch.relu), (torch.empty(4, WIDTH + 1, device="meta"),))
-    assert (error.operator, error.module) == ("aten::addmm", "stem")
 
 
 @pytest.mark.parametrize("function", [torch.relu, lambda x: x * x.sum().item()], ids=["traced", "failed"])
@@ -180,13 +183,10 @@ def test_a_live_module_is_left_as_it_was(function, training):
     )
 
 
-def test_no_global_hook_or_kernel_outlives_a_failure():
-    registered = nn.modules.module
+def test_no_kernel_outlives_a_failure():
     x = torch.empty(2, 3, 8, 8, device="meta").to(memory_format=torch.channels_last)
     layout = torch.conv2d(x, torch.empty(4, 3, 3, 3, device="meta")).stride()
-    before = len(registered._global_forward_hooks), len(registered._global_forward_pre_hooks)
     failure(lambda: Net(lambda x: x * x.sum().item()))
-    assert before == (len(registered._global_forward_hooks), len(registered._global_forward_pre_hooks))
     # Outside, meta convolutions have the layout again that the release of PyTorch gives them.
     assert torch.conv2d(x, torch.empty(4, 3, 3, 3, device="meta")).stride() == layout
 

@@ -22,7 +22,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from infra import collect
 from infra.offline import bundle as bundles
 from infra.offline import launch, page, probes, steps
-from infra.offline.bundle import BundleSettings, Target, needed_wheels
+from infra.offline.bundle import BundleSettings, needed_wheels
 
 PYTHON = "{}.{}".format(*sys.version_info)
 TAG = f"cp{PYTHON.replace('.', '')}"
@@ -349,13 +349,13 @@ def test_without_an_index_it_says_so_at_once(index, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
     with pytest.raises(EnvironmentProblem, match="pip reaches no index"):
-        needed_wheels([Requirement("lightgbm")], Target(PYTHON), {}, {}, tmp_path)
+        needed_wheels([Requirement("lightgbm")], PYTHON, {}, {}, tmp_path)
 
 
 def test_a_part_too_small_for_what_every_step_needs_is_refused_before_ray_is_compressed(tmp_path, monkeypatch):
     compressed = []
 
-    def wheel(requirements, target, on_machine, wheels, folder):
+    def wheel(requirements, python, on_machine, wheels, folder):
         wheels[requirements[0].name] = folder
         return set()
 
@@ -382,7 +382,7 @@ def test_names_in_present_that_nothing_requires_are_printed(parts):
 
 def test_a_wheel_that_is_missing_for_the_machine_is_named(index, tmp_path):
     with pytest.raises(EnvironmentProblem, match=r"there is no wheel of duckdb>=1.1 for Python 3\.10 on x86_64"):
-        needed_wheels([Requirement("duckdb>=1.1")], Target("3.10"), {}, {}, tmp_path)
+        needed_wheels([Requirement("duckdb>=1.1")], "3.10", {}, {}, tmp_path)
 
 
 def test_what_the_machine_has_is_left_out_where_its_release_fits(index, tmp_path):
@@ -390,7 +390,7 @@ def test_what_the_machine_has_is_left_out_where_its_release_fits(index, tmp_path
     listed.write_text("rich==1.0\npackaging==23.0\n# comment\npygments @ file:///a/b\n-e /some/where\n")
     on_machine = bundles.packages_present(str(listed))
     wheels = {}
-    expected = needed_wheels([Requirement("rich>=13.7")], Target(PYTHON), on_machine, wheels, tmp_path)
+    expected = needed_wheels([Requirement("rich>=13.7")], PYTHON, on_machine, wheels, tmp_path)
     assert list(wheels) == ["rich"], "1.0 is too old"
     assert expected == {"pygments"}
 

@@ -18,7 +18,6 @@ PAGE = """# A page
 
 <!-- run: echo "a'; echo foo"; echo 20261121T172637Z-78894296; echo secret; echo secret; echo seven words
 hide: ^secret
-rewrite: seven => 7
 -->
 old
 <!-- /run -->
@@ -50,7 +49,7 @@ def generate():
 
 def test_blocks_are_replaced_by_what_their_commands_print(generate):
     page = generate.regenerated(PAGE)
-    printed = ["a'; echo foo", "YYYYMMDDThhmmssZ-xxxxxxxx", "[...]", "7 words"]
+    printed = ["a'; echo foo", "YYYYMMDDThhmmssZ-xxxxxxxx", "[...]", "seven words"]
     assert "".join(f"    {line}\n" for line in printed) in page and "\nold\n" not in page
     assert "\n    from Python 42\n" in page
     assert "$ ls\n    here\n" in page, "commands run one after the other in one folder"

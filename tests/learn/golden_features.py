@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from conf.files.identity import version_of
-from featurize.configs.features import FEATURES_VERSION, scalar_features
+from featurize.configs.features import FEATURES_VERSION
 from featurize.configs.trial import config_of_user
 from featurize.device.device_spec import load_device
 from learn.job.training_job import Case, TrainingJob, of_module
 from learn.rows.step_store import compute
+from tests.featurize.small_configs import scalar_features
 
 GOLDEN = Path(__file__).with_name("golden_features.json")
 TOLERANCE = 1e-9  # relative: libraries of other machines may round the last digit in another way

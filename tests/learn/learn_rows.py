@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from conf.cli import command_line as cli
-from featurize.configs.features import group_key, scalar_features
+from featurize.configs.features import group_key
 from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.families import cnn, mlp
 from learn.fitting.artifacts import stamped
 from learn.job.training_job import Case
 from learn.rows.data import LabelledRow, Rows, Target, get_target, module_of
+from tests.featurize.small_configs import scalar_features
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 

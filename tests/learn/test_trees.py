@@ -51,7 +51,7 @@ def test_trees_answer_as_lightgbm_does(about):
     trees, table = Trees.of_lightgbm([booster]), table_of(6, rows=5000, seed=2)
     assert np.array_equal(trees.predict(table), booster.predict(table))
     table[:, 4], table[:, 5] = np.nan, np.where(np.arange(5000) % 2, np.nan, 5.0)
-    for rows in (table[:1], table[:300]):
+    for rows in (table[:1], table[:8], table[:300]):
         assert np.array_equal(trees.predict(rows), booster.predict(rows))
 
 

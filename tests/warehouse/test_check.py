@@ -1,21 +1,34 @@
-"""`warehouse.check`: every damaged or missing file is named, whatever it is; a folder that is well has none."""
+"""Every damaged or missing file is named, and no flipped bit goes unnoticed; a folder that is well has no finding."""
 
+import datetime
 import hashlib
 import json
+import os
+import random
 import sqlite3
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import run_row, samples
+from warehouse_rows import compact_at, fill, flip, only_merged, run_row, samples
 
 from conf.cli.command_line import run
 from warehouse.check import entry
-from warehouse.files.compaction import CompactionSettings, compact
+from warehouse.files.damage import DamagedFile, damage_of, find_damaged, parquet_files, report
 from warehouse.files.integrity import examine
+from warehouse.files.layout import (
+    CHECKSUM_KEY,
+    COMPRESSION,
+    checksum_problem,
+    content_problem,
+    recorded_checksum,
+    verify,
+    write_sealed,
+)
+from warehouse.files.merged import Listing, read_listings
 from warehouse.files.snapshots import take_snapshot
+from warehouse.files.stale import Mark, write_marks
 from warehouse.files.writer import RunWriter, run_table
-
-NOW_S = 4_000_000_000.0
 
 
 @pytest.fixture
@@ -26,8 +39,8 @@ def filled(folder, monkeypatch):
     writer.write_job({"job_id": "J", "family": "cnn", "submitted_at": 0.0})
     for index in range(4):
         writer.write(run_row(index), samples())
-    for hours in (0, 2):
-        compact(folder, now_s=NOW_S + hours * 3600, settings=CompactionSettings(min_files=2))
+    compact_at(folder, 0)
+    compact_at(folder, 2)
     for index in range(4, 6):
         writer.write(run_row(index), samples())
     take_snapshot(folder, "s")
@@ -38,14 +51,6 @@ def filled(folder, monkeypatch):
     own = hashlib.sha256(json.dumps(meta, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     (artifact / "meta.json").write_text(json.dumps({**meta, "own_sha256": own}))
     return folder
-
-
-def flip(path):
-    """Into a file of its own: others are linked to it."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 1
-    path.unlink()
-    path.write_bytes(content)
 
 
 def damaged(folder):
@@ -93,7 +98,7 @@ def test_a_changed_file_of_a_snapshot_is_named(filled):
 
 
 def test_a_merged_file_that_is_gone_is_an_error_with_its_rows(filled, capsys):
-    (path,) = filled.partition("runs", "cnn").glob("merged-*.parquet")
+    path = only_merged(filled)
     path.unlink()
     assert run("check", entry, []) == 1
     assert f"missing: {path} is gone" in (out := capsys.readouterr().out) and "4 rows are missing" in out
@@ -103,7 +108,7 @@ def test_a_merged_file_that_is_gone_is_an_error_with_its_rows(filled, capsys):
 
 
 def test_another_whole_file_in_a_merged_files_place_is_named(filled):
-    (path,) = filled.partition("runs", "cnn").glob("merged-*.parquet")
+    path = only_merged(filled)
     path.unlink()
     path.write_bytes((filled.partition("runs", "cnn") / "J-000004.parquet").read_bytes())
     (file,) = examine(filled).damaged
@@ -130,3 +135,176 @@ def test_a_damaged_queue_is_named(filled):
     assert damaged(filled) == ["queue.sqlite"]
     filled.queue.write_bytes(b"no database" * 500)
     assert damaged(filled) == ["queue.sqlite"]
+
+
+def torn(path, how):
+    content = path.read_bytes()
+    path.write_bytes(
+        {
+            "empty": b"",
+            "short": content[:9],
+            "cut": content[: len(content) // 2],
+            "garbage": os.urandom(len(content)),
+            "text": b"PAR1 torn",
+            "footer": content[:8] + bytes(len(content) - 16) + content[-8:],
+            "long footer": content[:-8] + b"\xff\xff\xff\x7fPAR1",
+        }[how]
+    )
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize("how", ["empty", "short", "cut", "garbage", "text", "footer", "long footer"])
+@pytest.mark.parametrize("kind", ["runs", "telemetry", "jobs", "compactions"])
+def test_a_torn_file_is_found_and_named(folder, how, kind):
+    writer = RunWriter(folder)
+    writer.write(run_row(0), samples())
+    writer.write(run_row(1), samples())
+    writer.write_job({"job_id": "J"})
+    writer.write_batch([run_row(2)])
+    assert find_damaged(parquet_files(folder)) == []
+    path = next(
+        p for p in sorted((folder.root / kind).rglob("*.parquet")) if not p.name.strip("_").startswith("anchor")
+    )
+    torn(path, how)
+    (damaged,) = find_damaged(parquet_files(folder))
+    assert damaged.path == path and damaged.reason
+    assert str(path) in damaged.line() and "\n" not in damaged.line()
+
+
+def test_a_page_that_cannot_be_decoded_is_found_when_pages_are_read(folder):
+    RunWriter(folder).write(run_row(0, error="e" * 5000), samples())
+    path = folder.partition("runs", "cnn") / "J-000000.parquet"
+    content = bytearray(path.read_bytes())
+    content[40:90] = bytes(50)
+    path.write_bytes(content)
+    assert damage_of(path) is None
+    assert damage_of(path, pages=True)
+
+
+def test_a_file_without_ids_or_of_other_types_is_damaged(folder):
+    partition = folder.partition("runs", "cnn")
+    partition.mkdir()
+    pq.write_table(pa.table({"x": [1]}), partition / "x.parquet")
+    pq.write_table(pa.table({"run_id": ["a"], "smact": ["high"]}), partition / "y.parquet")
+    pq.write_table(
+        pa.table({"run_id": ["a"], "steps": pa.array([1], pa.int32()), "later": [1]}), partition / "older.parquet"
+    )
+    assert [(d.path.name, d.reason) for d in find_damaged(parquet_files(folder))] == [
+        ("x.parquet", "it has no column run_id"),
+        ("y.parquet", "smact is string, not double"),
+    ]
+
+
+def test_a_missing_file_is_not_a_damaged_one(folder):
+    with pytest.raises(FileNotFoundError):
+        damage_of(folder.partition("runs", "cnn") / "none.parquet")
+
+
+def test_a_file_is_named_once_in_one_line_on_stderr(tmp_path, capsys):
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"")
+    report([DamagedFile(path, "it is empty")])
+    report([DamagedFile(path, "it is empty")])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"warning: {path} cannot be read (it is empty): its rows are left out\n"
+
+
+def written(tmp_path, table=None):
+    path = tmp_path / "a'; echo foo.parquet"
+    write_sealed(run_table(run_row(1)) if table is None else table, path, **COMPRESSION)
+    return path
+
+
+def test_every_file_that_the_project_writes_carries_its_checksum(folder):
+    writer = RunWriter(folder)
+    writer.write_job({"job_id": "J", "family": "cnn", "submitted_at": 0.0})
+    fill(folder, range(4))
+    writer.write_batch([run_row(9, family="mlp", source="imported")])
+    mark = Mark(
+        run_id="J-000001",
+        label="drama",
+        operators=(),
+        device_name="A",
+        source="measured",
+        environment={},
+        shift=None,
+        said="moved",
+    )
+    write_marks(folder, "2026-01-02", [mark], marked_at=datetime.datetime.now(datetime.UTC))
+    compact_at(folder, 0)
+    paths = sorted(folder.root.rglob("*.parquet"))
+    assert {path.relative_to(folder.root).parts[0] for path in paths} == {
+        "runs",
+        "telemetry",
+        "kernels",
+        "ranks",
+        "collocations",
+        "jobs",
+        "stale",
+        "compactions",
+    }
+    assert [path for path in paths if verify(path) != (True, None)] == []
+
+
+def test_listings_name_the_checksum_of_their_merged_file(folder):
+    fill(folder, range(3))
+    compact_at(folder, 0)
+    (listing,) = read_listings(folder, "runs")
+    assert listing.checksum == recorded_checksum(folder.runs / listing.merged)
+    assert listing.rows == 3
+    assert Listing.read(listing.file) == listing
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    content = bytearray(written(tmp_path).read_bytes())
+    generator = random.Random(0)
+    ending = range((len(content) - 700) * 8, len(content) * 8)  # the entry, the footer's length, the magic
+    for bit in [*generator.sample(range(len(content) * 8), 3000), *ending]:
+        content[bit // 8] ^= 1 << bit % 8
+        assert content_problem(bytes(content)) is not None, bit
+        content[bit // 8] ^= 1 << bit % 8
+    assert content_problem(bytes(content)) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"PAR1", b"PAR1PAR1", b"\xff" * 4000, b"PAR1\0\0\0\0PAR1"])
+def test_what_is_no_parquet_file_has_a_problem(tmp_path, content):
+    path = tmp_path / "torn.parquet"
+    path.write_bytes(content)
+    carries, problem = verify(path)
+    assert (carries, problem is None) == (False, content == b"PAR1\0\0\0\0PAR1")
+
+
+def test_a_file_that_was_cut_or_grew_has_a_problem(tmp_path):
+    path = written(tmp_path)
+    content = path.read_bytes()
+    for changed in (content[:-1], content[: len(content) // 2], content[:100], content + b"\0", content + content):
+        path.write_bytes(changed)
+        assert checksum_problem(path) is not None
+
+
+def test_a_large_file_is_verified_in_parts(tmp_path):
+    rows = 400_000
+    table = pa.table({"run_id": [f"J-{i:06d}" for i in range(rows)], "number": range(rows)})
+    path = tmp_path / "large.parquet"
+    digest = write_sealed(table, path, row_group_size=5_000, compression="none")
+    assert path.stat().st_size > 3 * 2**20
+    assert verify(path) == (True, None) and recorded_checksum(path) == digest
+    content = bytearray(path.read_bytes())
+    assert content_problem(bytes(content)) is None
+    for place in (5, len(content) // 2, len(content) - 300, len(content) - 12):
+        content[place] ^= 4
+        path.write_bytes(content)
+        assert checksum_problem(path) is not None, place
+        content[place] ^= 4
+
+
+def test_texts_of_runs_that_look_like_the_entry_do_no_harm(tmp_path):
+    forged = f"{CHECKSUM_KEY}\x18\x47sha256:{'0' * 64}"
+    table = run_table(run_row(1, error=forged, config=forged))
+    path = written(tmp_path, table)
+    assert verify(path) == (True, None)
+    assert pq.read_table(path).column("error").to_pylist() == [forged]
+    content = bytearray(path.read_bytes())
+    content[content.index(forged.encode()) + 30] ^= 1
+    assert content_problem(bytes(content)) is not None

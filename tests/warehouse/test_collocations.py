@@ -1,15 +1,16 @@
-"""The table `collocations`: a row a member of a group, through landing, checks, import, data sets and publication."""
+"""The tables `collocations` and `ranks`: their rows through landing, checks, import, data sets and publication."""
 
-import csv
+import contextlib
 
+import duckdb
+import pyarrow as pa
 import pytest
-from warehouse_rows import ask, collocations, run_row, samples
+from warehouse_rows import ask, collocations, compact_at, csv_file, ranks, run_row, samples
 
 from conf.errors import UsageError
 from warehouse.exchange.exporting import ExportSettings, export
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.publishing import PublishSettings, publish
-from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
@@ -17,7 +18,6 @@ from warehouse.ingest import print_report
 from warehouse.reading.checks import check
 from warehouse.tables.schema import NOT_TOGETHER
 
-NOW_S = 4_000_000_000.0
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 
 
@@ -37,9 +37,6 @@ def land_pair(folder, **columns):
             **columns,
         }
         writer.write(run_row(1 + member, group_id="G", **where), samples(1), collocations=collocations(**figures))
-
-
-# ---- our own groups
 
 
 def test_members_land_with_their_runs_device_config_and_count(folder):
@@ -71,8 +68,8 @@ def test_checks_name_members_that_cannot_be(folder):
 def test_members_survive_compaction_and_snapshots(folder):
     land_pair(folder)
     before = ask(folder, "SELECT * FROM collocations ORDER BY member_row")
-    for hours in (0, 2):
-        compact(folder, now_s=NOW_S + hours * 3600, settings=CompactionSettings(min_files=2))
+    compact_at(folder, 0)
+    compact_at(folder, 2)
     assert ask(folder, "SELECT * FROM collocations ORDER BY member_row") == before
     assert take_snapshot(folder, "s").rows["collocations"] == 2
 
@@ -95,8 +92,6 @@ def test_groups_leave_in_data_sets_under_public_ids_and_come_back_the_same(folde
         assert (tmp_path / "again" / path.relative_to(tmp_path / "set")).read_bytes() == path.read_bytes()
 
 
-# ---- published pairs
-
 SINGLE = {
     "model": "BERT",
     "dataset": "SQuAD",
@@ -108,7 +103,9 @@ SINGLE = {
     "gmem": 8000,
     "label": 2,
 }
+
 LSTM = {**SINGLE, "model": "LSTM", "dataset": "Wikitext2", "amp": 1, "gpu_util": 50, "gmem_util": 40, "gmem": 4000}
+
 PAIR = {
     "model1": "BERT",
     "dataset1": "SQuAD",
@@ -126,6 +123,7 @@ PAIR = {
     "gmem_util": 70,
     "gmem": 12020,
 }
+
 GAVEL_ROW = {
     "table": "simulation_throughputs.json",
     "gpu": "p100",
@@ -140,15 +138,6 @@ GAVEL_ROW = {
 }
 
 
-def write(path, *lines):
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)
-    return path
-
-
 def take(tmp_path, source, path):
     return ingest(IngestSettings(source=source, path=str(path), data=str(tmp_path / "data")))
 
@@ -159,8 +148,8 @@ def members(tmp_path, columns):
 
 @pytest.fixture
 def lucid(tmp_path):
-    write(tmp_path / "lucid" / "single.csv", SINGLE, LSTM)
-    write(tmp_path / "lucid" / "pairs.csv", PAIR)
+    csv_file(tmp_path / "lucid" / "single.csv", SINGLE, LSTM)
+    csv_file(tmp_path / "lucid" / "pairs.csv", PAIR)
     return tmp_path / "lucid"
 
 
@@ -188,7 +177,7 @@ def test_lucid_pairs_without_any_figures_alone_are_refused_until_those_are_there
 def test_a_pair_that_takes_the_memory_of_one_alone_did_not_share_the_gpu(tmp_path, lucid):
     odd = {**PAIR, "speed1": 1.1, "speed2": 1.0, "gmem": 8020}
     missing = {**PAIR, "speed1": "", "gmem": 12021}
-    write(lucid / "pairs.csv", PAIR, odd, missing)
+    csv_file(lucid / "pairs.csv", PAIR, odd, missing)
     (*_, report) = sorted(take(tmp_path, "lucid", lucid).files, key=lambda file: file.rows)
     assert report.doubts == {NOT_TOGETHER: [2, 2]} and len(report.invalid) == 1
     rows = ask(tmp_path / "data", "SELECT status, doubt, count(*) FROM collocations GROUP BY ALL ORDER BY ALL")
@@ -202,7 +191,7 @@ def test_gavel_pairs_have_slowdowns_of_their_own_table_and_say_where_tables_diff
     tables = [{**row, "table": "oracle_throughputs.json"} for row in (GAVEL_ROW, other_job, pair)]
     tables[2] |= {"iters_per_s_a": 30.0, "slowdown_a": 1.3333}
     several = [{**GAVEL_ROW, "gpus_a": 2, "iters_per_s_a": 70.0}, {**pair, "gpus_a": 2, "gpus_b": 2}]
-    path = write(tmp_path / "gavel.csv", GAVEL_ROW, other_job, pair, none, *tables, *several)
+    path = csv_file(tmp_path / "gavel.csv", GAVEL_ROW, other_job, pair, none, *tables, *several)
     report = take(tmp_path, "gavel", path)
     print_report(report)
     assert "gavel.csv: members of pairs" in capsys.readouterr().out
@@ -230,3 +219,72 @@ def test_imported_groups_are_published_where_imported_rows_are_asked_for(tmp_pat
     assert report.rows["collocations"] == 2
     own = publish(PublishSettings(**given, out=str(tmp_path / "own"), sources=["simulated"]))
     assert own.rows["collocations"] == 0 and "2 collocations: source imported" in own.left_out_lines()
+
+
+UUIDS = ["GPU-11111111-2222-3333-4444-555555555555", "GPU-66666666-7777-8888-9999-000000000000"]
+
+
+def of_two(index, **changes):
+    """A measured run of two ranks."""
+    given = {"source": "measured", "device_name": "NVIDIA T4", "device_uuid": UUIDS[0], "node": "machine-of-ours"}
+    return run_row(index, **given, parallel="ddp=2", worst_rank=1, **changes)
+
+
+def test_ranks_land_with_their_runs_device_and_count(folder):
+    RunWriter(folder).write(of_two(1), samples(1), None, ranks(device_uuid=UUIDS))
+    assert ask(folder, "SELECT parallel, ranks, worst_rank, kernel_rows FROM runs") == [("ddp=2", 2, 1, None)]
+    assert ask(folder, "SELECT rank_row, rank, source, device_uuid, node, peak_memory_mib FROM ranks ORDER BY 1") == [
+        ("J-000001-r00000", 0, "measured", UUIDS[0], "machine-of-ours", 100.0),
+        ("J-000001-r00001", 1, "measured", UUIDS[1], "machine-of-ours", 101.0),
+    ]
+
+
+def test_samples_of_two_ranks_at_one_time_are_no_duplicates(folder):
+    RunWriter(folder).write(
+        of_two(1), samples(2, rank=[0, 1]).set_column(0, "t_ms", pa.array([5.0, 5.0])), None, ranks()
+    )
+    RunWriter(folder).write(run_row(2), samples(2).set_column(0, "t_ms", pa.array([5.0, 5.0])))
+    findings = {finding.rule: finding.examples for finding in check(folder)}
+    assert [example[:8] for example in findings["duplicate.sample"]] == ["J-000002"]
+
+
+def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):
+    writer = RunWriter(folder)
+    for index in range(2):
+        writer.write(of_two(index), samples(1), None, ranks(rank=[0, 1 + index]))
+    writer.write(of_two(2), samples(1), None, ranks())
+    (folder.partition("ranks", "cnn") / "J-000002.parquet").unlink()
+    findings = {finding.rule: finding.examples for finding in check(folder)}
+    assert findings["ranks.rows"] == ("J-000002: 0 ranks, ranks=2",)
+    assert findings["impossible.ranks.number"] == ("J-000001-r00001 rank=2",)
+
+
+def test_ranks_survive_compaction_and_snapshots(folder):
+    writer = RunWriter(folder)
+    for index in range(3):
+        writer.write(of_two(index), samples(1), None, ranks())
+    before = ask(folder, "SELECT * FROM ranks ORDER BY rank_row")
+    compact_at(folder, 0)
+    compact_at(folder, 2)
+    assert len(list(folder.partition("ranks", "cnn").glob("*.parquet"))) == 1
+    assert ask(folder, "SELECT * FROM ranks ORDER BY rank_row") == before and len(before) == 6
+    assert take_snapshot(folder, "s").rows["ranks"] == 6
+
+
+def test_ranks_leave_in_data_sets_without_names_of_machines_and_come_back(folder, tmp_path):
+    RunWriter(folder).write(of_two(1), samples(2, sensor=["process"] * 2, rank=[0, 1]), None, ranks(device_uuid=UUIDS))
+    export(ExportSettings(data=str(folder.root), out=str(tmp_path / "set")))
+    assert "2 ranks of 1 runs" in (tmp_path / "set" / "README.md").read_text()
+    other = DataFolder(tmp_path / "other").create()
+    ingest(IngestSettings(source="dataset", path=str(tmp_path / "set"), data=str(other.root)))
+    assert ask(other, "SELECT parallel, ranks, worst_rank FROM runs") == [("ddp=2", 2, 1)]
+    columns = "starts_with(rank_row, run_id), rank, node, starts_with(device_uuid, 'gpu-'), peak_memory_mib"
+    rows = [(True, 0, None, True, 100.0), (True, 1, None, True, 101.0)]
+    assert ask(other, f"SELECT {columns} FROM ranks ORDER BY rank") == rows
+    assert ask(other, "SELECT list(rank ORDER BY rank) FROM telemetry") == [([0, 1],)]
+    assert ask(other, "SELECT count(*) FROM ranks JOIN runs USING (run_id, device_uuid)") == [(1,)]
+    publish(PublishSettings(data=str(folder.root), out=str(tmp_path / "public"), licence="CC-BY-4.0"))
+    with contextlib.closing(duckdb.connect()) as connection:
+        files = [str(path) for path in (tmp_path / "public" / "ranks").glob("*.parquet")]
+        connection.read_parquet(files).create_view("ranks")
+        assert connection.execute("SELECT count(*), count(DISTINCT device_uuid) FROM ranks").fetchall() == [(2, 2)]

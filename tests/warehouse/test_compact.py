@@ -12,7 +12,21 @@ from pathlib import Path
 import duckdb
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
+from warehouse_rows import (
+    EAGER,
+    HOUR_S,
+    NOW_S,
+    Steps,
+    ask,
+    collocations,
+    compact_at,
+    kernels,
+    only_merged,
+    ranks,
+    run_row,
+    samples,
+)
+from warehouse_rows import fill as fill_any
 
 import warehouse
 from conf.cli.command_line import run
@@ -21,16 +35,12 @@ from warehouse.files.compaction import CompactionSettings, compact, is_open_some
 from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.writer import RunWriter
 
-NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
-HOUR_S = 3600.0
-EAGER = CompactionSettings(min_files=2)
 SAMPLES = 4
+HALVES = CompactionSettings(min_files=2, target_rows=2 * SAMPLES)
 
 
 def fill(folder, indices, family="cnn"):
-    writer = RunWriter(folder)
-    for index in indices:
-        writer.write(run_row(index, family=family), samples(SAMPLES), kernels(), ranks(), collocations())
+    fill_any(folder, indices, SAMPLES, family=family)
 
 
 def census(folder):
@@ -52,7 +62,7 @@ def files(folder, kind, family="cnn"):
 
 def test_small_files_become_one_sorted_file_and_are_deleted_by_a_later_compaction(folder):
     fill(folder, [3, 1, 2])
-    report = compact(folder, now_s=NOW_S, settings=EAGER)
+    report = compact_at(folder, 0)
     assert sorted(report.merged.values()) == [3, 3, 3, 3, 3] and report.rows == 3 + 3 * SAMPLES + 2 * 3 * 2 + 3
     assert len(files(folder, "runs")) == 4
     assert compact(folder, now_s=NOW_S + HOUR_S - 1, settings=EAGER).deleted_files == 0
@@ -65,9 +75,7 @@ def test_small_files_become_one_sorted_file_and_are_deleted_by_a_later_compactio
         assert ids == sorted(ids)
         assert merged.metadata.row_group(0).column(0).compression == "ZSTD"
     assert census(folder) == expected(3)
-    assert compact(folder, now_s=NOW_S + 9 * HOUR_S, settings=EAGER).lines() == [
-        "0 files with 0 rows merged into 0; 0 replaced files deleted"
-    ]
+    assert compact_at(folder, 9).lines() == ["0 files with 0 rows merged into 0; 0 replaced files deleted"]
 
 
 def test_families_are_kept_apart_and_few_files_left_alone(folder):
@@ -111,15 +119,8 @@ def test_what_each_small_file_has_for_itself_does_not_count_towards_the_target(f
 
 
 def test_what_was_merged_is_not_rewritten_for_a_few_runs_more(folder):
-    writer = RunWriter(folder)
     for index in range(40):
-        writer.write(
-            run_row(index, error=str(random.Random(index).randbytes(3000))),
-            samples(SAMPLES),
-            kernels(),
-            ranks(),
-            collocations(),
-        )
+        fill_any(folder, [index], SAMPLES, error=str(random.Random(index).randbytes(3000)))
     compact(folder, now_s=NOW_S)
     compact(folder, now_s=NOW_S + 2 * HOUR_S)
     (before,) = files(folder, "runs")
@@ -132,14 +133,14 @@ def test_what_was_merged_is_not_rewritten_for_a_few_runs_more(folder):
 
 def test_merged_rows_are_sorted_whatever_was_merged_with_them(folder):
     fill(folder, [1, 5, 3])
-    compact(folder, now_s=NOW_S, settings=EAGER)
+    compact_at(folder, 0)
     fill(folder, [4, 0, 2])
     writer = RunWriter(folder)
     writer.write(run_row(6), samples(SAMPLES).take([2, 0, 3, 1]), kernels(), ranks(), collocations())
-    compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
-    compact(folder, now_s=NOW_S + 4 * HOUR_S, settings=EAGER)
+    compact_at(folder, 2)
+    compact_at(folder, 4)
     for kind, keys in (("runs", ["run_id"]), ("telemetry", ["run_id", "t_ms"])):
-        (name,) = files(folder, kind)
+        name = only_merged(folder, kind).name
         rows = pq.read_table(folder.partition(kind, "cnn") / name, columns=keys, partitioning=None).to_pylist()
         assert rows == sorted(rows, key=lambda row: [row[key] for key in keys])
     assert census(folder) == expected(7)
@@ -149,30 +150,11 @@ def test_samples_that_come_back_after_their_run_was_merged_and_deleted_are_merge
     fill(folder, range(3))
     path = folder.partition("telemetry", "cnn") / "J-000001.parquet"
     path.rename(tmp_path / path.name)
-    compact(folder, now_s=NOW_S, settings=EAGER)
-    compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
+    compact_at(folder, 0)
+    compact_at(folder, 2)
     assert len(files(folder, "runs")) == 1
     (tmp_path / path.name).rename(path)
     settle(folder, 3)
-
-
-class Steps:
-    """Calls `act` before and after every `os.replace` and `os.unlink`: each change that another process can see."""
-
-    def __init__(self, monkeypatch, act):
-        self.count = 0
-        for name in ("replace", "unlink"):
-            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name), act))
-
-    def _wrapped(self, call, act):
-        def wrapped(*arguments, **keywords):
-            act()
-            result = call(*arguments, **keywords)
-            self.count += 1
-            act()
-            return result
-
-        return wrapped
 
 
 def test_readers_see_the_same_rows_at_every_step(folder, monkeypatch):
@@ -181,8 +163,8 @@ def test_readers_see_the_same_rows_at_every_step(folder, monkeypatch):
     steps = Steps(monkeypatch, lambda: seen.append(census(folder)))
     halves = CompactionSettings(min_files=2, target_rows=3 * SAMPLES)
     compact(folder, now_s=NOW_S, settings=halves)
-    compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)  # deletes, and merges the merged
-    compact(folder, now_s=NOW_S + 4 * HOUR_S, settings=EAGER)
+    compact_at(folder, 2)  # deletes, and merges the merged
+    compact_at(folder, 4)
     assert set(seen) == {expected(6)}
     assert steps.count > 20 and len(files(folder, "runs")) == 1
 
@@ -196,19 +178,19 @@ def test_a_query_inside_a_long_transaction_sees_the_same_rows_throughout(folder)
                 6,
                 6,
             )
-            compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
+            compact_at(folder, hours)
         assert connection.execute("SELECT count(*), count(DISTINCT run_id) FROM runs").fetchone() == (6, 6)
 
 
 def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
     fill(folder, range(3))
-    compact(folder, now_s=NOW_S, settings=EAGER)
+    compact_at(folder, 0)
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert is_open_somewhere(folder)
-        report = compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
+        report = compact_at(folder, 2)
         assert (report.deleted_files, report.kept_files) == (0, 3 * len(KINDS))
         assert "kept, because the warehouse is open" in report.lines()[-1]
-        assert compact(folder, now_s=NOW_S + 25 * HOUR_S, settings=EAGER).deleted_files == 3 * len(KINDS)
+        assert compact_at(folder, 25).deleted_files == 3 * len(KINDS)
         assert connection.execute("SELECT count(*) FROM runs").fetchone() == (3,)
     assert not is_open_somewhere(folder)
 
@@ -240,59 +222,37 @@ def kill_at(folder, now_s, step):
     return code != 0
 
 
-def settle(folder, runs):
+def settle(folder, runs, families=("cnn",)):
     """Whatever was interrupted: two compactions later all is merged, once, and nothing is left over."""
     assert census(folder) == expected(runs)
     for hours in (10, 20, 30):
-        compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
+        compact_at(folder, hours)
         assert census(folder) == expected(runs)
-    assert [len(files(folder, kind)) for kind in KINDS] == [1] * len(KINDS)
+    assert {len(files(folder, kind, family)) for kind in KINDS for family in families} == {1}
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4])
-def test_killed_while_merging_then_compacted_again(folder, step):
-    fill(folder, range(3))
-    assert kill_at(folder, NOW_S, step)
-    settle(folder, 3)
-
-
-@pytest.mark.parametrize("step", [3, 6, 8])
-def test_killed_while_merging_two_families(folder, step):
-    fill(folder, range(3), "cnn")
-    fill(folder, range(10, 13), "mlp")
-    assert kill_at(folder, NOW_S, step)
-    assert census(folder) == expected(6)
-    for hours in (10, 20, 30):
-        compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
-        assert census(folder) == expected(6)
-    assert [len(files(folder, kind, family)) for kind in KINDS for family in ("cnn", "mlp")] == [1] * 2 * len(KINDS)
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 8])
-def test_killed_while_deleting_then_compacted_again(folder, step):
-    fill(folder, range(3))
-    compact(folder, now_s=NOW_S, settings=EAGER)
-    assert kill_at(folder, NOW_S + 2 * HOUR_S, step)
-    settle(folder, 3)
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
-def test_killed_while_deleting_files_that_were_merged_before(folder, step):
-    fill(folder, range(4))
-    compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2, target_rows=2 * SAMPLES))
-    compact(folder, now_s=NOW_S + 2 * HOUR_S, settings=EAGER)
-    assert kill_at(folder, NOW_S + 4 * HOUR_S, step)
-    settle(folder, 4)
+@pytest.mark.parametrize(
+    ("families", "runs", "compactions", "step"),
+    [
+        *((("cnn",), 3, (), step) for step in (1, 2, 3, 4)),  # while it merges
+        *((("cnn", "mlp"), 3, (), step) for step in (3, 6, 8)),
+        *((("cnn",), 3, (EAGER,), step) for step in (1, 4, 8)),  # while it deletes what was merged
+        *((("cnn",), 4, (HALVES, EAGER), step) for step in (1, 3, 5)),  # which was merged twice
+    ],
+)
+def test_killed_at_a_step_then_compacted_again(folder, families, runs, compactions, step):
+    for number, family in enumerate(families):
+        fill(folder, range(10 * number, 10 * number + runs), family)
+    for number, settings in enumerate(compactions):
+        compact_at(folder, 2 * number, settings)
+    assert kill_at(folder, NOW_S + 2 * len(compactions) * HOUR_S, step)
+    settle(folder, runs * len(families), families)
 
 
 def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(folder):
     fill(folder, range(3))
     assert kill_at(folder, NOW_S, 4)  # the merged file of runs is there, not its listing
-    RunWriter(folder).write(
-        run_row(1, attempt=2, status="timeout"), samples(SAMPLES), kernels(), ranks(), collocations()
-    )
+    fill_any(folder, [1], SAMPLES, attempt=2, status="timeout")
     settle(folder, 3)
     assert ask(folder, "SELECT status FROM runs WHERE run_id = 'J-000001'") == [("timeout",)]
 
@@ -300,8 +260,8 @@ def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(folder):
 @pytest.mark.parametrize("hours", [0, 2])
 def test_a_run_that_lands_again_after_it_was_merged_is_there_once(folder, hours):
     fill(folder, range(3))
-    compact(folder, now_s=NOW_S, settings=EAGER)
-    compact(folder, now_s=NOW_S + hours * HOUR_S, settings=EAGER)
+    compact_at(folder, 0)
+    compact_at(folder, hours)
     landed = RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
     assert landed.name.startswith("merged-")
     settle(folder, 3)
@@ -317,7 +277,7 @@ def test_a_run_that_lands_again_between_merging_and_listing_is_there_once(folder
             RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
 
     Steps(monkeypatch, land_again)
-    compact(folder, now_s=NOW_S, settings=EAGER)
+    compact_at(folder, 0)
     assert done
     settle(folder, 3)
 
@@ -325,26 +285,18 @@ def test_a_run_that_lands_again_between_merging_and_listing_is_there_once(folder
 def test_samples_of_a_run_that_has_not_landed_wait(folder):
     fill(folder, range(3))
     (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()  # as after a kill between the two files
-    report = compact(folder, now_s=NOW_S, settings=EAGER)
+    report = compact_at(folder, 0)
     assert sorted(report.merged.values()) == [2] * len(KINDS)
     assert all("J-000001.parquet" in files(folder, kind) for kind in OF_RUNS)
     RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
     assert census(folder) == expected(3)
 
 
-def test_an_unreadable_file_is_reported_and_left_alone(folder):
-    fill(folder, range(3))
-    (folder.partition("runs", "cnn") / "J-000001.parquet").write_bytes(b"torn")
-    report = compact(folder, now_s=NOW_S, settings=EAGER)
-    assert ["J-000001.parquet" in problem for problem in report.problems] == [True]
-    assert "J-000001.parquet" in files(folder, "runs")
-
-
 def test_a_second_compaction_at_the_same_time_does_nothing(folder):
     fill(folder, range(3))
     with open(folder.compaction_lock, "a") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        report = compact(folder, now_s=NOW_S, settings=EAGER)
+        report = compact_at(folder, 0)
     assert report.busy and report.merged == {} and "another compaction" in report.lines()[0]
 
 

@@ -1,4 +1,4 @@
-"""Compaction among damaged, lost and planted files: nothing of them is merged, hidden, believed or deleted."""
+"""Compaction and snapshots among damaged, lost and planted files: none is merged, hidden, believed or deleted."""
 
 import json
 import os
@@ -7,24 +7,17 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
+from warehouse_rows import Steps, ask, compact_at, fill, flip, only_merged, run_row
 
-from warehouse.files.compaction import CompactionSettings, compact
+from conf.cli.command_line import run
+from conf.errors import EnvironmentProblem
+from warehouse.files.compaction import compact
 from warehouse.files.counting import counting_files, lost_merged_files
 from warehouse.files.layout import COMPRESSION, KINDS, write_sealed
 from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
-from warehouse.files.writer import RunWriter
+from warehouse.files.snapshots import find_snapshot, take_snapshot
+from warehouse.snapshot import entry
 from warehouse.tables.schema import RUN_SCHEMA
-
-NOW_S = 4_000_000_000.0
-HOUR_S = 3600.0
-EAGER = CompactionSettings(min_files=2)
-
-
-def fill(folder, indices):
-    writer = RunWriter(folder)
-    for index in indices:
-        writer.write(run_row(index), samples(), kernels(), ranks(), collocations())
 
 
 def names(folder, kind="runs"):
@@ -37,21 +30,6 @@ def run_ids(folder):
 
 def ids(indices):
     return [f"J-{index:06d}" for index in indices]
-
-
-def flip(path, place=None):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 3 if place is None else place] ^= 1
-    path.write_bytes(content)
-
-
-def only_merged(folder, kind="runs"):
-    (path,) = folder.partition(kind, "cnn").glob("merged-*.parquet")
-    return path
-
-
-def compact_at(folder, hours, settings=EAGER):
-    return compact(folder, now_s=NOW_S + hours * HOUR_S, settings=settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,14 +80,8 @@ def test_a_torn_listing_is_read_off_its_merged_file_and_written_anew(folder, cap
     assert compact_at(folder, 1 / 2).problems == []
     assert Listing.read(listing.file).merged == listing.merged
     assert run_ids(folder) == ids(range(4))
-
-
-def test_a_torn_listing_whose_replaced_files_are_deleted_costs_no_row(folder):
-    fill(folder, range(4))
-    compact_at(folder, 0)
     compact_at(folder, 2)
-    (listing,) = read_listings(folder, "runs")
-    listing.file.write_bytes(b"")
+    listing.file.write_bytes(b"")  # what it replaced is deleted
     assert compact_at(folder, 4).problems == []
     assert run_ids(folder) == ids(range(4))
 
@@ -156,15 +128,10 @@ def test_no_file_is_taken_for_lost_between_the_steps_of_a_deletion(folder, monke
         fill(folder, range(start, start + 4))
         compact_at(folder, start)
     looks = []
-    for name in ("replace", "unlink"):
-        call = getattr(os, name)
-
-        def looking(*arguments, call=call, **keywords):
-            result = call(*arguments, **keywords)
-            looks.append([listing.merged for kind in KINDS for listing in lost_merged_files(folder, kind)])
-            return result
-
-        monkeypatch.setattr(os, name, looking)
+    Steps(
+        monkeypatch,
+        lambda: looks.append([listing.merged for kind in KINDS for listing in lost_merged_files(folder, kind)]),
+    )
     for hours in (20, 40, 60):
         compact_at(folder, hours)
     assert len(looks) > 10 and not any(looks)
@@ -254,3 +221,50 @@ def test_a_name_that_is_no_file_is_named_and_stops_no_compaction(folder, kind):
     assert run_ids(folder) == ids(range(4))
     compact_at(folder, 30)
     assert run_ids(folder) == ids(range(4))
+
+
+def rows(folder, name):
+    return ask(
+        folder,
+        "SELECT (SELECT list(run_id ORDER BY run_id) FROM runs), (SELECT count(*) FROM telemetry)",
+        snapshot=name,
+    )[0]
+
+
+@pytest.mark.parametrize("damage", [b"", b"torn", None])
+def test_a_damaged_run_costs_its_row_and_is_named(folder, damage, monkeypatch, capfd):
+    monkeypatch.setenv("GPUFARM_DATA", str(folder.root))
+    fill(folder, range(3))
+    path = folder.partition("runs", "cnn") / "J-000001.parquet"
+    flip(path) if damage is None else path.write_bytes(damage)
+    assert run("snapshot", entry, ["name=s"]) == 0
+    out, err = capfd.readouterr()
+    assert "1 damaged files left out" in out and len([line for line in err.splitlines() if str(path) in line]) == 1
+    assert rows(folder, "s") == (["J-000000", "J-000002"], 6)
+    assert [str(path) in line for line in find_snapshot(folder, "s").left_out] == [True]
+
+
+def test_damaged_samples_cost_no_run(folder):
+    fill(folder, range(3))
+    flip(folder.partition("telemetry", "cnn") / "J-000001.parquet")
+    assert rows(folder, take_snapshot(folder).name) == (["J-000000", "J-000001", "J-000002"], 6)
+
+
+def test_a_merged_file_that_is_gone_is_an_error(folder):
+    fill(folder, range(3))
+    compact_at(folder, 0)
+    compact_at(folder, 2)
+    only_merged(folder).unlink()
+    with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 3 rows are missing"):
+        take_snapshot(folder)
+    assert list(folder.snapshots.iterdir()) == []
+
+
+def test_a_planted_listing_hides_nothing_from_a_snapshot(folder):
+    fill(folder, range(3))
+    compact_at(folder, 0)
+    fill(folder, range(3, 5))
+    merged = only_merged(folder)
+    hidden = tuple(f"family=cnn/J-{index:06d}.parquet" for index in range(5))
+    Listing(listing_file(folder, "runs", merged.name), f"family=cnn/{merged.name}", hidden, 0.0).write()
+    assert len(rows(folder, take_snapshot(folder).name)[0]) == 5

@@ -1,7 +1,6 @@
 """Other people's measurements become rows of `runs`: once each, whole, with what makes no sense counted and named."""
 
 import contextlib
-import csv
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from featurize.configs.trial import ACTIVATIONS, config_from_mapping, config_has
 from featurize.families import cnn, layers_of
 from featurize.job.layers import totals
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
+from tests.warehouse.warehouse_rows import csv_table
 from warehouse import ingest as command
 from warehouse.exchange import ingesting
 from warehouse.exchange.ingesting import IngestSettings, ingest
@@ -53,15 +53,6 @@ def measured(name, batch, memory, status="SUCCESSFUL", depth=3):
     return (name, depth, 100, batch, memory, 80, 0.5, -1, 0.25, status)
 
 
-def write(path, header, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
-    return path
-
-
 @pytest.fixture
 def place(tmp_path):
     return tmp_path / "a'; echo foo [b]*?"
@@ -91,7 +82,7 @@ ROWS = [
 
 
 def test_rows_land_with_their_configuration_labels_and_environment(place, take):
-    (report,) = take(write(place / "some.csv", HEADER, ROWS)).files
+    (report,) = take(csv_table(place / "some.csv", HEADER, ROWS)).files
     assert (report.rows, report.new, report.already_there) == (4, 4, 0)
     assert report.statuses == {"ok": 3, "oom": 1}
     (one,) = rows(place, where="batch_size = 64")
@@ -125,8 +116,8 @@ def test_rows_land_with_their_configuration_labels_and_environment(place, take):
 
 def test_configs_are_complete_and_known_by_the_farms_own_hash(place, take):
     dense = measured(cnn_name("dense", 16, 64), 4, 3000)
-    take(write(place / "some.csv", HEADER, [*ROWS, dense]))
-    take(write(place / "timm.csv", TIMM, [("resnet10t", "resnet", 8, 2000, 1)]), "timm")
+    take(csv_table(place / "some.csv", HEADER, [*ROWS, dense]))
+    take(csv_table(place / "timm.csv", TIMM, [("resnet10t", "resnet", 8, 2000, 1)]), "timm")
     landed = rows(place)
     assert {row["family"] for row in landed} == {"mlp", "cnn", "transformer", "timm"}
     for row in landed:
@@ -171,34 +162,34 @@ def test_how_dense_blocks_are_pooled_is_told_by_the_parameters(place, take):
     )
     counts = [totals(layers_of(cnn.Config(**config, pool_interval=i))).parameters for i in (first, second)]
     table = [(name, 48, count, 4, 2000 + at) for at, count in enumerate([*counts, 1])]
-    take(write(place / "dense.csv", OLD_HEADER, table))
+    take(csv_table(place / "dense.csv", OLD_HEADER, table))
     landed = rows(place, "json_extract(config, '$.pool_interval')::int AS interval, peak_memory_mib AS m")
     assert {row["m"]: row["interval"] for row in landed} == {2000: first, 2001: second, 2002: first}
     assert first != second
 
 
 def test_ingesting_twice_adds_nothing_from_wherever_and_a_grown_file_only_its_new_rows(place, take):
-    path = write(place / "some.csv", HEADER, ROWS)
+    path = csv_table(place / "some.csv", HEADER, ROWS)
     take(path)
     before = rows(place)
     (again,) = take(path).files
     assert (again.new, again.already_there) == (0, 4)
-    (elsewhere,) = take(write(place / "deep" / "er" / "other.csv", HEADER, ROWS[::-1])).files
+    (elsewhere,) = take(csv_table(place / "deep" / "er" / "other.csv", HEADER, ROWS[::-1])).files
     assert elsewhere.new == 0 and rows(place) == before
-    (grown,) = take(write(path, HEADER, [*ROWS[:1], measured(mlp(99), 99, 1700), *ROWS[1:]])).files
+    (grown,) = take(csv_table(path, HEADER, [*ROWS[:1], measured(mlp(99), 99, 1700), *ROWS[1:]])).files
     assert (grown.rows, grown.new, grown.already_there) == (5, 1, 4)
     assert len(rows(place)) == 5
 
 
 def test_the_same_measurements_with_other_columns_are_the_same_runs(place, take):
-    write(place / "set" / "full.csv", HEADER, ROWS)
-    write(place / "set" / "an_old.csv", OLD_HEADER, [row[:5] for row in ROWS])
+    csv_table(place / "set" / "full.csv", HEADER, ROWS)
+    csv_table(place / "set" / "an_old.csv", OLD_HEADER, [row[:5] for row in ROWS])
     full, old = take(place / "set").files
     assert (full.path.name, full.new, old.new) == ("full.csv", 4, 0), "the one that tells more lands first"
 
 
 def test_equal_rows_of_a_file_are_runs_of_their_own(place, take):
-    path = write(place / "some.csv", HEADER, [ROWS[0]] * 3)
+    path = csv_table(place / "some.csv", HEADER, [ROWS[0]] * 3)
     assert take(path).files[0].new == 3
     assert take(path).files[0].new == 0
     assert len({row["run_id"] for row in rows(place)}) == 3
@@ -213,7 +204,7 @@ def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, 
         measured(mlp(), 32, 1800, "EXPLODED"),
         measured(mlp(), 32, 9e30),
     ]
-    (report,) = take(write(place / "some.csv", HEADER, table)).files
+    (report,) = take(csv_table(place / "some.csv", HEADER, table)).files
     assert report.statuses == {"invalid": 5, "ok": 1}
     assert report.invalid == {
         "never started: no memory": [1],
@@ -230,7 +221,7 @@ def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, 
 
 def test_rows_in_doubt_keep_their_status_and_say_why(place, take):
     table = [("net", "nets", 8 * 2**i, mib, 30_000.0) for i, mib in enumerate([12_000, 12_000, 35_000, 9_000])]
-    (report,) = take(write(place / "timm.csv", TIMM, table), "timm").files
+    (report,) = take(csv_table(place / "timm.csv", TIMM, table), "timm").files
     assert report.statuses == {"ok": 3, "oom": 1} and report.in_doubt == 2
     by_batch_size = {row["batch_size"]: row for row in rows(place)}
     assert (
@@ -247,11 +238,11 @@ def test_rows_in_doubt_keep_their_status_and_say_why(place, take):
 
 
 def test_a_folder_is_searched_below_and_other_files_are_named(place, take):
-    write(place / "set" / "A" / "mlp.csv", OLD_HEADER, [ROWS[0][:5]])
-    write(place / "set" / "B" / "mlp.csv", HEADER, [ROWS[1]])
-    write(place / "set" / "odd.csv", ("x", "y"), [(1, 2)])
-    write(place / "set" / "timm.csv", TIMM, [("net", "nets", 8, 2000, 1)])
-    write(place / "set" / "known.csv", ("model", "batch_size", "actual_mib"), [("vgg16", 4, 3000)])
+    csv_table(place / "set" / "A" / "mlp.csv", OLD_HEADER, [ROWS[0][:5]])
+    csv_table(place / "set" / "B" / "mlp.csv", HEADER, [ROWS[1]])
+    csv_table(place / "set" / "odd.csv", ("x", "y"), [(1, 2)])
+    csv_table(place / "set" / "timm.csv", TIMM, [("net", "nets", 8, 2000, 1)])
+    csv_table(place / "set" / "known.csv", ("model", "batch_size", "actual_mib"), [("vgg16", 4, 3000)])
     report = take(place / "set")
     assert {(file.path.parent.name, file.new) for file in report.files} == {("A", 1), ("B", 1)}
     assert {path.name: why.split(";")[0] for path, why in report.left.items()} == {
@@ -281,7 +272,7 @@ def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
         ("resnet18", 8, "", "nan", "", ""),
         ("resnet18", 8, 10, "", "meh", ""),
     ]
-    path = write(place / "mine.csv", header, table)
+    path = csv_table(place / "mine.csv", header, table)
     (report,) = take(path, "csv", **MAPPING).files
     assert report.statuses == {"ok": 1, "oom": 1, "invalid": 6}
     reasons = " | ".join(report.invalid)
@@ -310,18 +301,18 @@ def test_any_csv_is_read_by_a_mapping_of_its_columns(place, take):
 
 def test_the_same_cells_under_other_constants_or_on_another_card_are_other_runs(place, take):
     table = [("resnet18", 999, "", "OOM")]
-    path = write(place / "mine.csv", ("net", "bs", "mem", "end"), table)
+    path = csv_table(place / "mine.csv", ("net", "bs", "mem", "end"), table)
     about = {**MAPPING, "columns": "{peak_memory_mib: mem, batch_size: bs, config.model: net, status: end}"}
     for precision in ("fp32", "bf16"):
         assert take(path, "csv", **about | {"constants": f"{{precision: {precision}}}"}).files[0].new == 1
     assert {row["precision"] for row in rows(place)} == {"fp32", "bf16"}
-    timm = write(place / "timm.csv", TIMM, [("net", "nets", 8, 2000, 1)])
+    timm = csv_table(place / "timm.csv", TIMM, [("net", "nets", 8, 2000, 1)])
     assert [take(timm, "timm", device_name=name).files[0].new for name in (None, "H100-SXM5-80GB", None)] == [1, 1, 0]
 
 
 def test_cells_that_are_no_figures_are_invalid(place, take):
     table = [("resnet18", -8, 2000, "ok"), ("resnet18", 8, "inf", "ok")]
-    path = write(place / "mine.csv", ("net", "bs", "mem", "end"), table)
+    path = csv_table(place / "mine.csv", ("net", "bs", "mem", "end"), table)
     about = {**MAPPING, "columns": "{peak_memory_mib: mem, batch_size: bs, config.model: net, status: end}"}
     reasons = " | ".join(take(path, "csv", **about).files[0].invalid)
     assert "batch_size: -8" in reasons and "peak_memory_mib: must be a number, got 'inf'" in reasons
@@ -351,7 +342,7 @@ def test_cells_that_are_no_figures_are_invalid(place, take):
     ],
 )
 def test_bad_input_is_one_message_and_writes_nothing(place, capsys, arguments, expected_text):
-    path = write(place / "some.csv", HEADER, ROWS)
+    path = csv_table(place / "some.csv", HEADER, ROWS)
     if not any(text.startswith("path=") for text in arguments):
         arguments = [*arguments, f"path={path}"]
     asked = [*arguments, f"data='{str(place / 'data').replace(chr(39), chr(92) + chr(39))}'"]
@@ -361,8 +352,8 @@ def test_bad_input_is_one_message_and_writes_nothing(place, capsys, arguments, e
 
 
 def test_the_command_prints_what_became_of_each_file(place, capsys):
-    path = write(place / "some.csv", HEADER, [*ROWS, measured(mlp(), 32, 0)])
-    write(place / "odd.csv", ("x", "y"), [(1, 2)])
+    path = csv_table(place / "some.csv", HEADER, [*ROWS, measured(mlp(), 32, 0)])
+    csv_table(place / "odd.csv", ("x", "y"), [(1, 2)])
     settings = IngestSettings(source="gpumemnet", path=str(path.parent), data=str(place / "data"))
     command.print_report(ingest(settings))
     output = capsys.readouterr().out
@@ -390,8 +381,8 @@ ingest(IngestSettings(source="gpumemnet", path=sys.argv[1], data=sys.argv[2]))
 @pytest.mark.slow
 @pytest.mark.parametrize("survived", [0, 1, 2])
 def test_a_kill_leaves_whole_batches_and_a_repeat_adds_the_rest_once(place, take, survived):
-    write(place / "set" / "a.csv", HEADER, ROWS[:2])
-    write(place / "set" / "b.csv", HEADER, [*ROWS[2:], measured(cnn_name(depth=5), 4, 3000)])
+    csv_table(place / "set" / "a.csv", HEADER, ROWS[:2])
+    csv_table(place / "set" / "b.csv", HEADER, [*ROWS[2:], measured(cnn_name(depth=5), 4, 3000)])
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(place / "set"), str(place / "data"), str(survived)],
         cwd=ROOT,
@@ -409,7 +400,7 @@ def test_a_kill_leaves_whole_batches_and_a_repeat_adds_the_rest_once(place, take
 
 
 def test_a_second_ingest_at_the_same_time_is_refused(place, take):
-    path = write(place / "some.csv", HEADER, ROWS)
+    path = csv_table(place / "some.csv", HEADER, ROWS)
     folder = DataFolder.resolve(place / "data").create()
     with ingesting._lock(folder), pytest.raises(EnvironmentProblem, match="another ingest is at work"):
         take(path)

@@ -9,7 +9,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, kernels, run_row, samples
+from warehouse_rows import ask, compact_at, kernels, run_row, samples
 
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
@@ -17,14 +17,11 @@ from warehouse.diff import entry as diff_entry
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_kernels import NEUSIGHT_COLUMNS as COLUMNS
 from warehouse.exchange.publishing import PublishSettings, publish
-from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.ingest import print_report
 from warehouse.reading.checks import check
 from warehouse.reading.pairing import diff
-
-NOW_S = 4_000_000_000.0
 
 CELLS = {
     "op": "bmm",
@@ -86,13 +83,6 @@ def test_kernels_of_an_execution_that_was_killed_go_when_the_task_lands_without(
     assert ask(folder, "SELECT count(*) FROM kernels") == [(0,)]
 
 
-def _with(columns):
-    table = kernels(2)
-    for name, values in columns.items():
-        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
-    return table
-
-
 def test_imported_kernels_survive_compaction_snapshot_and_any_client(folder, tmp_path):
     for at in range(3):
         take_in(folder, kernel_file(tmp_path / f"{at}.parquet", CELLS | {"latency_ms": 1.0 + at}))
@@ -101,8 +91,7 @@ def test_imported_kernels_survive_compaction_snapshot_and_any_client(folder, tmp
         writer.write(run_row(index), samples(1), kernels())
     before = ask(folder, "SELECT * FROM kernels ORDER BY kernel_row")
     for hours in (0, 2):
-        report = compact(folder, now_s=NOW_S + hours * 3600, settings=CompactionSettings(min_files=2))
-        assert report.problems == []
+        assert compact_at(folder, hours).problems == []
     assert len(list(folder.partition("kernels", "unknown").glob("*.parquet"))) == 1
     assert ask(folder, "SELECT * FROM kernels ORDER BY kernel_row") == before
     assert ask(folder, "SELECT count(*), count(run_id) FROM kernels") == [(9, 6)]  # imported rows have no run
@@ -117,7 +106,7 @@ def test_imported_kernels_survive_compaction_snapshot_and_any_client(folder, tmp
 def test_checks_name_kernels_that_are_lost_or_cannot_be(folder):
     writer = RunWriter(folder)
     writer.write(run_row(0), samples(1), kernels())
-    writer.write(run_row(1), samples(1), _with({"duration_us": [0.0, 1.0]}))
+    writer.write(run_row(1), samples(1), kernels(duration_us=[0.0, 1.0]))
     writer.write(run_row(2), samples(1), kernels(1, block_x=[2048], block_y=[1], block_z=[1], dims=["{"]))
     (folder.partition("kernels", "cnn") / "J-000000.parquet").unlink()
     findings = {finding.rule: finding.examples for finding in check(folder)}
@@ -165,8 +154,8 @@ def test_a_difference_compares_the_times_of_the_same_kernels_on_the_same_softwar
     same = {"source": "measured", "device_name": "T4", "torch_version": "2.13.0"}
     writer.write(run_row(0, **same), samples(1), kernels())
     take_snapshot(folder, "a")
-    writer.write(run_row(1, **same), samples(1), _with({"duration_us": [12.0, 11.0]}))
-    writer.write(run_row(2, **same | {"torch_version": "2.14.0"}), samples(1), _with({"duration_us": [99.0, 99.0]}))
+    writer.write(run_row(1, **same), samples(1), kernels(duration_us=[12.0, 11.0]))
+    writer.write(run_row(2, **same | {"torch_version": "2.14.0"}), samples(1), kernels(duration_us=[99.0, 99.0]))
     slower, equal = diff(folder, "a").kernel_shifts
     assert (slower.group, slower.pairs, slower.beyond) == ({"operator": "aten::mm0", "device_name": "T4"}, 1, 1)
     assert slower.median == pytest.approx(0.2) and slower.largest == slower.median

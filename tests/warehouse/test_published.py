@@ -7,19 +7,12 @@ import sys
 import pytest
 
 from conf.errors import UsageError
+from tests.warehouse.warehouse_rows import csv_table
 from warehouse.exchange.published import parse_filename, read_published
 
 MLP = ("Filename", "Depth", "Total Parameters", "Batch Size", "Max GPU Memory (MiB)", "Avg GPUTL", "Avg SMACT")
 CNN = (*MLP, "Avg DRAMA", "Status")
 TIMM = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
-
-
-def write(path, header, rows):
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
-    return path
 
 
 def read(path):
@@ -48,9 +41,7 @@ def test_a_key_that_stands_twice_and_values_with_underscores_are_told_apart():
     parsed = parse_filename(cnn())
     assert parsed["topology"] == "reverse_pyramid" and parsed["activation"] == "silu" and parsed["dropout"] == 0
     assert (parsed["channels"], parsed["classes"], parsed["image_size"], parsed["batch_size"]) == (3, 7, 32, 4)
-
-
-def test_the_first_half_of_the_mlps_is_plain_relu_without_softmax():
+    # The first half of the MLPs is plain.
     parsed = parse_filename("input:9_output:3_depth:1_arch:uniform_batch:2.out")
     assert (parsed["activation"], parsed["dropout"], parsed["batch_norm"], parsed["softmax"]) == (
         "relu",
@@ -58,9 +49,6 @@ def test_the_first_half_of_the_mlps_is_plain_relu_without_softmax():
         False,
         False,
     )
-
-
-def test_a_transformers_input_size_is_its_vocabulary():
     parsed = parse_filename(
         "num_classes:5_embedding_size:64_num_layers:2_num_heads:4_ff_hidden_size:90_dropout_rate:0.5_seq_length:16_"
         "input_size:1000_num_samples:77_batch_size:8.out"
@@ -85,7 +73,7 @@ def test_a_name_that_cannot_be_read_says_why(name, expected_text):
 
 def test_not_measured_is_none_and_percentages_become_fractions(tmp_path):
     rows = read(
-        write(
+        csv_table(
             tmp_path / "some.csv",
             CNN,
             [(cnn(), 3, 100, 4, 1500, 50, -1, "0.5", "SUCCESSFUL"), (cnn(), 3, 100, 4, 1500, "", 0, 1.5, "SUCCESSFUL")],
@@ -97,7 +85,7 @@ def test_not_measured_is_none_and_percentages_become_fractions(tmp_path):
 
 
 def test_rows_that_never_started_are_kept_as_invalid_with_their_reason(tmp_path):
-    path = write(
+    path = csv_table(
         tmp_path / "a'; echo foo.csv",
         CNN,
         [
@@ -126,48 +114,44 @@ def test_rows_that_never_started_are_kept_as_invalid_with_their_reason(tmp_path)
 
 
 def test_a_file_without_a_status_column_holds_what_ran(tmp_path):
-    rows = read(write(tmp_path / "mlp.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)]))
+    rows = read(csv_table(tmp_path / "mlp.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)]))
     assert rows[0].status == "ok" and rows[0].module == "mlp/bottleneck" and rows[0].parameters == 100
     assert rows[0].config["family"] == "mlp" and rows[0].config["optimizer"] == "adam"
 
 
-def timm(tmp_path, memories, fake=100.0):
-    batches = [8 * 2**i for i in range(len(memories))]
-    rows = [("net", "nets", b, m, fake) for b, m in zip(batches, memories, strict=True)]
-    return read(write(tmp_path / "timm.csv", TIMM, rows))
-
-
-def test_memory_that_falls_with_the_batch_ran_out_and_so_did_every_larger_batch(tmp_path):
-    rows = timm(tmp_path, [12_000, 22_000, 9_000, 39_000, 8_000], fake=30_000)
-    assert [row.status for row in rows] == ["ok", "ok", "oom", "oom", "oom"]
-    assert rows[2].reason == "less memory than at a smaller batch"
-    assert rows[3].reason == "a smaller batch ran out of memory"
-    assert rows[0].module == "nets" and rows[0].estimates == {"faketensor": 30_000}
-
-
-def test_a_fall_that_the_card_cannot_have_caused_is_no_end(tmp_path):
-    rows = timm(tmp_path, [4_900, 3_500, 5_000, 7_700])
-    assert [row.status for row in rows] == ["ok"] * 4
-    assert rows[0].doubt == "more than at a larger batch" and rows[1].doubt is None
-
-
-def test_a_row_that_falls_short_of_its_smaller_batches_growth_at_the_card_is_in_doubt(tmp_path):
-    rows = timm(tmp_path, [10_500, 20_000, 39_000, 40_100])
-    assert rows[2].doubt is None and "peak before a crash" in rows[3].doubt
-
-
-def test_tensors_that_fill_more_than_the_card_ran_out_of_memory_whatever_was_seen(tmp_path):
-    rows = timm(tmp_path, [9_000, 40_100], fake=41_000.0)
-    assert [row.status for row in rows] == ["oom", "oom"] and [row.doubt for row in rows] == [None, None]
-    assert "fill more than the card" in rows[0].reason
-
-
-def test_a_run_that_took_less_than_its_tensors_fill_is_in_doubt(tmp_path):
-    assert "may not have trained" in timm(tmp_path, [2_000, 2_000], fake=5_000.0)[0].doubt
+@pytest.mark.parametrize(
+    ("memories", "fake", "statuses", "reasons"),
+    [
+        # Memory that falls with the batch ran out, and so did every larger batch.
+        (
+            [12_000, 22_000, 9_000, 39_000, 8_000],
+            30_000.0,
+            ["ok", "ok", "oom", "oom", "oom"],
+            {2: "less memory than at a smaller batch", 3: "a smaller batch ran out of memory"},
+        ),
+        # A fall that the card cannot have caused is no end.
+        ([4_900, 3_500, 5_000, 7_700], 100.0, ["ok"] * 4, {0: "more than at a larger batch", 1: None}),
+        # A row that falls short of its smaller batches' growth at the card is in doubt.
+        ([10_500, 20_000, 39_000, 40_100], 100.0, ["ok"] * 4, {2: None, 3: "peak before a crash"}),
+        # Tensors that fill more than the card ran out of memory, whatever was seen.
+        ([9_000, 40_100], 41_000.0, ["oom", "oom"], {0: "fill more than the card"}),
+        # A run that took less than its tensors fill is in doubt.
+        ([2_000, 2_000], 5_000.0, ["ok", "ok"], {0: "may not have trained"}),
+    ],
+)
+def test_memory_by_batch_size_tells_which_rows_ran_out_or_are_in_doubt(tmp_path, memories, fake, statuses, reasons):
+    cells = [("net", "nets", 8 * 2**place, memory, fake) for place, memory in enumerate(memories)]
+    rows = read(csv_table(tmp_path / "timm.csv", TIMM, cells))
+    assert [row.status for row in rows] == statuses
+    assert rows[0].module == "nets" and rows[0].estimates == {"faketensor": fake}
+    assert all(row.doubt is None for row in rows if row.status == "oom")
+    for place, text in reasons.items():
+        reason = rows[place].doubt if rows[place].status == "ok" else rows[place].reason
+        assert reason is None if text is None else text in reason
 
 
 def test_named_models_carry_the_published_estimates_that_there_are(tmp_path):
-    path = write(
+    path = csv_table(
         tmp_path / "known.csv",
         ("model", "batch_size", "actual_mib", "horus_mib", "faketensor_mib"),
         [("vgg16", 4, 3000, 5000.5, ""), ("vgg16", 0, 3000, 1, 1)],
@@ -178,9 +162,9 @@ def test_named_models_carry_the_published_estimates_that_there_are(tmp_path):
 
 
 def test_a_folder_gives_its_known_files_and_names_the_others(tmp_path):
-    write(tmp_path / "b.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)])
-    write(tmp_path / "a.csv", TIMM, [("net", "nets", 8, 2000, 100)])
-    write(tmp_path / "c.csv", ("x", "y"), [(1, 2)])
+    csv_table(tmp_path / "b.csv", MLP, [(mlp(), 3, 100, 32, 1500, 5, 0.1)])
+    csv_table(tmp_path / "a.csv", TIMM, [("net", "nets", 8, 2000, 100)])
+    csv_table(tmp_path / "c.csv", ("x", "y"), [(1, 2)])
     published = read_published(tmp_path)
     assert [(f.path.stem, f.form) for f in published.files] == [("a", "timm"), ("b", "gpumemnet")]
     assert [path.name for path in published.others] == ["c.csv"]
@@ -188,7 +172,7 @@ def test_a_folder_gives_its_known_files_and_names_the_others(tmp_path):
 
 
 def test_what_cannot_be_read_is_told_with_what_can(tmp_path):
-    odd = write(tmp_path / "odd.csv", ("x", "y"), [(1, 2)])
+    odd = csv_table(tmp_path / "odd.csv", ("x", "y"), [(1, 2)])
     with pytest.raises(UsageError, match=r"odd.csv: unknown header \(x, y\); known: gpumemnet \(.*timm \("):
         read_published(odd)
     with pytest.raises(UsageError, match="holds no file with a known header"):
@@ -196,14 +180,16 @@ def test_what_cannot_be_read_is_told_with_what_can(tmp_path):
     with pytest.raises(UsageError, match="unknown header"):
         read_published(tmp_path, ["odd"])
     with pytest.raises(UsageError, match="files=nix: no such CSV file"):
-        read_published(write(tmp_path / "b.csv", MLP, []), ["nix"])
+        read_published(csv_table(tmp_path / "b.csv", MLP, []), ["nix"])
     with pytest.raises(UsageError, match="there is no such file or folder"):
         read_published(tmp_path / "none")
 
 
 def test_cells_longer_than_the_csv_modules_limit_are_read_and_the_limit_is_left(tmp_path):
     before = csv.field_size_limit()
-    path = write(tmp_path / "w.csv", (*MLP, "Activations-Params"), [(mlp(), 3, 100, 32, 1500, 5, 0.1, "x" * 300_000)])
+    path = csv_table(
+        tmp_path / "w.csv", (*MLP, "Activations-Params"), [(mlp(), 3, 100, 32, 1500, 5, 0.1, "x" * 300_000)]
+    )
     assert len(read(path)) == 1 and csv.field_size_limit() == before
 
 
@@ -213,5 +199,5 @@ def test_reading_needs_no_torch():
 
 
 def test_a_batch_that_the_file_has_twice_is_read(tmp_path):
-    path = write(tmp_path / "twice.csv", TIMM, [("net", "nets", batch, 3000, 100) for batch in (8, 8, 16)])
+    path = csv_table(tmp_path / "twice.csv", TIMM, [("net", "nets", batch, 3000, 100) for batch in (8, 8, 16)])
     assert [row.status for row in read(path)] == ["ok"] * 3

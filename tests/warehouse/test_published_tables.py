@@ -1,7 +1,6 @@
 """Published tables of other GPUs become runs: whole, once each, untraceable where no trial config describes them."""
 
 import contextlib
-import csv
 import json
 
 import pytest
@@ -10,6 +9,7 @@ import warehouse
 from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping, config_hash
 from learn.rows.data import load_rows
+from tests.warehouse.warehouse_rows import csv_file
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.published_tables import TABLES
 from warehouse.tables.schema import SCHEMA_VERSION
@@ -206,18 +206,10 @@ ROWS = {
 }
 
 
-def write(path, *lines):
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, lines[0])
-        writer.writeheader()
-        writer.writerows(lines)
-    return path
-
-
 @pytest.fixture
 def take(tmp_path):
     def taken(source, *lines, path=None):
-        path = path or write(tmp_path / f"{source}.csv", *lines)
+        path = path or csv_file(tmp_path / f"{source}.csv", *lines)
         report, *_of_pairs = ingest(IngestSettings(source=source, path=str(path), data=str(tmp_path / "data"))).files
         return report
 
@@ -290,7 +282,7 @@ def test_a_memory_figure_of_an_unnamed_instrument_stays_out_of_the_columns(tmp_p
 def test_every_cell_is_kept_and_a_repeat_or_another_name_of_the_file_adds_nothing(tmp_path, take):
     for source, line in ROWS.items():
         first = take(source, line)
-        copy = write(tmp_path / "copy.csv", line)
+        copy = csv_file(tmp_path / "copy.csv", line)
         again = take(source, path=copy)
         assert (first.already_there, again.new, again.rows) == (0, 0, first.rows)
         for run in runs(tmp_path, f"job_id = 'import-{source}'"):
@@ -328,20 +320,20 @@ def test_an_out_of_memory_row_without_a_figure_bounds_the_need_from_below(tmp_pa
     assert (run["status"], run["oom_kind"], run["device_memory_mib"]) == ("oom", "device", 40_960)
 
 
-def test_a_step_of_a_sharded_job_is_all_its_micro_batches(tmp_path, take):
-    take("llm_foundry", LLM_FOUNDRY)
-    (run,) = runs(tmp_path)
-    assert (run["step_time_ms"], run["batch_size"], run["device_name"]) == (2000, 4, "H100-SXM5-80GB")
-
-
 @pytest.mark.parametrize(
-    "source, row, step_ms",
-    [("vtrain", VTRAIN, 160), ("dgxc", DGXC, 4500), ("nemo", NEMO, 2000), ("megatron", MEGATRON, 160)],
+    "source, row, step_ms, batch_size",
+    [
+        ("vtrain", VTRAIN, 160, None),
+        ("dgxc", DGXC, 4500, None),
+        ("nemo", NEMO, 2000, None),
+        ("megatron", MEGATRON, 160, None),
+        ("llm_foundry", LLM_FOUNDRY, 2000, 4),  # sharded: all its micro-batches
+    ],
 )
-def test_a_step_on_several_gpus_has_its_time_and_no_batch_of_one_gpu(tmp_path, take, source, row, step_ms):
+def test_a_step_on_several_gpus_has_its_time_and_no_batch_of_one_gpu(tmp_path, take, source, row, step_ms, batch_size):
     take(source, row)
     (run,) = runs(tmp_path)
-    assert (run["step_time_ms"], run["batch_size"], run["device_name"]) == (step_ms, None, "H100-SXM5-80GB")
+    assert (run["step_time_ms"], run["batch_size"], run["device_name"]) == (step_ms, batch_size, "H100-SXM5-80GB")
 
 
 @pytest.mark.parametrize(
@@ -367,7 +359,7 @@ def test_a_row_whose_figures_are_impossible_is_invalid_and_says_why(tmp_path, ta
 
 @pytest.mark.parametrize("source", TABLES)
 def test_a_foreign_file_is_one_clear_message(tmp_path, source):
-    path = write(tmp_path / "foreign.csv", {"a": 1})
+    path = csv_file(tmp_path / "foreign.csv", {"a": 1})
     with pytest.raises(UsageError, match=f"no file of source={source}; foreign.csv: not of this source"):
         ingest(IngestSettings(source=source, path=str(path), data=str(tmp_path / "data")))
     assert not (tmp_path / "data").exists()

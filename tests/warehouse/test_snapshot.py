@@ -12,24 +12,20 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, run_row, samples
+from warehouse_rows import ask, compact_at, run_row, samples
 
 import warehouse
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.diff import entry as diff_entry
 from warehouse.diff import named_arguments
-from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
+from warehouse.files.compaction import compaction_lock
 from warehouse.files.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import SEVERITIES, check
 from warehouse.reading.pairing import diff
 from warehouse.snapshot import entry
 from warehouse.tables.schema import TELEMETRY_SCHEMA
-
-NOW_S = 4_000_000_000.0
-DAY_S = 86_400.0
-EAGER = CompactionSettings(min_files=2)
 
 
 def fill(folder, indices, **changes):
@@ -53,7 +49,7 @@ def a_full_folder(folder):
     """Merged files, replaced ones that are still there, single ones, an attempt, a job."""
     writer = RunWriter(folder)
     fill(folder, range(4))
-    compact(folder, now_s=NOW_S, settings=EAGER)
+    compact_at(folder, 0)
     fill(folder, range(10, 12))
     fill(folder, range(20, 22), family="mlp", config='{"family":"mlp"}')
     writer.write(run_row(30) | {"run_id": "J-000030-a1", "final": False}, samples())
@@ -67,8 +63,8 @@ def test_a_snapshot_shows_what_the_views_showed_whatever_compaction_does_later(f
     assert everything(folder, "before") == before
     assert dict(taken.rows) == {view: len(view_rows) for view, view_rows in before.items()}
     fill(folder, range(100, 110))
-    compact(folder, now_s=NOW_S + 2 * DAY_S, settings=EAGER)
-    assert compact(folder, now_s=NOW_S + 4 * DAY_S, settings=EAGER).deleted_files
+    compact_at(folder, 48)
+    assert compact_at(folder, 96).deleted_files
     assert everything(folder, "before") == before
     assert len(rows(folder)) == len(before["runs"]) + 10
     assert find_snapshot(folder, "before").problems() == []
@@ -118,7 +114,7 @@ def test_samples_of_a_run_that_has_not_landed_stay_out(folder):
 @pytest.mark.parametrize("same_size", [False, True])
 def test_a_damaged_file_is_named(folder, same_size):
     fill(folder, [0, 1])
-    compact(folder, now_s=NOW_S, settings=EAGER)
+    compact_at(folder, 0)
     root = take_snapshot(folder, "s").folder.root
     (path,) = (root / "telemetry" / "family=cnn").glob("*.parquet")
     content = bytearray(path.read_bytes())

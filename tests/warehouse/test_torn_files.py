@@ -10,7 +10,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, collocations, flip, kernels, ranks, run_row, samples
+from warehouse_rows import NOW_S, ask, flip, only_merged
+from warehouse_rows import fill as fill_any
 
 import warehouse
 from conf.errors import EnvironmentProblem
@@ -21,7 +22,6 @@ from warehouse.files.merged import Listing, listing_file, new_merged_name
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA
 
-NOW_S = 4_000_000_000.0
 # Files of all kinds are read by the same code; `runs` decides what the others show.
 each_kind = pytest.mark.parametrize(
     "kind", [kind if kind in ("runs", "telemetry") else pytest.param(kind, marks=pytest.mark.wide) for kind in KINDS]
@@ -33,20 +33,20 @@ COUNTS = (
 )
 
 
-def fill(folder, indices=range(10), **changes):
-    writer = RunWriter(folder)
-    writer.write_job({"job_id": "J", "family": "cnn", "n": 10})
-    for index in indices:
-        writer.write(run_row(index, **changes), samples(2), kernels(), ranks(), collocations())
-    return writer
+def fill(folder, indices=range(10)):
+    RunWriter(folder).write_job({"job_id": "J", "family": "cnn", "n": 10})
+    fill_any(folder, indices, 2)
 
 
 def merge(folder, **settings):
     compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2, **settings))
 
 
-def merged_files(folder, kind="runs"):
-    return sorted(folder.partition(kind, "cnn").glob("merged-*.parquet"))
+def fill_and_merge(folder):
+    """Merge the runs, and delete their own files."""
+    fill(folder)
+    for _ in range(2):
+        merge(folder, grace_s=0, force_after_s=0)
 
 
 def plant(folder, kind, name, hidden, table=None):
@@ -96,16 +96,6 @@ def test_every_way_to_read_goes_on_without_a_torn_file(folder):
             assert same.execute("SELECT count(*) FROM runs WHERE run_id = ?", ["J-000004"]).fetchone() == (0,)
 
 
-def test_a_torn_file_that_is_written_again_counts_again(folder):
-    writer = fill(folder)
-    path = folder.partition("runs", "cnn") / "J-000004.parquet"
-    path.write_bytes(b"torn")
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (9,)
-        writer.write(run_row(4), samples(2), kernels(), ranks(), collocations())
-        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (10,)
-
-
 def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run(folder):
     fill(folder, range(4))
     path = folder.partition("runs", "cnn") / "J-000002.parquet"
@@ -125,7 +115,7 @@ def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run
 def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
     fill(folder)
     merge(folder, grace_s=1e9)
-    (merged,) = merged_files(folder, kind)
+    merged = only_merged(folder, kind)
     listing = listing_file(folder, kind, merged.name)
     if how == "gone":  # as after a kill: the files that it would replace are there
         listing.unlink()
@@ -137,10 +127,8 @@ def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
 
 @each_kind
 def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_deleted(folder, kind, capsys):
-    fill(folder)
-    merge(folder, grace_s=0, force_after_s=0)
-    merge(folder, grace_s=0, force_after_s=0)
-    (merged,) = merged_files(folder, kind)
+    fill_and_merge(folder)
+    merged = only_merged(folder, kind)
     listing = listing_file(folder, kind, merged.name)
     content = listing.read_bytes()
     with contextlib.closing(warehouse.connect(folder)) as connection:
@@ -154,10 +142,8 @@ def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_d
 
 @each_kind
 def test_a_damaged_listing_whose_merged_file_is_damaged_too_is_an_error_that_names_both(folder, kind):
-    fill(folder)
-    merge(folder, grace_s=0, force_after_s=0)
-    merge(folder, grace_s=0, force_after_s=0)
-    (merged,) = merged_files(folder, kind)
+    fill_and_merge(folder)
+    merged = only_merged(folder, kind)
     listing = listing_file(folder, kind, merged.name)
     flip(listing)
     flip(merged)
@@ -168,10 +154,8 @@ def test_a_damaged_listing_whose_merged_file_is_damaged_too_is_an_error_that_nam
 
 @each_kind
 def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(folder, kind):
-    fill(folder)
-    merge(folder, grace_s=0, force_after_s=0)
-    merge(folder, grace_s=0, force_after_s=0)
-    (merged,) = merged_files(folder, kind)
+    fill_and_merge(folder)
+    merged = only_merged(folder, kind)
     assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     merged.unlink()
     with contextlib.closing(warehouse.connect(folder)) as connection:
@@ -184,10 +168,8 @@ def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(fold
 
 
 def test_a_listing_that_a_kill_left_behind_is_no_error(folder):
-    fill(folder)
-    merge(folder, grace_s=0, force_after_s=0)
-    merge(folder, grace_s=0, force_after_s=0)
-    (first,) = merged_files(folder)
+    fill_and_merge(folder)
+    first = only_merged(folder)
     left = listing_file(folder, "runs", first.name).read_bytes()
     fill(folder, range(10, 20))
     for _ in range(3):
@@ -249,20 +231,16 @@ def test_a_listing_that_names_a_file_elsewhere_is_ignored(folder):
 
 
 def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder):
-    fill(folder)
-    merge(folder, grace_s=0, force_after_s=0)
-    merge(folder, grace_s=0, force_after_s=0)
+    fill_and_merge(folder)
     fill(folder, range(5, 12))
     assert ask(folder, COUNTS) == [(12, 24, 12, 24, 24, 12)]
     assert ask(folder, "SELECT count(*) FROM runs JOIN telemetry USING (run_id)") == [(24,)]
 
 
 def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
-    fill(folder)
-    merge(folder, grace_s=0, force_after_s=0)
-    merge(folder, grace_s=0, force_after_s=0)
+    fill_and_merge(folder)
     for kind in KINDS:
-        (merged,) = merged_files(folder, kind)
+        merged = only_merged(folder, kind)
         again = pq.read_table(merged)
         other = new_merged_name()
         for table in (again, again.slice(0, 4)):
@@ -277,7 +255,7 @@ def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
 def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, kind):
     fill(folder)
     merge(folder, grace_s=1e9)
-    (merged,) = merged_files(folder, kind)
+    merged = only_merged(folder, kind)
     merged.write_bytes(merged.read_bytes()[:-50])
     assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
@@ -353,23 +331,24 @@ def test_a_name_that_is_no_file_is_named_and_left_out(folder, how, capsys):
     assert err.count("\n") == 2 and err.count("z.parquet cannot be read") == 2
 
 
-@pytest.mark.parametrize("how", ["link to nothing", "pipe"])
-def test_a_name_that_is_no_file_becomes_one(folder, how):
-    writer = fill(folder, range(3))
+@pytest.mark.parametrize("how", ["torn", "link to nothing", "pipe"])
+def test_a_torn_file_or_a_name_that_is_no_file_becomes_one_that_counts(folder, how):
+    fill(folder, range(3))
     path = folder.partition("runs", "cnn") / "J-000003.parquet"
-    not_a_file(path, how)
+    if how == "torn":
+        path.write_bytes(b"torn")
+    else:
+        not_a_file(path, how)
     with contextlib.closing(warehouse.connect(folder)) as connection:
         assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(3,)]
-        writer.write(run_row(3), samples(2), kernels(), ranks(), collocations())
+        fill(folder, [3])
         assert connection.execute("SELECT count(*) FROM runs").fetchall() == [(4,)]
 
 
 @each_kind
 def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(folder, kind, capsys):
-    fill(folder)
-    merge(folder, grace_s=0, force_after_s=0)
-    merge(folder, grace_s=0, force_after_s=0)
-    (merged,) = merged_files(folder, kind)
+    fill_and_merge(folder)
+    merged = only_merged(folder, kind)
     other = merged.with_name(new_merged_name())
     pq.write_table(pq.read_table(merged), other, use_dictionary=["run_id"], **COMPRESSION)
     Listing(listing_file(folder, kind, other.name), f"family=cnn/{other.name}", (), 2.0).write()
@@ -429,10 +408,8 @@ def test_a_file_that_is_being_closed_is_not_handed_to_another_query(folder, monk
 
 
 def test_a_file_whose_doubled_runs_were_left_out_is_not_read_whole_once_its_name_is_forgotten(folder, monkeypatch):
-    fill(folder)
-    merge(folder, grace_s=0, force_after_s=0)
-    merge(folder, grace_s=0, force_after_s=0)
-    plant(folder, "runs", new_merged_name(), (), pq.read_table(*merged_files(folder)))
+    fill_and_merge(folder)
+    plant(folder, "runs", new_merged_name(), (), pq.read_table(only_merged(folder)))
     monkeypatch.setattr("warehouse.files.folder_files._PATHS", 0)
     files = FolderFiles(folder)
     with pytest.raises(FileNotFoundError, match="has to be planned again"):

@@ -22,8 +22,12 @@ def leftovers(folder):
     return [path for path in folder.root.rglob("*") if path.is_file() and path.name.endswith(".tmp")]
 
 
-def test_a_run_lands_with_its_telemetry_and_absent_columns_are_null(folder):
-    RunWriter(folder).write(run_row(7), samples(3))
+def test_a_run_lands_with_its_telemetry_and_absent_columns_are_null(tmp_path):
+    folder = DataFolder.resolve(tmp_path / "new")  # which the writer makes
+    path = RunWriter(folder).write(run_row(7), samples(3))
+    assert pq.read_schema(path).equals(RUN_SCHEMA)
+    assert pq.read_schema(str(path).replace("/runs/", "/telemetry/")).equals(TELEMETRY_SCHEMA)
+    path.with_name(".J-000002.parquet.1-abc.tmp").write_bytes(b"PAR1 torn")  # nobody sees it
     assert ask(folder, "SELECT run_id, family, peak_memory_mib, smact, telemetry_rows FROM runs") == [
         ("J-000007", "cnn", 7.0, None, 3)
     ]
@@ -95,19 +99,12 @@ def test_telemetry_that_breaks_the_schema_is_refused(folder, columns, message):
     assert ask(folder, "SELECT * FROM runs") == []
 
 
-def changed(table, columns):
-    """The table with these columns in place of its own."""
-    for name, values in columns.items():
-        table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
-    return table
-
-
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"kernels": changed(kernels(), {"timing": ["stopwatch"] * 2})}, "timing must be one of"),
-        ({"kernels": changed(kernels(), {"operator": ["aten::mm", None]})}, "operator is required"),
-        ({"kernels": changed(kernels(), {"duration_us": [1.0, float("nan")]})}, "duration_us must be finite"),
+        ({"kernels": kernels(timing=["stopwatch"] * 2)}, "timing must be one of"),
+        ({"kernels": kernels(operator=["aten::mm", None])}, "operator is required"),
+        ({"kernels": kernels(duration_us=[1.0, float("nan")])}, "duration_us must be finite"),
         ({"kernels": kernels(colour=["red"] * 2)}, "unknown column colour"),
         ({"ranks": ranks(status=["ok", "lost"])}, "status must be one of"),
         ({"ranks": ranks(rank=[0, None])}, "rank is required"),
@@ -158,7 +155,7 @@ for index in itertools.count():
 """
 
 
-@pytest.mark.parametrize("rounds", [3, 8, 17])
+@pytest.mark.parametrize("rounds", [3, 17])
 def test_a_killed_writer_leaves_readable_files_only(folder, rounds):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITE_FOREVER, str(folder.root), str(Path(__file__).parent)],
@@ -181,12 +178,6 @@ def test_a_killed_writer_leaves_readable_files_only(folder, rounds):
     assert missing == 0
 
 
-def test_torn_temporary_files_are_not_seen(folder):
-    RunWriter(folder).write(run_row(1), samples())
-    (folder.partition("runs", "cnn") / ".J-000002.parquet.1-abc.tmp").write_bytes(b"PAR1 torn")
-    assert ask(folder, "SELECT count(*) FROM runs") == [(1,)]
-
-
 def test_a_job_snapshot_is_replaced_and_counted(folder):
     writer = RunWriter(folder)
     job = {"job_id": "J", "family": "cnn", "n": 2, "seed": 0, "space": "{}", "submitted_at": 0.0}
@@ -199,18 +190,6 @@ def test_a_job_snapshot_is_replaced_and_counted(folder):
     ]
     with pytest.raises(ValueError, match="unknown column who"):
         writer.write_job({**job, "who": "me"})
-
-
-def test_written_files_have_the_schema(folder):
-    path = RunWriter(folder).write(run_row(1), samples())
-    assert pq.read_schema(path).equals(RUN_SCHEMA)
-    assert pq.read_schema(str(path).replace("/runs/", "/telemetry/")).equals(TELEMETRY_SCHEMA)
-
-
-def test_a_writer_makes_the_folder(tmp_path):
-    folder = DataFolder.resolve(tmp_path / "new")
-    RunWriter(folder).write(run_row(1), samples())
-    assert ask(folder, "SELECT count(*) FROM runs") == [(1,)]
 
 
 def plant(folder, name, run_id="J-000003", hidden=()):

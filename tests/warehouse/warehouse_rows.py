@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import datetime
+import os
 
 import pyarrow as pa
 
 import warehouse
+from warehouse.files.compaction import CompactionSettings, compact
+from warehouse.files.writer import RunWriter
 
+NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
+HOUR_S = 3600.0
+EAGER = CompactionSettings(min_files=2)
 GPUMEMNET_HEADER = (
     "Filename",
     "Depth",
@@ -91,7 +98,64 @@ def ask(data, sql: str, **how) -> list[tuple]:
 
 
 def flip(path) -> None:
-    """Change one bit of a file."""
+    """Change one bit of a file, in a file of its own: others may be linked to it."""
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 1
+    path.unlink()
     path.write_bytes(content)
+
+
+def fill(folder, indices, rows: int = 3, **changes) -> RunWriter:
+    """Land runs with rows in every table, `rows` samples each."""
+    writer = RunWriter(folder)
+    for index in indices:
+        writer.write(run_row(index, **changes), samples(rows), kernels(), ranks(), collocations())
+    return writer
+
+
+def compact_at(folder, hours: float, settings: CompactionSettings = EAGER):
+    """Compact so many hours after the files were written; two hours later, what was replaced may go."""
+    return compact(folder, now_s=NOW_S + hours * HOUR_S, settings=settings)
+
+
+def only_merged(folder, kind: str = "runs"):
+    """The path of the one merged file of a kind."""
+    (path,) = folder.partition(kind, "cnn").glob("merged-*.parquet")
+    return path
+
+
+class Steps:
+    """Calls `act` before and after every `os.replace` and `os.unlink`: each change that another process can see."""
+
+    def __init__(self, monkeypatch, act):
+        self.count = 0
+        for name in ("replace", "unlink"):
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name), act))
+
+    def _wrapped(self, call, act):
+        def wrapped(*arguments, **keywords):
+            act()
+            result = call(*arguments, **keywords)
+            self.count += 1
+            act()
+            return result
+
+        return wrapped
+
+
+def csv_file(path, *lines: dict):
+    """Write a CSV file of these rows, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def csv_table(path, header, rows):
+    """Write a CSV file of a header and rows, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path

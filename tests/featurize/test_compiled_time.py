@@ -1,0 +1,231 @@
+"""The time of a compiled step: kernels that Inductor fuses are launched once, and CUDA graphs cost one launch each."""
+
+from collections import Counter
+
+import pytest
+import torch
+from test_compiled import ROWS, WIDTH, Chain, Net, traced
+from torch import nn
+
+from conf.errors import UsageError
+from featurize.device.device_spec import load_device
+from featurize.recording.block_record import AUTOTUNED, GRAPHED
+from featurize.recording.compiled_graph import MAX_FUSED, Work, fused_groups
+from featurize.timing.step_time import time_step
+from featurize.timing.times import packaged_hosts
+from featurize.trace.tracer import trace_step
+from featurize.training.training_step import Training
+from learn import estimate
+from learn.estimation.job_estimate import GRAPHS
+
+DEVICE = load_device("A100-SXM4-40GB")
+
+
+def timed(trace):
+    return time_step(trace, DEVICE, Training(compile=True))
+
+
+def launched(trace, phase):
+    return [op.name for op in trace.operators if op.phase == phase and not op.graphed]
+
+
+def test_the_host_launches_each_graph_once_and_what_is_outside_kernel_by_kernel():
+    compiled, graphed = traced(Net(), compile=True), traced(Net(), compile="reduce-overhead")
+    # The batch is copied into the graph, the graph is launched; then the loss.
+    assert launched(graphed, "forward") == ["aten::copy_", "aten::var_mean", "aten::pow", "aten::sum"]
+    # The output's gradient comes from the eager loss; what the forward graph saved lies in its pool already.
+    assert launched(graphed, "backward")[-2:] == ["aten::copy_", "aten::mm"] and len(launched(graphed, "backward")) == 6
+    assert launched(graphed, "optimizer") == launched(compiled, "optimizer")
+    steps = [timed(trace) for trace in (compiled, graphed)]
+    saved = len(compiled.operators) + 2 - sum(not op.graphed for op in graphed.operators)
+    launch_ms = packaged_hosts()["compiled"].factor * DEVICE.launch_overhead_us * 1e-3
+    assert steps[0].host_ms - steps[1].host_ms == pytest.approx((saved - 2) * launch_ms)
+    assert steps[1].step_time_ms < steps[0].step_time_ms
+    assert steps[1].busy_ms >= steps[0].busy_ms, "the kernels are the same, and inputs are copied"
+
+
+def test_modes_without_graphs_give_the_figures_of_true():
+    plain = traced(Net(), compile=True)
+    for mode in ("default", "max-autotune-no-cudagraphs"):
+        trace = traced(Net(), compile=mode)
+        assert trace.operators == plain.operators and trace.events == plain.events and GRAPHED not in trace.notes
+        assert (AUTOTUNED in trace.notes) == mode.startswith("max-autotune")
+    assert {GRAPHED, AUTOTUNED} <= set(traced(Net(), compile="max-autotune").notes)
+    assert plain.graph_pool_bytes == 0
+
+
+def test_a_model_that_cannot_be_captured_runs_no_graph():
+    class Reading(Net):
+        def forward(self, x):
+            return super().forward(x) if x.isfinite().all().item() else x
+
+    class Opaque(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if bool(x.isfinite().all()) else x
+
+    trace = traced(Opaque(WIDTH, WIDTH), compile="reduce-overhead")
+    assert GRAPHED not in trace.notes and not any(op.graphed for op in trace.operators)
+    # The repeated blocks of this one are captured, each as a graph.
+    trace = traced(Reading(), compile="reduce-overhead")
+    assert GRAPHED in trace.notes and launched(trace, "forward").count("aten::var_mean") == 3
+
+
+def test_the_pool_of_the_graphs_widens_the_bound_and_not_the_figure():
+    def factory():
+        return nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096))
+
+    plain, graphed = (estimate(factory, [[4096, 4096]], compile=mode) for mode in (True, "reduce-overhead"))
+    assert graphed.peak_memory_mib == plain.peak_memory_mib and GRAPHED in graphed.warnings
+    assert graphed.upper_mib > plain.upper_mib + 64
+    assert any(GRAPHS in text for text in graphed.warnings)
+    large = [
+        trace_step(
+            factory,
+            torch.empty(4096, 4096, device="meta"),
+            torch.empty(4096, dtype=torch.long, device="meta"),
+            settings=Training(compile=mode),
+        )
+        for mode in (True, "reduce-overhead")
+    ]
+    assert large[0].peak_live_bytes == large[1].peak_live_bytes
+    # At least: Adam's temporaries, which one pool would place in the memory of the activations.
+    assert large[1].graph_pool_bytes > 4096 * 4096 * 4
+
+
+def test_a_graph_does_not_keep_what_was_copied_into_it():
+    """The gradient of the output, 40 MB here, ends with its last reader; the graph's own copy of it is in the bound."""
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 20_000))
+    plain, graphed = (
+        trace_step(net, torch.empty(512, 64, device="meta"), settings=Training(compile=mode))
+        for mode in (True, "reduce-overhead")
+    )
+    assert graphed.graph_input_bytes >= 4 * 512 * (64 + 20_000)
+    assert graphed.events == plain.events
+
+
+def test_batches_of_several_shapes_keep_their_blocks_in_the_pool():
+    batches = [torch.empty(rows, WIDTH, device="meta") for rows in (ROWS, 2 * ROWS)]
+    trace = trace_step(
+        Net(),
+        None,
+        None,
+        lambda output, _target: output.sum(),
+        settings=Training(compile="reduce-overhead"),
+        batches=[(batch,) for batch in batches],
+    )
+    assert any(block.pooled for block in trace.blocks) and trace.graph_pool_bytes > 0
+
+
+def test_an_unknown_mode_is_refused_with_the_choices():
+    words = "compile is true, false or one of default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs, got"
+    for wrong in ("fast", 1, None, ["default"]):
+        with pytest.raises(UsageError, match=words):
+            Training(compile=wrong)
+
+
+# Of `Net`, forward and backward, by the scheduler of Inductor (PyTorch 2.13, on a CPU): what it fuses, and products.
+INDUCTOR = {"forward": 7 + 9, "backward": 16 + 18}
+
+LOSS = {"forward": 2, "backward": 4}  # which is not compiled
+
+
+def launches(trace):
+    counts = Counter()
+    for op in trace.operators:
+        counts[op.phase] += op.launches
+    return counts
+
+
+def traffic(trace):
+    return sum(op.bytes_read + op.bytes_written for op in trace.operators if op.phase != "optimizer")
+
+
+def test_as_many_kernels_run_as_inductor_schedules():
+    of_phase = launches(traced(Net(), compile=True))
+    assert {phase: of_phase[phase] - LOSS[phase] for phase in INDUCTOR} == INDUCTOR
+
+
+@pytest.mark.slow
+def test_inductor_schedules_so_many_kernels(monkeypatch):
+    """The figures above, asked of Inductor itself."""
+    from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
+
+    scheduled, codegen = [], Scheduler.codegen
+
+    def noting(self):
+        scheduled.append(sum(not isinstance(node, NopKernelSchedulerNode) for node in self.nodes))
+        return codegen(self)
+
+    monkeypatch.setattr(Scheduler, "codegen", noting)
+    monkeypatch.setattr("torch._inductor.config.fx_graph_cache", False)
+    torch.manual_seed(0)
+    torch.compile(Net())(torch.randn(ROWS, WIDTH)).pow(2).sum().backward()
+    assert scheduled == list(INDUCTOR.values())
+
+
+@pytest.mark.parametrize("net", [Net, Chain])
+def test_a_compiled_step_launches_less_moves_less_and_takes_no_longer(net):
+    eager, compiled = traced(net()), traced(net(), compile=True)
+    assert sum(launches(compiled).values()) < sum(launches(eager).values())
+    assert traffic(compiled) < traffic(eager)
+    products = [sum(op.flops for op in trace.operators if "mm" in op.name) for trace in (eager, compiled)]
+    assert products[0] == products[1]
+    for name in ("A100-SXM4-40GB", "H100-SXM5-80GB"):
+        device = load_device(name)
+        steps = [time_step(trace, device, Training()) for trace in (eager, compiled)]
+        assert steps[1].host_ms < steps[0].host_ms and steps[1].busy_ms < steps[0].busy_ms
+    assert all(source < place for place, op in enumerate(compiled.operators) for source in op.sources)
+
+
+def test_running_statistics_are_updated_in_the_kernels_of_their_normalization():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten())
+    given = torch.empty(4, 3, 8, 8, device="meta"), torch.empty(4, dtype=torch.long, device="meta")
+    eager, compiled = (trace_step(model, *given, settings=Training(compile=on)) for on in (False, True))
+    assert launches(compiled)["forward"] <= launches(eager)["forward"] + 1
+    assert traffic(compiled) < traffic(eager)
+
+
+def pointwise(places, reads, makes, **changes):
+    return Work(places=places, reads=tuple(reads), makes=tuple(makes), **changes)
+
+
+MEAN = Work(places=8, depth=16, reads=("a",), makes=("m",))
+
+OF_COLUMNS = Work(places=8, depth=16, trailing=False, reads=("a",), makes=("m",))
+
+PRODUCT = pointwise(0, "a", "p", fusible=False)
+
+WEIGHED = pointwise(0, "wa", "p", fusible=False)
+
+
+@pytest.mark.parametrize(
+    "kernels, groups",
+    [
+        # Pointwise work joins a reduction of the same rows before and after it.
+        ([pointwise(128, "x", "a"), MEAN, pointwise(128, "am", "y"), pointwise(8, "m", "z")], [(0, 1, 2, 3)]),
+        ([pointwise(128, "x", "a"), OF_COLUMNS], [(0,), (1,)]),
+        # Other sizes, and kernels without a common buffer, run alone.
+        ([pointwise(8, "x", "a"), pointwise(16, "a", "b")], [(0,), (1,)]),
+        ([pointwise(8, "x", "a"), pointwise(8, "y", "b")], [(0,), (1,)]),
+        ([pointwise(8, "x", "a"), pointwise(8, "x", "b")], [(0, 1)]),
+        # What waits for a product of a kernel does not join that kernel, nor what waits for what waits.
+        (
+            [pointwise(8, "x", "a"), PRODUCT, pointwise(8, "xp", "b"), pointwise(8, "a", "c")],
+            [(0, 3), (1,), (2,)],
+        ),
+        (
+            [pointwise(8, "x", "a"), PRODUCT, pointwise(4, "p", "q"), pointwise(8, "xq", "b")],
+            [(0,), (1,), (2,), (3,)],
+        ),
+        # What is overwritten is read before.
+        ([pointwise(8, "w", "a"), WEIGHED, pointwise(8, "w", "w")], [(0,), (1,), (2,)]),
+        ([pointwise(8, "w", "a"), pointwise(8, "w", "w")], [(0, 1)]),
+        # A kernel holds so many values at most.
+        (
+            [pointwise(8, "x", [f"a{index}"]) for index in range(MAX_FUSED + 1)],
+            [tuple(range(MAX_FUSED)), (MAX_FUSED,)],
+        ),
+    ],
+)
+def test_kernels_are_fused_by_inductors_rules(kernels, groups):
+    assert fused_groups(kernels) == groups
