@@ -159,6 +159,12 @@ def test_attention_flops_are_two_products_forward_and_five_backward():
     assert sorted(flops.values()) == [2 * product, 5 * product]
 
 
+def test_dropout_keeps_a_byte_an_element():
+    trace = trace_step(lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Dropout(0.1)), vectors)
+    assert "aten::native_dropout" in names(trace)
+    assert any(b[:2] == (BATCH * HIDDEN, "activation") for b in trace.blocks)
+
+
 def test_autocast_halves_products_and_keeps_norms_and_losses_wide():
     def model():
         return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))

@@ -236,8 +236,8 @@ def settle(folder, runs, families=("cnn",)):
     [
         *((("cnn",), 3, (), step) for step in (1, 2, 3, 4)),  # while it merges
         *((("cnn", "mlp"), 3, (), step) for step in (3, 6, 8)),
-        *((("cnn",), 3, (EAGER,), step) for step in (1, 4, 8)),  # while it deletes what was merged
-        *((("cnn",), 4, (HALVES, EAGER), step) for step in (1, 3, 5)),  # which was merged twice
+        *((("cnn",), 3, (EAGER,), step) for step in (1, 2, 3, 4, 5, 8)),  # while it deletes what was merged
+        *((("cnn",), 4, (HALVES, EAGER), step) for step in (1, 2, 3, 4, 5)),  # which was merged twice
     ],
 )
 def test_killed_at_a_step_then_compacted_again(folder, families, runs, compactions, step):
