@@ -344,6 +344,12 @@ def test_a_loss_of_ones_own_gets_the_models_output_and_the_target():
     assert "aten::mse_loss" in names(trace) and "aten::_log_softmax" not in names(trace)
 
 
+def test_the_pass_that_finds_the_target_leaves_no_trace():
+    given = trace_step(mlp, vectors)
+    found = trace_step(mlp, lambda device: (vectors(device)[0], None))
+    assert found == given
+
+
 @pytest.mark.parametrize(
     "shape, target", [((4, CLASSES), (4,)), ((4, 7, CLASSES), (4, 7)), ((4, CLASSES, 6, 5), (4, 6, 5))]
 )

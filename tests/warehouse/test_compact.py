@@ -292,6 +292,14 @@ def test_samples_of_a_run_that_has_not_landed_wait(folder):
     assert census(folder) == expected(3)
 
 
+def test_an_unreadable_file_is_reported_and_left_alone(folder):
+    fill(folder, range(3))
+    (folder.partition("runs", "cnn") / "J-000001.parquet").write_bytes(b"torn")
+    report = compact_at(folder, 0)
+    assert ["J-000001.parquet" in problem for problem in report.problems] == [True]
+    assert "J-000001.parquet" in files(folder, "runs")
+
+
 def test_a_second_compaction_at_the_same_time_does_nothing(folder):
     fill(folder, range(3))
     with open(folder.compaction_lock, "a") as holder:
