@@ -255,3 +255,15 @@ def test_gpus_share_a_trace_where_none_can_differ(traced):
     assert len(traced) == 4  # with flash attention, and without
     devices_that_fit(stem, (16, 3, 32, 32), devices=device_names(), precision="fp16")
     assert len(traced) == 5
+
+
+def test_a_factory_that_nobody_can_pickle_is_built_and_traced_once_for_all(traced):
+    built = []
+
+    def unpicklable():
+        built.append(stem())
+        built[-1].lock = threading.Lock()
+        return built[-1]
+
+    devices_that_fit(unpicklable, (2, 3, 32, 32), devices=NAMES[:3], workspaces="auto")
+    assert (len(built), len(traced)) == (1, 1)

@@ -166,3 +166,16 @@ def test_a_damaged_model_of_the_projects_own_leaves_the_trace(data, tmp_path, mo
     assert default_artifact("memory") is None
     assert "memory is damaged: model/correction" in capsys.readouterr().err
     assert estimate(CONFIGS[0], data=str(data), estimator="trace").answered_by["memory"] == "trace"
+
+
+def test_what_was_verified_is_not_read_again_until_it_changes(data, monkeypatch):
+    counted = []
+    real = artifact_files.sha256_of
+    monkeypatch.setattr(artifact_files, "sha256_of", lambda path: counted.append(path) or real(path))
+    for _ in range(3):
+        newest(data, "memory")
+    assert len(counted) == len(set(counted))
+    _, newer = both(data)
+    os.utime(newer / "model" / "model.npz", ns=(1, 1))
+    newest(data, "memory")
+    assert len(counted) > len(set(counted))

@@ -89,6 +89,14 @@ def test_estimate_and_bound_grow_with_the_batch_wherever_the_trace_does(fitted, 
                 assert figures[i] <= figures[i + 1] * (1 + 1e-12)
 
 
+def test_it_is_never_below_what_the_weights_take(fitted):
+    large = mlp.Config(batch_size=1, input_size=60_000, classes=60_000, depth=1)
+    values = STEPS.record(*of_configs([large])).values
+    point = fitted.predict(of_configs([large]), STEPS).point[0]
+    assert point >= values["job_weights_mib"] + values["job_outside_mib"]
+    assert point / values["job_memory_mib"] == pytest.approx(1, abs=0.35), "far from what it was fitted on: the trace's"
+
+
 def test_a_device_never_measured_gets_an_answer_with_a_wider_bound_and_the_reason(fitted):
     known, other = (fitted.predict([Case(MLP, device)], STEPS) for device in ("A100-SXM4-40GB", "H200-SXM-141GB"))
     assert known.unfamiliar == {}
@@ -122,6 +130,29 @@ def test_rows_in_doubt_are_not_fitted_on():
     doubted, clean = replace(wrong, records=tuple(records)), rows.subset(np.arange(40) % 4 != 0)
     one, other = (HybridEstimator(0).fit(r, STEPS).predict(rows.cases, STEPS).point for r in (doubted, clean))
     np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_an_easy_family_does_not_speak_for_what_is_of_no_family():
+    """Every tenth of 700 networks is a CNN, which are hard to tell; MLPs are not. A module may be like either."""
+    rng = np.random.default_rng(3)
+    configs = []
+    for i in range(700):
+        batch = int(2 ** rng.integers(3, 8))
+        if i % 10:
+            configs.append(mlp.Config(batch_size=batch, input_size=64 * (1 + i % 31), classes=10, depth=1 + i % 3))
+        else:
+            filters = 4 * (1 + i % 29)
+            configs.append(
+                cnn.Config(batch_size=batch, image_size=32, channels=3, classes=10, base_filters=filters, depth=2)
+            )
+    spread = np.where([c.family == "cnn" for c in configs], 0.3, 0.003)
+    labels = traced(configs) * np.exp(spread * rng.standard_normal(len(configs)))
+    fitted = HybridEstimator(0).fit(make_rows("memory", configs, labels), STEPS)
+    hard = [config for config in configs if config.family == "cnn"]
+    modules = fitted.predict([Case(module=of_config(config)) for config in hard], STEPS)
+    below = labels[[config.family == "cnn" for config in configs]] <= modules.upper()
+    assert below.mean() >= 0.95
 
 
 def test_what_is_unfamiliar_stretches_a_bound_to_four_times_the_point_at_most(fitted):

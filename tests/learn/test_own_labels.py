@@ -8,10 +8,11 @@ import pytest
 from learn import FitSettings, fit
 from learn.commands.benchmark import BenchmarkSettings, benchmark
 from learn.estimators.protocol import make_estimator
-from learn.fitting.promotion import refit
+from learn.fitting.promotion import compare, refit
+from learn.judging.evaluate import judged
 from learn.judging.report import metric_rows
 from learn.judging.scores import bound_scores, exceeds, labels_are_its_own
-from learn.rows.data import load_rows
+from learn.rows.data import load_rows, make_bins
 from tests.learn.learn_rows import make_configs, write_batch
 
 CONFIGS = make_configs(70, seed=11)
@@ -86,6 +87,32 @@ def test_a_benchmark_on_labels_of_the_trace_says_not_informative(traced, capsys)
         of = {row.cells[1]: row.cells for row in table.rows}
         assert "not informative" in of["trace"] and "not informative" not in of["dnnmem"], heading.text
         assert {len(cells) for cells in of.values()} == {len(table.columns)}
+
+
+def test_rounding_noise_does_not_keep_a_newer_model_back(traced):
+    rows = load_rows(traced, "drama")
+    bins = make_bins(rows.target, rows.exact.label, rows.family)
+
+    class Bounded:
+        """Points and bounds that are a little under the labels, as sums in another order are."""
+
+        def __init__(self, under):
+            self.point = rows.label * (1 - under)
+            self.refusals, self.warnings = {}, ()
+
+        def upper(self, level=0.99):
+            return self.point
+
+        def quantile(self, q):
+            return self.point
+
+        def bin_probabilities(self, edges):
+            return make_estimator("trace").fit(rows).predict(rows.cases).bin_probabilities(edges)
+
+    same, rounded, lower = (judged(Bounded(under), rows, bins, "lightgbm", rows) for under in (0.0, 4e-16, 0.2))
+    found = compare(same, rounded)
+    assert not found.worse and found.candidate["above_bound"] == 0.0
+    assert compare(same, lower).worse
 
 
 def test_a_promotion_on_labels_of_the_trace_says_not_informative(traced, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from featurize.device.device_spec import load_device
 from featurize.timing.calls import FP32, TENSOR, as_calls, product, stream
 from featurize.timing.times import clock_ghz
-from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
+from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit, left_out_errors
 from learn.fitting.kernel_formulas import FORMULAS, TilesAndWaves, roofline_by_kind, wave_scaling
 
 V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
@@ -118,3 +118,11 @@ def test_rows_that_were_left_out_have_no_part_in_what_a_peer_learns(name):
     )
     np.testing.assert_allclose(clean, other, rtol=1e-5, atol=1e-6)  # NaN, too, where there is no answer
     assert np.isfinite(clean[-3:]).all()
+
+
+def test_errors_without_a_row_come_from_one_fit_for_each_mask_that_leaves_some():
+    masks = [np.array([True, False, False]), np.array([False, True, False]), np.zeros(3, bool), np.ones(3, bool)]
+    fitted = []
+    errors = left_out_errors(np.zeros(3), masks, lambda mask: fitted.append(mask) or np.full(3, float(len(fitted))))
+    assert len(fitted) == 2
+    np.testing.assert_array_equal(errors, [1.0, 2.0, np.nan])

@@ -145,7 +145,8 @@ def test_command_writes_the_page_and_says_where(tmp_path, monkeypatch, shown, re
     monkeypatch.chdir(tmp_path)
     job = "model=torch.nn:Linear", "arguments={in_features: 64, out_features: 8}", "input=[32,64]", "trust=[torch]"
     assert "report: out.html" in shown(*job, "report=out.html")
-    assert "torch.nn:Linear" in ParsedPage((tmp_path / "out.html").read_text()).text
+    page = (tmp_path / "out.html").read_text()
+    assert page.startswith("<!doctype html>") and "torch.nn:Linear" in ParsedPage(page).text
     assert "report=. is a folder" in refused(*job, "report=.")
 
 

@@ -35,6 +35,14 @@ def test_a_trial_that_was_made_ready_runs_when_it_is_its_turn(worker):
     assert not waiting.is_running() and not children(worker)
 
 
+def test_a_chain_of_prepared_trials_leaves_nothing_behind(worker):
+    runs = [worker.run(task(index), task(index + 1)).run for index in range(10, 14)]
+    assert [run.prepared for run in runs] == [False, True, True, True]
+    assert {run.status for run in runs} == {"ok"}
+    worker.run(task(14))
+    assert not children(worker)
+
+
 def test_one_that_is_not_wanted_after_all_is_ended(worker):
     worker.run(task(0), task(1))
     (waiting,) = children(worker)

@@ -159,6 +159,17 @@ def test_processes_of_the_farm_are_not_others():
     assert known.sample()[0].values["other_processes"] == 0
 
 
+def test_what_a_process_is_is_asked_once_while_it_stays_listed(monkeypatch):
+    nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
+    nvml.advance()
+    asked = []
+    monkeypatch.setattr(nvml_module, "belongs_to", lambda pid, root: asked.append(pid) or pid == root)
+    sensor = watched(nvml)
+    for _ in range(5):
+        sensor.sample()
+    assert sorted(asked) == sorted([os.getpid(), os.getppid()])
+
+
 def test_clients_of_a_multi_process_service_stand_in_a_list_of_their_own(monkeypatch):
     monkeypatch.setattr(nvml_module, "_name", lambda pid: "nvidia-cuda-mps-server" if pid == os.getppid() else "python")
     nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
