@@ -82,7 +82,10 @@ class Fingerprint(Pickler):
     def of(self, *roots: object) -> str:
         """Return the hash of objects. Raises whatever somebody's object raises as it is pickled, and for what pickle
         cannot write."""
-        self.dump(roots)
+        try:
+            self.dump(roots)
+        finally:
+            self.clear_memo()  # it would keep alive whatever was written: tensors that a step replaces would stay
         return self._digest.hexdigest()
 
     def reducer_override(self, value: Any) -> Any:
@@ -117,7 +120,7 @@ class Fingerprint(Pickler):
 
     def tensor(self, value: Tensor) -> Any:
         """Return what is written of a tensor. Raises `PicklingError` for one that is not simply laid out."""
-        if is_lazy(value) or value.layout is not torch.strided:
+        if is_lazy(value) or value.layout is not torch.strided or value.is_quantized:
             raise PicklingError
         largest = _LARGEST_PARAMETER if isinstance(value, nn.Parameter) else _LARGEST_TENSOR
         content = None if value.is_meta or value.numel() > largest else _content(value)
@@ -168,7 +171,8 @@ class State(Fingerprint):
         if kind in _BOUND:
             return _rebuild_marker, (value.__name__,), value.__self__
         if kind is _CACHED:
-            return _rebuild_marker, tuple(value.cache_info()), value.__wrapped__
+            info = value.cache_info()  # a hit changes nothing of what it holds
+            return _rebuild_marker, (info.misses, info.currsize), value.__wrapped__
         if kind is weakref.ref:
             return _rebuild_marker, ("reference",), value()
         return super().other(value)
@@ -203,7 +207,8 @@ def _stamp(path: str) -> tuple[str, int, int]:
 
 
 def _content(value: Tensor) -> bytes:
-    if value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
+    laid_out = type(value) in (Tensor, nn.Parameter) and (value.data_ptr() or not value.numel())
+    if laid_out and value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
         return ctypes.string_at(value.data_ptr(), value.nbytes)
     held = value.detach().cpu()
     return (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()

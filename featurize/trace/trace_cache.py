@@ -95,7 +95,7 @@ def traced(
     kept = {} if kept is None else kept
     known = _serving(kind, kept) or _serving(kind, traces)
     if known is None and key is not None:
-        _hold(traces, _from_disk(key, training_loop))
+        _hold(key, traces, _from_disk(key, training_loop))
         known = _serving(kind, traces)
     if known is None:
         known = trace()
@@ -105,7 +105,7 @@ def traced(
         kept |= made
         if key is not None:
             _to_disk(key, made)
-            _hold(traces, made)
+            _hold(key, traces, made)
     kept.setdefault(kind, known)
     return known
 
@@ -117,10 +117,11 @@ def clear() -> None:
     _held_events = 0
 
 
-def _hold(traces: Traces, made: Traces) -> None:
+def _hold(key: str, traces: Traces, made: Traces) -> None:
     """Keep further traces among those of a job in memory, and forget the jobs that were not asked for the longest."""
     global _held_events
-    _held_events += _events_of(traces | made) - _events_of(traces)
+    if _jobs.get(key) is traces:  # others may have pushed it out while it was traced
+        _held_events += _events_of(traces | made) - _events_of(traces)
     traces |= made
     while _held_events > MOST_EVENTS and len(_jobs) > 1:
         _held_events -= _events_of(_jobs.popitem(last=False)[1])

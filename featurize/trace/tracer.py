@@ -211,6 +211,7 @@ def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTr
                 raise
             except TraceAgain as again:  # at most once for each of its reasons
                 request |= again.request
+                del tracing  # its tensors end before the next attempt's begin
             except Exception as error:  # a model may raise anything
                 operator, module = origin(error)
                 raise TraceError(tracing.doing, operator, module, error) from error

@@ -4,6 +4,7 @@ A trace without a loop's variables shows how the step goes in a usual loop.
 """
 
 import random
+import weakref
 from collections import deque
 
 import pytest
@@ -16,6 +17,7 @@ from featurize.families import get_family, loss_of
 from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import replay
 from featurize.trace import tracer
+from featurize.trace.fingerprint import State
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_configs import small_config
@@ -355,3 +357,32 @@ def test_a_trace_without_a_loop_shows_the_loop_that_a_trace_in_it_has(name, at):
     assert sorted(block[:4] for block in shown.blocks) == sorted(block[:4] for block in wanted.blocks)
     assert replay(shown, A100) == replay(wanted, A100)
     assert reserved_by_scenario(shown, A100) == reserved_by_scenario(wanted, A100)
+
+
+class ReplacesBuffer(Plain):
+    """Frees a large buffer in each step before it makes the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("large", torch.zeros(2**20))
+
+    def forward(self, x):
+        shape, self.large = self.large.shape, None
+        self.large = torch.ones(shape, device=x.device)
+        return super().forward(x)
+
+
+def test_a_buffer_that_each_step_replaces_is_held_once():
+    held, most = 0, 0
+    for event in traced(ReplacesBuffer, True).events:
+        held += {2**22: 1, -(2**22): -1}.get(event.nbytes, 0)
+        most = max(most, held)
+    assert most == 1
+
+
+def test_the_state_of_objects_keeps_none_of_their_tensors_alive():
+    model = nn.Linear(2, 2)
+    state, weight = State(model), weakref.ref(model.weight)
+    assert state.stays(State(model))
+    del model
+    assert weight() is None
