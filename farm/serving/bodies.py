@@ -248,7 +248,7 @@ class EstimateFields(BaseModel):
 
 
 class DoneAnswer(BaseModel):
-    """What every answer to a question has."""
+    """Fields of every answer to a question."""
 
     id: str
     status: Literal["done"]

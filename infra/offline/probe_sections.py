@@ -356,7 +356,7 @@ def tests(results: Results) -> Iterator[Part]:
 
 
 def calls(results: Results) -> Iterator[Part]:
-    """What was run when, under which versions."""
+    """Yield what was run when, under which versions."""
     rows: list[dict[str, Cell]] = [
         {
             "step": str(call.get("step")),

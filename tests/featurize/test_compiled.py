@@ -108,7 +108,12 @@ def test_intermediates_of_a_fused_chain_have_no_memory():
     eager, compiled = traced(Chain()), traced(Chain(), compile=True)
     assert {"aten::sin", "aten::tanh"} <= {block.operator for block in eager.blocks}
     assert not {"aten::sin", "aten::tanh"} & {block.operator for block in compiled.blocks}
+    launches = [sum(op.launches for op in trace.operators) for trace in (eager, compiled)]
+    assert launches[1] < launches[0]
+    products = [sum(op.flops for op in trace.operators if "mm" in op.name) for trace in (eager, compiled)]
+    assert products[0] == products[1]
     assert compiled.peak_live_bytes < eager.peak_live_bytes
+    assert compiled.events == traced(Chain(), compile=True).events
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in_place", "members"])

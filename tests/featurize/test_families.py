@@ -188,3 +188,8 @@ def test_repair_leaves_what_it_cannot_mend_to_the_config():
         values = get_family(family).repair({**vars(FAMILY[family].small), "depth": "many"}, draw)
         with pytest.raises(UsageError, match="depth must be an integer >= 1, got 'many'"):
             get_family(family).Config(**values)
+
+
+def test_sampled_heads_divide_the_embedding_and_vary():
+    sizes = {c.embedding_size // c.heads for c in sample_range(space_of("transformer"), 0, 0, 300)}
+    assert min(sizes) >= 8 and max(sizes) <= 256 and len(sizes) > 8

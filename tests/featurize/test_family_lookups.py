@@ -197,5 +197,13 @@ def test_attention_over_edges_needs_more_memory_than_weights_by_degree():
     assert gat.peak_live_bytes > gcn.peak_live_bytes + 2 * messages
 
 
+def test_memory_grows_with_nodes_and_with_edges():
+    peaks = [
+        trace_config(replace(GNN, nodes=nodes, degree=degree, hidden=64)).peak_live_bytes
+        for nodes, degree in ((500, 10), (1000, 10), (1000, 20))
+    ]
+    assert peaks == sorted(peaks) and peaks[2] > 1.5 * peaks[1] > 2.5 * peaks[0]
+
+
 def test_the_kind_is_the_operator():
     assert gnn.kind(replace(GNN, operator="sage")) == "gnn/sage"

@@ -102,6 +102,17 @@ def test_capacity_is_the_even_share_times_the_factor_and_never_more_than_the_tok
     assert moe.capacity(replace(MOE, capacity_factor=100.0)) == 8
 
 
+def test_memory_follows_the_room_there_is_and_not_how_many_experts_share_it():
+    shape = dict(batch_size=8, sequence_length=64, capacity_factor=1.0, moe_every=1)
+    few, many, roomy = (
+        trace_config(replace(MOE, **{**shape, **changes})).breakdown["activation"]
+        for changes in ({}, {"experts": 8}, {"capacity_factor": 2.0})
+    )
+    rows = 8 * 2 * 64  # of all experts together; twice as many in each of two blocks, inside and outside of GELU
+    assert roomy - few >= 2 * 4 * rows * (24 + 16)
+    assert abs(many - few) < (roomy - few) / 2
+
+
 # -- rnn
 
 

@@ -152,6 +152,16 @@ def test_products_are_scaled_but_for_the_output_layer_what_is_skipped_and_odd_si
     assert layers(float8_skip=("narrow", "blocks.3")) == {"blocks.0.wide", "blocks.1.wide"}
 
 
+def test_what_is_kept_for_the_backward_pass_is_the_input_in_full_width():
+    def kept(trace):
+        return sorted(block.nbytes for block in trace.blocks if block.kind == "activation" and block.nbytes > 4)
+
+    plain, converted = traced(precision="bf16-true"), traced(precision="bf16-true", float8="tensorwise")
+    assert kept(converted) == kept(plain)
+    casts = {op.dtype for op in converted.operators if op.dtype.startswith("float8")}
+    assert casts == {"float8_e4m3fn", "float8_e5m2"}
+
+
 def test_autocast_casts_the_input_of_a_converted_layer_and_not_its_weight():
     trace = traced(precision="bf16", float8="tensorwise")
     largest = [op for op in trace.operators if op.name == "aten::abs" and op.phase == "forward"]

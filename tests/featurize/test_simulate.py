@@ -69,6 +69,14 @@ def test_a_faster_card_takes_no_longer_and_lower_precision_is_faster_on_large_pr
     assert bf16.step_time_ms < tf32.step_time_ms < simulate(trace, A100).step_time_ms
 
 
+def test_tiny_work_leaves_the_gpu_idle_and_large_work_fills_it():
+    tiny = simulate(mlp_trace(batch=1, widths=(8, 8, 8)), A100)
+    large = simulate(mlp_trace(batch=16384, widths=(4096, 4096, 4096)), A100)
+    assert tiny.gpu_util < 0.8 and tiny.smact < 0.1
+    assert large.gpu_util > 0.95 and large.smact > 0.9
+    assert tiny.power_w < large.power_w
+
+
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_figures_stay_in_their_ranges_on_every_device(family):

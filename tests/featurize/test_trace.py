@@ -159,6 +159,12 @@ def test_attention_flops_are_two_products_forward_and_five_backward():
     assert sorted(flops.values()) == [2 * product, 5 * product]
 
 
+def test_dropout_keeps_a_byte_an_element():
+    trace = trace_step(lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Dropout(0.1)), vectors)
+    assert "aten::native_dropout" in names(trace)
+    assert any(b[:2] == (BATCH * HIDDEN, "activation") for b in trace.blocks)
+
+
 def test_autocast_halves_products_and_keeps_norms_and_losses_wide():
     def model():
         return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
@@ -336,6 +342,12 @@ def test_a_loss_of_ones_own_gets_the_models_output_and_the_target():
     trace = trace_step(mlp, (torch.empty(BATCH, WIDTH, device="meta"),), target, loss)
     assert seen == [((BATCH, CLASSES), (BATCH, CLASSES))] * 2
     assert "aten::mse_loss" in names(trace) and "aten::_log_softmax" not in names(trace)
+
+
+def test_the_pass_that_finds_the_target_leaves_no_trace():
+    given = trace_step(mlp, vectors)
+    found = trace_step(mlp, lambda device: (vectors(device)[0], None))
+    assert found == given
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def of_planted(planted):
 
 
 def in_terminal(made_page):
-    """What the terminal shows of a page."""
+    """Return what the terminal shows of a page."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_page(summary(made_page))
     return printed.getvalue()

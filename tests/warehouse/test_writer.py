@@ -155,7 +155,7 @@ for index in itertools.count():
 """
 
 
-@pytest.mark.parametrize("rounds", [3, 17])
+@pytest.mark.parametrize("rounds", [3, 8, 17])
 def test_a_killed_writer_leaves_readable_files_only(folder, rounds):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITE_FOREVER, str(folder.root), str(Path(__file__).parent)],
