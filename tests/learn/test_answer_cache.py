@@ -20,7 +20,7 @@ from featurize.trace import trace_cache
 from featurize.trace.tracer import trace_step
 from learn import devices_that_fit, estimate
 from learn.estimation import answers
-from learn.job.traced import key_of
+from learn.job.traced import key_of, step_of
 from learn.job.training_job import of_module
 
 A100, V100 = load_device("A100-SXM4-40GB"), load_device("V100-SXM2-32GB")
@@ -267,3 +267,16 @@ def test_a_factory_that_nobody_can_pickle_is_built_and_traced_once_for_all(trace
 
     devices_that_fit(unpicklable, (2, 3, 32, 32), devices=NAMES[:3], workspaces="auto")
     assert (len(built), len(traced)) == (1, 1)
+
+
+def test_what_is_kept_of_a_trace_ends_with_it():
+    calls = []
+
+    def traced():
+        return step_of(of_module(nn.Linear(4, 4), [((2, 4), None)]), load_device("T4")).trace
+
+    one, other = traced(), traced()
+    for asked in (one, other, one):
+        assert asked.remembered("key", lambda asked=asked: calls.append(1) or id(asked)) == id(asked)
+    assert len(calls) == 2
+    assert one.remembered("other key", lambda: calls.append(1)) is None and len(calls) == 3

@@ -174,3 +174,12 @@ def test_folds_keep_groups_whole_and_are_about_equal():
     assert set(fold) == set(range(5)) and np.bincount(fold).max() <= 30
     with pytest.raises(UsageError, match="near-copies of one configuration"):
         group_folds(np.array(["same"] * 9), 5, seed=1)
+
+
+def test_conformal_bound_covers_new_draws_of_the_same_kind():
+    rng = np.random.default_rng(5)
+    covered = []
+    for _ in range(300):
+        prediction = ResidualPrediction(np.zeros(50), np.sort(rng.standard_normal(150)), "log")
+        covered.append((np.exp(rng.standard_normal(50)) <= prediction.upper(0.9)).mean())
+    assert 0.9 <= np.mean(covered) < 0.93

@@ -293,3 +293,8 @@ def test_the_command_prints_a_table_of_the_gpus_named(module_of_nets, answer, re
     assert all(row["estimate"]["samples_per_s"] > 0 for row in rows)
     assert "unknown device 'B300'" in refused(*job, "device=[a100,B300]")
     assert "find=largest_batch is of one GPU model" in refused(*job, "device=[a100,L4]", "find=largest_batch")
+
+
+def test_a_target_is_scaled_with_the_inputs():
+    largest = largest_batch(net, [16, 256], target=[16], device=card(700), estimator="trace")
+    assert largest.batch == largest_batch(net, [16, 256], device=card(700), estimator="trace").batch

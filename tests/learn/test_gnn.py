@@ -64,3 +64,13 @@ def test_what_cannot_be_traced_is_refused_with_its_reason_and_left_out_of_the_fi
     estimator = make_estimator("gnn").fit(both, steps)
     answer = estimator.predict([rows.cases[0], broken], steps)
     assert answer.refusals == {1: "aten::odd has no meta kernel"} and answer.point[0] < 5000
+
+
+def test_the_traces_own_figures_of_memory_and_time_are_not_read(fitted, rows):
+    case = rows.cases[3]
+    record = STEPS.record(case)
+    changed = {n: v * 3 + 1 if n.startswith("job_") else v for n, v in record.values.items()}
+    before = fitted.predict([case], STEPS).point
+    steps = StepStore()
+    steps.keep(case, StepRecord(values=changed, graph=record.graph))
+    np.testing.assert_array_equal(fitted.predict([case], steps).point, before)

@@ -254,3 +254,18 @@ def test_the_bound_of_a_fitted_family_says_what_held_on_left_out_configurations(
     assert held.kind == "configurations" and held.rows == 310 and 0.96 < held.share <= 1.0
     fit.save(tmp_path)
     assert HybridEstimator.load(tmp_path).predict(of_configs(configs[:1]), steps).held_of(0) == held
+
+
+def test_jobs_that_ran_out_of_memory_lift_the_estimate_of_their_like_to_the_card():
+    card = 40_960.0
+    sizes = [
+        cnn.Config(batch_size=batch, image_size=64, channels=3, classes=10, base_filters=width, depth=4)
+        for width in (40, 48, 56, 64)
+        for batch in range(4, 364, 40)
+    ]
+    need = traced(sizes) * 1.5
+    censored = need > card
+    assert 3 < censored.sum() < len(sizes) - 10
+    rows = make_rows("memory", sizes, np.where(censored, card, need), censored=censored)
+    point = HybridEstimator(0).fit(rows, STEPS).predict(rows.cases, STEPS).point
+    assert (point[need > 1.3 * card] > card).mean() > 0.9
