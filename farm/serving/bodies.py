@@ -93,7 +93,10 @@ class JobFields(_Body):
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(JOBS)}; got {' and '.join(given) or 'none'}")
         job = given[0]
-        wrong = [name for name, jobs in _JOBS_WITH.items() if getattr(self, name) and job not in jobs]
+        mappings = {name for name in ("adapter_config", "arguments") if getattr(self, name) is not None}
+        wrong = [
+            name for name, jobs in _JOBS_WITH.items() if (getattr(self, name) or name in mappings) and job not in jobs
+        ]
         if wrong:
             raise ValueError(f"{', '.join(wrong)}: not of a job that is given by {job}")
         if job == "model" and self.inputs is None:

@@ -144,7 +144,7 @@ class Gate:
                 holder = client
             wait_s = wait_asked(headers.get(b"prefer", ""), self._rules.wait_s) or 0.0
             async with asyncio.timeout(self._rules.inline_s + wait_s):
-                body = await _whole_body(receive, self._rules.body_bytes)
+                body = await _whole_body(receive, self._rules.body_bytes, headers.get(b"content-length", ""))
                 if body and headers.get(b"content-type", "").partition(";")[0].strip().lower() != _JSON:
                     detail = f"Send the body as {_JSON}."
                     raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported-media-type", detail)
@@ -272,10 +272,17 @@ def problem_response(problem: Problem, request_id: str) -> Response:
     return Response(body, int(problem.status), dict(problem.headers), PROBLEM_TYPE)
 
 
-async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
+async def _whole_body(receive: Receive, most_bytes: int, announced: str) -> bytes:
     """Return the body, also one that is sent in pieces. Raises `Problem` beyond the limit, and `_ClientGone`."""
     pieces: list[bytes] = []
     size = 0
+    too_large = Problem(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        "body-too-large",
+        f"The body is larger than {most_bytes // 1024:,} KiB; divide the batch.",
+    )
+    if announced.isdecimal() and int(announced) > most_bytes:  # before any of it is read
+        raise too_large
     more = True
     while more:
         message = await receive()
@@ -284,8 +291,7 @@ async def _whole_body(receive: Receive, most_bytes: int) -> bytes:
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
         if size > most_bytes:
-            detail = f"The body is larger than {most_bytes // 1024:,} KiB; divide the batch."
-            raise Problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body-too-large", detail)
+            raise too_large
         more = message.get("more_body", False)
     return b"".join(pieces)
 

@@ -69,14 +69,16 @@ class Traces(TraceStore):
         limits = TraceLimits(
             str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
         )
-        self._opened = contextlib.ExitStack()
-        self._opened.enter_context(only_service(folder))
-        super().__init__(folder.service)
-        self._opened.callback(self.close)
-        self._opened.enter_context(TracePool(self, limits, settings.traces, RequestLog(settings.log).event))
+        with contextlib.ExitStack() as opened:  # closed again where the rest fails
+            opened.enter_context(only_service(folder))
+            super().__init__(folder.service)
+            opened.callback(self.close)
+            opened.enter_context(TracePool(self, limits, settings.traces, RequestLog(settings.log).event))
+            self._opened = opened.pop_all()
 
     def __del__(self) -> None:
-        self._opened.close()
+        if hasattr(self, "_opened"):
+            self._opened.close()
 
 
 class Estimations:
