@@ -57,6 +57,13 @@ def test_a_card_too_small_does_not_fit_and_the_need_is_still_told():
     assert refused.peak_memory_mib == need.peak_memory_mib
 
 
+def test_a_larger_batch_never_takes_less_memory_or_time():
+    steps = [simulate(mlp_trace(batch=batch), A100) for batch in (1, 8, 64, 512, 4096, 32768)]
+    for key in ("peak_allocated_mib", "step_time_ms"):
+        values = [getattr(step, key) for step in steps]
+        assert values == sorted(values), key
+
+
 def test_a_faster_card_takes_no_longer_and_lower_precision_is_faster_on_large_products():
     widths = (4096, 8192, 8192, 4096)
     trace = mlp_trace(batch=8192, widths=widths)

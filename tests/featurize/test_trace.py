@@ -1,5 +1,6 @@
 """Traces whose figures can be counted on paper."""
 
+import dataclasses
 import math
 import os
 import tracemalloc
@@ -9,14 +10,18 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from small_configs import small_config
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
+from featurize.families import get_family
 from featurize.operators.library_calls import workspace_bytes
 from featurize.recording.step_trace import BLOCK_KINDS
-from featurize.trace.tracer import trace_step
+from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training
+from tests.family_cases import FAMILIES
 
 A100 = load_device("A100-SXM4-40GB")
 BATCH, WIDTH, HIDDEN, CLASSES = 64, 1000, 2000, 10
@@ -73,6 +78,13 @@ def test_adam_peaks_in_its_update_with_five_times_the_parameters():
         "temporary": MLP_BYTES,  # the for-each update's square roots
     }
     assert trace.peak_live_bytes == 5 * MLP_BYTES + BATCH * (WIDTH * 4 + 8) + loss
+
+
+@pytest.mark.parametrize("optimizer, copies", [("sgd", 0), ("momentum", 1), ("adamw", 2)])
+def test_optimizer_state_is_that_many_copies_of_the_parameters(optimizer, copies):
+    trace = trace_step(mlp, vectors, settings=Training(optimizer=optimizer))
+    assert sum_of(trace, "optimizer_state") == copies * MLP_BYTES
+    assert sum_of(trace, "gradient") == 2 * MLP_BYTES  # one set each step
 
 
 def test_sgd_peaks_in_the_backward_pass_with_the_activations_it_still_needs():
@@ -300,6 +312,32 @@ def live_at(trace, index):
     return found
 
 
+def test_checkpointing_takes_less_memory_for_more_operators():
+    class Deep(nn.Module):
+        def __init__(self, recompute):
+            super().__init__()
+            self.recompute = recompute
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(8)
+            )
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            return x
+
+    kept, recomputed = (
+        trace_step(
+            lambda again=again: Deep(again),
+            lambda device: vectors(device, batch=4096, width=64),
+            settings=Training(optimizer="sgd"),
+        )
+        for again in (False, True)
+    )
+    assert recomputed.peak_live_bytes < 0.6 * kept.peak_live_bytes
+    assert recomputed.flops > 1.2 * kept.flops
+
+
 def test_in_a_training_loop_the_next_batch_is_there_before_the_last_is_given_back():
     batch = BATCH * (WIDTH * 4 + 8)
     loop, single = (trace_step(mlp, vectors, training_loop=loop) for loop in (True, False))
@@ -474,3 +512,15 @@ def test_rms_norm_is_one_kernel_that_keeps_a_float_a_row_unless_its_weight_is_of
     if fused:
         of_norm = [b.nbytes for b in trace.blocks if b.operator == "aten::_fused_rms_norm"]
         assert set(of_norm) == {2 * BATCH * WIDTH, 4 * BATCH}
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_traces_twice_to_the_same(name):
+    config = dataclasses.replace(small_config(name, 1), precision="bf16")
+    first, second = trace_config(config), trace_config(config)
+    assert first == second
+    assert {op.phase for op in first.operators} == {"forward", "backward", "optimizer"}
+    with torch.device("meta"):
+        model = get_family(name).build(config)
+    assert first.parameters == sum(p.numel() for p in model.parameters())

@@ -183,10 +183,13 @@ def test_a_live_module_is_left_as_it_was(function, training):
     )
 
 
-def test_no_kernel_outlives_a_failure():
+def test_no_global_hook_or_kernel_outlives_a_failure():
+    registered = nn.modules.module
     x = torch.empty(2, 3, 8, 8, device="meta").to(memory_format=torch.channels_last)
     layout = torch.conv2d(x, torch.empty(4, 3, 3, 3, device="meta")).stride()
+    before = len(registered._global_forward_hooks), len(registered._global_forward_pre_hooks)
     failure(lambda: Net(lambda x: x * x.sum().item()))
+    assert before == (len(registered._global_forward_hooks), len(registered._global_forward_pre_hooks))
     # Outside, meta convolutions have the layout again that the release of PyTorch gives them.
     assert torch.conv2d(x, torch.empty(4, 3, 3, 3, device="meta")).stride() == layout
 

@@ -338,6 +338,7 @@ def test_only_tests_of_this_call_are_counted_and_pytest_has_its_own_plugins_only
     program(monkeypatch, "test", "import os; print(os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD']); raise SystemExit(1)")
     row = run_step(tmp_path, "test", code=1)
     assert row["reason"] == "exit code 1: 1" and row["counts"] == {"runs": 0}
+    assert (tmp_path / "work" / "tests.jsonl").read_text() == '{"selected": 4}\n', "an earlier call's"
 
 
 def test_a_torn_file_of_the_benchmark_means_that_some_is_left(tmp_path):

@@ -283,6 +283,12 @@ def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
     assert any("routers use all experts alike" in note for note in divided.warnings)
 
 
+@pytest.mark.needs_mode("fsdp")
+def test_blocks_of_shards_are_compiled_one_by_one():
+    eager, compiled = (of_net("fsdp=4", compile=on) for on in (False, True))
+    assert compiled.step_time_ms < eager.step_time_ms
+
+
 def test_a_compiled_model_waits_less_where_buckets_cut_its_graph():
     whole, cut = (of_net(f"ddp=8,bucket_cap_mb={mib}", compile=True) for mib in (1000, 4))
     assert cut.exposed_ms < whole.exposed_ms

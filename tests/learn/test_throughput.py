@@ -99,6 +99,27 @@ def test_what_a_checkpoint_computes_again_counts_only_by_its_time(plain, how, op
     assert done.mfu * done.step_time_ms == pytest.approx(plain.mfu * plain.step_time_ms)
 
 
+def test_checkpoints_within_a_compiled_model_count_only_by_their_time():
+    class Net(nn.Module):
+        def __init__(self, checkpoints: bool) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(3)])
+            self.checkpoints = checkpoints
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False).relu() if self.checkpoints else layer(x).relu()
+            return x
+
+    def flop_seconds(checkpoints: bool) -> float:
+        done = estimate(lambda: Net(checkpoints), (32, 256), compile=True)
+        assert any("AOTAutograd's partitioner" in note for note in done.warnings)
+        assert done.mfu is not None and done.step_time_ms is not None
+        return done.mfu * done.step_time_ms
+
+    assert flop_seconds(True) == pytest.approx(flop_seconds(False))
+
+
 def test_all_micro_steps_of_an_optimizer_step_count(plain):
     done = of_transformer(accumulation=3)
     assert done.samples_per_s == pytest.approx(3 * BATCH / (done.step_time_ms / 1e3))

@@ -236,6 +236,8 @@ def test_of_much_output_the_beginning_and_the_end_are_kept(worker):
         ("daemonizes_undoing_the_subreaper", 1, True),
         ("leaves_exec_without_environment", 1, False),
         ("daemonizes_undoing_the_subreaper", 1, False),
+        pytest.param("daemonizes", 1, False, marks=pytest.mark.wide),
+        pytest.param("shell_that_starts_more", 3, False, marks=pytest.mark.wide),
     ],
 )
 def test_what_a_trial_leaves_behind_is_killed_and_counted(worker_with_or_without_group, notes, name, count):

@@ -361,6 +361,11 @@ def read(page: str):
     return PageReader(A100_UUID).read(page)
 
 
+@pytest.mark.parametrize("label", ["gpu_uuid", "GPU_UUID"])
+def test_uuid_is_found_under_every_releases_label(label):
+    assert read(f'DCGM_FI_DEV_GPU_UTIL{{gpu="0",{label}="{A100_UUID}"}} 97') == {"DCGM_FI_DEV_GPU_UTIL": 97}
+
+
 @pytest.mark.parametrize(
     "line",
     [

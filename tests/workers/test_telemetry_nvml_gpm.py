@@ -103,6 +103,14 @@ def test_processes_of_another_pid_namespace_are_reported_as_such_and_not_counted
         nvml.advance()
 
 
+def test_a_number_that_is_no_pid_costs_no_reading():
+    nvml = RecordedNvml(pids={"trial": os.getpid()})
+    sensor = watched(nvml)
+    nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": 2**32 - 1, "usedGpuMemory": MIB}]
+    (sample,) = sensor.sample()
+    assert (sample.values["other_processes"], sample.values["power_w"]) == (0, 52.345)
+
+
 @pytest.mark.parametrize(("on_a_host", "reason"), [(True, "virtual machine"), (False, "--pid=host")])
 def test_others_are_not_counted_before_the_trials_own_process_was_listed_so_that_a_hosts_pids_are_no_alarm(
     monkeypatch, on_a_host, reason
@@ -255,6 +263,17 @@ def test_lost_gpu_ends_the_sensor_with_its_reason():
         sensor.sample()
 
 
+def test_reading_without_any_value_is_unavailable():
+    nvml = RecordedNvml()
+    sensor = watched(nvml)
+    for query in list(nvml.answers[0]):
+        if query != "nvmlDeviceGetUUID":
+            nvml.answers[0][query] = {"error": 999}
+    (sample,) = sensor.sample()
+    assert (sample.values, sample.quality, sample.reasons) == ({}, "unavailable", ("nvml_error",))
+    assert not {"power_w", "gpu_util"} & set(sensor.dropped)  # it may pass
+
+
 def test_pcie_traffic_comes_from_counters_and_a_counter_that_wrapped_says_nothing():
     nvml, clock = RecordedNvml(), Clock()
     sensor = watched(nvml, clock_ns=clock)
@@ -312,6 +331,9 @@ def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
     }
     sensor.watch(WatchTarget(A100_UUID, os.getpid()))
     assert nvml.allocated == 2, "its buffers are reused from trial to trial"
+    sensor.close()
+    sensor.close()
+    assert nvml.allocated == 0 and nvml.initialised == 0
 
 
 def test_gpm_gives_a_reading_each_period_though_calls_come_some_milliseconds_late():

@@ -4,6 +4,7 @@ The folder is not called `cudnn`: pytest puts its parent on the path, where it w
 """
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -162,6 +163,11 @@ def test_every_described_device_since_volta_can_be_described_to_cudnn():
         assert properties["maxThreadsPerSM"] >= properties["maxThreadsPerBlock"] and properties["smClockRateKHz"] > 1e6
     a100 = device_properties(A100)
     assert (a100["deviceVer"], a100["maxSharedMemoryPerBlockOptin"], a100["smClockRateKHz"]) == (800, 166912, 1410590)
+
+
+def test_an_unknown_compute_capability_lists_the_known_ones():
+    with pytest.raises(UsageError, match=r"compute capability 5\.2; known are 7\.0, 7\.5, 8\.0"):
+        device_properties(replace(A100, compute_capability=(5, 2)))
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):
