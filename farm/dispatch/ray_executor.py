@@ -90,7 +90,7 @@ class _Seat:
     node: RayNode
     gpus: int
     group: Any
-    state: Literal["unstarted", "starting", "unreached", "idle", "running"] = "unstarted"
+    state: Literal["unstarted", "starting", "unreached", "idle", "holding", "running"] = "unstarted"
     ref: Any = None
     task: Task | None = None
     failures: int = 0
@@ -98,11 +98,13 @@ class _Seat:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A task that waits for as many GPUs of a node as it has ranks."""
+    """A task that waits for as many GPUs of a node as it has ranks. The idle worker that was asked takes no other task
+    meanwhile, so that no more tasks wait than there are workers."""
 
     name: str
     node: RayNode
     task: Task
+    holder: _Seat | None
 
 
 class RayExecutor:
@@ -287,7 +289,7 @@ class RayExecutor:
         """
         while waiting := [trial for trial in self._waiting if trial.node.node_id == node.node_id]:
             task = waiting[0].task
-            here = [seat for seat in self._in("idle") if seat.node.node_id == node.node_id]
+            here = [seat for seat in self._in("idle") + self._in("holding") if seat.node.node_id == node.node_id]
             seat = next((seat for seat in here if seat.gpus == task.config.ranks), None)
             if seat is None:
                 for other in here:
@@ -300,6 +302,7 @@ class RayExecutor:
                 seat = self._replace(node, task.config.ranks)
             self._waiting.remove(waiting[0])
             self._run(seat, task, None)
+            self._release(waiting[0])
         for _ in range(self._free.pop(node.node_id, 0)):
             self._replace(node, 1)
 
@@ -308,11 +311,18 @@ class RayExecutor:
         self._added += 1
         return self._add_worker(node, f"worker-{node.node_id[:6]}-r{self._added}", None, gpus)
 
+    def _release(self, trial: _Waiting) -> None:
+        """Let the worker that was asked for a task take another one, unless it has one or made room."""
+        seat = trial.holder
+        if seat is not None and seat.state == "holding" and self._seats.get(seat.name) is seat:
+            self._now_idle(seat)
+
     def _without_gpus(self) -> list[Completion]:
         """Return the tasks whose node has lost GPUs, so that they would wait forever."""
         lost = [trial for trial in self._waiting if self._gpus_of(trial.node) < trial.task.config.ranks]
         self._waiting = [trial for trial in self._waiting if trial not in lost]
         for trial in lost:
+            self._release(trial)
             self._make_room(trial.node)
         return [
             Completion(
@@ -350,7 +360,10 @@ class RayExecutor:
         near = next((seat.node for seat in idle if self._gpus_of(seat.node) >= gpus), None)
         node = near or max(self._watch.nodes.values(), key=self._gpus_of)
         self._added += 1
-        self._waiting.append(_Waiting(f"waiting-{self._added}", node, task))
+        holder = next(iter(idle), None)
+        if holder is not None:
+            holder.state = "holding"
+        self._waiting.append(_Waiting(f"waiting-{self._added}", node, task, holder))
         self._make_room(node)
 
     def wait(self, timeout_s: float) -> list[Completion]:
@@ -483,8 +496,9 @@ class RayExecutor:
             self._now_idle(seat)
 
     def _now_idle(self, seat: _Seat) -> None:
-        """A worker can take a task, or make room for one that waits."""
+        """A worker can take a task, behind those that have been idle for longer, or make room for one that waits."""
         seat.state = "idle"
+        self._seats[seat.name] = self._seats.pop(seat.name)
         self._make_room(seat.node)
 
     def _take_run(self, seat: _Seat) -> Completion:

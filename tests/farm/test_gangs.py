@@ -1,6 +1,7 @@
 """Trials that need several GPUs of a node: who makes room for them, in which order, and what one-GPU trials do."""
 
 import os
+import types
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ import farm.dispatch.ray_executor
 from conf.errors import EnvironmentProblem, UsageError
 from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.dispatcher import make_executor
+from farm.dispatch.ray_cluster import RayNode
+from farm.dispatch.ray_executor import RayExecutor, _Seat
 from farm.sampling.dimensions import own_space
 from farm.submission.settings import require_gpus, with_layouts
 from featurize.families import get_family
@@ -115,6 +118,19 @@ def fake_actor(died):
             return sorted(given), context.get_placement_group_id() is not None
 
     return FakeWorker
+
+
+def test_no_more_tasks_wait_than_there_are_idle_workers():
+    executor = RayExecutor(CUDA, ClusterSettings(kind="ray"), {})
+    small, large = (RayNode(node_id=name, host=name, cpus=1, gpus=gpus) for name, gpus in (("a", 1), ("b", 4)))
+    executor._watch = types.SimpleNamespace(nodes={"a": small, "b": large})
+    for name, node, state in [("a0", small, "idle"), *((f"b{index}", large, "running") for index in range(4))]:
+        executor._seats[name] = _Seat(name, None, node, 1, None, state)
+    executor.submit("a0", task(0, "ddp=4"))
+    assert executor.idle() == [] and len(executor.waiting()) == 1
+    del executor._seats["b0"]
+    (lost,) = executor._without_gpus()
+    assert lost.task.task_index == 0 and executor.idle() == ["a0"]
 
 
 @pytest.fixture(scope="module")
