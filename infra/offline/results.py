@@ -11,6 +11,7 @@ import io
 import json
 import os
 import sqlite3
+import sys
 import tarfile
 import tempfile
 import uuid
@@ -169,7 +170,13 @@ def prepare(work: Path, results: Path) -> None:
             raise UsageError(
                 f"results={results} holds {path.name}, which is not of these results; name an empty folder"
             )
-    series, archive = Series.of_work(work), newest(results)
+    series, archive = Series.of_work(work), None
+    try:
+        archive = newest(results)
+    except UsageError as error:
+        if series is None:
+            raise
+        print(f"{error}; the work folder is whole and is packed again", file=sys.stderr)  # a kill while it packed
     if series is not None and archive is not None:
         if series.name != archive.series.name:
             raise UsageError(f"work={work} and results={results} are of different series of calls; name another work=")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import duckdb
@@ -205,6 +206,14 @@ STEPS = {
 _PLAN = ", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items())
 
 
+class CallStop(StopRequest):
+    """Signal handling of a call, which packs its results last: further signals, which `timeout` and supervisors send,
+    do not interrupt that."""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
 @dataclass(kw_only=True)
 class Call:
     """A call at work: its folders, what it packed, and a row for each step of this call and those before it."""
@@ -326,7 +335,7 @@ def run(settings: StepsSettings) -> int:
     place = _place(settings)
     planned = {name: STEPS[name].minutes for name in settings.steps}
     minutes = sum(planned.values()) if settings.minutes is None else settings.minutes
-    with StopRequest().installed() as stop:
+    with CallStop().installed() as stop:
         results.prepare(place.work, Path(settings.results))
         rows = _earlier_rows(place.work)
         call = Call(place=place, results=Path(settings.results).resolve(), rows=rows, stop=stop)

@@ -20,7 +20,7 @@ from infra.offline import probe_sections, results, steps
 from infra.offline.estimated_runs import read_results
 from infra.offline.recorded_tests import outcomes_of
 from infra.offline.results import Series
-from infra.offline.steps import STEPS
+from infra.offline.steps import STEPS, CallStop
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -157,7 +157,16 @@ def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(work, tmp_path, 
         path.unlink()
     error = refused(capsys, "collect", f"results={folder}", f"work={tmp_path / 'new'}", "device=simulated")
     assert path.name in error and line in error and not list(tmp_path.glob("new*"))
+    results.prepare(work, folder)
+    assert "the work folder is whole and is packed again" in capsys.readouterr().err
     assert results.pack(work, folder, {}) == results.newest(folder), "who has the work folder packs it again"
+
+
+def test_a_second_signal_does_not_keep_a_call_from_packing():
+    with CallStop().installed() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    assert stop.requested
 
 
 def test_results_and_work_of_different_calls_are_not_mixed(work, packed, tmp_path, capsys):
