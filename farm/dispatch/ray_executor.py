@@ -312,7 +312,7 @@ class RayExecutor:
         return self._add_worker(node, f"worker-{node.node_id[:6]}-r{self._added}", None, gpus)
 
     def _release(self, trial: _Waiting) -> None:
-        """Let the worker that was asked for a task take another one, unless it has one or made room."""
+        """Free the worker that was asked for a task for others, unless it has one or made room."""
         seat = trial.holder
         if seat is not None and seat.state == "holding" and self._seats.get(seat.name) is seat:
             self._now_idle(seat)
