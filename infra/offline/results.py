@@ -139,21 +139,35 @@ def newest(results: Path) -> Archive | None:
 
     Raises `UsageError` that names what is missing or torn.
     """
-    try:
-        summary = json.loads((results / SUMMARY).read_text())
-        series, digests = Series(str(summary["series"]), int(summary["generation"])), dict(summary["slices"])
-    except FileNotFoundError as error:
+    if (summary := _summary(results)) is None:
         if any(results.glob(f"*{_SLICE}")):
-            raise UsageError(f"{results} cannot be read: {SUMMARY} is missing") from error
+            raise UsageError(f"{results} cannot be read: {SUMMARY} is missing")
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{results / SUMMARY} is damaged: {exception_line(error)}") from error
+    series, digests = summary
     for name, digest in digests.items():
         if not (results / name).is_file():
             raise UsageError(f"{results} cannot be read: {name} is missing")
         if sha256((results / name).read_bytes()).hexdigest() != digest:
             raise UsageError(f"{results} cannot be read: {name} is torn")
     return Archive(series, tuple(results / name for name in digests))
+
+
+def _summary(results: Path) -> tuple[Series, dict[str, str]] | None:
+    """Return the series, and each slice's digest by its name; None without a summary.
+
+    Raises `UsageError` for a damaged summary, and one of a former format.
+    """
+    path = results / SUMMARY
+    try:
+        summary = json.loads(path.read_text())
+        series, slices = Series(str(summary["series"]), int(summary["generation"])), summary["slices"]
+        if not isinstance(slices, list):
+            return series, dict(slices)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged: {exception_line(error)}") from error
+    raise UsageError(f"{path} is of a former format; begin with an empty results=")
 
 
 def prepare(work: Path, results: Path) -> None:
@@ -170,18 +184,19 @@ def prepare(work: Path, results: Path) -> None:
             raise UsageError(
                 f"results={results} holds {path.name}, which is not of these results; name an empty folder"
             )
-    series, archive = Series.of_work(work), None
+    series, summary, archive = Series.of_work(work), _summary(results), None
+    if series is not None and summary is not None:  # also of torn slices: what other calls have measured stays
+        packed_series, _ = summary
+        if series.name != packed_series.name:
+            raise UsageError(f"work={work} and results={results} are of different series of calls; name another work=")
+        if series.generation < packed_series.generation:
+            raise UsageError(f"work={work} is older than results={results}; delete it, or name another work=")
     try:
         archive = newest(results)
     except UsageError as error:
         if series is None:
             raise
         print(f"{error}; the work folder is whole and is packed again", file=sys.stderr)  # a kill while it packed
-    if series is not None and archive is not None:
-        if series.name != archive.series.name:
-            raise UsageError(f"work={work} and results={results} are of different series of calls; name another work=")
-        if series.generation < archive.series.generation:
-            raise UsageError(f"work={work} is older than results={results}; delete it, or name another work=")
     results.mkdir(parents=True, exist_ok=True)
     if series is None and archive is not None:
         unpack(archive, work)

@@ -162,6 +162,29 @@ def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(work, tmp_path, 
     assert results.pack(work, folder, {}) == results.newest(folder), "who has the work folder packs it again"
 
 
+def test_torn_results_of_another_series_or_of_a_newer_work_folder_are_not_replaced(work, tmp_path):
+    folder, other, before = tmp_path / "results", tmp_path / "other", (work / "series.json").read_bytes()
+    folder.mkdir()
+    Series.begun(other)
+    for _ in range(2):
+        torn = results.pack(work, folder, {}).slices[0]
+    torn.write_bytes(torn.read_bytes()[:-1])
+    (work / "series.json").write_bytes(before)
+    for path, words in ((other, "different series"), (work, "is older than")):
+        with pytest.raises(UsageError, match=words):
+            results.prepare(path, folder)
+    assert torn.exists()
+
+
+def test_results_of_a_former_format_are_named_so(work, tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps({"series": "s", "generation": 1, "slices": ["a.slice"]}))
+    for read in (results.newest, lambda path: results.prepare(work, path)):
+        with pytest.raises(UsageError, match=r"^\S+summary.json is of a former format"):
+            read(folder)
+
+
 def test_a_second_signal_does_not_keep_a_call_from_packing():
     with CallStop().installed() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
