@@ -55,6 +55,8 @@ def main(argv: "list[str]") -> int:
         given = values.pop("parts", None)
         if names == ["install"] and values:
             raise Problem(f"unknown argument {sorted(values)[0]!r}; valid are target=DIR, parts=DIR,DIR")
+        if "previous" in values:
+            raise Problem("previous= is no key: put the files that came back into the folder of results=")
         for key in PATH_KEYS:
             if key in values:
                 values[key] = os.path.abspath(values[key])

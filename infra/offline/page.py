@@ -6,6 +6,7 @@ off that something has to be fitted again.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from collections import Counter, defaultdict
@@ -137,7 +138,9 @@ def summary(page: Page) -> Page:
 
 
 def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_judged: bool) -> tuple[Block, ...]:
-    runs, warning, tests = results.runs, _OF_KIND[results.kind], outcomes_of(results.work / TESTS)
+    runs, warning, tests = results.runs, _OF_KIND[results.kind], None
+    with contextlib.suppress(OSError):  # the section on tests says so
+        tests = outcomes_of(results.work / TESTS)
     is_tested = tests is None or not (tests.counts["failed"] or tests.not_run)
     level: Level = "good" if is_tested and is_judged and not (finding_count or warning) else "look"
     statuses = Counter(estimated_run.run["status"] for estimated_run in runs.runs)

@@ -7,6 +7,7 @@ a test that ran again the last outcome counts, and a call that is killed loses n
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +27,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Appends to the file how many tests are selected, then a line for each outcome."""
+    """Appends to the file which tests are selected, then a line for each outcome."""
 
     path: Path
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._append({"selected": len(session.items)})
+        self._append({"selected": [item.nodeid for item in session.items]})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             self._append({"test": report.nodeid, "outcome": report.outcome, "reason": _reason(report)})
 
     def _append(self, record: dict[str, Any]) -> None:
-        with open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        with open(self.path, "ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read(1) not in (b"", b"\n"):  # a line that a kill cut off
+                file.write(b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
 
 
 def _reason(report: pytest.TestReport) -> str:
@@ -69,12 +74,14 @@ class Outcomes:
 
 def outcomes_of(path: Path, start: int = 0) -> Outcomes | None:
     """Return what a file recorded from this byte on; None where no test was selected."""
-    selected, tests = None, {}
+    selected: list[str] | None = None
+    tests: dict[str, tuple[str, str]] = {}
     for record in json_lines(path, start):
-        selected = record.get("selected", selected)
-        if "test" in record:
+        if "selected" in record:  # a number in results of a former format
+            selected = record["selected"] if isinstance(record["selected"], list) else []
+        if {"test", "outcome", "reason"} <= record.keys():
             tests[record["test"]] = record["outcome"], record["reason"]
-    return None if selected is None else Outcomes(tests, max(0, selected - len(tests)))
+    return None if selected is None else Outcomes(tests, len(set(selected) - tests.keys()))
 
 
 def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:

@@ -110,6 +110,7 @@ def memory(results: Results) -> Iterator[Part]:
 
 def activity(results: Results) -> Iterator[Part]:
     """Step time and GPU activity beside their estimates."""
+    _solo(results.runs)  # without such runs, the section shows that alone
     yield Lead("Errors as above; those of SMACT, SMOCC and DRAMA are differences of ratios.")
     yield from _compared(results, ACTIVITY)
 

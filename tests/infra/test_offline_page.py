@@ -18,7 +18,7 @@ from farm.queue.jobs import Queue
 from farm.submission.settings import SubmitSettings
 from farm.submission.submitting import submit
 from featurize.families import cnn, mlp
-from infra.offline import page, run_sections
+from infra.offline import page, probe_sections, run_sections
 from infra.offline.estimated_runs import (
     NO_COMMAND,
     SHIPPED,
@@ -199,6 +199,17 @@ def test_rows_that_cannot_be_read_cost_only_the_sections_on_runs(planted, tmp_pa
     code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}", f"datasets={tmp_path / 'sets'}")
     assert code == 0 and "Runs cannot be read: " in printed and "nothing is exported" in printed
     assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
+
+
+def test_outcomes_that_cannot_be_read_cost_only_their_section(planted, tmp_path, monkeypatch):
+    def unreadable(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setattr(page, "outcomes_of", unreadable)
+    monkeypatch.setattr(probe_sections, "outcomes_of", unreadable)
+    assert "Tests: cannot be shown: PermissionError" in in_terminal(make_page(read_results(work), None))
 
 
 def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):

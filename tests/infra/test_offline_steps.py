@@ -18,7 +18,7 @@ from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job
 from infra.offline import probe_sections, results, steps
 from infra.offline.estimated_runs import read_results
-from infra.offline.recorded_tests import outcomes_of
+from infra.offline.recorded_tests import Recorder, outcomes_of
 from infra.offline.results import Series
 from infra.offline.steps import STEPS, CallStop
 from tests.warehouse.warehouse_rows import ask
@@ -185,6 +185,14 @@ def test_results_of_a_former_format_are_named_so(work, tmp_path):
             read(folder)
 
 
+def test_a_line_that_a_kill_cut_off_costs_no_later_record_and_an_incomplete_one_is_left_out(tmp_path):
+    path = tmp_path / "tests.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS) + '{"test": "c::o"}\n{"test": "c::o", "ou')
+    Recorder(path)._append({"selected": ["d", "e", "c::n"]})
+    Recorder(path)._append({"test": "d", "outcome": "passed", "reason": ""})
+    assert outcomes_of(path).counts == {"passed": 2, "failed": 1, "skipped": 0, "not run": 1}, "e, of the last call"
+
+
 def test_a_second_signal_does_not_keep_a_call_from_packing():
     with CallStop().installed() as stop:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
@@ -346,7 +354,7 @@ def test_a_step_s_own_error_is_a_failed_row(tmp_path, monkeypatch):
 
 
 RECORDS = [
-    {"selected": 4},
+    {"selected": ["c::n", "c::m", "c::o", "c::p"]},
     {"test": "c::n", "outcome": "passed", "reason": ""},
     {"test": "c::m", "outcome": "failed", "reason": "no samples"},
 ]
@@ -359,7 +367,7 @@ def test_tests_that_no_time_was_left_for_are_counted_and_earlier_outcomes_stay(t
     assert outcomes_of(path).counts == {"passed": 1, "failed": 1, "skipped": 0, "not run": 2}
     earlier_bytes = path.stat().st_size
     with open(path, "a") as file:
-        file.write('\n{"selected": 4}\n' + json.dumps({**RECORDS[2], "outcome": "passed"}) + "\n")
+        file.write("\n" + json.dumps(RECORDS[0]) + "\n" + json.dumps({**RECORDS[2], "outcome": "passed"}) + "\n")
     assert outcomes_of(path).counts == {"passed": 2, "failed": 0, "skipped": 0, "not run": 2}
     assert outcomes_of(path, start=earlier_bytes).counts == {"passed": 1, "failed": 0, "skipped": 0, "not run": 3}
 
