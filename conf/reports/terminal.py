@@ -24,10 +24,9 @@ from conf.reports.blocks import (
 from conf.reports.page_text import cell_text, clean_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
 
 _PLAIN_WIDTH = 200  # characters of a line in a file or a pipe, where rich would fold figures at 80
-_NAMES = 2  # columns that may name a row, which are never folded
 
 
 def print_page(page: Page) -> None:
@@ -40,9 +39,9 @@ def print_blocks(*blocks: Block) -> None:
     """Print blocks in order; a heading only where something below it is printed before the next one."""
     from rich.console import Console
 
-    screen = Console(highlight=False)
+    screen = Console(highlight=False, emoji=False)
     if not screen.is_terminal:
-        screen = Console(highlight=False, width=_PLAIN_WIDTH)
+        screen.width = _PLAIN_WIDTH
     heading = ""
     for block in blocks:
         if isinstance(block, Heading):
@@ -81,10 +80,11 @@ def _print_table(screen: Console, table: Table) -> None:
     from rich.text import Text
 
     drawn = rich_table.Table()
-    for place, column in enumerate(table.columns):
+    for column in table.columns:
         is_figure = column.kind == "figure"
-        whole = place < _NAMES and not is_figure
-        drawn.add_column(Text(column.name), justify="right" if is_figure else "left", overflow="fold", no_wrap=whole)
+        # Words fold where a table is too wide, the longest first: a figure of which a part is missing is another one.
+        justify: JustifyMethod = "right" if is_figure else "left"
+        drawn.add_column(Text(column.name), justify=justify, overflow="fold", no_wrap=is_figure)
     for place, row in enumerate(table.rows):
         if place and "first" in row.css.split():
             drawn.add_section()

@@ -11,6 +11,7 @@ from conf.reports import blocks as b
 from conf.reports.blocks import _environment, render_for_notebook, render_page
 from conf.reports.charts import Axis, Drawing, nice_step
 from conf.reports.page_text import clean_text
+from conf.reports.terminal import print_blocks
 from tests.parsed_page import ParsedPage
 
 EVIL = "</title></style><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;{{ 7 * 7 }}"
@@ -81,6 +82,20 @@ def test_a_page_of_all_blocks_loads_nothing_and_keeps_its_title_in_one_line():
         and "@import" not in text
         and "http" not in text.replace("http-equiv", "")
     )
+
+
+@pytest.mark.parametrize(("is_terminal", "name"), [("1", "x" * 43), ("0", "x" * 263)])
+def test_a_terminals_table_keeps_its_figures_and_names_their_characters(monkeypatch, capsys, is_terminal, name):
+    monkeypatch.setenv("TTY_COMPATIBLE", is_terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    figures = ("1.2 %", "3.4 %", "12.0 %", "99.1 %")
+    heads = ("*file", "*estimator", "mean", "median", "p90", "bound")
+    print_blocks(
+        b.table(heads, [(name, "hybrid (published)", *figures)], words=2), b.Lead("left out: a:car:.csv [bold]")
+    )
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in (*heads[2:], *figures, "left out: a:car:.csv [bold]"))
+    assert printed.count("x") == len(name)
 
 
 def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
