@@ -81,10 +81,9 @@ def _print_table(screen: Console, table: Table) -> None:
 
     drawn = rich_table.Table()
     for column in table.columns:
-        is_figure = column.kind == "figure"
-        # Words fold where a table is too wide, the longest first: a figure of which a part is missing is another one.
-        justify: JustifyMethod = "right" if is_figure else "left"
-        drawn.add_column(Text(column.name), justify=justify, overflow="fold", no_wrap=is_figure)
+        # Where a table is too wide, rich folds the widest columns first; one that may not fold would be cut off.
+        justify: JustifyMethod = "right" if column.kind == "figure" else "left"
+        drawn.add_column(Text(column.name), justify=justify, overflow="fold")
     for place, row in enumerate(table.rows):
         if place and "first" in row.css.split():
             drawn.add_section()

@@ -98,6 +98,13 @@ def test_a_terminals_table_keeps_its_figures_and_names_their_characters(monkeypa
     assert printed.count("x") == len(name)
 
 
+def test_figures_that_no_terminal_has_room_for_fold_and_lose_no_digit(monkeypatch, capsys):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    print_blocks(b.table(("file", *"abcdefgh"), [("name", *("777777",) * 8)]))
+    assert capsys.readouterr().out.count("7") == 48
+
+
 def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
     assert clean_text("\x1b[31mred\x00\r\nnext") == "red�\nnext"
     assert clean_text("x" * 30_000 + "end").endswith("xend") and "10,003 characters left out" in clean_text(
