@@ -32,7 +32,7 @@ _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
 def run_as_child(body: Callable[[], None]) -> NoReturn:
-    """Run a forked process's body and exit as Python does: 0, what `sys.exit` is given, or 1 and a traceback on stderr."""
+    """Run a forked process's body and exit as Python does: with what `sys.exit` is given, or 1 and a traceback."""
     code = 1
     try:
         body()
