@@ -52,7 +52,7 @@ _TAIL_BYTES = 64 * 2**10  # holds the whole footer of most files
 _CHUNK_BYTES = 2**20
 
 
-class Place:
+class FolderPlace:
     """The path of a file or folder of a data folder, which `conf.files.outputs` lets no command overwrite."""
 
     def __init__(self, *names: str) -> None:
@@ -69,33 +69,37 @@ class FolderLayout:
 
     root: Path  # absolute
 
-    format_marker = Place("format.json")
-    queue = Place("queue.sqlite")  # SQLite: jobs and tasks
-    warehouse = Place("warehouse.duckdb")  # DuckDB file of views only
-    runs = Place("runs")
-    telemetry = Place("telemetry")
-    kernels = Place("kernels")
-    ranks = Place("ranks")
-    collocations = Place("collocations")
-    jobs = Place("jobs")
-    stale = Place("stale")  # marks of labels that no longer hold, see `warehouse.files.stale`
-    models = Place("models")
-    features = Place("features")  # computed features, by their version: a cache that may be deleted
-    snapshots = Place("snapshots")  # a folder for each snapshot, see `warehouse.snapshot`
-    growth = Place("growth")  # the growth cycles' journal and plans, see `farm.nights`
-    reports = Place("reports")  # the growth cycles' reports, a page and a JSON file for each, and `latest` of both
-    replays = Place("replays")  # pages of replayed traces and their JSON, see `farm.replaying`
-    environments = Place("environments")  # a data folder for each environment that was compared, see `farm.comparison`
-    comparisons = Place("comparisons")  # pages of comparisons and their JSON, see `farm.comparison`
-    machines = Place("machines")  # profiles of machines, by GPU model, see `learn.calibrate`
-    locks = Place("locks")
-    damaged = Place("damaged")  # damaged files that were set aside, with the reasons; see `farm.queue.repair`
-    dispatcher_lock = Place("locks", "dispatcher.lock")
-    compaction_lock = Place("locks", "compaction.lock")
-    growth_lock = Place("locks", "growth.lock")
-    ingest_lock = Place("locks", "ingest.lock")
-    service_lock = Place("locks", "service.lock")
-    service = Place("service.sqlite")  # what the service traces: SQLite that may be deleted, see `farm.serving`
+    format_marker = FolderPlace("format.json")
+    queue = FolderPlace("queue.sqlite")  # SQLite: jobs and tasks
+    warehouse = FolderPlace("warehouse.duckdb")  # DuckDB file of views only
+    runs = FolderPlace("runs")
+    telemetry = FolderPlace("telemetry")
+    kernels = FolderPlace("kernels")
+    ranks = FolderPlace("ranks")
+    collocations = FolderPlace("collocations")
+    jobs = FolderPlace("jobs")
+    stale = FolderPlace("stale")  # marks of labels that no longer hold, see `warehouse.files.stale`
+    models = FolderPlace("models")
+    features = FolderPlace("features")  # computed features, by their version: a cache that may be deleted
+    snapshots = FolderPlace("snapshots")  # a folder for each snapshot, see `warehouse.snapshot`
+    growth = FolderPlace("growth")  # the growth cycles' journal and plans, see `farm.nights`
+    reports = FolderPlace(
+        "reports"
+    )  # the growth cycles' reports, a page and a JSON file for each, and `latest` of both
+    replays = FolderPlace("replays")  # pages of replayed traces and their JSON, see `farm.replaying`
+    environments = FolderPlace(
+        "environments"
+    )  # a data folder for each environment that was compared, see `farm.comparison`
+    comparisons = FolderPlace("comparisons")  # pages of comparisons and their JSON, see `farm.comparison`
+    machines = FolderPlace("machines")  # profiles of machines, by GPU model, see `learn.calibrate`
+    locks = FolderPlace("locks")
+    damaged = FolderPlace("damaged")  # damaged files that were set aside, with the reasons; see `farm.queue.repair`
+    dispatcher_lock = FolderPlace("locks", "dispatcher.lock")
+    compaction_lock = FolderPlace("locks", "compaction.lock")
+    growth_lock = FolderPlace("locks", "growth.lock")
+    ingest_lock = FolderPlace("locks", "ingest.lock")
+    service_lock = FolderPlace("locks", "service.lock")
+    service = FolderPlace("service.sqlite")  # what the service traces: SQLite that may be deleted, see `farm.serving`
 
     def listings(self, kind: str) -> Path:
         """Return the folder of the listings of merged files of one of `KINDS`."""
