@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import TEMPORARY_SUFFIX
+from conf.files.outputs import TEMPORARY_SUFFIX, write_file
 from conf.plain_text import exception_line
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS, write_bytes
+from warehouse.files.layout import KINDS
 
 SLICE_BYTES = 16 * 2**20  # size of a file that comes back
 MOST_SLICES = 6  # slices among the eight files that come back; `SUMMARY` and `LOG` are the others
@@ -74,7 +74,7 @@ class Series:
     def written(self, work: Path) -> Series:
         """Write the series into its work folder, durably; return it."""
         content = {"series": self.name, "generation": self.generation}
-        write_bytes(work / SERIES, (json.dumps(content) + "\n").encode())
+        write_file(work / SERIES, (json.dumps(content) + "\n").encode())
         return self
 
 
@@ -116,15 +116,15 @@ def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
     for number, piece in enumerate(pieces, start=1):
         name = f"gpufarm-g{series.generation:05d}-{number}of{len(pieces)}{_SLICE}"
         digests[name] = sha256(piece).hexdigest()
-        write_bytes(results / name, piece)
+        write_file(results / name, piece)
     (results / LOG).unlink(missing_ok=True)  # the summary's temporary file would be the ninth
     head = {"series": series.name, "generation": series.generation, "slices": digests, "bytes": len(content)}
-    write_bytes(results / SUMMARY, (json.dumps({**head, **summary}, indent=1) + "\n").encode())
+    write_file(results / SUMMARY, (json.dumps({**head, **summary}, indent=1) + "\n").encode())
     archive = Archive(series, tuple(results / name for name in digests))
     _clear(results, archive)
     with contextlib.suppress(FileNotFoundError), open(work / LOG, "rb") as file:
         file.seek(max(0, (work / LOG).stat().st_size - _LOG_BYTES))
-        write_bytes(results / LOG, file.read())
+        write_file(results / LOG, file.read())
     return archive
 
 

@@ -33,6 +33,7 @@ from conf.children.containment import die_with_parent
 from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
+from conf.files.outputs import write_file
 from conf.plain_text import exception_line, one_line, truncated
 from conf.reports.page_text import count_of
 from farm.dispatch.dispatcher import StopRequest
@@ -42,7 +43,6 @@ from infra.collect import count_lines, run_counts
 from infra.offline import results
 from infra.offline.results import CALLS, FULL_BYTES, LOG, TESTS, Archive, json_lines, outcomes_of
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import write_bytes
 from workers.devices import DeviceChoice, choose_device, make_device
 from workers.devices.discovery import discover_gpus
 from workers.probes.children import EXIT_LEFT, EXIT_NOT_HERE
@@ -231,7 +231,7 @@ class Call:
         self.count()
         try:
             lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-            write_bytes(self.place.work / CALLS, lines.encode())
+            write_file(self.place.work / CALLS, lines.encode())
             summary = {"calls": self.rows, "runs": self.counts, "left": self.left(), "problem": self.problem}
             self.archive = results.pack(self.place.work, self.results, summary)
             self.failed_packs = 0
