@@ -31,7 +31,7 @@ _MOST_S = 60.0  # longest measurement
 _LEAST_S = 15.0  # with less left, none begins
 _HOST_SHARE = 0.5  # share of the machine's memory for one child
 DEVICES = ("cuda", "cpu")
-PROBES = ("contexts", "workspaces", "questions", "histories")
+PROBES = {name: f"workers.probes.{name}:measure" for name in ("contexts", "workspaces", "questions", "histories")}
 EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
 EXIT_NOT_HERE = 4  # nothing can be measured on this machine
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -213,7 +213,7 @@ def keep_rows(path: Path, columns: Sequence[str]) -> tuple[Callable[[], dict[str
 class ProbesSettings(Checked):
     """The keys."""
 
-    probes: tuple[str, ...] = key(help="what to measure", kind="text | list of text", choices=PROBES)
+    probes: tuple[str, ...] = key(help="what to measure", kind="text | list of text", choices=tuple(PROBES))
     out: str = key(help="the folder of the results", kind="new path")
     device: str = key(help="where", choices=DEVICES)
     seconds: float = key(help="for all probes together", kind="number > 0")
@@ -225,13 +225,11 @@ def measure(settings: ProbesSettings) -> int:
     Returns:
         0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 where some failed and none was ever measured.
     """
-    from workers.probes import contexts, histories, questions, workspaces
-
-    probes = dict(zip(PROBES, (contexts, workspaces, questions, histories), strict=True))
     until_s = time.monotonic() + settings.seconds
     results = []
     for name in settings.probes:
-        result = probes[name].measure(Path(settings.out), settings.device, lambda: until_s - time.monotonic())
+        probe = pkgutil.resolve_name(PROBES[name])
+        result: ProbeResult = probe(Path(settings.out), settings.device, lambda: until_s - time.monotonic())
         results.append(result)
         print(f"{name}: {len(result.measured)} measured, {len(result.kept)} before, {len(result.left)} left")
         for failed, reason in result.failed.items():
