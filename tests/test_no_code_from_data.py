@@ -34,10 +34,8 @@ LOADERS = {
     ("learn/job/training_job.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
     ("featurize/trace/light_imports.py", "_real_module"): "a literal: torch._dynamo, whose place the stand-in takes",
     ("featurize/trace/light_imports.py", "find_spec"): "parts of torch._dynamo, when torch imports them",
-    (
-        "workers/probes/children.py",
-        "write_rows",
-    ): "a probe's function that our own code names, in a process of its own",
+    ("workers/probes/children.py", "measure"): "names of the table PROBES; others raise first",
+    ("workers/probes/children.py", "write_rows"): "a probe's function that our own code names, in a process of its own",
     ("workers/telemetry/sampler.py", "make_sensors"): "names of the table SENSORS",
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
     ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",
