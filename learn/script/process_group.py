@@ -218,11 +218,12 @@ def _calling_directly(rank: RankZero) -> Callable[..., None]:
     return spawn
 
 
-def _replace(name: str, function: Any) -> None:
-    before = getattr(dist, name, None)
-    for module in (dist, distributed_c10d, device_mesh):
-        if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
-            replace_attribute(module, name, function)
+def _replace(**functions: Any) -> None:
+    for name, function in functions.items():
+        before = getattr(dist, name, None)
+        for module in (dist, distributed_c10d, device_mesh):
+            if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
+                replace_attribute(module, name, function)
 
 
 def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
@@ -262,10 +263,12 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
         return group_of(ranks, use_local_synchronization=use_local_synchronization)
 
-    _replace("init_process_group", init_process_group)
-    _replace("new_group", new_group)
-    _replace("get_backend", lambda group=None: backends[0])
-    _replace("is_nccl_available", lambda: True)
+    _replace(
+        init_process_group=init_process_group,
+        new_group=new_group,
+        get_backend=lambda group=None: backends[0],
+        is_nccl_available=lambda: True,
+    )
 
 
 def _refuse_fully_shard(refuse: Callable[..., None]) -> None:
@@ -350,21 +353,20 @@ def _install_collectives(rank: RankZero) -> None:
         return _copy([(tensor, scatter_list[0])] if scatter_list else [], async_op)
 
     refuse = _refusing("messages between two ranks, as pipelines send them, are not followed in scripts")
-    for name, function in {
-        "all_reduce": reduce,
-        "all_gather": gathering(dist.all_gather),
-        "all_gather_into_tensor": gathering(dist.all_gather_into_tensor),
-        "reduce": reduce_to_one,
-        "gather": gather,
-        "scatter": scatter,
+    _replace(
+        all_reduce=reduce,
+        all_gather=gathering(dist.all_gather),
+        all_gather_into_tensor=gathering(dist.all_gather_into_tensor),
+        reduce=reduce_to_one,
+        gather=gather,
+        scatter=scatter,
         **dict.fromkeys(("barrier", "monitored_barrier", "broadcast_object_list"), _nothing),
-        "all_gather_object": _fill,
-        "gather_object": lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
-        "scatter_object_list": lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
+        all_gather_object=_fill,
+        gather_object=lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
+        scatter_object_list=lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
         **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), refuse),
         **dict.fromkeys(("send_object_list", "recv_object_list"), refuse),
-    }.items():
-        _replace(name, function)
+    )
 
 
 @torch.no_grad()
