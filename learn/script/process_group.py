@@ -25,12 +25,12 @@ from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
 from featurize.operators.replacing import replace_attribute, replaced
 from featurize.operators.torch_releases import SHARDS, complete_collectives, refused_modes, require_torch
+from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.recording.values import remember
 from featurize.training.rank import Replica, limits_of
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
-from learn.script.script_recorder import ScriptRecorder
 
 if TYPE_CHECKING:
     from featurize.training.ranks import Ranks
@@ -47,10 +47,13 @@ class RankZero:
         recorder: The script's recorder.
         command: How its processes are started.
 
-    `launched` is how many there are. A script that starts them by itself changes it.
+    `launched` is how many there are. A script that starts them by itself changes it. `parameters` is the elements of a
+    model of which `play` holds a part; 0: the rank holds all of its model.
     """
 
-    def __init__(self, recorder: ScriptRecorder, command: ScriptCommand) -> None:
+    parameters = 0
+
+    def __init__(self, recorder: Recorder, command: ScriptCommand) -> None:
         self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
         self._wrappers: list[Replica | ZeroRank] = []
         self._zero: ZeroRank | None = None
@@ -90,13 +93,13 @@ class RankZero:
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
         """Return the object that plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
         elements."""
-        from featurize.training.play_rank import played_rank
+        from featurize.trace.tracer import played_rank
         from featurize.training.zero import ZeroRank
 
         self._wrapper, played = layout, self._entered.enter_context(played_rank(layout, settings))
         assert isinstance(played, ZeroRank), "a layout of ZeRO"
         played.attach(self.recorder)
-        played.parameters = parameters
+        self.parameters = parameters
         self._zero = played
         self._wrappers.append(played)
         return played
@@ -111,10 +114,6 @@ class RankZero:
         """End a backward pass."""
         if self._zero is not None:
             self._zero.begin_phase("optimizer")
-
-    def parameters(self) -> int:
-        """Return the elements of the model's parameters, also of those that the rank holds a part of."""
-        return self.recorder.parameters() if self._zero is None else self._zero.parameters
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
