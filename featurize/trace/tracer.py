@@ -1,6 +1,7 @@
 """The execution trace: which operators one training step runs, and when its memory is taken and given back.
 
 Start reading at `trace_step`, then `Tracing`: the model on meta, its wrapper and training step, the recorded steps.
+`played_rank` chooses what plays one rank of a job.
 `featurize.recording.step_trace` has what comes out. Facts only, of no particular GPU model: `featurize.memory.replay`
 places the memory, `featurize.timing` times the kernels. All runs on the meta device, so nothing that the job needs is
 taken.
