@@ -25,6 +25,7 @@ from featurize.job.code_names import trust_key
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
 from learn.job.training_job import Case, TrainingJob
+from learn.judging.benchmark_view import NEVER_FITTED_ON
 from learn.judging.evaluate import GROUPINGS, SPLITS, Part
 from learn.judging.scores import Asked, Given, given_of, median, sample
 from learn.rows.data import (
@@ -231,7 +232,6 @@ def _refusal_of(check: Callable[[], object]) -> Iterator[str]:
         yield str(error)
 
 
-NEVER_FITTED_ON = "models"  # form of the published comparison's files
 OURS_GB = 1  # width of our own memory classes
 
 
