@@ -170,7 +170,7 @@ class BenchmarkSettings(Checked):
 
     def _problems_of_slowdown(self) -> Iterator[str]:
         """Yield the problems of target=slowdown, which takes few of the keys."""
-        from learn.sharing.command import SPLITS as GROUP_SPLITS
+        from learn.commands.sharing import SPLITS as GROUP_SPLITS
 
         yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
         if self.by not in (None, *GROUP_SPLITS):
