@@ -25,9 +25,8 @@ from featurize.job.code_names import trust_key
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
 from learn.job.training_job import Case, TrainingJob
-from learn.judging.benchmark_view import NEVER_FITTED_ON
 from learn.judging.evaluate import GROUPINGS, SPLITS, Part
-from learn.judging.scores import Asked, Given, given_of, median, sample
+from learn.judging.scores import NEVER_FITTED_ON, Asked, Given, given_of, median, sample
 from learn.rows.data import (
     SLOWDOWN,
     TARGETS,

@@ -35,6 +35,7 @@ from conf.reports.charts import LETTER_PX, Axis, Margins, Plot
 from learn.judging.report import colours_of, plots_of
 from learn.judging.scores import (
     GPUMEMNET,
+    NEVER_FITTED_ON,
     NOT_INFORMATIVE,
     PUBLISHED_FIGURES,
     TRUSTED_ALONE,
@@ -51,7 +52,6 @@ from learn.rows.data import BIN_WIDTHS_GB, MIB_PER_GB, TARGETS, Bins
 if TYPE_CHECKING:
     from learn.commands.benchmark_rows import BenchmarkSettings
 
-NEVER_FITTED_ON = "models"  # form of the published comparison's files
 OTHERS = "(published)"  # behind the name of an estimator whose figures are published ones
 # Columns of words; the others hold figures.
 WORDS = {
