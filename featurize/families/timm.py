@@ -91,12 +91,13 @@ def build(config: Config) -> torch.nn.Module:
     """
     import torch
 
+    from featurize.nets.checkpointing import switch_on
     from featurize.recording.skeleton import build_on_meta
 
     def make() -> torch.nn.Module:
         model = _create(config.model, config.image_size)
         if config.activation_checkpointing:
-            _checkpoint(model, config.model)
+            switch_on(model, f"timm's model {config.model!r}")
         # A hook and no wrapping module, so that the modules keep timm's names.
         model.register_forward_hook(_as_logits)
         return model
@@ -155,14 +156,6 @@ def _input_shape(name: str, image_size: int | None) -> tuple[int, int, int]:
     """Channels, height, width."""
     channels, height, width = defaults(name).input_size
     return (channels, height, width) if image_size is None else (channels, image_size, image_size)
-
-
-def _checkpoint(model: torch.nn.Module, name: str) -> None:
-    try:
-        switch: Any = model.set_grad_checkpointing
-        switch(True)
-    except (AttributeError, AssertionError) as error:
-        raise UsageError(f"timm's model {name!r} has no activation_checkpointing") from error
 
 
 def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:

@@ -268,12 +268,13 @@ def build(config: Config) -> torch.nn.Module:
     """
     import torch
 
+    from featurize.nets.checkpointing import switch_on
     from featurize.recording.skeleton import build_on_meta
 
     def make() -> torch.nn.Module:
         model = _create(config.model, config.arguments)
         if config.activation_checkpointing:
-            _checkpoint(model, config.model)
+            switch_on(model, f"zoo: {config.model}")
         return _hook(model, parse_tensors(config.inputs))
 
     # Constructors read small tensors back, which a default device without memory forbids.
@@ -394,20 +395,6 @@ def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
         hint = f"near names: {', '.join(near)}" if near else f"known: {', '.join(n for n in known if n[0] != '_')}"
         raise UsageError(f"zoo: {config_class.__name__} of {model} has no {', '.join(sorted(unknown))}; {hint}")
     return config_class(**given)
-
-
-def _checkpoint(model: torch.nn.Module, name: str) -> None:
-    """Have the model recompute its blocks in the backward pass, by what timm or transformers offer for it."""
-    try:
-        of_library: Any = model
-        if hasattr(model, "activation_checkpointing_enable"):  # as newer transformers have it
-            of_library.activation_checkpointing_enable({"use_reentrant": False})
-        elif hasattr(model, "gradient_checkpointing_enable"):
-            of_library.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            of_library.set_grad_checkpointing(True)
-    except (AttributeError, AssertionError, TypeError, ValueError) as error:
-        raise UsageError(f"zoo: {name} has no activation_checkpointing") from error
 
 
 def _hook(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:

