@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from conf.errors import UsageError
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig, at_least
+from featurize.nets.vision import import_library
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +57,6 @@ def kind(config: Config) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(architecture: str) -> str:
-    from featurize.nets.vision import import_library
-
     timm = import_library("timm")
     if not timm.is_model(architecture):
         return "timm/unknown"
@@ -124,8 +123,6 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 def defaults(name: str) -> Any:
     """Return timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as
     `layers`."""
-    from featurize.nets.vision import import_library
-
     timm = import_library("timm")
     architecture = name.partition(".")[0]  # what follows names pretrained weights
     try:
@@ -140,8 +137,6 @@ def defaults(name: str) -> Any:
 
 
 def _create(name: str, image_size: int | None) -> torch.nn.Module:
-    from featurize.nets.vision import import_library
-
     create: Callable[..., torch.nn.Module] = import_library("timm").create_model
     about = defaults(name)
     if image_size is None or not about.fixed_input_size or tuple(about.input_size[1:]) == (image_size,) * 2:

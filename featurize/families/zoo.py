@@ -8,7 +8,6 @@ ask for it. torch and the libraries are imported when a model is built, and neve
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import inspect
 import json
@@ -24,7 +23,7 @@ from conf.plain_text import exception_line
 from featurize.job.code_names import NotTrusted, library_problem, require_model, require_settings
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig
-from featurize.nets.vision import library_names, near_names
+from featurize.nets.vision import import_library, load_named, mending
 
 if TYPE_CHECKING:
     import torch
@@ -318,34 +317,10 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 def _load(model: str, arguments: str) -> Callable[..., Any]:
     """Return the object of this name. `UsageError` for no such module or attribute, with near names, and for no
     callable; `NotTrusted`, before anything is imported, for code that data names."""
-    from featurize.nets.vision import import_library, mending
-
     if problem := library_problem(model, arguments):
         raise NotTrusted(f"zoo: {problem}")
-    module_name, _, attribute = model.partition(":")
-    if module_name.partition(".")[0] in LIBRARIES:
-        load = functools.partial(import_library, module_name)
-    else:
-        load = functools.partial(importlib.import_module, module_name)
-    try:
-        owner: Any = None
-        part = mending(load)
-        for name in attribute.split("."):
-            owner, part = part, mending(functools.partial(getattr, part, name, None))
-            if part is None:
-                break
-    except CommandError:
-        raise
-    except ImportError as error:
-        raise UsageError(
-            f"zoo: cannot import {module_name} of the model {model}: {error}; pip install its package, or put its "
-            "folder into PYTHONPATH"
-        ) from error
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise UsageError(f"zoo: {module_name} fails on import: {type(error).__name__}: {error}") from error
-    if part is None:
-        hint = library_names(module_name, attribute) or near_names(name, dir(owner))
-        raise UsageError(f"zoo: {module_name} has no {attribute!r}{hint}")
+    load = import_library if re.split("[.:]", model, maxsplit=1)[0] in LIBRARIES else importlib.import_module
+    part = load_named(model, "zoo", "; pip install its package, or put its folder into PYTHONPATH", load)
     if not callable(part) or _is_module(part):
         raise UsageError(f"zoo: {model} is {type(part).__name__}, not a class or function that gives a torch.nn.Module")
     require_model(model, part, arguments)
@@ -360,8 +335,6 @@ def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
 
 def _create(model: str, arguments: str) -> torch.nn.Module:
     """Return the model, on the current default device. `UsageError` as `layers` has it."""
-    from featurize.nets.vision import mending
-
     factory, given = _load(model, arguments), json.loads(arguments)
     try:
         config_class = getattr(factory, "config_class", None) if isinstance(factory, type) else None
