@@ -44,6 +44,7 @@ from learn.judging.benchmark_view import (
 )
 from learn.judging.evaluate import Part, classes_of, keys_of, parts_of
 from learn.judging.scores import (
+    PUBLISHED_FIGURES,
     TRUSTED_ALONE,
     Asked,
     Benchmark,
@@ -52,7 +53,6 @@ from learn.judging.scores import (
     Scored,
     described,
     judged,
-    published_figures,
     with_trusted,
 )
 from learn.rows.data import SLOWDOWN, get_target, make_bins
@@ -139,7 +139,7 @@ def benchmark(
         bins={of.file: bins[of.file.removesuffix(TRUSTED_ALONE)] for of in figures},
         figures=tuple(figures),
         scored=scored,
-        published=published_figures(settings.target),
+        published=tuple(figure for figure in PUBLISHED_FIGURES if figure.target == settings.target),
         notes=tuple(dict.fromkeys(notes)),
     )
 

@@ -7,7 +7,6 @@ config.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from conf.errors import UsageError
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig, at_least
-from featurize.nets.vision import import_library
+from featurize.nets.vision import import_library, near_names
 
 if TYPE_CHECKING:
     import torch
@@ -130,9 +129,8 @@ def defaults(name: str) -> Any:
     except RuntimeError:
         pretrained = None
     if pretrained is None:
-        near = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
-        hint = f"near names: {', '.join(near)}" if near else "timm.list_models() gives the names"
-        raise UsageError(f"timm {timm.__version__} has no model {name!r}; {hint}")
+        hint = near_names(name, timm.list_models()) or "; timm.list_models() gives the names"
+        raise UsageError(f"timm {timm.__version__} has no model {name!r}{hint}")
     return pretrained
 
 

@@ -82,13 +82,7 @@ def canonical_tensors(text: Any) -> Any:
 
 def _unread(text: str) -> str:
     """Return the part of the text that is not a list of tensors."""
-    position = 0
-    while position < len(text.rstrip()):
-        match = _TENSOR.match(text, position)
-        if match is None:
-            return text[position:]
-        position = match.end()
-    return ""
+    return _TENSOR.sub("", text).strip()
 
 
 def tensor_problems(text: Any, single: bool) -> list[str]:
