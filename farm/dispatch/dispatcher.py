@@ -23,9 +23,9 @@ import pyarrow as pa
 
 from conf.files.identity import identity
 from conf.plain_text import safe_text
-from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.executors import Completion, Executor, InlineExecutor
 from farm.dispatch.monitoring import Service
+from farm.dispatch.ray_cluster import ClusterSettings, gpu_problem
 from farm.dispatch.ray_executor import RayExecutor
 from farm.dispatch.submitted_code import SubmittedCode
 from farm.queue.jobs import Queue
