@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,8 +40,8 @@ SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
-_REMEMBERED_GROUPS = 32
-_group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
+_REMEMBERED_IDS = 3_200_000  # some 100 bytes each
+_group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups, of which a compaction writes 100,000 into each
 
 
 @dataclass(frozen=True)
@@ -467,10 +466,12 @@ def _ranges(path: Path) -> list[tuple[str, str]]:
 
 def _group_ids(path: Path, group: int) -> frozenset[str]:
     def read() -> frozenset[str]:
+        if sum(map(len, list(_group_memory.values()))) > _REMEMBERED_IDS:
+            _group_memory.clear()
         file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
         return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
 
     try:
-        return remember(path, read, group, _group_memory, _REMEMBERED_GROUPS)
+        return remember(path, read, group, _group_memory)
     except (pa.ArrowException, OSError):
         return frozenset()
