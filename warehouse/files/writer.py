@@ -2,6 +2,10 @@
 
 Start reading at `RunWriter.write`. Each landing asks first whether a merged file holds the run already
 (`warehouse.files.counting.merged_file_with`).
+
+`write_marks` marks labels that no longer hold in an environment of their device. The view `stale` shows them, and
+`learn.rows.data.load_rows` leaves such rows out while the device is in that environment. No row is deleted: in the old
+environment the rows count again.
 """
 
 from __future__ import annotations
@@ -9,8 +13,9 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,6 +27,7 @@ from warehouse.files.merged import is_merged_name, land_batch
 from warehouse.tables.run import Run
 from warehouse.tables.schema import (
     DETAILS,
+    ENVIRONMENT,
     JOB_SCHEMA,
     METRICS,
     OOM_KINDS,
@@ -30,9 +36,16 @@ from warehouse.tables.schema import (
     SAMPLE_QUALITIES,
     SCHEMA_VERSION,
     SOURCES,
+    STALE_SCHEMA,
     STATUSES,
     TELEMETRY_SCHEMA,
 )
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from warehouse.reading.connection import WarehouseConnection
+
 
 REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
@@ -251,3 +264,62 @@ def _one_row(values: Mapping[str, Any], schema: pa.Schema, table_name: str, prob
 def _unknown(names: Iterable[str], schema: pa.Schema) -> list[str]:
     unknown = [name for name in names if name not in schema.names]
     return [f"unknown column {', '.join(unknown)}; known: {', '.join(schema.names)}"] if unknown else []
+
+
+_AS_THEY_ARE = ("run_id", "label", "device_name", "source", "shift", "said")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """One label of one run.
+
+    environment  columns of `warehouse.tables.schema.ENVIRONMENT` in which it is stale
+    operators    operator families of the run that moved
+    shift        median shift of the canaries that moved: relative, for ratios the difference; `said`: in words
+    """
+
+    run_id: str
+    label: str
+    operators: tuple[str, ...]
+    device_name: str
+    source: str
+    environment: Mapping[str, str | None]
+    shift: float | None
+    said: str
+
+
+def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked_at: datetime.datetime) -> Path:
+    """Write the marks of one growth cycle durably, all or none, in place of its earlier ones.
+
+    Equal calls write equal files. Raises `ValueError` if the cycle's name is not a valid file name.
+    """
+    folder.create()
+    ordered = sorted(marks, key=lambda mark: (mark.run_id, mark.label))
+    columns = {name: [getattr(mark, name) for mark in ordered] for name in _AS_THEY_ARE}
+    columns["operators"] = [", ".join(mark.operators) for mark in ordered]
+    columns |= {name: [mark.environment.get(name) for mark in ordered] for name in ENVIRONMENT}
+    columns |= {"marked_at": [marked_at] * len(ordered), "cycle": [cycle] * len(ordered)}
+    path = folder.stale / f"{check_name('cycle', cycle)}.parquet"
+    write_parquet(path, pa.table(columns, schema=STALE_SCHEMA))
+    return path
+
+
+def stale_now(connection: duckdb.DuckDBPyConnection | WarehouseConnection, label: str) -> set[str]:
+    """Return the run_ids of the rows whose `label` (a column of `runs`) is stale now.
+
+    Now is the environment of the newest run that is ok on the same device with the same source; others may have ended
+    before they could say what they ran in.
+    """
+    marks = connection.execute(
+        f"SELECT run_id, device_name, source, {', '.join(ENVIRONMENT)} FROM stale WHERE label = ?", [label]
+    ).fetchall()
+    if not marks:
+        return set()
+    newest = connection.execute(
+        f"""SELECT device_name, source, {", ".join(ENVIRONMENT)} FROM runs WHERE status = 'ok'
+        QUALIFY row_number() OVER (
+            PARTITION BY device_name, source ORDER BY coalesce(finished_at, started_at) DESC NULLS LAST, run_id DESC
+        ) = 1"""
+    ).fetchall()
+    now = {tuple(row) for row in newest}
+    return {run_id for run_id, *where in marks if tuple(where) in now}
