@@ -99,7 +99,7 @@ def kernel_load(
     )
 
 
-def pointwise_s(calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec]) -> np.ndarray:
+def pointwise_s(calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec]) -> Any:
     """Return how long each kernel's elementwise arithmetic keeps the FP32 pipe busy, in s; 0 of all but streams."""
     pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
     return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / per_device(spec, lambda one: one.peak_tflops.fp32 * 1e12)

@@ -210,27 +210,21 @@ def _units_on(
     calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec], convolution: np.ndarray, product: np.ndarray, half: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return of each kernel the pipe, whether units for matrices do its arithmetic, and these units' FLOP/s."""
-    types = {
-        FP32: ("fp32_matrix",),
-        TF32: ("tf32",),
-        FP8: ("fp8",),
-    }  # whose rates are meant, the first one that is known
-    types[TENSOR] = ("bf16", "fp16") if half == "bf16" else ("fp16", "bf16")
+    halves = ("bf16", "fp16") if half == "bf16" else ("fp16", "bf16")
+    names = (("fp32_matrix",), ("tf32",), halves, ("fp8",))  # of each pipe: the first rate that is described counts
 
-    def rate(one: DeviceSpec, pipe: str) -> float | None:
-        return next(filter(None, (getattr(one.peak_tflops, name) for name in types[pipe])), None)
+    def rates_of(one: DeviceSpec) -> list[float]:
+        described = [[getattr(one.peak_tflops, name) for name in of_pipe] for of_pipe in names]
+        return [next(filter(None, rates), math.nan) for rates in described]
 
-    def of_pipes(figure: Callable[[DeviceSpec, str], Any]) -> list[Any]:
-        return [per_device(spec, functools.partial(figure, pipe=pipe)) for pipe in PIPES]
-
-    has_units = of_pipes(lambda one, pipe: rate(one, pipe) is not None)
-    tflops = of_pipes(lambda one, pipe: rate(one, pipe) or one.tflops("fp32"))
+    rates = np.moveaxis(np.array(per_device(spec, rates_of)), -1, 0)
+    has_units = ~np.isnan(rates)
+    tflops = np.where(has_units, rates, per_device(spec, lambda one: one.tflops("fp32")))
     in_tf32 = has_units[PIPES.index(TF32)] & (
         ~convolution | per_device(spec, lambda one: one.architecture.tf32_convolutions)
     )
     pipe = np.where((calls.pipe == PIPES.index(TF32)) & ~in_tf32, PIPES.index(FP32), calls.pipe)
-    in_eight_bits = np.asarray(has_units[PIPES.index(FP8)])
-    pipe = np.where((pipe == PIPES.index(FP8)) & ~in_eight_bits, PIPES.index(TENSOR), pipe)
+    pipe = np.where((pipe == PIPES.index(FP8)) & ~has_units[PIPES.index(FP8)], PIPES.index(TENSOR), pipe)
     vectors = ~product & (pipe == PIPES.index(FP32))
     peak = np.where(vectors, per_device(spec, lambda one: one.peak_tflops.fp32), np.choose(pipe, tflops))
     return pipe, np.choose(pipe, has_units) & ~vectors, peak * 1e12
