@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from conf.files.outputs import write_file
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -44,7 +45,7 @@ from farm.nights.report_rows import LOG_CHARACTERS
 from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import check_name, write_bytes
+from warehouse.files.layout import check_name
 from warehouse.reading.pairing import difference_blocks
 from warehouse.tables.schema import ENVIRONMENT, STATUSES
 
@@ -73,8 +74,8 @@ def write_report(
     text = report.as_json().encode()
     folder.reports.mkdir(parents=True, exist_ok=True)
     for name in (check_name("cycle", cycle.name), LATEST):
-        write_bytes(folder.reports / f"{name}.json", text)
-        write_bytes(folder.reports / f"{name}.html", page)
+        write_file(folder.reports / f"{name}.json", text)
+        write_file(folder.reports / f"{name}.html", page)
     return folder.reports / f"{cycle.name}.html"
 
 

@@ -322,15 +322,19 @@ def save_artifact(
     text = json.dumps(meta, indent=1, sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:8]
     version = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{short}"
-    if (home / version).exists():  # the same second, the same data, the same figures
-        return home / version
     home.mkdir(parents=True, exist_ok=True)
-    with new_folder(home / version) as building:
-        (building / "model").mkdir(parents=True)
-        estimator.save(building / "model")
-        (building / "report.json").write_text(json.dumps(report, indent=1))
-        extras(building)
-        (building / "meta.json").write_text(json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True))
+    if not (home / version).exists():  # else of the same second, the same data, the same figures
+        try:
+            with new_folder(home / version) as building:
+                (building / "model").mkdir(parents=True)
+                estimator.save(building / "model")
+                (building / "report.json").write_text(json.dumps(report, indent=1))
+                extras(building)
+                stamp = json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True)
+                (building / "meta.json").write_text(stamp)
+        except OSError:
+            if not (home / version).exists():  # else another fit has finished the same version meanwhile
+                raise
     return home / version
 
 

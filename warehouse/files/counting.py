@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem
 from warehouse.files import damage
-from warehouse.files.damage import DamagedFile
+from warehouse.files.damage import DamagedFile, warn_once
 from warehouse.files.layout import KINDS, FolderLayout
 from warehouse.files.merged import (
     PARTITION,
@@ -34,7 +34,6 @@ from warehouse.files.merged import (
     names_in,
     read_listings,
     sources_of,
-    warn_once,
 )
 from warehouse.files.plain_file import file_key, plain, remember, remember_by
 
