@@ -298,7 +298,8 @@ class TrainingStep:
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:
-            return OptimizerOnHost(self.model.parameters(), make)
+            assert self.device.type == "meta", "farm trials, which train for real, have no such setting"
+            return OptimizerOnHost()
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
             from featurize.training.sharding import LocalOptimizer  # its imports are heavy
 
@@ -316,10 +317,8 @@ class TrainingStep:
         """Free the gradients, or fill them with zeros, as the settings have it."""
         if isinstance(self.optimizer, OptimizerInBackward):
             return
-        if isinstance(self.optimizer, OptimizerOnHost):
-            self.model.zero_grad(set_to_none=self.settings.set_to_none)
-        else:
-            self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
+        holder = self.model if isinstance(self.optimizer, OptimizerOnHost) else self.optimizer
+        holder.zero_grad(set_to_none=self.settings.set_to_none)
 
     def converted(self, inputs: Inputs) -> Inputs:
         """Return the inputs in the format and type that the model takes."""

@@ -24,8 +24,7 @@ from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_devic
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.timing.step_time import operator_costs
 from infra.offline.block_comparison import read_history
-from infra.offline.recorded_tests import json_lines
-from infra.offline.results import CALLS, DATA, SUMMARY, Series, newest, unpack
+from infra.offline.results import CALLS, DATA, SUMMARY, Series, json_lines, newest, unpack
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE

@@ -49,8 +49,7 @@ from infra.offline.estimated_runs import (
     spread_of,
     work_folder,
 )
-from infra.offline.recorded_tests import outcomes_of
-from infra.offline.results import TESTS
+from infra.offline.results import TESTS, outcomes_of
 from infra.offline.run_sections import spread_text
 from warehouse.exchange.exporting import ExportSettings, export
 

@@ -62,8 +62,7 @@ from infra.offline.estimated_runs import (
     Part,
     Results,
 )
-from infra.offline.recorded_tests import json_lines, outcomes_of
-from infra.offline.results import CALLS, DATA, LOG, TESTS
+from infra.offline.results import CALLS, DATA, LOG, TESTS, json_lines, outcomes_of
 from learn.calibrate import calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
 

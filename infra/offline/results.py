@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -261,3 +262,45 @@ def _queue_copy(path: Path, copy: Path) -> Path:
     with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
         source.backup(target)
     return copy
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Outcome of each test that ended, with its reason, and how many of those that were selected last did not end."""
+
+    tests: dict[str, tuple[str, str]]
+    not_run: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tests by outcome."""
+        ended = Counter(outcome for outcome, _ in self.tests.values())
+        counts = {outcome: ended[outcome] for outcome in ("passed", "failed", "skipped")}
+        return {**counts, "not run": self.not_run} if self.not_run else counts
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {outcome}" for outcome, count in self.counts.items())
+
+
+def outcomes_of(path: Path, start: int = 0) -> Outcomes | None:
+    """Return what a file recorded from this byte on; None where no test was selected."""
+    selected: list[str] | None = None
+    tests: dict[str, tuple[str, str]] = {}
+    for record in json_lines(path, start):
+        selected = record.get("selected", selected)
+        if {"test", "outcome", "reason"} <= record.keys():
+            tests[record["test"]] = record["outcome"], record["reason"]
+    return None if selected is None else Outcomes(tests, len(set(selected) - tests.keys()))
+
+
+def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; a line that a kill has cut off is left out, and no file has none."""
+    records = []
+    for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records

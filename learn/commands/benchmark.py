@@ -65,7 +65,7 @@ def benchmark(
     from learn.commands.benchmark_steps import benchmark_steps, is_of_measured_steps
 
     if settings.target == SLOWDOWN:
-        from learn.sharing.command import benchmark_slowdowns
+        from learn.commands.sharing import benchmark_slowdowns
 
         return benchmark_slowdowns(settings, progress)
     if is_of_measured_steps(settings):

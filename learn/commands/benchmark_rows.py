@@ -26,7 +26,7 @@ from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
 from learn.job.training_job import Case, TrainingJob
 from learn.judging.evaluate import GROUPINGS, SPLITS, Part
-from learn.judging.scores import Asked, Given, given_of, median, sample
+from learn.judging.scores import NEVER_FITTED_ON, Asked, Given, given_of, median, sample
 from learn.rows.data import (
     SLOWDOWN,
     TARGETS,
@@ -169,7 +169,7 @@ class BenchmarkSettings(Checked):
 
     def _problems_of_slowdown(self) -> Iterator[str]:
         """Yield the problems of target=slowdown, which takes few of the keys."""
-        from learn.sharing.command import SPLITS as GROUP_SPLITS
+        from learn.commands.sharing import SPLITS as GROUP_SPLITS
 
         yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
         if self.by not in (None, *GROUP_SPLITS):
@@ -231,7 +231,6 @@ def _refusal_of(check: Callable[[], object]) -> Iterator[str]:
         yield str(error)
 
 
-NEVER_FITTED_ON = "models"  # form of the published comparison's files
 OURS_GB = 1  # width of our own memory classes
 
 

@@ -17,8 +17,8 @@ from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
 from learn.commands.fit import FitSettings
 from learn.commands.fit import entry as fit_command
+from learn.commands.sharing import judged
 from learn.sharing.admitting import known, profile_of
-from learn.sharing.command import judged
 from learn.sharing.slowdowns import (
     ContentionFormula,
     MeasuredGroup,
