@@ -314,7 +314,9 @@ def _load(model: str, arguments: str) -> Callable[..., Any]:
     if problem := library_problem(model, arguments):
         raise NotTrusted(f"zoo: {problem}")
     load = import_library if re.split("[.:]", model, maxsplit=1)[0] in LIBRARIES else importlib.import_module
-    part = load_named(model, "zoo", "; pip install its package, or put its folder into PYTHONPATH", load)
+    part: Callable[..., Any] = load_named(
+        model, "zoo", "; pip install its package, or put its folder into PYTHONPATH", load
+    )
     if not callable(part) or _is_module(part):
         raise UsageError(f"zoo: {model} is {type(part).__name__}, not a class or function that gives a torch.nn.Module")
     require_model(model, part, arguments)
