@@ -54,9 +54,9 @@ from infra.offline.estimated_runs import (
     spread_of,
 )
 from infra.offline.probe_sections import drawn, mib, records
+from learn.commands.sharing import memory_errors
 from learn.estimation.notes import RESIDENT
 from learn.rows.data import MIN_ROWS
-from learn.sharing.command import memory_errors
 from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
 from warehouse.reading.pairing import Shift
 
