@@ -1,7 +1,7 @@
 """Runs the canaries and decides from their labels: continue, stop, or measure stale rows again.
 
 Start reading at `watch`; `canaries` compares. `drift_of` finds which operator families moved with the environment, and
-marks the rows that became stale (`warehouse.files.stale.write_marks`); `remeasure` lists configs to measure again.
+marks the rows that became stale (`warehouse.files.writer.write_marks`); `remeasure` lists configs to measure again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from farm.sampling.coverage import Map
 from featurize.configs.trial import TrialConfig, config_hash, config_of_row, problem_of
 from featurize.device.device_spec import same_device
 from warehouse.files.folder import DataFolder
-from warehouse.files.stale import Mark, write_marks
+from warehouse.files.writer import Mark, write_marks
 from warehouse.reading.pairing import shift_text
 from warehouse.tables.schema import ENVIRONMENT
 

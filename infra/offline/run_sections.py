@@ -46,8 +46,8 @@ from infra.offline.estimated_runs import (
     Results,
 )
 from infra.offline.probe_sections import drawn, records
+from learn.commands.sharing import memory_errors
 from learn.rows.data import MIN_ROWS
-from learn.sharing.command import memory_errors
 from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
 from warehouse.files.writer import RUN_RATIOS
 

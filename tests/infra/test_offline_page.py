@@ -12,7 +12,7 @@ import pytest
 from conf.cli.overrides import load_settings
 from conf.reports.blocks import render_page
 from conf.reports.terminal import print_page
-from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import work as run_tasks
 from farm.queue.jobs import Queue
 from farm.submission.settings import SubmitSettings

@@ -78,7 +78,7 @@ class FolderLayout:
     ranks = FolderPlace("ranks")
     collocations = FolderPlace("collocations")
     jobs = FolderPlace("jobs")
-    stale = FolderPlace("stale")  # marks of labels that no longer hold, see `warehouse.files.stale`
+    stale = FolderPlace("stale")  # marks of labels that no longer hold, see `warehouse.files.writer`
     models = FolderPlace("models")
     features = FolderPlace("features")  # computed features, by their version: a cache that may be deleted
     snapshots = FolderPlace("snapshots")  # a folder for each snapshot, see `warehouse.snapshot`
