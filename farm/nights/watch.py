@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from farm.nights.canaries import (
     compare_canaries,
     finals,
     history_of,
-    read_nights,
     unconfirmed,
 )
 from farm.nights.journal import CanariesPayload, ComparedLabel, Cycle, DriftPayload
@@ -56,47 +55,31 @@ _Cell = tuple[str, str, str]  # label, operator family, bin of memory
 class Drift:
     """Labels that moved with the environment.
 
-    operators  label -> the operator families that moved, or `everything`
-    moved      each label in a sentence
-    marks      marks of the rows whose labels are stale in tonight's environment
-    families   run_id of each of these -> its family
+    payload   the drift as the journal stores it, before it is known what is measured again
+    marks     marks of the rows whose labels are stale in tonight's environment
+    families  run_id of each of these -> its family
     """
 
-    operators: Mapping[str, tuple[str, ...]]
-    moved: tuple[str, ...]
+    payload: DriftPayload
     marks: tuple[Mark, ...]
     families: Mapping[str, str]
 
-    def payload(self, remeasured: int) -> DriftPayload:
-        """Return the drift as the journal stores it. `remeasured`: configurations to measure again."""
-        operators: dict[str, set[str]] = {run_id: set() for run_id in self.families}
-        for mark in self.marks:
-            operators[mark.run_id].update(mark.operators)
-        return DriftPayload(
-            operators=dict(self.operators),
-            stale_rows=len(self.families),
-            stale_by_family=dict(Counter(self.families.values()).most_common()),
-            stale_by_operator=dict(Counter(name for names in operators.values() for name in names).most_common()),
-            remeasure=remeasured,
-            moved=self.moved,
-        )
 
-
-def drift_of(data: DataFolder, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> Drift | None:
+def drift_of(data: DataFolder, verdict: CanaryVerdict) -> Drift | None:
     """Return the drift since the night before, with marks for the rows that it made stale.
 
     None if the environment is the same or the machine is sick. Each environment in which rows were measured is judged
     by its own canaries against tonight's. So rows made stale by an earlier change, and rows of a driver that was rolled
     back, are distinguished too. Rows of an environment without canaries stay as they are.
     """
-    if verdict.verdict not in ("steady", "drift") or verdict.environment == verdict.newest:
+    tonight, earlier = verdict.tonight, verdict.earlier
+    if tonight is None or verdict.verdict not in ("steady", "drift") or tonight.environment == earlier[-1].environment:
         return None
-    tonight, earlier = read_nights(data, verdict.device_name, verdict.source, verdict.job_ids, forget)
-    assert tonight is not None
     operators: dict[str, set[str]] = {}
     moved: dict[str, list[str]] = {}
     marks: list[Mark] = []
     families: dict[str, str] = {}
+    stale: Counter[str] = Counter()
     for environment in dict.fromkeys(night.environment for night in reversed(earlier)):
         if environment == tonight.environment:
             continue
@@ -117,16 +100,19 @@ def drift_of(data: DataFolder, verdict: CanaryVerdict, *, forget: Collection[str
             marks += row_marks
             if row_marks:
                 families[row["run_id"]] = row["family"]
-    return Drift(
+                stale.update({name for mark in row_marks for name in mark.operators})
+    payload = DriftPayload(
         operators={
             label: (EVERYTHING,) if EVERYTHING in operators[label] else _in_order(operators[label])
             for label in LABELS
             if label in operators
         },
+        stale_rows=len(families),
+        stale_by_family=dict(Counter(families.values()).most_common()),
+        stale_by_operator=dict(stale.most_common()),
         moved=tuple(sentence for label in LABELS for sentence in moved.get(label, ())),
-        marks=tuple(marks),
-        families=families,
     )
+    return Drift(payload=payload, marks=tuple(marks), families=families)
 
 
 def affected_operators(
@@ -341,13 +327,13 @@ def watch(
     """
     configs = canary_configs(machine.capacity_mib)
     if not configs:
-        return _none(f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
+        return CanariesPayload(said=f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
     place_of = {config_hash(config): place for place, config in enumerate(configs)}
     copies = machine.workers
     first = [(place * copies + copy, config) for place, config in enumerate(configs) for copy in range(copies)]
     first_job = measure(FIRST, first, copies)
     if first_job is None:
-        return _none("the time was up before the canaries were done")
+        return CanariesPayload(said="the time was up before the canaries were done")
     forget = _no_history(earlier, cycle.settings.get("canaries") == ACCEPT)
     where = (folder, machine.device_name, machine.source)
     accepted = set(place_of) if cycle.settings.get("canaries") == ACCEPT else _accepted_failures(earlier)
@@ -365,15 +351,11 @@ def watch(
     marked_at = cycle.steps["canaries"].attempts[0]
     if verdict.verdict == "sick":  # what a sick machine measured is kept, and nothing learns from it
         write_marks(folder, cycle.name, _of_moved(verdict), marked_at=marked_at)
-    drift = drift_of(folder, verdict, forget=forget)
+    drift = drift_of(folder, verdict)
     if drift is None:
         return verdict.payload()
     write_marks(folder, cycle.name, drift.marks, marked_at=marked_at)
-    return verdict.payload(drift.payload(len(remeasure(*where, verdict.environment))))
-
-
-def _none(reason: str) -> CanariesPayload:
-    return CanariesPayload(verdict="none", said=reason)
+    return verdict.payload(replace(drift.payload, remeasure=len(remeasure(*where, verdict.environment))))
 
 
 def stale_first(
@@ -415,10 +397,6 @@ def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
     """Return the canary jobs that do not count as history: those of sick nights, and all before accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0
-    forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or _was_sick(cycle)]
+    sick = {cycle.name for cycle in earlier if (cycle.done("canaries") or {}).get("verdict") == "sick"}
+    forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or cycle.name in sick]
     return {cycle.job(kind) for cycle in forgotten for kind in (FIRST, AGAIN)}
-
-
-def _was_sick(cycle: Cycle) -> bool:
-    canaries = cycle.payload(CanariesPayload)
-    return canaries is not None and canaries.verdict == "sick"
