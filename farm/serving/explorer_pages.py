@@ -176,7 +176,7 @@ class ExplorerPages:
         page = run_page(reader, require_run_id(run_id))
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such run", f"There is no run {run_id} in this warehouse.")
-        beside, notes = self._beside(page.run)
+        beside, notes = self._beside(page["run"])
         return self.html("run", page=page, beside=beside, notes=notes)
 
     def device(self, reader: ExplorerReader, name: str, source: str | None) -> Response:
@@ -184,7 +184,7 @@ class ExplorerPages:
         page = device_page(reader, name, source, self._estimated)
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such device", f"No run of this warehouse is of {name}.")
-        return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page.source))
+        return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page["source"]))
 
     def night(self, name: str) -> Response:
         """Return the report of one night, as the night wrote it."""
