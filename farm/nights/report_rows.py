@@ -148,7 +148,7 @@ def _read(
     families = [name for (name,) in counted.execute("SELECT DISTINCT family FROM here ORDER BY family").fetchall()]
     failed = [count for count in counts if count.status in FAILED]
     failed_tonight = sum(count.tonight for count in failed)
-    groups, kinds = _failures(connection, tonight) if failed_tonight else ((), 0)
+    groups, kinds = _failure_groups(connection, tonight) if failed_tonight else ((), 0)
     doubts, doubted = _doubts(connection, tonight)
 
     def execute(sql: str) -> Sequence[tuple[Any, ...]]:
@@ -229,7 +229,7 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
     )
 
 
-def _failures(connection: WarehouseConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:
+def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:
     """Return the most frequent kinds of tonight's failures, and the number of kinds."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
     # A traceback has its message in the last line that is not indented, other texts in the first.

@@ -12,9 +12,8 @@ from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, usual, where
 from farm.nights.canaries import canary_configs, compare, tolerance_of, unconfirmed
 from farm.nights.journal import Journal, plain
 from farm.nights.machine import Machine
-from farm.nights.operator_families import OPERATORS, OTHER, operator_of_kind, operators_of
 from farm.nights.settings import NEED_LIBRARIES
-from farm.nights.watch import watch
+from farm.nights.watch import OPERATORS, OTHER, operator_of_kind, operators_of, watch
 from farm.sampling.dimensions import default_space
 from farm.sampling.draws import Limits, sample
 from farm.sampling.space import parse_space
@@ -74,7 +73,7 @@ def test_canaries_touch_every_operator_family_and_tell_them_apart():
 
 @pytest.mark.parametrize("family", [name for name in family_names() if name not in NEED_LIBRARIES])
 def test_every_layer_of_every_family_is_of_a_known_operator_family(family):
-    """Where this fails, a family's layer kind is new: put it into `farm.nights.operator_families`."""
+    """Where this fails, a family's layer kind is new: put it into `farm.nights.watch`."""
     space = parse_space(family, default_space(family))
     configs = [sample(space, seed=0, index=index, limits=Limits(max_parameters=10**8)) for index in range(20)]
     kinds = {layer.kind for config in configs for layer in layers_of(config)}

@@ -13,7 +13,6 @@ import pytest
 
 from conf.errors import UsageError
 from conf.reports.blocks import Tiles
-from farm.replaying import view
 from farm.replaying.crossing import NO_ESTIMATOR, POLICIES, CrossedReplays, ReplaySettings, Standing, make_policy
 from farm.replaying.simulator import ClusterRules, Contention, replay
 from farm.replaying.traces import (
@@ -26,7 +25,7 @@ from farm.replaying.traces import (
     load_catalogue,
     read_trace,
 )
-from farm.replaying.view import as_mapping, replay_page
+from farm.replaying.view import as_mapping, lines, replay_page
 from featurize.timing.shared_gpu import SHARING
 from learn.sharing.admitting import MemoryNeed
 from learn.sharing.slowdowns import JobProfile
@@ -426,7 +425,7 @@ def crossed(**makespans):
 )
 def test_the_headline_names_a_policy_only_where_its_interval_is_apart_and_no_more_jobs_crashed(makespans, verdict):
     done = crossed(**makespans)
-    assert f"shortest makespan: {verdict}" in view.lines(done)
+    assert f"shortest makespan: {verdict}" in lines(done)
     assert as_mapping(done)["best"][0] in verdict
     tiles = next(block for block in replay_page(done).head if isinstance(block, Tiles)).tiles
     is_alone = not verdict.startswith("none stands out")

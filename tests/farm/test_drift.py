@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
 
-from farm.nights.operator_families import operators_of
-from farm.nights.watch import EVERYTHING, drift_of, remeasure
+from farm.nights.watch import EVERYTHING, drift_of, operators_of, remeasure
 from farm.sampling.dimensions import default_space
 from farm.sampling.draws import sample
 from farm.sampling.space import parse_space
