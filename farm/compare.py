@@ -1,4 +1,7 @@
-"""`python -m farm.compare before=ENV after=ENV +arch=cnn n=200`: what a release changes. Start reading at `entry`."""
+"""`python -m farm.compare before=ENV after=ENV +arch=cnn n=200`: what a release changes.
+
+Start reading at `entry`; `comparison_page` makes the page, which the terminal shows, too, and `as_json` the JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs one comparison: runs missing trials, pairs the runs, traces the steps and compares them.
 
-Start reading at `run_comparison`.
+Start reading at `run_comparison`; `traced` has each environment trace its operators, `compare_operators` compares them.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ from conf.reports.charts import SHADES, Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
 from farm.nights.journal import STEPS, ChoicePayload, ComparedLabel, Cycle, DriftPayload, RunPayload
 from farm.nights.plan import choice_lines
-from farm.nights.report import NEW_MODEL, Night, Report, Score, gather, gist
-from farm.nights.report_rows import LOG_CHARACTERS
+from farm.nights.report import LOG_CHARACTERS, NEW_MODEL, Night, Report, Score, gather, gist
 from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder

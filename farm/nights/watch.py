@@ -2,6 +2,7 @@
 
 Start reading at `watch`; `canaries` compares. `drift_of` finds which operator families moved with the environment, and
 marks the rows that became stale (`warehouse.files.stale.write_marks`); `remeasure` lists configs to measure again.
+`operators_of` gives the operator families of a training step, by which drift is reported; without torch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from warehouse.tables.schema import ENVIRONMENT
 
 if TYPE_CHECKING:
     from farm.nights.machine import Machine
-    from warehouse.files.folder import DataFolder
 
 
 OTHER = "other"

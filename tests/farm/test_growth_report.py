@@ -12,8 +12,8 @@ from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compare
 from conf.reports.charts import Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import figure
 from farm.nights.journal import ChoicePayload, payload_of
+from farm.nights.report import GROUPS_SHOWN, LOG_CHARACTERS
 from farm.nights.report_page import write_report
-from farm.nights.report_rows import GROUPS_SHOWN, LOG_CHARACTERS
 from tests.parsed_page import ParsedPage
 from warehouse.files.folder import DataFolder
 
