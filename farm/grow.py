@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from conf.cli.command_line import EXIT_INTERRUPTED, command
+from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_TEMPORARY, command
 from conf.cli.settings import built
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
 from farm.dispatch.monitoring import Service
-from farm.nights.cycle import Left, NightWork, message_of, notify
+from farm.nights.cycle import Left, NightWork, begin_cycle, message_of, notify
 from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
 from farm.nights.machine import environment_now, machine_of
 from farm.nights.plan import choice_lines, make_plan
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import rich.status
 
 EXIT_FAILED = 1
-EXIT_BUSY = 75  # EX_TEMPFAIL: another cycle works on the folder
 _CELLS_SHOWN = 6  # cells of each dimension that a dry run shows
 
 
@@ -52,7 +51,7 @@ def entry(settings: GrowSettings) -> int:
             held.enter_context(_alone(folder))
         except BlockingIOError:
             print(f"error: a growth cycle already works on data={folder.root}", file=sys.stderr)
-            return EXIT_BUSY
+            return EXIT_TEMPORARY
         held.enter_context(_terminating())
         service = held.enter_context(Service.open(folder, settings.log, settings.metrics))
         queue = held.enter_context(Queue.open(folder.queue))
@@ -77,19 +76,18 @@ def _night(
         if cycles and cycles[-1].open:
             begun = _as_begun(journal, cycles[-1], settings.given)
         if begun is not None:
-            unfinished, settings = cycles[-1], begun
+            cycle, settings = cycles[-1], begun
             machine, headline = machine_of(settings.device, settings.cluster, cycles[:-1])
-            night = NightWork(folder, queue, journal, settings, machine, service, unfinished, status, status.say)
-            headline += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
+            headline += f"\ncycle {cycle.name} is unfinished; it goes on as it was begun, not as asked now: "
             headline += _budget(settings)
         else:
             if not models_checked:  # the unfinished cycle is given up, or has ended since
                 require_models(settings.spaces)
             machine, headline = machine_of(settings.device, settings.cluster, cycles)
-            night = NightWork.begin(folder, queue, journal, settings, machine, service, status, status.say)
-            headline += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
+            cycle = begin_cycle(folder, journal, settings, machine)
+            headline += f"\ncycle {cycle.name}: {_budget(settings)}, policy {settings.policy}"
     print(headline)
-    return night
+    return NightWork(folder, queue, journal, settings, machine, service, cycle, status, status.say)
 
 
 def _run_cycle(night: NightWork, status: _StatusLine) -> int:
@@ -235,7 +233,7 @@ def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
     for result in () if learnt is None else learnt.results:
         yield f"{result.target}: {result.decision}: {error_line(result.why)}"
     for finding in () if landed is None else landed.findings:
-        yield f"{finding.severity}: {finding.rule}: {finding.count:,} ({finding.said})"
+        yield finding.line()
     yield f"cycle {cycle.name} {cycle.outcome or 'failed; the same command tries again'}: {cycle.said}".rstrip(": ")
     if report is not None:
         yield f"report: {report}"

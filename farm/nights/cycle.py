@@ -125,6 +125,13 @@ class Left(Exception):
     """The cycle stays open: Ctrl-C was pressed, or a signal came before there was anything to land."""
 
 
+def begin_cycle(folder: DataFolder, journal: Journal, settings: GrowSettings, machine: Machine) -> Cycle:
+    """Begin a cycle and record it in the journal."""
+    written = {**settings.written, "device": machine.choice.to_mapping()}
+    taken = {path.name for path in folder.snapshots.glob("*")}  # a cycle's name is also its snapshot's
+    return journal.begin(written, secrets.token_hex(4), taken)
+
+
 @dataclass
 class NightWork:
     """One cycle at work on a data folder. `tell` updates the status line, `say` prints a line."""
@@ -138,24 +145,6 @@ class NightWork:
     cycle: Cycle
     tell: Callable[[str], None] = lambda _: None
     say: Callable[[str], None] = print
-
-    @classmethod
-    def begin(
-        cls,
-        folder: DataFolder,
-        queue: Queue,
-        journal: Journal,
-        settings: GrowSettings,
-        machine: Machine,
-        service: Service,
-        tell: Callable[[str], None],
-        say: Callable[[str], None],
-    ) -> NightWork:
-        """Begin a cycle and record it in the journal."""
-        written = {**settings.written, "device": machine.choice.to_mapping()}
-        taken = {path.name for path in folder.snapshots.glob("*")}  # a cycle's name is also its snapshot's
-        cycle = journal.begin(written, secrets.token_hex(4), taken)
-        return cls(folder, queue, journal, settings, machine, service, cycle, tell, say)
 
     def work(self) -> Cycle:
         """Do the remaining steps, end the cycle and return it.
