@@ -55,7 +55,7 @@ def entry(settings: GrowSettings) -> int:
         held.enter_context(_terminating())
         service = held.enter_context(Service.open(folder, settings.log, settings.metrics))
         queue = held.enter_context(Queue.open(folder.queue))
-        status = held.enter_context(_StatusLine(service.quiet))
+        status = held.enter_context(contextlib.closing(_StatusLine(service.quiet)))
         night = _night(folder, queue, settings, service, status, models_checked=begins)
         return _run_cycle(night, status)
 
@@ -96,7 +96,7 @@ def _run_cycle(night: NightWork, status: _StatusLine) -> int:
         cycle, code = night.work(), 0
         code = {"done": 0, "cut short": EXIT_INTERRUPTED}.get(cycle.outcome, EXIT_FAILED)
     except (Left, KeyboardInterrupt):
-        status.stop()
+        status.close()
         print(f"{_how_far(night)}; the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except CommandError as error:
@@ -105,7 +105,7 @@ def _run_cycle(night: NightWork, status: _StatusLine) -> int:
     except Exception as error:
         _hand_on(message_of(night.folder, night.cycle, str(error)), night.settings, night.service)
         raise
-    status.stop()
+    status.close()
     message = message_of(night.folder, cycle)
     for line in _lines(cycle, message["report"]):
         print(line)
@@ -183,7 +183,7 @@ def _dry_run(settings: GrowSettings) -> int:
     again = stale_first(folder, machine, environment, settings.singles)
     with contextlib.ExitStack() as held:
         queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
-        with _StatusLine(False) as status:
+        with contextlib.closing(_StatusLine(False)) as status:
             plan = make_plan(
                 folder,
                 queue,
@@ -253,7 +253,7 @@ class _StatusLine:
             if doing in STEPS:
                 self._console.print(doing)
         elif doing in ("canaries", "run"):  # they have a bar of their own
-            self.stop()
+            self.close()
         else:
             if self._status is None:
                 self._status = self._console.status("")
@@ -262,19 +262,14 @@ class _StatusLine:
 
     def say(self, line: str) -> None:
         """Print a permanent line."""
-        self.stop()
+        self.close()
         print(line)
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Take the line off the screen; the next activity shows it again."""
         if self._status is not None:
             self._status.stop()
             self._status = None
-
-    def __enter__(self) -> _StatusLine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 @contextlib.contextmanager

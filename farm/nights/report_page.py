@@ -39,7 +39,7 @@ from conf.reports.charts import SHADES, Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
 from farm.nights.journal import STEPS, ChoicePayload, ComparedLabel, Cycle, DriftPayload, RunPayload
 from farm.nights.plan import choice_lines
-from farm.nights.report import LOG_CHARACTERS, NEW_MODEL, Night, Report, Score, gather, gist
+from farm.nights.report import LOG_CHARACTERS, NEW_MODEL, Night, Report, RowCount, Score, gather, gist
 from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
@@ -158,38 +158,19 @@ def _rows(report: Report) -> Section | None:
         return None
     if not rows.counts:
         return Section("rows", "Rows", (Lead("There is no run yet."),))
-    families: dict[str, Counter[str]] = defaultdict(Counter)
-    kinds: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for count in rows.counts:
-        families[count.family] += Counter({count.status: count.rows, "tonight": count.tonight})
-        kinds[count.family, count.device_name or MISSING, count.source] += Counter(
-            {count.status: count.rows, "tonight": count.tonight}
-        )
-    shown = [status for status in STATUSES if any(counts[status] for counts in families.values())]
-    most = max(sum(counts[status] for status in shown) for counts in families.values())
-    lines: list[tuple[Cell, ...]] = []
-    for family, counts in sorted(families.items()):
-        total = sum(counts[status] for status in shown)
-        lines.append(
-            (
-                family,
-                _stack(counts, shown, total / most),
-                total,
-                _plus(counts["tonight"]),
-                *(counts[status] for status in shown),
-            )
-        )
-    totals: Counter[str] = sum(families.values(), Counter())
-    lines.append(("all", "", sum(totals[s] for s in shown), _plus(totals["tonight"]), *(totals[s] for s in shown)))
-    by_family = table(("family", "", "rows", "tonight", *shown), lines)
-    by_kind = table(
-        ("family", "device", "source", "rows", "tonight", *shown),
-        [
-            (*kind, sum(counts[s] for s in shown), _plus(counts["tonight"]), *(counts[s] for s in shown))
-            for kind, counts in sorted(kinds.items())
-        ],
-        words=3,
-    )
+    families = _counted_by(rows.counts, "family")
+    kinds = _counted_by(rows.counts, "family", "device_name", "source")
+    ((_, whole),) = _counted_by(rows.counts)
+    shown = [status for status in STATUSES if whole[status]]
+
+    def cells(counts: Counter[str]) -> tuple[Cell, ...]:
+        return sum(counts[s] for s in shown), _plus(counts["tonight"]), *(counts[s] for s in shown)
+
+    most = max(sum(counts[status] for status in shown) for _, counts in families)
+    lines = [(*family, _stack(counts, shown, most), *cells(counts)) for family, counts in families]
+    by_family = table(("family", "", "rows", "tonight", *shown), [*lines, ("all", "", *cells(whole))])
+    heads = ("family", "device", "source", "rows", "tonight", *shown)
+    by_kind = table(heads, [(*kind, *cells(counts)) for kind, counts in kinds], words=3)
     whose = f"Rows of the snapshot {report.snapshot}" if report.snapshot else "Rows of the folder as it is"
     return Section(
         "rows",
@@ -203,14 +184,23 @@ def _rows(report: Report) -> Section | None:
     )
 
 
-def _stack(counts: Mapping[str, int], shown: Sequence[str], share: float) -> ShareBar:
-    total = max(sum(counts[status] for status in shown), 1)
+def _counted_by(counts: Sequence[RowCount], *names: str) -> list[tuple[tuple[str, ...], Counter[str]]]:
+    """Return the rows of each status, and those of tonight, by these fields of the counts."""
+    sums: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+    for count in counts:
+        kind = tuple(getattr(count, name) or MISSING for name in names)
+        sums[kind] += Counter({count.status: count.rows, "tonight": count.tonight})
+    return sorted(sums.items())
+
+
+def _stack(counts: Mapping[str, int], shown: Sequence[str], most: int) -> ShareBar:
+    total = sum(counts[status] for status in shown)
     parts = tuple(
-        SharePart(_STATUS_CSS[status], counts[status] / total, f"{status} {counts[status]:,}")
+        SharePart(_STATUS_CSS[status], counts[status] / max(total, 1), f"{status} {counts[status]:,}")
         for status in shown
         if counts[status]
     )
-    return ShareBar(parts, max(share, 0.01))
+    return ShareBar(parts, max(total / most, 0.01))
 
 
 def _plus(count: int) -> str:
