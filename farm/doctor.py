@@ -26,7 +26,7 @@ from farm.submission.settings import DeviceKeys, device_choice
 from featurize.device.device_spec import device_from_mapping
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
-from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
+from workers.devices.cuda import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, make_sensors
 
@@ -183,10 +183,11 @@ def telemetry_state(gpus: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]
     its figures (None: not known), `note` what could be better.
     """
     uuid = gpus.usable[0].uuid if gpus.usable else None
-    sensors, missing = make_sensors(TelemetrySettings(sources=tuple(SENSORS), dcgm_url=dcgm_url), uuid)
+    settings = TelemetrySettings(sources=tuple(SENSORS), dcgm_url=dcgm_url)
+    sensors, missing = make_sensors(settings, WatchTarget(uuid, os.getpid()))
     state = {name: _source(reason=reason) for name, reason in missing.items()}
     for sensor in sensors:
-        state[sensor.name] = _listened_to(sensor, uuid)
+        state[sensor.name] = _listened_to(sensor)
         sensor.close()
     torch_missing = None if package_version("torch") else "the package torch is not installed"
     reported = ["allocated_mib", "reserved_mib", "step_time_ms"]  # by the trial itself, not by a sensor
@@ -214,14 +215,13 @@ def _source(
     }
 
 
-def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
+def _listened_to(sensor: Sensor) -> dict[str, Any]:
     """Return a sensor's readings, by sampling it until it has a reading, or an exporter's interval is known."""
     from workers.telemetry.dcgm import DcgmSensor
 
     exporter = sensor if isinstance(sensor, DcgmSensor) else None
     given: set[str] = set()
     try:
-        sensor.watch(WatchTarget(uuid, os.getpid()))
         deadline = time.monotonic() + _LISTEN_S
         while time.monotonic() < deadline:
             samples = sensor.sample()
@@ -231,7 +231,7 @@ def _listened_to(sensor: Sensor, uuid: str | None) -> dict[str, Any]:
             time.sleep(sensor.period_s)
     except SensorUnavailable as reason:
         return _source(reason=str(reason))
-    dropped = dict(sensor.dropped) if hasattr(sensor, "dropped") else {}
+    dropped = dict(sensor.dropped)
     interval_s = None if exporter is None else exporter.interval_s
     note: str | None = None
     if exporter and (interval_s is None or interval_s > _SLOW_EXPORTER_S):

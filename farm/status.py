@@ -28,7 +28,7 @@ from conf.plain_text import error_line, one_line, printable
 from conf.reports.blocks import Lead, table
 from conf.reports.terminal import print_blocks
 from farm.queue.jobs import existing_queue, queue_to_read
-from farm.queue.lock import dispatcher_of
+from farm.queue.leftovers import dispatcher_of
 from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 

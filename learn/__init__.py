@@ -32,11 +32,11 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
 
 if TYPE_CHECKING:
+    from learn.commands.sharing import FittedSlowdowns, fit_slowdowns
     from learn.planning.plan_report import LayoutPlan, PlanRow
     from learn.planning.plans import plan
     from learn.script.estimating import estimate_script
     from learn.sharing.admitting import Admission, GpuState, admit, slowdowns
-    from learn.sharing.command import FittedSlowdowns, fit_slowdowns
     from learn.sharing.slowdowns import GroupMemory, JobProfile, Slowdown, group_memory
 
 __all__ = [
@@ -77,8 +77,8 @@ _LATER = {  # what a plain estimate does not need -> the module that has it
     "Admission": "sharing.admitting",
     "admit": "sharing.admitting",
     "GpuState": "sharing.admitting",
-    "FittedSlowdowns": "sharing.command",
-    "fit_slowdowns": "sharing.command",
+    "FittedSlowdowns": "commands.sharing",
+    "fit_slowdowns": "commands.sharing",
     "GroupMemory": "sharing.slowdowns",
     "group_memory": "sharing.slowdowns",
     "JobProfile": "sharing.slowdowns",

@@ -19,6 +19,7 @@ import numpy as np
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError
+from conf.files.outputs import write_file
 from conf.plain_text import first_line, table_lines
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping, config_of_one_gpu
@@ -36,7 +37,6 @@ from learn.commands.estimate import described_device
 from learn.estimation.platforms import profile_path
 from learn.job.training_job import TrainingJob, of_config
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import write_bytes
 
 KINDS = {
     "idle": "the card before the process starts, in nvidia-smi",
@@ -279,7 +279,7 @@ def entry(settings: CalibrateSettings) -> None:
     path = profile_path(folder.create(), device)
     content = to_mapping(made, device)
     path.parent.mkdir(exist_ok=True)
-    write_bytes(path, json.dumps(content, indent=1).encode())
+    write_file(path, json.dumps(content, indent=1).encode())
     if settings.format == "json":
         print(json.dumps({**content, "path": str(path)}, indent=1))
     else:

@@ -212,11 +212,11 @@ def _scores(need: np.ndarray, names: np.ndarray) -> dict[float, float]:
 
 def entry(settings: FitBoundSettings) -> None:
     """Fit, write, and print what held on left-out rows."""
-    from warehouse.files.layout import write_bytes
+    from conf.files.outputs import write_file
 
     answers = read_answers(Path(settings.rows))
     fitted = fit_bound(answers)
-    write_bytes(settings.path, fitted.text().encode())
+    write_file(settings.path, fitted.text().encode())
     for cause in MEASURED:
         print(f"{cause}: {fitted.of_causes[cause]:.3g}")
     for held in fitted.held:

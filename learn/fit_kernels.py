@@ -85,6 +85,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     Raises:
         UsageError: The folder holds too few measured steps.
     """
+    from conf.files.outputs import write_file
     from featurize.job.training_settings import EAGER
     from featurize.timing.step_time import efficiencies_text, load_efficiencies
     from featurize.timing.times import packaged_hosts
@@ -99,7 +100,6 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     )
     from learn.fitting.kernel_formulas import judged, learned_of
     from learn.fitting.kernel_rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
-    from warehouse.files.layout import write_bytes
 
     rows, left_out = measured_rows(settings.data, progress, steps=settings.steps, kernels=settings.kernels)
     fit = TimeFit(rows, WEIGHTS)
@@ -118,7 +118,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     reasons: Counter[str] = Counter()
     for of_rows in (left_out, jobs_left_out, hosts_left_out, links_left_out, power_left_out):
         reasons.update(of_rows)
-    write_bytes(settings.path, efficiencies_text(learned, **sections).encode())
+    write_file(settings.path, efficiencies_text(learned, **sections).encode())
     times = [*scores, *of_hosts, *of_links]
     return FittedKernels(times=times, activity=of_activity, power=of_power, left_out=dict(reasons))
 

@@ -193,3 +193,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if (why := refused_modes().get(mark.args[0])) is not None:
             pytest.skip(why)
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect what it kept for the session, of which extensions else say that it leaked."""
+    gc.unfreeze()

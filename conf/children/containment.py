@@ -32,11 +32,15 @@ _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
 def run_as_child(body: Callable[[], None]) -> NoReturn:
-    """Run a forked process's body and exit: with code 0, or with 1 and a traceback on its standard error."""
+    """Run a forked process's body and exit as Python does: with what `sys.exit` is given, or 1 and a traceback."""
     code = 1
     try:
         body()
         code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         import traceback  # which a keeper does not need, and takes longer than the rest
 

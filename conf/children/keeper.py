@@ -413,14 +413,7 @@ def _run(wanted: dict[str, Any], folder: str | None, channels: list[int]) -> Non
 def run_program(program: list[str]) -> None:
     """Run a Python file with its arguments as a program; the function of a child."""
     sys.argv = program
-    try:
-        runpy.run_path(program[0], run_name="__main__")
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+    runpy.run_path(program[0], run_name="__main__")
 
 
 def _tell(to: socket.socket, message: dict[str, Any]) -> None:

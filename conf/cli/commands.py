@@ -151,7 +151,7 @@ TABLE = {
     ),
     "admit": Command(
         "learn.admit",
-        "learn.commands.admit:AdmitSettings",
+        "learn.commands.sharing:AdmitSettings",
         "Say whether a job may join the jobs of a GPU: risk of out-of-memory, expected slowdowns, and why.",
     ),
     "fit": Command(

@@ -279,7 +279,9 @@ def _statuses(root: Path) -> Iterator[os.stat_result]:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write one of the program's own files, whole and durable or not at all; its folder is made if missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync(path.parent.parent)
     with _replaced(path) as file:
         file.write(content)
 

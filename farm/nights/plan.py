@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import EnvironmentProblem
-from conf.files.outputs import read_json
+from conf.files.outputs import read_json, write_file
 from farm.nights.journal import ChoicePayload, Cycle, RunPayload
 from farm.nights.machine import Machine
 from farm.nights.settings import GrowSettings
@@ -36,7 +36,6 @@ from farm.sampling.selection import (
 )
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_hash, trusting
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import write_bytes
 
 _AHEAD = 1.5  # where only time is given, how many times the runs that are expected to fit are planned
 _ROWS_AT_MOST = 5_000  # known rows that a choice looks at: more cost minutes, and teach committees little
@@ -65,7 +64,7 @@ class Plan:
         entries = [{**vars(entry), "config": entry.config.to_mapping()} for entry in self.planned]
         path = folder.growth / "plans" / f"{cycle}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, (json.dumps(entries, indent=1) + "\n").encode())
+        write_file(path, (json.dumps(entries, indent=1) + "\n").encode())
         return str(path.relative_to(folder.root))
 
 

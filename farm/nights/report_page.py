@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from conf.files.outputs import write_file
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -43,7 +44,7 @@ from farm.nights.report import LOG_CHARACTERS, NEW_MODEL, Night, Report, RowCoun
 from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import check_name, write_bytes
+from warehouse.files.layout import check_name
 from warehouse.reading.pairing import difference_blocks
 from warehouse.tables.schema import ENVIRONMENT, STATUSES
 
@@ -65,8 +66,8 @@ def write_report(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next
     text = report.as_json().encode()
     folder.reports.mkdir(parents=True, exist_ok=True)
     for name in (check_name("cycle", cycle.name), LATEST):
-        write_bytes(folder.reports / f"{name}.json", text)
-        write_bytes(folder.reports / f"{name}.html", page)
+        write_file(folder.reports / f"{name}.json", text)
+        write_file(folder.reports / f"{name}.html", page)
     return folder.reports / f"{cycle.name}.html"
 
 

@@ -1,7 +1,7 @@
 """Runs the canaries and decides from their labels: continue, stop, or measure stale rows again.
 
 Start reading at `watch`; `canaries` compares. `drift_of` finds which operator families moved with the environment, and
-marks the rows that became stale (`warehouse.files.stale.write_marks`); `remeasure` lists configs to measure again.
+marks the rows that became stale (`warehouse.files.writer.write_marks`); `remeasure` lists configs to measure again.
 `operators_of` gives the operator families of a training step, by which drift is reported; without torch.
 """
 
@@ -35,7 +35,7 @@ from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_hash, confi
 from featurize.device.device_spec import same_device
 from featurize.families import layers_of
 from warehouse.files.folder import DataFolder
-from warehouse.files.stale import Mark, write_marks
+from warehouse.files.writer import Mark, write_marks
 from warehouse.reading.pairing import shift_text
 from warehouse.tables.schema import ENVIRONMENT
 

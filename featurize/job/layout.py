@@ -433,56 +433,80 @@ def _problems_of(layout: Parallel) -> Iterator[str]:
         set_too = [name for name in mode_setting.names if getattr(layout, name) != fields[name].default]
         if set_too and not mode_setting.applies(chosen):
             yield f"{', '.join(set_too)}: of {mode_setting.words} only"
-    yield from _misfits(layout)
+    rules = _rules_of_modes(layout)
     if layout.pp > 1 and wrong.isdisjoint({"schedule", "micro_batches", "stages_per_rank", "stage_starts"}):
-        yield from _misfits_of_pipeline(layout)
+        rules = (*rules, *_rules_of_pipelines(layout))
+    yield from (problem for broken, problem in rules if broken)
     if layout.ranks > layout.gpus_per_node and layout.ranks % layout.gpus_per_node:
         yield f"{layout.ranks} ranks do not fill nodes of {layout.gpus_per_node}; change gpus_per_node"
 
 
-def _misfits(layout: Parallel) -> Iterator[str]:
-    kept = layout.reshard_after_forward
+def _rules_of_modes(layout: Parallel) -> tuple[tuple[bool, str], ...]:
+    """Return whether each rule is broken, and the rule in words."""
+    kept, among, is_flat = layout.reshard_after_forward, layout.sharded * layout.tp, layout.fsdp_version == FLAT
     divides = type(kept) is int and 1 < kept < layout.sharded and not layout.sharded % kept
-    if not (kept is None or isinstance(kept, bool) or divides):
-        yield f"reshard_after_forward must be true, false or a divisor of fsdp times cp, got {shown(kept)}"
-    if layout.fsdp_version == FLAT:
-        if layout.cpu_offload:
-            yield "cpu_offload with fsdp_version=1 is not estimated yet; leave it out, or use fsdp_version=2"
-        if others := [name for name in ("pp", "cp", "tp", EXPERTS) if getattr(layout, name) != 1]:
-            yield f"fsdp_version=1 goes with ddp alone, not with {', '.join(others)}; leave either out"
-        if type(kept) is int:
-            yield "reshard_after_forward of fsdp_version=1 is true (FULL_SHARD) or false (SHARD_GRAD_OP), not a number"
-    if layout.zero is not None and layout.ranks == 1:
-        yield f"zero={layout.zero} is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero={layout.zero}"
-    among = layout.sharded * layout.tp
-    if layout.ep > 1 and among % layout.ep:
-        yield (
+    others = [name for name in (*MODES, EXPERTS) if getattr(layout, name) != 1]
+    beside_flat = [name for name in others if name not in ("ddp", "fsdp")]
+    return (
+        (
+            not (kept is None or isinstance(kept, bool) or divides),
+            f"reshard_after_forward must be true, false or a divisor of fsdp times cp, got {shown(kept)}",
+        ),
+        (
+            is_flat and layout.cpu_offload,
+            "cpu_offload with fsdp_version=1 is not estimated yet; leave it out, or use fsdp_version=2",
+        ),
+        (
+            is_flat and bool(beside_flat),
+            f"fsdp_version=1 goes with ddp alone, not with {', '.join(beside_flat)}; leave either out",
+        ),
+        (
+            is_flat and type(kept) is int,
+            "reshard_after_forward of fsdp_version=1 is true (FULL_SHARD) or false (SHARD_GRAD_OP), not a number",
+        ),
+        (
+            layout.zero is not None and layout.ranks == 1,
+            f"zero={layout.zero} is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero={layout.zero}",
+        ),
+        (
+            layout.ep > 1 and among % layout.ep > 0,
             f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {layout.ep} does not; "
-            "as in fsdp=8,ep=4"
-        )
-    elif layout.ep > 1 and layout.ep % layout.tp:
-        yield f"ep must be a multiple of tp, which shares tokens: {layout.ep} of {layout.tp}; as in fsdp=4,tp=2,ep=4"
-    if layout.own != 1 and any(getattr(layout, name) != 1 for name in (*MODES, EXPERTS)):
-        modes = ", ".join((*MODES, EXPERTS))
-        yield f"own goes with no other mode ({modes}): the model's own code says how it is spread"
+            "as in fsdp=8,ep=4",
+        ),
+        (
+            layout.ep > 1 and among % layout.ep == 0 and layout.ep % layout.tp > 0,
+            f"ep must be a multiple of tp, which shares tokens: {layout.ep} of {layout.tp}; as in fsdp=4,tp=2,ep=4",
+        ),
+        (
+            layout.own != 1 and bool(others),
+            f"own goes with no other mode ({', '.join((*MODES, EXPERTS))}): the model's own code says how it is spread",
+        ),
+    )
 
 
-def _misfits_of_pipeline(layout: Parallel) -> Iterator[str]:
-    """Yield the reasons why torch's schedules refuse a layout, and misfits with the number of stages."""
-    if layout.zero is not None:
-        yield "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"
-    if layout.stages_per_rank is not None and layout.schedule != INTERLEAVED:
-        yield "stages_per_rank: of schedule=interleaved only"
-    if layout.order == ONE_F_ONE_B and layout.chunks < layout.pp:
-        yield f"micro_batches must be at least pp ({layout.pp}) with schedule={layout.order}, got {layout.chunks}"
-    elif layout.order == INTERLEAVED and layout.chunks % max(layout.chunks // layout.pp, 1):
-        yield (
+def _rules_of_pipelines(layout: Parallel) -> tuple[tuple[bool, str], ...]:
+    """Return the same of what torch's schedules refuse, and of the number of stages."""
+    starts, chunks = layout.stage_starts, layout.chunks
+    return (
+        (layout.zero is not None, "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"),
+        (
+            layout.stages_per_rank is not None and layout.schedule != INTERLEAVED,
+            "stages_per_rank: of schedule=interleaved only",
+        ),
+        (
+            layout.order == ONE_F_ONE_B and chunks < layout.pp,
+            f"micro_batches must be at least pp ({layout.pp}) with schedule={layout.order}, got {chunks}",
+        ),
+        (
+            layout.order == INTERLEAVED and chunks % max(chunks // layout.pp, 1) > 0,
             f"micro_batches of schedule=interleaved must divide into rounds of pp ({layout.pp}) or more, all of a "
-            f"size, got {layout.chunks}"
-        )
-    if layout.stage_starts is not None and len(layout.stage_starts) != layout.stages - 1:
-        count = len(layout.stage_starts)
-        yield f"stage_starts must name {layout.stages - 1} modules for {layout.stages} stages, got {count}"
+            f"size, got {chunks}",
+        ),
+        (
+            starts is not None and len(starts) != layout.stages - 1,
+            f"stage_starts must name {layout.stages - 1} modules for {layout.stages} stages, got {len(starts or ())}",
+        ),
+    )
 
 
 def parse_parallel(

@@ -8,7 +8,7 @@ lowers the clock. As the times, all of it computes on NumPy arrays for estimates
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.operators.table import FOREACH_CHUNK
 from featurize.timing.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
 from featurize.timing.packaged import packaged_section
-from featurize.timing.times import CORNER, Kernels
+from featurize.timing.times import CORNER, Kernels, per_device, places_of
 
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
 _IDLE_CLOCK = 0.1  # share of the full clock: about what GPUs idle at
@@ -69,7 +69,7 @@ class KernelLoad:
 def kernel_load(
     calls: Calls,
     kernels: Kernels,
-    spec: DeviceSpec,
+    spec: DeviceSpec | Sequence[DeviceSpec],
     *,
     seconds: np.ndarray,
     memory_s: np.ndarray,
@@ -99,10 +99,10 @@ def kernel_load(
     )
 
 
-def pointwise_s(calls: Calls, spec: DeviceSpec) -> np.ndarray:
+def pointwise_s(calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec]) -> Any:
     """Return how long each kernel's elementwise arithmetic keeps the FP32 pipe busy, in s; 0 of all but streams."""
     pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
-    return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / (spec.peak_tflops.fp32 * 1e12)
+    return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / per_device(spec, lambda one: one.peak_tflops.fp32 * 1e12)
 
 
 def kernel_power(
@@ -142,12 +142,17 @@ def _demand(load: KernelLoad, span_w: Any, learned: PowerParameters) -> tuple[An
     return of_sms, span_w * learned.dram * load.dram, longer
 
 
-def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) -> tuple[np.ndarray, np.ndarray]:
+def under_limit(
+    load: KernelLoad, spec: DeviceSpec | Sequence[DeviceSpec], learned: PowerParameters
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the power of each kernel in W under the limit that is set on a GPU, and by which factor it takes longer
     than under the board's own."""
-    idle_w, own_w, cap_w = spec.idle_power_w, spec.power_limit_w, spec.power_cap_w
+    idle_w = per_device(spec, lambda one: one.idle_power_w)
+    own_w = per_device(spec, lambda one: one.power_limit_w)
+    cap_w = per_device(spec, lambda one: one.power_limit_w if one.power_cap_w is None else one.power_cap_w)
     watts, own_clock_factor = kernel_power(load, idle_w, own_w, own_w, learned)
-    if cap_w is None or cap_w == own_w:
+    is_lower = cap_w != own_w
+    if not np.any(is_lower):
         return watts, np.ones_like(watts)
     of_sms, of_dram, longer = _demand(load, own_w - idle_w, learned)
 
@@ -160,7 +165,8 @@ def under_limit(load: KernelLoad, spec: DeviceSpec, learned: PowerParameters) ->
         middle = np.sqrt(clock * too_high)
         fits = drawn_w(middle) <= cap_w
         clock, too_high = np.where(fits, middle, clock), np.where(fits, too_high, middle)
-    return drawn_w(clock), np.maximum(longer(clock) / own_clock_factor, 1.0)
+    slower = np.maximum(longer(clock) / own_clock_factor, 1.0)
+    return np.where(is_lower, drawn_w(clock), watts), np.where(is_lower, slower, 1.0)
 
 
 @functools.cache
@@ -266,7 +272,8 @@ class Occupied:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedKernels:
-    """The distinct kernels of a step on one GPU model; arrays have an entry a kernel.
+    """The distinct kernels of a step on a GPU model; arrays have an entry a kernel. On several GPU models, what differs
+    between them has a row for each.
 
     Args:
         calls: The kernels, and how often each runs.
@@ -289,6 +296,16 @@ class TimedKernels:
     occupancy: np.ndarray
     load: KernelLoad
     watts: np.ndarray
+
+    def row(self, place: int) -> TimedKernels:
+        """Return the kernels on one of several GPU models."""
+
+        def row_of(value: Any) -> Any:
+            if isinstance(value, Kernels | KernelLoad):
+                return type(value)(**{name: row_of(column) for name, column in vars(value).items()})
+            return value[place] if isinstance(value, np.ndarray) and value.ndim > 1 else value
+
+        return TimedKernels(**{name: row_of(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,36 +331,35 @@ class StepActivity:
     power_w: float
 
 
-def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec) -> Occupied:
+def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | Sequence[DeviceSpec]) -> Occupied:
     """Return how a step's kernels lie on a GPU model.
 
     Args:
         calls: The kernels.
-        kernels: The same, on this GPU model.
-        spec: The GPU model.
+        kernels: The same, on this GPU model, or on several.
+        spec: The GPU model, or several.
     """
-    tensor = kernels.units == 1
-    alike = list(zip(calls.kind, calls.group.tolist(), tensor.tolist(), strict=True))
-    places = {one: _PLACES[_class_of(one[0], GROUPS[one[1]], one[2])] for one in set(alike)}
-    place = np.array([places[one] for one in alike], dtype=int)
+    tensor, sms = kernels.units == 1, per_device(spec, lambda one: one.sm_count)
+    place = places_of(_class_place, calls.kind, calls.group, tensor)
+    warps_per_sm = per_device(spec, lambda one: one.threads_per_sm / _WARP)
     shapes = np.array([*CLASSES.values()], dtype=float)[place]
     stream = np.isin(calls.group, [GROUPS.index(STREAM), GROUPS.index(DEPTHWISE)])
     attention = calls.group == GROUPS.index(ATTENTION)
-    filled, blocks, tile_warps = _tiles(calls, kernels, spec, tensor)
+    filled, blocks, tile_warps = _tiles(calls, kernels, sms, tensor)
     of_attention = calls.batch * np.ceil(calls.rows / ATTENTION_ROWS)
     blocks = np.where(attention, of_attention, blocks)
-    waves = np.maximum(np.ceil(blocks / spec.sm_count), 1.0)
-    filled = np.where(attention, blocks / (waves * spec.sm_count), filled)
+    waves = np.maximum(np.ceil(blocks / sms), 1.0)
+    filled = np.where(attention, blocks / (waves * sms), filled)
     work = np.where(stream, calls.rows * np.where(calls.group == GROUPS.index(DEPTHWISE), calls.batch, 1.0), 1.0)
-    of_stream = np.maximum(work / np.maximum(shapes[:, 0], 1.0), 1.0)
+    of_stream = np.maximum(work / np.maximum(shapes[..., 0], 1.0), 1.0)
     return Occupied(
         place=place,
         tiled=(~stream).astype(float),
         filled=np.clip(filled, 1 / 1024, 1.0),
-        per_sm=np.where(stream, of_stream, blocks) / spec.sm_count,
-        warps=np.where(shapes[:, 1] > 0, shapes[:, 1], tile_warps),
-        warps_per_sm=np.full(len(place), spec.threads_per_sm / _WARP),
-        scale=np.where(stream, spec.threads_per_sm / _WARP / _REGISTERS_HOLD, 1.0),
+        per_sm=np.where(stream, of_stream, blocks) / sms,
+        warps=np.where(shapes[..., 1] > 0, shapes[..., 1], tile_warps),
+        warps_per_sm=np.full(place.shape, warps_per_sm),
+        scale=np.where(stream, warps_per_sm / _REGISTERS_HOLD, 1.0),
     )
 
 
@@ -392,17 +408,13 @@ def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned:
     )
 
 
-def _tiles(
-    calls: Calls, kernels: Kernels, spec: DeviceSpec, tensor: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tiles(calls: Calls, kernels: Kernels, sms: Any, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return of each product the share of the SMs that its tiles fill, its blocks, and a block's warps: by the tile
     that ends soonest, its depth split over idle SMs."""
-    sms = spec.sm_count
     tall, wide = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
-    work = np.maximum(2 * calls.rows * calls.columns * calls.depth * calls.batch, 1.0)
     peak = np.where(kernels.math_s > 0, np.maximum(calls.flops, 1.0) / np.maximum(kernels.math_s, 1e-30), 1e13)
-    best = np.full(len(work), np.inf)
-    filled, blocks, warps = np.ones(len(work)), np.ones(len(work)), np.full(len(work), float(TENSOR_WARPS))
+    best = np.full(peak.shape, np.inf)
+    filled, blocks, warps = np.ones(peak.shape), np.ones(peak.shape), np.full(peak.shape, float(TENSOR_WARPS))
     for (height, width, of_block), fp32, half in zip(TILES, FP32_EFFICIENCY, TENSOR_EFFICIENCY, strict=True):
         slice_s = 2 * height * width * sms / (peak * np.where(tensor, half, fp32))
         tiles = np.maximum(np.ceil(tall / height) * np.ceil(wide / width) * calls.batch, 1.0)
@@ -421,6 +433,10 @@ def _tiles(
             blocks, filled = np.where(better, here, blocks), np.where(better, share, filled)
             warps = np.where(better, of_block, warps)
     return filled, blocks, warps
+
+
+def _class_place(kind: str, group: int, tensor: bool) -> int:
+    return _PLACES[_class_of(kind, GROUPS[group], tensor)]
 
 
 def _class_of(kind: str, group: str, tensor: bool) -> str:

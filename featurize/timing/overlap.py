@@ -7,7 +7,7 @@ says how much of its communication computation hides. Memory is `featurize.memor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from conf.units import MIB
@@ -46,18 +46,20 @@ def simulate(
     *,
     memory: MemoryProfile | None = None,
     input_ms: float = 0.0,
+    beside: Iterable[DeviceSpec] = (),
 ) -> SimulatedStep:
     """Price a traced step on one GPU model. `settings` are the trace's own, fp32 by default: operators on fp32 tensors
     run in TF32 where the precision allows it.
 
     Memory: live blocks rounded to 512 bytes (`peak_allocated_mib`), in the caching allocator's segments
     (`peak_reserved_mib`), plus context and libraries (`peak_memory_mib`); `memory` is a replay that is at hand already.
-    Time, utilization and power: `featurize.timing`, with `input_ms` a step for the input pipeline.
+    Time, utilization and power: `featurize.timing`, with `input_ms` a step for the input pipeline, and
+    `beside` as `time_step` has it.
     """
     if memory is None:
         memory = replay(trace, spec, cudnn_benchmark=settings is not None and settings.cudnn_benchmark)
     settings = settings or Training()
-    timed = time_step(trace, spec, settings, input_ms=input_ms)
+    timed = time_step(trace, spec, settings, input_ms=input_ms, beside=beside)
     return SimulatedStep(
         parameters=trace.parameters,
         peak_allocated_mib=memory.peak_allocated / MIB,

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,6 +146,7 @@ def time_step(
     *,
     input_ms: float = 0.0,
     learned: LearnedEfficiencies | None = None,
+    beside: Iterable[DeviceSpec] = (),
 ) -> TimedStep:
     """Return the time of a traced step on a GPU model.
 
@@ -157,18 +158,22 @@ def time_step(
         settings: The trace's own, which say what launches the kernels.
         input_ms: The input pipeline's time, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
+        beside: GPU models that the same will be asked about: the kernels are timed on all of them at once.
 
     Raises:
         EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
     framework, efficiencies = framework_of(trace, settings), learned or load_efficiencies()
     gathers = trace.remembered("gathers", lambda: any(block.kind == GATHERED for block in trace.blocks))
-    make = functools.partial(_time_without_input, trace, spec, settings, efficiencies, framework, gathers)
+    make = functools.partial(_times_without_input, trace, settings, efficiencies, framework, gathers)
     if learned is None:  # an estimate asks again for what fitted models read, also in a loop, which runs the same
         choices = settings.precision, settings.channels_last, settings.cudnn_benchmark, framework, gathers
-        step = _keeper(trace).remembered(("timed step", spec, *choices), make)
+        steps = _keeper(trace).remembered(("timed steps", *choices), dict[DeviceSpec, TimedStep])
+        if spec not in steps:
+            steps |= make([spec, *(other for other in beside if other not in steps)])
     else:
-        step = make()
+        steps = make([spec])
+    step = steps[spec]
     if not input_ms:
         return step
     step_ms = input_ms + overlapped(step.busy_ms, step.host_ms)
@@ -182,18 +187,24 @@ def _keeper(trace: StepTrace) -> StepTrace:
     return looped if looped is not None and looped.operators is trace.operators else trace
 
 
-def _time_without_input(
+def _times_without_input(
     trace: StepTrace,
-    spec: DeviceSpec,
     settings: TrainingSettings,
     learned: LearnedEfficiencies,
     framework: str,
     gathers: bool,
-) -> TimedStep:
+    specs: Sequence[DeviceSpec],
+) -> dict[DeviceSpec, TimedStep]:
     flags = uses_tf32(settings.precision)
     calls = _keeper(trace).remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
-    timed = timed_kernels(calls, spec, settings, learned)
+    timed = timed_kernels(calls, specs, settings, learned)
     timed = replace(timed, seconds=timed.seconds * (learned.sharded if gathers and framework != MEGATRON else 1.0))
+    return {spec: _summed(timed.row(place), spec, framework, learned) for place, spec in enumerate(specs)}
+
+
+def _summed(timed: TimedKernels, spec: DeviceSpec, framework: str, learned: LearnedEfficiencies) -> TimedStep:
+    """Return the step of these kernels, without any input."""
+    calls = timed.calls
     total_ms = calls.count * timed.seconds * 1e3
     by_kind: dict[str, float] = defaultdict(float)
     for kind, of_kind_ms in zip(calls.kind, total_ms.tolist(), strict=True):
@@ -215,9 +226,12 @@ def _time_without_input(
 
 
 def timed_kernels(
-    calls: Calls, spec: DeviceSpec, settings: TrainingSettings, learned: LearnedEfficiencies
+    calls: Calls,
+    spec: DeviceSpec | Sequence[DeviceSpec],
+    settings: TrainingSettings,
+    learned: LearnedEfficiencies,
 ) -> TimedKernels:
-    """Return each kernel's time on a GPU model, and what it keeps busy there. Args: as in `time_step`."""
+    """Return each kernel's time on a GPU model, or several, and what it keeps busy there. Args: as in `time_step`."""
     kernels = kernels_on(
         calls,
         spec,

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,8 +38,6 @@ from featurize.timing.packaged import packaged_section
 
 if TYPE_CHECKING:
     from featurize.recording.step_trace import StepTrace
-
-Kernel = TypeVar("Kernel", str, tuple[str, int, int])
 
 # The logarithm of an efficiency is at most this: no kernel is faster than the roofline.
 _MOST_LOG = math.log(0.98)
@@ -88,7 +86,8 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Kernels on one GPU model: all that does not depend on what is learned, an entry a kernel.
+    """Kernels on a GPU model: all that does not depend on what is learned, an entry a kernel. On several GPU models,
+    what differs between them has a row for each.
 
     Args:
         compute, bandwidth: Index of the kernel's kind in `Parameters`.
@@ -125,26 +124,40 @@ class Kernels:
         return Kernels(**{name: convert(column) for name, column in vars(self).items()})
 
 
+def per_device(spec: DeviceSpec | Sequence[DeviceSpec], figure: Callable[[DeviceSpec], Any]) -> Any:
+    """Return a figure of a GPU model; of several, as an array (models, 1), with which kernels' arrays broadcast."""
+    return figure(spec) if isinstance(spec, DeviceSpec) else np.array([[figure(one)] for one in spec])
+
+
+def places_of(find: Callable[..., int], *columns: Any) -> np.ndarray:
+    """Return what `find` returns for each entry of the columns, which broadcast. Entries that are alike are looked up
+    once."""
+    shape = np.broadcast_shapes(*map(np.shape, columns))
+    entries = list(zip(*(np.broadcast_to(column, shape).ravel().tolist() for column in columns), strict=True))
+    places = {entry: find(*entry) for entry in set(entries)}
+    return np.array([places[entry] for entry in entries], dtype=int).reshape(shape)
+
+
 def kernels_on(
     calls: Calls,
-    spec: DeviceSpec,
+    spec: DeviceSpec | Sequence[DeviceSpec],
     names: tuple[Sequence[str], Sequence[str]],
     *,
     channels_last: bool = False,
     searched: bool = False,
     half: str = "fp16",
 ) -> Kernels:
-    """Return a step's kernels on one GPU model.
+    """Return a step's kernels on a GPU model, or on several.
 
     Args:
         calls: The kernels.
-        spec: The GPU model.
+        spec: The GPU model, or several.
         names: Names as in `Parameters`.
         channels_last: The convolutions' layout.
         searched: `cudnn.benchmark`.
         half: Type of half precision, of which only some GPUs have both at one rate: `fp16` or `bf16`.
     """
-    bandwidth = spec.bandwidth_gb_s * 1e9
+    sms = per_device(spec, lambda one: one.sm_count)
     in_group = {name: calls.group == place for place, name in enumerate(GROUPS)}
     attention, convolution = in_group[ATTENTION], in_group[CONVOLUTION] | in_group[GROUPED]
     tiled = in_group[PRODUCT] | convolution
@@ -156,55 +169,65 @@ def kernels_on(
     wide, narrow = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
     tile = np.array([_TILE[pipe] for pipe in PIPES])[np.where(tensor, pipe, 0)]
     narrow_tile = np.minimum(tile, 2.0 ** np.ceil(np.log2(np.maximum(narrow, _LEAST_WIDTH))))
-    waves = np.ceil(wide / tile) * np.ceil(narrow / narrow_tile) * calls.batch / spec.sm_count
+    waves = np.ceil(wide / tile) * np.ceil(narrow / narrow_tile) * calls.batch / sms
     splits = np.clip(calls.depth / _SPLIT_DEPTH, 1.0, _MOST_SPLITS)
     filled = np.where(waves < 1, np.minimum(waves * splits, 1.0), waves / np.maximum(np.ceil(waves), 1.0))
     # Below one tile `half_width` says it, and a larger batch must not take less time.
     padded = np.where(
         narrow > _LEAST_WIDTH, narrow / np.maximum(np.ceil(narrow / _LEAST_WIDTH) * _LEAST_WIDTH, 1.0), 1.0
     )
+    l2_bytes = per_device(spec, lambda one: one.l2_mib * MIB)
     short = np.log1p(_LENGTH_HALF / np.maximum(calls.rows, 1.0))
-    layout = "/channels_last" if channels_last else ""
+    layouts = ("/channels_last", "") if channels_last else ("",)
+
+    def computing(kind: str, pipe: int, units: int) -> int:
+        return _first_known([f"{kind}{layout}/{of}" for of in units_names(pipe, units) for layout in layouts], names[0])
+
+    def moving(kind: str) -> int:
+        return _first_known([f"{kind}{layout}" for layout in layouts], names[1])
+
     return Kernels(
-        compute=_places(
-            list(zip(calls.kind, pipe.tolist(), tensor.astype(int).tolist(), strict=True)),
-            lambda kernel: [
-                f"{kernel[0]}{of_layout}/{units}" for units in units_names(*kernel[1:]) for of_layout in (layout, "")
-            ],
-            names[0],
-        ),
-        bandwidth=_places(calls.kind, lambda kind: [f"{kind}{layout}", kind], names[1]),
+        compute=places_of(computing, calls.kind, pipe, tensor.astype(int)),
+        bandwidth=places_of(moving, calls.kind),
         group=calls.group,
         units=tensor.astype(int),
         math_s=np.where(computes, calls.flops / peak, 0.0),
-        memory_s=calls.nbytes / bandwidth,
+        memory_s=calls.nbytes / per_device(spec, lambda one: one.bandwidth_gb_s * 1e9),
         known=np.where(tiled, _OF_PADDING * np.log(padded), 0.0) - np.where(attention, short, 0.0),
         log_filled=np.where(tiled, np.log(np.clip(filled, 1 / 256, 1.0)), 0.0),
-        log_sm_rate=np.log(fed / (spec.sm_count * clock_ghz(spec) * 1e9) / _USUAL_SM_RATE),
-        log_power=np.full(len(peak), _log_power(spec)),
+        log_sm_rate=np.log(fed / (sms * per_device(spec, clock_ghz) * 1e9) / _USUAL_SM_RATE),
+        log_power=np.full(peak.shape, per_device(spec, _log_power)),
         depth=np.where(tiled, np.maximum(calls.depth, 1.0), np.inf),
         width=np.where(tiled, np.maximum(narrow, 1.0), np.inf),
         head=np.where(attention, np.maximum(calls.columns, 1.0), np.inf),
-        cached=1 / (1 + np.exp(np.clip(_SOFTNESS * (calls.nbytes / (spec.l2_mib * MIB) - _CACHED), -50, 50))),
+        cached=1 / (1 + np.exp(np.clip(_SOFTNESS * (calls.nbytes / l2_bytes - _CACHED), -50, 50))),
         unaligned=(~calls.aligned & tensor & tiled & (pipe != PIPES.index(FP32))).astype(float),
-        searched=convolution.astype(float) if searched else np.zeros(len(peak)),
+        searched=convolution.astype(float) if searched else np.zeros(len(calls.kind)),
     )
 
 
 def _units_on(
-    calls: Calls, spec: DeviceSpec, convolution: np.ndarray, product: np.ndarray, half: str
+    calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec], convolution: np.ndarray, product: np.ndarray, half: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return of each kernel the pipe, whether units for matrices do its arithmetic, and these units' FLOP/s."""
-    rates, pipe = spec.peak_tflops, calls.pipe
-    takes_tf32 = (rates.tf32 is not None) & (~convolution | spec.architecture.tf32_convolutions)
-    pipe = np.where((pipe == PIPES.index(TF32)) & ~takes_tf32, PIPES.index(FP32), pipe)
-    in_half = rates.bf16 or rates.fp16 if half == "bf16" else rates.fp16 or rates.bf16
-    pipe = np.where((pipe == PIPES.index(FP8)) & (rates.fp8 is None), PIPES.index(TENSOR), pipe)
-    has_units = np.array([rate is not None for rate in (rates.fp32_matrix, rates.tf32, in_half, rates.fp8)])
-    fp32 = spec.tflops("fp32")
-    tflops = np.array([fp32, spec.tflops("tf32"), in_half or fp32, rates.fp8 or fp32])
+    halves = ("bf16", "fp16") if half == "bf16" else ("fp16", "bf16")
+    names = (("fp32_matrix",), ("tf32",), halves, ("fp8",))  # of each pipe: the first rate that is described counts
+
+    def rates_of(one: DeviceSpec) -> list[float]:
+        described = [[getattr(one.peak_tflops, name) for name in of_pipe] for of_pipe in names]
+        return [next(filter(None, rates), math.nan) for rates in described]
+
+    rates = np.moveaxis(np.array(per_device(spec, rates_of)), -1, 0)
+    has_units = ~np.isnan(rates)
+    tflops = np.where(has_units, rates, per_device(spec, lambda one: one.tflops("fp32")))
+    in_tf32 = has_units[PIPES.index(TF32)] & (
+        ~convolution | per_device(spec, lambda one: one.architecture.tf32_convolutions)
+    )
+    pipe = np.where((calls.pipe == PIPES.index(TF32)) & ~in_tf32, PIPES.index(FP32), calls.pipe)
+    pipe = np.where((pipe == PIPES.index(FP8)) & ~has_units[PIPES.index(FP8)], PIPES.index(TENSOR), pipe)
     vectors = ~product & (pipe == PIPES.index(FP32))
-    return pipe, has_units[pipe] & ~vectors, np.where(vectors, rates.fp32, tflops[pipe]) * 1e12
+    peak = np.where(vectors, per_device(spec, lambda one: one.peak_tflops.fp32), np.choose(pipe, tflops))
+    return pipe, np.choose(pipe, has_units) & ~vectors, peak * 1e12
 
 
 def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
@@ -248,15 +271,9 @@ def units_names(pipe: int, units: int) -> tuple[str, ...]:
     return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
 
 
-def _places(kernels: Sequence[Kernel], names_of: Callable[[Kernel], Sequence[str]], known: Sequence[str]) -> np.ndarray:
-    """Return for each kernel the index of the first of its names, the most special one first, that is known; else of
-    `OTHER`."""
-    place = {name: position for position, name in enumerate(known)}
-    places = {
-        kernel: next((place[name] for name in names_of(kernel) if name in place), place[OTHER])
-        for kernel in set(kernels)
-    }
-    return np.array([places[kernel] for kernel in kernels], dtype=int)
+def _first_known(wanted: Sequence[str], known: Sequence[str]) -> int:
+    """Return the index of the first name, the most special one first, that is known; else of `OTHER`."""
+    return known.index(next((name for name in wanted if name in known), OTHER))
 
 
 def clock_ghz(spec: DeviceSpec) -> float:

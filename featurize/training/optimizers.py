@@ -9,7 +9,8 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -217,32 +218,12 @@ class OptimizerInBackward:
 
 
 class OptimizerOnHost:
-    """State and step in host memory, as in ZeRO-Offload: gradients are copied to the host, weights copied back.
+    """State and step in host memory, as in ZeRO-Offload: nothing of it is on the device, for which meta tensors stand.
+    Gradients are copied to the host, and weights back, where no operator runs."""
 
-    The device holds nothing of it. On meta tensors, which stand for the device, nothing is left to do.
-    """
+    state: Mapping[Tensor, Any] = MappingProxyType({})
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> None:
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.state: dict[Tensor, Any] = {}  # on the device
-        trained = [p for p in parameters if p.requires_grad]
-        if all(p.is_meta for p in trained):
-            return
-        self.pairs = [(p, nn.Parameter(p.detach().to("cpu", copy=True))) for p in trained]
-        self.optimizer = make([host for _, host in self.pairs])
-
-    @torch.no_grad()
-    def step(self) -> None:
-        if self.optimizer is None:
-            return
-        for on_device, on_host in self.pairs:
-            on_host.grad = None if on_device.grad is None else on_device.grad.to("cpu")
-        self.optimizer.step()
-        for on_device, on_host in self.pairs:
-            on_device.copy_(on_host)
+    def step(self) -> None: ...
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:

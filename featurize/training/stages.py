@@ -9,7 +9,9 @@ return tensors that stand for what the stage would have computed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -219,7 +221,7 @@ class _Uses(TorchFunctionMode):
                 "no cut between the two is a stage's"
             )
         self._now = place
-        taken = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
+        taken = _first_tensor(args, kwargs)
         if taken is not None and taken is not self._given:
             self._survey.inputs[place] = like(taken)
         return tree_map(self.cast, (args, kwargs))
@@ -230,6 +232,10 @@ class _Uses(TorchFunctionMode):
         self._given = tree_leaves(output)[0]
         if place == len(self._survey.names) - 1:
             self._now = len(self._survey.names)
+
+
+def _first_tensor(args: Any, kwargs: Any) -> Tensor | None:
+    return next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)), None)
 
 
 def _form_of(output: Any, path: str) -> tuple[Form, Tensor]:
@@ -293,22 +299,26 @@ class Stage:
         self.received = None if self.first else survey.outputs[begin - 1]
         self.given = survey.result if self.last else survey.outputs[end - 1]
         self.pause: Callable[[bool], None] = lambda paused: None
-        self._inputs, self._forward = inputs, _WithOwnHooks(model)
+        self._inputs = inputs
         self._arriving: Tensor | None = None
         self._leaving: Tensor | None = None
         self._output: Any = None
-        vars(model)["forward"] = self._run  # shadows the class's method
+
+    def take_over(self) -> None:
+        """Let the model run as this stage. What its own hooks see and change stays its whole forward pass."""
+        self._whole = copy.copy(self.model)  # the same modules and parameters, with the hooks so far
+        vars(self.model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_grad_enabled()
         try:
             if self.first:
-                out = self._forward(*args, **kwargs)
+                out = self._whole(*args, **kwargs)
             else:
                 self._arriving = args[0]
                 self._stop()
                 inputs = self._inputs
-                out = self._forward(**inputs) if isinstance(inputs, dict) else self._forward(*inputs)
+                out = self._whole(**inputs) if isinstance(inputs, dict) else self._whole(*inputs)
             if not self.last:
                 return self._leaving
             self._output = out
@@ -323,7 +333,7 @@ class Stage:
         output, self._output = self._output, None
         return output
 
-    def arrived(self) -> Tensor:
+    def arrived(self, _taken: Tensor | None) -> Tensor:
         """Return the result of the stage before: from here on, this stage runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
@@ -331,45 +341,16 @@ class Stage:
         torch.set_grad_enabled(True)
         return arriving
 
-    def leave(self, tensor: Tensor) -> None:
-        """Take the result that is passed on: from here on, another stage runs."""
-        self._leaving = tensor
+    def leave(self, example: Tensor, taken: Tensor | None) -> Tensor:
+        """Take the result that is passed on, and return what stands for the next member's: another stage runs from here
+        on."""
+        self._leaving = taken
         self._stop()
+        return example
 
     def _stop(self) -> None:
         self.pause(True)
         torch.set_grad_enabled(False)
-
-
-class _WithOwnHooks:
-    """A model's whole forward pass with the hooks of its own, which a stage's result does not go through. Takes them
-    from the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._forward = model, model.forward
-        self._before = [
-            (hook, key in model._forward_pre_hooks_with_kwargs) for key, hook in _take(model._forward_pre_hooks)
-        ]
-        self._after = [(hook, key in model._forward_hooks_with_kwargs) for key, hook in _take(model._forward_hooks)]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for hook, takes_named in self._before:
-            if takes_named:
-                args, kwargs = hook(self._model, args, kwargs) or (args, kwargs)
-            elif (changed := hook(self._model, args)) is not None:
-                args = changed if isinstance(changed, tuple) else (changed,)
-        out = self._forward(*args, **kwargs)
-        for hook, takes_named in self._after:
-            named = (kwargs,) if takes_named else ()
-            if (changed := hook(self._model, args, *named, out)) is not None:
-                out = changed
-        return out
-
-
-def _take(hooks: dict[int, Any]) -> list[tuple[int, Any]]:
-    taken = list(hooks.items())
-    hooks.clear()
-    return taken
 
 
 def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) -> Stage:
@@ -392,44 +373,34 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
     for place, name in enumerate(survey.names):
         if place in places:
             continue
-        kind = _Enter if place == begin - 1 else _Leave if place == end else _Placeholder
-        survey.container._modules[name] = kind(survey.forms[place], survey.outputs[place].detach(), stage)
+        example = survey.outputs[place].detach()
+        if place == begin - 1:
+            give: Callable[[Tensor | None], Tensor] = stage.arrived
+        else:
+            give = functools.partial(stage.leave if place == end else _pass_by, example)
+        survey.container._modules[name] = _Placeholder(survey.forms[place], give)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not survey.uses[id(parameter)] & places:
                 del module._parameters[name]
                 vars(module)[name] = parameter.detach()
+    stage.take_over()
     return stage
 
 
+def _pass_by(example: Tensor, _taken: Tensor | None) -> Tensor:
+    return example
+
+
 class _Placeholder(nn.Module):
-    """Replaces a member of another stage: returns a tensor like that member's, whatever comes in."""
+    """Replaces a member of another stage: `give(tensor that comes in)` is what the next member takes."""
 
-    def __init__(self, form: Form, example: Tensor, stage: Stage) -> None:
+    def __init__(self, form: Form, give: Callable[[Tensor | None], Tensor]) -> None:
         super().__init__()
-        self.form = form
-        self.example = example
-        vars(self)["stage"] = stage  # not as a submodule: it holds the model
+        self._form, self._give = form, give
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.form(self.example)
-
-
-class _Enter(_Placeholder):
-    """Replaces the member before a stage's first one."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.form(vars(self)["stage"].arrived())
-
-
-class _Leave(_Placeholder):
-    """Replaces the member after a stage's last one."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        vars(self)["stage"].leave(
-            next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
-        )
-        return super().forward()
+        return self._form(self._give(_first_tensor(args, kwargs)))
 
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"  # kinds of passes

@@ -220,8 +220,6 @@ class TrainingStep:
         self.on_hold: Callable[..., None] = lambda *variables: None
         self.make_targets: Callable[[object], Tensor | None] = lambda output: None  # where none are given
         self.on_updated: Callable[[], None] = lambda: None
-        if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
-            model.compile(mode=self.settings.compile_mode)
         model = _prepare(model, self.settings)
         self.take((model if wrap is None else wrap(model)).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)
@@ -298,7 +296,8 @@ class TrainingStep:
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:
-            return OptimizerOnHost(self.model.parameters(), make)
+            assert self.device.type == "meta", "farm trials, which train for real, have no such setting"
+            return OptimizerOnHost()
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
             from featurize.training.sharding import LocalOptimizer  # its imports are heavy
 
@@ -316,10 +315,8 @@ class TrainingStep:
         """Free the gradients, or fill them with zeros, as the settings have it."""
         if isinstance(self.optimizer, OptimizerInBackward):
             return
-        if isinstance(self.optimizer, OptimizerOnHost):
-            self.model.zero_grad(set_to_none=self.settings.set_to_none)
-        else:
-            self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
+        holder = self.model if isinstance(self.optimizer, OptimizerOnHost) else self.optimizer
+        holder.zero_grad(set_to_none=self.settings.set_to_none)
 
     def converted(self, inputs: Inputs) -> Inputs:
         """Return the inputs in the format and type that the model takes."""

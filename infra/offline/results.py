@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,12 +23,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import TEMPORARY_SUFFIX
+from conf.files.outputs import TEMPORARY_SUFFIX, write_file
 from conf.plain_text import exception_line
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS, write_bytes
+from warehouse.files.layout import KINDS
 
 SLICE_BYTES = 16 * 2**20  # size of a file that comes back
 MOST_SLICES = 6  # slices among the eight files that come back; `SUMMARY` and `LOG` are the others
@@ -73,7 +74,7 @@ class Series:
     def written(self, work: Path) -> Series:
         """Write the series into its work folder, durably; return it."""
         content = {"series": self.name, "generation": self.generation}
-        write_bytes(work / SERIES, (json.dumps(content) + "\n").encode())
+        write_file(work / SERIES, (json.dumps(content) + "\n").encode())
         return self
 
 
@@ -115,15 +116,15 @@ def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
     for number, piece in enumerate(pieces, start=1):
         name = f"gpufarm-g{series.generation:05d}-{number}of{len(pieces)}{_SLICE}"
         digests[name] = sha256(piece).hexdigest()
-        write_bytes(results / name, piece)
+        write_file(results / name, piece)
     (results / LOG).unlink(missing_ok=True)  # the summary's temporary file would be the ninth
     head = {"series": series.name, "generation": series.generation, "slices": digests, "bytes": len(content)}
-    write_bytes(results / SUMMARY, (json.dumps({**head, **summary}, indent=1) + "\n").encode())
+    write_file(results / SUMMARY, (json.dumps({**head, **summary}, indent=1) + "\n").encode())
     archive = Archive(series, tuple(results / name for name in digests))
     _clear(results, archive)
     with contextlib.suppress(FileNotFoundError), open(work / LOG, "rb") as file:
         file.seek(max(0, (work / LOG).stat().st_size - _LOG_BYTES))
-        write_bytes(results / LOG, file.read())
+        write_file(results / LOG, file.read())
     return archive
 
 
@@ -261,3 +262,45 @@ def _queue_copy(path: Path, copy: Path) -> Path:
     with contextlib.closing(sqlite3.connect(path)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
         source.backup(target)
     return copy
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """Outcome of each test that ended, with its reason, and how many of those that were selected last did not end."""
+
+    tests: dict[str, tuple[str, str]]
+    not_run: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tests by outcome."""
+        ended = Counter(outcome for outcome, _ in self.tests.values())
+        counts = {outcome: ended[outcome] for outcome in ("passed", "failed", "skipped")}
+        return {**counts, "not run": self.not_run} if self.not_run else counts
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {outcome}" for outcome, count in self.counts.items())
+
+
+def outcomes_of(path: Path, start: int = 0) -> Outcomes | None:
+    """Return what a file recorded from this byte on; None where no test was selected."""
+    selected: list[str] | None = None
+    tests: dict[str, tuple[str, str]] = {}
+    for record in json_lines(path, start):
+        selected = record.get("selected", selected)
+        if {"test", "outcome", "reason"} <= record.keys():
+            tests[record["test"]] = record["outcome"], record["reason"]
+    return None if selected is None else Outcomes(tests, len(set(selected) - tests.keys()))
+
+
+def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; a line that a kill has cut off is left out, and no file has none."""
+    records = []
+    for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records

@@ -13,12 +13,13 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -32,6 +33,7 @@ from conf.children.containment import die_with_parent
 from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
+from conf.files.outputs import write_file
 from conf.plain_text import exception_line, one_line, truncated
 from conf.reports.page_text import count_of
 from farm.dispatch.dispatcher import StopRequest
@@ -39,25 +41,15 @@ from farm.queue.jobs import Queue
 from featurize.families import family_names
 from infra.collect import count_lines, run_counts
 from infra.offline import results
-from infra.offline.probes import EXIT_LEFT, EXIT_NOT_HERE
-from infra.offline.recorded_tests import json_lines, outcomes_of
-from infra.offline.results import CALLS, FULL_BYTES, LOG, TESTS, Archive
+from infra.offline.results import CALLS, FULL_BYTES, LOG, TESTS, Archive, json_lines, outcomes_of
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import write_bytes
 from workers.devices import DeviceChoice, choose_device, make_device
-from workers.devices.discovery import discover_gpus
+from workers.devices.cuda import discover_gpus
+from workers.probes.children import EXIT_LEFT, EXIT_NOT_HERE
 
 SOURCE = Path(__file__).resolve().parents[2]
 DEVICES = ("cuda", "cpu", "simulated")
-# Of the benchmark: a minute of each of two families, since the published way takes more than a minute a trial, and
-# all adaptive runs come before the first of them.
-_BENCH = {
-    "cuda": ("families=[cnn,gpt]", "seconds=60", "repeats=2"),
-    "cpu": ("families=[mlp]", "seconds=1", "repeats=2", "n=1"),
-}
-_TIMEOUT_S = 60  # a trial's, so that none outlasts a call
-_WINDOW_S = 10  # longest window of a run, for the same reason; steady ones end sooner
-_PROBES: dict[str, Any] = {"keeps_time": True, "ended": {EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}}
+_ENDED = {0: "done", EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}  # outcome by exit code; those of a probe
 ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # a work folder's: a row's reason, not the call's end
 _LEAST_PACK_S = 2.0
 _SUMMARY_LINES = 40
@@ -92,115 +84,101 @@ class Place:
         return "local" if self.device == "cuda" and self.gpus > 1 and importlib.util.find_spec("ray") else "inline"
 
 
+HARDWARE, GPUS = "hardware", "GPUs"
+_PROBE = "-m workers.probes.children out={work}/probes device={device} seconds={seconds:.0f}"
+# No trial outlasts a call: each is cut off after a minute, and windows, of which steady ones end sooner, after 10 s.
+_FARM = "-m infra.collect export=false timeout_s=60 device={device} cluster={cluster} data={work}/data {families}"
+
+
 @dataclass(frozen=True)
 class Step:
     """A step of the plan.
 
     Args:
         minutes: Minutes that the plan gives it.
-        commands: Returns the arguments of Python for each program that it runs; `seconds` are the step's.
-        not_here: Returns why it cannot run in this place, None if it can.
-        is_left: Returns whether a program that ended by itself has left some of it.
+        programs: Arguments of Python for each program that it runs, with the words in braces that `programs_of` fills
+            in; of a key that is given twice the last value counts.
+        needs: `HARDWARE` where it has no simulation, `GPUS` where it needs several on a GPU machine.
+        is_probe: Whether its program is the one of `workers.probes`, with its exit codes.
         uses_queue: Whether it runs trials of the farm, in the one data folder.
-        keeps_time: Whether its programs end by themselves within the seconds that they are given.
-        ended: Outcome by exit code, beside 0.
+        state: File in the work folder whose `plan` says whether all is done; its program ends by itself in time.
     """
 
     minutes: float
-    commands: Callable[[Place, float], list[list[str]]]
-    not_here: Callable[[Place], str | None] = lambda place: None
-    is_left: Callable[[Place], bool] = lambda place: False
+    programs: tuple[str, ...]
+    needs: str = ""
+    is_probe: bool = False
     uses_queue: bool = False
-    keeps_time: bool = False
-    ended: Mapping[int, str] = field(default_factory=dict)
+    state: str = ""
 
 
-def _test(place: Place, seconds: float) -> list[list[str]]:
-    options = ["-p", "no:cacheprovider", "-p", "infra.offline.recorded_tests", f"--outcomes={place.work / TESTS}"]
-    # The step allocator has the other tests' cases, and runs of every family come with the step collect.
-    tests = [str(SOURCE / "tests" / "gpu" / "test_cuda.py"), "-k", "not every_family"]
-    return [
-        ["-m", "farm.doctor", f"device={place.device}"],
-        ["-m", "pytest", "-m", "gpu", "-vv", *options, *tests],
-    ]
+STEPS = {
+    "test": Step(
+        2,
+        (
+            "-m farm.doctor device={device}",
+            # The step allocator has the other tests' cases, and runs of every family come with the step collect.
+            "-m pytest -m gpu -vv -p no:cacheprovider --outcomes={work}/tests.jsonl tests/gpu/test_cuda.py "
+            "-k 'not every_family'",
+        ),
+        HARDWARE,
+    ),
+    "calibrate": Step(3, (f"{_PROBE} probes=[contexts,questions,workspaces]",), HARDWARE, is_probe=True),
+    "allocator": Step(3, (f"{_PROBE} probes=histories",), HARDWARE, is_probe=True),
+    # A minute of each of two families, since the published way takes more than a minute a trial, and all adaptive runs
+    # come before the first of them.
+    "bench": Step(
+        6,
+        (
+            "-m tests.bench.bench_gpu protocols=[adaptive,published] repeats=2 device={device} minutes={minutes:.3f} "
+            "data={work}/data out={work}/bench.json {bench} {families}",
+        ),
+        HARDWARE,
+        uses_queue=True,
+        state="bench.json",
+    ),
+    "collect": Step(8, (f"{_FARM} measure=runs n=420 {{n}} {{window}}",), uses_queue=True),
+    "kernels": Step(3, (f"{_FARM} measure=kernels n=20 {{n}} {{window}}",), uses_queue=True),
+    "pairs": Step(3, (f"{_FARM} measure=pairs n=40 {{n}} {{window}}",), uses_queue=True),
+    "ranks": Step(3, (f"{_FARM} measure=ranks n=20 {{n}} {{window}}",), GPUS, uses_queue=True),
+    "power": Step(2, (f"{_FARM} measure=power n=4 {{n}}",), uses_queue=True),
+}
 
 
-def _probes(*names: str) -> Callable[[Place, float], list[list[str]]]:
-    def commands(place: Place, seconds: float) -> list[list[str]]:
-        command = ["-m", "infra.offline.probes", f"probes=[{','.join(names)}]", f"out={place.work / 'probes'}"]
-        return [[*command, f"device={place.device}", f"seconds={seconds:.0f}"]]
-
-    return commands
-
-
-def _bench(place: Place, seconds: float) -> list[list[str]]:
-    return [
-        [
-            "-m",
-            "tests.bench.bench_gpu",
-            "protocols=[adaptive,published]",
-            *_BENCH[place.device],
-            *([f"families=[{','.join(place.families)}]"] if place.families else []),
-            f"device={place.device}",
-            f"minutes={seconds / 60:.3f}",
-            f"data={place.work / 'data'}",
-            f"out={place.work / 'bench.json'}",
-        ]
-    ]
+def programs_of(step: Step, place: Place, seconds: float) -> list[list[str]]:
+    """Return the arguments of Python for each program of a step; `seconds` are the step's."""
+    is_gpu = place.device == "cuda"
+    words = {
+        "work": shlex.quote(str(place.work)),
+        "device": place.device,
+        "cluster": place.cluster,
+        "seconds": seconds,
+        "minutes": seconds / 60,
+        "families": f"families=[{','.join(place.families)}]" if place.families else "",
+        "n": "" if place.n is None else f"n={place.n}",
+        "window": "overrides=[window.max_seconds=10]" if is_gpu else "",
+        "bench": "families=[cnn,gpt] seconds=60" if is_gpu else "families=[mlp] seconds=1 n=1",
+    }
+    return [shlex.split(program.format(**words)) for program in step.programs]
 
 
-def _bench_left(place: Place) -> bool:
-    try:
-        return not json.loads((place.work / "bench.json").read_text())["plan"]["complete"]
-    except (FileNotFoundError, ValueError):  # a killed call's file may be torn
-        return True
-
-
-def _farm(measured: str, n: int) -> Callable[[Place, float], list[list[str]]]:
-    def commands(place: Place, seconds: float) -> list[list[str]]:
-        shortened = measured != "power" and place.device == "cuda"
-        return [
-            [
-                "-m",
-                "infra.collect",
-                f"measure={measured}",
-                f"n={place.n or n}",
-                "export=false",
-                f"device={place.device}",
-                f"cluster={place.cluster}",
-                f"timeout_s={_TIMEOUT_S}",
-                f"data={place.work / 'data'}",
-                *([f"families=[{','.join(place.families)}]"] if place.families else []),
-                *([f"overrides=[window.max_seconds={_WINDOW_S}]"] if shortened else []),
-            ]
-        ]
-
-    return commands
-
-
-def _needs_hardware(place: Place) -> str | None:
-    return "device=simulated cannot run this step" if place.device == "simulated" else None
-
-
-def _needs_gpus(place: Place) -> str | None:
-    if place.device != "cuda":
+def _not_here(step: Step, place: Place) -> str | None:
+    """Return why a step cannot run in this place, None if it can."""
+    if step.needs == HARDWARE and place.device == "simulated":
+        return "device=simulated cannot run this step"
+    if step.needs != GPUS or place.device != "cuda":
         return None
     if place.gpus < 2:
         return "it needs two GPUs, and there is one"
     return None if place.cluster == "local" else "several GPUs need Ray, which is not installed"
 
 
-STEPS = {
-    "test": Step(2, _test, _needs_hardware),
-    "calibrate": Step(3, _probes("contexts", "questions", "workspaces"), _needs_hardware, **_PROBES),
-    "allocator": Step(3, _probes("histories"), _needs_hardware, **_PROBES),
-    "bench": Step(6, _bench, _needs_hardware, _bench_left, uses_queue=True, keeps_time=True),
-    "collect": Step(8, _farm("runs", 420), uses_queue=True),
-    "kernels": Step(3, _farm("kernels", 20), uses_queue=True),
-    "pairs": Step(3, _farm("pairs", 40), uses_queue=True),
-    "ranks": Step(3, _farm("ranks", 20), _needs_gpus, uses_queue=True),
-    "power": Step(2, _farm("power", 4), uses_queue=True),
-}
+def _is_left(step: Step, place: Place) -> bool:
+    """Return whether programs that ended by themselves have left some of a step."""
+    try:
+        return step.state != "" and not json.loads((place.work / step.state).read_text())["plan"]["complete"]
+    except (FileNotFoundError, ValueError):  # a killed call's file may be torn
+        return True
 
 
 _PLAN = ", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items())
@@ -253,7 +231,7 @@ class Call:
         self.count()
         try:
             lines = "".join(json.dumps(row) + "\n" for row in self.rows)
-            write_bytes(self.place.work / CALLS, lines.encode())
+            write_file(self.place.work / CALLS, lines.encode())
             summary = {"calls": self.rows, "runs": self.counts, "left": self.left(), "problem": self.problem}
             self.archive = results.pack(self.place.work, self.results, summary)
             self.failed_packs = 0
@@ -409,7 +387,7 @@ def _run_step(call: Call, name: str, seconds: float) -> None:
 def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
     if call.stop.requested:
         return "stopped", "stopped by a signal"
-    if (reason := step.not_here(call.place)) is not None:
+    if (reason := _not_here(step, call.place)) is not None:
         return "not here", reason
     if seconds < _LEAST_FINISH_S:
         return "time is up", "no time was left for it"
@@ -419,11 +397,11 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
         _set_aside(call.place.work)
     until_s = time.monotonic() + seconds
     reason = None
-    for command in step.commands(call.place, max(1.0, seconds - _START_S - _LEAST_FINISH_S)):
+    for command in programs_of(step, call.place, max(1.0, seconds - _START_S - _LEAST_FINISH_S)):
         outcome, reason = _run_program(call, step, command, until_s, seconds)
         if outcome != "done":
             return outcome, reason
-    return ("time is up" if step.is_left(call.place) else "done"), reason
+    return ("time is up" if _is_left(step, call.place) else "done"), reason
 
 
 def _set_aside(work: Path) -> None:
@@ -441,7 +419,7 @@ def _finish_s(step: Step, seconds: float, longest_s: float) -> float:
 
     One that runs trials gets the time of the longest one so far, but no more than a third of the step's `seconds`.
     """
-    if step.keeps_time or not step.uses_queue:
+    if step.state or not step.uses_queue:
         return _LEAST_FINISH_S
     return min(seconds / 3, _LEAST_FINISH_S + longest_s)
 
@@ -490,8 +468,8 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
     last_line = _last_line(log)
-    if child.returncode == 0 or child.returncode in step.ended:
-        return step.ended.get(child.returncode, "done"), last_line if last_line.startswith("failed: ") else None
+    if child.returncode == 0 or (step.is_probe and child.returncode in _ENDED):
+        return _ENDED[child.returncode], last_line if last_line.startswith("failed: ") else None
     return (why_stopped, None) if why_stopped else ("failed", f"exit code {child.returncode}: {last_line}")
 
 

@@ -184,7 +184,7 @@ def fit(
 def entry(settings: FitSettings) -> int:
     """Fit with the settings, and print the figures and the artifact's path. Returns the exit code."""
     if settings.target == SLOWDOWN:
-        from learn.sharing.command import fit_entry
+        from learn.commands.sharing import fit_entry
 
         return fit_entry(settings)
     from conf.reports.blocks import Callout, Lead, table

@@ -21,7 +21,7 @@ from conf.files.disk_cache import keep, recall
 from featurize.device.device_spec import UnsuitableDevice
 from featurize.operators.replacing import without_collection
 from learn.estimation.draft import Draft, in_loop
-from learn.estimation.fitted_models import ask_models
+from learn.estimation.fitted_models import FittedModels
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
 from learn.estimation.requests import Request, StepFiles
@@ -67,15 +67,17 @@ def _make_estimates(
     steps. Each fitted model is asked once for all."""
     began = time.monotonic_ns()
     steps = StepStore(requests[0].options.data)
+    models = FittedModels(requests[0].options, steps)
     drafts = [Draft(request, steps, timeline=timeline, traces=traces) for request in requests]
+    devices = [draft.device for draft in drafts]
     with contextlib.ExitStack() as overrides:
         for draft in drafts:
             try:
-                draft.trace(drafts[0].failure)
-                draft.choose_sources(overrides)
+                draft.trace(drafts[0].failure, devices)
+                draft.choose_sources(models, overrides)
             except CommandError as error:
                 draft.error = error
-        ask_models((question for draft in drafts if draft.error is None for question in draft.questions), steps)
+        models.ask(question for draft in drafts if draft.error is None for question in draft.questions)
     outcomes: list[Estimate | CommandError] = []
     for draft in drafts:
         try:

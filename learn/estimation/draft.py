@@ -8,7 +8,7 @@ these leave open.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import tensors_of
 from featurize.timing.overlap import SimulatedStep, lengthened, simulate
 from featurize.timing.times import seconds_at_peak
-from learn.estimation.fitted_models import ModelQuestion, choose_models
+from learn.estimation.fitted_models import FittedModels, ModelQuestion
 from learn.estimation.job_estimate import (
     Activity,
     Energy,
@@ -109,8 +109,12 @@ class Draft:
             raise UsageError(f"estimator={named} reads trial configs; modules are answered by {', '.join(_OF_MODULES)}")
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
-    def trace(self, failure: CommandError | None) -> None:
+    def trace(self, failure: CommandError | None, beside: Iterable[DeviceSpec]) -> None:
         """Trace the step, or keep why it cannot be traced: `failure`, where it was tried on another GPU model.
+
+        Args:
+            failure: As above; None where it was not tried.
+            beside: GPU models that are asked about, too.
 
         Raises:
             UsageError: A GPU model that the job cannot run on.
@@ -121,7 +125,12 @@ class Draft:
             if failure is not None and not isinstance(failure, UnsuitableDevice):
                 raise failure
             self.traced = step_of(
-                self.job, self.device, allocator=self.platform.allocator, timeline=self._timeline, traces=self._traces
+                self.job,
+                self.device,
+                allocator=self.platform.allocator,
+                timeline=self._timeline,
+                traces=self._traces,
+                beside=beside,
             )
         except CommandError as error:
             self.failure = error
@@ -150,10 +159,11 @@ class Draft:
         self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
         return longest
 
-    def choose_sources(self, overrides: contextlib.ExitStack) -> None:
+    def choose_sources(self, models: FittedModels, overrides: contextlib.ExitStack) -> None:
         """Ask the method that was named, else choose the fitted models to ask.
 
         Args:
+            models: Those that there are.
             overrides: Keeps the traced step's record at hand until the models have been asked.
 
         Raises:
@@ -176,8 +186,7 @@ class Draft:
             if beyond:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
-            options = self.request.options
-            self.questions = choose_models(self.case, options, self._steps, self._traces, overrides)
+            self.questions = models.choose(self.case, self._traces, overrides)
             if any(question.artifact is not None and not question.looped for question in self.questions):
                 at_hand = self.traced if self.platform.allocator is None and not job.batches else None
                 overrides.enter_context(self._steps.override(self.case, at_hand))
@@ -221,7 +230,9 @@ class Draft:
         absent: list[str] = []
         for question in self.questions:
             notes += question.notes
-            answer = question.answer(self.request.options)
+            answer = question.answer
+            if isinstance(answer, CommandError):
+                raise answer
             if answer is None:
                 absent.append(question.target)
                 continue
@@ -500,12 +511,12 @@ def _count_parameters(job: TrainingJob) -> int | None:
 
 def _merge(notes: list[Note]) -> list[Note]:
     """Return one note for those that say the same of several targets, whose names then begin its text."""
-    targets: dict[Note, list[str]] = {}
+    targets: dict[tuple[str, str, str], list[str]] = {}
     for note in notes:
-        targets.setdefault(replace(note, targets=()), []).extend(note.targets)
+        targets.setdefault((note.code, note.severity, note.text), []).extend(note.targets)
     return [
-        replace(note, text=f"{', '.join(names)}: {note.text}", targets=tuple(names)) if names else note
-        for note, names in targets.items()
+        Note(code, severity, f"{', '.join(names)}: {text}" if names else text, tuple(names))
+        for (code, severity, text), names in targets.items()
     ]
 
 

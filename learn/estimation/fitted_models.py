@@ -1,7 +1,7 @@
 """The fitted models that answer an estimate's targets: which one is asked about what, and its answer.
 
-Start reading at `choose_models`; `ask_models` asks each model once for all its questions, and `ModelQuestion.answer`
-reads one prediction.
+Start reading at `FittedModels`: `choose` makes the questions of one case, and `ask` asks each model once for all of
+them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import CommandError, UsageError
@@ -16,7 +17,14 @@ from featurize.configs.features import is_current
 from learn.estimation.job_estimate import COVERAGES, HELD_OUT
 from learn.estimation.notes import INFO, PIPELINE, TARGETS, WARNING, Note, loop_named, loops_of_sources
 from learn.estimators.protocol import LEVEL, MemoryBound
-from learn.fitting.artifacts import Artifact, StaleArtifact, default_artifact, find_latest, load_latest
+from learn.fitting.artifacts import (
+    Artifact,
+    StaleArtifact,
+    default_artifact,
+    find_latest,
+    load_latest,
+    versions,
+)
 from learn.job.traced import step_of
 from warehouse.files.folder import DataFolder
 
@@ -48,15 +56,14 @@ class ModelAnswer(NamedTuple):
 
 @dataclass
 class ModelQuestion:
-    """A target's question to a fitted model, with the prediction that holds its answer once the model was asked.
+    """A target's question to a fitted model.
 
     artifact    the model; None: none knows the target
     packaged    whether it comes with the project
     case        what it is asked about
     looped      whether that is the estimate's case in a plain loop
     notes       on models that were passed over
-    row         place of the answer in the prediction
-    error       why the model could not be asked
+    answer      once the model was asked: its answer, or why there is none; None where it does not know the case
     """
 
     target: str
@@ -65,106 +72,154 @@ class ModelQuestion:
     case: Case
     looped: bool
     notes: list[Note]
-    prediction: Prediction | None = None
-    row: int = 0
-    error: CommandError | None = None
-
-    def answer(self, options: AnswerOptions) -> ModelAnswer | None:
-        """Return the model's answer; None where it has none.
-
-        Raises:
-            CommandError: The model could not be asked.
-            UsageError: The estimator that was named has no answer for memory.
-        """
-        if self.error is not None:
-            raise self.error
-        target, artifact, prediction, row = self.target, self.artifact, self.prediction, self.row
-        if artifact is None or prediction is None:
-            return None
-        if row in prediction.refusals:
-            if target == "memory" and options.estimator is not None:
-                raise UsageError(f"estimator={options.estimator} has no answer: {prediction.refusals[row]}")
-            return None
-        name, meta = artifact.meta["estimator"], artifact.meta
-        notes = [Note("estimator", WARNING, text, (target,)) for text in prediction.warnings]
-        notes += [
-            Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", (target,))
-            for text in prediction.unfamiliar.get(row, ())
-        ]
-        of_loop = ", for a plain training loop with its input pipeline" if self.looped else ""
-        text = f"fitted on {', '.join(meta['rows']['source'])} rows{of_loop}"
-        notes.append(Note("fitted-rows", INFO, text, (target,)))
-        if self.packaged and not is_current(meta["feature_version"]):
-            text = (
-                "the model that comes with the project was fitted with features "
-                f"{meta['feature_version']}, and this code computes others: it may be a little off"
-            )
-            notes.append(Note("stale-model", WARNING, text, (target,)))
-        return ModelAnswer(
-            figure=float(prediction.point[row]),
-            by=f"{name} (default)" if self.packaged else f"{name} {artifact.version}",
-            loop=loop_named(self.case.training_loop),
-            bound=_bound(prediction, row, artifact, options.coverage) if target == "memory" else None,
-            outside=row in prediction.outside,
-            notes=notes,
-        )
+    answer: ModelAnswer | CommandError | None = None
 
 
-def choose_models(
-    case: Case, options: AnswerOptions, steps: StepStore, traces: Traces | None, overrides: contextlib.ExitStack
-) -> list[ModelQuestion]:
-    """Choose for each target the newest fitted model that knows the case's family and device: the data folder's, else
-    the one that comes with the project.
-
-    Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
-    each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
-    answer; memory, which hardly depends on the loop, is answered by any.
+class FittedModels:
+    """The fitted models that may answer, opened once for all cases: those of the data folder, and those that come with
+    the project.
 
     Args:
-        case: What is estimated.
-        options: How the estimate is wanted.
-        steps: Holds the records that models read; that of the plain loop is added to it.
-        traces: As in `learn.job.traced.step_of`.
-        overrides: Keeps the added record until the models have been asked.
-
-    Raises:
-        UsageError: The estimator that was named is not fitted for memory.
-        StaleArtifact: The model that was named was fitted with other features.
+        options: How the estimates are wanted.
+        steps: Holds the records that models read.
     """
-    folder = DataFolder.resolve(options.data)
-    if options.data is not None:
-        folder.open()
-    wanted: Wanted = {
-        "estimator": options.estimator,
-        "family": None if case.config is None else case.family,
-        "device": case.device,
-        "for_modules": case.config is None,
-    }
-    learnt: Wanted = {**wanted, "learnt": True}
-    packaged = {target: default_artifact(target) for target in TARGETS}
-    packaged = {
-        target: artifact
-        for target, artifact in packaged.items()
-        if artifact is not None and options.estimator in (None, artifact.meta["estimator"])
-    }
-    if options.estimator is not None and "memory" not in packaged:
-        load_latest(folder, "memory", **wanted)  # a named one must be there, at least for memory
-    questions, looped = [], None
-    for target in TARGETS:
-        newest, notes = None, list[Note]()
-        try:
-            newest = find_latest(folder, target, **learnt)
-        except StaleArtifact as error:
-            if options.estimator is not None:
-                raise
-            notes.append(Note("stale-model", WARNING, str(error)))
-        artifact, passed_over = _first_of_loop(target, newest, packaged.get(target), options.loop)
-        asked = case
-        if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
-            asked = looped = looped or _in_plain_loop(case, steps, traces, overrides)
-        notes += passed_over
-        questions.append(ModelQuestion(target, artifact, artifact is not newest, asked, asked is not case, notes))
-    return questions
+
+    def __init__(self, options: AnswerOptions, steps: StepStore) -> None:
+        self._options, self._steps = options, steps
+
+    @cached_property
+    def _folder(self) -> DataFolder:
+        folder = DataFolder.resolve(self._options.data)
+        return folder if self._options.data is None else folder.open()
+
+    @cached_property
+    def _kept(self) -> dict[str, list[Artifact]]:
+        return {target: versions(self._folder, target) for target in TARGETS}
+
+    @cached_property
+    def _packaged(self) -> dict[str, Artifact]:
+        return {
+            target: artifact
+            for target in TARGETS
+            if (artifact := default_artifact(target)) is not None
+            and self._options.estimator in (None, artifact.meta["estimator"])
+        }
+
+    def choose(self, case: Case, traces: Traces | None, overrides: contextlib.ExitStack) -> list[ModelQuestion]:
+        """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
+        else the one that comes with the project.
+
+        Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
+        each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
+        answer; memory, which hardly depends on the loop, is answered by any.
+
+        Args:
+            case: What is estimated.
+            traces: As in `learn.job.traced.step_of`.
+            overrides: Keeps the record of the plain loop until the models have been asked.
+
+        Raises:
+            UsageError: The estimator that was named is not fitted for memory.
+            StaleArtifact: The model that was named was fitted with other features.
+        """
+        named = self._options.estimator
+        wanted: Wanted = {
+            "estimator": named,
+            "family": None if case.config is None else case.family,
+            "device": case.device,
+            "for_modules": case.config is None,
+        }
+        if named is not None and "memory" not in self._packaged:
+            load_latest(self._folder, "memory", **wanted)  # a named one must be there, at least for memory
+        learnt: Wanted = {**wanted, "learnt": True}
+        questions, looped = [], None
+        for target in TARGETS:
+            newest, notes = None, list[Note]()
+            try:
+                newest = find_latest(self._kept[target], target, **learnt)
+            except StaleArtifact as error:
+                if named is not None:
+                    raise
+                notes.append(Note("stale-model", WARNING, str(error)))
+            artifact, passed_over = _first_of_loop(target, newest, self._packaged.get(target), self._options.loop)
+            asked = case
+            if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
+                asked = looped = looped or _in_plain_loop(case, self._steps, traces, overrides)
+            notes += passed_over
+            questions.append(ModelQuestion(target, artifact, artifact is not newest, asked, asked is not case, notes))
+        return questions
+
+    def ask(self, questions: Iterable[ModelQuestion]) -> None:
+        """Ask each model once for all its questions, which take their answers."""
+        of_model: dict[int, tuple[Artifact, list[ModelQuestion]]] = {}
+        for question in questions:
+            if question.artifact is not None:
+                of_model.setdefault(id(question.artifact), (question.artifact, []))[1].append(question)
+        for artifact, alike in of_model.values():
+            try:
+                prediction = artifact.estimator.predict([question.case for question in alike], self._steps)
+            except CommandError as error:
+                for question in alike:
+                    question.answer = error
+                continue
+            bounds = self._bounds(artifact, prediction) if alike[0].target == "memory" else {}
+            for row, question in enumerate(alike):
+                if (refusal := prediction.refusals.get(row)) is None:
+                    question.answer = _answer(question, artifact, prediction, row, bounds.get(row))
+                elif question.target == "memory" and (named := self._options.estimator) is not None:
+                    question.answer = UsageError(f"estimator={named} has no answer: {refusal}")
+
+    def _bounds(self, artifact: Artifact, prediction: Prediction) -> dict[int, MemoryBound]:
+        """Return the bound of each row, of left-out groups, or of held-out rows where its fit left out none. Empty
+        where it is not calibrated."""
+        coverage, quantiles = self._options.coverage, dict[float, list[float]]()
+        for level in sorted({*COVERAGES, coverage}):
+            values = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
+            if values is None:
+                return {}
+            quantiles[level] = values.tolist()
+        bounds = {}
+        for row, point in enumerate(prediction.point.tolist()):
+            held_out: Mapping[str, Any] = {}
+            if coverage == LEVEL:
+                held = prediction.held_of(row)
+                held_out = artifact.bound_held_out() if held is None else asdict(held)
+            bounds[row] = MemoryBound(
+                coverage=coverage,
+                quantiles_mib={level: values[row] for level, values in quantiles.items()},
+                causes_mib={HELD_OUT: quantiles[coverage][row] - point},
+                held_out=held_out,
+            )
+        return bounds
+
+
+def _answer(
+    question: ModelQuestion, artifact: Artifact, prediction: Prediction, row: int, bound: MemoryBound | None
+) -> ModelAnswer:
+    """Return the model's answer, which is in that row of its prediction."""
+    target, name, meta = (question.target,), artifact.meta["estimator"], artifact.meta
+    notes = [Note("estimator", WARNING, text, target) for text in prediction.warnings]
+    notes += [
+        Note("unlike-fitted", WARNING, f"unlike what it was fitted on: {text}", target)
+        for text in prediction.unfamiliar.get(row, ())
+    ]
+    of_loop = ", for a plain training loop with its input pipeline" if question.looped else ""
+    text = f"fitted on {', '.join(meta['rows']['source'])} rows{of_loop}"
+    notes.append(Note("fitted-rows", INFO, text, target))
+    if question.packaged and not is_current(meta["feature_version"]):
+        text = (
+            "the model that comes with the project was fitted with features "
+            f"{meta['feature_version']}, and this code computes others: it may be a little off"
+        )
+        notes.append(Note("stale-model", WARNING, text, target))
+    return ModelAnswer(
+        figure=float(prediction.point[row]),
+        by=f"{name} (default)" if question.packaged else f"{name} {artifact.version}",
+        loop=loop_named(question.case.training_loop),
+        bound=bound,
+        outside=row in prediction.outside,
+        notes=notes,
+    )
 
 
 def _in_plain_loop(case: Case, steps: StepStore, traces: Traces | None, overrides: contextlib.ExitStack) -> Case:
@@ -193,36 +248,3 @@ def _first_of_loop(
         texts = [f"{words} was fitted on the {name} loop only; pass loop={name} to use it" for name in known]
         passed_over += [Note("other-loop", INFO, text, (target,)) for text in texts]
     return None, passed_over
-
-
-def ask_models(questions: Iterable[ModelQuestion], steps: StepStore) -> None:
-    """Ask each model once for all its questions, which take its prediction, or the error that it raised."""
-    of_model: dict[int, tuple[Artifact, list[ModelQuestion]]] = {}
-    for question in questions:
-        if question.artifact is not None:
-            of_model.setdefault(id(question.artifact), (question.artifact, []))[1].append(question)
-    for artifact, alike in of_model.values():
-        prediction = error = None
-        try:
-            prediction = artifact.estimator.predict([question.case for question in alike], steps)
-        except CommandError as raised:
-            error = raised
-        for row, question in enumerate(alike):
-            question.prediction, question.row, question.error = prediction, row, error
-
-
-def _bound(prediction: Prediction, row: int, artifact: Artifact, coverage: float) -> MemoryBound | None:
-    """Return the bound of one case by a fitted model, of left-out groups, or of held-out rows where its fit left out
-    none. None where it is not calibrated."""
-    quantiles = {}
-    for level in sorted({*COVERAGES, coverage}):
-        values = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
-        if values is None:
-            return None
-        quantiles[level] = float(values[row])
-    held_out: Mapping[str, Any] = {}
-    if coverage == LEVEL:
-        held = prediction.held_of(row)
-        held_out = artifact.bound_held_out() if held is None else asdict(held)
-    causes_mib = {HELD_OUT: quantiles[coverage] - float(prediction.point[row])}
-    return MemoryBound(coverage=coverage, quantiles_mib=quantiles, causes_mib=causes_mib, held_out=held_out)

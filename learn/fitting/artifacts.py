@@ -322,15 +322,19 @@ def save_artifact(
     text = json.dumps(meta, indent=1, sort_keys=True)
     short = hashlib.sha256(text.encode()).hexdigest()[:8]
     version = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{short}"
-    if (home / version).exists():  # the same second, the same data, the same figures
-        return home / version
     home.mkdir(parents=True, exist_ok=True)
-    with new_folder(home / version) as building:
-        (building / "model").mkdir(parents=True)
-        estimator.save(building / "model")
-        (building / "report.json").write_text(json.dumps(report, indent=1))
-        extras(building)
-        (building / "meta.json").write_text(json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True))
+    if not (home / version).exists():  # else of the same second, the same data, the same figures
+        try:
+            with new_folder(home / version) as building:
+                (building / "model").mkdir(parents=True)
+                estimator.save(building / "model")
+                (building / "report.json").write_text(json.dumps(report, indent=1))
+                extras(building)
+                stamp = json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True)
+                (building / "meta.json").write_text(stamp)
+        except OSError:
+            if not (home / version).exists():  # else another fit has finished the same version meanwhile
+                raise
     return home / version
 
 
@@ -393,7 +397,7 @@ class Wanted(TypedDict, total=False):
     for_modules: bool
 
 
-def find_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
+def find_latest(data: DataPlace | list[Artifact], target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
     """`newest`, of whose arguments `wanted` is, or None; `StaleArtifact` where that version's features are not those
     of this code."""
     artifact = newest(data, target, **wanted)
@@ -401,7 +405,7 @@ def find_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artif
 
 
 def newest(
-    data: DataPlace,
+    data: DataPlace | list[Artifact],
     target: str,
     *,
     estimator: str | None = None,
@@ -414,11 +418,12 @@ def newest(
     """Return the newest version that was fitted on rows of that family, device and source (None: any), or None; where
     no estimator is named, of the hybrid, and of another only where there is no hybrid. With
     `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
-    traced steps, fitted on rows of real devices. Its features may be those of other code.
+    traced steps, fitted on rows of real devices. Its features may be those of other code. `data` may be the target's
+    versions, where these are open already.
     """
     fitting = [
         artifact
-        for artifact in versions(data, target)
+        for artifact in (data if isinstance(data, list) else versions(data, target))
         if (estimator is None or artifact.meta["estimator"] == estimator)
         and not (learnt and artifact.meta["estimator"] in TRAINING_FREE)
         and (family is None or family in artifact.meta["rows"]["family"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,11 +70,12 @@ def step_of(
     allocator: AllocatorSettings | None = None,
     timeline: bool = False,
     traces: Traces | None = None,
+    beside: Iterable[DeviceSpec] = (),
 ) -> TracedStep:
     """Trace a job's training step, replay its memory and price it on `device`.
 
     `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are those of the job that
-    the caller has at hand, and keeps. Raises `CannotTrace`, and
+    the caller has at hand, and keeps. `beside`, as `time_step` has it. Raises `CannotTrace`, and
     `UsageError` for an invalid job: an unknown device, a factory that returns no module, an output without logits.
     """
     from featurize.memory.replay import outside_mib, replay
@@ -93,7 +94,7 @@ def step_of(
         worst = max(of_ranks, key=lambda rank: (of_ranks[rank].peak_reserved, of_ranks[rank].peak_allocated))
         trace = ranks_of_stages(trace)[worst]
     memory = replayed(trace, timeline) if timeline or not groups else of_ranks[worst]
-    step = simulate(trace, spec, job.settings, memory=memory)
+    step = simulate(trace, spec, job.settings, memory=memory, beside=beside)
     return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)), of_ranks=of_ranks)
 
 

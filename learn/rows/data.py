@@ -354,7 +354,7 @@ def load_rows(
     kept, and its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
-    `untrusted`, a run beside others on one device, or a label that is stale now (`warehouse.files.stale`). `family`
+    `untrusted`, a run beside others on one device, or a label that is stale now (`warehouse.files.writer`). `family`
     None or `all` takes every family. Rows of several sources are not mixed, but where `source` is a list that names
     them: without it that raises `UsageError` with the counts, as do unknown names and fewer than 30 usable rows. Rows
     of several devices are, as long as `conf/device` describes all of them, since estimators read the description; else
@@ -399,7 +399,7 @@ def _read(
     data: str | os.PathLike[str] | DataFolder | None, target: Target, snapshot: str | None
 ) -> list[dict[str, Any]]:
     import warehouse
-    from warehouse.files.stale import stale_now
+    from warehouse.files.writer import stale_now
 
     with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
         # target.column comes from learn.rows.data, not from the user

@@ -23,8 +23,7 @@ from pathlib import Path
 from featurize.families import get_family
 from workers.telemetry.base import WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
-from workers.telemetry.gpm import GpmSensor
-from workers.telemetry.nvml import NvmlSensor
+from workers.telemetry.nvml import GpmSensor, NvmlSensor
 from workers.telemetry.process import ProcessSensor
 from workers.telemetry.sampler import TelemetrySampler
 
@@ -40,8 +39,8 @@ def run(pairs: int = 60) -> dict[str, float]:
     """`core_share` of sampling at 10 Hz, the same by sensor; `slowdown`: the median over `pairs` of turns of (median
     step time with telemetry) / (without) - 1, with the half-width of its 95 % confidence interval."""
     with exporter() as url:
-        result = {"core_share": core_share(_sensors(url))}
-        for sensor in _sensors(url):
+        result = {"core_share": core_share(_sensors(url, os.getpid()))}
+        for sensor in _sensors(url, os.getpid()):
             result[f"core_share_{sensor.name}"] = core_share([sensor])
         result |= slowdown(url, pairs)
     for name, value in result.items():
@@ -52,7 +51,7 @@ def run(pairs: int = 60) -> dict[str, float]:
 def core_share(sensors: list) -> float:
     """CPU seconds a second that this process, otherwise idle, spends on sampling."""
     sampler = TelemetrySampler(sensors, _PERIOD_S)
-    sampler.start(WatchTarget(_uuid(0), os.getpid()))
+    sampler.start()
     time.sleep(1.0)  # what only the first readings do
     before_s, began_s = _cpu_s(), time.perf_counter()
     time.sleep(_SAMPLE_S)
@@ -76,8 +75,8 @@ def slowdown(url: str, pairs: int) -> dict[str, float]:
             for watched in (pair % 2 == 0, pair % 2 == 1):
                 with contextlib.ExitStack() as held:
                     if watched:
-                        sampler = TelemetrySampler(_sensors(url), _PERIOD_S)
-                        sampler.start(WatchTarget(_uuid(0), trial.pid))
+                        sampler = TelemetrySampler(_sensors(url, trial.pid), _PERIOD_S)
+                        sampler.start()
                         held.callback(sampler.stop)
                         time.sleep(_PERIOD_S)
                     began_ns = time.monotonic_ns()
@@ -120,13 +119,15 @@ def train() -> None:
     print(json.dumps(steps))
 
 
-def _sensors(url: str) -> list:
+def _sensors(url: str, pid: int) -> list:
     from recorded_nvml import FakeGpmNvml, RecordedNvml
 
     recorded = RecordedNvml(pids={"trial": os.getpid()})
     for _ in range(2):
         recorded.advance()  # to where the trial runs
-    return [NvmlSensor(recorded), GpmSensor(FakeGpmNvml()), DcgmSensor(url), ProcessSensor()]
+    target = WatchTarget(_uuid(0), pid)
+    sensors = [NvmlSensor(target, recorded), GpmSensor(target, FakeGpmNvml())]
+    return [*sensors, DcgmSensor(target, url), ProcessSensor(target)]
 
 
 def _uuid(gpu: int) -> str:

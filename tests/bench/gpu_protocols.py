@@ -134,12 +134,13 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
         canonical_json(plan.settings(PUBLISHED).to_mapping()),
         plan.choice.backend,
     ]
-    sensors, _ = make_sensors(TelemetrySettings(period_s=_PUBLISHED_PERIOD_S), slot.device_uuid)
-    sampler = TelemetrySampler(sensors, _PUBLISHED_PERIOD_S)
     began = time.monotonic()
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
-        sampler.start(WatchTarget(slot.device_uuid, child.pid))
+        settings = TelemetrySettings(period_s=_PUBLISHED_PERIOD_S)
+        sensors, _ = make_sensors(settings, WatchTarget(slot.device_uuid, child.pid))
+        sampler = TelemetrySampler(sensors, _PUBLISHED_PERIOD_S)
+        sampler.start()
         try:
             child_output, _ = child.communicate(timeout=plan.seconds + _LIMIT_S)
             status = "ok" if child.returncode == 0 else "failed"

@@ -134,6 +134,16 @@ def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too_and_leaves_no_d
     assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))
 
 
+@pytest.mark.parametrize(("end", "code"), [(4, 4), (None, 0), ("why", 1)])
+def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
+    server = running.local_server("")
+    try:
+        ended = server.start("sys:exit", end).wait()
+    finally:
+        server.close()
+    assert (ended.code, ended.output) == (code, "why\n" if end == "why" else "")
+
+
 def test_output_that_is_shown_goes_to_standard_error(base, capfd):
     with ChildRunner() as child:
         program = child.folder / "program.py"

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,7 @@ from recorded_nvml import A100_UUID, UNKNOWN_UUID, FakeGpmNvml, RecordedNvml
 from warehouse.tables.schema import METRICS, SAMPLE_QUALITIES
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
-from workers.telemetry.gpm import GpmSensor
-from workers.telemetry.nvml import NvmlSensor
+from workers.telemetry.nvml import GpmSensor, NvmlSensor
 from workers.telemetry.process import ProcessSensor
 from workers.telemetry.sampler import SENSORS
 
@@ -30,13 +30,17 @@ RATIOS = {name for name, (unit, _) in METRICS.items() if unit == "ratio"}
 
 @dataclass
 class Case:
-    """A sensor, what makes its source move on and what makes it fail, and a target it cannot know."""
+    """How a sensor is made, what makes its source move on and what makes it fail, and a target it cannot know."""
 
-    sensor: Sensor
+    make: Callable[[WatchTarget], Sensor]
     step: Callable[[], None] = lambda: None
     fail: Callable[[], None] | None = None
     target: WatchTarget = field(default_factory=lambda: WatchTarget(A100_UUID, os.getpid()))
     unknown: WatchTarget = field(default_factory=lambda: WatchTarget(UNKNOWN_UUID, os.getpid()))
+
+    @cached_property
+    def sensor(self) -> Sensor:
+        return self.make(self.target)
 
 
 @contextlib.contextmanager
@@ -47,14 +51,14 @@ def nvml_case() -> Iterator[Case]:
         for query in nvml.answers[0].keys() - {"nvmlDeviceGetUUID"}:
             nvml.answers[0][query] = {"error": 999}
 
-    yield Case(NvmlSensor(nvml), nvml.advance, fail)
+    yield Case(lambda target: NvmlSensor(target, nvml), nvml.advance, fail)
 
 
 @contextlib.contextmanager
 def gpm_case() -> Iterator[Case]:
     nvml = FakeGpmNvml()
     nvml.returns[13] = 3
-    yield Case(GpmSensor(nvml), fail=lambda: setattr(nvml, "failing", 999))
+    yield Case(lambda target: GpmSensor(target, nvml), fail=lambda: setattr(nvml, "failing", 999))
 
 
 @contextlib.contextmanager
@@ -68,12 +72,12 @@ def dcgm_case() -> Iterator[Case]:
             server.replace(str(last[0]), str(new))
             last[0] = new
 
-        yield Case(DcgmSensor(server.url), step, lambda: setattr(server, "status", 500))
+        yield Case(lambda target: DcgmSensor(target, server.url), step, lambda: setattr(server, "status", 500))
 
 
 @contextlib.contextmanager
 def process_case() -> Iterator[Case]:
-    yield Case(ProcessSensor(), unknown=WatchTarget(None, 999_999_999))
+    yield Case(ProcessSensor, unknown=WatchTarget(None, 999_999_999))
 
 
 CASES = {"nvml": nvml_case, "gpm": gpm_case, "dcgm": dcgm_case, "process": process_case}
@@ -87,12 +91,7 @@ def case(request):
 
 
 def readings(case: Case, enough: int = 4) -> list[Sample]:
-    """At least `enough` samples of a trial: asked again and again, as the sampler does, until the sensor has them."""
-    case.sensor.watch(case.target)
-    return more_readings(case, enough)
-
-
-def more_readings(case: Case, enough: int) -> list[Sample]:
+    """At least `enough` further samples: asked again and again, as the sampler does, until the sensor has them."""
     readings: list[Sample] = []
     deadline = time.monotonic() + 30
     while len(readings) < enough:
@@ -143,24 +142,25 @@ def test_a_source_that_fails_for_once_says_so_and_keeps_no_old_values(case):
     readings(case, enough=1)
     case.fail()
     case.step = lambda: None
-    (failed,) = more_readings(case, enough=1)
+    (failed,) = readings(case, enough=1)
     assert (failed.values, failed.quality) == ({}, "unavailable")
     assert all(reason.isidentifier() for reason in failed.reasons) and failed.reasons
 
 
 def test_unknown_target_is_refused_with_a_reason(case):
     with pytest.raises(SensorUnavailable, match=r".{10,}"):
-        case.sensor.watch(case.unknown)
+        case.make(case.unknown)
 
 
-def test_sensor_can_watch_one_trial_after_another(case):
+def test_one_trial_after_another_has_a_sensor_of_its_own(case):
     first = readings(case, enough=2)
+    case.sensor.close()
+    del case.sensor
     second = readings(case, enough=2)
     assert second[0].t_ns >= first[-1].t_ns
 
 
 def test_close_can_be_repeated_and_ends_the_readings(case):
-    case.sensor.watch(case.target)
     case.sensor.close()
     case.sensor.close()
     with pytest.raises(SensorUnavailable):

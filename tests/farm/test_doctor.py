@@ -20,7 +20,7 @@ from farm import doctor
 from farm.queue.jobs import Queue
 from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import SCHEMA_VERSION
-from workers.devices.discovery import discover_gpus
+from workers.devices.cuda import discover_gpus
 from workers.telemetry.nvml import open_nvml
 
 
@@ -48,9 +48,8 @@ def no_gpu(monkeypatch):
         def nvmlInit(self):
             raise self.NVMLError(9)
 
-    monkeypatch.setattr("workers.devices.discovery.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
+    monkeypatch.setattr("workers.devices.cuda.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
     monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
-    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
 
 
 def test_a_described_gpu_model_is_shown_with_what_follows_from_it(capsys, tmp_path, no_gpu):
@@ -101,7 +100,7 @@ def hopper(monkeypatch):
     """A machine with a GPU that has GPM."""
     nvml = FakeGpmNvml()
     nvml.returns[13] = 3
-    for module in ("nvml", "gpm", "dcgm"):
+    for module in ("nvml", "dcgm"):
         monkeypatch.setattr(f"workers.telemetry.{module}.open_nvml", lambda given=None: open_nvml(given or nvml))
     monkeypatch.setattr(doctor, "discover_gpus", lambda: discover_gpus(nvml, {}))
     monkeypatch.setattr(doctor, "_LISTEN_S", 0.6)

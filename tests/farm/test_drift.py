@@ -15,7 +15,7 @@ from farm.sampling.draws import sample
 from farm.sampling.space import parse_space
 from featurize.configs.trial import config_hash
 from learn.rows.data import load_rows
-from warehouse.files.stale import write_marks
+from warehouse.files.writer import write_marks
 
 AT = datetime.datetime(2026, 2, 1, tzinfo=datetime.UTC)
 FAMILIES = ("mlp", "cnn", "gpt", "gnn")

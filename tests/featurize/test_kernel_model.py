@@ -12,7 +12,7 @@ from small_configs import small_config
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device.device_spec import load_device
+from featurize.device.device_spec import device_names, load_device
 from featurize.families import family_names
 from featurize.job.training_settings import COMPILED, EAGER, GRAPHS, MEGATRON, Training
 from featurize.recording.step_trace import GATHERED, Block, Collective
@@ -149,6 +149,15 @@ def test_the_parts_by_kind_sum_to_the_gpu_s_time_and_the_input_adds_to_the_step(
     assert sum(step.by_kind_ms.values()) == pytest.approx(step.busy_ms)
     assert list(step.by_kind_ms.values()) == sorted(step.by_kind_ms.values(), reverse=True)
     assert time_step(small_cnn, A100, Training(), input_ms=7.0).step_time_ms == pytest.approx(step.step_time_ms + 7)
+
+
+def test_a_step_takes_as_long_on_a_gpu_model_alone_as_beside_all_others(small_cnn):
+    specs = [load_device(name) for name in device_names()]
+    specs.append(dataclasses.replace(A100, power_cap_w=200.0))
+    for precision in ("fp32", "tf32", "bf16"):
+        together, alone = dataclasses.replace(small_cnn), dataclasses.replace(small_cnn)
+        steps = [time_step(together, spec, Training(precision=precision), beside=specs) for spec in specs]
+        assert steps == [time_step(alone, spec, Training(precision=precision)) for spec in specs]
 
 
 def test_the_bound_is_above_the_estimate_and_grows_with_the_coverage(small_cnn):

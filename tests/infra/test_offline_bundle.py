@@ -21,8 +21,9 @@ from packaging.requirements import Requirement
 from conf.errors import EnvironmentProblem, UsageError
 from infra import collect
 from infra.offline import bundle as bundles
-from infra.offline import launch, page, probes, steps
+from infra.offline import launch, page, steps
 from infra.offline.bundle import BundleSettings, needed_wheels
+from workers.probes import children
 
 PYTHON = "{}.{}".format(*sys.version_info)
 TAG = f"cp{PYTHON.replace('.', '')}"
@@ -325,7 +326,13 @@ def test_bad_input_of_make_offline_is_one_line(arguments, expected, capsys, monk
 
 @pytest.mark.parametrize(
     ("program", "key"),
-    [(bundles, "python=null"), (page, "results=(required)"), (probes, "out="), (steps, "minutes="), (collect, "n=420")],
+    [
+        (bundles, "python=null"),
+        (page, "results=(required)"),
+        (children, "out="),
+        (steps, "minutes="),
+        (collect, "n=420"),
+    ],
 )
 def test_a_command_of_no_table_explains_itself_and_its_keys(program, key, capsys):
     assert program.main(["--help"]) == 0

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,9 +19,9 @@ from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job
 from infra.offline import probe_sections, results, steps
 from infra.offline.estimated_runs import read_results
-from infra.offline.recorded_tests import Recorder, outcomes_of
-from infra.offline.results import Series
+from infra.offline.results import Series, outcomes_of
 from infra.offline.steps import STEPS, CallStop
+from tests.gpu.conftest import Recorder
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -276,8 +277,8 @@ def test_no_trial_begins_where_the_results_have_no_room_for_it(tmp_path, monkeyp
 
 def program(monkeypatch, step, *lines, **fields):
     """Make a step run these lines of Python, each in a process, in place of its own programs."""
-    values = {"commands": lambda place, seconds: [["-c", line] for line in lines], "not_here": lambda place: None}
-    monkeypatch.setitem(steps.STEPS, step, dataclasses.replace(STEPS[step], **(values | fields)))
+    programs = tuple(f"-c {shlex.quote(line)}" for line in lines)
+    monkeypatch.setitem(steps.STEPS, step, dataclasses.replace(STEPS[step], programs=programs, needs="", **fields))
 
 
 def run_step(tmp_path, step, code=0):
@@ -345,10 +346,7 @@ def test_runs_that_cannot_be_counted_are_packed(work, packed, monkeypatch):
 
 
 def test_a_step_s_own_error_is_a_failed_row(tmp_path, monkeypatch):
-    def unreadable(place):
-        raise PermissionError("bench.json")
-
-    program(monkeypatch, "kernels", "pass", is_left=unreadable)
+    program(monkeypatch, "kernels", "import os; os.mkdir('{work}/bench.json')", state="bench.json")
     row = run_step(tmp_path, "kernels", code=1)
     assert row["outcome"] == "failed" and "bench.json" in row["reason"]
 
@@ -374,16 +372,16 @@ def test_tests_that_no_time_was_left_for_are_counted_and_earlier_outcomes_stay(t
 
 def test_only_tests_of_this_call_are_counted_and_pytest_has_its_own_plugins_only(tmp_path, monkeypatch):
     Series.begun(tmp_path / "work")
-    (tmp_path / "work" / "tests.jsonl").write_text('{"selected": 4}\n')
+    (tmp_path / "work" / "tests.jsonl").write_text('{"selected": []}\n')
     program(monkeypatch, "test", "import os; print(os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD']); raise SystemExit(1)")
     row = run_step(tmp_path, "test", code=1)
     assert row["reason"] == "exit code 1: 1" and row["counts"] == {"runs": 0}
-    assert (tmp_path / "work" / "tests.jsonl").read_text() == '{"selected": 4}\n', "an earlier call's"
+    assert (tmp_path / "work" / "tests.jsonl").read_text() == '{"selected": []}\n', "an earlier call's"
 
 
 def test_a_torn_file_of_the_benchmark_means_that_some_is_left(tmp_path):
     (tmp_path / "bench.json").write_text('{"plan": {"comp')
-    assert STEPS["bench"].is_left(steps.Place(work=tmp_path, device="cuda", gpus=1))
+    assert steps._is_left(STEPS["bench"], steps.Place(work=tmp_path, device="cuda", gpus=1))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from learn.fitting.artifacts import (
     load_latest,
     newest,
     read_json,
+    save_artifact,
     stamped,
     versions,
 )
@@ -146,6 +147,28 @@ def test_a_damaged_version_is_named_in_one_line_and_the_older_one_answers(data, 
     find_latest(data, "memory")
     load_latest(data, "memory")
     assert len(capsys.readouterr().err.splitlines()) <= 1  # said once a process and reason
+
+
+class Empty:
+    def save(self, folder):
+        pass
+
+
+def test_two_fits_that_finish_the_same_version_at_once_leave_one(tmp_path):
+    now = datetime(2026, 11, 20, 10, 0, tzinfo=UTC)
+
+    def save(name, extras=lambda folder: None):
+        return save_artifact(tmp_path, "memory", Empty(), {}, {"by": name}, now=now, extras=extras)
+
+    path = save("the slower one", lambda _: save("the quicker one"))
+    assert json.loads((path / "report.json").read_text()) == {"by": "the quicker one"}
+    assert [version.name for version in path.parent.iterdir()] == [path.name]
+    with pytest.raises(OSError, match="full"):
+        save_artifact(tmp_path, "memory", Empty(), {"other": 1}, {}, now=now, extras=full_disk)
+
+
+def full_disk(_folder):
+    raise OSError(28, "full")
 
 
 def test_without_any_whole_version_the_model_that_comes_along_answers(data, capsys):

@@ -2,15 +2,19 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 from learn_rows import published_mlp, write_published
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from learn.benchmark import entry
-from learn.commands.benchmark import BenchmarkSettings, benchmark, cache_folder
+from learn.benchmark import BenchmarkSettings, benchmark, cache_folder, entry
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
 from learn.rows.data import memory_bins
 
@@ -86,6 +90,34 @@ def test_a_process_that_dies_hangs_or_hoards_costs_its_row_only(tmp_path, monkey
     assert figures.answered_ok == 1, "who takes over from a dead process answers"
     (figures,) = benchmark(settings(path, workers=1, estimators=("endless",), limit_s=0.2)).figures
     assert figures.refusals == {"took longer than limit_s=0.2": 2}
+
+
+WAITING = """
+import os, pathlib, sys, time
+
+def wait(path):
+    pathlib.Path(path).write_text(f"{os.getpid()} ")
+    time.sleep(600)
+
+if __name__ == "__main__":
+    from learn.rows.processes import in_processes
+    from waiting import wait as imported
+    list(in_processes(imported, sys.argv[1:], workers=2))
+"""
+
+
+def test_a_ctrl_c_ends_the_processes_that_rows_are_asked_in(tmp_path):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    notes = [tmp_path / "a'; echo", tmp_path / "b"]
+    with subprocess.Popen([sys.executable, "waiting.py", *notes], cwd=tmp_path, stderr=subprocess.DEVNULL) as asking:
+        while not all(note.exists() and note.read_text().endswith(" ") for note in notes):
+            assert asking.poll() is None
+            time.sleep(0.05)
+        processes = psutil.Process(asking.pid).children(recursive=True)
+        asking.send_signal(signal.SIGINT)
+    assert asking.returncode == -signal.SIGINT
+    assert {int(note.read_text()) for note in notes} <= {process.pid for process in processes}
+    assert not psutil.wait_procs(processes, timeout=20)[1]
 
 
 def test_estimates_that_the_file_holds_stand_beside_them_as_published(tmp_path):

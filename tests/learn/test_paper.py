@@ -7,7 +7,7 @@ from learn_rows import published_mlp, write_published
 
 from conf.cli import command_line as cli
 from learn.benchmark import entry
-from learn.commands import paper_tables
+from learn.judging import benchmark_view
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def folder(tmp_path, fakes, monkeypatch):
         ("smact", True, False, ("lightgbm",)),
         ("drama", True, False, ("lightgbm",)),
     )
-    monkeypatch.setattr(paper_tables, "RUNS", runs)
+    monkeypatch.setattr(benchmark_view, "RUNS", runs)
     place = tmp_path / "a'; echo foo"
     place.mkdir()
     write_published(

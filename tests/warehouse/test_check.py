@@ -27,8 +27,7 @@ from warehouse.files.layout import (
 )
 from warehouse.files.merged import Listing, read_listings
 from warehouse.files.snapshots import take_snapshot
-from warehouse.files.stale import Mark, write_marks
-from warehouse.files.writer import RunWriter, run_table
+from warehouse.files.writer import Mark, RunWriter, run_table, write_marks
 
 
 @pytest.fixture

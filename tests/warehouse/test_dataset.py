@@ -350,7 +350,7 @@ def test_an_export_that_was_killed_between_two_files_doubles_no_sample(filled, o
             raise KeyboardInterrupt
         write(path, content)
 
-    monkeypatch.setattr(exporting, "write_bytes", killed)
+    monkeypatch.setattr(exporting, "write_file", killed)
     with pytest.raises(KeyboardInterrupt):
         exported(filled, out)
     monkeypatch.undo()

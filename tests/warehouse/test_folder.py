@@ -82,7 +82,7 @@ def test_a_folder_that_is_full_is_named(folder, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     folder.format_marker.unlink()
-    monkeypatch.setattr("warehouse.files.folder.write_bytes", refuse)
+    monkeypatch.setattr("warehouse.files.folder.write_file", refuse)
     with pytest.raises(EnvironmentProblem, match="cannot be written: No space left"):
         folder.create()
 

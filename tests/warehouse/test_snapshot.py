@@ -209,7 +209,7 @@ def test_a_snapshot_can_be_read_where_nothing_can_be_written(folder, monkeypatch
     def refused(*_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("warehouse.files.views.write_bytes", refused)
+    monkeypatch.setattr("warehouse.files.views.write_file", refused)
     assert len(rows(folder, snapshot="s")) == 1
 
 

@@ -223,7 +223,7 @@ def test_an_older_folder_that_may_only_be_read_is_read(folder, newer_schema, mon
 
     newer_schema()
     before = sorted(folder.root.rglob("*"))
-    monkeypatch.setattr("warehouse.files.views.write_bytes", refuse)
+    monkeypatch.setattr("warehouse.files.views.write_file", refuse)
     check_old_rows(folder)
     assert sorted(folder.root.rglob("*")) == before
 
@@ -283,7 +283,7 @@ def test_a_folder_from_before_there_was_a_table_is_read_on_a_disk_that_takes_no_
     shutil.rmtree(folder.root / kind)
     if not views_left:
         folder.warehouse.unlink()
-    monkeypatch.setattr("warehouse.files.views.write_bytes", refuse)
+    monkeypatch.setattr("warehouse.files.views.write_file", refuse)
     assert ask(folder, f"SELECT count(*), count({column}) FROM {kind}") == [(0, 0)]
     assert ask(folder, "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry)") == [(1, 3)]
     assert not (folder.root / kind).exists() and folder.warehouse.exists() == views_left

@@ -68,8 +68,7 @@ def test_what_children_have_of_their_own_counts_in_full(tree):
 
 @pytest.mark.parametrize("tree", [(4, 0)], indirect=True)
 def test_the_process_sensor_counts_shared_pages_once(tree):
-    sensor = ProcessSensor()
-    sensor.watch(WatchTarget(None, tree.pid))
+    sensor = ProcessSensor(WatchTarget(None, tree.pid))
     for _ in range(3):
         (sample,) = sensor.sample()
         assert SIZE / MIB < sample.values["rss_mib"] < 1.5 * SIZE / MIB
@@ -80,8 +79,7 @@ def test_the_process_sensor_counts_shared_pages_once(tree):
 def test_of_a_single_process_the_resident_set_counts(tree):
     resident = tree.memory_info().rss
     assert tree_memory_bytes({tree.pid: resident}) == resident
-    sensor = ProcessSensor()
-    sensor.watch(WatchTarget(None, tree.pid))
+    sensor = ProcessSensor(WatchTarget(None, tree.pid))
     assert sensor.sample()[0].values["rss_mib"] == pytest.approx(resident / MIB, rel=0.01)
 
 

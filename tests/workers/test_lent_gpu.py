@@ -8,8 +8,7 @@ from recorded_nvml import A100_UUID, FakeGpmNvml
 from workers.labels.run_labels import label_run
 from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import Sample, WatchTarget
-from workers.telemetry.gpm import GpmSensor
-from workers.telemetry.nvml import NvmlSensor, memory_before
+from workers.telemetry.nvml import GpmSensor, NvmlSensor, memory_before
 from workers.trial.reports import Observed
 
 MIB = 2**20
@@ -53,9 +52,8 @@ class Card:
         """The columns of a run as the worker makes them: warm-up from 0.6 s, the window from 1.5 s."""
         clock = lambda: self.now_ns  # noqa: E731
         samples = [("nvml", sample) for sample in memory_before(self.nvml, A100_UUID, clock_ns=clock)]
-        sensors = [NvmlSensor(self.nvml, clock_ns=clock), GpmSensor(self.nvml, clock_ns=clock)]
-        for sensor in sensors:
-            sensor.watch(WatchTarget(A100_UUID, os.getpid()))
+        target = WatchTarget(A100_UUID, os.getpid())
+        sensors = [NvmlSensor(target, self.nvml, clock_ns=clock), GpmSensor(target, self.nvml, clock_ns=clock)]
         while self.now_ns < self.t0_ns + until_s * S:
             self.now_ns += S // 10
             self.show()

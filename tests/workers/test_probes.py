@@ -400,7 +400,7 @@ def test_gpm_is_read_while_the_gpu_is_busy(monkeypatch):
     small = torch.ones(2, 2)
     monkeypatch.setattr(torch, "randn", lambda *shape, **options: small)
     recorded = FakeGpmNvml()
-    monkeypatch.setattr("workers.telemetry.gpm.open_nvml", lambda *_: recorded)
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: recorded)
     threads_before = threading.active_count()
     with standing_in():
         rows = list(questions.gpm_first_sample(A100_UUID))

@@ -325,8 +325,8 @@ def test_readings_of_a_recorded_gpu_are_judged():
     """From the driver's answers to the verdict: a stranger's process, a power cap, memory errors."""
     recorded = RecordedNvml(pids={"trial": os.getpid(), 999_999_999: os.getppid()})
     seconds = itertools.count(1)
-    sensor = NvmlSensor(recorded, clock_ns=lambda: next(seconds) * S // 2)
-    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
+    target = WatchTarget(A100_UUID, os.getpid())
+    sensor = NvmlSensor(target, recorded, clock_ns=lambda: next(seconds) * S // 2)
     samples = []
     for _ in range(5):
         samples += [("nvml", sample) for sample in sensor.sample()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import os
-import types
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,14 @@ from recorded_nvml import (
 from conf.errors import UsageError
 from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import FIELDS, DcgmSensor, PageReader
+from workers.telemetry.sampler import TelemetrySettings
 
 OLD_STYLE_UUID = "GPU-6b8d2a1f-4e32-5c9b-ad55-1a7e3f92c812"
 MIG_UUID = "GPU-7c9e3b20-5f43-6dac-be66-2b8f40a3d923"
 DATA = PAGE.parent
 INFRA = Path(__file__).parents[2] / "infra" / "dcgm-exporter"
 MS = 1_000_000
+TARGET = WatchTarget(A100_UUID, os.getpid())
 
 
 @pytest.fixture
@@ -45,8 +46,7 @@ def clock():
 
 def watched(server: DcgmServer, clock: Clock, uuid: str = A100_UUID, **options) -> DcgmSensor:
     """A sensor that watches since 0.5 s, so that its lag reaches no further back."""
-    sensor = DcgmSensor(server.url, clock_ns=clock, **options)
-    sensor.watch(WatchTarget(uuid, os.getpid()))
+    sensor = DcgmSensor(WatchTarget(uuid, os.getpid()), server.url, clock_ns=clock, **options)
     clock.pass_s(0.5)
     return sensor
 
@@ -151,19 +151,15 @@ def test_values_are_put_back_by_the_lag_and_average_one_interval(server, clock):
     assert sensor.interval_s == 0.1
 
 
-def test_lag_is_an_argument_and_a_setting(server, clock):
+def test_lag_is_an_argument(server, clock):
     sensor, energy = watched(server, clock, lag_s=0.0), Energy(server)
     energy.grow()
     assert sensor.sample()[0].t_ns == clock.now_ns
-    settings = types.SimpleNamespace(dcgm_url=server.url, dcgm_lag_s=0.15)
-    assert DcgmSensor.create(settings, A100_UUID).lag_s == 0.15
-    del settings.dcgm_lag_s
-    assert DcgmSensor.create(settings, A100_UUID).lag_s == DcgmSensor(server.url).lag_s == 0.3
+    assert DcgmSensor.create(TelemetrySettings(dcgm_url=server.url), TARGET).lag_s == 0.3
 
 
 def test_what_is_of_the_time_before_the_trial_is_not_given(server, clock):
-    sensor, energy = DcgmSensor(server.url, clock_ns=clock), Energy(server)
-    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
+    sensor, energy = DcgmSensor(TARGET, server.url, clock_ns=clock), Energy(server)
     clock.pass_s(0.3)
     energy.grow()
     assert sensor.sample() == []  # 0.3 s old: as old as the trial
@@ -219,8 +215,7 @@ def test_a_missed_update_does_not_lengthen_the_interval(server, clock):
 
 
 def test_unchanged_page_is_measured_after_the_default_interval_where_none_was_learned(server, clock):
-    sensor = DcgmSensor(server.url, clock_ns=clock, interval_s=2)
-    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
+    sensor = DcgmSensor(TARGET, server.url, clock_ns=clock, interval_s=2)
     clock.pass_s(1.9)
     assert qualities(sensor.sample()) == ["repeated"]
     clock.pass_s(0.1)
@@ -273,16 +268,16 @@ BROKEN_URLS = (
 @pytest.mark.parametrize("url", BROKEN_URLS)
 def test_broken_url_is_the_users_mistake_and_names_the_key(url):
     with pytest.raises(UsageError, match=r"telemetry\.dcgm_url"):
-        DcgmSensor(url)
+        TelemetrySettings(dcgm_url=url)
 
 
 def test_nobody_answering_and_an_http_error_are_reasons(server):
     server.status = 503
     with pytest.raises(SensorUnavailable, match="503"):
-        DcgmSensor(server.url)
+        DcgmSensor(TARGET, server.url)
     server.__exit__()
     with pytest.raises(SensorUnavailable, match=f"no dcgm-exporter answers at {server.url}"):
-        DcgmSensor(server.url)
+        DcgmSensor(TARGET, server.url)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,10 @@ from recorded_nvml import (
     RecordedNvml,
 )
 
-from workers.devices import discovery
-from workers.telemetry import gpm
+from workers.devices import cuda
 from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import SensorUnavailable, WatchTarget
-from workers.telemetry.gpm import GpmSensor
-from workers.telemetry.nvml import NvmlSensor, belongs_to
+from workers.telemetry.nvml import GpmSensor, NvmlSensor, belongs_to
 
 STRANGER = 999_999_999  # in the recording: a process that is not the trial's
 MIB = 2**20
@@ -39,9 +37,7 @@ def host_pids(monkeypatch):
 
 
 def watched(nvml: RecordedNvml, uuid: str = A100_UUID, make=NvmlSensor, **options):
-    sensor = make(nvml, **options)
-    sensor.watch(WatchTarget(uuid, os.getpid()))
-    return sensor
+    return make(WatchTarget(uuid, os.getpid()), nvml, **options)
 
 
 def gpm_watched(nvml: FakeGpmNvml, uuid: str = A100_UUID):
@@ -160,11 +156,6 @@ def test_processes_of_the_farm_are_not_others():
     assert sensor.sample()[0].values["other_processes"] == 1
     sensor.ignore([os.getppid()])
     assert sensor.sample()[0].values["other_processes"] == 0
-    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
-    assert sensor.sample()[0].values["other_processes"] == 0
-    known = NvmlSensor(nvml, known_pids=frozenset([os.getppid()]))
-    known.watch(WatchTarget(A100_UUID, os.getpid()))
-    assert known.sample()[0].values["other_processes"] == 0
 
 
 def test_what_a_process_is_is_asked_once_while_it_stays_listed(monkeypatch):
@@ -329,8 +320,7 @@ def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
         "nvlink_rx_mib_s": 1024.0,
         "nvlink_tx_mib_s": 2048.0,
     }
-    sensor.watch(WatchTarget(A100_UUID, os.getpid()))
-    assert nvml.allocated == 2, "its buffers are reused from trial to trial"
+    assert nvml.allocated == 2
     sensor.close()
     sensor.close()
     assert nvml.allocated == 0 and nvml.initialised == 0
@@ -408,7 +398,7 @@ def test_profiling_of_a_slice_that_shares_its_gpu_instance_is_refused_and_its_me
 
 
 def test_the_part_of_nvml_that_is_used_is_there():
-    sources = [inspect.getsource(module) for module in (nvml_module, gpm, discovery)]
+    sources = [inspect.getsource(module) for module in (nvml_module, cuda)]
     used = {name for source in sources for name in re.findall(r"\bnvml\.(nvml\w+|NVML\w+)", source)}
     assert len(used) > 40 and not [name for name in used if not hasattr(pynvml, name)]
     assert not [name for name in used if not hasattr(FakeGpmNvml(), name)]

@@ -67,9 +67,7 @@ class Program:
 
 def watched(pid: int) -> tuple[ProcessSensor, Clock]:
     clock = Clock()
-    sensor = ProcessSensor(clock_ns=clock)
-    sensor.watch(WatchTarget(None, pid))
-    return sensor, clock
+    return ProcessSensor(WatchTarget(None, pid), clock_ns=clock), clock
 
 
 def test_cpu_time_of_reaped_children_counts_once():

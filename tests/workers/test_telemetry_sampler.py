@@ -21,7 +21,7 @@ from workers.telemetry.sampler import (
     to_table,
 )
 
-TARGET = WatchTarget(A100_UUID, os.getpid())
+TARGET, NO_GPU = WatchTarget(A100_UUID, os.getpid()), WatchTarget(None, os.getpid())
 
 
 class Scripted(Sensor):
@@ -34,9 +34,6 @@ class Scripted(Sensor):
         self.name, self._act, self._nth = name, act, nth
         self.calls, self.closed = 0, 0
         self.sampled = threading.Event()
-
-    def watch(self, target):
-        pass
 
     def sample(self):
         self.calls += 1
@@ -55,7 +52,7 @@ def reading(call):
 def started(*sensors):
     """A sampler of them under way, when each has been asked as often as its test wants."""
     sampler = TelemetrySampler(sensors, period_s=0.001)
-    sampler.start(TARGET)
+    sampler.start()
     for sensor in sensors:
         assert not isinstance(sensor, Scripted) or sensor.sampled.wait(10)
     return sampler
@@ -94,7 +91,7 @@ def test_sensor_that_ends_mid_trial_is_reported_once_and_the_others_go_on():
         Scripted("process", reading, nth=20),
     )
     sampler = TelemetrySampler([lost, defect, healthy], period_s=0.001)
-    sampler.start(TARGET)
+    sampler.start()
     assert healthy.sampled.wait(10)
     samples = sampler.stop()
     assert sampler.missing == {"nvml": "NVML: GPU is lost", "gpm": "failed with KeyError: 'defect'"}
@@ -102,18 +99,13 @@ def test_sensor_that_ends_mid_trial_is_reported_once_and_the_others_go_on():
     assert sum(name == "nvml" for name, _ in samples) == 1
 
 
-def test_sensor_that_cannot_watch_is_reported_and_not_read():
-    sensor = Scripted("dcgm", reading)
-
-    def refuse(target):
+def test_sensor_that_cannot_watch_is_reported_and_not_made(monkeypatch):
+    def refuse(settings, target):
         raise SensorUnavailable("no exporter")
 
-    sensor.watch = refuse
-    sampler = TelemetrySampler([sensor])
-    sampler.start(TARGET)
-    assert sampler.stop() == []
-    assert sampler.missing == {"dcgm": "no exporter"}
-    assert sensor.calls == 0 and sensor.closed == 1
+    monkeypatch.setattr(Scripted, "create", staticmethod(refuse))
+    monkeypatch.setattr("workers.telemetry.sampler.SENSORS", {"dcgm": f"{__name__}:Scripted"})
+    assert make_sensors(TelemetrySettings(sources=("dcgm",)), TARGET) == ((), {"dcgm": "no exporter"})
 
 
 def test_slow_sensor_does_not_hold_up_the_others():
@@ -196,7 +188,7 @@ def test_new_samples_are_given_once_and_stop_gives_them_all():
 def test_metric_that_a_device_lacks_is_reported_by_name():
     nvml = RecordedNvml()
     nvml.answers[0]["nvmlDeviceGetTotalEnergyConsumption"] = {"error": 3}
-    sampler = started(NvmlSensor(nvml), ProcessSensor())
+    sampler = started(NvmlSensor(TARGET, nvml), ProcessSensor(TARGET))
     samples = sampler.stop()
     assert {name for name, _ in samples} == {"nvml", "process"}
     assert sampler.missing == {"nvml.energy_j": "not supported by this device"}
@@ -204,14 +196,14 @@ def test_metric_that_a_device_lacks_is_reported_by_name():
 
 
 def test_factory_makes_what_works_here_and_says_why_the_rest_does_not():
-    sensors, missing = make_sensors(TelemetrySettings(dcgm_url="http://127.0.0.1:9/metrics"), None)
+    sensors, missing = make_sensors(TelemetrySettings(dcgm_url="http://127.0.0.1:9/metrics"), NO_GPU)
     assert [sensor.name for sensor in sensors] == ["process"]
     assert set(missing) == {"nvml", "gpm", "dcgm"}
     assert all(missing.values())
     for sensor in sensors:
         sensor.close()
-    assert make_sensors(TelemetrySettings(sources=("torch",)), None) == ((), {})
-    sensors, missing = make_sensors(TelemetrySettings(sources=["process", "process"]), None)
+    assert make_sensors(TelemetrySettings(sources=("torch",)), NO_GPU) == ((), {})
+    sensors, missing = make_sensors(TelemetrySettings(sources=["process", "process"]), NO_GPU)
     assert len(sensors) == 1 and missing == {}, "asked for twice"
 
 
@@ -231,12 +223,6 @@ def test_factory_makes_what_works_here_and_says_why_the_rest_does_not():
 def test_wrong_settings_name_the_key_and_the_choices(settings, message):
     with pytest.raises(UsageError, match=message):
         TelemetrySettings(**settings)
-
-
-@pytest.mark.parametrize("uuid", [None, A100_UUID])
-def test_broken_exporter_url_is_reported_as_a_mistake_even_without_a_gpu(uuid):
-    with pytest.raises(UsageError, match=r"telemetry\.dcgm_url"):
-        make_sensors(TelemetrySettings(sources=("dcgm",), dcgm_url="localhost"), uuid)
 
 
 def test_table_has_phases_units_and_nulls():
@@ -295,33 +281,19 @@ def test_a_driver_that_hangs_when_it_is_opened_is_missing_and_asked_once(wedged,
 
     calls, late = [], Late("wedged", reading)
 
-    def create(settings, device_uuid):
-        calls.append(device_uuid)
+    def create(settings, target):
+        calls.append(target)
         wedged.wait(60)
         return late
 
-    monkeypatch.setattr(Scripted, "create", staticmethod(create), raising=False)
+    monkeypatch.setattr(Scripted, "create", staticmethod(create))
     monkeypatch.setattr("workers.telemetry.sampler.SENSORS", {"nvml": f"{__name__}:Scripted"})
     settings = TelemetrySettings(sources=("nvml",))
-    assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml does not answer within 0.2 s"})
-    assert make_sensors(settings, A100_UUID) == ((), {"nvml": "nvml has not returned from an earlier call"})
-    assert calls == [A100_UUID]
+    assert make_sensors(settings, TARGET) == ((), {"nvml": "nvml does not answer within 0.2 s"})
+    assert make_sensors(settings, TARGET) == ((), {"nvml": "nvml has not returned from an earlier call"})
+    assert calls == [TARGET]
     wedged.set()
     assert late.was_closed.wait(10), "what comes too late is closed"
-
-
-def test_a_sensor_that_hangs_when_it_is_pointed_at_a_trial_is_missing(wedged):
-    class Hangs(Scripted):
-        def watch(self, target):
-            wedged.wait(60)
-
-    hangs, works = Hangs("hangs-at-watch", reading), Scripted("process", reading)
-    sampler = TelemetrySampler([hangs, works], period_s=0.001)
-    sampler.start(TARGET)
-    assert works.sampled.wait(10)
-    samples = sampler.stop()
-    assert {name for name, _ in samples} == {"process"}
-    assert sampler.missing == {"hangs-at-watch": "hangs-at-watch does not answer within 0.2 s"}
 
 
 def test_readings_that_are_no_numbers_are_left_out():

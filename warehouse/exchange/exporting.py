@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
-from conf.files.outputs import folder_problems, sync
+from conf.files.outputs import folder_problems, sync, write_file
 from warehouse.exchange.dataset import (
     ALWAYS_THERE,
     CARD,
@@ -36,7 +36,6 @@ from warehouse.exchange.dataset import (
 )
 from warehouse.exchange.dataset_card import card
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import write_bytes
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DETAILS, RUN_SCHEMA
@@ -228,7 +227,7 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
                 sync(parent.parent)
             if not path.exists():
                 new_files.append(path)
-            write_bytes(path, content)
+            write_file(path, content)
     except OSError:  # the disk is full: nothing half-done stays; files that were replaced are whole, old or new
         for path in new_files:
             path.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 from conf.cli.settings import Checked, data_key, key
 from conf.files.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
-from warehouse.files.counting import counting_files, lost_line, lost_merged_files
+from warehouse.files.counting import counting_files, counting_merged_names, held_ids, lost_line, lost_merged_files
 from warehouse.files.damage import DamagedFile, set_aside
 from warehouse.files.folder import DataFolder
 from warehouse.files.layout import KINDS, OF_RUNS, checksum_problem
@@ -49,12 +49,12 @@ from warehouse.files.merged import (
     is_whole_listing,
     land_merged,
     listing_file,
+    names_in,
     new_merged_name,
     read_listings,
 )
 from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, open_lock
 from warehouse.files.small_files import read_files
-from warehouse.files.writer import MergedIndex
 from warehouse.tables.schema import TABLES
 
 SORT_KEYS = {
@@ -213,10 +213,13 @@ def _merge_groups(
     target_bytes = settings.target_mib * 2**20
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
     counting = counting_files(folder, kind, family, read_listings(folder, kind, report.damaged))
-    has_merged_run = MergedIndex(folder).holder(family)
-    is_merged_already = MergedIndex(folder, kind).holder(family)
+    run_ids = [path.stem for path in counting if not is_merged_name(path.name)]
+    merged_already = held_ids(folder.partition(kind, family), _merged_names(folder, kind, family), run_ids)
     merged_ids: set[str] = set()
-    landed = _landed_files(folder, family) if kind in OF_RUNS else set()  # read later, so none is missed
+    landed: set[str] = set()
+    if kind in OF_RUNS:  # read later, so none is missed
+        landed = held_ids(folder.partition("runs", family), _merged_names(folder, "runs", family), run_ids)
+        landed |= {name.removesuffix(".parquet") for name in names_in(folder.partition("runs", family))}
     for path in counting:
         is_merged = is_merged_name(path.name)
         try:
@@ -231,9 +234,9 @@ def _merge_groups(
         size = status.st_size
         if size > target_bytes / 2 or path in report.left:
             continue
-        if kind in OF_RUNS and not (is_merged or path.name in landed or has_merged_run(path.stem)):
+        if kind in OF_RUNS and not is_merged and path.stem not in landed:
             continue  # its run is being written, or was lost and will come again with other rows
-        if not is_merged and is_merged_already(path.stem):
+        if not is_merged and path.stem in merged_already:
             continue  # a run that landed twice, as after the queue was lost: merged, it would be there twice
         try:
             if is_merged:
@@ -267,12 +270,10 @@ def _merge_groups(
             yield group
 
 
-def _landed_files(folder: DataFolder, family: str) -> set[str]:
-    """Return the names of the files of runs, one of which says that its run has landed."""
-    try:
-        return set(os.listdir(folder.partition("runs", family)))
-    except FileNotFoundError:
-        return set()
+def _merged_names(folder: DataFolder, kind: str, family: str) -> list[str]:
+    """Return the names of a partition's merged files that count."""
+    names = map(os.path.split, counting_merged_names(folder, kind))
+    return [name for partition, name in names if partition == folder.partition(kind, family).name]
 
 
 def _delete_replaced(work: Compaction, kind: str) -> None:

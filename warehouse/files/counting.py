@@ -17,14 +17,13 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem
 from warehouse.files import damage
-from warehouse.files.damage import DamagedFile
+from warehouse.files.damage import DamagedFile, warn_once
 from warehouse.files.layout import KINDS, FolderLayout
 from warehouse.files.merged import (
     PARTITION,
@@ -34,7 +33,6 @@ from warehouse.files.merged import (
     names_in,
     read_listings,
     sources_of,
-    warn_once,
 )
 from warehouse.files.plain_file import file_key, plain, remember, remember_by
 
@@ -42,8 +40,8 @@ SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
-_REMEMBERED_GROUPS = 32
-_group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
+_REMEMBERED_IDS = 3_200_000  # some 100 bytes each
+_group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups, of which a compaction writes 100,000 into each
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,23 @@ def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
     listings = [listing for listing in _find_believed(folder, kind)[0] if (root / listing.merged).exists()]
     whole = Judgement.of(listing for listing in listings if not _is_damaged(root / listing.merged))
     return frozenset(whole.listed) - whole.hidden
+
+
+def merged_file_with(folder: FolderLayout, family: str, run_id: str) -> Path | None:
+    """Return the merged file that counts and holds a run, or None. Unreadable files hold no runs."""
+    partition = folder.partition("runs", family)
+    while True:
+        listings = names_in(folder.listings("runs"))  # few, while the partition may hold 100,000 small files
+        holding = [name for name in listings if is_merged_name(name) and held_ids(partition, [name], [run_id])]
+        if not holding:
+            return None
+        counting = counting_merged_names(folder, "runs")
+        for name in holding:
+            if f"{partition.name}/{name}" in counting:
+                return partition / name
+        if listings == names_in(folder.listings("runs")):
+            return None
+        # A compaction has merged the file once more since: the next look finds the new one.
 
 
 def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
@@ -378,23 +393,26 @@ def _family_plan(
     for name in _counting_names(partition.name, names, judgement):
         if not left_out(partition / name):
             (merged if is_merged_name(name) else unmerged).append(name)
-    if merged:
-        unmerged = _without_merged(partition, unmerged, merged)
+    if merged:  # where a run's own file and a merged one exist, the merged one came first
+        held = held_ids(partition, merged, (name.removesuffix(".parquet") for name in unmerged))
+        unmerged = [name for name in unmerged if name.removesuffix(".parquet") not in held]
     doubled = _find_doubled(partition, merged) if len(merged) > 1 else {}
     return FamilyPlan(partition.name.removeprefix(PARTITION), (*unmerged, *merged), doubled)
 
 
-def _without_merged(partition: Path, unmerged: list[str], merged: list[str]) -> list[str]:
-    """Return the runs' own files whose run is in no merged file. Where both exist, the merged one came first."""
+def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
+    """Return those of `run_ids` that one of the partition's merged files holds, by their names.
+
+    Content is read only of row groups whose statistics do not rule the runs out.
+    """
+    left = sorted(run_ids)
+    held: set[str] = set()
     for name in merged:
-        if not unmerged:
-            break
-        held: set[str] = set()
         for group, (least, most) in enumerate(_ranges(partition / name)):
-            if any(least <= file_name[:-8] <= most for file_name in unmerged):
-                held |= _group_ids(partition / name, group)
-        unmerged = [file_name for file_name in unmerged if file_name[:-8] not in held]
-    return unmerged
+            within = left[bisect.bisect_left(left, least) : bisect.bisect_right(left, most)]
+            if within:
+                held |= _group_ids(partition / name, group).intersection(within)
+    return held
 
 
 def _find_doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
@@ -432,30 +450,28 @@ def _ranges(path: Path) -> list[tuple[str, str]]:
 
     def read() -> list[tuple[str, str]]:
         metadata = pq.read_metadata(plain(path))
-        column = metadata.schema.to_arrow_schema().get_field_index("run_id")
+        column = metadata.schema.names.index("run_id")
         ranges = []
         for group in range(metadata.num_row_groups):
             statistics = metadata.row_group(group).column(column).statistics
-            known = statistics is not None and statistics.has_min_max
+            known = statistics is not None and statistics.has_min_max and isinstance(statistics.min, str)
             ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
         return ranges
 
     try:
         return remember(path, read, "ranges")
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, ValueError):
         return []
 
 
 def _group_ids(path: Path, group: int) -> frozenset[str]:
     def read() -> frozenset[str]:
+        if sum(map(len, list(_group_memory.values()))) > _REMEMBERED_IDS:
+            _group_memory.clear()
         file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
-        return _distinct(file.read_row_group(group, columns=["run_id"]))
+        return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
 
     try:
-        return remember(path, read, group, _group_memory, _REMEMBERED_GROUPS)
+        return remember(path, read, group, _group_memory)
     except (pa.ArrowException, OSError):
         return frozenset()
-
-
-def _distinct(table: pa.Table) -> frozenset[str]:
-    return frozenset(table.column("run_id").unique().to_pylist())

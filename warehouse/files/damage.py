@@ -19,9 +19,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.files.outputs import sync
+from conf.files.outputs import sync, write_file
 from conf.plain_text import first_line, one_line
-from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout, verify, write_bytes
+from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout, verify
 from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
 from warehouse.tables.schema import TABLES
 from warehouse.tables.sql_text import escaped_glob, sql_text
@@ -35,8 +35,8 @@ _NEEDED = {
     **{table: ("job_id" if table == "jobs" else "run_id", schema) for table, schema in TABLES.items()},
     "compactions": ("path", LISTING_SCHEMA),
 }
-_reported: set[tuple[str, tuple[int, ...]]] = set()
-_reported_lock = threading.Lock()
+_warned: set[tuple[Path, tuple[int, ...]]] = set()
+_warned_lock = threading.Lock()
 REASON_SUFFIX = ".reason.txt"
 
 
@@ -133,15 +133,17 @@ def parquet_files(folder: FolderLayout) -> Iterator[Path]:
 def report(damaged: Iterable[DamagedFile]) -> None:
     """Print a line on stderr for each file, once in a process while the file stays as it is."""
     for file in damaged:
-        known = identity(file.path)
-        if known is None:
-            continue
-        key = (str(file.path), known)
-        with _reported_lock:
-            if key in _reported:
-                continue
-            _reported.add(key)
-        print(f"warning: {file.line()}", file=sys.stderr, flush=True)
+        warn_once(file.path, file.line())
+
+
+def warn_once(path: Path, line: str) -> None:
+    """Print a line about a file on stderr, the first one in a process while the file stays as it is."""
+    known = identity(path)
+    with _warned_lock:
+        if known is None or (path, known) in _warned:
+            return
+        _warned.add((path, known))
+    print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
 
 
 def _frame_damage(path: Path) -> str | None:
@@ -209,7 +211,7 @@ def set_aside(folder: FolderLayout, path: Path, reason: str) -> Path:
         for place in itertools.chain([target], (target.with_name(f"{target.name}.{n}") for n in itertools.count(2)))
         if not os.path.lexists(place)
     )
-    write_bytes(chosen.with_name(chosen.name + REASON_SUFFIX), f"{reason}\n".encode(errors="backslashreplace"))
+    write_file(chosen.with_name(chosen.name + REASON_SUFFIX), f"{reason}\n".encode(errors="backslashreplace"))
     os.replace(path, chosen)
     sync(chosen.parent)
     sync(path.parent)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import DATA_FORMAT, MARKER_BYTES, read_json
-from warehouse.files.layout import KINDS, FolderLayout, write_bytes
+from conf.files.outputs import DATA_FORMAT, MARKER_BYTES, read_json, write_file
+from warehouse.files.layout import KINDS, FolderLayout
 from warehouse.tables.schema import SCHEMA_VERSION
 
 
@@ -54,7 +54,7 @@ class DataFolder(FolderLayout):
             self.write_anchors()
             if version != SCHEMA_VERSION:
                 text = json.dumps({"format": DATA_FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
-                write_bytes(self.format_marker, text.encode())
+                write_file(self.format_marker, text.encode())
             from warehouse.files.views import refresh  # needs DuckDB, which users of the paths alone may lack
 
             refresh(self)

@@ -1,4 +1,4 @@
-"""Paths of a data folder, and atomic writes of files in it, with a checksum. Imports no reader of the folder.
+"""Paths of a data folder, and atomic writes of Parquet files in it, with a checksum. Imports no reader of the folder.
 
 Start reading at `FolderLayout`; `warehouse.files.folder` makes and opens data folders. `sealed_bytes` writes the
 checksum of a Parquet file into its own footer, and `checksum_problem` verifies it: it covers every byte, the footer and
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.files.outputs import OWN_FILES, OWN_FOLDERS, replacing, sync
+from conf.files.outputs import OWN_FILES, OWN_FOLDERS, write_file
 from warehouse.files.plain_file import open_binary
 from warehouse.tables.schema import JOB_SCHEMA, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 
@@ -52,141 +52,58 @@ _TAIL_BYTES = 64 * 2**10  # holds the whole footer of most files
 _CHUNK_BYTES = 2**20
 
 
+class FolderPlace:
+    """The path of a file or folder of a data folder, which `conf.files.outputs` lets no command overwrite."""
+
+    def __init__(self, *names: str) -> None:
+        assert names[0] in (*OWN_FOLDERS, *OWN_FILES), f"{names[0]} is missing in conf.files.outputs"
+        self._names = names
+
+    def __get__(self, folder: FolderLayout, owner: type[FolderLayout]) -> Path:
+        return folder.root.joinpath(*self._names)
+
+
 @dataclass(frozen=True)
 class FolderLayout:
     """A data folder's paths."""
 
     root: Path  # absolute
 
-    def own(self, name: str) -> Path:
-        """Return the path of a file or folder that `conf.files.outputs` lets no command overwrite."""
-        assert name in (*OWN_FOLDERS, *OWN_FILES), f"{name} is missing in conf.files.outputs"
-        return self.root / name
-
-    @property
-    def format_marker(self) -> Path:
-        return self.own("format.json")
-
-    @property
-    def queue(self) -> Path:
-        """SQLite: jobs and tasks."""
-        return self.own("queue.sqlite")
-
-    @property
-    def warehouse(self) -> Path:
-        """DuckDB file of views only."""
-        return self.own("warehouse.duckdb")
-
-    @property
-    def runs(self) -> Path:
-        return self.own("runs")
-
-    @property
-    def telemetry(self) -> Path:
-        return self.own("telemetry")
-
-    @property
-    def kernels(self) -> Path:
-        return self.own("kernels")
-
-    @property
-    def ranks(self) -> Path:
-        return self.own("ranks")
-
-    @property
-    def collocations(self) -> Path:
-        return self.own("collocations")
-
-    @property
-    def jobs(self) -> Path:
-        return self.own("jobs")
-
-    @property
-    def stale(self) -> Path:
-        """Marks of labels that no longer hold, see `warehouse.files.stale`."""
-        return self.own("stale")
-
-    @property
-    def models(self) -> Path:
-        return self.own("models")
-
-    @property
-    def features(self) -> Path:
-        """Computed features, by their version: a cache that may be deleted."""
-        return self.own("features")
-
-    @property
-    def snapshots(self) -> Path:
-        """A folder for each snapshot, see `warehouse.snapshot`."""
-        return self.own("snapshots")
-
-    @property
-    def growth(self) -> Path:
-        """The growth cycles' journal and plans, see `farm.nights`."""
-        return self.own("growth")
-
-    @property
-    def reports(self) -> Path:
-        """The growth cycles' reports, a page and a JSON file for each, and `latest` of both."""
-        return self.own("reports")
-
-    @property
-    def replays(self) -> Path:
-        """Pages of replayed traces and their JSON, see `farm.replaying`."""
-        return self.own("replays")
-
-    @property
-    def environments(self) -> Path:
-        """A data folder for each environment that was compared, see `farm.comparison`."""
-        return self.own("environments")
-
-    @property
-    def comparisons(self) -> Path:
-        """Pages of comparisons and their JSON, see `farm.comparison`."""
-        return self.own("comparisons")
-
-    @property
-    def machines(self) -> Path:
-        """Profiles of machines, by GPU model, see `learn.calibrate`."""
-        return self.own("machines")
-
-    @property
-    def locks(self) -> Path:
-        return self.own("locks")
-
-    @property
-    def damaged(self) -> Path:
-        """Folder of damaged files that were set aside, each with the reason beside it; see `farm.queue.repair`."""
-        return self.own("damaged")
-
-    @property
-    def dispatcher_lock(self) -> Path:
-        return self.locks / "dispatcher.lock"
-
-    @property
-    def compaction_lock(self) -> Path:
-        return self.locks / "compaction.lock"
-
-    @property
-    def growth_lock(self) -> Path:
-        return self.locks / "growth.lock"
-
-    @property
-    def ingest_lock(self) -> Path:
-        return self.locks / "ingest.lock"
-
-    @property
-    def service_lock(self) -> Path:
-        return self.locks / "service.lock"
-
-    @property
-    def service(self) -> Path:
-        """Questions that the service traces, and their answers: SQLite that may be deleted, see `farm.serving`."""
-        return self.own("service.sqlite")
+    format_marker = FolderPlace("format.json")
+    queue = FolderPlace("queue.sqlite")  # SQLite: jobs and tasks
+    warehouse = FolderPlace("warehouse.duckdb")  # DuckDB file of views only
+    runs = FolderPlace("runs")
+    telemetry = FolderPlace("telemetry")
+    kernels = FolderPlace("kernels")
+    ranks = FolderPlace("ranks")
+    collocations = FolderPlace("collocations")
+    jobs = FolderPlace("jobs")
+    stale = FolderPlace("stale")  # marks of labels that no longer hold, see `warehouse.files.writer`
+    models = FolderPlace("models")
+    features = FolderPlace("features")  # computed features, by their version: a cache that may be deleted
+    snapshots = FolderPlace("snapshots")  # a folder for each snapshot, see `warehouse.snapshot`
+    growth = FolderPlace("growth")  # the growth cycles' journal and plans, see `farm.nights`
+    reports = FolderPlace(
+        "reports"
+    )  # the growth cycles' reports, a page and a JSON file for each, and `latest` of both
+    replays = FolderPlace("replays")  # pages of replayed traces and their JSON, see `farm.replaying`
+    environments = FolderPlace(
+        "environments"
+    )  # a data folder for each environment that was compared, see `farm.comparison`
+    comparisons = FolderPlace("comparisons")  # pages of comparisons and their JSON, see `farm.comparison`
+    machines = FolderPlace("machines")  # profiles of machines, by GPU model, see `learn.calibrate`
+    locks = FolderPlace("locks")
+    damaged = FolderPlace("damaged")  # damaged files that were set aside, with the reasons; see `farm.queue.repair`
+    dispatcher_lock = FolderPlace("locks", "dispatcher.lock")
+    compaction_lock = FolderPlace("locks", "compaction.lock")
+    growth_lock = FolderPlace("locks", "growth.lock")
+    ingest_lock = FolderPlace("locks", "ingest.lock")
+    service_lock = FolderPlace("locks", "service.lock")
+    service = FolderPlace("service.sqlite")  # what the service traces: SQLite that may be deleted, see `farm.serving`
 
     def listings(self, kind: str) -> Path:
         """Return the folder of the listings of merged files of one of `KINDS`."""
-        return self.own("compactions") / kind
+        return self.root / "compactions" / kind
 
     def partition(self, kind: str, family: str) -> Path:
         """Return the folder of one family's part of one of `KINDS`. Raises `ValueError` for an invalid folder name."""
@@ -202,7 +119,7 @@ class FolderLayout:
         """Write the missing files without rows, so that every glob of the views matches a file."""
         for path, schema in self._anchors().items():
             if not path.exists():
-                _write_file(path, _without_rows(schema))
+                write_file(path, _without_rows(schema))
 
     def _anchors(self) -> dict[Path, pa.Schema]:
         """Return path -> schema of the files that anchor the views. An older one does too, as views add columns."""
@@ -224,22 +141,9 @@ def check_name(kind: str, name: object) -> str:
     return name
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a whole file atomically and durably."""
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(content)
-
-
 def write_parquet(path: Path, table: pa.Table) -> None:
     """Write a small table atomically and durably, with its checksum in the footer; its folder is made if missing."""
-    _write_file(path, sealed_bytes(table, **(COMPRESSION if table.num_rows > 1 else _PLAIN)))
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sync(path.parent.parent)
-    write_bytes(path, content)
+    write_file(path, sealed_bytes(table, **(COMPRESSION if table.num_rows > 1 else _PLAIN)))
 
 
 @functools.cache

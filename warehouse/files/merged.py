@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 import uuid
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import pyarrow.parquet as pq
 from conf.files.outputs import parse_json, replacing, sync
 from conf.plain_text import first_line, one_line
 from warehouse.files import damage
-from warehouse.files.damage import DamagedFile
+from warehouse.files.damage import DamagedFile, warn_once
 from warehouse.files.layout import (
     COMPRESSION,
     LISTING_SCHEMA,
@@ -43,7 +42,6 @@ _PUBLISHED_AT = b"gpufarm_published_at"
 _CHECKSUM = b"gpufarm_merged_checksum"
 _ROWS = b"gpufarm_merged_rows"
 PARTITION = "family="
-_warned: set[Hashable] = set()
 
 
 @dataclass(frozen=True)
@@ -261,17 +259,6 @@ def names_in(path: Path) -> list[str]:
         return sorted(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def warn_once(path: Path, line: str) -> None:
-    """Print a line on stderr, once in a process while the file stays as it is."""
-    try:
-        key = (file_key(path), line)
-    except OSError:
-        return
-    if key not in _warned:
-        _warned.add(key)
-        print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
 
 
 def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListing:

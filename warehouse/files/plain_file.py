@@ -87,18 +87,12 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
-def remember(
-    path: Path,
-    read: Callable[[], T],
-    part: Hashable,
-    memory: dict[Hashable, Any] = _memory,
-    most: int = _MOST,
-) -> T:
+def remember(path: Path, read: Callable[[], T], part: Hashable, memory: dict[Hashable, Any] = _memory) -> T:
     """Return the result of `read`, which is called once per process while the file stays the same.
 
     `part` names which content of the file is read. Raises what `read` raises, and `OSError` where there is no file.
     """
-    return remember_by((file_key(path), part), read, memory, most)
+    return remember_by((file_key(path), part), read, memory)
 
 
 def file_key(path: Path) -> Hashable:
@@ -107,15 +101,15 @@ def file_key(path: Path) -> Hashable:
     return str(path), status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory, most: int = _MOST) -> T:
-    """Return the result of `read`, called once per process and key. `memory` is emptied at `most` entries."""
+def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory) -> T:
+    """Return the result of `read`, called once per process and key. `memory` is emptied where it is full."""
     with _lock:
         if key in memory:
             known: T = memory[key]
             return known
     value = read()
     with _lock:
-        if len(memory) >= most:
+        if len(memory) >= _MOST:
             memory.clear()
         memory[key] = value
     return value

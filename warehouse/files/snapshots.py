@@ -23,21 +23,14 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
 from conf.files.identity import sha256_of
-from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync
+from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync, write_file
 from conf.plain_text import first_line
 from warehouse.files.compaction import CompactionReport, compaction_lock, run_ids_of, settle_listings
 from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import (
-    KINDS,
-    LISTING_SCHEMA,
-    OF_RUNS,
-    check_name,
-    write_bytes,
-    write_parquet,
-)
+from warehouse.files.layout import KINDS, LISTING_SCHEMA, OF_RUNS, check_name, write_parquet
 from warehouse.files.merged import is_merged_name
 from warehouse.files.views import VIEWS, view_statements
 from warehouse.tables.duckdb_access import disk_errors_named, is_disk_error
@@ -281,7 +274,7 @@ def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime
         "files": files,
         "left_out": left_out,
     }
-    write_bytes(building.root / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    write_file(building.root / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
 
 
 def _view_rows(building: DataFolder) -> dict[str, int]:

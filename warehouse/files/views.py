@@ -5,6 +5,7 @@ Start reading at `view_statements`; `_partitioned_view` is where a file is decid
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,10 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from warehouse.files.layout import KINDS, OF_RUNS, FolderLayout, write_bytes
+from conf.files.outputs import write_file
+from warehouse.files.layout import KINDS, OF_RUNS, FolderLayout
 from warehouse.files.merged import MERGED_PREFIX
+from warehouse.files.plain_file import remember
 from warehouse.tables.duckdb_access import existing_database, new_database
 from warehouse.tables.schema import (
     DETAILS,
@@ -29,8 +32,6 @@ from warehouse.tables.sql_text import escaped_glob, sql_text
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 
-# By path: the file's state when it was read or written, and the fingerprint in it.
-_FINGERPRINTS: dict[Path, tuple[tuple[int, ...], str | None]] = {}
 _FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
@@ -48,16 +49,19 @@ def refresh(folder: FolderLayout) -> None:
     Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
     """
     statements = view_statements(folder)
-    if _fingerprint_in(folder.warehouse) == _fingerprint(statements):
-        return
+    fingerprint = _fingerprint(statements)
+    with contextlib.suppress(FileNotFoundError):
+        if remember(folder.warehouse, lambda: _read_fingerprint(folder.warehouse), "views") == fingerprint:
+            return
     with tempfile.TemporaryDirectory(prefix="gpufarm-") as building:
         built = Path(building) / folder.warehouse.name
         try:
             build(folder, built)
         except duckdb.Error:  # a torn file keeps DuckDB from planning over all: other clients fail on it as well
             return
-        write_bytes(folder.warehouse, built.read_bytes())
-    _remember(folder.warehouse, _fingerprint(statements))
+        write_file(folder.warehouse, built.read_bytes())
+    # Opening a database takes longer than a query of a small folder.
+    remember(folder.warehouse, lambda: fingerprint, "views")
 
 
 def view_statements(folder: FolderLayout) -> list[str]:
@@ -200,29 +204,6 @@ def create_views(connection: duckdb.DuckDBPyConnection, statements: Sequence[str
 
 def _fingerprint(statements: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(statements).encode()).hexdigest()[:16]
-
-
-def _fingerprint_in(path: Path) -> str | None:
-    state = _state_of(path)
-    if state is None:
-        return None
-    if _FINGERPRINTS.get(path, (None, None))[0] != state:
-        _FINGERPRINTS[path] = state, _read_fingerprint(path)
-    return _FINGERPRINTS[path][1]
-
-
-def _remember(path: Path, fingerprint: str) -> None:
-    """Remember what was just written: opening a database takes longer than a query of a small folder."""
-    if (state := _state_of(path)) is not None:
-        _FINGERPRINTS[path] = state, fingerprint
-
-
-def _state_of(path: Path) -> tuple[int, ...] | None:
-    try:
-        state = path.stat()
-    except OSError:
-        return None
-    return state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _read_fingerprint(path: Path) -> str | None:

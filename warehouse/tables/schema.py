@@ -351,7 +351,7 @@ JOB_SCHEMA = pa.schema(
 # What can invalidate labels, beside the device itself.
 ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
 
-# A mark: a run's label does not hold on its device once that is in the environment named; see `warehouse.files.stale`.
+# A mark: a run's label does not hold on its device once that is in the environment named; see `warehouse.files.writer`.
 STALE_SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),

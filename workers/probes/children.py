@@ -1,29 +1,39 @@
 """Runs each measurement in a process of its own and keeps its rows, so that a killed call continues where it was.
 
-Start reading at `measure_all`; `child.py` is the program of the process.
+Start reading at `measure_all`, and at `measure` for the command:
+`python -m workers.probes.children probes=[contexts,questions] out=DIR device=cuda seconds=180`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pkgutil
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ChildRunner
+from conf.children.running import ServerLost, local_server
+from conf.cli.command_line import developer_command
+from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.outputs import write_file
-from conf.plain_text import exception_line, one_line
+from conf.plain_text import counted, exception_line, one_line
 from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
 
-_CHILD = Path(__file__).with_name("child.py")
 _MOST_S = 60.0  # longest measurement
 _LEAST_S = 15.0  # with less left, none begins
 _HOST_SHARE = 0.5  # share of the machine's memory for one child
 DEVICES = ("cuda", "cpu")
+PROBES = {name: f"workers.probes.{name}:measure" for name in ("contexts", "workspaces", "questions", "histories")}
+EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
+EXIT_NOT_HERE = 4  # nothing can be measured on this machine
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 Row = dict[str, Any]
@@ -125,23 +135,24 @@ def run_child(
     environment |= {**variables, **measurement.environment}
     memory_bytes = _HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        with ChildRunner(environment) as child:
-            rows_path = child.folder / "rows.jsonl"
+        server = local_server("", environment, folder_base=tempfile.gettempdir())
+        with contextlib.closing(server):
+            rows_path = Path(server.hello()["folder"], "rows.jsonl")
             request = {
                 "function": measurement.function,
                 "arguments": dict(measurement.arguments),
                 "device_uuid": None if slot is None else slot.device_uuid,
                 "rows": str(rows_path),
             }
-            (child.folder / "request.json").write_text(json.dumps(request))
-            ended = child.run(
-                [str(_CHILD), str(child.folder / "request.json")],
+            ended = server.start(
+                "workers.probes.children:write_rows",
+                request,
                 time_limit_s=time_limit_s,
                 memory_limit_bytes=memory_bytes,
-            )
+            ).wait()
             # A killed child's last line may be torn.
             lines = rows_path.read_text().split("\n")[:-1] if rows_path.exists() else []
-    except (EnvironmentProblem, OSError) as problem:
+    except (EnvironmentProblem, ServerLost, OSError) as problem:
         return [], exception_line(problem)
     rows = [json.loads(line) for line in lines]
     if ended.code == 0:
@@ -150,6 +161,15 @@ def run_child(
     last = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()][-1:]
     how = limits.get(ended.limit or "", f"its process ended with code {ended.code}")
     return rows, ": ".join([how, *last])
+
+
+def write_rows(request: Mapping[str, Any]) -> None:
+    """Write the rows that the requested function yields into a file as they come; the function of a child."""
+    measured = pkgutil.resolve_name(request["function"])
+    with open(request["rows"], "w") as rows:
+        for row in measured(request["device_uuid"], **request["arguments"]):
+            rows.write(json.dumps(row) + "\n")
+            rows.flush()
 
 
 def read_json(path: Path, empty: Any) -> Any:
@@ -187,3 +207,48 @@ def keep_rows(path: Path, columns: Sequence[str]) -> tuple[Callable[[], dict[str
         write_file(path, json.dumps([*others, *({**empty, **row} for row in rows)], indent=1).encode())
 
     return kept, keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbesSettings(Checked):
+    """The keys."""
+
+    probes: tuple[str, ...] = key(help="what to measure", kind="text | list of text", choices=tuple(PROBES))
+    out: str = key(help="the folder of the results", kind="new path")
+    device: str = key(help="where", choices=DEVICES)
+    seconds: float = key(help="for all probes together", kind="number > 0")
+
+
+def measure(settings: ProbesSettings) -> int:
+    """Run the probes and print what each did; the last line says how many measurements failed, and the first reason.
+
+    Returns:
+        0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 where some failed and none was ever measured.
+    """
+    until_s = time.monotonic() + settings.seconds
+    results = []
+    for name in settings.probes:
+        probe = pkgutil.resolve_name(PROBES[name])
+        result: ProbeResult = probe(Path(settings.out), settings.device, lambda: until_s - time.monotonic())
+        results.append(result)
+        print(f"{name}: {len(result.measured)} measured, {len(result.kept)} before, {len(result.left)} left")
+        for failed, reason in result.failed.items():
+            print(f"{name}: {failed}: {reason}", flush=True)
+    failures = [failure for result in results for failure in result.failed.items()]
+    if failures:
+        first = ": ".join(failures[0])
+        print(f"failed: {counted(len(failures), 'measurement', 'measurements')}, first {first}", flush=True)
+    if any(result.no_device is not None for result in results):
+        return EXIT_NOT_HERE
+    if failures and not any(result.measured or result.kept for result in results):
+        return 1
+    return EXIT_LEFT if failures or any(result.left for result in results) else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure what the arguments say; return `measure`'s exit code, 2 for bad arguments."""
+    return developer_command("workers.probes.children:ProbesSettings", measure, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

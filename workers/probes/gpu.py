@@ -27,9 +27,8 @@ def memory_reading(device_uuid: str) -> dict[str, Any]:
     Raises:
         SensorUnavailable: NVML or the GPU cannot be reached.
     """
-    sensor = NvmlSensor()
+    sensor = NvmlSensor(WatchTarget(device_uuid=device_uuid, pid=os.getpid()))
     try:
-        sensor.watch(WatchTarget(device_uuid=device_uuid, pid=os.getpid()))
         sensor.sample()  # the first one shows whether MPS runs; from the next on, its clients' list is read
         values = sensor.sample()[0].values
         process_mib = values.get("process_memory_mib")

@@ -151,7 +151,7 @@ def gpm_first_sample(device_uuid: str) -> Iterator[Row]:
     import torch
 
     from workers.telemetry.base import SensorUnavailable, WatchTarget
-    from workers.telemetry.gpm import GpmSensor
+    from workers.telemetry.nvml import GpmSensor
 
     matrix = torch.randn(8192, 8192, device=first_gpu(), dtype=torch.bfloat16)
     stop = threading.Event()
@@ -167,8 +167,7 @@ def gpm_first_sample(device_uuid: str) -> Iterator[Row]:
     try:
         time.sleep(_BUSY_S)
         begin = time.monotonic()
-        sensor = GpmSensor()
-        sensor.watch(WatchTarget(device_uuid=device_uuid, pid=os.getpid()))
+        sensor = GpmSensor(WatchTarget(device_uuid=device_uuid, pid=os.getpid()))
         while time.monotonic() - begin < _GPM_S:
             try:
                 samples = sensor.sample()

@@ -2,9 +2,9 @@
 
 Start reading at `Sensor`. A sensor declares its metrics (keys of `warehouse.tables.schema.METRICS`) and its period, and
 converts units once, here. Constructing a sensor must raise `SensorUnavailable` with a reason a person can act on when
-the hardware, driver, library or exporter is not there; after that `sample` returns what it has, without the metrics it
-could not read. `window_mean` is the mean over a window from readings that are averages of intervals, and how well the
-readings cover the window.
+the hardware, driver, library, exporter or target is not there; after that `sample` returns what it has, without the
+metrics it could not read. `window_mean` is the mean over a window from readings that are averages of intervals, and how
+well the readings cover the window.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 # A reading without the start of its interval stands for the time since the one before it, but at most for this
 # many usual intervals: longer gaps are unknown.
@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class WatchTarget:
-    """Target of the sensors: the device by UUID (None: no GPU) and the trial's root process."""
+    """Target of a trial's sensors: the device by UUID (None: no GPU) and the trial's root process."""
 
     device_uuid: str | None
     pid: int
@@ -57,7 +57,7 @@ class WatchTarget:
 
 @runtime_checkable
 class Sensor(Protocol):
-    """A source of samples. Used from one thread at a time; `watch` is called before a trial's first `sample`.
+    """A source of samples of one trial, from its construction until `close`. Used from one thread at a time.
 
     Sensors inherit from it, which gives them the defaults.
     """
@@ -69,15 +69,18 @@ class Sensor(Protocol):
     lag_s: float = 0.0  # age of its readings when they become available
     dropped: Mapping[str, str] = MappingProxyType({})  # metric -> why this device does not read it
 
-    def watch(self, target: WatchTarget) -> None:
-        """Point the sensor at a device and process. Raises `SensorUnavailable`."""
-        ...
+    def __init__(self, target: WatchTarget) -> None: ...
+
+    @classmethod
+    def create(cls, settings: Any, target: WatchTarget) -> Sensor:
+        """Return the sensor of a trial, as `TelemetrySettings` have it. Raises `SensorUnavailable`."""
+        return cls(target)
 
     def sample(self) -> list[Sample]:
         """Return the readings since the last call, oldest first: usually one, none if there is nothing new."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what the sensor holds; a second call has no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,8 +222,8 @@ class DcgmSensor(Sensor):
 
     Time. What the exporter serves is of the past: DCGM computes profiling figures over the interval before and has them
     some 0.3 s later. So a sample's time is that of its scrape less `lag_s`, and a reading averages the time since
-    `since_ns`, one interval earlier (None while the interval is not known). What such times put before `watch` is of
-    the time before the trial, and is not given.
+    `since_ns`, one interval earlier (None while the interval is not known). What such times put before the sensor was
+    made is of the time before the trial, and is not given.
 
     A scrape that failed comes as `unavailable`, with the reason `exporter_timeout` or `exporter_error`. DCGM's
     profiling sometimes stalls and reads zeros everywhere: a reading in which every activity is exactly 0 while the GPU
@@ -239,6 +239,7 @@ class DcgmSensor(Sensor):
 
     def __init__(
         self,
+        target: WatchTarget,
         url: str = DEFAULT_URL,
         *,
         lag_s: float = LAG_S,
@@ -246,68 +247,45 @@ class DcgmSensor(Sensor):
         nvml: Nvml | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`nvml` looks up MIG slices; None: the real one.
-
-        Raises `UsageError` for an invalid URL, `SensorUnavailable` if no exporter answers.
-        """
-        self._url = checked_url(url)
+        """`nvml` looks up MIG slices; None: the real one. Raises `SensorUnavailable`."""
+        if target.device_uuid is None:
+            raise SensorUnavailable("this worker has no GPU")
+        self._url = url
         self.lag_s = lag_s
-        self._connection = _connection(self._url)
+        self._connection = _connection(url)
         self._default_interval_s = interval_s
         self._nvml = nvml
         self._clock_ns = clock_ns
         self._closed = False
-        self._reader: PageReader | None = None
-        self._fields: dict[str, float] = {}
-        self._watched_ns = self._changed_ns = self._reported_ns = 0
+        self._reader = self._find(target.device_uuid)
+        self._fields = self._read()
+        self._watched_ns = self._reported_ns = clock_ns()
+        self._changed_ns = 0
         self._gaps_ns: deque[int] = deque(maxlen=8)
         self._failures, self._failing_since_ns = 0, 0
-        self.dropped: dict[str, str] = {}  # metric -> why it is not given
-        self._scrape()
+        given = {FIELDS[field][0] for field in self._fields}
+        self.dropped = {  # metric -> why it is not given
+            name: f"not in the counter file of the exporter at {url}" for name in self.metrics if name not in given
+        }
+        if self._reader.instance_id is not None:
+            self.dropped |= dict.fromkeys(WHOLE_GPU, "the exporter has it of the whole GPU only, not of a MIG slice")
 
     @classmethod
-    def create(cls, settings: Any, device_uuid: str | None) -> DcgmSensor:
-        """Build the sensor for `make_sensors`; checks at once that the exporter knows the device."""
-        if device_uuid is None:
-            checked_url(settings.dcgm_url)
-            raise SensorUnavailable("this worker has no GPU")
-        sensor = cls(settings.dcgm_url, lag_s=getattr(settings, "dcgm_lag_s", LAG_S))
-        sensor._read(sensor._find(device_uuid))
-        return sensor
+    def create(cls, settings: Any, target: WatchTarget) -> DcgmSensor:
+        return cls(target, settings.dcgm_url)
 
     @property
     def interval_s(self) -> float | None:
         """Return the exporter's renewal interval in seconds; None before two changes were seen."""
         return self._interval_ns() / 1e9 if self._gaps_ns else None
 
-    def watch(self, target: WatchTarget) -> None:
+    def sample(self) -> list[Sample]:
         if self._closed:
             raise SensorUnavailable("the dcgm sensor was closed")
-        if target.device_uuid is None:
-            raise SensorUnavailable("this worker has no GPU")
-        reader = self._find(target.device_uuid)
-        self._fields = self._read(reader)
-        self._reader = reader
-        self._changed_ns, self._watched_ns = 0, self._clock_ns()
-        self._reported_ns = self._watched_ns
-        self._gaps_ns.clear()
-        self._failures = 0
-        given = {FIELDS[field][0] for field in self._fields}
-        self.dropped = {
-            name: f"not in the counter file of the exporter at {self._url}"
-            for name in self.metrics
-            if name not in given
-        }
-        if reader.instance_id is not None:
-            self.dropped |= dict.fromkeys(WHOLE_GPU, "the exporter has it of the whole GPU only, not of a MIG slice")
-
-    def sample(self) -> list[Sample]:
-        if self._closed or self._reader is None:
-            raise SensorUnavailable("the dcgm sensor watches nothing")
         now_ns = self._clock_ns()
         t_ns = now_ns - int(self.lag_s * 1e9)
         try:
-            fields = self._read(self._reader)
+            fields = self._read()
         except SensorUnavailable as error:
             return self._failed(now_ns, t_ns, error)
         self._failures = 0
@@ -347,7 +325,7 @@ class DcgmSensor(Sensor):
         return sum(single) // len(single)
 
     def _values(self, fields: dict[str, float]) -> dict[str, float]:
-        whole_gpu = self._reader is None or self._reader.instance_id is None
+        whole_gpu = self._reader.instance_id is None
         values = {}
         for field, raw in fields.items():
             name, convert = FIELDS[field]
@@ -377,8 +355,9 @@ class DcgmSensor(Sensor):
         finally:
             nvml.nvmlShutdown()
 
-    def _read(self, reader: PageReader) -> dict[str, float]:
+    def _read(self) -> dict[str, float]:
         """Return our fields as the exporter prints them. Raises `SensorUnavailable`."""
+        reader = self._reader
         fields = reader.read(self._scrape())
         if not fields and reader.sliced:
             raise SensorUnavailable(
@@ -480,7 +459,7 @@ def checked_url(url: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, AttributeError, TypeError):  # a port that is not a number, a value that is not text
+    except ValueError:  # a port that is not a number
         valid = False
     if not valid or any(character.isspace() for character in url):
         raise UsageError(f"telemetry.dcgm_url must be like {DEFAULT_URL}, got {url!r}")

@@ -1,11 +1,13 @@
-"""The `nvml` sensor: memory, power, energy, clocks, utilization and other processes of one GPU, through NVML.
+"""The sensors of one GPU through NVML: `nvml` (memory, power, energy, clocks, utilization, processes) and `gpm`.
 
 Start reading at `NvmlSensor`; `open_nvml` loads the library, `find_gpu` looks up what a UUID names. `GpuProcesses`
-attributes the processes on a GPU to the trial, to the farm, or to others that disturb the measurement.
+attributes the processes on a GPU to the trial, to the farm, or to others that disturb the measurement. `GpmSensor` has
+SM activity, occupancy, DRAM and pipe activity of Hopper and later GPUs, through NVML's GPM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -59,9 +61,9 @@ class GpuProcesses:
     while every listed pid exists here.
     """
 
-    def __init__(self, root: int, known_pids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, root: int) -> None:
         self.root = root
-        self.known_pids = known_pids
+        self.known_pids: frozenset[int] = frozenset()
         self.seen_own = False
         self.mps = False  # whether CUDA's multi-process service runs on this GPU
         self._kinds: dict[int, str] = {}
@@ -262,58 +264,26 @@ class NvmlSensor(Sensor):
     )
 
     def __init__(
-        self,
-        nvml: Nvml | None = None,
-        *,
-        known_pids: frozenset[int] = frozenset(),
-        clock_ns: Callable[[], int] = time.monotonic_ns,
+        self, target: WatchTarget, nvml: Nvml | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        """`known_pids`: processes of the farm that may be on the GPU beside the trial's; see `ignore`."""
-        self._opened: Nvml | None = open_nvml(nvml)
+        self._nvml = nvml = open_nvml(nvml)
         self._clock_ns = clock_ns
-        self._device: Any = None  # the GPU or the MIG slice
-        self._gpu: Any = None  # the GPU that it is part of
-        self._known_pids = known_pids
-        self._processes = GpuProcesses(0, known_pids)
+        self._processes = GpuProcesses(target.pid)
         self._graphics: dict[int, int | None] = {}
-        self._readers: dict[str, Callable[[], dict[str, float]]] = {}
         self._slow_due_ns = 0
         self._slow = False
         self._pcie: tuple[int, tuple[int, int]] | None = None
         self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
-
-    @classmethod
-    def create(cls, settings: Any, device_uuid: str | None) -> NvmlSensor:
-        """Build the sensor for `make_sensors`; checks at once that the device exists."""
-        sensor = cls()
         try:
-            find_gpu(sensor._nvml, device_uuid)
+            handles = find_gpu(nvml, target.device_uuid)
         except SensorUnavailable:
-            sensor.close()
+            self.close()
             raise
-        return sensor
-
-    @property
-    def _nvml(self) -> Nvml:
-        if self._opened is None:
-            raise SensorUnavailable("the nvml sensor was closed")
-        return self._opened
-
-    def ignore(self, pids: Iterable[int]) -> None:
-        """Do not count these processes and their descendants as others, for this trial and later ones."""
-        self._known_pids = frozenset(pids)
-        self._processes.ignore(self._known_pids)
-
-    def watch(self, target: WatchTarget) -> None:
-        handles = find_gpu(self._nvml, target.device_uuid)
-        self._device, self._gpu = handles.device, handles.gpu
-        self._processes = GpuProcesses(target.pid, self._known_pids)
-        self._graphics = {}
-        self._slow_due_ns = 0
-        self._pcie = None
-        self.dropped = {}
-        self._readers = {"memory_used_mib": self._memory, "process_memory_mib": self._process_memory}
-        nvml, device, gpu = self._nvml, self._device, self._gpu
+        self._device, self._gpu = device, gpu = handles.device, handles.gpu
+        self._readers: dict[str, Callable[[], dict[str, float]]] = {
+            "memory_used_mib": self._memory,
+            "process_memory_mib": self._process_memory,
+        }
         of_whole_gpu: dict[str, Callable[[], dict[str, float]]] = {
             "gpu_util": self._utilization,
             "power_w": lambda: {"power_w": nvml.nvmlDeviceGetPowerUsage(device) / 1000},
@@ -334,9 +304,13 @@ class NvmlSensor(Sensor):
             "ecc_uncorrected": self._ecc,
         }
 
+    def ignore(self, pids: Iterable[int]) -> None:
+        """Do not count these processes and their descendants as others."""
+        self._processes.ignore(pids)
+
     def sample(self) -> list[Sample]:
-        if self._opened is None or self._device is None:
-            raise SensorUnavailable("the nvml sensor watches nothing")
+        if self._nvml is None:
+            raise SensorUnavailable("the nvml sensor was closed")
         t_ns = self._clock_ns()
         self._slow = t_ns >= self._slow_due_ns
         if self._slow:
@@ -368,13 +342,10 @@ class NvmlSensor(Sensor):
         self.dropped.update(dict.fromkeys((metric, *together.get(metric, ())), reason))
 
     def close(self) -> None:
-        nvml, self._opened = self._opened, None
-        self._device = self._gpu = None
+        nvml, self._nvml = self._nvml, None
         if nvml is not None:
-            try:
+            with contextlib.suppress(nvml.NVMLError):  # a driver that is gone cannot be left in a worse state
                 nvml.nvmlShutdown()
-            except nvml.NVMLError:
-                pass  # a driver that is gone cannot be left in a worse state
 
     # Each returns metrics in our units.
 
@@ -455,3 +426,145 @@ class NvmlSensor(Sensor):
 def _charges(listed: Iterable[Any]) -> dict[int, int | None]:
     """Return bytes by pid; None where the driver does not report them (WDDM, some containers)."""
     return {process.pid: process.usedGpuMemory for process in listed}
+
+
+_GPM_INTERVAL_NS = 100_000_000  # NVIDIA: figures from two samples closer than 100 ms are not reliable
+_GPM_FAILURES = 10  # in a row, before GPM counts as gone
+
+# GPM metric id (nvmlGpmMetricId_t in nvml.h) -> column; the percentages become ratios
+_GPM_METRICS = {
+    1: "gract",  # NVML_GPM_METRIC_GRAPHICS_UTIL
+    2: "smact",  # NVML_GPM_METRIC_SM_UTIL
+    3: "smocc",  # NVML_GPM_METRIC_SM_OCCUPANCY
+    4: "int_active",  # NVML_GPM_METRIC_INTEGER_UTIL
+    5: "tensor_active",  # NVML_GPM_METRIC_ANY_TENSOR_UTIL
+    6: "tensor_dfma_active",  # NVML_GPM_METRIC_DFMA_TENSOR_UTIL
+    7: "tensor_hmma_active",  # NVML_GPM_METRIC_HMMA_TENSOR_UTIL
+    9: "tensor_imma_active",  # NVML_GPM_METRIC_IMMA_TENSOR_UTIL
+    10: "drama",  # NVML_GPM_METRIC_DRAM_BW_UTIL
+    11: "fp64_active",  # NVML_GPM_METRIC_FP64_UTIL
+    12: "fp32_active",  # NVML_GPM_METRIC_FP32_UTIL
+    13: "fp16_active",  # NVML_GPM_METRIC_FP16_UTIL
+    20: "pcie_tx_mib_s",  # NVML_GPM_METRIC_PCIE_TX_PER_SEC, MiB/s already
+    21: "pcie_rx_mib_s",  # NVML_GPM_METRIC_PCIE_RX_PER_SEC
+    60: "nvlink_rx_mib_s",  # NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC
+    61: "nvlink_tx_mib_s",  # NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC
+}
+
+
+class GpmSensor(Sensor):
+    """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples, so the first call has none.
+
+    A reading's time is that of its second sample, `since_ns` that of its first. A sample that GPM failed to take comes
+    as `unavailable`, with the reason `nvml_error`, and the next reading spans it. The figures of a MIG slice are those
+    of its GPU instance.
+    """
+
+    name = "gpm"
+    metrics = tuple(_GPM_METRICS.values())
+    period_s = 0.11  # a little over the least interval: a call that comes early by a hair would read nothing
+
+    def __init__(
+        self, target: WatchTarget, nvml: Nvml | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._nvml = open_nvml(nvml)
+        self._buffers: list[Any] = []  # two GPM samples, the older one first, which change places
+        self._older_ns: int | None = None
+        self._failures = 0
+        self._question: Any = None  # one struct for all readings: it holds room for hundreds of metrics
+        self._entries: list[tuple[str, bool, Any]] = []  # (column, whether a percentage, its place in the struct)
+        self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
+        try:
+            self._handles = self._supported(target.device_uuid)
+            for _ in range(2):
+                self._buffers.append(self._nvml.nvmlGpmSampleAlloc())
+            self._ask()
+        except self._nvml.NVMLError as error:
+            self.close()
+            raise SensorUnavailable(f"GPM gives no sample buffer: {error}") from error
+        except SensorUnavailable:
+            self.close()
+            raise
+
+    def _supported(self, uuid: str | None) -> GpuHandles:
+        handles = find_gpu(self._nvml, uuid)
+        try:
+            supported = self._nvml.nvmlGpmQueryDeviceSupport(handles.gpu).isSupportedDevice
+        except self._nvml.NVMLError as error:  # drivers before GPM do not know the call
+            raise SensorUnavailable(f"GPM needs Hopper or later and a driver that knows it: {error}") from error
+        if not supported:
+            name = self._nvml.nvmlDeviceGetName(handles.gpu)
+            raise SensorUnavailable(f"GPM needs Hopper or later, this is {name}; use dcgm for SM activity here")
+        refuse_shared(handles, uuid)
+        return handles
+
+    def _ask(self) -> None:
+        question = self._nvml.c_nvmlGpmMetricsGet_t()
+        question.version = self._nvml.NVML_GPM_METRICS_GET_VERSION
+        question.numMetrics = len(_GPM_METRICS)
+        for slot, (metric_id, name) in enumerate(_GPM_METRICS.items()):
+            entry = question.metrics[slot]
+            entry.metricId = metric_id
+            self._entries.append((name, not name.endswith("_mib_s"), entry))
+        self._question = question
+
+    def sample(self) -> list[Sample]:
+        if self._nvml is None:
+            raise SensorUnavailable("the gpm sensor was closed")
+        now_ns, since_ns = self._clock_ns(), self._older_ns
+        if since_ns is not None and now_ns - since_ns < _GPM_INTERVAL_NS:
+            return []
+        try:
+            self._take()
+            values = self._values() if since_ns is not None else {}
+        except self._nvml.NVMLError as error:
+            self._failures += 1
+            if getattr(error, "value", None) in GONE or self._failures >= _GPM_FAILURES:
+                raise SensorUnavailable(f"GPM: {error}") from error
+            return [Sample(now_ns, {}, "unavailable", ("nvml_error",))]
+        self._failures = 0
+        self._buffers.reverse()
+        self._older_ns = now_ns
+        if since_ns is None:
+            return []
+        if not values:
+            return [Sample(now_ns, {}, "unavailable", ("nvml_error",))]
+        return [Sample(now_ns, values, since_ns=since_ns)]
+
+    def _take(self) -> None:
+        """Fill the newer buffer."""
+        gpu, instance_id, newer = self._handles.gpu, self._handles.instance_id, self._buffers[1]
+        if instance_id is None:
+            self._nvml.nvmlGpmSampleGet(gpu, newer)
+        else:
+            self._nvml.nvmlGpmMigSampleGet(gpu, instance_id, newer)
+
+    def _values(self) -> dict[str, float]:
+        question = self._question
+        question.sample1, question.sample2 = self._buffers
+        self._nvml.nvmlGpmMetricsGet(question)
+        values = {}
+        for name, percentage, entry in self._entries:
+            code, figure = entry.nvmlReturn, entry.value
+            if code != 0:  # each metric has its own return code
+                if name not in self.dropped:
+                    self.dropped[name] = f"GPM: {self._nvml.NVMLError(code)}"
+                continue
+            value = ratio(figure) if percentage else _rate(figure)
+            if value is not None:
+                values[name] = value
+                self.dropped.pop(name, None)
+        return values
+
+    def close(self) -> None:
+        nvml, self._nvml = self._nvml, None
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):  # a driver that is gone cannot be left in a worse state
+                for buffer in self._buffers:
+                    nvml.nvmlGpmSampleFree(buffer)
+                nvml.nvmlShutdown()
+
+
+def _rate(figure: float) -> float | None:
+    return figure if math.isfinite(figure) and figure >= 0 else None

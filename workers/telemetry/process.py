@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import psutil
 
@@ -63,28 +62,19 @@ class ProcessSensor(Sensor):
     period_s = 0.1
     lag_s = 0.0
 
-    def __init__(self, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, target: WatchTarget, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        self._tree: ProcessTree | None = None
-        self._cpu_ns = 0  # when the CPU times below were read
-        self._cpu_s: dict[tuple[int, float], float] = {}  # (pid, start time) -> CPU seconds, reaped children included
         self._memory = TreeMemory()
-
-    @classmethod
-    def create(cls, settings: Any, device_uuid: str | None) -> ProcessSensor:
-        return cls()
-
-    def watch(self, target: WatchTarget) -> None:
         try:
-            self._tree = ProcessTree(target.pid)
-            self._cpu_ns = self._clock_ns()
-            self._cpu_s = self._read(self._tree)[0]
+            self._tree: ProcessTree | None = ProcessTree(target.pid)
+            self._cpu_ns = clock_ns()  # when the CPU times below were read
+            self._cpu_s = self._read(self._tree)[0]  # (pid, start time) -> CPU seconds, reaped children included
         except psutil.Error as error:
             raise SensorUnavailable(f"process {target.pid} cannot be watched: {error}") from error
 
     def sample(self) -> list[Sample]:
         if self._tree is None:
-            raise SensorUnavailable("the process sensor watches nothing")
+            raise SensorUnavailable("the process sensor was closed")
         t_ns = self._clock_ns()
         try:
             cpu_s, resident = self._read(self._tree)

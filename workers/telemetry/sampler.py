@@ -1,7 +1,7 @@
 """Samples a trial's sensors while it runs, and turns the readings into rows of `telemetry`.
 
-Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that a machine has. `call_within` calls drivers
-and networks with a timeout, since such calls may never return.
+Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that can watch a trial. `call_within` calls
+drivers and networks with a timeout, since such calls may never return.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Answer = TypeVar("Answer")
 
 _hanging: dict[str, _Call] = {}  # name -> the call that has not come back
 _log = logging.getLogger(__name__)
-# source -> its sensor. A class offers `create(settings, device_uuid)`.
+# source -> its sensor
 SENSORS = {
     "nvml": "workers.telemetry.nvml:NvmlSensor",
-    "gpm": "workers.telemetry.gpm:GpmSensor",
+    "gpm": "workers.telemetry.nvml:GpmSensor",
     "dcgm": "workers.telemetry.dcgm:DcgmSensor",
     "process": "workers.telemetry.process:ProcessSensor",
 }
 SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there is no sensor to make
 _JOIN_S = 2.0
-_START_S = 5.0  # for a driver or an exporter to be opened, or to be pointed at a trial
+_START_S = 5.0  # for a driver or an exporter to be opened and pointed at a trial
 _READ_ON_S = 1.0  # longest wait for a source that lags
 
 
@@ -112,8 +112,8 @@ class TelemetrySettings(DcgmAddress):
     period_s: float = key(0.1, "how often each is sampled", "number 0.001 to 3600")
 
 
-def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[tuple[Sensor, ...], dict[str, str]]:
-    """Return the sensors that work here, and the reason for each source that does not. Raises `UsageError`."""
+def make_sensors(settings: TelemetrySettings, target: WatchTarget) -> tuple[tuple[Sensor, ...], dict[str, str]]:
+    """Return the sensors that watch a trial from now on, and the reason for each source that cannot."""
     sensors: list[Sensor] = []
     missing: dict[str, str] = {}
     for source in dict.fromkeys(settings.sources):
@@ -121,14 +121,14 @@ def make_sensors(settings: TelemetrySettings, device_uuid: str | None) -> tuple[
             continue
         try:
             create = pkgutil.resolve_name(SENSORS[source]).create
-            sensors.append(call_within(source, _START_S, create, settings, device_uuid))
+            sensors.append(call_within(source, _START_S, create, settings, target))
         except SensorUnavailable as reason:
             missing[source] = str(reason)
     return tuple(sensors), missing
 
 
 class TelemetrySampler:
-    """Owns its sensors for one trial: `start` watches the trial, `wind_up` samples a last time, `stop` ends it.
+    """Owns the sensors of one trial: `start` samples them, `wind_up` takes a last sample, `stop` ends it.
 
     Each sensor is read every `max(period_s, sensor.period_s)`, all from one thread, but those that wait for a network
     (`slow = True`) from one each. A reading that is late is taken once, not caught up on. `missing` says, once
@@ -143,24 +143,17 @@ class TelemetrySampler:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._samples: list[tuple[str, Sample]] = []
-        self._watching: list[Sensor] = []
         self._stopped = False
         self._last: dict[str, Sample] = {}  # each sensor's last reading
         self._until_ns: int | None = None
         self._told = 0  # how many of the samples `new_samples` has given
         self.missing: dict[str, str] = {}
 
-    def start(self, target: WatchTarget) -> None:
-        """Point every sensor at the trial and start sampling. Sensors that cannot watch it are in `missing`."""
+    def start(self) -> None:
+        """Start sampling."""
         assert not self._threads and not self._stopped, "a sampler serves one trial"
-        for sensor in self._sensors:
-            try:
-                call_within(sensor.name, _START_S, sensor.watch, target)
-                self._watching.append(sensor)
-            except SensorUnavailable as reason:
-                self.missing[sensor.name] = str(reason)
-        together = [sensor for sensor in self._watching if not sensor.slow]
-        alone = [[sensor] for sensor in self._watching if sensor.slow]
+        together = [sensor for sensor in self._sensors if not sensor.slow]
+        alone = [[sensor] for sensor in self._sensors if sensor.slow]
         for group in filter(None, (together, *alone)):
             name = "telemetry-" + "-".join(sensor.name for sensor in group)
             thread = threading.Thread(target=self._run, args=(group,), name=name, daemon=True)
@@ -176,7 +169,7 @@ class TelemetrySampler:
         self._stopped = True
         self.wind_up(until_ns)
         self._join(self._threads)
-        for sensor in self._watching:
+        for sensor in self._sensors:
             for metric, reason in dict(sensor.dropped).items():
                 self.missing.setdefault(f"{sensor.name}.{metric}", reason)
         if not any(thread.is_alive() for thread in self._threads):
@@ -207,7 +200,7 @@ class TelemetrySampler:
     @property
     def sensor_names(self) -> tuple[str, ...]:
         """Return the names of the sensors that watch the trial."""
-        return tuple(sensor.name for sensor in self._watching)
+        return tuple(sensor.name for sensor in self._sensors)
 
     def new_samples(self) -> list[tuple[str, Sample]]:
         """Return the readings since the last call, as (sensor name, sample); `stop` repeats them. From any thread."""

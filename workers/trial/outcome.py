@@ -309,14 +309,14 @@ class TrialWatch:
         telemetry = dataclasses.replace(self._settings.telemetry, sources=tuple(sources))
         sensors: tuple[Sensor, ...] = ()
         if self._sampled:
-            sensors, missing = make_sensors(telemetry, uuid)
+            sensors, missing = make_sensors(telemetry, WatchTarget(uuid, pid))
             for name, reason in missing.items():
                 self._observed.missing.setdefault(name, reason)
         for sensor in sensors:
             if self._partners and isinstance(sensor, NvmlSensor):
                 sensor.ignore(self._partners)
         sampler = TelemetrySampler(sensors, telemetry.period_s)
-        sampler.start(WatchTarget(uuid, pid))
+        sampler.start()
         return sampler
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from infra.offline import probes
 from workers.devices import Slot
 from workers.probes import children, questions
 
@@ -21,7 +20,7 @@ def answers(monkeypatch):
 
 
 def measure(out, device="cuda"):
-    return probes.main(["probes=questions", f"out={out}", f"device={device}", "seconds=100"])
+    return children.main(["probes=questions", f"out={out}", f"device={device}", "seconds=100"])
 
 
 def test_a_probe_that_fails_everywhere_has_failed(answers, tmp_path, capsys):
@@ -34,7 +33,7 @@ def test_a_probe_that_fails_everywhere_has_failed(answers, tmp_path, capsys):
 
 def test_what_fails_in_part_is_left_until_it_is_measured(answers, tmp_path, capsys):
     answers["second"] = "it took more than 60 s"
-    assert measure(tmp_path) == probes.EXIT_LEFT
+    assert measure(tmp_path) == children.EXIT_LEFT
     assert capsys.readouterr().out.splitlines()[-1] == "failed: 1 measurement, first second: it took more than 60 s"
     answers.clear()
     assert measure(tmp_path) == 0
@@ -42,7 +41,7 @@ def test_what_fails_in_part_is_left_until_it_is_measured(answers, tmp_path, caps
 
 
 def test_without_a_gpu_nothing_can_be_measured_here(tmp_path, capsys):
-    assert measure(tmp_path, "cpu") == probes.EXIT_NOT_HERE
+    assert measure(tmp_path, "cpu") == children.EXIT_NOT_HERE
     assert "stands in for a GPU" in capsys.readouterr().out.splitlines()[-1]
 
 
