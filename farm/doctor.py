@@ -26,7 +26,7 @@ from farm.submission.settings import DeviceKeys, device_choice
 from featurize.device.device_spec import device_from_mapping
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
-from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
+from workers.devices.cuda import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, make_sensors
 

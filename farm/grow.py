@@ -15,13 +15,13 @@ from conf.cli.settings import built
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
 from farm.dispatch.monitoring import Service
+from farm.dispatch.working import EXIT_ALL_FAILED
 from farm.nights.cycle import Left, NightWork, message_of, notify
 from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
 from farm.nights.machine import environment_now, machine_of
 from farm.nights.plan import choice_lines, make_plan
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue, queue_to_read
-from farm.queue.outcomes import EXIT_ALL_FAILED
 from farm.submission.model_check import require_models
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import open_lock

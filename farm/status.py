@@ -27,7 +27,7 @@ from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.plain_text import error_line, one_line, printable
 from farm.queue.jobs import existing_queue, queue_to_read
-from farm.queue.lock import dispatcher_of
+from farm.queue.leftovers import dispatcher_of
 from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 

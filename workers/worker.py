@@ -13,16 +13,18 @@ import datetime
 import platform
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
 
 from conf.plain_text import safe_text
 from featurize.configs.trial import code_marks, config_hash
 from warehouse.tables.run import Run
 from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION
 from workers.devices import DeviceChoice, MemberAlone, Slot, Together, core_count, host_memory_share_mib, make_device
-from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group
+from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group, table_of_rows
 from workers.settings import TrialSettings
-from workers.task import AloneRun, RunClock, RunResult, Task
+from workers.task import RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import call_within, to_table
@@ -36,10 +38,6 @@ from workers.trial.outcome import (
 )
 from workers.trial.reports import ENDINGS, KERNEL_COLUMNS, Failure, Observed, ReportReader
 from workers.trial.server_client import MpsDaemon, MpsUnavailable, RunningTrial, ServerLost, TrialServer
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 
 _TICK_S = 0.1  # how often the deadline and the new samples are looked at while a trial runs
 _NVML_S = 5.0  # for a reading before the trial
@@ -208,7 +206,7 @@ class Worker:
         if problem is not None:
             observed.missing["kernels"] = problem
             return None
-        return kernel_rows(observed.kernels)
+        return table_of_rows(observed.kernels, [KERNEL_SCHEMA.field(name) for name in KERNEL_COLUMNS])
 
     def close(self) -> None:
         self.discard_server()
@@ -361,15 +359,6 @@ class Worker:
         }
 
 
-def kernel_rows(rows: list[dict[str, Any]]) -> pa.Table:
-    """Return checked rows of `kernels` as a table of the columns that a trial sets itself."""
-    import pyarrow as pa
-
-    return pa.table(
-        {name: pa.array([row.get(name) for row in rows], KERNEL_SCHEMA.field(name).type) for name in KERNEL_COLUMNS}
-    )
-
-
 _MEMBER_TICK_S = 0.02  # longest turn in which one member is listened to
 _WARM_BY = 0.5  # share of the deadline: a member that is not warm by then holds up the others, and is killed
 
@@ -428,10 +417,10 @@ def member_specs(task: Task) -> list[Task]:
     return [lone, *others]
 
 
-def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[AloneRun | None], list[RunResult]]:
+def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Run | None], list[RunResult]]:
     """Return each member's run alone, and the results of those that had to be run; None after one that was lost."""
     given = task.alone or (None,) * len(specs)
-    known: dict[str, AloneRun] = {
+    known: dict[str, Run] = {
         config_hash(spec.config): figures for spec, figures in zip(specs, given, strict=True) if figures is not None
     }
     results: list[RunResult] = []
@@ -440,12 +429,12 @@ def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Alon
         if name not in known and not any(result.retryable for result in results):
             result = worker.run(dataclasses.replace(spec, part=f"alone-{place}"))
             results.append(result)
-            known[name] = AloneRun.of(result.run)
+            known[name] = result.run
     return [known.get(config_hash(spec.config)) for spec in specs], results
 
 
 def _together(
-    worker: Worker, specs: Sequence[Task], records: Sequence[Observed], alone: Sequence[AloneRun | None]
+    worker: Worker, specs: Sequence[Task], records: Sequence[Observed], alone: Sequence[Run | None]
 ) -> tuple[str | None, RunClock]:
     """Run the members side by side; return why the server was lost, None if it was not, and the clock."""
     lost, clock = None, RunClock.started()
@@ -467,7 +456,7 @@ def _run_members(
     worker: Worker,
     specs: Sequence[Task],
     records: Sequence[Observed],
-    alone: Sequence[AloneRun | None],
+    alone: Sequence[Run | None],
     clock: RunClock,
 ) -> None:
     """Run all members to their end, listening to them in turns. Raises `ServerLost`."""
@@ -516,7 +505,7 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
     return is_open
 
 
-def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[AloneRun | None]) -> dict[str, Any]:
+def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[Run | None]) -> dict[str, Any]:
     figures = [None if member is None else _figures_alone(member) for member in alone]
     together = Together(
         member=place,
@@ -527,9 +516,9 @@ def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Seque
     return dataclasses.asdict(together)
 
 
-def _figures_alone(run: AloneRun) -> MemberAlone | None:
+def _figures_alone(run: Run) -> MemberAlone | None:
     """Return a partner's figures for a simulated device; None for one without figures."""
-    figures = (run.memory_mib, run.gpu_util, run.smact, run.smocc, run.drama, run.power_w)
+    figures = (run.peak_memory_mib, run.gpu_util, run.smact, run.smocc, run.drama, run.power_w)
     if any(figure is None for figure in figures):
         return None
     memory_mib, gpu_util, smact, smocc, drama, power_w = (float(figure or 0.0) for figure in figures)

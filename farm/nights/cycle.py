@@ -30,7 +30,7 @@ from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
 from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import run_job
+from farm.dispatch.working import failed_job, run_job
 from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
@@ -60,7 +60,6 @@ from farm.nights.plan import Plan, choice_lines, code_names, make_plan, read_pla
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
-from farm.queue.outcomes import failed_job
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.submitted_code import record_code_of
 from farm.nights.journal import Cycle, PairsPayload, RunPayload
 from farm.queue.jobs import Queue

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
-from farm.queue.lock import hold_dispatcher_lock
+from farm.queue.leftovers import hold_dispatcher_lock
 from warehouse.files.compaction import (
     CompactionReport,
     Unreadable,

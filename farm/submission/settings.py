@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from conf.cli.settings import Checked, added_group, data_key, group, key, keys_of, section
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import version_of
-from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
+from farm.dispatch.ray_cluster import ClusterSettings, gpu_problem
 from farm.sampling.collocating import POOL, SIZES
 from farm.sampling.dimensions import Choice, Constant, Dimension, Scalar, Space, default_space
 from farm.sampling.draws import POLICIES, Limits, checked_batch_sizes

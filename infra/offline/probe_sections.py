@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -168,12 +167,14 @@ def contexts(results: Results) -> Iterator[Part]:
 
 def _context_finding(results: Results, device: DeviceSpec, fitted: MachineProfile | None) -> Iterator[Finding]:
     assumed_mib = machine_for(None, device, results.work / DATA).outside_mib(True)
-    causes = [causes["context"] for run in results.runs.solo if (causes := run.causes_mib) is not None]
+    count, context_mib = 0, 0.0
+    if results.runs.estimates:
+        ((count, context_mib),) = results.rows("SELECT count(*), median(context) FROM causes")
     if fitted is not None:
         measured_mib = fitted.outside_mib(True)
         measured = f" measured={shlex.quote(str(results.work / 'probes' / _NUMBERS_OF[CURRENT]))}"
-    elif len(causes) >= LEAST:
-        measured_mib, measured = assumed_mib - statistics.median(causes), ""
+    elif count >= LEAST:
+        measured_mib, measured = assumed_mib - context_mib, ""
     else:
         return
     if abs(measured_mib - assumed_mib) > CONTEXT_MIB:

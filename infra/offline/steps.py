@@ -44,7 +44,7 @@ from infra.offline import results
 from infra.offline.results import CALLS, FULL_BYTES, LOG, TESTS, Archive, json_lines, outcomes_of
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, choose_device, make_device
-from workers.devices.discovery import discover_gpus
+from workers.devices.cuda import discover_gpus
 from workers.probes.children import EXIT_LEFT, EXIT_NOT_HERE
 
 SOURCE = Path(__file__).resolve().parents[2]

@@ -298,9 +298,7 @@ def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
 
 def loss_of(workload: TrainingJob, output: Any, targets: Tensor | None) -> Tensor:
     """Return the workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
-    if targets is None and workload.loss is None and (loss := own_loss(output)) is not None:
-        return loss
-    if targets is None:
+    if targets is None and (workload.loss is not None or own_loss(output) is None):
         targets = targets_for(output, workload.loss)
     return (workload.loss or cross_entropy)(output, targets)
 

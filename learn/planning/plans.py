@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, shown, unknown_name
+from conf.reports.blocks import write_page
 from conf.reports.page_text import count_of
 from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
@@ -31,7 +32,7 @@ from learn.planning.meshes import (
     modes_of_job,
     traced_as,
 )
-from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order, write_plan_report
+from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order, plan_page
 from learn.planning.search import SHALLOW, Findings, LayoutSearch, MicroBatches, Screening
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def plan(
         seconds=(time.monotonic_ns() - began) / 1e9,
     )
     if report is not None:
-        write_plan_report(page, layout_plan)
+        write_page(page, plan_page(layout_plan))
     return layout_plan
 
 

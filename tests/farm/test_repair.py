@@ -11,7 +11,7 @@ from test_lost_queue import submit_mixed
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from farm import doctor
-from farm.queue.lock import DispatcherBusy, hold_dispatcher_lock
+from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
 from tests.warehouse.warehouse_rows import ask, flip
 from warehouse.files.compaction import CompactionSettings, compact, compaction_lock

@@ -8,7 +8,7 @@ import pytest
 from conf.cli.command_line import run
 from farm import cancel, status
 from farm.queue.jobs import Queue
-from farm.queue.lock import hold_dispatcher_lock
+from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, RunDoubt
 from farm.sampling.space import parse_space
 from farm.status import _print_table

@@ -9,12 +9,13 @@ import torch
 
 from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping
+from warehouse.tables.schema import KERNEL_SCHEMA
 from workers.devices import profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
+from workers.labels.run_labels import table_of_rows
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.task import Task
-from workers.trial.reports import BROKEN, ReportReader
-from workers.worker import kernel_rows
+from workers.trial.reports import BROKEN, KERNEL_COLUMNS, ReportReader
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
 
@@ -127,7 +128,7 @@ def test_a_kernel_is_of_the_operator_that_pytorch_dispatches_with_its_launch_and
     assert of["lost"] == ("unknown", None)
     copied = rows["Memcpy HtoD (Pageable -> Device)"]
     assert (copied["operator"], copied["grid_x"], copied["duration_us"]) == ("aten::copy_", None, 2.0)
-    kernel_rows(list(rows.values()))
+    table_of_rows(list(rows.values()), [KERNEL_SCHEMA.field(name) for name in KERNEL_COLUMNS])
 
 
 def test_dims_of_very_many_tensors_are_their_number_and_size():
