@@ -112,7 +112,7 @@ def presence_of(folder: DataFolder) -> Presence:
     if not folder.runs.is_dir():
         return Presence()
     try:
-        return compare(folder, quick=True)
+        return compare(folder)
     except sqlite3.Error:
         return Presence()
 
