@@ -31,11 +31,11 @@ def one_night(tmp_path_factory):
     return nights
 
 
-def written(nights, plan=None, outcome="done", said="", **steps):
+def written(nights, plan=None, outcome="done", sentence="", **steps):
     """(JSON, page) of the newest cycle's report; `steps`: payloads in place of the journal's."""
     cycles = nights.journal.cycles()
     changed = {key: dataclasses.replace(cycles[-1].steps[key], payload=value) for key, value in steps.items()}
-    cycle = dataclasses.replace(cycles[-1], steps={**cycles[-1].steps, **changed}, outcome=outcome, said=said)
+    cycle = dataclasses.replace(cycles[-1], steps={**cycles[-1].steps, **changed}, outcome=outcome, said=sentence)
     path = write_report(nights.folder, cycle, cycles, None if plan is None else payload_of(ChoicePayload, plan))
     assert path == nights.folder.reports / f"{cycle.name}.html"
     text = path.read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
         ],
         learned("kept", error=120.0),
     )
-    report, page = written(nights, plan=next_plan(), said="3 runs (ok 2, oom 1); models: memory kept")
+    report, page = written(nights, plan=next_plan(), sentence="3 runs (ok 2, oom 1); models: memory kept")
     assert report["said"]["level"] == "good" and report["said"]["advice"] == ["Nothing to do."]
     assert report["snapshot"] == cycle and report["changed"]["rows_after"]["runs"] == 7
     counts = {(one["family"], one["status"]): (one["rows"], one["tonight"]) for one in report["rows"]["counts"]}
@@ -235,7 +235,7 @@ def test_a_sick_machine_is_named_with_its_causes(nights):
     )
     nights.step(cycle, "canaries", payload)
     nights.journal.start(cycle, "report")
-    report, page = written(nights, outcome="sick", said="smact of 2 canaries moved")
+    report, page = written(nights, outcome="sick", sentence="smact of 2 canaries moved")
     assert (report["said"]["outcome"], report["said"]["level"]) == ("sick", "bad")
     assert "thermal slowdown" in report["said"]["advice"][0]
     page_text = page.text
@@ -289,7 +289,7 @@ def test_a_failed_step_is_told_with_its_error(nights):
     nights.journal.start(cycle, "land")
     error = 'Traceback (most recent call last):\n  File "a.py", line 3, in land\n    go()\nOSError: no space <left>'
     nights.journal.fail(cycle, "land", error)
-    report, page = written(nights, outcome="failed", said="land failed: OSError: no space <left>")
+    report, page = written(nights, outcome="failed", sentence="land failed: OSError: no space <left>")
     assert (report["said"]["outcome"], report["said"]["level"]) == ("failed", "bad")
     assert report["said"]["advice"][0] == "Fix it, and run the same command again."
     assert "The cycle failed: land failed: OSError: no space <left>." in page.text
@@ -302,7 +302,7 @@ def test_runs_that_finished_before_the_run_step_failed_are_counted(nights):
     nights.write(nights.run_row(), nights.run_row())
     nights.journal.start(cycle, "run")
     nights.journal.fail(cycle, "run", "the workers are gone")
-    report, page = written(nights, outcome="failed", said="run failed: the workers are gone")
+    report, page = written(nights, outcome="failed", sentence="run failed: the workers are gone")
     assert report["said"]["sentence"] == "The cycle failed: run failed: the workers are gone."
     assert "rows tonight 2 2 in all" in page.text
 
