@@ -33,11 +33,11 @@ from conf.reports.blocks import (
     keep_page,
     linked,
     page_bytes,
+    print_page,
     table,
 )
 from conf.reports.charts import Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.terminal import print_page
 from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison, Environment, Recorded, Side, error_of
 from farm.comparison.run import Change, CompareSettings, Interrupted, Operators, Result, run_comparison
 from warehouse.files.folder import DataFolder

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.plain_text import error_line, one_line, printable
-from conf.reports.blocks import Lead, table
-from conf.reports.terminal import print_blocks
+from conf.reports.blocks import Lead, print_blocks, table
 from farm.queue.jobs import existing_queue, queue_to_read
 from farm.queue.leftovers import dispatcher_of
 from farm.queue.queue_values import JobProgress
