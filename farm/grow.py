@@ -172,15 +172,12 @@ def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> Grow
 
 
 def _dry_run(settings: GrowSettings) -> int:
-    from farm.nights.watch import stale_first
-
     require_models(settings.spaces)
     machine, device_line = machine_of(settings.device, settings.cluster)
     folder = DataFolder.resolve(settings.data)
     there = folder.format_marker.exists()
     cycles = Journal.open(folder).cycles()
     environment = environment_now(folder, machine) if there else None
-    again = stale_first(folder, machine, environment, settings.singles)
     with contextlib.ExitStack() as held:
         queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
         with contextlib.closing(_StatusLine(False)) as status:
@@ -191,15 +188,14 @@ def _dry_run(settings: GrowSettings) -> int:
                 settings,
                 machine,
                 environment,
-                again,
                 progress=lambda completed, total: status(f"choosing: {completed:,} of {total:,} candidates"),
             )
     print(device_line)
-    if again:
-        print(f"{machine.source} again first, as stale: {len(again):,}")
+    if again := plan.choice.remeasured:
+        print(f"{machine.source} again first, as stale: {again:,}")
     if plan.choice.policy is not None:
         print("\n".join(choice_lines(plan.choice, machine.source)))
-    elif settings.singles is None or len(again) < settings.singles:
+    elif settings.singles is None or again < settings.singles:
         print("nothing new is left in these search spaces; the night after looks at the candidates behind them")
     if settings.collocate:
         print(f"pairs of trials on one device: {_pairs(settings)}")

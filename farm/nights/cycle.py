@@ -373,18 +373,14 @@ class NightWork:
     # What steps share
 
     def _plan(self, cycles: Sequence[Cycle], doing: str) -> Plan:
-        from farm.nights.watch import stale_first
-
         canaries = self.cycle.payload(CanariesPayload)
-        environment = None if canaries is None else canaries.environment
         return make_plan(
             self.folder,
             self.queue,
             cycles,
             self.settings,
             self.machine,
-            environment,
-            again=stale_first(self.folder, self.machine, environment, self.settings.singles),
+            None if canaries is None else canaries.environment,
             progress=lambda completed, total: self.tell(f"{doing}: {completed:,} of {total:,} candidates"),
         )
 

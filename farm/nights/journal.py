@@ -336,7 +336,6 @@ class Cycle:
     started_at: datetime.datetime  # UTC
     settings: Mapping[str, Any]
     steps: Mapping[str, CycleStep] = field(default_factory=dict)
-    ended_at: datetime.datetime | None = None
     outcome: str = ""
     said: str = ""
 
@@ -486,7 +485,7 @@ def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
             cycles[name] = Cycle(name=name, token=entry["token"], started_at=moment, settings=entry["settings"])
             return
         case "end":
-            cycles[name] = replace(cycles[name], ended_at=moment, outcome=entry["outcome"], said=entry["said"])
+            cycles[name] = replace(cycles[name], outcome=entry["outcome"], said=entry["said"])
             return
         case "started":
             before = cycles[name].steps.get(entry["step"])

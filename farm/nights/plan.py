@@ -113,16 +113,20 @@ def make_plan(
     settings: GrowSettings,
     machine: Machine,
     environment: Mapping[str, Any] | None,
-    again: Sequence[TrialConfig] = (),
     progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Plan:
-    """Plan tonight's measurements: `again` first, then the policy's choice of candidates that are new.
+    """Plan tonight's measurements: first those that are stale in this `environment`, by any night's marks, then the
+    policy's choice of candidates that are new.
 
-    New are candidates that are neither queued nor measured in this `environment`. Nothing is written. `queue` None:
+    New are candidates that are neither queued nor measured in the environment. Nothing is written. `queue` None:
     there is none yet. The plan is empty if no candidate is new; the next night looks at the following ones.
     """
+    from farm.nights.watch import remeasure
+
     known = _known(folder, queue, settings, machine, environment)
-    stale = tuple(Planned(config, "stale", None) for config in again[: settings.singles])
+    where, at_most = (folder, machine.device_name, machine.source), settings.singles
+    again = () if environment is None else remeasure(*where, environment, at_most=at_most)
+    stale = tuple(Planned(config, "stale", None) for config in again)
     known = dataclasses.replace(known, measured=known.measured | {config_hash(entry.config) for entry in stale})
     left = None if settings.singles is None else settings.singles - len(stale)
     only_stale = ChoicePayload(runs=len(stale), remeasured=len(stale))

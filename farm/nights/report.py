@@ -484,7 +484,6 @@ class Report:
 
     cycle: str
     started_at: str
-    ended_at: str | None
     settings: Mapping[str, Any]
     said: Said
     notes: tuple[str, ...]
@@ -531,8 +530,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
     findings = landed.findings if landed else ()
     return Report(
         cycle=cycle.name,
-        started_at=_time(cycle.started_at),
-        ended_at=None if cycle.ended_at is None else _time(cycle.ended_at),
+        started_at=cycle.started_at.astimezone(datetime.UTC).isoformat(timespec="seconds"),
         settings=cycle.settings,
         said=say(cycle, changed, rows, findings, notes),
         notes=tuple(dict.fromkeys(notes)),
@@ -556,10 +554,6 @@ def _only_simulated(rows: ReportRows | None, canaries: CanariesPayload | None) -
     """Return whether a cycle ran simulations only, by its rows, or by its canaries where it has no rows."""
     sources = rows.sources_tonight if rows is not None else frozenset()
     return (sources or {canaries and canaries.source}) == {SIMULATED}
-
-
-def _time(moment: datetime.datetime) -> str:
-    return moment.astimezone(datetime.UTC).isoformat(timespec="seconds")
 
 
 @contextlib.contextmanager

@@ -93,9 +93,8 @@ def report_page(report: Report) -> Page:
 
 def _head(report: Report) -> tuple[Block, ...]:
     outcome = report.said
-    ended = f" to {report.ended_at}" if report.ended_at else ""
     return (
-        Lead(report.started_at + ended),
+        Lead(report.started_at),
         Outcome(outcome.level, _OUTCOMES[outcome.level], outcome.sentence),
         *(Callout(text, outcome.level) for text in outcome.advice),
         *map(Callout, report.notes),

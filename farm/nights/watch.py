@@ -428,15 +428,6 @@ def watch(
     return verdict.payload(replace(drift.payload, remeasure=len(remeasure(*where, verdict.environment))))
 
 
-def stale_first(
-    folder: DataFolder, machine: Machine, environment: Mapping[str, str | None] | None, at_most: int | None
-) -> tuple[TrialConfig, ...]:
-    """Return the configs that are stale in this environment, by any night's marks, to be measured again first."""
-    if environment is None:
-        return ()
-    return remeasure(folder, machine.device_name, machine.source, environment, at_most=at_most)
-
-
 def _of_moved(verdict: CanaryVerdict) -> list[Mark]:
     """Return marks for tonight's own labels that moved."""
     return [
