@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from conf.cli.overrides import load_settings
-from conf.reports.blocks import render_page
-from conf.reports.terminal import print_page
+from conf.reports.blocks import print_page, render_page
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import work as run_tasks
 from farm.queue.jobs import Queue

@@ -12,10 +12,9 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -120,13 +119,13 @@ def is_own_merge(path: Path) -> bool:
         return False
 
 
-def sources_of(merged: Path) -> Mapping[str, Any]:
-    """Return the sources of a merged file, as its footer names them; none for a file of an older version.
+def sources_of(merged: Path) -> tuple[str, ...]:
+    """Return the sources of a merged file, as its footer names them.
 
-    Raises `pa.ArrowException`, `OSError` or `ValueError` where the footer cannot be read.
+    Raises `KeyError` for a file of an older version, and `pa.ArrowException`, `OSError` or `ValueError` where the
+    footer cannot be read.
     """
-    named: dict[str, Any] = parse_json((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
-    return named
+    return tuple(map(str, parse_json((pq.read_metadata(plain(merged)).metadata or {})[SOURCES])))
 
 
 def listing_file(folder: FolderLayout, kind: str, merged_name: str) -> Path:
@@ -230,15 +229,13 @@ def recover_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | No
     try:
         if checksum_problem(path) is not None:
             return None
-        metadata = pq.read_metadata(path)
-        sources = parse_json((metadata.metadata or {})[SOURCES])
         return Listing(
             file=file,
             merged=f"{path.parent.name}/{path.name}",
-            hidden=tuple(sources),
+            hidden=sources_of(path),
             published_at_s=path.stat().st_mtime,
             checksum=recorded_checksum(path),
-            rows=metadata.num_rows,
+            rows=pq.read_metadata(path).num_rows,
         )
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError):
         return None
@@ -267,10 +264,8 @@ def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListi
         return DamagedListing(path, "compaction creates no file of this name")
     try:
         content = remember(path, lambda: _content(path), "listing")
-    except FileNotFoundError as error:
-        if not path.is_symlink():
-            raise
-        content = first_line(error)
+    except FileNotFoundError:
+        raise
     except OSError as error:  # an error of the disk: it may be gone at the next look
         content = first_line(error)
     if isinstance(content, Listing):
