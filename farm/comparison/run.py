@@ -37,8 +37,7 @@ from farm.submission.settings import SampledSettings, SubmitSettings
 from farm.submission.submitting import submit
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import check_name
+from warehouse.files.folder import DataFolder, check_name
 from workers.devices import choose_device
 
 SIMULATED = (
