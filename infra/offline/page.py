@@ -32,9 +32,9 @@ from conf.reports.blocks import (
     Tile,
     Tiles,
     page_bytes,
+    print_page,
 )
 from conf.reports.page_text import count_of
-from conf.reports.terminal import print_page
 from infra.offline import probe_sections, run_sections
 from infra.offline.estimated_runs import RULES, Absent, Finding, Part, Results, read_results, work_folder
 from infra.offline.results import TESTS, outcomes_of
