@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,11 +152,8 @@ def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
         sizes[-1] -= extra[1]
     else:
         sizes = _even(count, stages)
-    starts, position = [0], 0
-    for size in sizes[:-1]:
-        position += size
-        starts.append(survey.blocks[position])
-    return [*starts, len(survey.names)]
+    later = (survey.blocks[position] for position in itertools.accumulate(sizes[:-1]))
+    return [0, *later, len(survey.names)]
 
 
 def _even(count: int, stages: int) -> list[int]:
