@@ -230,33 +230,19 @@ class _Searches:
             )
             return
 
-        extrapolated: set[tuple[int, str | None]] = set()
-
-        def estimate_sharing_traces(size: int, count: int, way: str | None) -> Estimate:
+        def estimate_sharing_traces(size: int, count: int, way: str | None) -> tuple[Estimate, str]:
             kept, request = traces.setdefault((size, count, way), _Kept()), job.of(layout, size, count, way)
             if not kept.traces:
                 kept.traces = self._screening.traces(request)
                 kept.extrapolated = bool(kept.traces)
-            if kept.extrapolated:
-                extrapolated.add((size, way))
-            return make_estimate(request, traces=kept.traces)[0]
+            return make_estimate(request, traces=kept.traces)[0], EXTRAPOLATED if kept.extrapolated else TRACED
 
         ways = [way for way in self._ways if way not in self.refused]
         search = LayoutSearch(layout, batches, ways, self._findings, estimate_sharing_traces)
         rows = list(search.rows())
         self.refused |= _find_refused_ways(rows)
-        for row in rows:
-            if row.checkpointing in self.refused:
-                continue
-            known = None
-            if row in search.estimates:
-                known = EXTRAPOLATED if (row.micro_batch, row.checkpointing) in extrapolated else TRACED
-            self._keep(replace(row, known=known), search.estimates.get(row))
-
-    def _keep(self, row: PlanRow, estimate: Estimate | None) -> None:
-        self.rows.append(row)
-        if estimate is not None:
-            self.estimates[row] = estimate
+        self.rows += [row for row in rows if row.checkpointing not in self.refused]
+        self.estimates |= search.estimates
 
     def confirm(self) -> None:
         """Trace the best rows whole, until the best of them is quicker than what any other was extrapolated to, and a
@@ -276,13 +262,13 @@ class _Searches:
         batches = job.batches(layout)
         assert batches is not None and size is not None, "it fits"
 
-        def estimate_whole(size: int, count: int, way: str | None) -> Estimate:
-            return make_estimate(job.of(layout, size, count, way))[0]
+        def estimate_whole(size: int, count: int, way: str | None) -> tuple[Estimate, str]:
+            return make_estimate(job.of(layout, size, count, way))[0], TRACED
 
         search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(self._card_mib), estimate_whole)
-        whole = search.row(size, row.checkpointing)
         self.rows.remove(row)
-        self._keep(replace(whole, known=TRACED), search.estimates.get(whole))
+        self.rows.append(search.row(size, row.checkpointing))
+        self.estimates |= search.estimates
 
     def notes(self) -> list[str]:
         """Return notes on the traces that rows were extrapolated from; none where all were traced."""
