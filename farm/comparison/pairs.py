@@ -26,7 +26,7 @@ from conf.cli.own_packages import PACKAGES
 from conf.errors import UsageError
 from conf.files.identity import canonical_json
 from conf.plain_text import error_line
-from farm.nights.operator_families import operators_of
+from farm.nights.watch import operators_of
 from featurize.configs.trial import config_from_mapping
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift, paired, summed_up

@@ -96,13 +96,7 @@ class TracedStage(PipelineStage):
 
     def loss(self, compute: Callable[[], Tensor]) -> Any:
         """Return the loss of the micro-batch whose forward pass was the last one; `compute()` computes it."""
-
-        def computed() -> list[Tensor]:
-            loss = compute()
-            self._rank.leave()
-            return [loss]
-
-        return self._run(LOSS, computed)[0]
+        return self._run(LOSS, lambda: [compute()])[0]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._begin("backward", bwd_chunk_id)
@@ -302,7 +296,9 @@ class PipelineRank(ShardedRank):
         def loss_of(_output: Any, chunk: Tensor) -> Any:
             def compute() -> Tensor:
                 loss = step.loss(last.output(), target if whole else chunk)
-                return loss / scale if scale > 1 else loss
+                loss = loss / scale if scale > 1 else loss
+                self.leave()
+                return loss
 
             return stages[-1].loss(compute)
 

@@ -13,7 +13,7 @@ import pytest
 
 from conf.errors import UsageError
 from conf.reports.blocks import Tiles
-from farm.replaying import view
+from farm.replay import as_mapping, lines, replay_page
 from farm.replaying.crossing import NO_ESTIMATOR, POLICIES, CrossedReplays, ReplaySettings, Standing, make_policy
 from farm.replaying.simulator import ClusterRules, Contention, replay
 from farm.replaying.traces import (
@@ -26,7 +26,6 @@ from farm.replaying.traces import (
     load_catalogue,
     read_trace,
 )
-from farm.replaying.view import as_mapping, replay_page
 from featurize.timing.shared_gpu import SHARING
 from learn.sharing.admitting import MemoryNeed
 from learn.sharing.slowdowns import JobProfile
@@ -229,9 +228,9 @@ def test_alibaba_s_task_table_is_read_with_and_without_its_header(tmp_path):
         "job_c,tensorflow,1.0,Running,50.0,,600.0,29.3,100.0,V100",
     ]
     header = "job_name,task_name,inst_num,status,start_time,end_time,plan_cpu,plan_mem,plan_gpu,gpu_type"
-    for lines in (rows, [header, *rows]):
+    for written in (rows, [header, *rows]):
         path = tmp_path / "pai_task_table.csv"
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n".join(written) + "\n")
         trace = read_trace(str(path), None, seed=0)
         assert (list(trace.arrivals_s), list(trace.durations_s), list(trace.gpus)) == ([0, 100], [10, 850], [1, 2])
         assert trace.left_out == 2
@@ -426,7 +425,7 @@ def crossed(**makespans):
 )
 def test_the_headline_names_a_policy_only_where_its_interval_is_apart_and_no_more_jobs_crashed(makespans, verdict):
     done = crossed(**makespans)
-    assert f"shortest makespan: {verdict}" in view.lines(done)
+    assert f"shortest makespan: {verdict}" in lines(done)
     assert as_mapping(done)["best"][0] in verdict
     tiles = next(block for block in replay_page(done).head if isinstance(block, Tiles)).tiles
     is_alone = not verdict.startswith("none stands out")

@@ -13,11 +13,11 @@ import pytest
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import compare as compare_module
+from farm.compare import percent
 from farm.comparison import run as run_module
-from farm.comparison.operators import compare_operators, traced
 from farm.comparison.pairs import Environment, Recorded, RunSet, code_folder, compare_runs, side_of
+from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
-from farm.comparison.view import percent
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.device.device_spec import load_device
 from warehouse.files.folder import DataFolder

@@ -78,7 +78,7 @@ def write_pages(published: Path, most_runs: int) -> int:
         reader = ExplorerReader(connection, _QUERY_S)
         first = overview(reader)
         links.add("/")
-        lists = dict(_lists(reader, {**first.tables, "runs": first.runs}))
+        lists = dict(_lists(reader, {**first["tables"], "runs": first["runs"]}))
         for path, query in lists:
             links.add(path, query)
         devices = devices_page(reader)
@@ -87,7 +87,7 @@ def write_pages(published: Path, most_runs: int) -> int:
             links.add("/devices")
         for name in names:
             links.add(f"/devices/{_quote(name)}")
-        shown = dict.fromkeys(row["run_id"] for page in lists.values() for row in page.rows if row.get("run_id"))
+        shown = dict.fromkeys(row["run_id"] for page in lists.values() for row in page["rows"] if row.get("run_id"))
         runs = list(shown)[:most_runs]
         for run_id in runs:
             links.add(f"/runs/{_quote(run_id)}")
@@ -116,7 +116,7 @@ def _lists(reader: ExplorerReader, rows: Mapping[str, int]) -> Iterator[tuple[tu
         whole = list_page(reader, Filters(listing))
         yield (f"/{name}", ""), whole
         for facet in listing.facets:
-            values = [entry.value for entry in whole.facets[facet] if entry.value != NULL]
+            values = [entry.value for entry in whole["facets"][facet] if entry.value != NULL]
             for value in values[:_FACET_VALUES] if len(values) > 1 else ():
                 filters = Filters(listing, {facet: (value,)})
                 yield (f"/{name}", filters.query()), list_page(reader, filters)
