@@ -44,8 +44,7 @@ from farm.submission.submitting import submit
 from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import check_name
+from warehouse.files.folder import DataFolder, check_name
 from workers.devices import choose_device, core_count
 
 _A_PROCESS = 16  # configurations that one more process is started for

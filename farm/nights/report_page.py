@@ -44,8 +44,7 @@ from farm.nights.plan import choice_lines
 from farm.nights.report import LOG_CHARACTERS, NEW_MODEL, Night, Report, RowCount, Score, gather, gist
 from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.data import TARGETS
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import check_name
+from warehouse.files.folder import DataFolder, check_name
 from warehouse.reading.pairing import difference_blocks
 from warehouse.tables.schema import ENVIRONMENT, STATUSES
 

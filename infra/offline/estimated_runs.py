@@ -26,7 +26,6 @@ from featurize.configs.trial import config_of_row
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.timing.step_time import operator_costs
-from infra.offline.block_comparison import read_history
 from infra.offline.results import CALLS, DATA, SUMMARY, Series, json_lines, newest, unpack
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
@@ -37,6 +36,7 @@ from warehouse.exchange.exporting import SOURCES
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.pairing import shift_of
+from workers.probes.children import measured_in
 
 LEAST = 5  # runs of a family, or members of groups
 OFF: Mapping[str, float] = {
@@ -403,9 +403,6 @@ def _source_and_devices(data: Path) -> tuple[str | None, list[str]]:
 
 
 def _recorded_devices(work: Path) -> list[str]:
-    """Return the GPU of each recorded history that can be read."""
-    names = []
-    for path in (work / "probes" / "histories").glob("*.json.xz"):
-        with contextlib.suppress(UsageError):
-            names.append(str(read_history(path)["device_name"]))
-    return names
+    """Return the GPU of each recorded history."""
+    rows = [row for measured in measured_in(work / "probes" / "histories") for row in measured.rows]
+    return [str(row["device_name"]) for row in rows if "device_name" in row]

@@ -33,7 +33,16 @@ from infra.offline.page import make_page, summary
 from infra.offline.results import Series, pack
 from learn import estimate
 from learn.estimation.notes import PIPELINE, RESIDENT
-from tests.infra.lent_results import CONTEXT_MIB, DEVICE, DRIVER_NAME, SHIFTS, planted_work, record_tests, write_pair
+from tests.infra.lent_results import (
+    CONTEXT_MIB,
+    DEVICE,
+    DRIVER_NAME,
+    SHIFTS,
+    plant,
+    planted_work,
+    record_tests,
+    write_pair,
+)
 from tests.parsed_page import ParsedPage
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -98,7 +107,7 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "conv2d forward",
         "by CUPTI",
         "aten::addmm 7",
-        "TF32 changes nothing there",
+        "float32 mm takes 1.500 ms, the same without TF32",
         "GPM is not supported",
         "test_skipped: one GPU",
         "all sensors",
@@ -258,13 +267,12 @@ def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, t
 def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(planted, tmp_path, capsys):
     work = tmp_path / "work"
     shutil.copytree(planted / "probes", work / "probes")
-    (work / "probes" / "context.json").write_text('[{"name": "context')
-    (work / "probes" / "questions.json").write_text("[1]")
+    (work / "probes" / "contexts" / "context lazy.json.xz").write_text('[{"name": "context')
+    plant(work / "probes" / "questions", "tf32_under_half", [{"ms": 1.5}])
     code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
     assert code == 0
     lines = (
         "Memory: The results hold no runs",
-        "Contexts: context.json cannot be read",
         "Calls: The results have no",
         "Questions: cannot be shown",
         "Kernels: The results have no data folder",
@@ -272,7 +280,8 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
     )
     for line in lines:
         assert line in printed
-    assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
+    text = ParsedPage((tmp_path / "out" / "page.html").read_text()).text
+    assert "conv2d forward" in text and "context lazy.json.xz cannot be read" in text
 
 
 def test_simulated_results_are_named_so_and_are_exported_only_where_datasets_says(tmp_path, capsys):

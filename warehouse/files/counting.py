@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from conf.errors import EnvironmentProblem
 from warehouse.files import damage
 from warehouse.files.damage import DamagedFile, warn_once
-from warehouse.files.layout import KINDS, FolderLayout
+from warehouse.files.folder import DataFolder
 from warehouse.files.merged import (
     PARTITION,
     DamagedListing,
@@ -36,6 +36,7 @@ from warehouse.files.merged import (
     sources_of,
 )
 from warehouse.files.plain_file import file_key, plain, remember, remember_by
+from warehouse.tables.schema import KINDS
 
 SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
@@ -60,7 +61,7 @@ class Judgement:
         return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
 
 
-def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
+def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
     """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
 
     A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
@@ -72,7 +73,7 @@ def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | No
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
-def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
+def counting_merged_names(folder: DataFolder, kind: str) -> frozenset[str]:
     """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
     root = folder.root / kind
     listings = [listing for listing in _find_believed(folder, kind)[0] if (root / listing.merged).exists()]
@@ -80,7 +81,7 @@ def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
     return frozenset(whole.listed) - whole.hidden
 
 
-def merged_file_with(folder: FolderLayout, family: str, run_id: str) -> Path | None:
+def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | None:
     """Return the merged file that counts and holds a run, or None. Unreadable files hold no runs."""
     partition = folder.partition("runs", family)
     while True:
@@ -97,7 +98,7 @@ def merged_file_with(folder: FolderLayout, family: str, run_id: str) -> Path | N
         # A compaction has merged the file once more since: the next look finds the new one.
 
 
-def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
+def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
     """Return the listings whose merged file is gone though no other listing replaces it: its rows are lost.
 
     Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
@@ -109,7 +110,7 @@ def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
     return lost
 
 
-def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
+def lost_line(folder: DataFolder, kind: str, listing: Listing) -> str:
     """Describe a merged file that is gone."""
     rows = "its rows are" if listing.rows is None else f"its {listing.rows:,} rows are"
     return (
@@ -118,7 +119,7 @@ def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
     )
 
 
-def refuse_lost(folder: FolderLayout, kinds: Sequence[str] = KINDS) -> None:
+def refuse_lost(folder: DataFolder, kinds: Sequence[str] = KINDS) -> None:
     """Raise `EnvironmentProblem` for each merged file or listing that is lost: without it, counts would be too low."""
     lines: list[str] = []
     for kind in kinds:
@@ -151,7 +152,7 @@ def _merged_damage(path: Path) -> str | None:
         return None
 
 
-def _find_believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
+def _find_believed(folder: DataFolder, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
     Their content is read once while they stay the same. What they hide is judged again, as files come and go.
@@ -169,7 +170,7 @@ def _find_believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list
     return [*_of_snapshot(folder, kind), *believed], lost
 
 
-def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
+def _of_snapshot(folder: DataFolder, kind: str) -> list[Listing]:
     """Return a snapshot's merged files, all of which count, as listings."""
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
@@ -189,7 +190,7 @@ def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) ->
     )
 
 
-def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
+def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
     root = folder.root / kind
     believed, _ = _find_believed(folder, kind)
     gone = [listing for listing in believed if not os.path.lexists(root / listing.merged)]
@@ -203,7 +204,7 @@ def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
     return [listing for listing in gone if listing.merged not in replaced]
 
 
-def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
+def _is_sound(folder: DataFolder, kind: str, listing: Listing) -> bool:
     not_held = _hidden_and_not_held(folder.root / kind, listing)
     if not_held:
         others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
@@ -273,7 +274,7 @@ class FamilyPlan:
     doubled: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
+def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
     """Return the files of `runs` or `telemetry` that count now, by family, each run in one of them only.
 
     `left_out` returns whether a file is known to be damaged. A listed merged file that is missing raises
@@ -299,9 +300,7 @@ def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bo
     ]
 
 
-def counting_files(
-    folder: FolderLayout, kind: str, family: str, listings: Sequence[Listing] | None = None
-) -> list[Path]:
+def counting_files(folder: DataFolder, kind: str, family: str, listings: Sequence[Listing] | None = None) -> list[Path]:
     """Return the files of a partition whose rows count, sorted, whether they are damaged or not.
 
     Args:
