@@ -20,8 +20,7 @@ from conf.cli.command_line import command
 from conf.errors import UsageError
 from conf.files.disk_cache import user_folder
 from conf.files.outputs import write_output
-from conf.reports.blocks import write_page
-from conf.reports.terminal import print_page
+from conf.reports.blocks import print_page, write_page
 from learn.commands.benchmark_rows import (
     STEP_FORMULAS,
     BenchmarkSettings,

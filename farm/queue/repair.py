@@ -27,9 +27,8 @@ from warehouse.files.compaction import (
 )
 from warehouse.files.counting import counting_files
 from warehouse.files.damage import DamagedFile, set_aside
-from warehouse.files.folder import DataFolder
+from warehouse.files.folder import DataFolder, recorded_checksum
 from warehouse.files.integrity import Progress, examine
-from warehouse.files.layout import KINDS, OF_RUNS, recorded_checksum
 from warehouse.files.merged import (
     Listing,
     has_own_name,
@@ -44,6 +43,7 @@ from warehouse.files.merged import (
 )
 from warehouse.files.presence import compare
 from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import KINDS, OF_RUNS
 
 _DATA = (*KINDS, "jobs", "stale", "compactions")
 

@@ -1,17 +1,14 @@
 """A recorded allocator history beside our trace of the same job, block by block: which of the two is off, and why.
 
-Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU, `read_history` reads one,
+Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU,
 `featurize.memory.replay` replays one through the allocator simulator.
 """
 
 from __future__ import annotations
 
-import json
-import lzma
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown
@@ -23,6 +20,7 @@ from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.memory.replay import replay, replay_history
 from featurize.operators.library_calls import CUBLAS, workspace_bytes
 from featurize.recording.step_trace import StepTrace
+from workers.probes.children import Measured
 
 HISTORY_KEYS = (
     "name",
@@ -41,7 +39,6 @@ HISTORY_KEYS = (
 ALLOCATOR, REQUESTS, WORKSPACES, ORDER, NONE = "allocator", "requests", "workspaces", "order", "none"
 CAUSES = (ALLOCATOR, REQUESTS, WORKSPACES, ORDER)
 _CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step reserves otherwise
-_MOST_BYTES = 256 * MIB  # largest history, unpacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,18 +142,14 @@ class _Side(NamedTuple):
     step: range
 
 
-def read_history(path: Path) -> dict[str, Any]:
-    """Return the history in a `NAME.json.xz` file. Raises `UsageError` where it holds none; the message names what is
-    wrong."""
-    try:
-        text = lzma.LZMADecompressor(memlimit=_MOST_BYTES).decompress(path.read_bytes(), max_length=_MOST_BYTES)
-        history = json.loads(text)
-    except (OSError, lzma.LZMAError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not a recorded history: {error}") from error
-    missing = [key for key in HISTORY_KEYS if key not in history] if isinstance(history, dict) else HISTORY_KEYS
-    if missing:
-        raise UsageError(f"{path} is not a recorded history: missing {', '.join(missing)}")
-    return dict(history)
+def history_of(measured: Measured) -> dict[str, Any]:
+    """Return the history that a measurement recorded. Raises `UsageError` where it has none."""
+    if not measured.rows:
+        raise UsageError(measured.reason or "its process gave no history")
+    history = {**measured.rows[-1], "name": measured.name}
+    if missing := [key for key in HISTORY_KEYS if key not in history]:
+        raise UsageError(f"history {measured.name} is incomplete: missing {', '.join(missing)}")
+    return history
 
 
 def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:

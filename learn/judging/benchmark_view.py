@@ -1,6 +1,6 @@
 """Show a benchmark: a bar while it runs, a page of tables and plots for people, a mapping for JSON.
 
-Start reading at `benchmark_page`, which the terminal shows, too (`conf.reports.terminal`). `reproduce` makes the tables
+Start reading at `benchmark_page`, which the terminal shows, too (`conf.reports.blocks`). `reproduce` makes the tables
 of arXiv 2602.17817 of several benchmarks, ours beside those that are published, and `paper_page` draws them.
 """
 

@@ -23,11 +23,11 @@ from conf.reports.blocks import (
     Section,
     Tile,
     Tiles,
+    print_blocks,
     table,
 )
 from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.terminal import print_blocks
 from featurize.job.layout import Parallel
 from learn.estimation.estimate_view import rate
 from learn.planning.meshes import mesh_text

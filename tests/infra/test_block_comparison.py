@@ -1,14 +1,12 @@
 """Recorded histories beside our trace: each planted difference gets its verdict, and names the blocks."""
 
 import itertools
-import json
-import lzma
 
 import pytest
-from planted_histories import CNN, planted_history
+from planted_histories import planted_history
 
 from conf.errors import UsageError
-from infra.offline.block_comparison import compare_blocks, read_history
+from infra.offline.block_comparison import compare_blocks
 
 MIB = 2**20
 
@@ -101,29 +99,3 @@ def test_marks_that_are_no_steps_are_refused(marks):
 def test_a_gpu_without_a_description_is_asked_for():
     with pytest.raises(UsageError, match="no device description matches the GPU"):
         compare_blocks({**planted_history(), "device_name": "NVIDIA Nothing 9000"})
-
-
-def test_a_history_comes_back_from_its_file(tmp_path):
-    history = planted_history(CNN)
-    path = tmp_path / "cnn.json.xz"
-    path.write_bytes(lzma.compress(json.dumps(history).encode()))
-    assert read_history(path) == history
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"no xz", "is not a recorded history"),
-        (lzma.compress(b"[1]"), "missing name, config"),
-        (lzma.compress(b'{"name": "cnn"}'), "missing config"),
-        (lzma.compress(b'{"name": '), "is not a recorded history"),
-        (lzma.compress(b"x" * 10_000)[:60], "is not a recorded history"),
-        (None, "is not a recorded history"),
-    ],
-)
-def test_a_file_that_holds_no_history_is_named(tmp_path, content, problem):
-    path = tmp_path / "torn.json.xz"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UsageError, match=problem):
-        read_history(path)

@@ -38,10 +38,8 @@ from conf.files.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
 from warehouse.files.counting import counting_files, counting_merged_names, held_ids, lost_line, lost_merged_files
 from warehouse.files.damage import DamagedFile, set_aside
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS, OF_RUNS, checksum_problem
+from warehouse.files.folder import DataFolder, checksum_problem
 from warehouse.files.merged import (
-    MERGED_PREFIX,
     Listing,
     has_own_name,
     is_merged_name,
@@ -55,7 +53,7 @@ from warehouse.files.merged import (
 )
 from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, open_lock
 from warehouse.files.small_files import read_files
-from warehouse.tables.schema import TABLES
+from warehouse.tables.schema import KINDS, MERGED_PREFIX, OF_RUNS, TABLES
 
 SORT_KEYS = {
     "runs": ["run_id"],

@@ -12,6 +12,7 @@ Compaction proves more before it deletes anything, and mends what is not valid (
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 from conf.errors import EnvironmentProblem
 from warehouse.files import damage
 from warehouse.files.damage import DamagedFile, warn_once
-from warehouse.files.layout import KINDS, FolderLayout
+from warehouse.files.folder import DataFolder
 from warehouse.files.merged import (
     PARTITION,
     DamagedListing,
@@ -35,9 +36,10 @@ from warehouse.files.merged import (
     sources_of,
 )
 from warehouse.files.plain_file import file_key, plain, remember, remember_by
+from warehouse.tables.schema import KINDS
 
 SNAPSHOT_LISTING = "snapshot.parquet"
-_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
 _REMEMBERED_IDS = 3_200_000  # some 100 bytes each
@@ -59,7 +61,7 @@ class Judgement:
         return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
 
 
-def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
+def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
     """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
 
     A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
@@ -71,7 +73,7 @@ def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | No
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
-def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
+def counting_merged_names(folder: DataFolder, kind: str) -> frozenset[str]:
     """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
     root = folder.root / kind
     listings = [listing for listing in _find_believed(folder, kind)[0] if (root / listing.merged).exists()]
@@ -79,7 +81,7 @@ def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
     return frozenset(whole.listed) - whole.hidden
 
 
-def merged_file_with(folder: FolderLayout, family: str, run_id: str) -> Path | None:
+def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | None:
     """Return the merged file that counts and holds a run, or None. Unreadable files hold no runs."""
     partition = folder.partition("runs", family)
     while True:
@@ -96,7 +98,7 @@ def merged_file_with(folder: FolderLayout, family: str, run_id: str) -> Path | N
         # A compaction has merged the file once more since: the next look finds the new one.
 
 
-def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
+def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
     """Return the listings whose merged file is gone though no other listing replaces it: its rows are lost.
 
     Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
@@ -108,7 +110,7 @@ def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
     return lost
 
 
-def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
+def lost_line(folder: DataFolder, kind: str, listing: Listing) -> str:
     """Describe a merged file that is gone."""
     rows = "its rows are" if listing.rows is None else f"its {listing.rows:,} rows are"
     return (
@@ -117,7 +119,7 @@ def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
     )
 
 
-def refuse_lost(folder: FolderLayout, kinds: Sequence[str] = KINDS) -> None:
+def refuse_lost(folder: DataFolder, kinds: Sequence[str] = KINDS) -> None:
     """Raise `EnvironmentProblem` for each merged file or listing that is lost: without it, counts would be too low."""
     lines: list[str] = []
     for kind in kinds:
@@ -127,38 +129,30 @@ def refuse_lost(folder: FolderLayout, kinds: Sequence[str] = KINDS) -> None:
         raise EnvironmentProblem("; ".join(lines))
 
 
-def merged_damage(path: Path) -> str | None:
-    """Return why a merged file cannot be used: no Parquet file, or columns of other types; None if it can.
-
-    Raises `FileNotFoundError`. Only the footer is read, once while the file stays the same.
-    """
-    try:
-        return remember(path, lambda: damage.damage_of(path), "damage")
-    except FileNotFoundError:
-        return damage.damage_of(path)  # a link to nothing
-
-
 def is_damaged_merged(path: Path) -> bool:
     """Return whether a file is an unusable merged one, and report it on stderr, once while it stays the same."""
-    if not is_merged_name(path.name):
-        return False
-    try:
-        reason = merged_damage(path)
-    except FileNotFoundError:  # which is another matter
-        return False
+    reason = _merged_damage(path) if is_merged_name(path.name) else None
     if reason is not None:
         damage.report([DamagedFile(path, reason)])
     return reason is not None
 
 
 def _is_damaged(path: Path) -> bool:
+    return _merged_damage(path) is not None
+
+
+def _merged_damage(path: Path) -> str | None:
+    """Return why a merged file cannot be used: no Parquet file, or columns of other types; None if it can, or is gone.
+
+    Only the footer is read, once while the file stays the same.
+    """
     try:
-        return merged_damage(path) is not None
+        return remember(path, lambda: damage.damage_of(path), "damage")
     except FileNotFoundError:
-        return False
+        return None
 
 
-def _find_believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
+def _find_believed(folder: DataFolder, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
     Their content is read once while they stay the same. What they hide is judged again, as files come and go.
@@ -176,7 +170,7 @@ def _find_believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list
     return [*_of_snapshot(folder, kind), *believed], lost
 
 
-def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
+def _of_snapshot(folder: DataFolder, kind: str) -> list[Listing]:
     """Return a snapshot's merged files, all of which count, as listings."""
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
@@ -196,28 +190,22 @@ def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) ->
     )
 
 
-def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
+def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
     root = folder.root / kind
-    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
-    if all(os.path.lexists(root / listing.merged) for listing in listings):
-        return []
     believed, _ = _find_believed(folder, kind)
-    hidden = Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden
-    gone = [entry for entry in believed if entry.merged not in hidden and not os.path.lexists(root / entry.merged)]
+    gone = [listing for listing in believed if not os.path.lexists(root / listing.merged)]
     if not gone:
         return []
+    replaced = set(Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden)
     # A compaction of an older version removed the listing last; the merged file itself names its sources.
-    replaced: set[str] = set()
     for listing in believed:
-        try:
+        with contextlib.suppress(*_UNREADABLE):
             replaced.update(sources_of(root / listing.merged))
-        except _UNREADABLE:
-            continue
     return [listing for listing in gone if listing.merged not in replaced]
 
 
-def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
-    not_held = _hidden_and_not_held(folder, kind, listing)
+def _is_sound(folder: DataFolder, kind: str, listing: Listing) -> bool:
+    not_held = _hidden_and_not_held(folder.root / kind, listing)
     if not_held:
         others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
         warn_once(
@@ -228,33 +216,18 @@ def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
     return not not_held
 
 
-def _hidden_and_not_held(folder: FolderLayout, kind: str, listing: Listing) -> tuple[str, ...]:
+def _hidden_and_not_held(root: Path, listing: Listing) -> Sequence[str]:
     """Return the existing files that a listing hides although they have a run that the merged file lacks."""
-    root = folder.root / kind
     merged = root / listing.merged
-    try:
-        if merged_damage(merged) is not None:  # it hides nothing, and is named where it would count
-            return _foreign(listing)
-        key = ("doubtful", file_key(merged), _listing_key(listing))
-        foreign, doubtful = remember_by(key, lambda: (_foreign(listing), _doubtful(merged, listing)))
-    except _UNREADABLE:  # torn or gone, which is another matter: it is named there
-        return _foreign(listing)
-    if foreign or not doubtful:
+    foreign = remember_by(("foreign", listing.merged, listing.hidden), lambda: _foreign(listing))
+    if foreign or _is_damaged(merged):  # a damaged one hides nothing, and is named where it would count
         return foreign
-    present = _present(root, doubtful)
-    if not present:
-        return ()
     try:
-        return remember_by(("not held", key, tuple(present.values())), lambda: _not_held(root, merged, tuple(present)))
-    except _UNREADABLE:
+        key = file_key(merged)
+        doubtful = remember_by(("doubtful", key, listing.hidden), lambda: _doubtful(merged, listing))
+    except _UNREADABLE:  # torn or gone, which is another matter: it is named there
         return ()
-
-
-def _listing_key(listing: Listing) -> Hashable:
-    try:
-        return file_key(listing.file)
-    except OSError:  # replaced since it was read
-        return listing.hidden
+    return [name for name in doubtful if not _is_held(root / name, merged, key)]
 
 
 def _foreign(listing: Listing) -> tuple[str, ...]:
@@ -265,33 +238,21 @@ def _foreign(listing: Listing) -> tuple[str, ...]:
 
 def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
     """Return the hidden names whose content must be read to know whether the merged file holds their run."""
-    if not listing.hidden:
-        return ()
-    held = _ids(merged)
+    held = _ids(merged) if listing.hidden else frozenset()
     return tuple(name for name in listing.hidden if os.path.basename(name).removesuffix(".parquet") not in held)
 
 
-def _present(root: Path, names: tuple[str, ...]) -> dict[str, Hashable]:
-    """Return the names that exist, with a value that changes when they are written."""
-    present = {}
-    for name in names:
-        try:
-            present[name] = file_key(root / name)
-        except OSError:
-            continue
-    return present
+def _is_held(path: Path, merged: Path, merged_key: Hashable) -> bool:
+    """Return whether a merged file holds all runs of a file; True also of one that is torn or gone."""
 
+    def compare() -> bool:
+        ids = _ids(path)  # none where it has no rows
+        return len(held_ids(merged.parent, [merged.name], ids)) == len(ids)
 
-def _not_held(root: Path, merged: Path, names: tuple[str, ...]) -> tuple[str, ...]:
-    held = _ids(merged)
-    not_held = []
-    for name in names:
-        try:
-            if not _ids(root / name) <= held:  # a file without rows has nothing to be held
-                not_held.append(name)
-        except _UNREADABLE:  # torn after it was merged, or deleted
-            continue
-    return tuple(not_held)
+    try:
+        return remember_by(("held", merged_key, file_key(path)), compare)
+    except _UNREADABLE:
+        return True
 
 
 def _ids(path: Path) -> frozenset[str]:
@@ -313,7 +274,7 @@ class FamilyPlan:
     doubled: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
+def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
     """Return the files of `runs` or `telemetry` that count now, by family, each run in one of them only.
 
     `left_out` returns whether a file is known to be damaged. A listed merged file that is missing raises
@@ -329,7 +290,7 @@ def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bo
         if judgement.lost:
             raise EnvironmentProblem("; ".join(judgement.lost))
         on_disk = _names_on_disk(folder.root / kind)
-        if all(name in judgement.hidden or _is_there(on_disk, name) for name in judgement.listed):
+        if all(name in judgement.hidden or os.path.lexists(folder.root / kind / name) for name in judgement.listed):
             break
     else:
         refuse_lost(folder, [kind])
@@ -339,9 +300,7 @@ def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bo
     ]
 
 
-def counting_files(
-    folder: FolderLayout, kind: str, family: str, listings: Sequence[Listing] | None = None
-) -> list[Path]:
+def counting_files(folder: DataFolder, kind: str, family: str, listings: Sequence[Listing] | None = None) -> list[Path]:
     """Return the files of a partition whose rows count, sorted, whether they are damaged or not.
 
     Args:
@@ -378,13 +337,6 @@ def _names_on_disk(root: Path) -> dict[str, list[str]]:
     }
 
 
-def _is_there(on_disk: Mapping[str, list[str]], path: str) -> bool:
-    partition, _, name = path.partition("/")
-    names = on_disk.get(partition, [])
-    position = bisect.bisect_left(names, name)
-    return names[position : position + 1] == [name]
-
-
 def _family_plan(
     partition: Path, names: Sequence[str], judgement: Judgement, left_out: Callable[[Path], bool]
 ) -> FamilyPlan:
@@ -396,7 +348,8 @@ def _family_plan(
     if merged:  # where a run's own file and a merged one exist, the merged one came first
         held = held_ids(partition, merged, (name.removesuffix(".parquet") for name in unmerged))
         unmerged = [name for name in unmerged if name.removesuffix(".parquet") not in held]
-    doubled = _find_doubled(partition, merged) if len(merged) > 1 else {}
+    key = ("doubled", *(file_key(partition / name) for name in merged))
+    doubled = remember_by(key, lambda: _find_doubled(partition, merged))
     return FamilyPlan(partition.name.removeprefix(PARTITION), (*unmerged, *merged), doubled)
 
 
@@ -415,34 +368,17 @@ def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> 
     return held
 
 
-def _find_doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
-    """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs.
-
-    The result is cached while the files stay the same.
-    """
-    key = ("doubled", *(file_key(partition / name) for name in merged))
-    return remember_by(key, lambda: _compare(partition, merged))
-
-
-def _compare(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
-    groups = [
-        (least, most, order, group)
-        for order, name in enumerate(merged)
-        for group, (least, most) in enumerate(_ranges(partition / name))
-    ]
-    groups.sort()
-    doubled: dict[str, set[str]] = {}
-    open_groups: list[tuple[str, int, int]] = []  # most, file, row group
-    for least, most, order, group in groups:
-        open_groups = [entry for entry in open_groups if entry[0] >= least]
-        for _, other, other_group in open_groups:
-            if other == order:
-                continue
-            both = _group_ids(partition / merged[order], group) & _group_ids(partition / merged[other], other_group)
-            if both:
-                doubled.setdefault(merged[max(order, other)], set()).update(both)
-        open_groups.append((most, order, group))
-    return {name: frozenset(ids) for name, ids in doubled.items()}
+def _find_doubled(partition: Path, merged: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs."""
+    doubled: dict[str, frozenset[str]] = {}
+    ranges = {name: _ranges(partition / name) for name in merged}
+    for order, name in enumerate(merged):
+        earlier = [entry for other in merged[:order] for entry in ranges[other]]
+        for group, (least, most) in enumerate(ranges[name]):
+            if any(low <= most and least <= high for low, high in earlier):
+                ids = held_ids(partition, merged[:order], _group_ids(partition / name, group))
+                doubled[name] = doubled.get(name, frozenset()) | ids
+    return {name: ids for name, ids in doubled.items() if ids}
 
 
 def _ranges(path: Path) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from warehouse.files.layout import checksum_problem, content_problem
+from warehouse.files.folder import checksum_problem, content_problem
 from warehouse.files.plain_file import NoPlainFile, open_binary
 from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.sql_text import escaped_glob, sql_text

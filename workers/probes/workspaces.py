@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.plain_text import first_line
-from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all
+from workers.probes.children import Measurement, ProbeResult, Row, measure_all
 from workers.probes.gpu import first_gpu, recorded_entries, start_recording
 
 if TYPE_CHECKING:
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 
     from featurize.device.device_spec import DeviceSpec
 
-COLUMNS = (
-    "operator",
-    "phase",
-    "shapes",
-    "dtype",
-    "config",
-    "measured_bytes",
-    "kept_bytes",
-    "requests",
-    "assumed_bytes",
-    "assumed_kept_bytes",
-)
 # Layer -> its cases, as arguments of the layer and the shape of each input.
 CASES: Mapping[str, Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]] = {
     "conv2d": (
@@ -58,11 +46,7 @@ BENCHMARKED = ("conv2d",)
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Measure what is missing in FOLDER/workspaces.json, a process for each layer and way of choosing algorithms.
-
-    Raises:
-        UsageError: An unknown device, or a file that cannot be read.
-    """
+    """Measure what is missing in FOLDER/workspaces, a process for each layer and way of choosing algorithms."""
     measurements = [
         Measurement(
             name=f"{layer} benchmark" if benchmark else layer,
@@ -72,8 +56,7 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
         for layer in CASES
         for benchmark in ((False, True) if layer in BENCHMARKED else (False,))
     ]
-    kept, keep = keep_rows(folder / "workspaces.json", COLUMNS)
-    return measure_all(measurements, device, seconds_left, kept, keep)
+    return measure_all(folder / "workspaces", measurements, device, seconds_left)
 
 
 def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
