@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-# What a data folder consists of; other names in it belong to the user. `warehouse.files.layout` takes its paths from
+# What a data folder consists of; other names in it belong to the user. `warehouse.files.folder` takes its paths from
 # here.
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (

@@ -26,7 +26,6 @@ from conf.files.identity import mapping_hash
 from farm.comparison.pairs import (
     Comparison,
     Environment,
-    Recorded,
     RunSet,
     Side,
     code_folder,
@@ -45,8 +44,7 @@ from farm.submission.submitting import submit
 from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import check_name
+from warehouse.files.folder import DataFolder, check_name
 from workers.devices import choose_device, core_count
 
 _A_PROCESS = 16  # configurations that one more process is started for
@@ -385,7 +383,7 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
         raise other or UsageError("; ".join(map(str, errors)))
     before, after = (future.result() for future in asked)
     same = isinstance(before, Environment) and isinstance(after, Environment) and before.python == after.python
-    if same or (isinstance(before, Recorded) and before == dataclasses.replace(after, text=before.text)):
+    if same or (isinstance(before, RunSet) and before == dataclasses.replace(after, text=before.text)):
         raise UsageError(
             f"before={settings.before} and after={settings.after} are the same: there is nothing to compare"
         )
@@ -416,8 +414,8 @@ def _submission(settings: CompareSettings) -> SubmitSettings:
 
 def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path) -> RunSet:
     """Return the side's runs, after running those that an environment lacks."""
-    if isinstance(side, Recorded):
-        return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
+    if isinstance(side, RunSet):
+        return dataclasses.replace(side, family=settings.family)
     folder = DataFolder(home.environments / check_name("environment", side.folder_name)).create()
     submission = _submission(settings)
     cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
@@ -444,8 +442,8 @@ def _operators(
     before, after = sides
     if not settings.operators:
         return None, "operators=false"
-    if isinstance(before, Recorded) or isinstance(after, Recorded):
-        recorded = [side.text for side in sides if isinstance(side, Recorded)]
+    if isinstance(before, RunSet) or isinstance(after, RunSet):
+        recorded = [side.text for side in sides if isinstance(side, RunSet)]
         return None, (
             f"operators are traced under an environment's torch, and {' and '.join(recorded)} "
             f"{'is' if len(recorded) == 1 else 'are'} recorded runs: name the environments to compare operators"
@@ -486,7 +484,7 @@ def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | Non
     return f"{settings.family or 'all'}-{words}-{mapping_hash(parts)[:6]}"
 
 
-def _record(side: Recorded) -> str:
+def _record(side: RunSet) -> str:
     return f"{side.folder.root}@{side.snapshot or ''}"
 
 

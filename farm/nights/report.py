@@ -17,7 +17,7 @@ import duckdb
 
 import warehouse
 from conf.errors import CommandError
-from conf.plain_text import OUTPUT_STARTS, error_line
+from conf.plain_text import OUTPUT_STARTS, error_line, first_few
 from conf.reports.blocks import Level
 from conf.reports.charts import Grid
 from conf.reports.page_text import short
@@ -399,7 +399,7 @@ def _findings(errors: Sequence[Finding]) -> list[str]:
     if not errors:
         return []
     rows = sum(error.count for error in errors)
-    rules = ", ".join(error.rule for error in errors[:3]) + (", ..." if len(errors) > 3 else "")
+    rules = first_few([error.rule for error in errors], 3, ", ")
     return [f"Some rows cannot be right: rules are broken {rows:,} times ({rules}). See the quality findings."]
 
 

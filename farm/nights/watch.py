@@ -19,6 +19,7 @@ import numpy as np
 
 import warehouse
 from conf.errors import UsageError
+from conf.plain_text import first_few
 from farm.nights.canaries import (
     LABELS,
     CanaryVerdict,
@@ -215,13 +216,12 @@ def _shift(entries: Sequence[ComparedLabel]) -> tuple[float | None, str]:
     """Return the median shift of the canaries that moved, as a figure and in words."""
     moved = [entry for entry in entries if entry.moved]
     shifts = [entry.shift for entry in moved if entry.shift is not None]
-    examples = "; ".join(entry.said for entry in moved[:_EXAMPLES])
-    more = f"; {len(moved) - _EXAMPLES} more" if len(moved) > _EXAMPLES else ""
+    examples = first_few([entry.said for entry in moved], _EXAMPLES)
     if not shifts:
-        return None, examples + more
+        return None, examples
     typical = statistics.median(shifts)
     figure = shift_text(moved[0].label, typical)
-    return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
+    return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples})"
 
 
 def _rows(

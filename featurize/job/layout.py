@@ -5,6 +5,7 @@ Start reading at `Parallel`, and at `parse_parallel`, which reads a text or a ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -620,8 +621,6 @@ def _value(text: str) -> Any:
     if text.lower() in words:
         return words[text.lower()]
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text

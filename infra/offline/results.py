@@ -28,7 +28,7 @@ from conf.plain_text import exception_line
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS
+from warehouse.tables.schema import KINDS
 
 SLICE_BYTES = 16 * 2**20  # size of a file that comes back
 MOST_SLICES = 6  # slices among the eight files that come back; `SUMMARY` and `LOG` are the others

@@ -238,7 +238,8 @@ class LayoutSearch:
         batches: The sizes to try.
         ways: Checkpointing to try, the one that recomputes least first.
         findings: From one layout to the next.
-        estimated: `estimated(micro_batch, accumulation, checkpointing)` -> the estimate of this layout.
+        estimated: `estimated(micro_batch, accumulation, checkpointing)` -> the estimate of this layout, and what a row
+            is `known` by.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class LayoutSearch:
         batches: MicroBatches,
         ways: Sequence[str | None],
         findings: Findings,
-        estimated: Callable[[int, int, str | None], Estimate],
+        estimated: Callable[[int, int, str | None], tuple[Estimate, str]],
     ) -> None:
         self._layout, self._batches, self._ways = layout, batches, ways
         self._findings, self._estimated = findings, estimated
@@ -325,15 +326,15 @@ class LayoutSearch:
         if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
             return PlanRow(**about, fits=False, why=reason)
         try:
-            estimate = self._estimated(size, min(count, alike), way)
+            estimate, about["known"] = self._estimated(size, min(count, alike), way)
             memory: dict[str, Any] = {"peak_memory_mib": estimate.peak_memory_mib, "upper_mib": estimate.upper_mib}
             if not estimate.fits_device:
                 row = PlanRow(**about, **memory, fits=False, why=f"takes {estimate.needed_mib:,.0f} MiB")
                 self.estimates[row] = estimate
                 return row
-            first = self._estimated(size, 1, way) if count > alike else estimate
+            first = self._estimated(size, 1, way)[0] if count > alike else estimate
         except UsageError as error:
-            return PlanRow(**about, fits=None, why=first_line(error))
+            return PlanRow(**about | {"known": None}, fits=None, why=first_line(error))
         row = PlanRow(**about, **memory, **self._times(estimate, first, size, count, alike), fits=True)
         self.estimates[row] = estimate
         return row

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from conf.plain_text import first_line
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.plain_file import plain
 from warehouse.files.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 from warehouse.reading.connection import WarehouseConnection, connect
@@ -24,7 +23,9 @@ from warehouse.tables.schema import (
     COLLOCATION_RATIOS,
     DATASET_JOB_PREFIX,
     DETAILS,
+    KINDS,
     LABELS,
+    OF_RUNS,
     OOM_KINDS,
     QUALITIES,
     SAMPLE_QUALITIES,
