@@ -297,9 +297,10 @@ def curves_svg(one: BlockComparison) -> Svg:
     sides = ((_MEASURED_CSS, "measured", one.measured_curve), (_TRACED_CSS, "traced", one.traced_curve))
     lines = []
     for css, side, curve in sides:
-        if curve.allocated_bytes:
-            lines.append((f"line {css} dashed", f"{side} reserved", _thin(curve.reserved_bytes)))
-            lines.append((f"line {css}", f"{side} allocated", _thin(curve.allocated_bytes)))
+        if curve:
+            allocated_bytes, reserved_bytes = zip(*curve, strict=True)
+            lines.append((f"line {css} dashed", f"{side} reserved", _thin(reserved_bytes)))
+            lines.append((f"line {css}", f"{side} allocated", _thin(allocated_bytes)))
     most = max((max(values) for _, _, values in lines), default=1.0)
     plot = Plot(Axis(0.0, 1.0), Axis.of(0.0, max(most, 1e-3)), _MARGINS)
     plot.grid()
