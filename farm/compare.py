@@ -38,11 +38,13 @@ from conf.reports.blocks import (
 )
 from conf.reports.charts import Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison, Environment, Recorded, Side, error_of
+from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison, Environment, RunSet, Side, error_of
 from farm.comparison.run import Change, CompareSettings, Interrupted, Operators, Result, run_comparison
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift
 from warehouse.tables.schema import ENVIRONMENT
+
+_MAIN = {MEMORY: "peak memory", STEP_TIME: "step time"}  # labels of the headline, of tiles and of pictures
 
 
 def headline(result: Result) -> str:
@@ -52,18 +54,11 @@ def headline(result: Result) -> str:
         return "no configuration ran on both sides"
     parts = [f"{len(comparison.pairs):,} {'pair' if len(comparison.pairs) == 1 else 'pairs'} of configurations"]
     for shift in comparison.shifts:
-        if shift.label in (MEMORY, STEP_TIME):
-            name = "peak memory" if shift.label == MEMORY else "step time"
-            if shift.equal == shift.pairs:
-                parts.append(f"{name} equal in all")
-            else:
-                parts.append(
-                    f"{name} {percent(shift.median)} in the median, {shift.beyond:,} beyond "
-                    f"{share(comparison.tolerance)}"
-                )
-    changed = sum(s.configurations for s in comparison.statuses if s.before != s.after)
-    if changed:
-        parts.append(f"{changed:,} ended otherwise")
+        if shift.label in _MAIN:
+            moved = f"{percent(shift.median)} in the median, {shift.beyond:,} beyond {share(comparison.tolerance)}"
+            parts.append(f"{_MAIN[shift.label]} {'equal in all' if shift.equal == shift.pairs else moved}")
+    if comparison.ended_otherwise:
+        parts.append(f"{comparison.ended_otherwise:,} ended otherwise")
     return ", ".join(parts)
 
 
@@ -158,7 +153,7 @@ def side_mapping(side: Side, versions: Mapping[str, Sequence[str]]) -> dict[str,
     }
     if isinstance(side, Environment):
         return {**about, "python": str(side.python), "environment": dict(side.versions)}
-    assert isinstance(side, Recorded)
+    assert isinstance(side, RunSet)
     return {**about, "folder": str(side.folder.root), "snapshot": side.snapshot}
 
 
@@ -225,13 +220,13 @@ def comparison_page(result: Result) -> Page:
 def _head(result: Result) -> tuple[Block, ...]:
     comparison = result.comparison
     where = ", ".join(comparison.devices) + (f" ({', '.join(comparison.sources)})" if comparison.sources else "")
-    changed = sum(s.configurations for s in comparison.statuses if s.before != s.after)
     tiles = [Tile("pairs", f"{len(comparison.pairs):,}", "configurations on both sides")]
-    for shift in comparison.shifts:
-        if shift.label in (MEMORY, STEP_TIME):
-            name = "peak memory" if shift.label == MEMORY else "step time"
-            tiles.append(Tile(name, percent(shift.median), f"median; largest {percent(shift.largest)}"))
-    tiles.append(Tile("ended otherwise", f"{changed:,}", "ok → oom, ok → crashed, ..."))
+    tiles += [
+        Tile(_MAIN[shift.label], percent(shift.median), f"median; largest {percent(shift.largest)}")
+        for shift in comparison.shifts
+        if shift.label in _MAIN
+    ]
+    tiles.append(Tile("ended otherwise", f"{comparison.ended_otherwise:,}", "ok → oom, ok → crashed, ..."))
     tiles.append(Tile("without a partner", f"{sum(map(len, comparison.alone)):,}", "on one side only"))
     return (
         Lead(where or "no pairs"),
@@ -247,10 +242,10 @@ def _labels(comparison: Comparison) -> Section:
     families = list(dict.fromkeys(pair.before["family"] for pair in comparison.pairs))
     css = {family: f"k{k % 7 + 1}" for k, family in enumerate(families)}
     drawn: list[Chart] = []
-    for label, name in ((MEMORY, "Peak memory"), (STEP_TIME, "Step time")):
+    for label, name in _MAIN.items():
         svg = shift_chart(comparison.pairs, label, css, comparison.tolerance)
         if svg is not None:
-            drawn.append(Chart(f"{name}: difference of each configuration by its size before", svg))
+            drawn.append(Chart(f"{name.capitalize()}: difference of each configuration by its size before", svg))
     heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
     blocks: list[Block] = [
         Lead("Differences are relative to before; p90 is of their sizes."),
@@ -301,14 +296,17 @@ def _statuses(comparison: Comparison) -> Section:
 
 def _largest(comparison: Comparison) -> Section:
     parts: list[Block] = []
-    for label, name in ((MEMORY, "peak memory [MiB]"), (STEP_TIME, "step time [ms]")):
+    for label, name in _MAIN.items():
         largest = comparison.largest(label, _ROWS_OF_PAGE)
         if not largest:
             continue
         rows = [(*pair_row(pair, label), config_words(json.loads(pair.before["config"]))) for pair in largest]
         beyond = [k for k, pair in enumerate(largest) if abs(pair.shift(label) or 0) > comparison.tolerance]
         heads = ("config hash", "family", "before", "after", "difference", "*configuration")
-        parts += [Heading(f"Largest differences of {name}"), table(heads, rows, words=2, marked=beyond)]
+        parts += [
+            Heading(f"Largest differences of {name} [{LABELS[label]}]"),
+            table(heads, rows, words=2, marked=beyond),
+        ]
     if not parts:
         return Section("largest", "Configurations", (Lead("No configuration differs."),))
     return Section("largest", "Configurations that differ most", tuple(parts))

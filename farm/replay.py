@@ -17,7 +17,7 @@ from typing import Any
 from conf.cli.command_line import StepBar, command
 from conf.files.identity import mapping_hash
 from conf.files.outputs import checked_report
-from conf.plain_text import table_lines
+from conf.plain_text import first_few, table_lines
 from conf.reports.blocks import (
     Block,
     Callout,
@@ -91,8 +91,7 @@ def verdict(replays: CrossedReplays) -> str:
         return "not known, as no job ran"
     if len(names) == 1:
         return names[0]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"none stands out: {', '.join(names[:_NAMED])}{more}"
+    return f"none stands out: {first_few(names, _NAMED, ', ')}"
 
 
 def title(replays: CrossedReplays) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,10 @@ from typing import Any
 from conf.cli.settings import format_key, key
 from conf.errors import CommandError, UsageError
 from conf.files.identity import mapping_hash
+from conf.files.outputs import json_lines
 from farm.comparison.pairs import (
     Comparison,
     Environment,
-    Recorded,
     RunSet,
     Side,
     code_folder,
@@ -104,7 +104,8 @@ def traced(
     Raises `UsageError` where the environment's Python fails.
     """
     tag = mapping_hash({"code": FEATURES_STAMP, "device": spec.to_mapping()})
-    known = {key: record for key, record in _read(kept, tag) if key in configs}
+    records = {record.pop("key", None): record for record in json_lines(kept) if record.pop("tag", None) == tag}
+    known = {config_hash: record for config_hash, record in records.items() if config_hash in configs}
     missing = {key: config for key, config in configs.items() if key not in known}
     if not missing:
         return known
@@ -127,20 +128,6 @@ def traced(
         for _ in pool.map(lambda part: _trace(environment, code, part, spec, keep), parts):
             pass  # waits for all, and raises what one has raised
     return known
-
-
-def _read(kept: Path, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = kept.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut off by a kill: traced again
-            continue
-        if isinstance(record, dict) and record.pop("tag", None) == tag and "key" in record:
-            yield record.pop("key"), record
 
 
 def _trace(
@@ -384,7 +371,7 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
         raise other or UsageError("; ".join(map(str, errors)))
     before, after = (future.result() for future in asked)
     same = isinstance(before, Environment) and isinstance(after, Environment) and before.python == after.python
-    if same or (isinstance(before, Recorded) and before == dataclasses.replace(after, text=before.text)):
+    if same or (isinstance(before, RunSet) and before == dataclasses.replace(after, text=before.text)):
         raise UsageError(
             f"before={settings.before} and after={settings.after} are the same: there is nothing to compare"
         )
@@ -415,8 +402,8 @@ def _submission(settings: CompareSettings) -> SubmitSettings:
 
 def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path) -> RunSet:
     """Return the side's runs, after running those that an environment lacks."""
-    if isinstance(side, Recorded):
-        return RunSet(folder=side.folder, snapshot=side.snapshot, family=settings.family)
+    if isinstance(side, RunSet):
+        return dataclasses.replace(side, family=settings.family)
     folder = DataFolder(home.environments / check_name("environment", side.folder_name)).create()
     submission = _submission(settings)
     cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
@@ -443,8 +430,8 @@ def _operators(
     before, after = sides
     if not settings.operators:
         return None, "operators=false"
-    if isinstance(before, Recorded) or isinstance(after, Recorded):
-        recorded = [side.text for side in sides if isinstance(side, Recorded)]
+    if isinstance(before, RunSet) or isinstance(after, RunSet):
+        recorded = [side.text for side in sides if isinstance(side, RunSet)]
         return None, (
             f"operators are traced under an environment's torch, and {' and '.join(recorded)} "
             f"{'is' if len(recorded) == 1 else 'are'} recorded runs: name the environments to compare operators"
@@ -485,7 +472,7 @@ def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | Non
     return f"{settings.family or 'all'}-{words}-{mapping_hash(parts)[:6]}"
 
 
-def _record(side: Recorded) -> str:
+def _record(side: RunSet) -> str:
     return f"{side.folder.root}@{side.snapshot or ''}"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import warehouse
 from conf.errors import UsageError
-from conf.plain_text import error_line
+from conf.plain_text import error_line, first_few
 from farm.nights.journal import CanariesPayload, ComparedLabel, DriftPayload, Environment
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_row
 from featurize.device.device_spec import same_device
@@ -53,6 +53,7 @@ _ABOUT = (
 _CLOCK_SHARE = 0.05  # how much lower the SM clock must be to be named as a cause
 _HOTTER_C = 10.0
 _LATEST = 3  # runs of the history whose telemetry is looked at
+_EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class CanaryRun:
     labels: Mapping[str, float | None]
     final: bool
     device_uuid: str | None
+    environment: tuple[str | None, ...]  # values of `ENVIRONMENT`
     started_at: datetime.datetime  # where that is not known, when it was given up
 
     @property
@@ -106,32 +108,32 @@ def read_nights(
             "OR list_contains(?::VARCHAR[], job_id)) ORDER BY coalesce(started_at, finished_at) NULLS FIRST, run_id",
             [source, PREFIX, list(tonight)],
         ).fetchall()
-    jobs: dict[str, list[tuple[CanaryRun, tuple[Any, ...]]]] = {}
+    jobs: dict[str, list[CanaryRun]] = {}
     for row in (dict(zip(columns, values, strict=True)) for values in rows):
         # A run that no worker brought back does not know its device; the jobs of tonight are all of this one.
         ours = row["job_id"] in tonight if row["device_name"] is None else same_device(row["device_name"], device_name)
         run = _run(row) if ours else None
         if run is not None and (row["job_id"] in tonight or row["job_id"] not in forget):
             night = "" if run.job_id in tonight else run.job_id
-            jobs.setdefault(night, []).append((run, tuple(row[name] for name in ENVIRONMENT)))
+            jobs.setdefault(night, []).append(run)
     now = jobs.pop("", None)
-    began = min((run.started_at for run, _ in now or ()), default=None)
-    earlier = [_night(of_job) for of_job in jobs.values() if began is None or of_job[0][0].started_at <= began]
+    began = min((run.started_at for run in now or ()), default=None)
+    earlier = [_night(runs) for runs in jobs.values() if began is None or runs[0].started_at <= began]
     if now is None:
         return None, earlier
     return _night(now, earlier[-1].environment if earlier else None), earlier
 
 
-def _night(of_job: Sequence[tuple[CanaryRun, tuple[Any, ...]]], before: tuple[Any, ...] | None = None) -> CanaryNight:
-    runs = tuple(run for run, _ in of_job)
-    environments = Counter(environment for run, environment in of_job if run.status == "ok")
+def _night(runs: Sequence[CanaryRun], before: tuple[str | None, ...] | None = None) -> CanaryNight:
+    environments = Counter(run.environment for run in runs if run.status == "ok")
     if environments:
-        return CanaryNight(environments.most_common(1)[0][0], runs)
-    known = tuple(next((e[i] for _, e in of_job if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
+        return CanaryNight(environments.most_common(1)[0][0], tuple(runs))
+    columns = zip(*(run.environment for run in runs), strict=True)
+    known = tuple(next((value for value in column if value is not None), None) for column in columns)
     # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
     if before is not None and all(column in (None, other) for column, other in zip(known, before, strict=True)):
-        return CanaryNight(before, runs)
-    return CanaryNight(known, runs)
+        known = before
+    return CanaryNight(known, tuple(runs))
 
 
 def _run(row: Mapping[str, Any]) -> CanaryRun | None:
@@ -152,6 +154,7 @@ def _run(row: Mapping[str, Any]) -> CanaryRun | None:
         labels={name: row[name] for name in LABELS},
         final=row["final"] is not False,
         device_uuid=row["device_uuid"],
+        environment=tuple(row[name] for name in ENVIRONMENT),
         started_at=row["started_at"] or row["finished_at"] or datetime.datetime.min,
     )
 
@@ -184,10 +187,8 @@ def causes(
         latest += before[-_LATEST:]
         for cause, words in _causes_of(of_canary, before, lost):
             names_by_cause.setdefault(cause, []).append(f"{of_canary[0].name}: {words}" if words else of_canary[0].name)
-    sentences = []
-    for cause, names in sorted(names_by_cause.items(), key=lambda item: -len(item[1])):
-        more = f"; {len(names) - 3} more" if len(names) > 3 else ""
-        sentences.append(f"{cause} ({'; '.join(names[:3])}{more})")
+    most_first = sorted(names_by_cause.items(), key=lambda item: -len(item[1]))
+    sentences = [f"{cause} ({first_few(names, _EXAMPLES)})" for cause, names in most_first]
     return (*sentences, *_slower(data, now, latest))
 
 
@@ -439,9 +440,8 @@ def compare(
     is_drift = now != reference and figures_only and not alone
     why = causes(data, runs, history, verdict.moved) or (() if is_drift else (UNKNOWN,))
     change = f"with {_change(reference, now)}" if now != reference else "in an unchanged environment"
-    more = f"; {len(verdict.moved) - 3} more" if len(verdict.moved) > 3 else ""
-    examples = "; ".join(entry.said for entry in verdict.moved[:3])
-    sentence = f"{len(_names(verdict.moved))} of {_canaries(runs)} moved ({examples}{more}) {change}"
+    examples = first_few([entry.said for entry in verdict.moved], _EXAMPLES)
+    sentence = f"{len(_names(verdict.moved))} of {_canaries(runs)} moved ({examples}) {change}"
     if is_drift:
         return replace(verdict, verdict="drift", said=sentence, causes=why)
     return replace(verdict, verdict="sick", said=f"{sentence}: {why[0]}", causes=why)

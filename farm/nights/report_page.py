@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.files.outputs import write_file
+from conf.plain_text import first_few
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -107,7 +108,6 @@ def _tiles(report: Report) -> Tiles:
     failed, doubted = (report.rows.failed_tonight, report.rows.doubted_tonight) if report.rows else (0, 0)
     gpu_time, used = _time_spent(report)
     promoted = [s.target for s in report.scores if s.cycle == report.cycle and s.decision in NEW_MODEL]
-    names = ", ".join(promoted[:3]) + (", …" if len(promoted) > 3 else "")
     return Tiles(
         (
             Tile(
@@ -119,7 +119,7 @@ def _tiles(report: Report) -> Tiles:
             Tile("failed", f"{failed:,}", f"{doubted:,} untrusted"),
             Tile("time of the runs" if report.simulated else "GPU time", gpu_time, used),
             Tile("overhead", duration(report.nights[-1].overhead_s), "all but running and fitting"),
-            Tile("new models", f"{len(promoted):,}", names),
+            Tile("new models", f"{len(promoted):,}", first_few(promoted, 3, ", ")),
         )
     )
 
@@ -141,14 +141,9 @@ def _changes_section(report: Report) -> Section:
         parts.append(Lead("There is no snapshot of an earlier cycle to compare with: everything is new."))
     gained = {name: cells for name, cells in report.gained.items() if cells}
     if gained:
-        rows = [(name, len(cells), _some(cells)) for name, cells in gained.items()]
+        rows = [(name, len(cells), first_few(cells, _SHOWN)) for name, cells in gained.items()]
         parts += [Heading("Cells that had no row before"), table(("by", "cells", "*which"), rows)]
     return Section("changed", "What changed tonight", tuple(parts))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return "; ".join(names[:_SHOWN]) + more
 
 
 def _rows(report: Report) -> Section | None:

@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
+from conf.plain_text import first_few
 from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
 from warehouse.explorer.limited_query import (
     CSV,
@@ -387,8 +388,7 @@ def _type_in_words(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if choices := schema.get("enum"):
-        more = ", ..." if len(choices) > _LONGEST_CHOICE else ""
-        return f"one of {', '.join(map(str, choices[:_LONGEST_CHOICE]))}{more}"
+        return f"one of {first_few([str(choice) for choice in choices], _LONGEST_CHOICE, ', ')}"
     if options := schema.get("anyOf"):
         return " or ".join(dict.fromkeys(_type_in_words(option) for option in options))
     kind = schema.get("type", "any")

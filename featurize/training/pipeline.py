@@ -243,6 +243,7 @@ class PipelineRank(ShardedRank):
             recorder.name_modules(part)
             with recorder.watched():
                 self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
+            recorder.name_modules(self._stages[-1].whole)  # it may have the address of a module that was cut away
         for stage in self._stages:
             stage.pause = lambda paused: setattr(recorder, "paused", paused)
         return model
@@ -390,17 +391,18 @@ def _first_chunk(inputs: Inputs, chunks: int) -> Inputs:
 
 
 def _kinds(survey: Survey, starts: Sequence[int]) -> tuple[str, ...]:
+    """Return what is the same for stages that hold modules that are alike."""
     members = survey.members()
-    kinds = []
-    for begin, end in itertools.pairwise(starts):
-        texts: list[object] = [begin == 0, end == len(members)]
-        for member in members[begin:end]:
-            tensors = [
-                (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in member.named_parameters()
-            ]
-            texts.append((repr(member), tensors))
-        kinds.append(hashlib.sha256(repr(texts).encode()).hexdigest()[:16])
-    return tuple(kinds)
+    texts = (
+        repr([begin == 0, end == len(members), *map(_look_of, members[begin:end])])
+        for begin, end in itertools.pairwise(starts)
+    )
+    return tuple(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
+
+
+def _look_of(member: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
+    tensors = member.named_parameters()
+    return repr(member), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
 
 
 def trace_ranks(of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, rank: int | None = None) -> StepTrace:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from conf.errors import UsageError, shown
 from conf.plain_text import counted
@@ -43,17 +43,19 @@ _CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step r
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksApart:
-    """Blocks of one size that only one side has.
+    """Blocks of one size and origin that only one side has.
 
     Args:
         nbytes: Size of each block, rounded as the allocator rounds.
         count: How many more this side has than the other.
         where: Traced: kind, operator and module; recorded: phase and module, empty where the release cannot say.
+        is_workspace: Whether they are workspaces, or may be.
     """
 
     nbytes: int
     count: int
     where: str
+    is_workspace: bool
 
     @property
     def total_bytes(self) -> int:
@@ -70,12 +72,7 @@ class BlockMatch:
     only_traced: tuple[BlocksApart, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCurve:
-    """Bytes after each request and release of the last step, in order. The two sides have different numbers of them."""
-
-    allocated_bytes: tuple[int, ...]
-    reserved_bytes: tuple[int, ...]
+Curve: TypeAlias = list[tuple[int, int]]  # bytes allocated and reserved after each request and release of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +92,7 @@ class BlockComparison:
         in_step: Blocks requested in the last step.
         first_reordered: Number, from 1, of the last recorded step's first request that comes in another order, of
             sizes that both sides request equally often; None where the order is the same.
-        measured_curve: Curve of the last recorded step; reserved as recorded.
+        measured_curve: Curve of the last recorded step; reserved as recorded. The two have different numbers of points.
         traced_curve: Curve of the last traced step.
         gap_bytes: Cause, one of `CAUSES`, -> bytes by which this cause makes the measured reserved peak exceed the
             traced one; negative where the traced one is larger. `order` is the remainder, including differences in
@@ -114,8 +111,8 @@ class BlockComparison:
     at_peak: BlockMatch
     in_step: BlockMatch
     first_reordered: int | None
-    measured_curve: StepCurve
-    traced_curve: StepCurve
+    measured_curve: Curve
+    traced_curve: Curve
     gap_bytes: Mapping[str, int]
     verdict: str
     sentence: str
@@ -185,7 +182,8 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
     alive = _alive(measured, measured_peak[0]), _alive(traced, traced_peak[0])
     requested = _list_requested(measured), _list_requested(traced)
     replayed = recorded.allocator.peak_reserved_bytes
-    of_workspaces = _workspace_gap(*alive)
+    at_peak, in_step = _match(*alive), _match(*requested)
+    of_workspaces = _workspace_bytes(at_peak.only_measured) - _workspace_bytes(at_peak.only_traced)
     gap = {
         ALLOCATOR: int(history["peak_reserved"]) - replayed,
         WORKSPACES: of_workspaces,
@@ -193,7 +191,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         ORDER: (replayed - profile.peak_reserved) - (measured_peak[1] - traced_peak[1]),
     }
     difference, first_reordered = recorded.first_difference(), _first_reordered(*requested)
-    verdict, apart_bytes = _verdict(gap, difference, int(history["peak_reserved"]), (alive, requested))
+    verdict, apart_bytes = _verdict(gap, difference, int(history["peak_reserved"]), (at_peak, in_step))
     return BlockComparison(
         name=str(history["name"]),
         measured_allocated_bytes=measured_peak[1],
@@ -202,8 +200,8 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         traced_allocated_bytes=traced_peak[1],
         traced_reserved_bytes=profile.peak_reserved,
         allocator_difference=difference,
-        at_peak=_match(*alive),
-        in_step=_match(*requested),
+        at_peak=at_peak,
+        in_step=in_step,
         first_reordered=first_reordered,
         measured_curve=_curve(measured),
         traced_curve=_curve(traced),
@@ -298,38 +296,34 @@ def _list_requested(side: _Side) -> list[_Held]:
     ]
 
 
-def _workspace_gap(measured: Iterable[_Held], traced: Iterable[_Held]) -> int:
-    """Return how many more bytes of workspaces are alive on the measured side, of blocks that have no equal."""
-    only_measured, only_traced = _apart(measured, traced), _apart(traced, measured)
-    return sum(h.nbytes for h in only_measured if h.is_workspace) - sum(h.nbytes for h in only_traced if h.is_workspace)
+def _workspace_bytes(apart: Iterable[BlocksApart]) -> int:
+    return sum(blocks.total_bytes for blocks in apart if blocks.is_workspace)
 
 
-def _apart(side: Iterable[_Held], other: Iterable[_Held]) -> list[_Held]:
+def _apart(side: Iterable[_Held], other: Iterable[_Held]) -> tuple[BlocksApart, ...]:
     """Return the blocks without an equally large one of the other side; of one size, what may be a workspace first."""
     missing = Counter(held.nbytes for held in other)
-    apart = []
+    counts: Counter[tuple[int, str, bool]] = Counter()
     for held in sorted(side, key=lambda held: held.is_workspace):
         if missing[held.nbytes] > 0:
             missing[held.nbytes] -= 1
         else:
-            apart.append(held)
-    return apart
+            counts[held.nbytes, held.where, held.is_workspace] += 1
+    apart = [
+        BlocksApart(nbytes=nbytes, count=count, where=where, is_workspace=is_workspace)
+        for (nbytes, where, is_workspace), count in counts.items()
+    ]
+    return tuple(sorted(apart, key=lambda blocks: -blocks.total_bytes))
 
 
 def _match(measured: Sequence[_Held], traced: Sequence[_Held]) -> BlockMatch:
     only_measured, only_traced = _apart(measured, traced), _apart(traced, measured)
     return BlockMatch(
-        matched_count=len(measured) - len(only_measured),
-        matched_bytes=sum(held.nbytes for held in measured) - sum(held.nbytes for held in only_measured),
-        only_measured=_by_size(only_measured),
-        only_traced=_by_size(only_traced),
+        matched_count=len(measured) - sum(blocks.count for blocks in only_measured),
+        matched_bytes=sum(held.nbytes for held in measured) - sum(blocks.total_bytes for blocks in only_measured),
+        only_measured=only_measured,
+        only_traced=only_traced,
     )
-
-
-def _by_size(apart: Iterable[_Held]) -> tuple[BlocksApart, ...]:
-    groups = Counter((held.nbytes, held.where) for held in apart)
-    blocks = [BlocksApart(nbytes=nbytes, count=count, where=where) for (nbytes, where), count in groups.items()]
-    return tuple(sorted(blocks, key=lambda block: -block.total_bytes))
 
 
 def _first_reordered(measured: Sequence[_Held], traced: Sequence[_Held]) -> int | None:
@@ -340,34 +334,30 @@ def _first_reordered(measured: Sequence[_Held], traced: Sequence[_Held]) -> int 
     return next((number for a, (number, b) in zip(ours, theirs, strict=True) if a != b), None)
 
 
-def _curve(side: _Side) -> StepCurve:
-    moments = [moment for moment in side.moments if moment[0] in side.step]
-    return StepCurve(
-        allocated_bytes=tuple(allocated for _, allocated, _ in moments),
-        reserved_bytes=tuple(reserved for _, _, reserved in moments),
-    )
+def _curve(side: _Side) -> Curve:
+    return [(allocated, reserved) for index, allocated, reserved in side.moments if index in side.step]
 
 
 def _verdict(
     gap: Mapping[str, int],
     difference: str | None,
     measured_reserved: int,
-    sides: Sequence[tuple[Sequence[_Held], Sequence[_Held]]],
+    matches: Sequence[BlockMatch],
 ) -> tuple[str, int]:
     """Return the cause that decides, and the bytes of blocks that only one side has through it.
 
-    `sides` are the blocks alive at the peak, then those of the step: differences in what is requested come before those
-    in the order, since what is requested decides how it can be placed.
+    `matches` are of the blocks alive at the peak, then of those of the step: differences in what is requested come
+    before those in the order, since what is requested decides how it can be placed.
     """
     if difference is not None or gap[ALLOCATOR]:
         return ALLOCATOR, 0
     close = max(_CLOSE_BYTES, _CLOSE_SHARE * measured_reserved)
     if abs(sum(gap.values())) <= close:
         return NONE, 0
-    for measured, traced in sides:
-        apart = [*_apart(measured, traced), *_apart(traced, measured)]
-        nbytes = {WORKSPACES: sum(h.nbytes for h in apart if h.is_workspace)}
-        nbytes[REQUESTS] = sum(h.nbytes for h in apart) - nbytes[WORKSPACES]
+    for match in matches:
+        apart = [*match.only_measured, *match.only_traced]
+        nbytes = {WORKSPACES: _workspace_bytes(apart)}
+        nbytes[REQUESTS] = sum(blocks.total_bytes for blocks in apart) - nbytes[WORKSPACES]
         cause = max(nbytes, key=lambda name: nbytes[name])
         if nbytes[cause] > close:
             return cause, nbytes[cause]

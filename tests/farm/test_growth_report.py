@@ -221,7 +221,7 @@ def test_of_many_broken_rules_three_are_named(one_night):
     broken = [{"rule": f"rule {k}", "severity": "error", "count": 2, "examples": [], "said": ""} for k in range(4)]
     landed = {**one_night.journal.cycles()[-1].done("land"), "findings": broken}
     report, _ = written(one_night, land=landed)
-    assert "rules are broken 8 times (rule 0, rule 1, rule 2, ...)" in report["said"]["advice"][0]
+    assert "rules are broken 8 times (rule 0, rule 1, rule 2, 1 more)" in report["said"]["advice"][0]
 
 
 def test_a_sick_machine_is_named_with_its_causes(nights):

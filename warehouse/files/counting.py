@@ -5,32 +5,43 @@ out. Both cost a listing of the folders; content is read in doubtful cases only.
 
 `judge` decides which listings are valid, i.e. could come from a compaction, and which rows are lost. A valid listing
 stands for the merged file of its own name, and that file holds every run of the files that it hides and that are there.
-Compaction proves more before it deletes anything, and mends what is not valid (`warehouse.files.compaction`).
-`warehouse.check` verifies the checksums of data files.
+
+Who deletes or repairs wants proof: `unproven_sources` reads checksums and content of what a listing hides, and
+`settle_listings` repairs listings that are not valid. Compaction, snapshots, `warehouse.check` and `farm.doctor` use
+them.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem
+from conf.plain_text import first_line
 from warehouse.files import damage
-from warehouse.files.damage import DamagedFile, warn_once
-from warehouse.files.folder import DataFolder
+from warehouse.files.damage import DamagedFile, set_aside, warn_once
+from warehouse.files.folder import DataFolder, checksum_problem
 from warehouse.files.merged import (
     PARTITION,
     DamagedListing,
     Listing,
+    group_ids,
+    has_own_name,
+    held_ids,
+    id_ranges,
     is_merged_name,
+    is_own_merge,
+    is_whole_listing,
+    listing_file,
     names_in,
     read_listings,
     sources_of,
@@ -38,12 +49,14 @@ from warehouse.files.merged import (
 from warehouse.files.plain_file import file_key, plain, remember, remember_by
 from warehouse.tables.schema import KINDS
 
+if TYPE_CHECKING:
+    from warehouse.files.compaction import CompactionReport
+
+REDUNDANT = ""  # the reason when every run of a merged file is also in an intact file that counts
 SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
-_REMEMBERED_IDS = 3_200_000  # some 100 bytes each
-_group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups, of which a compaction writes 100,000 into each
 
 
 @dataclass(frozen=True)
@@ -353,61 +366,186 @@ def _family_plan(
     return FamilyPlan(partition.name.removeprefix(PARTITION), (*unmerged, *merged), doubled)
 
 
-def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
-    """Return those of `run_ids` that one of the partition's merged files holds, by their names.
-
-    Content is read only of row groups whose statistics do not rule the runs out.
-    """
-    left = sorted(run_ids)
-    held: set[str] = set()
-    for name in merged:
-        for group, (least, most) in enumerate(_ranges(partition / name)):
-            within = left[bisect.bisect_left(left, least) : bisect.bisect_right(left, most)]
-            if within:
-                held |= _group_ids(partition / name, group).intersection(within)
-    return held
-
-
 def _find_doubled(partition: Path, merged: Sequence[str]) -> dict[str, frozenset[str]]:
     """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs."""
     doubled: dict[str, frozenset[str]] = {}
-    ranges = {name: _ranges(partition / name) for name in merged}
+    ranges = {name: id_ranges(partition / name) for name in merged}
     for order, name in enumerate(merged):
         earlier = [entry for other in merged[:order] for entry in ranges[other]]
         for group, (least, most) in enumerate(ranges[name]):
             if any(low <= most and least <= high for low, high in earlier):
-                ids = held_ids(partition, merged[:order], _group_ids(partition / name, group))
+                ids = held_ids(partition, merged[:order], group_ids(partition / name, group))
                 doubled[name] = doubled.get(name, frozenset()) | ids
     return {name: ids for name, ids in doubled.items() if ids}
 
 
-def _ranges(path: Path) -> list[tuple[str, str]]:
-    """Return (least, greatest) run_id of each row group; none for an unreadable file, which is reported elsewhere."""
+# ---- proved by checksums, for whoever deletes or repairs
 
-    def read() -> list[tuple[str, str]]:
-        metadata = pq.read_metadata(plain(path))
-        column = metadata.schema.names.index("run_id")
-        ranges = []
-        for group in range(metadata.num_row_groups):
-            statistics = metadata.row_group(group).column(column).statistics
-            known = statistics is not None and statistics.has_min_max and isinstance(statistics.min, str)
-            ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
-        return ranges
 
+class Unreadable(Exception):
+    """The rows of a file cannot be read; the message has the reason."""
+
+
+def run_ids_of(path: Path) -> set[str]:
+    """Return the run_ids of an intact file. Raises `Unreadable`, or `FileNotFoundError` if there is none."""
     try:
-        return remember(path, read, "ranges")
-    except (pa.ArrowException, OSError, ValueError):
-        return []
+        problem = checksum_problem(path)
+        if problem is not None:
+            raise Unreadable(problem)
+        return set(_ids(path))
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
+        raise Unreadable(first_line(error)) from error
 
 
-def _group_ids(path: Path, group: int) -> frozenset[str]:
-    def read() -> frozenset[str]:
-        if sum(map(len, list(_group_memory.values()))) > _REMEMBERED_IDS:
-            _group_memory.clear()
-        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
-        return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
+def unheld_ids(
+    folder: DataFolder, kind: str, family: str, ids: Iterable[str], listings: Sequence[Listing], but: Path | None = None
+) -> set[str]:
+    """Return those of `ids` that no intact file of the partition holds, among files that count and are not `but`.
 
+    For telemetry, only samples of landed runs are reported: others belong to no visible run.
+    """
+    left = set(ids)
+    merged: list[Path] = []
+    for path in counting_files(folder, kind, family, listings):
+        if path == but:
+            continue
+        if is_merged_name(path.name):
+            merged.append(path)
+        elif path.stem in left and checksum_problem(path) is None:
+            left.discard(path.stem)
+    for path in merged:
+        if not left:
+            break
+        try:
+            left -= run_ids_of(path)
+        except (Unreadable, FileNotFoundError):
+            continue
+    if left and kind == "telemetry":
+        left &= _find_landed(folder, family, left)
+    return left
+
+
+def _find_landed(folder: DataFolder, family: str, ids: set[str]) -> set[str]:
+    missing = unheld_ids(folder, "runs", family, ids, read_listings(folder, "runs"))
+    return ids - missing
+
+
+@dataclass
+class Unproven:
+    """Files that a listing hides and that must not be deleted, with the reasons by name."""
+
+    unheld: dict[str, str] = field(default_factory=dict)  # no file that counts holds their runs
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+
+def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> Unproven:
+    """Return the files that a listing hides without proof that its merged file holds their runs.
+
+    Deleted files need no proof. Raises `Unreadable` for a damaged merged file, `FileNotFoundError` for a missing one.
+    """
+    root = folder.root / kind
+    path = root / listing.merged
+    held = run_ids_of(path)
+    family = path.parent.name.removeprefix("family=")
+    partition = path.parent.name + "/"
+    there = {f"{partition}{name}" for name in os.listdir(path.parent)}
+    unproven = Unproven()
+    for name in listing.hidden:
+        if not name.startswith(partition) or "/" in name.removeprefix(partition):
+            unproven.unheld[name] = "it is of another family"
+            continue
+        if name not in there or Path(name).stem in held:
+            continue
+        try:
+            missing = run_ids_of(root / name) - held
+        except FileNotFoundError:
+            continue
+        except Unreadable as error:
+            unproven.unreadable[name] = str(error)
+            continue
+        if missing:
+            missing = unheld_ids(folder, kind, family, missing, listings)
+        if missing:
+            unproven.unheld[name] = f"{len(missing):,} of its runs are not there"
+    return unproven
+
+
+def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
+    """Return the listings whose merged files hold the runs that they hide, after repairs; report the others.
+
+    If a merged file lacks hidden runs, their files are removed from its listing and count again. If a merged file is
+    gone while all hidden files exist, its listing is set aside, so they count again too.
+    """
+    listings = read_listings(folder, kind, report.damaged)
+    hidden = {name for listing in listings for name in listing.hidden}
+    settled = []
+    for listing in listings:
+        merged = folder.root / kind / listing.merged
+        if not os.path.lexists(merged):
+            if listing.merged in hidden:
+                settled.append(listing)  # deleted as a part of a later merge, whose compaction was killed
+            elif listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
+                aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
+                report.problems.append(
+                    f"{listing.file}: {listing.merged} is gone, and the {len(listing.hidden):,} "
+                    f"files that it replaced count again; moved to {aside}"
+                )
+            elif listing in lost_merged_files(folder, kind):
+                report.problems.append(lost_line(folder, kind, listing))
+            else:
+                listing.file.unlink(missing_ok=True)
+            continue
+        if not is_whole_listing(listing.file):
+            write_anew(folder, listing)  # as its merged file has it
+        if not listing.hidden:
+            settled.append(listing)
+            continue
+        try:
+            unproven = unproven_sources(folder, kind, listing, listings)
+        except (Unreadable, FileNotFoundError) as error:
+            report.left_alone(merged, f"{error}; the files that it replaced stay")
+            continue
+        for name, why in unproven.unreadable.items():
+            report.left_alone(folder.root / kind / name, why)
+        if unproven.unheld:
+            some, why = next(iter(unproven.unheld.items()))
+            report.problems.append(
+                f"{listing.file} hides {len(unproven.unheld):,} files whose runs {listing.merged} "
+                f"does not hold, as {some} ({why}); they count again"
+            )
+            hidden_now = tuple(name for name in listing.hidden if name not in unproven.unheld)
+            listing = dataclasses.replace(listing, hidden=hidden_now)
+            listing.write()
+        settled.append(listing)
+    return settled
+
+
+def write_anew(folder: DataFolder, listing: Listing) -> None:
+    """Write a listing over any file of its name. A folder of that name is set aside."""
+    if listing.file.is_dir():
+        set_aside(folder, listing.file, "it is a folder, not a listing")
+    listing.write()
+
+
+def unlisted_problem(
+    folder: DataFolder, kind: str, family: str, path: Path, young_s: float, now_s: float | None = None
+) -> str | None:
+    """Return the problem of a merged file without listing; `REDUNDANT` if it may be deleted, None if it has none.
+
+    A listed file has no problem, nor one younger than `young_s`, which may be landing right now.
+    """
+    if has_own_name(path) and listing_file(folder, kind, path.name).exists():
+        return None
     try:
-        return remember(path, read, group, _group_memory)
-    except (pa.ArrowException, OSError):
-        return frozenset()
+        if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:
+            return None
+        if not is_own_merge(path):
+            return "no compaction wrote it, and no listing names it"
+        missing = unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
+    except FileNotFoundError:
+        return None
+    except (Unreadable, OSError) as error:
+        return f"no listing names it, and it cannot be read: {error}"
+    return f"no listing names it, and {len(missing):,} of its runs are in no other file" if missing else REDUNDANT

@@ -1,18 +1,20 @@
 """Merged files and their listings: what each says, how both are written, and how the listings of a folder are read.
 
 Start reading at `Listing` and `read_listings`; a damaged listing is recovered from the merged file of the same name.
+`held_ids` finds runs in merged files.
 `warehouse.files.counting` judges listings and names the files that count; `warehouse.files.compaction` explains why
 merging is safe.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,8 @@ _PUBLISHED_AT = b"gpufarm_published_at"
 _CHECKSUM = b"gpufarm_merged_checksum"
 _ROWS = b"gpufarm_merged_rows"
 PARTITION = "family="
+_REMEMBERED_IDS = 3_200_000  # some 100 bytes each
+_group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups, of which a compaction writes 100,000 into each
 
 
 @dataclass(frozen=True)
@@ -306,3 +310,50 @@ def _merged_files_named(folder: DataFolder, kind: str, name: str) -> list[Path]:
     root = folder.root / kind
     paths = [root / partition / name for partition in names_in(root) if partition.startswith(PARTITION)]
     return [path for path in paths if os.path.lexists(path)]
+
+
+def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
+    """Return those of `run_ids` that one of the partition's merged files holds, by their names.
+
+    Content is read only of row groups whose statistics do not rule the runs out.
+    """
+    left = sorted(run_ids)
+    held: set[str] = set()
+    for name in merged:
+        for group, (least, most) in enumerate(id_ranges(partition / name)):
+            within = left[bisect.bisect_left(left, least) : bisect.bisect_right(left, most)]
+            if within:
+                held |= group_ids(partition / name, group).intersection(within)
+    return held
+
+
+def id_ranges(path: Path) -> list[tuple[str, str]]:
+    """Return (least, greatest) run_id of each row group; none for an unreadable file, which is reported elsewhere."""
+
+    def read() -> list[tuple[str, str]]:
+        metadata = pq.read_metadata(plain(path))
+        column = metadata.schema.names.index("run_id")
+        ranges = []
+        for group in range(metadata.num_row_groups):
+            statistics = metadata.row_group(group).column(column).statistics
+            known = statistics is not None and statistics.has_min_max and isinstance(statistics.min, str)
+            ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
+        return ranges
+
+    try:
+        return remember(path, read, "ranges")
+    except (pa.ArrowException, OSError, ValueError):
+        return []
+
+
+def group_ids(path: Path, group: int) -> frozenset[str]:
+    def read() -> frozenset[str]:
+        if sum(map(len, list(_group_memory.values()))) > _REMEMBERED_IDS:
+            _group_memory.clear()
+        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
+        return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
+
+    try:
+        return remember(path, read, group, _group_memory)
+    except (pa.ArrowException, OSError):
+        return frozenset()

@@ -25,8 +25,8 @@ from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_na
 from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync, write_file
 from conf.plain_text import first_line
-from warehouse.files.compaction import CompactionReport, compaction_lock, run_ids_of, settle_listings
-from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost
+from warehouse.files.compaction import CompactionReport, compaction_lock
+from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost, run_ids_of, settle_listings
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, check_name, write_parquet
