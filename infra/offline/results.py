@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import TEMPORARY_SUFFIX, write_file
+from conf.files.outputs import TEMPORARY_SUFFIX, json_lines, write_file
 from conf.plain_text import exception_line
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
@@ -286,16 +286,3 @@ def outcomes_of(path: Path, start: int = 0) -> Outcomes | None:
         if {"test", "outcome", "reason"} <= record.keys():
             tests[record["test"]] = record["outcome"], record["reason"]
     return None if selected is None else Outcomes(tests, len(set(selected) - tests.keys()))
-
-
-def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines; a line that a kill has cut off is left out, and no file has none."""
-    records = []
-    for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
