@@ -261,15 +261,22 @@ class ChildRunner:
             raise _not_run(error) from error
 
 
-def local_server(prepare: str, environment: Mapping[str, str] | None = None, *, folder_base: str = "") -> ChildServer:
-    """Return a server that runs under this Python, from this project's own files.
+def local_server(
+    prepare: str,
+    environment: Mapping[str, str] | None = None,
+    *,
+    folder_base: str = "",
+    python: str = sys.executable,
+) -> ChildServer:
+    """Return a server that runs from this project's own files.
 
     Args:
         prepare: `module:function` that imports what children need; empty for nothing.
         environment: Environment of the server and its children; None: this process's.
         folder_base: Where it makes a folder that lives as long as the server; empty for none.
+        python: Runs it.
     """
-    return ChildServer([sys.executable, str(_FILE), prepare, folder_base], environment)
+    return ChildServer([python, str(_FILE), prepare, folder_base], environment)
 
 
 def _not_run(why: object) -> EnvironmentProblem:
