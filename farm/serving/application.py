@@ -65,6 +65,7 @@ from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_store import DONE, FAILED, QuestionLimits, QuestionRow, RemoteQuestions, TraceStore
+from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
 from warehouse.files.folder import DataFolder
 
@@ -405,7 +406,6 @@ class EstimationService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _load(self) -> None:
-        from learn.estimation.estimating import estimate_many
         from learn.sharing import admitting  # noqa: F401
 
         estimate_many([MLP_EXAMPLE], method="fast", data=self.data)
@@ -422,8 +422,6 @@ class EstimationService:
             self.working.give_back(caller.client, more)
 
     async def _fast(self, question: ClientQuestion) -> dict[str, Any]:
-        from learn.estimation.estimating import estimate
-
         values, config = question.values, question.config
         assert config is not None
         answer = await self._in_thread(

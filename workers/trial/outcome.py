@@ -160,7 +160,8 @@ class TrialRun:
     def reported(self) -> bool:
         """Return whether it has said how it went, or cannot any more."""
         observed = self.observed
-        return not self.living or observed.finished or observed.failure is not None or observed.broken is not None
+        endings = (observed.failure, observed.broken, observed.rank_ended)
+        return not self.living or observed.finished or any(ending is not None for ending in endings)
 
     def step(self) -> str | TrialExit | None:
         """Take the trial's next event and return its name; None: there was none. Raises `ServerLost`."""
