@@ -28,16 +28,20 @@ from workers.task import RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import call_within, to_table
-from workers.trial.outcome import (
+from workers.trial.reports import KERNEL_COLUMNS, Failure, Observed, ReportReader
+from workers.trial.server_client import (
+    MpsDaemon,
+    MpsUnavailable,
+    RunningTrial,
+    ServerLost,
     TrialRun,
+    TrialServer,
     TrialWatch,
     kernel_oom_kills,
     kernels_missing,
     outcome_of,
     startup_s,
 )
-from workers.trial.reports import KERNEL_COLUMNS, Failure, Observed, ReportReader
-from workers.trial.server_client import MpsDaemon, MpsUnavailable, RunningTrial, ServerLost, TrialServer
 
 _TICK_S = 0.1  # how often the deadline and the new samples are looked at while a trial runs
 _NVML_S = 5.0  # for a reading before the trial
