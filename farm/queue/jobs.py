@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -137,11 +138,13 @@ class Queue:
                     # Cancelled since by another command? Then the rest is cancelled, too.
                     (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                     state = "queued" if runs else "cancelled"
-                    submission.adds([index for index, _ in chunk])
-                    added += self._file.many(
-                        "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
-                        [(seq, index, state) for index, _ in chunk],
+                    new = self._file.all(
+                        "INSERT INTO tasks (job_seq, task_index, state) SELECT ?, value, ? FROM json_each(?) "
+                        "WHERE true ON CONFLICT DO NOTHING RETURNING task_index",  # WHERE: else ON would begin a join
+                        (seq, state, json.dumps([index for index, _ in chunk])),
                     )
+                    submission.note(index for (index,) in new)
+                    added += len(new)
                     self._file.many(
                         "INSERT INTO configs VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                         [(seq, index, text) for index, text in chunk],
