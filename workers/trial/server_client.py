@@ -38,7 +38,7 @@ from workers.telemetry.base import Sample, Sensor, WatchTarget
 from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.sampler import TelemetrySampler, make_sensors
 from workers.trial.body import is_device_fault
-from workers.trial.reports import BROKEN, ENDINGS, READINGS_KEPT, Observed, ReportReader, TrialExit
+from workers.trial.reports import ENDINGS, READINGS_KEPT, Observed, ReportReader
 from workers.trial.trial_server import modules_of_trace
 
 __all__ = ["RunningTrial", "ServerLost", "TrialServer"]
@@ -63,7 +63,6 @@ class RunningTrial:
     channel: socket.socket
     memory_limit_mib: float
     reader: ReportReader = field(default_factory=ReportReader)
-    broken: bool = False  # it broke the rules of its socket, and is killed
     leave_by_ns: int | None = None  # monotonic; set it, and a trial that is still there then is killed
 
     @property
@@ -80,21 +79,6 @@ class RunningTrial:
         while self.child.ended is None and select.select([self.child], [], [], 0)[0]:
             self.child.has_ended()
         return self.child.ended is not None and self.child.ended.limit == MEMORY
-
-    def exit_of(self, ended: Ended, timed_out: bool) -> TrialExit:
-        """Return how the trial ended."""
-        killed_for = None
-        if ended.used_bytes is not None:
-            limit = f"trial.host_memory_limit_mib={self.memory_limit_mib:.0f}"
-            killed_for = f"its {ended.used_bytes / 2**20:.0f} MiB of host memory exceed {limit}"
-        return TrialExit(
-            code=ended.code,
-            timed_out=timed_out,
-            killed_for=killed_for,
-            output=safe_text(ended.output).strip(),
-            left=ended.left,
-            stayed=ended.stayed,
-        )
 
 
 class TrialServer(ChildServer):
@@ -132,21 +116,22 @@ class TrialServer(ChildServer):
             raise
         return RunningTrial(child, ours, memory_limit_mib, reader or ReportReader())
 
-    def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[str | TrialExit | None]:
-        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last its `TrialExit`.
+    def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[str | Ended | None]:
+        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last how it ended.
 
         At `deadline_ns` or `trial.leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
         started. So is any that has not ended half a minute after `bye`.
         """
-        channel_open, over, killed, timed_out, reads_after_exit = True, False, False, False, 0
+        channel_open, over, killed, reads_after_exit = True, False, False, 0
         next_tick_ns = time.monotonic_ns()
         while True:
             now_ns = time.monotonic_ns()
             if not killed and trial.leave_by_ns is not None:
                 deadline_ns = min(deadline_ns, trial.leave_by_ns)
             overdue = now_ns >= deadline_ns
-            if not killed and (trial.broken or overdue):
-                killed, timed_out = True, overdue
+            observed = trial.reader.observed
+            if not killed and (observed.broken is not None or overdue):
+                killed, observed.timed_out = True, overdue
                 trial.child.end()
                 deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
             elif killed and overdue and not over:
@@ -161,14 +146,12 @@ class TrialServer(ChildServer):
                 data = receive(trial.channel, _RECEIVE_BYTES)
                 reads_after_exit += over
                 channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
-                for event in trial.reader.feed(data):  # the trial's reports come before its exit
-                    trial.broken = event == BROKEN
-                    yield event
+                yield from trial.reader.feed(data)  # the trial's reports come before its exit
             elif trial.child in readable:
                 over = self._has_ended(trial.child)
             elif over:
                 assert trial.child.ended is not None
-                yield trial.exit_of(trial.child.ended, timed_out)
+                yield trial.child.ended
                 return
 
     def tell(self, trial: RunningTrial, word: str) -> None:
@@ -265,7 +248,7 @@ def kernels_missing(observed: Observed) -> str | None:
         return f"the trial reported {observed.broken}"
     ended = observed.exit
     if ended.code is None:
-        return f"the trial was killed before it had reported them: {ended.killed_for or 'it was not done in time'}"
+        return f"the trial was killed before it had reported them: {observed.killed_for or 'it was not done in time'}"
     how = signal_name(-ended.code) if ended.code < 0 else f"code {ended.code}"
     return f"the trial's process ended with {how} before it had reported them"
 
@@ -305,12 +288,11 @@ def outcome_of(
         error: str | None = None,
         retryable: bool = False,
     ) -> tuple[dict[str, Any], bool]:
-        text, output = None if error is None else safe_text(error), observed.exit.output
+        text, output = None if error is None else safe_text(error), safe_text(observed.exit.output).strip()
         if text is not None and output and output not in text:
             text = f"{text}{OUTPUT_STARTS}\n{output}"
         return {"status": status, "oom_kind": oom_kind, "error_type": error_type, "error": text}, retryable
 
-    ended = observed.exit
     if observed.finished:
         return outcome("ok")
     if observed.failure is not None:
@@ -321,10 +303,10 @@ def outcome_of(
         return outcome("crashed", error_type="BrokenReport", error=f"the trial reported {observed.broken}")
     if lost is not None:
         return outcome("crashed", error_type="ServerLost", error=lost, retryable=True)
-    if ended.killed_for is not None:
+    if observed.killed_for is not None:
         kind = "device" if backend == "cpu" else "host"
-        return outcome("oom", kind, "HostOutOfMemory", f"{prefix}killed: {ended.killed_for}")
-    if ended.timed_out:
+        return outcome("oom", kind, "HostOutOfMemory", f"{prefix}killed: {observed.killed_for}")
+    if observed.timed_out:
         return outcome(
             "timeout", error_type="Timeout", error=f"not done after trial.timeout_s={settings.timeout_s:g} s"
         )
@@ -379,13 +361,16 @@ class TrialRun:
         endings = (observed.failure, observed.broken, observed.rank_ended)
         return not self.living or observed.finished or any(ending is not None for ending in endings)
 
-    def step(self) -> str | TrialExit | None:
+    def step(self) -> str | Ended | None:
         """Take the trial's next event and return its name; None: there was none. Raises `ServerLost`."""
         event, observed, watch = next(self._events), self.observed, self._watch
-        if isinstance(event, TrialExit):
+        if isinstance(event, Ended):
             observed.exit, self.living = event, False
-            if -signal.SIGKILL in (event.code, exit_code(observed)) and kernel_oom_kills() > observed.oom_kills:
-                event.killed_for = event.killed_for or "the kernel's out-of-memory killer"
+            if event.used_bytes is not None:
+                limit = f"trial.host_memory_limit_mib={self.trial.memory_limit_mib:.0f}"
+                observed.killed_for = f"its {event.used_bytes / 2**20:.0f} MiB of host memory exceed {limit}"
+            elif -signal.SIGKILL in (event.code, exit_code(observed)) and kernel_oom_kills() > observed.oom_kills:
+                observed.killed_for = "the kernel's out-of-memory killer"
             return event
         if event == "ranks":
             watch.ranks_started(observed.rank_pids)
