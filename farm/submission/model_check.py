@@ -151,21 +151,14 @@ def _ask(
     note = threading.Timer(_QUIET_S, print, [long], {"file": sys.stderr})
     if sys.stderr.isatty():
         note.start()
-    ours, theirs = socket.socketpair()
+    asked = "".join(json.dumps(model) + "\n" for model in models).encode()
     try:
         with (
-            contextlib.suppress(ServerLost, EnvironmentProblem, OSError),
-            ours,
-            ours.makefile("rwb") as stream,
+            contextlib.suppress(ServerLost, EnvironmentProblem),
             contextlib.closing(local_server("", {**os.environ, **variables}, python=python)) as server,
         ):
-            with theirs:
-                child = server.start(f"{__name__}:answer", None, theirs, time_limit_s=patience_s)
-            stream.writelines(json.dumps(model).encode() + b"\n" for model in models)
-            stream.flush()
-            ours.shutdown(socket.SHUT_WR)
-            answers = [json.loads(line) for line in stream if line.endswith(b"\n")]
-            ended = child.wait()
+            written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=patience_s)
+            answers = [json.loads(line) for line in written.split(b"\n")[:-1]]
     finally:
         note.cancel()
     started, answers = bool(answers), answers[1:]
