@@ -224,10 +224,10 @@ class Worker:
         if prepared is not None:
             spec, trial = prepared
             if spec == task and not trial.outgrew_memory():
-                self.server().tell(trial, "go")
+                trial.tell("go")
                 observed.prepared = True
                 return trial
-            self.server().discard(trial)
+            trial.discard()
         return self.start_trial(task, self.described(task))
 
     def start_trial(self, task: Task, described: dict[str, Any], *, members: int = 1) -> RunningTrial:
@@ -254,7 +254,7 @@ class Worker:
         """End the process that was made ready, if there is one. Raises `ServerLost`."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            self.server().discard(prepared[1])
+            prepared[1].discard()
 
     def prepare(self, task: Task | None) -> None:
         """Start the next trial's process, which builds what it can on the host and waits."""
@@ -295,7 +295,7 @@ class Worker:
             sampled=self.device.sampled,
             partners=partners,
         )
-        return TrialRun(self.server(), trial, watch, observed, deadline_ns, tick_s)
+        return TrialRun(trial, watch, observed, deadline_ns, tick_s)
 
     def read_before(self, task: Task, observed: Observed) -> None:
         """Read the kernel's out-of-memory kills, and the memory in use on each GPU, before the trial is there."""
@@ -489,7 +489,7 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
         if not cold:
             is_open = True
             for run in waiting:
-                run.tell("open")
+                run.trial.tell("open")
         elif time.monotonic_ns() > warm_by_ns:
             for run in cold:
                 run.trial.leave_by_ns = time.monotonic_ns()

@@ -59,6 +59,7 @@ FOLDER_PREFIX = "gpufarm-trial-mps-"
 class RunningTrial:
     """A trial in flight: its process, and the socket on which it reports."""
 
+    server: TrialServer
     child: Child
     channel: socket.socket
     memory_limit_mib: float
@@ -80,6 +81,65 @@ class RunningTrial:
             self.child.has_ended()
         return self.child.ended is not None and self.child.ended.limit == MEMORY
 
+    def events(self, deadline_ns: int, tick_s: float) -> Iterator[str | Ended | None]:
+        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last how it ended.
+
+        At `deadline_ns` or `leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
+        started. So is any that has not ended half a minute after `bye`.
+        """
+        channel_open, over, killed, reads_after_exit = True, False, False, 0
+        next_tick_ns = time.monotonic_ns()
+        while True:
+            now_ns = time.monotonic_ns()
+            if not killed and self.leave_by_ns is not None:
+                deadline_ns = min(deadline_ns, self.leave_by_ns)
+            overdue = now_ns >= deadline_ns
+            observed = self.reader.observed
+            if not killed and (observed.broken is not None or overdue):
+                killed, observed.timed_out = True, overdue
+                self.child.end()
+                deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
+            elif killed and overdue and not over:
+                raise ServerLost("a killed trial did not end")
+            if now_ns >= next_tick_ns:  # also while the trial talks without a pause
+                next_tick_ns = now_ns + int(tick_s * 1e9)
+                yield None
+            waiting: list[Any] = [*([self.channel] if channel_open else []), *([] if over else [self.child])]
+            timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
+            readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
+            if channel_open and self.channel in readable:
+                data = receive(self.channel, _RECEIVE_BYTES)
+                reads_after_exit += over
+                channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
+                yield from self.reader.feed(data)  # the trial's reports come before its exit
+            elif self.child in readable:
+                over = self._has_ended()
+            elif over:
+                assert self.child.ended is not None
+                yield self.child.ended
+                return
+
+    def tell(self, word: str) -> None:
+        """Send `go`, `steady`, `open` or `bye` to a trial (see `body`); no effect on one that has ended."""
+        if word == "bye":
+            self.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
+        with contextlib.suppress(OSError):
+            self.channel.sendall(word.encode() + b"\n")
+
+    def discard(self) -> None:
+        """Kill a prepared trial that is not needed, and wait until it is gone. Raises `ServerLost`."""
+        self.child.end()
+        try:
+            self.child.wait(_ANSWER_TIMEOUT_S)
+        finally:
+            self.close()
+
+    def _has_ended(self) -> bool:
+        try:
+            return self.child.has_ended()
+        except ServerLost as lost:
+            raise ServerLost(f"{lost}{self.server.output_suffix()}") from lost
+
 
 class TrialServer(ChildServer):
     """One trial server process. Use from one thread; `close` is safe at any time."""
@@ -98,7 +158,7 @@ class TrialServer(ChildServer):
     ) -> RunningTrial:
         """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
 
-        With `trial["ahead"]` it gets ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
+        With `trial["ahead"]` it gets ready and waits; `tell("go")` lets it run. Beyond `memory_limit_mib`
         of host memory it is ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -114,66 +174,7 @@ class TrialServer(ChildServer):
         except BaseException:
             ours.close()
             raise
-        return RunningTrial(child, ours, memory_limit_mib, reader or ReportReader())
-
-    def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[str | Ended | None]:
-        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last how it ended.
-
-        At `deadline_ns` or `trial.leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
-        started. So is any that has not ended half a minute after `bye`.
-        """
-        channel_open, over, killed, reads_after_exit = True, False, False, 0
-        next_tick_ns = time.monotonic_ns()
-        while True:
-            now_ns = time.monotonic_ns()
-            if not killed and trial.leave_by_ns is not None:
-                deadline_ns = min(deadline_ns, trial.leave_by_ns)
-            overdue = now_ns >= deadline_ns
-            observed = trial.reader.observed
-            if not killed and (observed.broken is not None or overdue):
-                killed, observed.timed_out = True, overdue
-                trial.child.end()
-                deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
-            elif killed and overdue and not over:
-                raise ServerLost("a killed trial did not end")
-            if now_ns >= next_tick_ns:  # also while the trial talks without a pause
-                next_tick_ns = now_ns + int(tick_s * 1e9)
-                yield None
-            waiting: list[Any] = [*([trial.channel] if channel_open else []), *([] if over else [trial.child])]
-            timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
-            readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
-            if channel_open and trial.channel in readable:
-                data = receive(trial.channel, _RECEIVE_BYTES)
-                reads_after_exit += over
-                channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
-                yield from trial.reader.feed(data)  # the trial's reports come before its exit
-            elif trial.child in readable:
-                over = self._has_ended(trial.child)
-            elif over:
-                assert trial.child.ended is not None
-                yield trial.child.ended
-                return
-
-    def tell(self, trial: RunningTrial, word: str) -> None:
-        """Send `go`, `steady`, `open` or `bye` to a trial (see `body`); no effect on one that has ended."""
-        if word == "bye":
-            trial.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
-        with contextlib.suppress(OSError):
-            trial.channel.sendall(word.encode() + b"\n")
-
-    def discard(self, trial: RunningTrial) -> None:
-        """Kill a prepared trial that is not needed, and wait until it is gone. Raises `ServerLost`."""
-        trial.child.end()
-        try:
-            trial.child.wait(_ANSWER_TIMEOUT_S)
-        finally:
-            trial.close()
-
-    def _has_ended(self, child: Child) -> bool:
-        try:
-            return child.has_ended()
-        except ServerLost as lost:
-            raise ServerLost(f"{lost}{self.output_suffix()}") from lost
+        return RunningTrial(self, child, ours, memory_limit_mib, reader or ReportReader())
 
 
 class MpsUnavailable(RuntimeError):
@@ -331,7 +332,6 @@ class TrialRun:
     """Listens to one trial, and keeps what comes of it.
 
     Args:
-        server: The trial's server.
         trial: Its process.
         watch: Its sensors.
         observed: Takes what it reports and what the sensors read.
@@ -341,16 +341,15 @@ class TrialRun:
 
     def __init__(
         self,
-        server: TrialServer,
         trial: RunningTrial,
         watch: TrialWatch,
         observed: Observed,
         deadline_ns: int,
         tick_s: float,
     ) -> None:
-        self._server, self.trial, self._watch, self.observed = server, trial, watch, observed
+        self.trial, self._watch, self.observed = trial, watch, observed
         trial.reader.observed = observed
-        self._events = server.events(trial, deadline_ns, tick_s)
+        self._events = trial.events(deadline_ns, tick_s)
         self._steady_sent = self._dismissed = False
         self.living = True
 
@@ -375,27 +374,23 @@ class TrialRun:
         if event == "ranks":
             watch.ranks_started(observed.rank_pids)
         elif event == "window":
-            watch.begin_window(observed.window_ns or 0, observed.warmup_ns)
+            watch.follower.begin(observed.window_ns or 0, observed.warmup_ns)
         elif event == "step" and not (step := observed.samples[-1][1]).rank:
-            watch.mark_step(step.t_ns)
+            watch.follower.mark_step(step.t_ns)
         elif event in ENDINGS and not observed.shared:
             observed.half_widths |= watch.half_widths()
         if event in (None, "window") and not self._steady_sent:
             self._steady_sent = watch.steady(time.monotonic_ns())
             if self._steady_sent:
-                self.tell("steady")
+                self.trial.tell("steady")
         return event
-
-    def tell(self, word: str) -> None:
-        """Send a word to the trial."""
-        self._server.tell(self.trial, word)
 
     def dismiss(self) -> None:
         """Dismiss the trial; the last sample still sees its memory."""
         if self.living and not self._dismissed:
             self._dismissed = True
             self._watch.wind_up(self.observed.window_end_ns)
-            self.tell("bye")
+            self.trial.tell("bye")
 
     def close(self) -> None:
         """End the sensors, and keep what they have read."""
@@ -437,12 +432,12 @@ class TrialWatch:
         self._settings, self._slots, self._pid, self._observed = settings, slots, pid, observed
         self._sampled, self._several, self._partners = sampled, ranks > 1, tuple(partners)
         self._of_ranks: list[TelemetrySampler] = []
-        self._follower: TargetFollower | None = None
         observed.missing = {}
         sources = settings.telemetry.sources
         if self._several:
             sources = tuple(source for source in sources if source == _OF_TREE)
         self._whole = self._started(sources, slots[0].device_uuid, pid)
+        self.follower = self._made_follower()
 
     def ranks_started(self, pids: Sequence[int]) -> None:
         """Watch the ranks' processes, as far as they are the trial's."""
@@ -453,31 +448,21 @@ class TrialWatch:
                 pid = self._pid
             uuid = self._slots[rank % len(self._slots)].device_uuid
             self._of_ranks.append(self._started(self._settings.telemetry.sources, uuid, pid))
+        self.follower = self._made_follower()
 
-    def begin_window(self, t_ns: int, warmup_ns: int | None) -> None:
-        """Follow the samples of the window that began at `t_ns`."""
+    def _made_follower(self) -> TargetFollower:
         telemetry = self._settings.telemetry
-        self._follower = TargetFollower(self._settings.window, self._decisive.sensor_names, telemetry.period_s)
-        self._follower.begin(t_ns, warmup_ns)
+        return TargetFollower(self._settings.window, self._decisive.sensor_names, telemetry.period_s)
 
     def steady(self, now_ns: int) -> bool:
         """Return whether every sampled figure of the window is steady."""
-        if self._follower is None:
-            return False
-        self._follower.add(self._decisive.new_samples())
-        return self._follower.steady(now_ns)
-
-    def mark_step(self, t_ns: int) -> None:
-        """Note the end of a step."""
-        if self._follower is not None:
-            self._follower.mark_step(t_ns)
+        self.follower.add(self._decisive.new_samples())
+        return self.follower.steady(now_ns)
 
     def half_widths(self) -> dict[str, float]:
         """Return the half-width of each figure's interval, as far as the window has come."""
-        if self._follower is None:
-            return {}
-        self._follower.add(self._decisive.new_samples())
-        return self._follower.half_widths()
+        self.follower.add(self._decisive.new_samples())
+        return self.follower.half_widths()
 
     def wind_up(self, until_ns: int | None) -> None:
         """Take the last samples, while the trial still holds its memory."""
