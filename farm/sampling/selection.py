@@ -9,38 +9,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from conf.errors import CommandError, UsageError
 from farm.sampling.coverage import DIMENSIONS, Known, Map, fill
 from farm.sampling.dimensions import Space
 from farm.sampling.draws import NO_LIMITS, Limits, sample_range
+from farm.sampling.forecast import Forecaster, Outlook
 from featurize.configs.trial import TrialConfig, config_hash, problem_of
 from featurize.families import get_family
 from learn.estimators.protocol import from_space, to_space
 from learn.rows.data import get_target
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from farm.sampling.forecast import Outlook
-
-
 POLICIES = ("uniform", "stratified", "coverage", "active")
 _LOOKING = ("coverage", "active")  # those that look at every candidate
 TAKES_FIRST = ("uniform", "stratified")  # those that take the first ones
 _UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is unsure of, as far as they are measured
-
-
-class CandidateForecaster(Protocol):
-    """Forecasts that `choose` needs of candidates. `forecast.Forecaster` implements it."""
-
-    def look(self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = ...) -> Outlook: ...
-
-    @property
-    def capacity_mib(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -147,7 +133,7 @@ def choose(
     pool: CandidatePool,
     known: Known,
     n: int,
-    estimator: CandidateForecaster,
+    estimator: Forecaster,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Selection:
@@ -250,7 +236,7 @@ def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Net
 
 
 def _look(
-    estimator: CandidateForecaster,
+    estimator: Forecaster,
     fresh: _Fresh,
     pool: CandidatePool,
     known: Known,
