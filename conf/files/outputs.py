@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-# What a data folder consists of; other names in it belong to the user. `warehouse.files.layout` takes its paths from
+# What a data folder consists of; other names in it belong to the user. `warehouse.files.folder` takes its paths from
 # here.
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (
@@ -393,6 +393,18 @@ def parse_json(content: bytes | str) -> Any:
         return json.loads(content.decode() if isinstance(content, bytes) else content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, from the byte `start` on; no file has none.
+
+    A line that a kill has cut off is left out.
+    """
+    records = []
+    for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            records.append(parse_json(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 @contextlib.contextmanager

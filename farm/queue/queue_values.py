@@ -17,7 +17,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.plain_text import shown
 from featurize.configs.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
-from warehouse.files.layout import check_name
+from warehouse.files.folder import check_name
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 from workers.task import Lease, Task

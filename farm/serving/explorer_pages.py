@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
+from conf.plain_text import first_few
 from farm.serving.problems import Scrubber
 from farm.serving.settings import LimitSettings
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, config_of_row
@@ -131,12 +132,11 @@ class ExplorerPages:
 
     def problem(self, status: HTTPStatus, title: str, detail: object) -> Response:
         """Return a page that says what is wrong."""
-        text = self._scrubber.text(str(detail))
-        return HTMLResponse(rendered("problem", title=title, detail=text), status, {"content-security-policy": POLICY})
+        return self.html("problem", status, title=title, detail=self._scrubber.text(str(detail)))
 
-    def html(self, template: str, **values: Any) -> Response:
+    def html(self, template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
         """Return a rendered page."""
-        return HTMLResponse(rendered(template, **values), headers={"content-security-policy": POLICY})
+        return HTMLResponse(rendered(template, **values), status, {"content-security-policy": POLICY})
 
     def _asked(self, sql: str, kind: str, limits: QueryLimits, ends: Ends) -> tuple[pa.Table, bool]:
         """Return the rows of a user's query without paths of the server, and whether there are more."""
@@ -154,10 +154,8 @@ class ExplorerPages:
         except UsageError as error:
             problem = self._scrubber.text(str(error))
             status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, TooLong) else HTTPStatus.BAD_REQUEST
-        page = rendered(
-            "sql", sql=sql, answer=answer, problem=problem, limit=self._limits.rows, query=urlencode({"sql": sql})
-        )
-        return HTMLResponse(page, status, {"content-security-policy": POLICY})
+        query, limit = urlencode({"sql": sql}), self._limits.rows
+        return self.html("sql", status, sql=sql, answer=answer, problem=problem, limit=limit, query=query)
 
     def _file(self, sql: str, kind: str, name: str, ends: Ends) -> Response:
         table, has_more = self._asked(sql, kind, self._file_limits, ends)
@@ -177,7 +175,7 @@ class ExplorerPages:
         page = run_page(reader, require_run_id(run_id))
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such run", f"There is no run {run_id} in this warehouse.")
-        beside, notes = self._beside(page.run)
+        beside, notes = self._beside(page["run"])
         return self.html("run", page=page, beside=beside, notes=notes)
 
     def device(self, reader: ExplorerReader, name: str, source: str | None) -> Response:
@@ -185,7 +183,7 @@ class ExplorerPages:
         page = device_page(reader, name, source, self._estimated)
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such device", f"No run of this warehouse is of {name}.")
-        return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page.source))
+        return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page["source"]))
 
     def night(self, name: str) -> Response:
         """Return the report of one night, as the night wrote it."""
@@ -376,8 +374,7 @@ def _type_in_words(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if choices := schema.get("enum"):
-        more = ", ..." if len(choices) > _LONGEST_CHOICE else ""
-        return f"one of {', '.join(map(str, choices[:_LONGEST_CHOICE]))}{more}"
+        return f"one of {first_few([str(choice) for choice in choices], _LONGEST_CHOICE, ', ')}"
     if options := schema.get("anyOf"):
         return " or ".join(dict.fromkeys(_type_in_words(option) for option in options))
     kind = schema.get("type", "any")

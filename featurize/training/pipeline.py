@@ -96,13 +96,7 @@ class TracedStage(PipelineStage):
 
     def loss(self, compute: Callable[[], Tensor]) -> Any:
         """Return the loss of the micro-batch whose forward pass was the last one; `compute()` computes it."""
-
-        def computed() -> list[Tensor]:
-            loss = compute()
-            self._rank.leave()
-            return [loss]
-
-        return self._run(LOSS, computed)[0]
+        return self._run(LOSS, lambda: [compute()])[0]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._begin("backward", bwd_chunk_id)
@@ -249,6 +243,7 @@ class PipelineRank(ShardedRank):
             recorder.name_modules(part)
             with recorder.watched():
                 self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
+            recorder.name_modules(self._stages[-1].whole)  # it may have the address of a module that was cut away
         for stage in self._stages:
             stage.pause = lambda paused: setattr(recorder, "paused", paused)
         return model
@@ -302,7 +297,9 @@ class PipelineRank(ShardedRank):
         def loss_of(_output: Any, chunk: Tensor) -> Any:
             def compute() -> Tensor:
                 loss = step.loss(last.output(), target if whole else chunk)
-                return loss / scale if scale > 1 else loss
+                loss = loss / scale if scale > 1 else loss
+                self.leave()
+                return loss
 
             return stages[-1].loss(compute)
 
@@ -394,17 +391,18 @@ def _first_chunk(inputs: Inputs, chunks: int) -> Inputs:
 
 
 def _kinds(survey: Survey, starts: Sequence[int]) -> tuple[str, ...]:
+    """Return what is the same for stages that hold modules that are alike."""
     members = survey.members()
-    kinds = []
-    for begin, end in itertools.pairwise(starts):
-        texts: list[object] = [begin == 0, end == len(members)]
-        for member in members[begin:end]:
-            tensors = [
-                (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in member.named_parameters()
-            ]
-            texts.append((repr(member), tensors))
-        kinds.append(hashlib.sha256(repr(texts).encode()).hexdigest()[:16])
-    return tuple(kinds)
+    texts = (
+        repr([begin == 0, end == len(members), *map(_look_of, members[begin:end])])
+        for begin, end in itertools.pairwise(starts)
+    )
+    return tuple(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
+
+
+def _look_of(member: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
+    tensors = member.named_parameters()
+    return repr(member), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
 
 
 def trace_ranks(of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, rank: int | None = None) -> StepTrace:

@@ -13,11 +13,11 @@ import pytest
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import compare as compare_module
+from farm.compare import percent
 from farm.comparison import run as run_module
-from farm.comparison.operators import compare_operators, traced
-from farm.comparison.pairs import Environment, Recorded, RunSet, code_folder, compare_runs, side_of
+from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
+from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
-from farm.comparison.view import percent
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.device.device_spec import load_device
 from warehouse.files.folder import DataFolder
@@ -186,11 +186,9 @@ def script(path, text):
 def test_a_side_is_a_data_folder_or_a_snapshot_of_one(before, tmp_path):
     land(before, 0, CONFIGS[0])
     take_snapshot(before, name="night")
-    assert side_of("before", str(before.root), tmp_path) == Recorded(
-        text=str(before.root), folder=before, snapshot=None
-    )
+    assert side_of("before", str(before.root), tmp_path) == RunSet(text=str(before.root), folder=before, snapshot=None)
     text = f"{before.root}@night"
-    assert side_of("before", text, tmp_path) == Recorded(text=text, folder=before, snapshot="night")
+    assert side_of("before", text, tmp_path) == RunSet(text=text, folder=before, snapshot="night")
     with pytest.raises(UsageError, match="neither an environment nor a data folder; name a Python"):
         side_of("after", str(tmp_path / "nothing"), tmp_path)
 

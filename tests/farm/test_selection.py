@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from conf.errors import UsageError
+from farm.nights.journal import plain
 from farm.nights.plan import choice_lines, summary
 from farm.sampling.coverage import DIMENSIONS, Known, Map, fill, known_runs, thin
 from farm.sampling.draws import Limits
@@ -325,7 +326,7 @@ def test_the_summary_tells_bins_duplicates_hours_and_out_of_memory(pool):
     assert plan_summary.measured == 20 and plan_summary.runs == 30 and sum(plan_summary.bins_gained.values()) > 0
     assert 0 < plan_summary.out_of_memory < 30
     assert "30 of 300 candidates" in choice_lines(plan_summary)[0]
-    json.dumps(plan_summary.to_mapping())
+    json.dumps(plain(plan_summary))
     assert summary(choice, Known.nothing(), 1_600.0).from_past == 0.0
 
 

@@ -21,8 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from warehouse.files.counting import merged_file_with
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import check_name, write_parquet
+from warehouse.files.folder import DataFolder, check_name, write_parquet
 from warehouse.files.merged import is_merged_name, land_batch
 from warehouse.tables.run import Run
 from warehouse.tables.schema import (

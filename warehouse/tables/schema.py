@@ -367,6 +367,9 @@ STALE_SCHEMA = pa.schema(
     ]
 )
 
+KINDS = ("runs", "telemetry", "kernels", "ranks", "collocations")  # what is partitioned by family and compacted
+OF_RUNS = KINDS[1:]  # rows that belong to a run, and land before it
+MERGED_PREFIX = "merged-"  # of the names of files into which compaction has merged others
 # Every table of the warehouse by its name.
 TABLES = {
     "runs": RUN_SCHEMA,
