@@ -395,6 +395,18 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, from the byte `start` on; no file has none.
+
+    A line that a kill has cut off is left out.
+    """
+    records = []
+    for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            records.append(parse_json(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
 def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | None:
     """Return a descriptor of a real folder of this user; None for a link, another user's folder, or none.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import CommandError
+from conf.files.outputs import json_lines
 from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import (
     Block,
@@ -60,7 +61,7 @@ from infra.offline.estimated_runs import (
     Part,
     Results,
 )
-from infra.offline.results import CALLS, DATA, LOG, TESTS, json_lines, outcomes_of
+from infra.offline.results import CALLS, DATA, LOG, TESTS, outcomes_of
 from learn.calibrate import calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
 from workers.probes.children import Measured, measured_in

@@ -8,12 +8,14 @@ child. `software_environment` has the versions that labels depend on; it is call
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pkgutil
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from conf.cli.settings import Checked, key
@@ -204,12 +206,11 @@ def host_memory_mib() -> float:
     """Return the host memory in MiB that this process may use: all, or its control group's limit if that is less."""
     import psutil
 
-    total_mib: float = psutil.virtual_memory().total / 2**20
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit:
-            return min(total_mib, int(limit.read()) / 2**20)
-    except (OSError, ValueError):  # no control groups of version 2 here, or no limit ("max")
-        return total_mib
+    limits: list[int] = [psutil.virtual_memory().total]
+    for version in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups: 2, and 1
+        with contextlib.suppress(OSError, ValueError):  # not of this version, or no limit ("max")
+            limits.append(int(Path("/sys/fs/cgroup", version).read_text()))
+    return min(limits) / 2**20
 
 
 def host_memory_share_mib(workers: int) -> float:
