@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 from conf.cli.settings import format_key, key
 from conf.errors import CommandError, UsageError
 from conf.files.identity import mapping_hash
+from conf.files.outputs import json_lines
 from farm.comparison.pairs import (
     Comparison,
     Environment,
@@ -103,7 +104,8 @@ def traced(
     Raises `UsageError` where the environment's Python fails.
     """
     tag = mapping_hash({"code": FEATURES_STAMP, "device": spec.to_mapping()})
-    known = {key: record for key, record in _read(kept, tag) if key in configs}
+    records = {record.pop("key", None): record for record in json_lines(kept) if record.pop("tag", None) == tag}
+    known = {config_hash: record for config_hash, record in records.items() if config_hash in configs}
     missing = {key: config for key, config in configs.items() if key not in known}
     if not missing:
         return known
@@ -126,20 +128,6 @@ def traced(
         for _ in pool.map(lambda part: _trace(environment, code, part, spec, keep), parts):
             pass  # waits for all, and raises what one has raised
     return known
-
-
-def _read(kept: Path, tag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = kept.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut off by a kill: traced again
-            continue
-        if isinstance(record, dict) and record.pop("tag", None) == tag and "key" in record:
-            yield record.pop("key"), record
 
 
 def _trace(

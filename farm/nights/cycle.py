@@ -179,8 +179,7 @@ class NightWork:
         if recorded is not None:
             return recorded
         name = kind.step
-        self.journal.start(self.cycle.name, name)
-        self.cycle = self.journal.cycle(self.cycle.name)
+        self.cycle = self.journal.start(self.cycle.name, name)
         self.service.events.emit("step_started", cycle=self.cycle.name, step=name)
         self.service.pulse.patience_s = _PATIENCE_S
         self.service.pulse.beat("growing")
@@ -218,7 +217,8 @@ class NightWork:
     def _canaries(self) -> CanariesPayload:
         if self.settings.canaries == "skip":
             now = environment_now(self.folder, self.machine)
-            return CanariesPayload(verdict="none", said="left out", environment=now)
+            device_name, source = self.machine.device_name, self.machine.source
+            return CanariesPayload(said="left out", environment=now, device_name=device_name, source=source)
         from farm.nights.watch import watch
 
         return watch(self.folder, self.machine, self.cycle, self.earlier(), self._measure)
@@ -297,7 +297,7 @@ class NightWork:
         job_id = self.cycle.job("pairs")
         if not share or (self._queued(job_id) and self.queue.counts(job_id).cancelled):
             return "all"  # none are wanted, or their time was up before the night was interrupted
-        from farm.sampling.collocating import Groups, pool_of
+        from farm.sampling.forecast import Groups, pool_of
 
         seed = int(self.cycle.token, 16)  # other pairs each night, and the same where the night is resumed
         pool = pool_of(

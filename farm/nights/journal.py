@@ -96,7 +96,7 @@ class CanariesPayload(Payload):
                  environment; `sick`: a canary failed, or something moved that no change of the environment explains
     environment  tonight's; before: the one compared with. Columns of `ENVIRONMENT`
     runs         runs of canaries tonight, whatever their outcome
-    device_name  None: none ran
+    device_name  and source: the machine's, also where no canary ran; None in journals of older versions
     """
 
     step: ClassVar[str] = "canaries"
@@ -406,27 +406,27 @@ class Journal:
         """Begin a cycle, under the day's first name that neither the journal nor `taken` has."""
         known = {*taken, *(cycle.name for cycle in self.cycles())}
         name = next(name for name in _day_names(self._clock()) if name not in known)
-        self._append({"cycle": name, "event": "begin", "token": token, "settings": settings})
-        return self.cycle(name)
+        return self._record(name, event="begin", token=token, settings=settings)
 
-    def start(self, cycle: str, step: str) -> None:
-        """Record that a step begins, or begins again."""
-        self._append({"cycle": cycle, "event": "started", "step": step})
+    def start(self, cycle: str, step: str) -> Cycle:
+        """Record that a step begins, or begins again; return the cycle."""
+        return self._record(cycle, event="started", step=step)
 
     def done(self, cycle: str, step: str, payload: Mapping[str, Any]) -> Cycle:
         """Record that a step is done; return the cycle."""
-        self._append({"cycle": cycle, "event": "done", "step": step, "payload": payload})
-        return self.cycle(cycle)
+        return self._record(cycle, event="done", step=step, payload=payload)
 
     def fail(self, cycle: str, step: str, error: str) -> Cycle:
         """Record that a step failed; return the cycle."""
-        self._append({"cycle": cycle, "event": "failed", "step": step, "payload": {"error": error}})
-        return self.cycle(cycle)
+        return self._record(cycle, event="failed", step=step, payload={"error": error})
 
     def end(self, cycle: str, outcome: str, sentence: str) -> Cycle:
         """Record that the cycle is over; return it."""
         assert outcome in OUTCOMES, outcome
-        self._append({"cycle": cycle, "event": "end", "outcome": outcome, "said": sentence})
+        return self._record(cycle, event="end", outcome=outcome, said=sentence)
+
+    def _record(self, cycle: str, **entry: Any) -> Cycle:
+        self._append({"cycle": cycle, **entry})
         return self.cycle(cycle)
 
     def _append(self, entry: Mapping[str, Any]) -> None:

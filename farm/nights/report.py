@@ -117,14 +117,11 @@ class ReportRows:
 
 
 def read_rows(
-    connection: WarehouseConnection,
-    since: datetime.datetime,
-    device_name: str | None = None,
-    source: str | None = None,
+    connection: WarehouseConnection, since: datetime.datetime, device_name: str | None, source: str | None
 ) -> ReportRows:
     """Read a report's facts about rows. `since`: the cycle's start; runs that finished later are tonight's.
 
-    Coverage is of the device and source named, else of those with the most rows tonight, or at all.
+    Coverage is of the device, however it is spelled, and the source; None: not known, so that nothing is covered.
     """
     began = since.astimezone(datetime.UTC).replace(tzinfo=None) if since.tzinfo else since
     tonight = f"coalesce(finished_at >= TIMESTAMP {sql_text(f'{began:%Y-%m-%d %H:%M:%S.%f}')}, false)"
@@ -159,10 +156,11 @@ def _read(
             "GROUP BY ALL ORDER BY ALL"
         ).fetchall()
     )
-    names, source = _device(counts, device_name, source)
+    spelled = [count.device_name for count in counts if count.device_name]
+    names = sorted({name for name in spelled if device_name and same_device(name, device_name)})
     counted.execute(
         f"CREATE VIEW here AS SELECT * FROM rows WHERE device_name IN ({', '.join(map(sql_text, names)) or 'NULL'}) "
-        f"AND source = {sql_text(source)}"
+        f"AND source = {sql_text(source or '')}"
     )
     ((unusable, no_place),) = counted.execute(
         "SELECT count(*) FILTER (NOT usable), count(*) FILTER (usable AND NOT coalesce(batch_size > 0 AND "
@@ -179,8 +177,8 @@ def _read(
 
     return ReportRows(
         counts=counts,
-        device_names=names,
-        source=source,
+        device_names=tuple(names),
+        source=source or "",
         memory=memory_grid(execute, "here", families),
         levels=tuple(_levels(execute, families, name) for name in UTILIZATION_EDGES),
         regions=tuple(filter(None, (_region(counted, family) for family in families))),
@@ -194,27 +192,6 @@ def _read(
         doubts=doubts,
         doubted_tonight=doubted,
     )
-
-
-def _device(counts: Sequence[RowCount], device_name: str | None, source: str | None) -> tuple[tuple[str, ...], str]:
-    """Return every spelling of the device, and the source."""
-    of_source = [count for count in counts if count.device_name and (source is None or count.source == source)]
-    if device_name is None:
-        sums: dict[tuple[str, str], list[int]] = {}
-        for count in of_source:
-            of_device = sums.setdefault((count.device_name or "", count.source), [0, 0])
-            of_device[0] += count.tonight
-            of_device[1] += count.rows
-        if not sums:
-            return (), source or ""
-        device_name, source = max(sorted(sums), key=sums.__getitem__)
-    spelled = {
-        count.device_name for count in counts if count.device_name and same_device(count.device_name, device_name)
-    }
-    if source is None:
-        here = [count for count in of_source if count.device_name in spelled]
-        source = max(here, key=lambda count: (count.tonight, count.rows)).source if here else ""
-    return tuple(sorted(spelled | {device_name})), source
 
 
 def _levels(execute: Execute, families: Sequence[str], label: str) -> Grid:

@@ -396,14 +396,15 @@ def watch(
         measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None where the time was up.
     """
     configs = canary_configs(machine.capacity_mib)
+    none = CanariesPayload(device_name=machine.device_name, source=machine.source)
     if not configs:
-        return CanariesPayload(said=f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
+        return replace(none, said=f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
     place_of = {config_hash(config): place for place, config in enumerate(configs)}
     copies = machine.workers
     first = [(place * copies + copy, config) for place, config in enumerate(configs) for copy in range(copies)]
     first_job = measure(FIRST, first, copies)
     if first_job is None:
-        return CanariesPayload(said="the time was up before the canaries were done")
+        return replace(none, said="the time was up before the canaries were done")
     forget = _no_history(earlier, cycle.settings.get("canaries") == ACCEPT)
     where = (folder, machine.device_name, machine.source)
     accepted = set(place_of) if cycle.settings.get("canaries") == ACCEPT else _accepted_failures(earlier)

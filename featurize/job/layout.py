@@ -486,7 +486,7 @@ def _rules_of_modes(layout: Parallel) -> tuple[tuple[bool, str], ...]:
 
 
 def _rules_of_pipelines(layout: Parallel) -> tuple[tuple[bool, str], ...]:
-    """Return the same of what torch's schedules refuse, and of the number of stages."""
+    """Return the rules of torch's schedules, and of the number of stages, in the same form."""
     starts, chunks = layout.stage_starts, layout.chunks
     return (
         (layout.zero is not None, "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"),

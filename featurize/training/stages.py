@@ -304,7 +304,7 @@ class Stage:
         self._output: Any = None
 
     def take_over(self) -> None:
-        """Let the model run as this stage. What its own hooks see and change stays its whole forward pass."""
+        """Make the model run as this stage. What its own hooks see and change stays its whole forward pass."""
         self.whole = copy.copy(self.model)  # the same modules and parameters
         vars(self.model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
 

@@ -20,13 +20,14 @@ import pyarrow as pa
 
 import warehouse
 from conf.errors import CommandError, UsageError
+from conf.files.outputs import json_lines
 from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import Block, Table, table
 from featurize.configs.trial import config_of_row
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.timing.step_time import operator_costs
-from infra.offline.results import CALLS, DATA, SUMMARY, Series, json_lines, newest, unpack
+from infra.offline.results import CALLS, DATA, SUMMARY, Series, newest, unpack
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import CommandError
+from conf.files.outputs import json_lines
 from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import (
     Block,
@@ -60,7 +61,7 @@ from infra.offline.estimated_runs import (
     Part,
     Results,
 )
-from infra.offline.results import CALLS, DATA, LOG, TESTS, json_lines, outcomes_of
+from infra.offline.results import CALLS, DATA, LOG, TESTS, outcomes_of
 from learn.calibrate import calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
 from workers.probes.children import Measured, measured_in
@@ -296,9 +297,10 @@ def curves_svg(one: BlockComparison) -> Svg:
     sides = ((_MEASURED_CSS, "measured", one.measured_curve), (_TRACED_CSS, "traced", one.traced_curve))
     lines = []
     for css, side, curve in sides:
-        if curve.allocated_bytes:
-            lines.append((f"line {css} dashed", f"{side} reserved", _thin(curve.reserved_bytes)))
-            lines.append((f"line {css}", f"{side} allocated", _thin(curve.allocated_bytes)))
+        if curve:
+            allocated_bytes, reserved_bytes = zip(*curve, strict=True)
+            lines.append((f"line {css} dashed", f"{side} reserved", _thin(reserved_bytes)))
+            lines.append((f"line {css}", f"{side} allocated", _thin(allocated_bytes)))
     most = max((max(values) for _, _, values in lines), default=1.0)
     plot = Plot(Axis(0.0, 1.0), Axis.of(0.0, max(most, 1e-3)), _MARGINS)
     plot.grid()

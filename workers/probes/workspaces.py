@@ -6,6 +6,7 @@ Start reading at `measure`; `CASES` are the layers.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,33 +171,22 @@ def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]
         and are not a result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
     """
     live: dict[int, int] = {}  # address -> number of its request
-    requests: list[list[Any]] = []
-    taken = most = 0
-    for entry in entries:
+    requests: list[tuple[int, int, int | None]] = []  # bytes, and the entries that took and gave them back
+    for index, entry in enumerate(entries):
         if entry["action"] == "alloc":
             live[entry["addr"]] = len(requests)
-            requests.append([entry["size"], True])
+            requests.append((entry["size"], index, None))
         elif entry["action"] == "free_completed" and entry["addr"] in live:
-            requests[live.pop(entry["addr"])][1] = False
-    remaining = list(results)
-    live.clear()
-    number = 0
-    for entry in entries:
-        if entry["action"] == "alloc":
-            if not requests[number][1]:
-                taken += entry["size"]
-                live[entry["addr"]] = entry["size"]
-            number += 1
-            most = max(most, taken)
-        elif entry["action"] == "free_completed":
-            taken -= live.pop(entry["addr"], 0)
-    kept = 0
-    for size, is_kept in requests:
-        if is_kept and size in remaining:
-            remaining.remove(size)
-        elif is_kept:
-            kept += size
-    return {"measured_bytes": most, "kept_bytes": kept, "requests": requests}
+            number = live.pop(entry["addr"])
+            requests[number] = (*requests[number][:2], index)
+    brief = [(size, begin, end) for size, begin, end in requests if end is not None]
+    most = max((sum(size for size, begin, end in brief if begin <= now < end) for _, now, _ in brief), default=0)
+    kept = Counter(size for size, _, end in requests if end is None) - Counter(results)
+    return {
+        "measured_bytes": most,
+        "kept_bytes": sum(size * count for size, count in kept.items()),
+        "requests": [[size, end is None] for size, _, end in requests],
+    }
 
 
 def assumed_bytes(
