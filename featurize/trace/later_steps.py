@@ -25,7 +25,7 @@ from featurize.recording.block_record import RecordMoment, Stretch
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Event, Operator, StepTrace
 from featurize.recording.values import tensors_of
-from featurize.trace.fingerprint import State
+from featurize.trace.trace_cache import State
 from featurize.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
