@@ -276,7 +276,8 @@ def _reserved_by_scenario(trace: StepTrace, sizes_of: Mapping[LibraryCall, int])
         sizes = [
             _spare_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)
         ]
-        reserved[name] = sum(_count_reserved(trace, pool, sizes) for pool in pools)
+        # GPU models differ in the guesses that a scenario replaces.
+        reserved[name] = sum(trace.remembered(pool.key(sizes), partial(next, pool.play(sizes))) for pool in pools)
     return reserved
 
 
@@ -291,11 +292,6 @@ def _settle(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> i
             if now == before:
                 break
     return sum(now)
-
-
-def _count_reserved(trace: StepTrace, pool: _Pool, sizes: Sequence[int]) -> int:
-    # GPU models differ in the guesses that a scenario replaces.
-    return trace.remembered(pool.key(sizes), lambda: next(pool.play(sizes)))
 
 
 def _spare_workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, int, int]]) -> int:

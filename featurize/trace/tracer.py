@@ -155,41 +155,21 @@ def trace_step(
     elif optimizer is not None or precision is not None:
         raise TypeError("optimizer and precision are part of settings: give either")
     spec = describe_device(device)
+    request: dict[str, Any] = {
+        "inputs": inputs,
+        "target": target,
+        "loss": loss,
+        "settings": settings,
+        "training_loop": training_loop,
+        "batches": batches,
+        "parallel": parallel,
+    }
     if parallel is not None and parallel.pp > 1 and every_pass is None:
         from featurize.training.pipeline import built_once, trace_ranks
 
-        built = built_once(model)
-
-        def of_rank(number: int, every_pass: bool) -> StepTrace:
-            return trace_step(
-                built,
-                inputs,
-                target,
-                loss,
-                device=spec,
-                settings=settings,
-                training_loop=training_loop,
-                batches=batches,
-                parallel=parallel,
-                rank=number,
-                every_pass=every_pass,
-            )
-
-        return trace_ranks(of_rank, parallel, rank)
-    traced = functools.partial(
-        _trace,
-        model,
-        inputs=inputs,
-        target=target,
-        loss=loss,
-        settings=settings,
-        spec=spec,
-        training_loop=training_loop,
-        batches=batches,
-        parallel=parallel,
-        rank=rank or 0,
-        every_pass=every_pass is not False,
-    )
+        of_rank = functools.partial(trace_step, built_once(model), device=spec, **request)
+        return trace_ranks(lambda number, every_pass: of_rank(rank=number, every_pass=every_pass), parallel, rank)
+    traced = functools.partial(_trace, model, spec=spec, rank=rank or 0, every_pass=every_pass is not False, **request)
     had_compiler = "torch._dynamo" in sys.modules
     trace = traced()
     if not had_compiler and "torch._dynamo" in sys.modules:
