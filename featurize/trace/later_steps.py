@@ -365,10 +365,11 @@ class StepSequence:
         """Return the blocks alive, by kind and age: optimizer state made in the first step stands where it stands
         later."""
         alive = {*before, *stretch.leaving}.difference(stretch.entering)
-        return sorted(alive, key=lambda block: (self._memory.kind_of(block), block))
+        return sorted(alive, key=lambda block: (self._memory.blocks[block].kind, block))
 
     def _left(self, blocks: Sequence[int]) -> Left:
-        return tuple((self._memory.kind_of(block), *self._memory.maker_of(block)) for block in blocks)
+        alive = map(self._memory.blocks.__getitem__, blocks)
+        return tuple((block.kind, block.operator, block.module) for block in alive)
 
 
 def _born_bytes(stretch: Stretch) -> int:
