@@ -115,10 +115,10 @@ docs: venv
 	$(BIN)/python infra/generate_docs.py
 
 readme: venv
-	$(BIN)/python infra/generate_readme.py
+	$(BIN)/python infra/generate_docs.py readme
 
 readme-check: venv
-	$(BIN)/python infra/generate_readme.py --check
+	$(BIN)/python infra/generate_docs.py readme --check
 
 lint: venv
 	$(BIN)/ruff check .

@@ -52,6 +52,12 @@ def counted(count: int, one: str, many: str) -> str:
     return f"{count:,} {one if count == 1 else many}"
 
 
+def first_few(texts: Sequence[str], most: int, between: str = "; ") -> str:
+    """Return the first `most` texts, and how many more there are: `a; b; 3 more`."""
+    more = [f"{len(texts) - most:,} more"] if len(texts) > most else []
+    return between.join([*texts[:most], *more])
+
+
 def left_out(count: int, unit: str) -> str:
     """Return the line that stands for what was cut."""
     return f"\n[... {count:,} {unit} left out ...]\n"

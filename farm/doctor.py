@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key, section
 from conf.device_names import profiles_of
 from conf.errors import CommandError, EnvironmentProblem
+from conf.files.identity import version_of
 from farm.submission.settings import DeviceKeys, device_choice
 from featurize.device.device_spec import device_from_mapping
 from warehouse.files.folder import DataFolder
-from workers.devices import DeviceChoice, DeviceUnavailable, choose_device
-from workers.devices.discovery import Discovery, discover_gpus, torch_cuda_build
+from workers.devices import DeviceChoice, DeviceUnavailable, choose_device, core_count, host_memory_mib
+from workers.devices.cuda import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, make_sensors
 
@@ -119,8 +120,8 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
         "driver_version": gpus.driver_version,
         "device": {**device_state(choice), "description": described_device(choice.spec)},
         "telemetry": telemetry_state(gpus, dcgm_url),
-        "torch": {"version": package_version("torch"), "cuda": torch_cuda_build()},
-        "ray": {"version": package_version("ray"), "importable": ray_importable()},
+        "torch": {"version": version_of("torch"), "cuda": torch_cuda_build()},
+        "ray": {"version": version_of("ray"), "importable": ray_importable()},
         "packages": packages(),
         "machine": machine_state(),
         "data": data_state(data),
@@ -189,7 +190,7 @@ def telemetry_state(gpus: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]
     for sensor in sensors:
         state[sensor.name] = _listened_to(sensor)
         sensor.close()
-    torch_missing = None if package_version("torch") else "the package torch is not installed"
+    torch_missing = None if version_of("torch") else "the package torch is not installed"
     reported = ["allocated_mib", "reserved_mib", "step_time_ms"]  # by the trial itself, not by a sensor
     state["torch"] = _source(reason=torch_missing, metrics=[] if torch_missing else reported)
     if not state["dcgm"]["available"] and uuid is not None:
@@ -247,13 +248,6 @@ def _listened_to(sensor: Sensor) -> dict[str, Any]:
     )
 
 
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def packages() -> dict[str, str | None]:
     """Return the versions of this project and of its declared dependencies."""
     try:
@@ -262,7 +256,7 @@ def packages() -> dict[str, str | None]:
         declared = []
     wanted = [text for text in declared if not re.search(r"extra == ['\"](dev|zoo)['\"]", text)]
     names = {re.split(r"[^A-Za-z0-9_.-]", text, maxsplit=1)[0]: None for text in wanted}
-    return {name: package_version(name) for name in {"gpufarm": None, **names}}
+    return {name: version_of(name) for name in {"gpufarm": None, **names}}
 
 
 def ray_importable() -> bool:
@@ -281,28 +275,17 @@ def machine_state() -> dict[str, Any]:
         shm = shutil.disk_usage("/dev/shm")
     except OSError:
         shm = None
-    memory = psutil.virtual_memory()
+    memory, limit_mib = psutil.virtual_memory(), host_memory_mib()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python_version": platform.python_version(),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_cores": core_count(),
         "memory_mib": round(memory.total / _BYTES_PER_MIB),
         "memory_available_mib": round(memory.available / _BYTES_PER_MIB),
-        "memory_limit_mib": _cgroup_limit_mib(memory.total),
+        "memory_limit_mib": None if limit_mib >= memory.total / _BYTES_PER_MIB else round(limit_mib),
         "shm_mib": None if shm is None else round(shm.total / _BYTES_PER_MIB),
         "shm_free_mib": None if shm is None else round(shm.free / _BYTES_PER_MIB),
     }
-
-
-def _cgroup_limit_mib(total: int) -> int | None:
-    """Return the container's memory limit in MiB (cgroup v2, then v1); None if there is none."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(Path(path).read_text())
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-        return round(limit / _BYTES_PER_MIB) if limit < total else None
-    return None
 
 
 def data_state(data: str | None) -> dict[str, Any]:

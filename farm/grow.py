@@ -10,18 +10,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from conf.cli.command_line import EXIT_INTERRUPTED, command
+from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_TEMPORARY, command
 from conf.cli.settings import built
 from conf.errors import CommandError, UsageError
 from conf.plain_text import error_line
 from farm.dispatch.monitoring import Service
-from farm.nights.cycle import Left, NightWork, message_of, notify
+from farm.dispatch.working import EXIT_ALL_FAILED
+from farm.nights.cycle import Left, NightWork, begin_cycle, message_of, notify
 from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
 from farm.nights.machine import environment_now, machine_of
 from farm.nights.plan import choice_lines, make_plan
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue, queue_to_read
-from farm.queue.outcomes import EXIT_ALL_FAILED
 from farm.submission.model_check import require_models
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import open_lock
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import rich.status
 
 EXIT_FAILED = 1
-EXIT_BUSY = 75  # EX_TEMPFAIL: another cycle works on the folder
 _CELLS_SHOWN = 6  # cells of each dimension that a dry run shows
 
 
@@ -52,11 +51,11 @@ def entry(settings: GrowSettings) -> int:
             held.enter_context(_alone(folder))
         except BlockingIOError:
             print(f"error: a growth cycle already works on data={folder.root}", file=sys.stderr)
-            return EXIT_BUSY
+            return EXIT_TEMPORARY
         held.enter_context(_terminating())
         service = held.enter_context(Service.open(folder, settings.log, settings.metrics))
         queue = held.enter_context(Queue.open(folder.queue))
-        status = held.enter_context(_StatusLine(service.quiet))
+        status = held.enter_context(contextlib.closing(_StatusLine(service.quiet)))
         night = _night(folder, queue, settings, service, status, models_checked=begins)
         return _run_cycle(night, status)
 
@@ -77,19 +76,18 @@ def _night(
         if cycles and cycles[-1].open:
             begun = _as_begun(journal, cycles[-1], settings.given)
         if begun is not None:
-            unfinished, settings = cycles[-1], begun
+            cycle, settings = cycles[-1], begun
             machine, headline = machine_of(settings.device, settings.cluster, cycles[:-1])
-            night = NightWork(folder, queue, journal, settings, machine, service, unfinished, status, status.say)
-            headline += f"\ncycle {unfinished.name} is unfinished; it goes on as it was begun, not as asked now: "
+            headline += f"\ncycle {cycle.name} is unfinished; it goes on as it was begun, not as asked now: "
             headline += _budget(settings)
         else:
             if not models_checked:  # the unfinished cycle is given up, or has ended since
                 require_models(settings.spaces)
             machine, headline = machine_of(settings.device, settings.cluster, cycles)
-            night = NightWork.begin(folder, queue, journal, settings, machine, service, status, status.say)
-            headline += f"\ncycle {night.cycle.name}: {_budget(settings)}, policy {settings.policy}"
+            cycle = begin_cycle(folder, journal, settings, machine)
+            headline += f"\ncycle {cycle.name}: {_budget(settings)}, policy {settings.policy}"
     print(headline)
-    return night
+    return NightWork(folder, queue, journal, settings, machine, service, cycle, status, status.say)
 
 
 def _run_cycle(night: NightWork, status: _StatusLine) -> int:
@@ -98,7 +96,7 @@ def _run_cycle(night: NightWork, status: _StatusLine) -> int:
         cycle, code = night.work(), 0
         code = {"done": 0, "cut short": EXIT_INTERRUPTED}.get(cycle.outcome, EXIT_FAILED)
     except (Left, KeyboardInterrupt):
-        status.stop()
+        status.close()
         print(f"{_how_far(night)}; the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except CommandError as error:
@@ -107,7 +105,7 @@ def _run_cycle(night: NightWork, status: _StatusLine) -> int:
     except Exception as error:
         _hand_on(message_of(night.folder, night.cycle, str(error)), night.settings, night.service)
         raise
-    status.stop()
+    status.close()
     message = message_of(night.folder, cycle)
     for line in _lines(cycle, message["report"]):
         print(line)
@@ -174,18 +172,15 @@ def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> Grow
 
 
 def _dry_run(settings: GrowSettings) -> int:
-    from farm.nights.watch import stale_first
-
     require_models(settings.spaces)
     machine, device_line = machine_of(settings.device, settings.cluster)
     folder = DataFolder.resolve(settings.data)
     there = folder.format_marker.exists()
     cycles = Journal.open(folder).cycles()
     environment = environment_now(folder, machine) if there else None
-    again = stale_first(folder, machine, environment, settings.singles)
     with contextlib.ExitStack() as held:
         queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
-        with _StatusLine(False) as status:
+        with contextlib.closing(_StatusLine(False)) as status:
             plan = make_plan(
                 folder,
                 queue,
@@ -193,15 +188,14 @@ def _dry_run(settings: GrowSettings) -> int:
                 settings,
                 machine,
                 environment,
-                again,
                 progress=lambda completed, total: status(f"choosing: {completed:,} of {total:,} candidates"),
             )
     print(device_line)
-    if again:
-        print(f"{machine.source} again first, as stale: {len(again):,}")
+    if again := plan.choice.remeasured:
+        print(f"{machine.source} again first, as stale: {again:,}")
     if plan.choice.policy is not None:
         print("\n".join(choice_lines(plan.choice, machine.source)))
-    elif settings.singles is None or len(again) < settings.singles:
+    elif settings.singles is None or again < settings.singles:
         print("nothing new is left in these search spaces; the night after looks at the candidates behind them")
     if settings.collocate:
         print(f"pairs of trials on one device: {_pairs(settings)}")
@@ -235,7 +229,7 @@ def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
     for result in () if learnt is None else learnt.results:
         yield f"{result.target}: {result.decision}: {error_line(result.why)}"
     for finding in () if landed is None else landed.findings:
-        yield f"{finding.severity}: {finding.rule}: {finding.count:,} ({finding.said})"
+        yield finding.line()
     yield f"cycle {cycle.name} {cycle.outcome or 'failed; the same command tries again'}: {cycle.said}".rstrip(": ")
     if report is not None:
         yield f"report: {report}"
@@ -255,7 +249,7 @@ class _StatusLine:
             if doing in STEPS:
                 self._console.print(doing)
         elif doing in ("canaries", "run"):  # they have a bar of their own
-            self.stop()
+            self.close()
         else:
             if self._status is None:
                 self._status = self._console.status("")
@@ -264,19 +258,14 @@ class _StatusLine:
 
     def say(self, line: str) -> None:
         """Print a permanent line."""
-        self.stop()
+        self.close()
         print(line)
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Take the line off the screen; the next activity shows it again."""
         if self._status is not None:
             self._status.stop()
             self._status = None
-
-    def __enter__(self) -> _StatusLine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 @contextlib.contextmanager

@@ -16,28 +16,25 @@ import dataclasses
 import datetime
 import json
 import sqlite3
-import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.plain_text import error_line, one_line, printable
+from conf.reports.blocks import Lead, print_blocks, table
 from farm.queue.jobs import existing_queue, queue_to_read
-from farm.queue.lock import dispatcher_of
+from farm.queue.leftovers import dispatcher_of
 from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from warehouse.files.presence import Presence
 
 _MAIN_REASONS = 2  # reasons for doubt in the table
-_PLAIN_WIDTH = 200  # without a terminal nothing is cut off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +111,7 @@ def presence_of(folder: DataFolder) -> Presence:
     if not folder.runs.is_dir():
         return Presence()
     try:
-        return compare(folder, quick=True)
+        return compare(folder)
     except sqlite3.Error:
         return Presence()
 
@@ -156,43 +153,25 @@ def _quality_report(doubts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
 
 
 def _print_table(report: dict[str, Any]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("job", "family", "policy"):
-        table.add_column(name, no_wrap=name == "job")
-    for name in ("n", "queued", "running", "done"):
-        table.add_column(name, justify="right")
-    table.add_column("runs by status")
-    for name in ("per min", "time left", "priority"):
-        table.add_column(name, justify="right")
     doubtful = any(job["by_quality"] for job in report["jobs"])
-    if doubtful:
-        table.add_column("labels in doubt")
-    table.add_column("state")
+    rows = []
     for job in report["jobs"]:
         statuses = ", ".join(f"{status} {count:,}" for status, count in job["by_status"].items())
         rate = "" if job["rate_per_min"] is None else f"{job['rate_per_min']:,.1f}"
-        numbers = [f"{job[name]:,}" for name in ("n", "queued", "running", "done")]
-        table.add_row(
-            *(Text(one_line(text)) for text in (job["job_id"], job["family"], job["policy"], *numbers, statuses, rate)),
-            "" if job["eta_s"] is None else str(datetime.timedelta(seconds=round(job["eta_s"]))),
-            str(job["priority"]),
-            *([Text(one_line(_doubt_text(job, _MAIN_REASONS)))] if doubtful else []),
-            Text(one_line(_state_text(job))),
-        )
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    console.print(table)
+        left = "" if job["eta_s"] is None else str(datetime.timedelta(seconds=round(job["eta_s"])))
+        doubts = (one_line(_doubt_text(job, _MAIN_REASONS)),) if doubtful else ()
+        names = (one_line(job[name]) for name in ("job_id", "family", "policy"))
+        counts = (job[name] for name in ("n", "queued", "running", "done"))
+        rows.append((*names, *counts, statuses, rate, left, job["priority"], *doubts, one_line(_state_text(job))))
+    heads = ("job", "family", "policy", "n", "queued", "running", "done", "*runs by status", "per min", "time left")
+    heads += ("priority", *(("*labels in doubt",) if doubtful else ()), "*state")
+    lines = []
     if any(job["state"] == "stopped" for job in report["jobs"]):
-        console.print("stopped: no dispatcher works on this folder; `python -m farm.work` continues.", soft_wrap=True)
+        lines.append("stopped: no dispatcher works on this folder; `python -m farm.work` continues.")
     if any(job["state"] == "submitting" for job in report["jobs"]):
-        console.print("The same command completes an interrupted submission.", soft_wrap=True)
-    for job in report["jobs"]:
-        if "errors" in job:
-            _print_detail(console, job)
+        lines.append("The same command completes an interrupted submission.")
+    lines += [line for job in report["jobs"] if "errors" in job for line in _detail(job)]
+    print_blocks(table(heads, rows, words=3), *map(Lead, map(printable, lines)))  # errors are whatever a trial printed
 
 
 def _doubt_text(job: dict[str, Any], reasons_shown: int | None = None) -> str:
@@ -211,28 +190,25 @@ def _state_text(job: dict[str, Any]) -> str:
     return f"submitting {there:,}/{job['n']:,}"
 
 
-def _print_detail(console: Console, job: dict[str, Any]) -> None:
-    def line(text: str) -> None:
-        console.print(printable(text), markup=False, soft_wrap=True)  # errors are whatever a trial printed
-
-    line(f"submitted {job['submitted_at']}, seed {job['seed']}")
+def _detail(job: dict[str, Any]) -> Iterator[str]:
+    yield f"submitted {job['submitted_at']}, seed {job['seed']}"
     if job["waiting"]:
-        line(f"{job['waiting']:,} of the queued wait for their next attempt")
+        yield f"{job['waiting']:,} of the queued wait for their next attempt"
     if job["by_quality"]:
-        line(f"labels in doubt: {_doubt_text(job)}; see quality_reasons in the views runs and attempts")
+        yield f"labels in doubt: {_doubt_text(job)}; see quality_reasons in the views runs and attempts"
     if job["cancelled"]:
-        line(f"{job['cancelled']:,} cancelled; submit the same job again to put them back")
-    line("space")
+        yield f"{job['cancelled']:,} cancelled; submit the same job again to put them back"
+    yield "space"
     for name, spec in job["space"].get("space", []):
-        line(f"  {name}: {_spec_text(spec)}")
-    line("settings")
+        yield f"  {name}: {_spec_text(spec)}"
+    yield "settings"
     for name, value in job["settings"].items():
-        line(f"  {name}: {json.dumps(value)}")
+        yield f"  {name}: {json.dumps(value)}"
     if job["errors"]:
-        line("last errors, newest first")
+        yield "last errors, newest first"
     for error in job["errors"]:
         outcome = error["status"] or error["state"]
-        line(f"  task {error['task_index']}, attempt {error['attempt']} ({outcome}): {error_line(error['error'])}")
+        yield f"  task {error['task_index']}, attempt {error['attempt']} ({outcome}): {error_line(error['error'])}"
 
 
 def _spec_text(spec: Any) -> str:

@@ -1,21 +1,39 @@
 """`python -m learn.benchmark`: every estimator on the same rows, in one table, or the tables of arXiv 2602.17817.
 
-Start reading at `entry`. `learn.commands.benchmark` asks, and `learn.judging.benchmark_view` makes the pages.
+Start reading at `benchmark`; `entry` prints. `learn.commands.benchmark_rows` chooses the rows and asks for answers, and
+`benchmark_steps` is for measured steps; in `learn.judging`, `evaluate` says who is fitted on what, `scores` counts, and
+`benchmark_view` makes the pages. Only published figures with a known source (`learn.judging.scores`) stand beside ours.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
 
 from conf.cli.command_line import command
+from conf.errors import UsageError
+from conf.files.disk_cache import user_folder
 from conf.files.outputs import write_output
-from conf.reports.blocks import write_page
-from conf.reports.terminal import print_page
-from learn.commands.benchmark import benchmark
-from learn.commands.benchmark_rows import BenchmarkSettings
+from conf.reports.blocks import print_page, write_page
+from learn.commands.benchmark_rows import (
+    STEP_FORMULAS,
+    BenchmarkSettings,
+    RowSelection,
+    Tally,
+    ask_free,
+    ask_learned,
+    of_published,
+    of_runs,
+)
+from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.judging.benchmark_view import (
+    OTHERS,
     BenchmarkProgress,
     benchmark_mapping,
     benchmark_page,
@@ -23,7 +41,208 @@ from learn.judging.benchmark_view import (
     paper_page,
     reproduce,
 )
-from learn.judging.scores import Benchmark
+from learn.judging.evaluate import Part, classes_of, keys_of, parts_of
+from learn.judging.scores import (
+    PUBLISHED_FIGURES,
+    TRUSTED_ALONE,
+    Asked,
+    Benchmark,
+    Figures,
+    Given,
+    Scored,
+    described,
+    judged,
+    with_trusted,
+)
+from learn.rows.data import SLOWDOWN, get_target, make_bins
+from learn.rows.step_store import StepStore, with_suspects
+from warehouse.files.folder import DataFolder
+
+
+def benchmark(
+    settings: BenchmarkSettings,
+    *,
+    progress: Callable[[int, int], None] = lambda completed, total: None,
+    finished: Callable[[Sequence[Figures]], None] = lambda figures: None,
+    widths_gb: Sequence[int] = (),
+) -> Benchmark:
+    """Ask every estimator for every row. A row without an answer is counted with its reason and stops nothing.
+
+    Estimators that learn answer for rows that they, and near-copies, were not fitted on: `split` says which. Same
+    settings and rows, same figures, times aside. Raises `UsageError` for settings that fit no rows.
+    `progress(completed, total)` is called for every traced step that is computed, every fit and every answer,
+    `finished(figures)` for each estimator's figures, one for each file, when it has answered; the slowest ones come
+    last. `widths_gb` are widths of further memory classes.
+    """
+    from learn.commands.benchmark_steps import benchmark_steps, is_of_measured_steps
+
+    if settings.target == SLOWDOWN:
+        from learn.commands.sharing import benchmark_slowdowns
+
+        return benchmark_slowdowns(settings, progress)
+    if is_of_measured_steps(settings):
+        return benchmark_steps(settings, progress)
+    if formulas := [name for name in settings.estimators or () if name in STEP_FORMULAS]:
+        raise UsageError(
+            f"estimators={', '.join(formulas)}: for measured or imported steps only; pass source=measured or "
+            "source=imported"
+        )
+    names = settings.names
+    free = [name for name in names if name in TRAINING_FREE]
+    learned = [name for name in names if name not in TRAINING_FREE]
+    runs = settings.published is None
+    selection = of_runs(settings) if runs else of_published(settings, learned=bool(learned))
+    bins = {file: selection.bins(file, widths_gb) for file in dict.fromkeys(selection.file.tolist())}
+    # All estimators are asked about the same held-out rows; else those that learn nothing are asked about all rows.
+    parts = _parts(settings, selection, bins) if learned or settings.split == "holdout" else ()
+    index = np.sort(np.concatenate([part.outside for part in parts])) if parts else np.flatnonzero(selection.asked)
+
+    tally = Tally(progress)
+    notes = list(selection.notes)
+    traces = any(get_estimator(name).needs_trace for name in learned)
+    steps = StepStore(cache_folder(settings) if traces else None)
+    if traces:
+        if computed := steps.prepare(selection.rows.cases, workers=settings.workers, progress=tally.traced):
+            kept = cache_folder(settings).features
+            notes.append(f"{computed} traced steps computed; their features are kept in {kept}")
+        selection, more = _suspects_marked(selection, steps)
+        notes += more
+        if settings.doubtful == "drop":
+            index = index[selection.rows.doubt[index] == ""]
+    elif selection.rows.target.is_memory:
+        notes.append("labels were not compared with traces, which no learned estimator that is asked reads")
+    tally.add(len(index) * len(names) + len(parts) * len(learned))
+    sets = _sets(settings, selection, index, steps)
+
+    def counted(of: Mapping[str, Asked]) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
+        return judged(sets, of, bins, selection.rows.target.space)
+
+    asked: dict[str, Asked] = {}
+    for name in learned:
+        asked[name] = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
+        finished(counted({name: asked[name]})[0])
+    for name, given in ask_free(selection, index, free, settings, tally, steps):
+        asked[name] = given
+        finished(counted({name: given})[0])
+
+    notes = [*_notes_of_parts(settings, parts, learned), *notes]
+    for name in learned:
+        notes += [f"{name}: {text}" for text in _alike(asked[name].warnings)]
+    figures, scored = counted({name: asked[name] for name in names} | _published_estimates(selection, index))
+    rows = selection.rows.subset(index)
+    cards = set(rows.card_mib.tolist())
+    return Benchmark(
+        target=get_target(settings.target),
+        device=", ".join(dict.fromkeys(map(str, rows.device))),
+        card_mib=cards.pop() if rows.target.is_memory and len(cards) == 1 else None,
+        bins={of.file: bins[of.file.removesuffix(TRUSTED_ALONE)] for of in figures},
+        figures=tuple(figures),
+        scored=scored,
+        published=tuple(figure for figure in PUBLISHED_FIGURES if figure.target == settings.target),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[str, Any]) -> tuple[Part, ...]:
+    rows = selection.rows
+    if settings.split == "holdout":  # the very rows that learn.fit holds out
+        exact = rows.exact if len(rows.exact) else rows
+        whole = make_bins(rows.target, exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+        strata = classes_of(rows, whole)
+    else:
+        strata = np.zeros(len(rows), dtype=int)
+        for file, file_bins in bins.items():
+            inside = selection.file == file
+            strata[inside] = strata.max() + 1 + classes_of(rows.subset(inside), file_bins["published"])
+    return parts_of(
+        rows,
+        strata,
+        how=settings.split,
+        folds=settings.folds,
+        by=settings.by,
+        seed=settings.seed,
+        fitted_on=selection.fitted_on,
+        asked=selection.asked,
+    )
+
+
+def cache_folder(settings: BenchmarkSettings) -> DataFolder:
+    """Return where features are kept: the data folder. For published files one is made only if it is named; without
+    one, `gpufarm` in the user's cache folder serves."""
+    folder = DataFolder.resolve(settings.data)
+    if settings.data is not None and settings.published is not None:
+        folder.create()
+    if settings.published is None or folder.root.is_dir():
+        return folder
+    return DataFolder.resolve(user_folder())
+
+
+def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, Asked]:
+    """Return published estimates of exactly these rows, where a file holds them."""
+    estimates: dict[str, Asked] = {}
+    for name in sorted({name for i in index for name in selection.estimates[i]}):
+        with_it = {selection.file[i] for i in index if name in selection.estimates[i]}
+        answers = {
+            i: Given(estimate=selection.estimates[i].get(name), reason="not published for this row")
+            for i in index.tolist()
+            if selection.file[i] in with_it
+        }
+        estimates[f"{name} {OTHERS}"] = Asked(answers=answers)
+    return estimates
+
+
+def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSelection, list[str]]:
+    """Return the selection with the doubts of `learn.rows.step_store`, and a note of how many there are."""
+    rows = with_suspects(selection.rows, steps)
+    counts = Counter(selection.file[rows.doubt != selection.rows.doubt].tolist())
+    notes = [
+        f"{file}: {n} more rows are in doubt: traces or rows of the same network contradict them"
+        for file in dict.fromkeys(selection.file.tolist())
+        if (n := counts[file])
+    ]
+    return replace(selection, rows=rows), notes
+
+
+def _notes_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned: Sequence[str]) -> list[str]:
+    fitted_parts = [part for part in parts if part.name != "never fitted on"]
+    if not fitted_parts:
+        return []
+    if settings.split == "holdout":
+        asked, saw = len(fitted_parts[0].outside), len(fitted_parts[0].inside)
+        return [f"asked: {asked} rows that are held out; learned estimators saw the other {saw}"]
+    if not learned:
+        return []
+    n = sum(len(part.outside) for part in fitted_parts)
+    how = f"{settings.folds}-fold" if settings.split == "cv" else f"each {settings.by} left out in turn"
+    return [
+        f"{how}: learned estimators answer for each of {n} rows from a fit on the others, near-copies left out; "
+        f"{len(fitted_parts)} fits an estimator"
+    ]
+
+
+def _alike(warnings: Sequence[str]) -> list[str]:
+    """Return one of those that differ by their numbers only."""
+    by_shape: dict[str, str] = {}
+    for text in warnings:
+        by_shape.setdefault(re.sub(r"[\d.]+", "#", text), text)
+    return list(by_shape.values())
+
+
+def _sets(
+    settings: BenchmarkSettings, selection: RowSelection, index: np.ndarray, steps: StepStore
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return title -> row -> its entry of `Scored`: each file, and where some of its rows are in doubt also the
+    others alone."""
+    rows = selection.rows
+    groups = keys_of(rows, settings.by or "module")
+    sets: dict[str, dict[int, dict[str, Any]]] = {}
+    for i in index.tolist():
+        sets.setdefault(selection.file[i], {})[i] = described(rows.records[i], rows.target) | {
+            "name": str(selection.name[i]),
+            "group": str(groups[i]),
+            "operator": steps.main_operator(rows.cases[i]),
+        }
+    return with_trusted(sets)
 
 
 def entry(settings: BenchmarkSettings) -> int:

@@ -1,6 +1,7 @@
 """`python -m learn.build_defaults`: fit the models that come with the project, on published measurements.
 
-Start reading at `build`. It writes what `learn/default_models/` holds: one artifact a target, and a model card.
+Start reading at `build`. It writes what `learn/default_models/` holds: one artifact a target, those of `method=fast`,
+and a model card.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class BuildSettings(Checked):
 
     `path` is your own copy of the published rows: GPUMemNet's CSV files (CC BY-NC 4.0) and, if you have one, a CSV file
     with the columns model, module, batch_size and max_gpu_memory_mib, which adds models of timm. The runs of datasets/
-    count too. It takes some ten minutes on two cores, most of them to trace every job once; data= keeps the traces.
-    What comes with the project is such a folder, copied into learn/default_models.
+    count too. Most of the time goes to traces, of every published job and of the configurations that method=fast learns
+    from; data= keeps them. What comes with the project is such a folder, copied into learn/default_models.
     """
 
     path: str = key(help="folder of published measurements", kind="path")
@@ -42,6 +43,7 @@ class BuildSettings(Checked):
         None, "data folder for the rows, their features and the fits; default a temporary one", "new path"
     )
     seed: int = key(0, "seed of splits and fits", "int >= 0")
+    configs: int = key(3360, "sampled configurations, whose estimates method=fast learns", "int >= 60")
 
     def problems(self) -> Iterator[str]:
         if not Path(self.path).exists():
@@ -61,7 +63,7 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
     with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch, new_folder(home) as building:
         data = settings.data or scratch
         _ingest(settings.path, data)
-        _fit(data, settings.seed, building, progress)
+        _fit(data, settings, building, progress)
         size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
         if size_mib > LIMIT_MIB:
             raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that are packaged")
@@ -83,20 +85,23 @@ def _ingest(path: str, data: str) -> None:
         ingest(IngestSettings(source="dataset", path=str(repository_folder()), data=data))
 
 
-def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:
+def _fit(data: str, settings: BuildSettings, folder: Path, progress: Callable[[str, int, int], None]) -> None:
     from learn.commands.fit import FitSettings, fit
-    from learn.fitting.artifacts import stamped
+    from learn.estimation.fast_estimates import fit_config_models
+    from learn.fitting.artifacts import open_artifact, stamped
     from learn.judging.report import model_card
 
-    metas = {}
+    metas, models = {}, {}
     for target in TARGETS:
         # Sources that are named are mixed: what differs between their runs is in the features.
         sources = ("imported", "measured")
-        settings = FitSettings(target=target, estimator="hybrid", source=sources, seed=seed, data=data)
-        fitted = fit(settings, progress=progress)
+        of_target = FitSettings(target=target, estimator="hybrid", source=sources, seed=settings.seed, data=data)
+        fitted = fit(of_target, progress=progress)
+        models[target] = open_artifact(fitted.path).estimator
         shutil.copytree(fitted.path / "model", folder / target / "model")
         metas[target] = stamped(folder / target, fitted.meta, "meta.json")
         (folder / target / "meta.json").write_text(json.dumps(metas[target], indent=1, sort_keys=True))
+    fit_config_models(folder / "fast", models, cases=settings.configs, seed=settings.seed, data=data, progress=progress)
     (folder / CARD.name).write_text(model_card(metas, CARD.read_text()))
 
 

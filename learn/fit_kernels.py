@@ -125,7 +125,7 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
 
 def entry(settings: FitKernelsSettings) -> None:
     """Fit, show a bar, print the table."""
-    from conf.reports.terminal import print_blocks
+    from conf.reports.blocks import print_blocks
     from learn.judging.scores import score_table
 
     with StepBar("fitting kernels") as bar:

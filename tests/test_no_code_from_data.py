@@ -31,7 +31,6 @@ LOADERS = {
     ("learn/rows/processes.py", "serve"): "names that our own call of `in_processes` holds, in a process of its own",
     ("learn/script/command_line.py", "_torchrun"): "imports nothing: torchrun's option of that name, which is refused",
     ("learn/script/run.py", "_execute"): "the script that the user typed behind --, in a process of its own",
-    ("learn/job/training_job.py", "load_factory"): "model=MODULE:FACTORY that the user typed in this command",
     ("featurize/trace/light_imports.py", "_real_module"): "a literal: torch._dynamo, whose place the stand-in takes",
     ("featurize/trace/light_imports.py", "find_spec"): "parts of torch._dynamo, when torch imports them",
     ("workers/probes/children.py", "measure"): "names of the table PROBES; others raise first",
@@ -44,6 +43,7 @@ LOADERS = {
     ("featurize/job/code_names.py", "_download"): "a literal: timm",
     ("featurize/training/training_step.py", "preload"): "literals: what the first step imports",
     ("featurize/nets/vision.py", "import_library"): "the three libraries' models, behind `code_names.library_problem`",
+    ("featurize/nets/vision.py", "load_named"): "model=MODULE:FACTORY that the user typed; zoo's, behind its own check",
     ("featurize/nets/vision.py", "mend_torchvision"): "a literal: torchvision",
 }
 SHELLS = {"farm/nights/cycle.py": "notify=COMMAND that the user typed; what it gets to know is its standard input"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.errors import UsageError
-from conf.reports.terminal import print_blocks
+from conf.reports.blocks import print_blocks
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import diff, difference_blocks
 from warehouse.tables.duckdb_access import disk_errors_named

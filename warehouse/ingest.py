@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conf.cli.command_line import command, terminal_bar
-from conf.reports.blocks import Cell, Lead, table
-from conf.reports.terminal import print_blocks
+from conf.reports.blocks import Cell, Lead, print_blocks, table
 from warehouse.exchange.ingesting import IngestReport, IngestSettings, ingest
 from warehouse.tables.duckdb_access import disk_errors_named
 

@@ -1,52 +1,17 @@
-"""A worker's input and output: a task, the runs that became of it, and figures of runs that had the device alone.
-
-Start reading at `Task`. What a trial shows beside others is held against its `AloneRun`.
-"""
+"""A worker's input and output: a task, and the runs that became of it. Start reading at `Task`."""
 
 from __future__ import annotations
 
 import datetime
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from featurize.configs.trial import TrialConfig
 from warehouse.tables.run import Run
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AloneRun:
-    """Figures of one run; None where a figure was not measured. Ratios lie between 0 and 1."""
-
-    run_id: str
-    status: str
-    step_ms: float | None = None
-    memory_mib: float | None = None
-    gpu_util: float | None = None
-    smact: float | None = None
-    smocc: float | None = None
-    drama: float | None = None
-    power_w: float | None = None
-
-    @classmethod
-    def of(cls, run: Run) -> AloneRun:
-        """Return the figures of a finished run."""
-        return cls(
-            run_id=run.run_id,
-            status=run.status,
-            step_ms=run.step_time_ms,
-            memory_mib=run.peak_memory_mib,
-            gpu_util=run.gpu_util,
-            smact=run.smact,
-            smocc=run.smocc,
-            drama=run.drama,
-            power_w=run.power_w,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +41,9 @@ class Task(Lease):
     device: DeviceChoice = field(default_factory=DeviceChoice)
     partners: tuple[TrialConfig, ...] = ()  # trials that start together with it on the same device
     part: str = ""  # which run of a task of several, as in `with-1`; the task's own run has none
-    # Of `config` and each partner the run alone, where it is known; None, or nothing: it is measured first.
-    alone: tuple[AloneRun | None, ...] = ()
+    # Of `config` and each partner the run alone, against which its run beside the others is held; None, or nothing: it
+    # is not known, and measured first.
+    alone: tuple[Run | None, ...] = ()
 
     @property
     def run_id(self) -> str:

@@ -3,7 +3,7 @@
 Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all; links are followed;
 devices, pipes and descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are
 refused. `new_folder` makes a folder that appears whole. `read_json` reads an untrusted file: every fault of its content
-is a `ValueError`. `open_own_folder` opens what only this user can change.
+is a `ValueError`. `own_folder` opens what only this user can change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-# What a data folder consists of; other names in it belong to the user. `warehouse.files.layout` takes its paths from
+# What a data folder consists of; other names in it belong to the user. `warehouse.files.folder` takes its paths from
 # here.
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (
@@ -395,8 +395,21 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | None:
-    """Return a descriptor of a real folder of this user; None for a link, another user's folder, or none.
+def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, from the byte `start` on; no file has none.
+
+    A line that a kill has cut off is left out.
+    """
+    records = []
+    for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            records.append(parse_json(line))
+    return [record for record in records if isinstance(record, dict)]
+
+
+@contextlib.contextmanager
+def own_folder(path: str | os.PathLike[str], *, private: bool) -> Iterator[int | None]:
+    """Open a real folder of this user and yield its descriptor; None for a link, another user's folder, or none.
 
     Args:
         path: the folder.
@@ -405,12 +418,14 @@ def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | Non
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
     except OSError:
-        return None
-    status = os.fstat(descriptor)
-    if status.st_uid == os.geteuid() and not (private and stat.S_IMODE(status.st_mode) & _OTHERS_MAY):
-        return descriptor
-    os.close(descriptor)
-    return None
+        yield None
+        return
+    try:
+        status = os.fstat(descriptor)
+        is_own = status.st_uid == os.geteuid() and not (private and stat.S_IMODE(status.st_mode) & _OTHERS_MAY)
+        yield descriptor if is_own else None
+    finally:
+        os.close(descriptor)
 
 
 def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: bool = False) -> int:

@@ -26,7 +26,7 @@ from conf.cli.own_packages import PACKAGES
 from conf.errors import UsageError
 from conf.files.identity import canonical_json
 from conf.plain_text import error_line
-from farm.nights.operator_families import operators_of
+from farm.nights.watch import operators_of
 from featurize.configs.trial import config_from_mapping
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift, paired, summed_up
@@ -74,19 +74,26 @@ class Environment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """Recorded runs: of a data folder as it is, or of one of its snapshots."""
+class RunSet:
+    """Recorded runs of a data folder as it is, or of one of its snapshots.
 
-    text: str
+    text    as the user named them; empty for those that an environment ran
+    job_id  only this job's, of which only the first `n` tasks; family: only its rows
+    """
+
     folder: DataFolder
-    snapshot: str | None
+    text: str = ""
+    snapshot: str | None = None
+    job_id: str | None = None
+    n: int | None = None
+    family: str | None = None
 
     @property
     def label(self) -> str:
         return self.text
 
 
-Side = Environment | Recorded
+Side = Environment | RunSet
 
 
 def side_of(key: str, text: str, code: Path) -> Side:
@@ -97,7 +104,7 @@ def side_of(key: str, text: str, code: Path) -> Side:
     """
     path = Path(os.path.abspath(os.path.expanduser(text)))
     if (path / "format.json").is_file():
-        return Recorded(text=text, folder=DataFolder(path).open(), snapshot=None)
+        return RunSet(text=text, folder=DataFolder(path).open(), snapshot=None)
     python = _python_of(text, path)
     if python is not None:
         return _environment(key, text, python, code)
@@ -107,7 +114,7 @@ def side_of(key: str, text: str, code: Path) -> Side:
         from warehouse.files.snapshots import find_snapshot
 
         find_snapshot(DataFolder(folder).open(), snapshot)
-        return Recorded(text=text, folder=DataFolder(folder), snapshot=snapshot)
+        return RunSet(text=text, folder=DataFolder(folder), snapshot=snapshot)
     raise UsageError(
         f"{key}={text} is neither an environment nor a data folder; name a Python (/envs/new/bin/python), a virtual "
         "environment's folder, a data folder, or DATA@SNAPSHOT"
@@ -250,21 +257,15 @@ class Comparison:
     versions: tuple[Mapping[str, tuple[str, ...]], Mapping[str, tuple[str, ...]]]
     unhashed: tuple[int, int]
 
+    @property
+    def ended_otherwise(self) -> int:
+        """Return how many configurations ended with another status."""
+        return sum(status.configurations for status in self.statuses if status.before != status.after)
+
     def largest(self, label: str, most: int) -> list[Pair]:
         """Return the pairs with the largest absolute difference in a label, without equal ones."""
         shifted = [(abs(shift), pair) for pair in self.pairs if (shift := pair.shift(label))]
         return [pair for _, pair in sorted(shifted, key=lambda item: (-item[0], item[1].key["config_hash"]))[:most]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSet:
-    """The runs of a side. `job_id` and `n`: only the first n tasks of that job; `family`: only its rows."""
-
-    folder: DataFolder
-    snapshot: str | None = None
-    job_id: str | None = None
-    n: int | None = None
-    family: str | None = None
 
 
 def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> Comparison:

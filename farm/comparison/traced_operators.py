@@ -1,6 +1,6 @@
 """Runs inside an environment: traces training steps and reports the cost of each operator.
 
-Executed as `python -m farm.comparison.traced_operators`; `farm.comparison.operators` talks to it. Start reading at
+Executed as `python -m farm.comparison.traced_operators`; `farm.comparison.run` talks to it. Start reading at
 `summary_of`. torch is imported on use.
 """
 

@@ -23,9 +23,9 @@ import pyarrow as pa
 
 from conf.files.identity import identity
 from conf.plain_text import safe_text
-from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.executors import Completion, Executor, InlineExecutor
 from farm.dispatch.monitoring import Service
+from farm.dispatch.ray_cluster import ClusterSettings, gpu_problem
 from farm.dispatch.ray_executor import RayExecutor
 from farm.dispatch.submitted_code import SubmittedCode
 from farm.queue.jobs import Queue
@@ -38,7 +38,7 @@ from warehouse.tables.run import JSON_COLUMNS, Run
 from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
-from workers.task import AloneRun, RunResult, Task
+from workers.task import RunResult, Task
 
 if TYPE_CHECKING:
     from farm.dispatch.working import Progress
@@ -568,9 +568,9 @@ class RunsAlone:
     """Runs alone that have landed in this dispatcher's time, by worker: another GPU, or another night, differs."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, TrialSettings, str], AloneRun] = {}
+        self._known: dict[tuple[str, TrialSettings, str], Run] = {}
 
-    def of(self, task: Task, worker: str) -> tuple[AloneRun | None, ...]:
+    def of(self, task: Task, worker: str) -> tuple[Run | None, ...]:
         """Return the run alone of each member of a task's group, None where it has to be run; () without a group."""
         if not task.partners:
             return ()
@@ -581,4 +581,4 @@ class RunsAlone:
         """Remember those of a task's further runs that were alone and can be relied on."""
         for run in (result.run for result in results):
             if run.group_id is None and run.status in _TELLING and run.quality != "untrusted" and run.config_hash:
-                self._known[worker, task.settings, run.config_hash] = AloneRun.of(run)
+                self._known[worker, task.settings, run.config_hash] = run

@@ -1,8 +1,8 @@
-"""Ray around a dispatcher: the environment of a Ray of our own, the processes it depends on, and a cluster's nodes.
+"""Where workers live: the `cluster` key of a command, a Ray of our own, what Ray depends on, and a cluster's nodes.
 
-Start reading at `HeadWatch`, which lets us exit before Ray aborts our process. Without its GCS, Ray's calls wait for a
-minute, and then Ray aborts the process that made them, without a word of ours (checked on Ray 2.60: "Failed to connect
-to GCS within 60 seconds"). `NodeWatch` says which nodes joined or left.
+Start reading at `ClusterSettings`, then at `HeadWatch`, which lets us exit before Ray aborts our process. Without its
+GCS, Ray's calls wait for a minute, and then Ray aborts the process that made them, without a word of ours (checked on
+Ray 2.60: "Failed to connect to GCS within 60 seconds"). `NodeWatch` says which nodes joined or left.
 """
 
 from __future__ import annotations
@@ -15,14 +15,86 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import psutil
 
 from conf.cli.command_line import EXIT_TEMPORARY
-from conf.errors import EnvironmentProblem
+from conf.cli.settings import Checked, key
+from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import alive, identity
+from conf.plain_text import error_line
+from workers.telemetry.sampler import CallInThread
+
+if TYPE_CHECKING:
+    from featurize.job.layout import Parallel
+
+
+_ANSWER_TIMEOUT_S = 5.0
+_ERROR_CHARACTERS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings(Checked, section="cluster"):
+    """The `cluster` key: `ray` (our own, or joined by `address`) or `inline`."""
+
+    kind: str = key("ray", choices=("ray", "inline"))
+    address: str | None = key(None, 'null: a Ray of our own; "auto" or HOST:PORT joins a running cluster')
+    dashboard: bool = key(False, "Ray's dashboard, on loopback")
+    object_store_mib: int = key(128, "shared memory for results on their way to the writer", "int >= 80")
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the trial servers' own
+
+    def check_address(self) -> None:
+        """Raise `EnvironmentProblem` if nothing answers at `address`; Ray itself would try for minutes first."""
+        if self.address is not None:
+            self.place()
+
+    def place(self) -> tuple[str, int]:
+        """Return host and port of the cluster at `address`. Raises as `check_address` does."""
+        address = str(self.address)
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or _running_cluster()
+        host, separator, port = address.rpartition(":")
+        if not separator or not port.isdigit():
+            raise UsageError(f"cluster.address must be auto or HOST:PORT, got {address!r}")
+        try:
+            socket.create_connection((host, int(port)), timeout=_ANSWER_TIMEOUT_S).close()
+        except (OSError, OverflowError) as error:
+            raise self.nobody_answers(error) from error
+        return host, int(port)
+
+    def nobody_answers(self, error: Exception) -> EnvironmentProblem:
+        return EnvironmentProblem(
+            f"cluster.address={self.address}: no Ray cluster answers there ({plain_error(error)}); "
+            "start one with `ray start --head`, or leave the key out"
+        )
+
+
+def _running_cluster() -> str:
+    """Return the address of the cluster that `ray start` last started on this machine, as Ray records it."""
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    try:
+        return note.read_text().strip()
+    except OSError as error:
+        raise EnvironmentProblem(
+            "cluster.address=auto: no Ray cluster runs on this machine; start one with `ray start --head`"
+        ) from error
+
+
+def plain_error(error: Exception) -> str:
+    """Return the first paragraph of Ray's message, or the exception if it is a traceback."""
+    if '\n  File "' in str(error):
+        return error_line(str(error))[:_ERROR_CHARACTERS]
+    return " ".join(str(error).split("\n\n")[0].split())[:_ERROR_CHARACTERS]
+
+
+def gpu_problem(layout: Parallel, gpus: int) -> str | None:
+    """Return why a trial cannot run where the largest node has this many GPUs; None if it can."""
+    if layout.ranks <= gpus:
+        return None
+    return f"parallel={layout.text()} needs {layout.ranks} GPUs of one node, and the largest node has {gpus}"
 
 
 def own_session_environment() -> dict[str, str]:
@@ -162,25 +234,17 @@ class HeadWatch:
 
         The function runs in a thread of its own, which is left behind when the head is lost.
         """
-        results: list[Result] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(function())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="ray-call", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_LOOK_EVERY_S)
-            if thread.is_alive():
+        call = CallInThread("ray-call", function)
+        call.start()
+        while call.is_alive():
+            call.join(_LOOK_EVERY_S)
+            if call.is_alive():
                 self.check()
-        if errors:
+        if call.error is not None:
             self.check()
-            raise errors[0]
-        return results[0]
+            raise call.error
+        result: Result = call.answer
+        return result
 
     def started(self) -> None:
         """Record that Ray is up; from now on the main thread may be busy for longer."""

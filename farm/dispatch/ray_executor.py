@@ -22,16 +22,17 @@ import psutil
 
 from conf.cli.own_packages import SAFE_PATH, searching_last, working_folder
 from conf.errors import EnvironmentProblem
-from farm.dispatch.cluster_settings import ClusterSettings, plain_error
 from farm.dispatch.executors import Completion
 from farm.dispatch.ray_cluster import (
     ClusterLost,
+    ClusterSettings,
     HeadWatch,
     JoinedHead,
     NodeWatch,
     OwnHead,
     RayNode,
     own_session_environment,
+    plain_error,
 )
 from farm.queue.leftovers import delete_folder, descendants, end_processes, make_ray_folder, record_processes
 from workers.devices import DeviceChoice, make_device

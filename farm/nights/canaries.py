@@ -13,13 +13,13 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import warehouse
 from conf.errors import UsageError
-from conf.plain_text import error_line
-from farm.nights.journal import CanariesPayload, ComparedLabel, DriftPayload
+from conf.plain_text import error_line, first_few
+from farm.nights.journal import CanariesPayload, ComparedLabel, DriftPayload, Environment
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_row
 from featurize.device.device_spec import same_device
 from featurize.families import layers_of
@@ -53,6 +53,7 @@ _ABOUT = (
 _CLOCK_SHARE = 0.05  # how much lower the SM clock must be to be named as a cause
 _HOTTER_C = 10.0
 _LATEST = 3  # runs of the history whose telemetry is looked at
+_EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class CanaryRun:
     labels: Mapping[str, float | None]
     final: bool
     device_uuid: str | None
+    environment: tuple[str | None, ...]  # values of `ENVIRONMENT`
     started_at: datetime.datetime  # where that is not known, when it was given up
 
     @property
@@ -106,32 +108,32 @@ def read_nights(
             "OR list_contains(?::VARCHAR[], job_id)) ORDER BY coalesce(started_at, finished_at) NULLS FIRST, run_id",
             [source, PREFIX, list(tonight)],
         ).fetchall()
-    jobs: dict[str, list[tuple[CanaryRun, tuple[Any, ...]]]] = {}
+    jobs: dict[str, list[CanaryRun]] = {}
     for row in (dict(zip(columns, values, strict=True)) for values in rows):
         # A run that no worker brought back does not know its device; the jobs of tonight are all of this one.
         ours = row["job_id"] in tonight if row["device_name"] is None else same_device(row["device_name"], device_name)
         run = _run(row) if ours else None
         if run is not None and (row["job_id"] in tonight or row["job_id"] not in forget):
             night = "" if run.job_id in tonight else run.job_id
-            jobs.setdefault(night, []).append((run, tuple(row[name] for name in ENVIRONMENT)))
+            jobs.setdefault(night, []).append(run)
     now = jobs.pop("", None)
-    began = min((run.started_at for run, _ in now or ()), default=None)
-    earlier = [_night(of_job) for of_job in jobs.values() if began is None or of_job[0][0].started_at <= began]
+    began = min((run.started_at for run in now or ()), default=None)
+    earlier = [_night(runs) for runs in jobs.values() if began is None or runs[0].started_at <= began]
     if now is None:
         return None, earlier
     return _night(now, earlier[-1].environment if earlier else None), earlier
 
 
-def _night(of_job: Sequence[tuple[CanaryRun, tuple[Any, ...]]], before: tuple[Any, ...] | None = None) -> CanaryNight:
-    runs = tuple(run for run, _ in of_job)
-    environments = Counter(environment for run, environment in of_job if run.status == "ok")
+def _night(runs: Sequence[CanaryRun], before: tuple[str | None, ...] | None = None) -> CanaryNight:
+    environments = Counter(run.environment for run in runs if run.status == "ok")
     if environments:
-        return CanaryNight(environments.most_common(1)[0][0], runs)
-    known = tuple(next((e[i] for _, e in of_job if e[i] is not None), None) for i in range(len(ENVIRONMENT)))
+        return CanaryNight(environments.most_common(1)[0][0], tuple(runs))
+    columns = zip(*(run.environment for run in runs), strict=True)
+    known = tuple(next((value for value in column if value is not None), None) for column in columns)
     # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
     if before is not None and all(column in (None, other) for column, other in zip(known, before, strict=True)):
-        return CanaryNight(before, runs)
-    return CanaryNight(known, runs)
+        known = before
+    return CanaryNight(known, tuple(runs))
 
 
 def _run(row: Mapping[str, Any]) -> CanaryRun | None:
@@ -152,6 +154,7 @@ def _run(row: Mapping[str, Any]) -> CanaryRun | None:
         labels={name: row[name] for name in LABELS},
         final=row["final"] is not False,
         device_uuid=row["device_uuid"],
+        environment=tuple(row[name] for name in ENVIRONMENT),
         started_at=row["started_at"] or row["finished_at"] or datetime.datetime.min,
     )
 
@@ -166,22 +169,27 @@ def _error_of(row: Mapping[str, Any]) -> str:
 
 def causes(
     data: str | os.PathLike[str] | DataFolder,
-    moved: Sequence[tuple[Sequence[CanaryRun], Sequence[CanaryRun], Collection[str]]],
+    runs: Mapping[str, Sequence[CanaryRun]],
+    history: Mapping[str, Sequence[CanaryRun]],
+    moved: Sequence[ComparedLabel],
 ) -> tuple[str, ...]:
-    """Return possible causes of moved canaries, in words, the most common first; empty if no cause is known.
+    """Return possible causes of labels that moved, in words, the most common first; empty if no cause is known.
 
-    `moved`: for each of them tonight's runs, those it was compared with, and the labels that are NULL now.
+    `runs`: tonight's by config_hash; `history`: those that they were compared with.
     """
     names_by_cause: dict[str, list[str]] = {}
-    for runs, history, lost in moved:
-        for cause, words in _causes_of(runs, history, lost):
-            names_by_cause.setdefault(cause, []).append(f"{runs[0].name}: {words}" if words else runs[0].name)
-    sentences = []
-    for cause, names in sorted(names_by_cause.items(), key=lambda item: -len(item[1])):
-        more = f"; {len(names) - 3} more" if len(names) > 3 else ""
-        sentences.append(f"{cause} ({'; '.join(names[:3])}{more})")
-    now = [run for runs, _, _ in moved for run in runs]
-    return (*sentences, *_slower(data, now, [run for _, history, _ in moved for run in history[-_LATEST:]]))
+    now: list[CanaryRun] = []
+    latest: list[CanaryRun] = []
+    for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
+        of_canary, before = runs[config_hash], history.get(config_hash, ())
+        lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
+        now += of_canary
+        latest += before[-_LATEST:]
+        for cause, words in _causes_of(of_canary, before, lost):
+            names_by_cause.setdefault(cause, []).append(f"{of_canary[0].name}: {words}" if words else of_canary[0].name)
+    most_first = sorted(names_by_cause.items(), key=lambda item: -len(item[1]))
+    sentences = [f"{cause} ({first_few(names, _EXAMPLES)})" for cause, names in most_first]
+    return (*sentences, *_slower(data, now, latest))
 
 
 def _causes_of(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Collection[str]) -> list[tuple[str, str]]:
@@ -356,49 +364,26 @@ def _rough_mib(config: TrialConfig) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CanaryVerdict:
-    """The verdict of tonight's canaries on the machine.
+class CanaryVerdict(CanariesPayload):
+    """The verdict, with the runs that it is of. `earlier`: nights of the history, oldest first; `shared`: as in
+    `compare`."""
 
-    verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
-                 environment; `sick`: a canary failed, or something moved that no change of the environment explains
-    environment  tonight's; before: the one compared with; newest: that of the night before. Columns of `ENVIRONMENT`
-    runs         runs of canaries tonight, whatever their outcome
-    shared       as in `compare`
-    configs      config_hash -> canary; job_ids: tonight's
-    """
-
-    verdict: str
-    said: str
     device_name: str
     source: str
-    environment: Mapping[str, str | None]
-    before: Mapping[str, str | None] | None
-    newest: Mapping[str, str | None] | None
-    runs: int
+    environment: Environment
+    tonight: CanaryNight | None
+    earlier: tuple[CanaryNight, ...]
     shared: bool
-    compared: tuple[ComparedLabel, ...]
-    causes: tuple[str, ...]
-    configs: Mapping[str, TrialConfig]
-    job_ids: tuple[str, ...]
 
     @property
-    def moved(self) -> tuple[ComparedLabel, ...]:
-        return tuple(entry for entry in self.compared if entry.moved)
+    def configs(self) -> dict[str, TrialConfig]:
+        """Return tonight's canaries by config_hash."""
+        return {run.config_hash: run.config for run in self.tonight.runs} if self.tonight else {}
 
     def payload(self, drift: DriftPayload | None = None) -> CanariesPayload:
         """Return the verdict as the journal stores it, with the drift."""
-        return CanariesPayload(
-            verdict=self.verdict,
-            said=self.said,
-            environment=dict(self.environment),
-            runs=self.runs,
-            device_name=self.device_name,
-            source=self.source,
-            before=None if self.before is None else dict(self.before),
-            compared=self.compared,
-            causes=self.causes,
-            drift=drift,
-        )
+        kept = {field.name: getattr(self, field.name) for field in fields(CanariesPayload)}
+        return CanariesPayload(**{**kept, "drift": drift})
 
 
 def compare(
@@ -428,14 +413,10 @@ def compare(
         device_name=device_name,
         source=source,
         environment=_name_columns(tonight.environment if tonight else (None,) * len(ENVIRONMENT)),
-        before=None,
-        newest=_name_columns(earlier[-1].environment) if earlier else None,
         runs=len(tonight.runs) if tonight else 0,
+        tonight=tonight,
+        earlier=tuple(earlier),
         shared=shared,
-        compared=(),
-        causes=(),
-        configs={run.config_hash: run.config for run in tonight.runs} if tonight else {},
-        job_ids=tuple(job_ids),
     )
     if tonight is None:
         return verdict
@@ -457,11 +438,10 @@ def compare(
     # A run that failed or has untrusted labels shows nothing about a new environment.
     figures_only = all(entry.now is not None and entry.before is not None for entry in verdict.moved)
     is_drift = now != reference and figures_only and not alone
-    why = _causes(data, runs, history, verdict.moved) or (() if is_drift else (UNKNOWN,))
+    why = causes(data, runs, history, verdict.moved) or (() if is_drift else (UNKNOWN,))
     change = f"with {_change(reference, now)}" if now != reference else "in an unchanged environment"
-    more = f"; {len(verdict.moved) - 3} more" if len(verdict.moved) > 3 else ""
-    examples = "; ".join(entry.said for entry in verdict.moved[:3])
-    sentence = f"{len(_names(verdict.moved))} of {_canaries(runs)} moved ({examples}{more}) {change}"
+    examples = first_few([entry.said for entry in verdict.moved], _EXAMPLES)
+    sentence = f"{len(_names(verdict.moved))} of {_canaries(runs)} moved ({examples}) {change}"
     if is_drift:
         return replace(verdict, verdict="drift", said=sentence, causes=why)
     return replace(verdict, verdict="sick", said=f"{sentence}: {why[0]}", causes=why)
@@ -486,7 +466,7 @@ def _first_night(
             verdict, verdict="sick", said=f"none of the {_canaries(runs)} ran to its end: {why[0]}", causes=why
         )
     if failed := verdict.moved:
-        why = _causes(data, runs, {}, failed)
+        why = causes(data, runs, {}, failed)
         sentence = f"{len(_names(failed))} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"
         return replace(verdict, verdict="sick", said=sentence, causes=why)
     doubted = [entry for entry in verdict.compared if entry.label == "quality"]
@@ -494,7 +474,7 @@ def _first_night(
     sentence += _accepted_failures(verdict.compared)
     if doubted:
         sentence += f"; {len(doubted)} of them cannot be trusted"
-    why = causes(data, [(runs[entry.config_hash], (), ()) for entry in doubted]) if doubted else ()
+    why = causes(data, runs, {}, doubted) if doubted else ()
     return replace(verdict, verdict="first", said=sentence, causes=why)
 
 
@@ -509,19 +489,6 @@ def _steady(
     sentence = f"{_canaries(known)} as before{f', with {change}' if change else ''}"
     sentence += f"; {_canaries(new)} for the first time" if new else ""
     return sentence + _accepted_failures(entries)
-
-
-def _causes(
-    data: str | os.PathLike[str] | DataFolder,
-    runs: Mapping[str, Sequence[CanaryRun]],
-    history: Mapping[str, Sequence[CanaryRun]],
-    moved: Sequence[ComparedLabel],
-) -> tuple[str, ...]:
-    cases = []
-    for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
-        lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
-        cases.append((runs[config_hash], history.get(config_hash, ()), lost))
-    return causes(data, cases)
 
 
 def _names(entries: Sequence[ComparedLabel]) -> dict[str, None]:
@@ -596,68 +563,46 @@ def _of_single_gpus(
 def _of_canary(
     runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool, may_fail: bool
 ) -> list[ComparedLabel]:
+    trusted = [run for run in runs if run.trusted]
+    status = _commonest(trusted or runs)
+    name, ids = runs[0].name, tuple(run.run_id for run in runs)
+    compared = ComparedLabel(
+        family=runs[0].config.family, config_hash=runs[0].config_hash, history_runs=len(history), run_ids=ids
+    )
+    if 2 * len(trusted) < len(runs) and status == "ok":
+        reasons = ", ".join(dict.fromkeys(reason for run in runs for reason in run.reasons)) or "no reason given"
+        return [replace(compared, label="quality", moved=bool(history), said=f"{name}: untrusted ({reasons})")]
+    if status != "ok":
+        ended = "as accepted" if may_fail else "and it has never been ok here"
+        ended = f"ok before, {status} now" if history else f"{status}, {ended}"
+        moved = bool(history) or not may_fail
+        return [replace(compared, label="status", moved=moved, said=f"{name}: {ended}")]
     entries = []
-
-    def add(
-        label: str,
-        sentence: str,
-        *,
-        before: float | None = None,
-        now: float | None = None,
-        tolerance: float | None = None,
-        moved: bool,
-        of: int,
-    ) -> None:
-        first, unit = runs[0], LABELS.get(label, "")
+    for label, unit in LABELS.items():
+        known = [value for run in history if (value := run.labels[label]) is not None]
+        seen = [value for run in trusted if run.status == "ok" and (value := run.labels[label]) is not None]
+        if (shared and label not in _OF_SHARED) or not (known or seen):
+            continue
+        before, now = (statistics.median(values) if values else None for values in (known, seen))
+        figures = " -> ".join(_figure(value, unit) for value in (before, now) if value is not None)
+        tolerance, moved = None, False
+        if before is not None:
+            tolerance = tolerance_of(label, known, shared)
+            moved = len(known) == len(history) if now is None else abs(now - before) > tolerance
+            figures += " before, NULL now" if now is None else ""
         entries.append(
-            ComparedLabel(
-                family=first.config.family,
-                config_hash=first.config_hash,
+            replace(
+                compared,
                 label=label,
                 unit=unit,
                 before=before,
                 now=now,
                 tolerance=tolerance,
                 moved=moved,
-                history_runs=of,
-                run_ids=tuple(run.run_id for run in runs),
-                said=f"{first.name}: {sentence}",
+                history_runs=len(known),
+                said=f"{name}: {label} {figures}",
             )
         )
-
-    trusted = [run for run in runs if run.trusted]
-    status = _commonest(trusted or runs)
-    if 2 * len(trusted) < len(runs) and status == "ok":
-        reasons = dict.fromkeys(reason for run in runs for reason in run.reasons)
-        add("quality", f"untrusted ({', '.join(reasons) or 'no reason given'})", moved=bool(history), of=len(history))
-        return entries
-    if status != "ok":
-        if history:
-            add("status", f"ok before, {status} now", moved=True, of=len(history))
-        elif may_fail:
-            add("status", f"{status}, as accepted", moved=False, of=0)
-        else:
-            add("status", f"{status}, and it has never been ok here", moved=True, of=0)
-        return entries
-    for label, unit in LABELS.items():
-        if shared and label not in _OF_SHARED:
-            continue
-        known = [value for run in history if (value := run.labels[label]) is not None]
-        seen = [value for run in trusted if run.status == "ok" and (value := run.labels[label]) is not None]
-        before, now = (statistics.median(values) if values else None for values in (known, seen))
-        if before is None:
-            if now is not None:
-                add(label, f"{label} {_figure(now, unit)}", now=now, moved=False, of=0)
-            continue
-        tolerance = tolerance_of(label, known, shared)
-        if now is None:
-            always = len(known) == len(history)
-            sentence = f"{label} {_figure(before, unit)} before, NULL now"
-            add(label, sentence, before=before, tolerance=tolerance, moved=always, of=len(known))
-            continue
-        sentence = f"{label} {_figure(before, unit)} -> {_figure(now, unit)}"
-        moved = abs(now - before) > tolerance
-        add(label, sentence, before=before, now=now, tolerance=tolerance, moved=moved, of=len(known))
     return entries
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import http.client
 import itertools
 import json
@@ -26,18 +25,17 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError
 from conf.plain_text import error_line
 from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
-from farm.dispatch.working import run_job
+from farm.dispatch.working import failed_job, run_job
 from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
     Compacted,
     Cycle,
     Ended,
-    FindingPayload,
     Journal,
     LandPayload,
     LearnPayload,
@@ -60,12 +58,10 @@ from farm.nights.plan import Plan, choice_lines, code_names, make_plan, read_pla
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
-from farm.queue.outcomes import failed_job
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
     from featurize.configs.trial import TrialConfig
-    from learn.fitting.promotion import Promotion
 
 
 GRACE_S = 3.0  # what runs at a Ctrl-C may take this long to end; then it is given back, and measured again
@@ -128,6 +124,13 @@ class Left(Exception):
     """The cycle stays open: Ctrl-C was pressed, or a signal came before there was anything to land."""
 
 
+def begin_cycle(folder: DataFolder, journal: Journal, settings: GrowSettings, machine: Machine) -> Cycle:
+    """Begin a cycle and record it in the journal."""
+    written = {**settings.written, "device": machine.choice.to_mapping()}
+    taken = {path.name for path in folder.snapshots.glob("*")}  # a cycle's name is also its snapshot's
+    return journal.begin(written, secrets.token_hex(4), taken)
+
+
 @dataclass
 class NightWork:
     """One cycle at work on a data folder. `tell` updates the status line, `say` prints a line."""
@@ -141,23 +144,6 @@ class NightWork:
     cycle: Cycle
     tell: Callable[[str], None] = lambda _: None
     say: Callable[[str], None] = print
-
-    @classmethod
-    def begin(
-        cls,
-        folder: DataFolder,
-        queue: Queue,
-        journal: Journal,
-        settings: GrowSettings,
-        machine: Machine,
-        service: Service,
-        tell: Callable[[str], None],
-        say: Callable[[str], None],
-    ) -> NightWork:
-        """Begin a cycle and record it in the journal."""
-        written = {**settings.written, "device": machine.choice.to_mapping()}
-        cycle = journal.begin(written, secrets.token_hex(4), lambda name: snapshot_taken(folder, name))
-        return cls(folder, queue, journal, settings, machine, service, cycle, tell, say)
 
     def work(self) -> Cycle:
         """Do the remaining steps, end the cycle and return it.
@@ -193,8 +179,7 @@ class NightWork:
         if recorded is not None:
             return recorded
         name = kind.step
-        self.journal.start(self.cycle.name, name)
-        self.cycle = self.journal.cycle(self.cycle.name)
+        self.cycle = self.journal.start(self.cycle.name, name)
         self.service.events.emit("step_started", cycle=self.cycle.name, step=name)
         self.service.pulse.patience_s = _PATIENCE_S
         self.service.pulse.beat("growing")
@@ -202,7 +187,7 @@ class NightWork:
         began = time.monotonic()
         try:
             payload = work()
-            mapping = plain(payload.to_mapping())
+            mapping = dict(plain(payload))
         except (Left, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -232,7 +217,8 @@ class NightWork:
     def _canaries(self) -> CanariesPayload:
         if self.settings.canaries == "skip":
             now = environment_now(self.folder, self.machine)
-            return CanariesPayload(verdict="none", said="left out", environment=now)
+            device_name, source = self.machine.device_name, self.machine.source
+            return CanariesPayload(said="left out", environment=now, device_name=device_name, source=source)
         from farm.nights.watch import watch
 
         return watch(self.folder, self.machine, self.cycle, self.earlier(), self._measure)
@@ -311,7 +297,7 @@ class NightWork:
         job_id = self.cycle.job("pairs")
         if not share or (self._queued(job_id) and self.queue.counts(job_id).cancelled):
             return "all"  # none are wanted, or their time was up before the night was interrupted
-        from farm.sampling.collocating import Groups, pool_of
+        from farm.sampling.forecast import Groups, pool_of
 
         seed = int(self.cycle.token, 16)  # other pairs each night, and the same where the night is resumed
         pool = pool_of(
@@ -339,47 +325,34 @@ class NightWork:
             self.queue.cancel(job_id, time.time())
 
     def _learn(self, landed: LandPayload) -> LearnPayload:
+        return LearnPayload(results=tuple(self._refit(target, landed) for target in self.settings.learn.targets))
+
+    def _refit(self, target: str, landed: LandPayload) -> LearntTarget:
         from learn.fitting.promotion import refit
 
-        results = []
-        for target in self.settings.learn.targets:
-            try:
-                promotion = refit(
-                    self.folder,
-                    target,
-                    self.settings.learn.estimator,
-                    cycle=self.cycle.name,
-                    source=self.machine.source,
-                    device_name=self.machine.device_name,
-                    snapshot=landed.snapshot,
-                    seed=self.settings.seed,
-                    trust=code_names(self.settings.spaces),
-                    now=datetime.datetime.now(datetime.UTC),
-                    progress=functools.partial(self._tell_learning, target),
-                )
-                results.append(self._learnt(promotion))
-            except CommandError as error:
-                results.append(self._no_result(target, "skipped", str(error)))
-            except Exception:  # one estimator's mistake must cost neither the others nor the night
-                results.append(self._no_result(target, "failed", traceback.format_exc()[-_ERROR_CHARACTERS:]))
-        return LearnPayload(results=tuple(results))
-
-    def _tell_learning(self, target: str, step: str) -> None:
-        self.tell(f"learning {target}: {step}")
-
-    def _learnt(self, promotion: Promotion) -> LearntTarget:
+        estimator = self.settings.learn.estimator
+        try:
+            promotion = refit(
+                self.folder,
+                target,
+                estimator,
+                cycle=self.cycle.name,
+                source=self.machine.source,
+                device_name=self.machine.device_name,
+                snapshot=landed.snapshot,
+                seed=self.settings.seed,
+                trust=code_names(self.settings.spaces),
+                now=datetime.datetime.now(datetime.UTC),
+                progress=lambda step: self.tell(f"learning {target}: {step}"),
+            )
+        except CommandError as error:
+            return LearntTarget(target=target, estimator=estimator, decision="skipped", why=str(error))
+        except Exception:  # one estimator's mistake must cost neither the others nor the night
+            why = traceback.format_exc()[-_ERROR_CHARACTERS:]
+            return LearntTarget(target=target, estimator=estimator, decision="failed", why=why)
         simulated = self.machine.source == "simulated"
         caveat = "; the labels are simulated, so this says nothing about real GPUs" if simulated else ""
         return LearntTarget(**{**promotion.to_mapping(), "why": promotion.why + caveat})
-
-    def _no_result(self, target: str, decision: str, why: str) -> LearntTarget:
-        return LearntTarget(
-            target=target,
-            estimator=self.settings.learn.estimator,
-            decision=decision,
-            why=why,
-            figures={"current": None, "candidate": None},
-        )
 
     def _report(self, outcome: str, sentence: str) -> ReportPayload:
         from farm.nights.report_page import write_report
@@ -389,30 +362,25 @@ class NightWork:
         page = path.relative_to(self.folder.root)
         return ReportPayload(html=str(page), json=str(page.with_suffix(".json")))
 
-    def _next_plan(self) -> Mapping[str, Any] | None:
+    def _next_plan(self) -> ChoicePayload | None:
         """Return the plan of the next night; None if planning fails, so that the report is still written."""
         try:
-            plan: Mapping[str, Any] = plain(self._plan(self.journal.cycles(), "looking ahead").choice.to_mapping())
+            return self._plan(self.journal.cycles(), "looking ahead").choice
         except Exception as error:
             self.service.events.emit("notice", message=f"the next night's plan: {error}")
             return None
-        return plan
 
     # What steps share
 
     def _plan(self, cycles: Sequence[Cycle], doing: str) -> Plan:
-        from farm.nights.watch import stale_first
-
         canaries = self.cycle.payload(CanariesPayload)
-        environment = None if canaries is None else canaries.environment
         return make_plan(
             self.folder,
             self.queue,
             cycles,
             self.settings,
             self.machine,
-            environment,
-            again=stale_first(self.folder, self.machine, environment, self.settings.singles),
+            None if canaries is None else canaries.environment,
             progress=lambda completed, total: self.tell(f"{doing}: {completed:,} of {total:,} candidates"),
         )
 
@@ -485,19 +453,8 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
         before=before[-1] if before else None,
         rows=dict(there[name].rows),
         compacted=Compacted(said=tuple(compacted.lines()), problems=len(compacted.problems)),
-        findings=tuple(FindingPayload(**dataclasses.asdict(finding)) for finding in findings),
+        findings=tuple(findings),
     )
-
-
-def snapshot_taken(folder: DataFolder, name: str) -> bool:
-    """Return whether a snapshot of that name exists, so that the cycle needs another name."""
-    from warehouse.files.snapshots import find_snapshot
-
-    try:
-        find_snapshot(folder, name)
-    except UsageError:
-        return False
-    return True
 
 
 _COMMAND_S = 60.0

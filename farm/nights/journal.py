@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import math
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, TypeVar
@@ -25,6 +26,7 @@ from conf.errors import EnvironmentProblem
 from conf.files.outputs import parse_json, sync
 from conf.plain_text import shown
 from warehouse.files.folder import DataFolder
+from warehouse.reading.checks import Finding
 from warehouse.reading.pairing import shift_of
 
 P = TypeVar("P", bound="Payload")
@@ -38,10 +40,6 @@ class Payload:
     """The result of one step. Every field has a default, since another version may lack it."""
 
     step: ClassVar[str]
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the payload as the journal holds it."""
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +90,14 @@ class DriftPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class CanariesPayload(Payload):
-    """The canaries' verdict, see `farm.nights.canaries.CanaryVerdict`. `device_name` None: none ran."""
+    """The verdict of tonight's canaries on the machine.
+
+    verdict      `none`: none ran; `first`: none was ok before; `steady`: nothing moved; `drift`: figures moved with the
+                 environment; `sick`: a canary failed, or something moved that no change of the environment explains
+    environment  tonight's; before: the one compared with. Columns of `ENVIRONMENT`
+    runs         runs of canaries tonight, whatever their outcome
+    device_name  and source: the machine's, also where no canary ran; None in journals of older versions
+    """
 
     step: ClassVar[str] = "canaries"
 
@@ -107,17 +112,16 @@ class CanariesPayload(Payload):
     causes: tuple[str, ...] = ()
     drift: DriftPayload | None = None
 
-    def to_mapping(self) -> dict[str, Any]:
-        mapping = super().to_mapping()
-        kept = ("verdict", "said", "environment", "runs")
-        return {name: mapping[name] for name in kept} if self.device_name is None else mapping
+    @property
+    def moved(self) -> tuple[ComparedLabel, ...]:
+        return tuple(entry for entry in self.compared if entry.moved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoicePayload(Payload):
     """The night's plan, see `farm.nights.plan.Plan`. `policy` None: it chose nothing new.
 
-    plan           its file, relative to the data folder
+    plan           its file, relative to the data folder; None: it is only looked ahead to
     runs           configurations, of which `remeasured` are measured again because they are stale
     next_index     where each sequence continues
     families       those chosen by the policy, by family
@@ -146,14 +150,6 @@ class ChoicePayload(Payload):
     out_of_memory: float | None = None
     ways: Mapping[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def to_mapping(self) -> dict[str, Any]:
-        mapping = super().to_mapping()
-        if self.plan is None:  # a night that is only looked ahead to
-            del mapping["plan"]
-        if self.policy is not None:
-            return mapping
-        return {name: mapping[name] for name in ("plan", "runs", "remeasured", "next_index") if name in mapping}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +192,6 @@ class RunPayload(Payload):
     failed: str | None = None
     pairs: PairsPayload | None = None
 
-    def to_mapping(self) -> dict[str, Any]:
-        mapping = super().to_mapping()
-        if self.pairs is None:
-            del mapping["pairs"]
-        return mapping
-
 
 @dataclass(frozen=True, kw_only=True)
 class Compacted:
@@ -209,17 +199,6 @@ class Compacted:
 
     said: tuple[str, ...] = ()
     problems: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FindingPayload:
-    """A rule that some rows break, see `warehouse.reading.checks.Finding`."""
-
-    rule: str = ""
-    severity: str = ""
-    count: int = 0
-    examples: tuple[str, ...] = ()
-    said: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +211,7 @@ class LandPayload(Payload):
     before: str | None = None
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     compacted: Compacted = Compacted()
-    findings: tuple[FindingPayload, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,13 +267,8 @@ def _dataclass_of(kind: type[T], values: object, path: str) -> T:
     return kind(**read)
 
 
-_of_kind: dict[type, dict[str, Any]] = {}  # type -> its annotations, which take longer to resolve than to use
-
-
-def _annotations(kind: type) -> dict[str, Any]:
-    if kind not in _of_kind:
-        _of_kind[kind] = typing.get_type_hints(kind)
-    return _of_kind[kind]
+# They take longer to resolve than to use.
+_annotations: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def _value_of(annotation: Any, value: Any, path: str) -> Any:
@@ -331,16 +305,20 @@ class CycleStep:
 
     name: str
     state: str  # started | done | failed
-    started_at: datetime.datetime  # UTC; of the last attempt
+    attempts: tuple[datetime.datetime, ...]  # when it was started, each time; UTC
     ended_at: datetime.datetime | None = None
-    attempts: tuple[datetime.datetime, ...] = ()  # when it was started, each time
     failures: int = 0
     payload: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float | None:
         """Return the seconds of the last attempt, if it ended; 0 if the clock was set back since."""
-        return None if self.ended_at is None else max(0.0, (self.ended_at - self.started_at).total_seconds())
+        return None if self.ended_at is None else max(0.0, (self.ended_at - self.attempts[-1]).total_seconds())
+
+    @property
+    def error(self) -> str:
+        """Return why the last attempt failed; empty if it did not."""
+        return str(self.payload.get("error", "")) if self.state == "failed" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +336,6 @@ class Cycle:
     started_at: datetime.datetime  # UTC
     settings: Mapping[str, Any]
     steps: Mapping[str, CycleStep] = field(default_factory=dict)
-    ended_at: datetime.datetime | None = None
     outcome: str = ""
     said: str = ""
 
@@ -425,31 +402,31 @@ class Journal:
         """Return the cycle of that name. Raises `KeyError` if there is none."""
         return {cycle.name: cycle for cycle in self.cycles()}[name]
 
-    def begin(self, settings: Mapping[str, Any], token: str, taken: Callable[[str], bool] = lambda _: False) -> Cycle:
+    def begin(self, settings: Mapping[str, Any], token: str, taken: Collection[str] = ()) -> Cycle:
         """Begin a cycle, under the day's first name that neither the journal nor `taken` has."""
-        known = {cycle.name for cycle in self.cycles()}
-        name = next(name for name in _day_names(self._clock()) if name not in known and not taken(name))
-        self._append({"cycle": name, "event": "begin", "token": token, "settings": settings})
-        return self.cycle(name)
+        known = {*taken, *(cycle.name for cycle in self.cycles())}
+        name = next(name for name in _day_names(self._clock()) if name not in known)
+        return self._record(name, event="begin", token=token, settings=settings)
 
-    def start(self, cycle: str, step: str) -> None:
-        """Record that a step begins, or begins again."""
-        self._append({"cycle": cycle, "event": "started", "step": step})
+    def start(self, cycle: str, step: str) -> Cycle:
+        """Record that a step begins, or begins again; return the cycle."""
+        return self._record(cycle, event="started", step=step)
 
     def done(self, cycle: str, step: str, payload: Mapping[str, Any]) -> Cycle:
         """Record that a step is done; return the cycle."""
-        self._append({"cycle": cycle, "event": "done", "step": step, "payload": payload})
-        return self.cycle(cycle)
+        return self._record(cycle, event="done", step=step, payload=payload)
 
     def fail(self, cycle: str, step: str, error: str) -> Cycle:
         """Record that a step failed; return the cycle."""
-        self._append({"cycle": cycle, "event": "failed", "step": step, "payload": {"error": error}})
-        return self.cycle(cycle)
+        return self._record(cycle, event="failed", step=step, payload={"error": error})
 
     def end(self, cycle: str, outcome: str, sentence: str) -> Cycle:
         """Record that the cycle is over; return it."""
         assert outcome in OUTCOMES, outcome
-        self._append({"cycle": cycle, "event": "end", "outcome": outcome, "said": sentence})
+        return self._record(cycle, event="end", outcome=outcome, said=sentence)
+
+    def _record(self, cycle: str, **entry: Any) -> Cycle:
+        self._append({"cycle": cycle, **entry})
         return self.cycle(cycle)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -477,7 +454,9 @@ class Journal:
 
 
 def plain(value: Any) -> Any:
-    """Return the value as strict JSON: no NaN, infinity or tuples, text keys, times in UTC to the second."""
+    """Return the value as strict JSON: no NaN, infinity, tuple or dataclass; text keys; times in UTC to the second."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -506,15 +485,13 @@ def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
             cycles[name] = Cycle(name=name, token=entry["token"], started_at=moment, settings=entry["settings"])
             return
         case "end":
-            cycles[name] = replace(cycles[name], ended_at=moment, outcome=entry["outcome"], said=entry["said"])
+            cycles[name] = replace(cycles[name], outcome=entry["outcome"], said=entry["said"])
             return
         case "started":
             before = cycles[name].steps.get(entry["step"])
-            attempts = (*(before.attempts if before else ()), moment)
-            failures = before.failures if before else 0
-            step = CycleStep(
-                name=entry["step"], state="started", started_at=moment, attempts=attempts, failures=failures
-            )
+            step = CycleStep(name=entry["step"], state="started", attempts=(moment,))
+            if before is not None:
+                step = replace(step, attempts=(*before.attempts, moment), failures=before.failures)
         case "done" | "failed" as state:
             before = cycles[name].steps[entry["step"]]
             step = replace(

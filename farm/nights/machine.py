@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
-from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.submitted_code import record_code_of
 from farm.nights.journal import Cycle, PairsPayload, RunPayload
 from farm.queue.jobs import Queue
@@ -147,16 +148,10 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
     total = 0.0
     for name in ("canaries", "run"):
         step = cycle.steps.get(name)
-        if step is None:
-            continue
-        for number, began in enumerate(step.attempts):
-            last = number == len(step.attempts) - 1
-            until = None if last else step.attempts[number + 1]
-            ended = max(
-                (ended_at for ended_at in finished if began <= ended_at and (until is None or ended_at < until)),
-                default=began,
-            )
-            if last and step.ended_at is not None:
+        attempts = step.attempts if step else ()
+        for began, until in itertools.zip_longest(attempts, attempts[1:]):
+            ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)
+            if until is None and step is not None and step.ended_at is not None:
                 ended = step.ended_at
             total += max(0.0, (ended - began).total_seconds())  # less where the clock was put back
     return total

@@ -42,37 +42,30 @@ _ROWS_AT_MOST = 5_000  # known rows that a choice looks at: more cost minutes, a
 _TRIED = 200  # candidates whose expected times show how many runs fit
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Planned:
+    """One configuration of a plan, and why it was chosen. `place`: its (sequence, index in it); None for one that is
+    measured again."""
+
+    config: TrialConfig
+    why: str
+    place: tuple[str, int] | None
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Tonight's configurations in the order in which they run.
+    """Tonight's configurations in the order in which they run; `choice`: as the journal stores it, except its file."""
 
-    places  a configuration's (sequence, index in it); None for those that are measured again
-    choice  the plan as the journal stores it, except its file
-    """
-
-    configs: tuple[TrialConfig, ...]
-    why: tuple[str, ...]
-    places: tuple[tuple[str, int] | None, ...]
+    planned: tuple[Planned, ...]
     choice: ChoicePayload
 
     def write(self, folder: DataFolder, cycle: str) -> str:
         """Write `growth/plans/CYCLE.json` and return its path in the folder."""
-        entries = [
-            {"why": why, "place": place, "config": config.to_mapping()}
-            for why, place, config in zip(self.why, self.places, self.configs, strict=True)
-        ]
+        entries = [{**vars(entry), "config": entry.config.to_mapping()} for entry in self.planned]
         path = folder.growth / "plans" / f"{cycle}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, (json.dumps(entries, indent=1) + "\n").encode())
         return str(path.relative_to(folder.root))
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One configuration of a written plan; `place` as in `Plan.places`."""
-
-    config: TrialConfig
-    place: tuple[str, int] | None
 
 
 def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()) -> list[Planned]:
@@ -84,9 +77,14 @@ def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()
     except ValueError as error:
         raise EnvironmentProblem(f"{folder.root / path} is damaged: {error}") from error
     names = code_names(spaces)
-    configs = [trusting(config_from_mapping(entry["config"]), names) for entry in entries]
-    places = [tuple(entry["place"]) if entry["place"] else None for entry in entries]
-    return [Planned(config, place) for config, place in zip(configs, places, strict=True)]
+    return [
+        Planned(
+            trusting(config_from_mapping(entry["config"]), names),
+            entry["why"],
+            tuple(entry["place"]) if entry["place"] else None,
+        )
+        for entry in entries
+    ]
 
 
 def code_names(spaces: Sequence[Space]) -> tuple[str, ...]:
@@ -115,24 +113,28 @@ def make_plan(
     settings: GrowSettings,
     machine: Machine,
     environment: Mapping[str, Any] | None,
-    again: Sequence[TrialConfig] = (),
     progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Plan:
-    """Plan tonight's measurements: `again` first, then the policy's choice of candidates that are new.
+    """Plan tonight's measurements: first those that are stale in this `environment`, by any night's marks, then the
+    policy's choice of candidates that are new.
 
-    New are candidates that are neither queued nor measured in this `environment`. Nothing is written. `queue` None:
+    New are candidates that are neither queued nor measured in the environment. Nothing is written. `queue` None:
     there is none yet. The plan is empty if no candidate is new; the next night looks at the following ones.
     """
+    from farm.nights.watch import remeasure
+
     known = _known(folder, queue, settings, machine, environment)
-    again = tuple(again)[: settings.singles]
-    taken = known.measured | {config_hash(config) for config in again}
-    known = dataclasses.replace(known, measured=frozenset(taken))
-    left = None if settings.singles is None else settings.singles - len(again)
+    where, at_most = (folder, machine.device_name, machine.source), settings.singles
+    again = () if environment is None else remeasure(*where, environment, at_most=at_most)
+    stale = tuple(Planned(config, "stale", None) for config in again)
+    known = dataclasses.replace(known, measured=known.measured | {config_hash(entry.config) for entry in stale})
+    left = None if settings.singles is None else settings.singles - len(stale)
+    only_stale = ChoicePayload(runs=len(stale), remeasured=len(stale))
     if left == 0:
-        return _stale_only(again, _positions(cycles))
+        return Plan(stale, dataclasses.replace(only_stale, next_index=_positions(cycles)))
     pool = _pool(settings, cycles)
     if known.measured.issuperset(pool.hashes):
-        return _stale_only(again, _after(settings, cycles, pool.next_index))
+        return Plan(stale, dataclasses.replace(only_stale, next_index=_after(settings, cycles, pool.next_index)))
     forecaster = Forecaster(device=machine.spec, data=folder)
     if left is None:
         assert settings.hours is not None, "a night has a number of configurations or a time"
@@ -141,28 +143,15 @@ def make_plan(
         n = min(left, len(pool))
     keys = {space.family: _key(settings, space) for space in settings.spaces}
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
+    chosen = [Planned(new.config, new.why, (keys[new.config.family], new.index)) for new in choice.chosen]
     return Plan(
-        configs=(*again, *(candidate.config for candidate in choice.chosen)),
-        why=(*("stale",) * len(again), *(candidate.why for candidate in choice.chosen)),
-        places=(
-            *(None,) * len(again),
-            *((keys[candidate.config.family], candidate.index) for candidate in choice.chosen),
-        ),
-        choice=dataclasses.replace(
+        (*stale, *chosen),
+        dataclasses.replace(
             summary(choice, known, machine.capacity_mib),
-            runs=len(again) + len(choice.chosen),
-            remeasured=len(again),
+            runs=len(stale) + len(chosen),
+            remeasured=len(stale),
             next_index=_after(settings, cycles, choice.next_index),
         ),
-    )
-
-
-def _stale_only(again: tuple[TrialConfig, ...], next_index: Mapping[str, int]) -> Plan:
-    return Plan(
-        configs=again,
-        why=("stale",) * len(again),
-        places=(None,) * len(again),
-        choice=ChoicePayload(runs=len(again), remeasured=len(again), next_index=next_index),
     )
 
 

@@ -6,11 +6,12 @@ Labels and errors come from third-party code.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from conf.files.outputs import write_file
+from conf.plain_text import first_few
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -38,20 +39,14 @@ from conf.reports.blocks import (
 )
 from conf.reports.charts import SHADES, Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
-from farm.nights.journal import STEPS, ChoicePayload, Cycle, payload_of
+from farm.nights.journal import STEPS, ChoicePayload, ComparedLabel, Cycle, DriftPayload, RunPayload
 from farm.nights.plan import choice_lines
-from farm.nights.report import Report, gather, gist
-from farm.nights.report_rows import LOG_CHARACTERS
+from farm.nights.report import LOG_CHARACTERS, NEW_MODEL, Night, Report, RowCount, Score, gather, gist
 from learn.judging.scores import NOT_INFORMATIVE
 from learn.rows.data import TARGETS
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import check_name
+from warehouse.files.folder import DataFolder, check_name
 from warehouse.reading.pairing import difference_blocks
 from warehouse.tables.schema import ENVIRONMENT, STATUSES
-
-if TYPE_CHECKING:
-    from farm.nights.report import Report, Score
-
 
 _STATUS_CSS = dict(zip(STATUSES, ("k4", "k5", "k2", "k6", "k0"), strict=True))  # ok, oom, timeout, crashed, invalid
 _OUTCOMES = {"good": "good night", "look": "worth a look", "bad": "needs somebody"}
@@ -60,14 +55,11 @@ _SETTINGS = 400  # characters of one
 LATEST = "latest"
 
 
-def write_report(
-    folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: Mapping[str, Any] | None
-) -> Path:
+def write_report(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: ChoicePayload | None) -> Path:
     """Write `reports/CYCLE.html` and `.json`, and the same as `latest`, each whole or not at all; the page's path.
 
-    `cycles` are the journal's; the cycle may be among them and may still be open. `next_plan` is a
-    `ChoicePayload` as a mapping, of the next night's dry run. Raises `OSError` where the folder
-    cannot be written; the report names what could not be read.
+    `cycles` are the journal's; the cycle, whose outcome is known, may be among them. `next_plan` is of the next
+    night's dry run. Raises `OSError` where the folder cannot be written; the report names what could not be read.
     """
     report = gather(folder, cycle, cycles, next_plan)
     page = page_bytes(report_page(report))
@@ -87,23 +79,22 @@ def report_page(report: Report) -> Page:
         "Coverage": _coverage(report),
         "Failures": _failures(report),
         "Untrusted": _doubts(report),
-        "Canaries": canaries_section(report),
-        "Estimators": scores_section(report),
-        "Time" if report.simulated else "Time and energy": time_section(report),
+        "Canaries": _canaries(report),
+        "Estimators": _models(report),
+        "Time" if report.simulated else "Time and energy": _time(report),
         "Quality": _findings(report),
-        "Next night": next_section(report),
+        "Next night": _next_night(report),
         "Settings": _settings(report),
     }
-    if (report.canaries or {}).get("verdict") in ("sick", "drift"):  # what explains the rest comes first
+    if report.canaries is not None and report.canaries.verdict in ("sick", "drift"):  # it explains the rest
         sections = {"Canaries": sections["Canaries"], **sections}
     return Page(title=f"Growth cycle {report.cycle}", head=_head(report), sections=linked(sections))
 
 
 def _head(report: Report) -> tuple[Block, ...]:
     outcome = report.said
-    ended = f" to {report.ended_at}" if report.ended_at else ""
     return (
-        Lead(report.started_at + ended),
+        Lead(report.started_at),
         Outcome(outcome.level, _OUTCOMES[outcome.level], outcome.sentence),
         *(Callout(text, outcome.level) for text in outcome.advice),
         *map(Callout, report.notes),
@@ -112,25 +103,32 @@ def _head(report: Report) -> tuple[Block, ...]:
 
 
 def _tiles(report: Report) -> Tiles:
-    run, night = report.run or {}, report.nights[-1]
-    rows = report.rows
-    tonight = sum(count.tonight for count in rows.counts) if rows else 0
-    total = sum(count.rows for count in rows.counts) if rows else 0
+    counts = report.rows.counts if report.rows else ()
     gained = sum(map(len, report.gained.values()))
-    failed = rows.failed_tonight if rows else 0
-    tiles = [
-        Tile("rows tonight", f"{tonight:,}", f"{total:,} in all"),
-        Tile("cells with their first row", f"{gained:,}", "bins and regions"),
-        Tile("failed", f"{failed:,}", f"{rows.doubted_tonight if rows else 0:,} untrusted"),
-        Tile("time of the runs", duration(run.get("gpu_seconds")), "simulated: no GPU was used")
-        if report.simulated
-        else Tile("GPU time", duration(run.get("gpu_seconds")), energy(run.get("energy_j"))),
-        Tile("overhead", duration(night.overhead_s), "all but running and fitting"),
-    ]
-    promoted = [s.target for s in report.scores if s.cycle == report.cycle and s.decision in ("promoted", "first")]
-    names = ", ".join(promoted[:3]) + (", …" if len(promoted) > 3 else "")
-    tiles.append(Tile("new models", f"{len(promoted):,}", names))
-    return Tiles(tuple(tiles))
+    failed, doubted = (report.rows.failed_tonight, report.rows.doubted_tonight) if report.rows else (0, 0)
+    gpu_time, used = _time_spent(report)
+    promoted = [s.target for s in report.scores if s.cycle == report.cycle and s.decision in NEW_MODEL]
+    return Tiles(
+        (
+            Tile(
+                "rows tonight",
+                f"{sum(count.tonight for count in counts):,}",
+                f"{sum(count.rows for count in counts):,} in all",
+            ),
+            Tile("cells with their first row", f"{gained:,}", "bins and regions"),
+            Tile("failed", f"{failed:,}", f"{doubted:,} untrusted"),
+            Tile("time of the runs" if report.simulated else "GPU time", gpu_time, used),
+            Tile("overhead", duration(report.nights[-1].overhead_s), "all but running and fitting"),
+            Tile("new models", f"{len(promoted):,}", first_few(promoted, 3, ", ")),
+        )
+    )
+
+
+def _time_spent(report: Report) -> tuple[str, str]:
+    """Return the time of the night's runs and their energy as text; simulated ones take none."""
+    run = report.run or RunPayload()
+    spent = duration(run.gpu_seconds if report.run else None)
+    return spent, "simulated: no GPU was used" if report.simulated else energy(run.energy_j)
 
 
 def _changes_section(report: Report) -> Section:
@@ -143,14 +141,9 @@ def _changes_section(report: Report) -> Section:
         parts.append(Lead("There is no snapshot of an earlier cycle to compare with: everything is new."))
     gained = {name: cells for name, cells in report.gained.items() if cells}
     if gained:
-        rows = [(name, len(cells), _some(cells)) for name, cells in gained.items()]
+        rows = [(name, len(cells), first_few(cells, _SHOWN)) for name, cells in gained.items()]
         parts += [Heading("Cells that had no row before"), table(("by", "cells", "*which"), rows)]
     return Section("changed", "What changed tonight", tuple(parts))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return "; ".join(names[:_SHOWN]) + more
 
 
 def _rows(report: Report) -> Section | None:
@@ -159,38 +152,19 @@ def _rows(report: Report) -> Section | None:
         return None
     if not rows.counts:
         return Section("rows", "Rows", (Lead("There is no run yet."),))
-    families: dict[str, Counter[str]] = defaultdict(Counter)
-    kinds: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for count in rows.counts:
-        families[count.family] += Counter({count.status: count.rows, "tonight": count.tonight})
-        kinds[count.family, count.device_name or MISSING, count.source] += Counter(
-            {count.status: count.rows, "tonight": count.tonight}
-        )
-    shown = [status for status in STATUSES if any(counts[status] for counts in families.values())]
-    most = max(sum(counts[status] for status in shown) for counts in families.values())
-    lines: list[tuple[Cell, ...]] = []
-    for family, counts in sorted(families.items()):
-        total = sum(counts[status] for status in shown)
-        lines.append(
-            (
-                family,
-                _stack(counts, shown, total / most),
-                total,
-                _plus(counts["tonight"]),
-                *(counts[status] for status in shown),
-            )
-        )
-    totals: Counter[str] = sum(families.values(), Counter())
-    lines.append(("all", "", sum(totals[s] for s in shown), _plus(totals["tonight"]), *(totals[s] for s in shown)))
-    by_family = table(("family", "", "rows", "tonight", *shown), lines)
-    by_kind = table(
-        ("family", "device", "source", "rows", "tonight", *shown),
-        [
-            (*kind, sum(counts[s] for s in shown), _plus(counts["tonight"]), *(counts[s] for s in shown))
-            for kind, counts in sorted(kinds.items())
-        ],
-        words=3,
-    )
+    families = _counted_by(rows.counts, "family")
+    kinds = _counted_by(rows.counts, "family", "device_name", "source")
+    ((_, whole),) = _counted_by(rows.counts)
+    shown = [status for status in STATUSES if whole[status]]
+
+    def cells(counts: Counter[str]) -> tuple[Cell, ...]:
+        return sum(counts[s] for s in shown), _plus(counts["tonight"]), *(counts[s] for s in shown)
+
+    most = max(sum(counts[status] for status in shown) for _, counts in families)
+    lines = [(*family, _stack(counts, shown, most), *cells(counts)) for family, counts in families]
+    by_family = table(("family", "", "rows", "tonight", *shown), [*lines, ("all", "", *cells(whole))])
+    heads = ("family", "device", "source", "rows", "tonight", *shown)
+    by_kind = table(heads, [(*kind, *cells(counts)) for kind, counts in kinds], words=3)
     whose = f"Rows of the snapshot {report.snapshot}" if report.snapshot else "Rows of the folder as it is"
     return Section(
         "rows",
@@ -204,14 +178,23 @@ def _rows(report: Report) -> Section | None:
     )
 
 
-def _stack(counts: Mapping[str, int], shown: Sequence[str], share: float) -> ShareBar:
-    total = max(sum(counts[status] for status in shown), 1)
+def _counted_by(counts: Sequence[RowCount], *names: str) -> list[tuple[tuple[str, ...], Counter[str]]]:
+    """Return the rows of each status, and those of tonight, by these fields of the counts."""
+    sums: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+    for count in counts:
+        kind = tuple(getattr(count, name) or MISSING for name in names)
+        sums[kind] += Counter({count.status: count.rows, "tonight": count.tonight})
+    return sorted(sums.items())
+
+
+def _stack(counts: Mapping[str, int], shown: Sequence[str], most: int) -> ShareBar:
+    total = sum(counts[status] for status in shown)
     parts = tuple(
-        SharePart(_STATUS_CSS[status], counts[status] / total, f"{status} {counts[status]:,}")
+        SharePart(_STATUS_CSS[status], counts[status] / max(total, 1), f"{status} {counts[status]:,}")
         for status in shown
         if counts[status]
     )
-    return ShareBar(parts, max(share, 0.01))
+    return ShareBar(parts, max(total / most, 0.01))
 
 
 def _plus(count: int) -> str:
@@ -293,19 +276,12 @@ def _doubts(report: Report) -> Section | None:
 
 
 def _findings(report: Report) -> Section:
-    step = next(step for step in report.steps if step.name == "land")
-    if step.state != "done":
+    if report.nights[-1].rows is None:
         return Section("findings", "Quality findings", (Lead("Nothing was checked: the night was not landed."),))
     if not report.findings:
         return Section("findings", "Quality findings", (Lead("Every check passed."),))
-    lines = [
-        (
-            *(finding.get(name) for name in ("severity", "rule", "count", "said")),
-            "; ".join(map(str, finding.get("examples") or ())),
-        )
-        for finding in report.findings
-    ]
-    errors = [k for k, finding in enumerate(report.findings) if finding.get("severity") == "error"]
+    lines = [(f.severity, f.rule, f.count, f.said, "; ".join(f.examples)) for f in report.findings]
+    errors = [k for k, finding in enumerate(report.findings) if finding.severity == "error"]
     heads = ("severity", "rule", "count", "*what is wrong", "*as")
     return Section("findings", "Quality findings", (table(heads, lines, words=2, marked=errors),))
 
@@ -342,51 +318,38 @@ _FIGURES = {
 }
 
 
-def canaries_section(report: Report) -> Section:
+def _canaries(report: Report) -> Section:
     """Return the section on the canaries, changes of the environment, and drift."""
     canaries = report.canaries
     if canaries is None:
         return Section("canaries", "Canaries", (Lead("No canary was compared."),))
-    compared = list(canaries.get("compared") or ())
-    moved = [label for label in compared if label.get("moved")]
-    verdict = str(canaries.get("verdict"))
-    level: Level = "bad" if verdict == "sick" else "look" if verdict == "drift" else "good"
-    where = " ".join(str(canaries[name]) for name in ("device_name", "source") if canaries.get(name))
-    parts: list[Block] = [Callout(f"{verdict}: {canaries.get('said') or 'nothing to say'}", level)]
-    parts += [Callout(f"Cause: {cause}", level) for cause in canaries.get("causes") or ()]
-    parts.append(Lead(f"{count_of(int(canaries.get('runs') or 0), 'run')} on {where or 'an unknown device'}"))
+    compared, moved = canaries.compared, canaries.moved
+    level: Level = "bad" if canaries.verdict == "sick" else "look" if canaries.verdict == "drift" else "good"
+    where = " ".join(filter(None, (canaries.device_name, canaries.source))) or "an unknown device"
+    parts: list[Block] = [Callout(f"{canaries.verdict}: {canaries.said or 'nothing to say'}", level)]
+    parts += [Callout(f"Cause: {cause}", level) for cause in canaries.causes]
+    parts.append(Lead(f"{count_of(canaries.runs, 'run')} on {where}"))
     if moved:
         parts += [Heading("What moved"), _compare(moved)]
     if compared:
-        names = {(label.get("family"), label.get("config_hash")) for label in compared}
+        names = {entry.name for entry in compared}
         summary = f"All {count_of(len(compared), 'label')} of {count_of(len(names), 'canary configuration')}"
         is_open = not moved and len(compared) <= 2 * _CELLS_SHOWN
         parts.append(Fold(summary, (_compare(compared),), is_open))
-    parts += _environment(canaries.get("environment") or {}, canaries.get("before"))
-    parts += _drift(canaries.get("drift"))
+    parts += _environment(canaries.environment or {}, canaries.before)
+    parts += _drift(canaries.drift)
     return Section("canaries", "Canaries and drift", tuple(parts))
 
 
-def _compare(compared: Sequence[Mapping[str, Any]]) -> Table:
+def _compare(compared: Sequence[ComparedLabel]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for label in compared:
-        before, now = label.get("before"), label.get("now")
-        change = _number(now - before, sign=True) if before is not None and now is not None else MISSING
-        rows.append(
-            (
-                label.get("family"),
-                str(label.get("config_hash") or MISSING)[:12],
-                f"{label.get('label')} [{label.get('unit')}]",
-                _number(before),
-                _number(now),
-                change,
-                _number(label.get("tolerance")),
-                label.get("history_runs"),
-                label.get("said") or "",
-            )
-        )
+    for entry in compared:
+        change = None if entry.before is None or entry.now is None else entry.now - entry.before
+        name = (entry.family, entry.config_hash[:12], f"{entry.label} [{entry.unit}]")
+        figures = (_number(entry.before), _number(entry.now), _number(change, sign=True), _number(entry.tolerance))
+        rows.append((*name, *figures, entry.history_runs, entry.said))
     heads = ("family", "configuration", "label", "before", "now", "change", "tolerance", "earlier runs", "*said")
-    return table(heads, rows, words=3, marked=[k for k, label in enumerate(compared) if label.get("moved")])
+    return table(heads, rows, words=3, marked=[k for k, entry in enumerate(compared) if entry.moved])
 
 
 def _number(value: float | None, sign: bool = False) -> str:
@@ -410,28 +373,28 @@ def _environment(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> li
     return [Heading("Environment"), table(("", "before", "now"), rows, words=3, marked=changed)]
 
 
-def _drift(drift: Mapping[str, Any] | None) -> list[Block]:
-    if not drift:
+def _drift(drift: DriftPayload | None) -> list[Block]:
+    if drift is None:
         return []
-    operators = [(label, ", ".join(map(str, names))) for label, names in (drift.get("operators") or {}).items()]
     parts: list[Block] = [
         Heading("Drift"),
         Lead(
-            f"{count_of(int(drift.get('stale_rows') or 0), 'row')} marked stale for this environment, "
-            f"{count_of(int(drift.get('remeasure') or 0), 'configuration')} to be measured again first."
+            f"{count_of(drift.stale_rows, 'row')} marked stale for this environment, "
+            f"{count_of(drift.remeasure, 'configuration')} to be measured again first."
         ),
-        *map(Callout, drift.get("moved") or ()),
+        *map(Callout, drift.moved),
     ]
-    if operators:
+    if drift.operators:
+        operators = [(label, ", ".join(names)) for label, names in drift.operators.items()]
         parts.append(table(("label", "*operator families that moved"), operators))
-    for key, title in (("stale_by_family", "family"), ("stale_by_operator", "operator family")):
-        counts = sorted((drift.get(key) or {}).items(), key=lambda item: (-item[1], item[0]))
+    for title, counts in (("family", drift.stale_by_family), ("operator family", drift.stale_by_operator)):
         if counts:
-            parts.append(table((title, "stale rows"), counts))
+            most_first = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+            parts.append(table((title, "stale rows"), most_first))
     return parts
 
 
-def scores_section(report: Report) -> Section:
+def _models(report: Report) -> Section:
     """Return the section on the learning step's decisions, with each estimator's figures over the cycles."""
     tonight = [score for score in report.scores if score.cycle == report.cycle]
     parts: list[Block] = _decisions(tonight) if tonight else [Lead("No estimator was fitted tonight.")]
@@ -452,12 +415,13 @@ def scores_section(report: Report) -> Section:
 
 
 def _decisions(scores: Sequence[Score]) -> list[Block]:
-    both = [of or {} for score in scores for of in (score.current, score.candidate)]
+    both = [score.of_model(which) for score in scores for which in ("current", "candidate")]
     keys = [key for key in dict.fromkeys([*_FIGURES, *(key for of in both for key in of)]) if key not in _NO_FIGURE]
     keys = [key for key in keys if any(of.get(key) is not None for of in both)]
     rows: list[tuple[Cell, ...]] = []
     for score in scores:
-        compared = (f"{_figure_of(key, score.current)} / {_figure_of(key, score.candidate)}" for key in keys)
+        current, candidate = score.of_model("current"), score.of_model("candidate")
+        compared = (f"{_figure_of(key, current)} / {_figure_of(key, candidate)}" for key in keys)
         rows.append((score.target, score.estimator, score.decision, score.held_out, *compared))
     heads = ("target", "estimator", "decision", "held out", *map(_name, keys))
     failed = [k for k, score in enumerate(scores) if score.decision == "failed"]
@@ -473,14 +437,11 @@ def _name(key: str) -> str:
     return _FIGURES.get(key, key.replace("_", " "))
 
 
-def _figure_of(key: str, figures: Mapping[str, Any] | None) -> str:
+def _figure_of(key: str, figures: Mapping[str, Any]) -> str:
     """Return a model's figure as text; errors on labels that its own trace simulated are left out."""
-    if figures and figures.get("own_labels") and key not in _COUNTS and figures.get(key) is not None:
+    value = figures.get(key)
+    if figures.get("own_labels") and key not in _COUNTS and value is not None:
         return NOT_INFORMATIVE
-    return _figure(key, (figures or {}).get(key))
-
-
-def _figure(key: str, value: Any) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return MISSING if value is None else str(value)
     return f"{value:.1%}" if key in _SHARES else figure(value)
@@ -488,7 +449,7 @@ def _figure(key: str, value: Any) -> str:
 
 def _drawn_figures(scores: Sequence[Score]) -> list[str]:
     """Return the figures to draw: error and share of correct bins; none if all labels are the models' own."""
-    both = [of or {} for score in scores for of in (score.in_use, score.candidate)]
+    both = [score.of_model(which) for score in scores for which in ("in_use", "candidate")]
     there = {key for of in both if not of.get("own_labels") for key, value in of.items() if value is not None}
     error = next((key for key in ("mean_abs_error", "median_abs_error", "median_rel_error") if key in there), None)
     return [key for key in (error, "accuracy") if key in there]
@@ -498,12 +459,12 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
     scale = 100.0 if key in _SHARES else 1.0
 
     def values(which: str) -> list[float | None]:
-        figures = [(getattr(of[name], which) or {}) if name in of else {} for name in names]
+        figures = [of[name].of_model(which) if name in of else {} for name in names]
         shown = [None if of_model.get("own_labels") else of_model.get(key) for of_model in figures]
         return [None if value is None else value * scale for value in shown]
 
     used, candidate = values("in_use"), values("candidate")
-    marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in ("promoted", "first"))
+    marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in NEW_MODEL)
     axis, unit = _name(key), "%" if key in _SHARES else ""
     if key == "mean_abs_error" and target in TARGETS:  # in the target's space, as learn.fitting.promotion takes it
         axis, unit = (
@@ -519,69 +480,76 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
     return Chart(f"{title}: {axis}", svg, (chips,), newest_first_seen=True)
 
 
-def time_section(report: Report) -> Section:
+def _time(report: Report) -> Section:
     """Return the section on the steps' times, and time, rows and energy over the cycles."""
-    night, run = report.nights[-1], report.run or {}
+    night = report.nights[-1]
     whole = sum(taken for taken in night.seconds.values() if taken)
-    rows: list[tuple[Cell, ...]] = [
-        (
-            step.name,
-            step.state,
-            duration(step.seconds),
-            f"{step.seconds / whole:.0%}" if step.seconds and whole else MISSING,
-            step.attempts,
-            gist(step.error),
-        )
-        for step in report.steps
-    ]
-    failed = [k for k, step in enumerate(report.steps) if step.state == "failed"]
+    rows: list[tuple[Cell, ...]] = []
+    for step in report.steps:
+        share = f"{step['seconds'] / whole:.0%}" if step["seconds"] and whole else MISSING
+        taken = duration(step["seconds"])
+        rows.append((step["name"], step["state"], taken, share, step["attempts"], gist(step["error"])))
+    failed = [k for k, step in enumerate(report.steps) if step["state"] == "failed"]
     heads = ("step", "state", "time", "share", "started", "*error")
-    of_runs = duration(run.get("gpu_seconds"))
+    of_runs, used = _time_spent(report)
     spent = (
         f"Time of the simulated runs: {of_runs}; no GPU was used."
         if report.simulated
-        else f"Time on the GPUs: {of_runs}; energy: {energy(run.get('energy_j'))}."
+        else f"Time on the GPUs: {of_runs}; energy: {used}."
     )
     parts: list[Block] = [
         Lead(f"{duration(whole)} in all, {duration(night.overhead_s)} of it beside running and fitting. {spent}"),
         table(heads, rows, words=2, marked=failed),
     ]
-    errors = [(step.name, step.error) for step in report.steps if step.error]
     parts += [
-        Fold(f"The whole error of {name}", (Preformatted(clean_text(error, LOG_CHARACTERS)),)) for name, error in errors
+        Fold(f"The whole error of {step['name']}", (Preformatted(clean_text(step["error"], LOG_CHARACTERS)),))
+        for step in report.steps
+        if step["error"]
     ]
     nights = report.nights[-SHOWN_CYCLES:]
     names = _days(past.cycle for past in nights)
-    longest = max((sum(filter(None, past.seconds.values())) for past in nights), default=0.0)
+    longest = max(sum(filter(None, past.seconds.values())) for past in nights)
     unit, scale = ("h", 3600.0) if longest >= 2 * 3600 else ("min", 60.0) if longest >= 120 else ("s", 1.0)
     by_step = {name: (_STEP_CSS[name], [(past.seconds.get(name) or 0.0) / scale for past in nights]) for name in STEPS}
     steps = columns(names, by_step, unit)
     drawn = [Chart("Time by step", steps, (Legend(_STEP_CSS),), newest_first_seen=True)]
-    overhead = Curve(name="overhead", css="k2", values=[past.overhead_s / 60 for past in nights])
-    title = f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min"
-    drawn.append(Chart(title, curves(names, [overhead], "min", OVERHEAD_MIN), newest_first_seen=True))
-    taken: list[float | None] = []  # times of nights on GPUs
-    energies: list[float | None] = []
-    for past in nights:
-        taken.append(None if past.simulated else _over(past.gpu_seconds, 3600))
-        energies.append(None if past.simulated else _over(past.energy_j, 3.6e6))
-    simulating = [_over(past.gpu_seconds, 60) if past.simulated else None for past in nights]
-    series: tuple[tuple[str, str, str, Sequence[float | None]], ...] = (
-        ("Rows in all", "k1", "rows", [past.rows for past in nights]),
-        ("Runs a night", "k4", "runs", [past.runs for past in nights]),
-        ("GPU time", "k5", "h", taken),
-        ("Energy", "k6", "kWh", energies),
-        ("Time of simulated runs", "k0", "min", simulating),
-    )
-    for title, css, unit, values in series:
+    for title, css, unit, limit, figure_of in _OVER_THE_CYCLES:
+        values = [figure_of(past) for past in nights]
         if any(value is not None for value in values):
-            svg = curves(names, [Curve(name=title, css=css, values=values)], unit)
+            svg = curves(names, [Curve(name=title.partition(":")[0], css=css, values=values)], unit, limit)
             drawn.append(Chart(title, svg, newest_first_seen=True))
-    left = len(report.nights) - len(nights)
     parts.append(Charts(tuple(drawn)))
+    left = len(report.nights) - len(nights)
     if left > 0:
         parts.append(Lead(f"{count_of(left, 'earlier cycle')} not drawn; their figures are in the JSON."))
     return Section("time", "Time" if report.simulated else "Time and energy", tuple(parts))
+
+
+def _spent(figure: str, unit: float, *, simulated: bool) -> Callable[[Night], float | None]:
+    """Return what reads a figure of a night's runs, of simulated nights or of the others, in a unit."""
+
+    def read(night: Night) -> float | None:
+        value = getattr(night.run, figure) if night.run and night.simulated == simulated else None
+        return None if value is None else float(value) / unit
+
+    return read
+
+
+# Figures drawn over the cycles: title, colour class, unit, a value drawn across, and how a night's is read.
+_OVER_THE_CYCLES: tuple[tuple[str, str, str, float | None, Callable[[Night], float | None]], ...] = (
+    (
+        f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min",
+        "k2",
+        "min",
+        OVERHEAD_MIN,
+        lambda night: night.overhead_s / 60,
+    ),
+    ("Rows in all", "k1", "rows", None, lambda night: night.rows),
+    ("Runs a night", "k4", "runs", None, lambda night: night.run.runs if night.run else None),
+    ("GPU time", "k5", "h", None, _spent("gpu_seconds", 3600, simulated=False)),
+    ("Energy", "k6", "kWh", None, _spent("energy_j", 3.6e6, simulated=False)),
+    ("Time of simulated runs", "k0", "min", None, _spent("gpu_seconds", 60, simulated=True)),
+)
 
 
 def _days(names: Iterable[str]) -> list[str]:
@@ -589,15 +557,11 @@ def _days(names: Iterable[str]) -> list[str]:
     return [name[5:] if len(name) >= 10 and name[4] == "-" else name[:14] for name in names]
 
 
-def _over(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
-
-
-def next_section(report: Report) -> Section:
+def _next_night(report: Report) -> Section:
     """Return the section on the next night's dry run."""
-    if report.next_plan is None:
+    plan, source = report.next_plan, "simulated" if report.simulated else "measured"
+    if plan is None:
         return Section("next", "What to measure next", (Lead("No dry run of the next night was made."),))
-    plan, source = payload_of(ChoicePayload, report.next_plan), "simulated" if report.simulated else "measured"
     stale = f" {plan.remeasured:,} of them were {source} before, and are stale since." if plan.remeasured else ""
     parts: list[Block] = [Lead(f"{count_of(plan.runs, 'run')}.{stale}"), Bullets(tuple(choice_lines(plan, source)))]
     if plan.families:

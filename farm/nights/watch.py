@@ -1,7 +1,8 @@
 """Runs the canaries and decides from their labels: continue, stop, or measure stale rows again.
 
 Start reading at `watch`; `canaries` compares. `drift_of` finds which operator families moved with the environment, and
-marks the rows that became stale (`warehouse.files.stale.write_marks`); `remeasure` lists configs to measure again.
+marks the rows that became stale (`warehouse.files.writer.write_marks`); `remeasure` lists configs to measure again.
+`operators_of` gives the operator families of a training step, by which drift is reported; without torch.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import warehouse
 from conf.errors import UsageError
+from conf.plain_text import first_few
 from farm.nights.canaries import (
     LABELS,
     CanaryVerdict,
@@ -26,22 +28,90 @@ from farm.nights.canaries import (
     compare_canaries,
     finals,
     history_of,
-    read_nights,
     unconfirmed,
 )
 from farm.nights.journal import CanariesPayload, ComparedLabel, Cycle, DriftPayload
-from farm.nights.operator_families import OPERATORS, WEIGHT_UPDATES, operators_of
 from farm.sampling.coverage import Map
-from featurize.configs.trial import TrialConfig, config_hash, config_of_row, problem_of
+from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_hash, config_of_row, problem_of
 from featurize.device.device_spec import same_device
+from featurize.families import layers_of
 from warehouse.files.folder import DataFolder
-from warehouse.files.stale import Mark, write_marks
+from warehouse.files.writer import Mark, write_marks
 from warehouse.reading.pairing import shift_text
 from warehouse.tables.schema import ENVIRONMENT
 
 if TYPE_CHECKING:
     from farm.nights.machine import Machine
-    from warehouse.files.folder import DataFolder
+
+
+OTHER = "other"
+# Operator family -> the kinds of `featurize.job.layers.Layer` that it holds. Batch norm is cuDNN's, the other norms are
+# PyTorch's own kernels: they do not move together.
+_KINDS: dict[str, tuple[str, ...]] = {
+    "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    "linear": ("linear", "matmul"),
+    "attention": ("attention",),
+    "batch_norm": ("batchnorm1d", "batchnorm2d"),
+    "layer_norm": ("layernorm", "groupnorm"),
+    "activation": (*ACTIVATIONS, "gelu_new", "softmax"),
+    "dropout": ("dropout",),
+    "pooling": (
+        "max_pool2d",
+        "avg_pool2d",
+        "adaptive_avg_pool1d",
+        "adaptive_avg_pool2d",
+        "adaptive_avg_pool3d",
+        "mean_pool",
+    ),
+    "embedding": ("embedding", "position"),
+    "recurrent": ("lstm", "gru"),
+    "gather_scatter": ("gather", "scatter", "edge_softmax", "dispatch", "combine"),
+    "copy": ("add", "concat", "pad2d", "upsample"),
+}
+# What no layer plan holds: the loss, which every step has, how the weights are updated, and in which precision.
+_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "momentum": "sgd"}
+_AUTOCAST = ("bf16", "fp16")
+WEIGHT_UPDATES = tuple(dict.fromkeys(_OPTIMIZERS.values()))
+OPERATORS = (*_KINDS, "loss", *WEIGHT_UPDATES, "autocast", OTHER)
+
+# Model libraries name their own modules after classes; a part of the name shows the kind.
+_NAME_PARTS = {
+    "batchnorm": "batch_norm",
+    "norm": "layer_norm",
+    "conv": "convolution",
+    "attention": "attention",
+    "pool": "pooling",
+    "embed": "embedding",
+    "swish": "activation",
+    "sigmoid": "activation",
+    "gelu": "activation",
+    "relu": "activation",
+    "linear": "linear",
+}
+
+_OF_KIND = {kind: family for family, kinds in _KINDS.items() for kind in kinds}
+
+
+def operators_of(config: TrialConfig) -> frozenset[str]:
+    """Return the operator families of the config's training step, each one of `OPERATORS`.
+
+    `other` stands for the layers of a model that cannot be read here (of a library that is not installed).
+    """
+    names = {"loss", _OPTIMIZERS.get(config.optimizer, OTHER)}
+    if config.precision in _AUTOCAST:
+        names.add("autocast")
+    try:
+        names.update(operator_of_kind(layer.kind) for layer in layers_of(config))
+    except UsageError:
+        names.add(OTHER)
+    return frozenset(names)
+
+
+def operator_of_kind(kind: str) -> str:
+    """Return the operator family of a layer kind."""
+    if kind in _OF_KIND:
+        return _OF_KIND[kind]
+    return next((family for part, family in _NAME_PARTS.items() if part in kind), OTHER)
 
 
 EVERYTHING = "everything"  # in place of operator families, where no canary stayed
@@ -56,47 +126,31 @@ _Cell = tuple[str, str, str]  # label, operator family, bin of memory
 class Drift:
     """Labels that moved with the environment.
 
-    operators  label -> the operator families that moved, or `everything`
-    moved      each label in a sentence
-    marks      marks of the rows whose labels are stale in tonight's environment
-    families   run_id of each of these -> its family
+    payload   the drift as the journal stores it, before it is known what is measured again
+    marks     marks of the rows whose labels are stale in tonight's environment
+    families  run_id of each of these -> its family
     """
 
-    operators: Mapping[str, tuple[str, ...]]
-    moved: tuple[str, ...]
+    payload: DriftPayload
     marks: tuple[Mark, ...]
     families: Mapping[str, str]
 
-    def payload(self, remeasured: int) -> DriftPayload:
-        """Return the drift as the journal stores it. `remeasured`: configurations to measure again."""
-        operators: dict[str, set[str]] = {run_id: set() for run_id in self.families}
-        for mark in self.marks:
-            operators[mark.run_id].update(mark.operators)
-        return DriftPayload(
-            operators=dict(self.operators),
-            stale_rows=len(self.families),
-            stale_by_family=dict(Counter(self.families.values()).most_common()),
-            stale_by_operator=dict(Counter(name for names in operators.values() for name in names).most_common()),
-            remeasure=remeasured,
-            moved=self.moved,
-        )
 
-
-def drift_of(data: DataFolder, verdict: CanaryVerdict, *, forget: Collection[str] = ()) -> Drift | None:
+def drift_of(data: DataFolder, verdict: CanaryVerdict) -> Drift | None:
     """Return the drift since the night before, with marks for the rows that it made stale.
 
     None if the environment is the same or the machine is sick. Each environment in which rows were measured is judged
     by its own canaries against tonight's. So rows made stale by an earlier change, and rows of a driver that was rolled
     back, are distinguished too. Rows of an environment without canaries stay as they are.
     """
-    if verdict.verdict not in ("steady", "drift") or verdict.environment == verdict.newest:
+    tonight, earlier = verdict.tonight, verdict.earlier
+    if tonight is None or verdict.verdict not in ("steady", "drift") or tonight.environment == earlier[-1].environment:
         return None
-    tonight, earlier = read_nights(data, verdict.device_name, verdict.source, verdict.job_ids, forget)
-    assert tonight is not None
     operators: dict[str, set[str]] = {}
     moved: dict[str, list[str]] = {}
     marks: list[Mark] = []
     families: dict[str, str] = {}
+    stale: Counter[str] = Counter()
     for environment in dict.fromkeys(night.environment for night in reversed(earlier)):
         if environment == tonight.environment:
             continue
@@ -117,16 +171,19 @@ def drift_of(data: DataFolder, verdict: CanaryVerdict, *, forget: Collection[str
             marks += row_marks
             if row_marks:
                 families[row["run_id"]] = row["family"]
-    return Drift(
+                stale.update({name for mark in row_marks for name in mark.operators})
+    payload = DriftPayload(
         operators={
             label: (EVERYTHING,) if EVERYTHING in operators[label] else _in_order(operators[label])
             for label in LABELS
             if label in operators
         },
+        stale_rows=len(families),
+        stale_by_family=dict(Counter(families.values()).most_common()),
+        stale_by_operator=dict(stale.most_common()),
         moved=tuple(sentence for label in LABELS for sentence in moved.get(label, ())),
-        marks=tuple(marks),
-        families=families,
     )
+    return Drift(payload=payload, marks=tuple(marks), families=families)
 
 
 def affected_operators(
@@ -159,13 +216,12 @@ def _shift(entries: Sequence[ComparedLabel]) -> tuple[float | None, str]:
     """Return the median shift of the canaries that moved, as a figure and in words."""
     moved = [entry for entry in entries if entry.moved]
     shifts = [entry.shift for entry in moved if entry.shift is not None]
-    examples = "; ".join(entry.said for entry in moved[:_EXAMPLES])
-    more = f"; {len(moved) - _EXAMPLES} more" if len(moved) > _EXAMPLES else ""
+    examples = first_few([entry.said for entry in moved], _EXAMPLES)
     if not shifts:
-        return None, examples + more
+        return None, examples
     typical = statistics.median(shifts)
     figure = shift_text(moved[0].label, typical)
-    return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples}{more})"
+    return typical, f"{figure}, the median of {len(moved)} of {len(entries)} canaries ({examples})"
 
 
 def _rows(
@@ -340,14 +396,15 @@ def watch(
         measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None where the time was up.
     """
     configs = canary_configs(machine.capacity_mib)
+    none = CanariesPayload(device_name=machine.device_name, source=machine.source)
     if not configs:
-        return _none(f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
+        return replace(none, said=f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
     place_of = {config_hash(config): place for place, config in enumerate(configs)}
     copies = machine.workers
     first = [(place * copies + copy, config) for place, config in enumerate(configs) for copy in range(copies)]
     first_job = measure(FIRST, first, copies)
     if first_job is None:
-        return _none("the time was up before the canaries were done")
+        return replace(none, said="the time was up before the canaries were done")
     forget = _no_history(earlier, cycle.settings.get("canaries") == ACCEPT)
     where = (folder, machine.device_name, machine.source)
     accepted = set(place_of) if cycle.settings.get("canaries") == ACCEPT else _accepted_failures(earlier)
@@ -365,24 +422,11 @@ def watch(
     marked_at = cycle.steps["canaries"].attempts[0]
     if verdict.verdict == "sick":  # what a sick machine measured is kept, and nothing learns from it
         write_marks(folder, cycle.name, _of_moved(verdict), marked_at=marked_at)
-    drift = drift_of(folder, verdict, forget=forget)
+    drift = drift_of(folder, verdict)
     if drift is None:
         return verdict.payload()
     write_marks(folder, cycle.name, drift.marks, marked_at=marked_at)
-    return verdict.payload(drift.payload(len(remeasure(*where, verdict.environment))))
-
-
-def _none(reason: str) -> CanariesPayload:
-    return CanariesPayload(verdict="none", said=reason)
-
-
-def stale_first(
-    folder: DataFolder, machine: Machine, environment: Mapping[str, str | None] | None, at_most: int | None
-) -> tuple[TrialConfig, ...]:
-    """Return the configs that are stale in this environment, by any night's marks, to be measured again first."""
-    if environment is None:
-        return ()
-    return remeasure(folder, machine.device_name, machine.source, environment, at_most=at_most)
+    return verdict.payload(replace(drift.payload, remeasure=len(remeasure(*where, verdict.environment))))
 
 
 def _of_moved(verdict: CanaryVerdict) -> list[Mark]:
@@ -415,10 +459,6 @@ def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
     """Return the canary jobs that do not count as history: those of sick nights, and all before accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0
-    forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or _was_sick(cycle)]
+    sick = {cycle.name for cycle in earlier if (cycle.done("canaries") or {}).get("verdict") == "sick"}
+    forgotten = [cycle for place, cycle in enumerate(earlier) if place < from_here or cycle.name in sick]
     return {cycle.job(kind) for cycle in forgotten for kind in (FIRST, AGAIN)}
-
-
-def _was_sick(cycle: Cycle) -> bool:
-    canaries = cycle.payload(CanariesPayload)
-    return canaries is not None and canaries.verdict == "sick"

@@ -11,6 +11,8 @@ minute.
 
 An identity is `PID@START@BOOT.NAMESPACE` (`conf.files.identity`). It is read from files and environments that anybody
 may have written, so only what has exactly this form counts.
+
+`hold_dispatcher_lock` lets one dispatcher work on a data folder, and sweeps before and after it.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from conf.children.keeper import FOLDER_PREFIX
+from conf.errors import EnvironmentProblem
 from conf.files.identity import OWNER_FILE, alive, identity
-from conf.files.outputs import open_own_file, open_own_folder
+from conf.files.outputs import open_own_file, own_folder
+from warehouse.files.plain_file import is_held, locked, read_lock
 
 _MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.[0-9]{1,20}")
 
@@ -99,19 +103,14 @@ def recorded_processes() -> set[str]:
     """
     recorded: set[str] = set()
     for path in _folders(temporary_folders()):
-        descriptor = open_own_folder(path, private=True)
-        if descriptor is None:
-            continue
-        try:
-            owner = _owner_of(descriptor)
+        with own_folder(path, private=True) as folder:
+            owner = None if folder is None else _owner_of(folder)
             begun = parse_marker(owner)
-            if begun is not None and has_ended(owner):
-                markers = {text: parse_marker(text) for text in _recorded_in(descriptor)}
+            if folder is not None and begun is not None and has_ended(owner):
+                markers = {text: parse_marker(text) for text in _recorded_in(folder)}
                 recorded |= {
                     text for text, process in markers.items() if process and process.start_ticks >= begun.start_ticks
                 }
-        finally:
-            os.close(descriptor)
     return recorded
 
 
@@ -135,13 +134,10 @@ def temporary_folders() -> list[str]:
 
 def delete_folder(path: Path) -> bool:
     """Delete a folder of this user with its contents, following no link; return whether it is gone."""
-    descriptor = open_own_folder(path, private=False)
-    if descriptor is None:
-        return False
-    try:
-        _empty(descriptor)
-    finally:
-        os.close(descriptor)
+    with own_folder(path, private=False) as folder:
+        if folder is None:
+            return False
+        _empty(folder)
     with contextlib.suppress(OSError):
         os.rmdir(path)  # never a folder that was put in its place: that one is not empty, or not worth keeping
         return True
@@ -166,13 +162,10 @@ def _recorded_in(folder: int) -> list[str]:
 
 
 def _delete_if_abandoned(path: Path, now: float) -> bool:
-    descriptor = open_own_folder(path, private=False)
-    if descriptor is None:
-        return False
-    try:
-        owner, age_s = _owner_of(descriptor), now - os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)
+    with own_folder(path, private=False) as folder:
+        if folder is None:
+            return False
+        owner, age_s = _owner_of(folder), now - os.fstat(folder).st_mtime
     marker, ours = parse_marker(owner), parse_marker(identity(os.getpid()))
     if marker is not None and ours is not None and marker.boot == ours.boot:
         abandoned = has_ended(owner)
@@ -264,3 +257,56 @@ def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
 def _began_after(process_marker: str, dispatcher: str | None) -> bool:
     process, begun = parse_marker(process_marker), parse_marker(dispatcher)
     return process is not None and begun is not None and process.start_ticks >= begun.start_ticks
+
+
+_LIMIT_BYTES = 4096  # largest lock that is read: one line
+
+
+class DispatcherBusy(EnvironmentProblem):
+    """Another dispatcher works on this data folder."""
+
+
+@contextlib.contextmanager
+def hold_dispatcher_lock(path: Path) -> Iterator[None]:
+    """Be the one dispatcher of a data folder: an advisory lock that the kernel drops with the process, however it ends.
+
+    What killed dispatchers of this user left behind is swept at the begin and at the end. The file says who holds it,
+    for messages only: any process that may write to the folder may write anything there.
+
+    Raises `DispatcherBusy` naming the holder; `EnvironmentProblem` where the lock is a link or no plain file.
+    """
+
+    def busy() -> DispatcherBusy:
+        marker = parse_marker(_holder_of(path))
+        named = f"process {marker.pid}" if marker else "its process is not known"
+        return DispatcherBusy(f"a dispatcher ({named}) already works on data={path.parent.parent}")
+
+    with locked(path, busy, written=True) as file:
+        file.truncate()
+        file.write(json.dumps({"dispatcher": identity(os.getpid())}).encode())
+        file.flush()
+        try:
+            sweep_leftovers()
+            yield
+        finally:
+            sweep_leftovers()  # left by workers that were killed, as Ray's are at the end
+
+
+def dispatcher_of(path: Path) -> int | None:
+    """Return the process id of the dispatcher that works on this folder, None if there is none.
+
+    It counts while the lock is held, also where its process is of another boot or namespace and cannot be looked at.
+    """
+    text = _holder_of(path)
+    marker = parse_marker(text)
+    return marker.pid if marker is not None and alive(str(text)) and is_held(path) else None
+
+
+def _holder_of(path: Path) -> str | None:
+    """Return the marker in the lock; None if it holds no complete marker of a dispatcher."""
+    try:
+        content = json.loads(read_lock(path, _LIMIT_BYTES))
+    except (ValueError, RecursionError):  # ValueError: also of bytes that are not UTF-8
+        return None
+    marker = content.get("dispatcher") if isinstance(content, dict) else None
+    return marker if isinstance(marker, str) and parse_marker(marker) else None

@@ -17,7 +17,7 @@ from typing import Any
 from conf.errors import UsageError
 from conf.plain_text import shown
 from featurize.configs.trial import TrialConfig, canonical_json, config_from_mapping, mapping_hash
-from warehouse.files.layout import check_name
+from warehouse.files.folder import check_name
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 from workers.task import Lease, Task
@@ -55,15 +55,6 @@ class UnreadableTask(Lease):
     problem: str
     config: Mapping[str, Any] | None
     simulated: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Added:
-    """Result of `Queue.submit`: counts of its tasks."""
-
-    added: int
-    existing: int
-    revived: int = 0  # tasks, of those existing, that a cancel had taken out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,20 +16,12 @@ import pyarrow.parquet as pq
 
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
-from farm.queue.lock import hold_dispatcher_lock
-from warehouse.files.compaction import (
-    CompactionReport,
-    Unreadable,
-    compaction_lock,
-    run_ids_of,
-    settle_listings,
-    write_anew,
-)
-from warehouse.files.counting import counting_files
+from farm.queue.leftovers import hold_dispatcher_lock
+from warehouse.files.compaction import CompactionReport, compaction_lock
+from warehouse.files.counting import Unreadable, counting_files, run_ids_of, settle_listings, write_anew
 from warehouse.files.damage import DamagedFile, set_aside
-from warehouse.files.folder import DataFolder
+from warehouse.files.folder import DataFolder, recorded_checksum
 from warehouse.files.integrity import Progress, examine
-from warehouse.files.layout import KINDS, OF_RUNS, recorded_checksum
 from warehouse.files.merged import (
     Listing,
     has_own_name,
@@ -44,6 +36,7 @@ from warehouse.files.merged import (
 )
 from warehouse.files.presence import compare
 from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import KINDS, OF_RUNS
 
 _DATA = (*KINDS, "jobs", "stale", "compactions")
 

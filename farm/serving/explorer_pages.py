@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
 import pyarrow as pa
@@ -21,6 +21,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
+from conf.plain_text import first_few
+from farm.serving.problems import Scrubber
+from farm.serving.settings import LimitSettings
+from featurize.configs.trial import TrialConfig, config_of_one_gpu, config_of_row
+from featurize.device.device_spec import DESCRIBED, describe_device, known_device
+from learn.estimation.estimating import estimate_many
+from learn.estimation.job_estimate import Estimate
+from learn.estimation.notes import LEGEND, loop_of_source
+from learn.rows.data import get_target
 from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
 from warehouse.explorer.limited_query import (
     CSV,
@@ -47,13 +56,6 @@ from warehouse.explorer.pages import (
 )
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import connect
-
-if TYPE_CHECKING:
-    from farm.serving.problems import Scrubber
-    from farm.serving.settings import LimitSettings
-    from featurize.configs.trial import TrialConfig
-    from learn.estimation.job_estimate import Estimate
-
 
 READERS = 4  # pages at the same time, and as many queries of users, each in a process; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
@@ -130,12 +132,11 @@ class ExplorerPages:
 
     def problem(self, status: HTTPStatus, title: str, detail: object) -> Response:
         """Return a page that says what is wrong."""
-        text = self._scrubber.text(str(detail))
-        return HTMLResponse(rendered("problem", title=title, detail=text), status, {"content-security-policy": POLICY})
+        return self.html("problem", status, title=title, detail=self._scrubber.text(str(detail)))
 
-    def html(self, template: str, **values: Any) -> Response:
+    def html(self, template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
         """Return a rendered page."""
-        return HTMLResponse(rendered(template, **values), headers={"content-security-policy": POLICY})
+        return HTMLResponse(rendered(template, **values), status, {"content-security-policy": POLICY})
 
     def _asked(self, sql: str, kind: str, limits: QueryLimits, ends: Ends) -> tuple[pa.Table, bool]:
         """Return the rows of a user's query without paths of the server, and whether there are more."""
@@ -153,10 +154,8 @@ class ExplorerPages:
         except UsageError as error:
             problem = self._scrubber.text(str(error))
             status = HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, TooLong) else HTTPStatus.BAD_REQUEST
-        page = rendered(
-            "sql", sql=sql, answer=answer, problem=problem, limit=self._limits.rows, query=urlencode({"sql": sql})
-        )
-        return HTMLResponse(page, status, {"content-security-policy": POLICY})
+        query, limit = urlencode({"sql": sql}), self._limits.rows
+        return self.html("sql", status, sql=sql, answer=answer, problem=problem, limit=limit, query=query)
 
     def _file(self, sql: str, kind: str, name: str, ends: Ends) -> Response:
         table, has_more = self._asked(sql, kind, self._file_limits, ends)
@@ -176,7 +175,7 @@ class ExplorerPages:
         page = run_page(reader, require_run_id(run_id))
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such run", f"There is no run {run_id} in this warehouse.")
-        beside, notes = self._beside(page.run)
+        beside, notes = self._beside(page["run"])
         return self.html("run", page=page, beside=beside, notes=notes)
 
     def device(self, reader: ExplorerReader, name: str, source: str | None) -> Response:
@@ -184,7 +183,7 @@ class ExplorerPages:
         page = device_page(reader, name, source, self._estimated)
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such device", f"No run of this warehouse is of {name}.")
-        return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page.source))
+        return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page["source"]))
 
     def night(self, name: str) -> Response:
         """Return the report of one night, as the night wrote it."""
@@ -199,8 +198,6 @@ class ExplorerPages:
 
     def _estimated(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
         """Return the estimates of one device's runs by `method=fast`, None where it has none."""
-        from featurize.configs.trial import config_of_one_gpu
-        from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
         estimates: list[dict[str, float | None] | None] = [None] * len(runs)
@@ -230,14 +227,10 @@ class ExplorerPages:
         return estimates
 
     def _fast(self, configs: Sequence[TrialConfig], device: str, machine: str | None) -> list[Estimate]:
-        from learn.estimation.estimating import estimate_many
-
         return estimate_many(configs, method="fast", device=device, machine=machine, data=self._folder)
 
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
         """Return the estimate of `method=fast` beside the measurement, and notes: also why there is none."""
-        from featurize.configs.trial import config_of_row
-        from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
         trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
@@ -339,19 +332,12 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
     Simulated devices have what their description says, and descriptions follow the published measurements.
     """
-    from featurize.device.device_spec import DESCRIBED
-
     return None if run["source"] == "measured" else DESCRIBED
 
 
 def _other_loops(source: str) -> dict[str, str]:
     """Return the targets that `method=fast` estimates for another training loop than runs of the source had."""
     from learn.estimation.fast_estimates import FAST_LOOPS
-    from learn.estimation.notes import (
-        LEGEND,
-        loop_of_source,
-    )
-    from learn.rows.data import get_target
 
     own_loop = loop_of_source(source)
     text = f"Not the same loop. In these runs, {LEGEND[own_loop]}; in the estimate, {{}}."
@@ -364,8 +350,6 @@ def _other_loops(source: str) -> dict[str, str]:
 
 def _facts(name: str) -> list[tuple[str, Any]]:
     """Return the description of a device model; nothing for an unknown one."""
-    from featurize.device.device_spec import describe_device, known_device
-
     described = known_device(name)
     if described is None:
         return []
@@ -390,8 +374,7 @@ def _type_in_words(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if choices := schema.get("enum"):
-        more = ", ..." if len(choices) > _LONGEST_CHOICE else ""
-        return f"one of {', '.join(map(str, choices[:_LONGEST_CHOICE]))}{more}"
+        return f"one of {first_few([str(choice) for choice in choices], _LONGEST_CHOICE, ', ')}"
     if options := schema.get("anyOf"):
         return " or ".join(dict.fromkeys(_type_in_words(option) for option in options))
     kind = schema.get("type", "any")

@@ -83,14 +83,12 @@ def widths(config: Config) -> list[int]:
         # int() of exactly this product: the published widths depend on its rounding
         return min(int(base * ((MAX_FILTERS / base) ** (1 / steps)) ** power), MAX_FILTERS)
 
-    if config.topology == "residual":
-        return [grow(depth, i) for i in range(depth // 2)]
     if config.topology == "uniform":
         return [base] * depth
-    if config.topology == "pyramid":
-        return [grow(depth, i) for i in range(depth)]
-    if config.topology == "gradual":
-        return [grow(2 * depth, i) for i in range(depth)]
+    rising = {"residual": (depth, depth // 2), "pyramid": (depth, depth), "gradual": (2 * depth, depth)}
+    if config.topology in rising:
+        steps, count = rising[config.topology]
+        return [grow(steps, i) for i in range(count)]
     if config.topology == "reverse_pyramid":
         factor = (MAX_FILTERS / base) ** (1 / depth)
         return [max(int(base / factor**i), 1) for i in range(depth)]
@@ -98,10 +96,10 @@ def widths(config: Config) -> list[int]:
         rest = [base] if depth == 2 else [grow(depth - 1, i) for i in range(depth - 1)]
         return [min(2 * base, MAX_FILTERS), *rest]
     assert config.topology == "hourglass"
-    rising = depth // 2
-    falling = depth - rising
+    half = depth // 2
+    falling = depth - half
     return [
-        *(grow(rising, i) for i in range(rising)),
+        *(grow(half, i) for i in range(half)),
         *(max(grow(falling, falling - 1 - i), base) for i in range(falling)),
     ]
 

@@ -7,7 +7,6 @@ config.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from conf.errors import UsageError
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig, at_least
+from featurize.nets.vision import import_library, near_names
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,6 @@ def kind(config: Config) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(architecture: str) -> str:
-    from featurize.nets.vision import import_library
-
     timm = import_library("timm")
     if not timm.is_model(architecture):
         return "timm/unknown"
@@ -91,12 +89,13 @@ def build(config: Config) -> torch.nn.Module:
     """
     import torch
 
+    from featurize.nets.checkpointing import switch_on
     from featurize.recording.skeleton import build_on_meta
 
     def make() -> torch.nn.Module:
         model = _create(config.model, config.image_size)
         if config.activation_checkpointing:
-            _checkpoint(model, config.model)
+            switch_on(model, f"timm's model {config.model!r}")
         # A hook and no wrapping module, so that the modules keep timm's names.
         model.register_forward_hook(_as_logits)
         return model
@@ -123,8 +122,6 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 def defaults(name: str) -> Any:
     """Return timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as
     `layers`."""
-    from featurize.nets.vision import import_library
-
     timm = import_library("timm")
     architecture = name.partition(".")[0]  # what follows names pretrained weights
     try:
@@ -132,15 +129,12 @@ def defaults(name: str) -> Any:
     except RuntimeError:
         pretrained = None
     if pretrained is None:
-        near = difflib.get_close_matches(name, timm.list_models(), n=5, cutoff=0.5)
-        hint = f"near names: {', '.join(near)}" if near else "timm.list_models() gives the names"
-        raise UsageError(f"timm {timm.__version__} has no model {name!r}; {hint}")
+        hint = near_names(name, timm.list_models()) or "; timm.list_models() gives the names"
+        raise UsageError(f"timm {timm.__version__} has no model {name!r}{hint}")
     return pretrained
 
 
 def _create(name: str, image_size: int | None) -> torch.nn.Module:
-    from featurize.nets.vision import import_library
-
     create: Callable[..., torch.nn.Module] = import_library("timm").create_model
     about = defaults(name)
     if image_size is None or not about.fixed_input_size or tuple(about.input_size[1:]) == (image_size,) * 2:
@@ -155,14 +149,6 @@ def _input_shape(name: str, image_size: int | None) -> tuple[int, int, int]:
     """Channels, height, width."""
     channels, height, width = defaults(name).input_size
     return (channels, height, width) if image_size is None else (channels, image_size, image_size)
-
-
-def _checkpoint(model: torch.nn.Module, name: str) -> None:
-    try:
-        switch: Any = model.set_grad_checkpointing
-        switch(True)
-    except (AttributeError, AssertionError) as error:
-        raise UsageError(f"timm's model {name!r} has no activation_checkpointing") from error
 
 
 def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:

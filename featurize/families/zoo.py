@@ -8,7 +8,6 @@ ask for it. torch and the libraries are imported when a model is built, and neve
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import inspect
 import json
@@ -24,7 +23,7 @@ from conf.plain_text import exception_line
 from featurize.job.code_names import NotTrusted, library_problem, require_model, require_settings
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig
-from featurize.nets.vision import library_names, near_names
+from featurize.nets.vision import import_library, load_named, mending
 
 if TYPE_CHECKING:
     import torch
@@ -83,13 +82,7 @@ def canonical_tensors(text: Any) -> Any:
 
 def _unread(text: str) -> str:
     """Return the part of the text that is not a list of tensors."""
-    position = 0
-    while position < len(text.rstrip()):
-        match = _TENSOR.match(text, position)
-        if match is None:
-            return text[position:]
-        position = match.end()
-    return ""
+    return _TENSOR.sub("", text).strip()
 
 
 def tensor_problems(text: Any, single: bool) -> list[str]:
@@ -268,12 +261,13 @@ def build(config: Config) -> torch.nn.Module:
     """
     import torch
 
+    from featurize.nets.checkpointing import switch_on
     from featurize.recording.skeleton import build_on_meta
 
     def make() -> torch.nn.Module:
         model = _create(config.model, config.arguments)
         if config.activation_checkpointing:
-            _checkpoint(model, config.model)
+            switch_on(model, f"zoo: {config.model}")
         return _hook(model, parse_tensors(config.inputs))
 
     # Constructors read small tensors back, which a default device without memory forbids.
@@ -317,34 +311,12 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 def _load(model: str, arguments: str) -> Callable[..., Any]:
     """Return the object of this name. `UsageError` for no such module or attribute, with near names, and for no
     callable; `NotTrusted`, before anything is imported, for code that data names."""
-    from featurize.nets.vision import import_library, mending
-
     if problem := library_problem(model, arguments):
         raise NotTrusted(f"zoo: {problem}")
-    module_name, _, attribute = model.partition(":")
-    if module_name.partition(".")[0] in LIBRARIES:
-        load = functools.partial(import_library, module_name)
-    else:
-        load = functools.partial(importlib.import_module, module_name)
-    try:
-        owner: Any = None
-        part = mending(load)
-        for name in attribute.split("."):
-            owner, part = part, mending(functools.partial(getattr, part, name, None))
-            if part is None:
-                break
-    except CommandError:
-        raise
-    except ImportError as error:
-        raise UsageError(
-            f"zoo: cannot import {module_name} of the model {model}: {error}; pip install its package, or put its "
-            "folder into PYTHONPATH"
-        ) from error
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise UsageError(f"zoo: {module_name} fails on import: {type(error).__name__}: {error}") from error
-    if part is None:
-        hint = library_names(module_name, attribute) or near_names(name, dir(owner))
-        raise UsageError(f"zoo: {module_name} has no {attribute!r}{hint}")
+    load = import_library if re.split("[.:]", model, maxsplit=1)[0] in LIBRARIES else importlib.import_module
+    part: Callable[..., Any] = load_named(
+        model, "zoo", "; pip install its package, or put its folder into PYTHONPATH", load
+    )
     if not callable(part) or _is_module(part):
         raise UsageError(f"zoo: {model} is {type(part).__name__}, not a class or function that gives a torch.nn.Module")
     require_model(model, part, arguments)
@@ -359,8 +331,6 @@ def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
 
 def _create(model: str, arguments: str) -> torch.nn.Module:
     """Return the model, on the current default device. `UsageError` as `layers` has it."""
-    from featurize.nets.vision import mending
-
     factory, given = _load(model, arguments), json.loads(arguments)
     try:
         config_class = getattr(factory, "config_class", None) if isinstance(factory, type) else None
@@ -394,20 +364,6 @@ def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
         hint = f"near names: {', '.join(near)}" if near else f"known: {', '.join(n for n in known if n[0] != '_')}"
         raise UsageError(f"zoo: {config_class.__name__} of {model} has no {', '.join(sorted(unknown))}; {hint}")
     return config_class(**given)
-
-
-def _checkpoint(model: torch.nn.Module, name: str) -> None:
-    """Have the model recompute its blocks in the backward pass, by what timm or transformers offer for it."""
-    try:
-        of_library: Any = model
-        if hasattr(model, "activation_checkpointing_enable"):  # as newer transformers have it
-            of_library.activation_checkpointing_enable({"use_reentrant": False})
-        elif hasattr(model, "gradient_checkpointing_enable"):
-            of_library.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            of_library.set_grad_checkpointing(True)
-    except (AttributeError, AssertionError, TypeError, ValueError) as error:
-        raise UsageError(f"zoo: {name} has no activation_checkpointing") from error
 
 
 def _hook(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:

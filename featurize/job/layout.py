@@ -5,6 +5,7 @@ Start reading at `Parallel`, and at `parse_parallel`, which reads a text or a ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -485,7 +486,7 @@ def _rules_of_modes(layout: Parallel) -> tuple[tuple[bool, str], ...]:
 
 
 def _rules_of_pipelines(layout: Parallel) -> tuple[tuple[bool, str], ...]:
-    """Return the same of what torch's schedules refuse, and of the number of stages."""
+    """Return the rules of torch's schedules, and of the number of stages, in the same form."""
     starts, chunks = layout.stage_starts, layout.chunks
     return (
         (layout.zero is not None, "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"),
@@ -620,8 +621,6 @@ def _value(text: str) -> Any:
     if text.lower() in words:
         return words[text.lower()]
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text

@@ -18,7 +18,7 @@ from conf.errors import UsageError, shown, unknown_name
 from featurize.job.deepspeed_config import is_finite
 from featurize.job.layout import Parallel, parse_parallel
 
-_ANY = ("foreach", "fused", "loop")
+IMPLEMENTATIONS = ("foreach", "fused", "loop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,13 @@ class Optimizer:
 
 _BITSANDBYTES: dict[str, Any] = {"elementwise": False, "package": "bitsandbytes", "cuda_only": True}
 OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adam": Optimizer(states=2, implementations=_ANY, on_host=True),
-    "adamw": Optimizer(states=2, implementations=_ANY, on_host=True),
-    "sgd": Optimizer(states=0, implementations=_ANY, on_host=True),
-    "momentum": Optimizer(states=1, implementations=_ANY, on_host=True),
-    "nesterov": Optimizer(states=1, implementations=_ANY, on_host=True),
+    "adam": Optimizer(states=2, implementations=IMPLEMENTATIONS, on_host=True),
+    "adamw": Optimizer(states=2, implementations=IMPLEMENTATIONS, on_host=True),
+    "sgd": Optimizer(states=0, implementations=IMPLEMENTATIONS, on_host=True),
+    "momentum": Optimizer(states=1, implementations=IMPLEMENTATIONS, on_host=True),
+    "nesterov": Optimizer(states=1, implementations=IMPLEMENTATIONS, on_host=True),
     "rmsprop": Optimizer(states=1, implementations=("foreach", "loop")),
-    "adagrad": Optimizer(states=1, implementations=_ANY, on_host=True),
+    "adagrad": Optimizer(states=1, implementations=IMPLEMENTATIONS, on_host=True),
     "adafactor": Optimizer(states=0, implementations=("foreach", "loop"), elementwise=False, shared=False),
     "transformers_adafactor": Optimizer(states=0, elementwise=False, shared=False, package="transformers"),
     "lion": Optimizer(states=1),
@@ -173,7 +173,6 @@ def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
 # Weights, gradients and optimizer state in that type, without autocast.
 LOW_PRECISIONS = ("bf16-true", "fp16-true")
 ALL_PRECISIONS = (*PRECISIONS, *LOW_PRECISIONS)
-IMPLEMENTATIONS = ("foreach", "fused", "loop")
 # `mode` of torch.compile, and those that run the model as CUDA graphs (torch/_inductor/__init__.py: list_mode_options).
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")

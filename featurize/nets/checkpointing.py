@@ -5,6 +5,7 @@ Start reading at `checkpoint_blocks`; `repeated_blocks` says what counts as a bl
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections import Counter
@@ -126,6 +127,16 @@ def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
         switch(True)
         return True
     return any([_by_own_switches(member, every, reentrant) for member in model.children()])
+
+
+def switch_on(model: nn.Module, name: str) -> None:
+    """Have a library's model recompute its blocks by its own switch. Raises `UsageError` that names it where it has
+    none that works."""
+    switched = False
+    with contextlib.suppress(AttributeError, AssertionError, TypeError, ValueError):  # as libraries refuse it
+        switched = _by_own_switches(model, every=1, reentrant=False)
+    if not switched:
+        raise UsageError(f"{name} has no activation_checkpointing")
 
 
 def _checkpoint(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:

@@ -1,13 +1,14 @@
 """Imports the model libraries that are not dependencies of ours: timm, torchvision, transformers; and finds near names.
 
-Start reading at `import_library`; `mending` is for what a user's own code imports. `near_names` are those near one that
-does not exist, of a module's attributes or of modules; `library_names` knows how a library spells its models.
+Start reading at `import_library`; `load_named` finds what a user names by `MODULE:ATTRIBUTE`, with near names where it
+does not exist, and `library_names` knows how a library spells its models.
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -15,9 +16,9 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from conf.errors import EnvironmentProblem
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import aside_folder
 
 # Operators that torchvision describes to torch while it is imported, and whose schemas its own library brings. That
@@ -88,6 +89,40 @@ def mending(call: Callable[[], T]) -> T:
         _forget("torchvision")
         mend_torchvision()
         return call()
+
+
+def load_named(
+    name: str, about: str, otherwise: str = "", load: Callable[[str], ModuleType] = importlib.import_module
+) -> Any:
+    """Return the object that `MODULE:ATTRIBUTE` names; an attribute may have dots.
+
+    Args:
+        name: The name.
+        about: How messages begin, as `model=mypackage.nets:build`.
+        otherwise: How the message ends for a module that cannot be imported and has no near names.
+        load: Imports the module.
+
+    Raises:
+        UsageError: There is no such module or attribute; with near names.
+    """
+    module_name, _, attributes = name.partition(":")
+    try:
+        owner = part = mending(lambda: load(module_name))
+        for attribute in attributes.split("."):
+            owner, part = part, mending(functools.partial(getattr, part, attribute, None))
+            if part is None:
+                break
+    except CommandError:
+        raise
+    except ImportError as error:
+        near = near_modules(module_name, error.name if isinstance(error, ModuleNotFoundError) else None)
+        raise UsageError(f"{about}: cannot import {module_name}: {error}{near or otherwise}") from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise UsageError(f"{about}: {module_name} fails on import: {type(error).__name__}: {error}") from error
+    if part is None:
+        near = library_names(module_name, attributes) or near_names(attribute, dir(owner))
+        raise UsageError(f"{about}: {module_name} has no attribute {attributes!r}{near}")
+    return part
 
 
 def mend_torchvision() -> None:

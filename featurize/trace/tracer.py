@@ -1,6 +1,7 @@
 """The execution trace: which operators one training step runs, and when its memory is taken and given back.
 
 Start reading at `trace_step`, then `Tracing`: the model on meta, its wrapper and training step, the recorded steps.
+`played_rank` chooses what plays one rank of a job.
 `featurize.recording.step_trace` has what comes out. Facts only, of no particular GPU model: `featurize.memory.replay`
 places the memory, `featurize.timing` times the kernels. All runs on the meta device, so nothing that the job needs is
 taken.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +24,12 @@ from conf.errors import CommandError, UsageError, kept_from_exit
 from conf.plain_text import exception_line
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.job.layout import Parallel
-from featurize.job.training_settings import Training, TrainingSettings, TrialConfig
+from featurize.job.training_settings import Training, TrainingSettings, TrialConfig, training_of
 from featurize.operators import attention
 from featurize.operators.cuda_policy import as_on_cuda
 from featurize.operators.own_operators import replace_bitsandbytes
 from featurize.operators.replacing import replaced, without_collection
-from featurize.operators.torch_releases import complete
+from featurize.operators.torch_releases import complete, require_traceable
 from featurize.recording.block_record import AUTOTUNED, CudaGraphs, origin
 from featurize.recording.compiled import CompiledRegions
 from featurize.recording.recorder import Recorder
@@ -49,8 +50,7 @@ from featurize.recording.values import (
 from featurize.trace.later_steps import SecondStep, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
 from featurize.trace.trace_cache import State
-from featurize.training.play_rank import played_rank, settings_of_ranks
-from featurize.training.rank import Rank
+from featurize.training.rank import Rank, ReplicatedRank
 from featurize.training.stages import DoesNotRepeat
 from featurize.training.training_step import (
     AUTOCAST_DTYPES,
@@ -155,30 +155,36 @@ def trace_step(
     elif optimizer is not None or precision is not None:
         raise TypeError("optimizer and precision are part of settings: give either")
     spec = describe_device(device)
-    request: dict[str, Any] = {
-        "inputs": inputs,
-        "target": target,
-        "loss": loss,
-        "settings": settings,
-        "training_loop": training_loop,
-        "batches": batches,
-        "parallel": parallel,
-    }
-    if parallel is not None and parallel.pp > 1 and every_pass is None:
+    trace = functools.partial(
+        _trace,
+        inputs=inputs,
+        target=target,
+        loss=loss,
+        settings=settings,
+        spec=spec,
+        training_loop=training_loop,
+        batches=batches,
+        parallel=parallel,
+        every_pass=every_pass,
+    )
+    if parallel is not None and parallel.pp > 1 and rank is None and every_pass is None:
         from featurize.training.pipeline import built_once, trace_ranks
 
-        of_rank = functools.partial(trace_step, built_once(model), device=spec, **request)
-        return trace_ranks(lambda number, every_pass: of_rank(rank=number, every_pass=every_pass), parallel, rank)
-    traced = functools.partial(_trace, model, spec=spec, rank=rank or 0, every_pass=every_pass is not False, **request)
-    had_compiler = "torch._dynamo" in sys.modules
-    trace = traced()
-    if not had_compiler and "torch._dynamo" in sys.modules:
-        # A first checkpoint imported it in the midst of the step, and frames that this keeps held tensors alive.
-        trace = traced()
-    return trace
+        built = built_once(model)
+        return trace_ranks(lambda number: trace(built, rank=number), parallel)
+    return trace(model, rank=rank or 0)
 
 
 def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
+    had_compiler = "torch._dynamo" in sys.modules
+    trace = _attempt(model, request)
+    if not had_compiler and "torch._dynamo" in sys.modules:
+        # A first checkpoint imported it in the midst of the step, and frames that this keeps held tensors alive.
+        trace = _attempt(model, request)
+    return trace
+
+
+def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]) -> StepTrace:
     while True:
         with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
             tracing = Tracing(entered=entered, **request)
@@ -187,10 +193,15 @@ def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTr
                     tracing.build(model)
                     tracing.run()
                     return tracing.result()
-            except (CommandError, TraceError, DoesNotRepeat):
+            except (CommandError, TraceError):
                 raise
+            except DoesNotRepeat:
+                if request["every_pass"] is not None:
+                    raise
+                request = {**request, "every_pass": True}
+                del tracing
             except TraceAgain as again:  # at most once for each of its reasons
-                request |= again.request
+                request = {**request, **again.request}
                 del tracing  # its tensors end before the next attempt's begin
             except Exception as error:  # a model may raise anything
                 operator, module = origin(error)
@@ -221,7 +232,7 @@ class Tracing:
     batches: Sequence[Tensor | Inputs | Callable[..., Any]]
     parallel: Parallel | None
     rank: int
-    every_pass: bool
+    every_pass: bool | None
     entered: contextlib.ExitStack
     targets: Sequence[Tensor | None] | None = None
     repeats: bool = True
@@ -238,7 +249,7 @@ class Tracing:
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
         training = self._training = settings_of_ranks(self.parallel, self.settings)
-        rank = played_rank(self.parallel, training, self.rank, every_pass=self.every_pass)
+        rank = played_rank(self.parallel, training, self.rank, every_pass=bool(self.every_pass))
         self._rank = self.entered.enter_context(rank)
         if self._rank.needs_factory and isinstance(model, nn.Module):
             raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
@@ -508,3 +519,64 @@ def batch_on_meta(
     for name, tensor in (*named_tensors(given), *named_tensors(wanted, "the target")):
         name_tensor(tensor, name)
     return given, wanted
+
+
+@contextlib.contextmanager
+def played_rank(
+    parallel: Parallel | None, training: Training, rank: int = 0, *, every_pass: bool = True
+) -> Iterator[Rank]:
+    """Play one rank of a job, around whatever else changes what modules call.
+
+    Args:
+        parallel: The job; None is on one GPU.
+        training: As `settings_of_ranks` returns it.
+        rank: Its number, from 0.
+        every_pass: As `featurize.training.pipeline.PipelineRank` takes it.
+
+    Raises:
+        EnvironmentProblem: The installed torch is too old for a mode.
+    """
+    with contextlib.ExitStack() as stack:
+        if parallel is None:
+            yield Rank()
+        elif parallel.zero == 3:
+            from featurize.training.zero3 import ZeroShardedRank, frugal_linear
+
+            stack.enter_context(frugal_linear())
+            yield ZeroShardedRank(parallel, rank, training)
+        elif parallel.zero:
+            from featurize.training.zero import PartitionedRank
+
+            yield PartitionedRank(parallel, rank, training)
+        elif parallel.shards or parallel.pp > 1:
+            require_traceable(parallel)
+            from featurize.training.sharded_rank import ShardedRank, pretended_ranks  # their imports take half a second
+
+            mesh, streams, experts = stack.enter_context(pretended_ranks(parallel, rank))
+            if parallel.pp == 1:
+                yield ShardedRank(parallel, mesh, streams, experts)
+                return
+            from featurize.training.pipeline import PipelineRank, schedules_on_meta  # their imports take a second
+
+            stack.enter_context(schedules_on_meta(streams))
+            yield PipelineRank(parallel, mesh, streams, experts, rank, every_pass=every_pass)
+        else:
+            yield ReplicatedRank(parallel)
+
+
+def settings_of_ranks(parallel: Parallel | None, settings: TrainingSettings) -> Training:
+    """Return the settings as the ranks of a job train.
+
+    Raises:
+        UsageError: A setting that the job's wrapper does not have.
+    """
+    training = training_of(settings)
+    if parallel is not None and parallel.zero:
+        from featurize.training.zero import settings_of_stage
+
+        training = settings_of_stage(parallel, training)
+    if training.float8_all_gather and (parallel is None or parallel.fsdp == 1 or parallel.flat):
+        raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N without fsdp_version=1")
+    if parallel is not None and parallel.cpu_offload:
+        training = replace(training, offload_optimizer=True, implementation=None)
+    return training

@@ -72,9 +72,8 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
         with _real_tensors():
             mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
         _forget_plans()
-        # A model's own code may call them.
-        stack.enter_context(replaced(torch.distributed, "init_process_group", lambda *_, **__: None))
-        stack.enter_context(replaced(torch.cuda, "set_device", lambda *_: None))
+        for owner, name in ((torch.distributed, "init_process_group"), (torch.cuda, "set_device")):
+            stack.enter_context(replaced(owner, name, lambda *_, **__: None))  # a model's own code may call them
         yield mesh
 
 

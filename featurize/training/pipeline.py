@@ -39,7 +39,6 @@ from featurize.training.stages import (
     BACKWARD,
     FORWARD,
     LOSS,
-    DoesNotRepeat,
     RepeatedPasses,
     Stage,
     Survey,
@@ -96,13 +95,7 @@ class TracedStage(PipelineStage):
 
     def loss(self, compute: Callable[[], Tensor]) -> Any:
         """Return the loss of the micro-batch whose forward pass was the last one; `compute()` computes it."""
-
-        def computed() -> list[Tensor]:
-            loss = compute()
-            self._rank.leave()
-            return [loss]
-
-        return self._run(LOSS, computed)[0]
+        return self._run(LOSS, lambda: [compute()])[0]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._begin("backward", bwd_chunk_id)
@@ -249,6 +242,7 @@ class PipelineRank(ShardedRank):
             recorder.name_modules(part)
             with recorder.watched():
                 self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
+            recorder.name_modules(self._stages[-1].whole)  # it may have the address of a module that was cut away
         for stage in self._stages:
             stage.pause = lambda paused: setattr(recorder, "paused", paused)
         return model
@@ -302,7 +296,9 @@ class PipelineRank(ShardedRank):
         def loss_of(_output: Any, chunk: Tensor) -> Any:
             def compute() -> Tensor:
                 loss = step.loss(last.output(), target if whole else chunk)
-                return loss / scale if scale > 1 else loss
+                loss = loss / scale if scale > 1 else loss
+                self.leave()
+                return loss
 
             return stages[-1].loss(compute)
 
@@ -394,39 +390,30 @@ def _first_chunk(inputs: Inputs, chunks: int) -> Inputs:
 
 
 def _kinds(survey: Survey, starts: Sequence[int]) -> tuple[str, ...]:
+    """Return what is the same for stages that hold modules that are alike."""
     members = survey.members()
-    kinds = []
-    for begin, end in itertools.pairwise(starts):
-        texts: list[object] = [begin == 0, end == len(members)]
-        for member in members[begin:end]:
-            tensors = [
-                (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in member.named_parameters()
-            ]
-            texts.append((repr(member), tensors))
-        kinds.append(hashlib.sha256(repr(texts).encode()).hexdigest()[:16])
-    return tuple(kinds)
+    texts = (
+        repr([begin == 0, end == len(members), *map(_look_of, members[begin:end])])
+        for begin, end in itertools.pairwise(starts)
+    )
+    return tuple(hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts)
 
 
-def trace_ranks(of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, rank: int | None = None) -> StepTrace:
+def _look_of(member: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
+    tensors = member.named_parameters()
+    return repr(member), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+
+
+def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel) -> StepTrace:
     """Return the trace of the rank with the most bytes alive, with those of all others in its `pipeline.groups`.
 
     Ranks are of one kind whose stages hold modules that are alike. The first of them has the most micro-batches in
     flight, whatever the schedule.
 
     Args:
-        of_rank: Returns the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
+        trace_rank: Returns the trace of one of all ranks.
         parallel: The job, with a pipeline.
-        rank: The only one that is wanted, of all ranks. None: all of them.
     """
-
-    def trace_rank(number: int) -> StepTrace:
-        try:
-            return of_rank(number, False)
-        except DoesNotRepeat:
-            return of_rank(number, True)
-
-    if rank is not None:
-        return trace_rank(rank)
     first = trace_rank(0)
     assert first.pipeline is not None, "a rank of a pipeline"
     members: dict[Hashable, list[int]] = {}

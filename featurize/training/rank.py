@@ -1,6 +1,6 @@
 """One rank of a job in a trace: what it holds of the model and of the batch, and what it sends.
 
-Start reading at `Rank`, which each way of spreading a job extends; `featurize.training.play_rank` chooses among them.
+Start reading at `Rank`, which each way of spreading a job extends; `featurize.trace.tracer` chooses among them.
 `Replica` is DistributedDataParallel: buckets of gradients, and copies of the buffers that it sends. The reducer itself
 is C++ and wants several processes; its rules are followed here.
 """

@@ -14,7 +14,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -299,6 +299,9 @@ def _is_balanced(parallel: Parallel) -> bool:
 _META = torch.device("meta")
 
 
+Replacement: TypeAlias = tuple[object, str, object]  # an owner, the name of its attribute, and what stands for that
+
+
 @contextlib.contextmanager
 def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[None]:
     """Within, meshes stand for GPUs that hold meta tensors.
@@ -307,43 +310,39 @@ def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[N
         streams: The GPU's streams. Their recorder is notified of resized storages and of what blocks are for.
         device: The device that meta tensors report.
     """
+
+    def resized(_: object, storage: torch.UntypedStorage, nbytes: int) -> None:
+        if streams.recorder is not None:
+            streams.recorder.memory.resized(storage, nbytes)
+
     with contextlib.ExitStack() as stack:
-
-        def replace(owner: object, name: str, value: object) -> None:
+        for owner, name, value in (
+            _heard(torch.UntypedStorage, "resize_", resized),
+            *_replacements_of_fully_shard(streams, device),
+            *_replacements_of_flat(streams, device),
+        ):
             stack.enter_context(replaced(owner, name, value))
-
-        def around(owner: object, name: str, function: Callable[..., Any]) -> None:
-            """Call a function with the one that it replaces, then with its arguments."""
-            replace(owner, name, instead_of(getattr(owner, name), function))
-
-        def hear(owner: object, name: str, heard: Callable[..., None]) -> None:
-            """Call `heard(result, *arguments)` after a function."""
-
-            def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                out = function(*args, **kwargs)
-                heard(out, *args)
-                return out
-
-            around(owner, name, call)
-
-        def resized(_: object, storage: torch.UntypedStorage, nbytes: int) -> None:
-            if streams.recorder is not None:
-                streams.recorder.memory.resized(storage, nbytes)
-
-        hear(torch.UntypedStorage, "resize_", resized)
-        _replace_sharding(replace, around, hear, streams, device)
-        _replace_flat(replace, around, hear, streams, device)
         yield
 
 
-def _replace_sharding(
-    replace: Callable[..., None],
-    around: Callable[..., None],
-    hear: Callable[..., None],
-    streams: Streams,
-    device: torch.device,
-) -> None:
-    """Let `fully_shard` and DTensor work on meta."""
+def _around(owner: object, name: str, function: Callable[..., Any]) -> Replacement:
+    """Call a function with the one that it replaces, then with its arguments."""
+    return owner, name, instead_of(getattr(owner, name), function)
+
+
+def _heard(owner: object, name: str, heard: Callable[..., None]) -> Replacement:
+    """Call `heard(result, *arguments)` after a function."""
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        heard(out, *args)
+        return out
+
+    return _around(owner, name, call)
+
+
+def _replacements_of_fully_shard(streams: Streams, device: torch.device) -> tuple[Replacement, ...]:
+    """Return what lets `fully_shard` and DTensor work on meta."""
 
     def foreach_reduce(
         reduce: Callable[..., Any], params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any
@@ -360,37 +359,35 @@ def _replace_sharding(
         streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
         return out
 
-    for module in (init, group, state, collectives):
-        replace(module, "_get_device_handle", lambda *_: streams)
-    for module in (init, package._fully_shard):
-        replace(module, "_get_device_from_mesh", lambda _: device)
-    replace(group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
-    replace(group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None)
     inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
-    replace(param.FSDPParam, "all_gather_inputs", property(instead_of(inputs.fget, _copied_from_host)))
-    hear(
-        param.FSDPParam,
-        "init_all_gather_outputs",
-        lambda _, made, *__: streams.name(made.all_gather_outputs, GATHERED),
+    streams_of_output = "record_grad_output_stream"  # from 2.15 on; it does nothing on CUDA
+    return (
+        *((module, "_get_device_handle", lambda *_: streams) for module in (init, group, state, collectives)),
+        *((module, "_get_device_from_mesh", lambda _: device) for module in (init, package._fully_shard)),
+        (group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+        (group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None),
+        (param.FSDPParam, "all_gather_inputs", property(instead_of(inputs.fget, _copied_from_host))),
+        _heard(
+            param.FSDPParam,
+            "init_all_gather_outputs",
+            lambda _, made, *__: streams.name(made.all_gather_outputs, GATHERED),
+        ),
+        _heard(collectives.DefaultAllGather, "allocate", lambda buffer, *_: streams.name([buffer], COMMUNICATION)),
+        _around(group, "foreach_reduce", foreach_reduce),
+        *(
+            (module, streams_of_output, lambda *_: None)
+            for module in [collectives]
+            if hasattr(module, streams_of_output)
+        ),
+        _around(ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen),
+        (op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape),
+        # There are no random numbers to agree on.
+        *((module, "is_rng_supported_mesh", lambda _: False) for module in (dispatch, random)),
     )
-    hear(collectives.DefaultAllGather, "allocate", lambda buffer, *_: streams.name([buffer], COMMUNICATION))
-    around(group, "foreach_reduce", foreach_reduce)
-    if hasattr(collectives, "record_grad_output_stream"):  # from 2.15 on; it does nothing on CUDA
-        replace(collectives, "record_grad_output_stream", lambda *_: None)
-    around(ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen)
-    replace(op_schema, "_rebuild_tensor_from_dtensor_meta", _of_shape)
-    for module in (dispatch, random):  # there are no random numbers to agree on
-        replace(module, "is_rng_supported_mesh", lambda _: False)
 
 
-def _replace_flat(
-    replace: Callable[..., None],
-    around: Callable[..., None],
-    hear: Callable[..., None],
-    streams: Streams,
-    device: torch.device,
-) -> None:
-    """Make FSDP1's flat parameters on meta stand for those on a GPU."""
+def _replacements_of_flat(streams: Streams, device: torch.device) -> tuple[Replacement, ...]:
+    """Return what makes FSDP1's flat parameters on meta stand for those on a GPU."""
 
     def init_device_handle(state: Any, *_: object) -> Any:
         state._device_handle = streams
@@ -407,25 +404,26 @@ def _replace_flat(
             streams.name([handle.flat_param.grad], UNREDUCED)
         reduce(state, handle, *args)
 
-    replace(_FSDPDeviceHandle, "from_device", lambda _: streams)
-    replace(wrapper, "_init_device_handle", init_device_handle)
-    replace(flat_init, "_need_to_materialize_module", lambda *_: (False, False))
-    for module in (flat, runtime):
-        replace(module, "_no_dispatch_record_stream", streams.use)
-    replace(flat_init, "_get_compute_device", lambda *_: device)
-    # The norm is kept, and no operator makes it.
-    hear(
-        wrapper.FullyShardedDataParallel,
-        "clip_grad_norm_",
-        lambda _, model, *__: streams.name([model._zero_scalar], "buffer"),
+    return (
+        (_FSDPDeviceHandle, "from_device", lambda _: streams),
+        (wrapper, "_init_device_handle", init_device_handle),
+        (flat_init, "_need_to_materialize_module", lambda *_: (False, False)),
+        *((module, "_no_dispatch_record_stream", streams.use) for module in (flat, runtime)),
+        (flat_init, "_get_compute_device", lambda *_: device),
+        # The norm is kept, and no operator makes it.
+        _heard(
+            wrapper.FullyShardedDataParallel,
+            "clip_grad_norm_",
+            lambda _, model, *__: streams.name([model._zero_scalar], "buffer"),
+        ),
+        # Tensors without memory have no addresses: their storages are compared.
+        (flat, "_same_storage", _same_storage),
+        (flat, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
+        (runtime, "_catch_all_reshard", _catch_all_reshard),
+        _heard(flat.FlatParamHandle, "init_flat_param_attributes", name_parts),
+        _around(runtime, "_post_backward_hook", post_backward_hook),
+        _heard(runtime, "_get_reduce_scatter_tensors", lambda made, *_: streams.name(made[:1], COMMUNICATION)),
     )
-    # Tensors without memory have no addresses: their storages are compared.
-    replace(flat, "_same_storage", _same_storage)
-    replace(flat, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0)
-    replace(runtime, "_catch_all_reshard", _catch_all_reshard)
-    hear(flat.FlatParamHandle, "init_flat_param_attributes", name_parts)
-    around(runtime, "_post_backward_hook", post_backward_hook)
-    hear(runtime, "_get_reduce_scatter_tensors", lambda made, *_: streams.name(made[:1], COMMUNICATION))
 
 
 def _copied_from_host(inputs: Callable[..., Any], parameter: param.FSDPParam) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,11 +152,8 @@ def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
         sizes[-1] -= extra[1]
     else:
         sizes = _even(count, stages)
-    starts, position = [0], 0
-    for size in sizes[:-1]:
-        position += size
-        starts.append(survey.blocks[position])
-    return [*starts, len(survey.names)]
+    later = (survey.blocks[position] for position in itertools.accumulate(sizes[:-1]))
+    return [0, *later, len(survey.names)]
 
 
 def _even(count: int, stages: int) -> list[int]:
@@ -291,6 +289,7 @@ class Stage:
 
     first, last   whether it is the first or the last one
     received, given   tensors like those that it receives and gives; the first stage receives none
+    whole   the model's whole forward pass, with the hooks of its own
     """
 
     def __init__(self, model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) -> None:
@@ -305,20 +304,20 @@ class Stage:
         self._output: Any = None
 
     def take_over(self) -> None:
-        """Let the model run as this stage. What its own hooks see and change stays its whole forward pass."""
-        self._whole = copy.copy(self.model)  # the same modules and parameters, with the hooks so far
+        """Make the model run as this stage. What its own hooks see and change stays its whole forward pass."""
+        self.whole = copy.copy(self.model)  # the same modules and parameters
         vars(self.model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_grad_enabled()
         try:
             if self.first:
-                out = self._whole(*args, **kwargs)
+                out = self.whole(*args, **kwargs)
             else:
                 self._arriving = args[0]
                 self._stop()
                 inputs = self._inputs
-                out = self._whole(**inputs) if isinstance(inputs, dict) else self._whole(*inputs)
+                out = self.whole(**inputs) if isinstance(inputs, dict) else self.whole(*inputs)
             if not self.last:
                 return self._leaving
             self._output = out

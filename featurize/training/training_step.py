@@ -220,8 +220,6 @@ class TrainingStep:
         self.on_hold: Callable[..., None] = lambda *variables: None
         self.make_targets: Callable[[object], Tensor | None] = lambda output: None  # where none are given
         self.on_updated: Callable[[], None] = lambda: None
-        if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
-            model.compile(mode=self.settings.compile_mode)
         model = _prepare(model, self.settings)
         self.take((model if wrap is None else wrap(model)).train())
         self._autocast_dtype = AUTOCAST_DTYPES.get(settings.precision)

@@ -25,7 +25,7 @@ from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
 from featurize.training.optimizers import run_step, state_tensors
 from featurize.training.rank import Rank, dense_parameters
-from featurize.training.streams import OneStream, Streams
+from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep, is_float8
 
 _ALIGNMENT = 2  # elements, of each rank's part: nccl_start_alignment_factor
@@ -226,7 +226,7 @@ class PartitionedRank(ZeroRank):
         self._partition = FlatPartition([p.numel() for p in trained], parallel.ddp)
         self._own = self._partition.of_rank(self._rank)
         self._contiguous = parallel.contiguous_gradients or self._offloads
-        self._beside: OneStream | None = streams.Stream() if parallel.overlap_comm else None
+        self._beside = streams.Stream() if parallel.overlap_comm else streams.main
         self._buffers: list[Tensor] = []
         self._turn = 0  # which of them has the bucket
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
@@ -268,21 +268,20 @@ class PartitionedRank(ZeroRank):
         """Take a complete gradient."""
         self._take_buffers()
         self._streams.name([_gradient(parameter)], UNREDUCED)
-        if self._parallel.zero == 2 or (self._beside is not None and self.is_boundary()):
+        if self._parallel.zero == 2 or (self._parallel.overlap_comm and self.is_boundary()):
             self._add(parameter)
 
     def _end_backward(self) -> None:
         partitions, last = self._parallel.zero == 2, self.is_boundary()
         if not (partitions or last):
             return
-        if not partitions and self._beside is None:
+        if not (partitions or self._parallel.overlap_comm):
             for parameter in self._trained:
                 if parameter.grad is not None:
                     self._add(parameter)
         self._reduce()
-        if self._beside is not None:
-            self._streams.current_stream().wait_stream(self._beside)
-            self._free_late()
+        self._streams.current_stream().wait_stream(self._beside)
+        self._free_late()
         if not self._offloads:
             self._sum()
         self._buffers, self._kept, self._filled = [], None, 0
@@ -307,7 +306,7 @@ class PartitionedRank(ZeroRank):
 
     def _take_buffers(self) -> None:
         if self._contiguous and not self._buffers:
-            size, count = self._parallel.reduce_bucket_size, 1 if self._beside is None else 2
+            size, count = self._parallel.reduce_bucket_size, 2 if self._parallel.overlap_comm else 1
             self._buffers, self._turn = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)], 0
 
     @torch.no_grad()
@@ -316,12 +315,11 @@ class PartitionedRank(ZeroRank):
         if not self._waiting:
             return
         main = self._streams.current_stream()
-        if self._beside is not None:
-            self._beside.wait_stream(main)
-            main.wait_stream(self._beside)
+        self._beside.wait_stream(main)
+        main.wait_stream(self._beside)
         if not self._contiguous:
             self._free_late()
-        with self._streams.stream(self._beside or main):
+        with self._streams.stream(self._beside):
             if not self._contiguous:
                 gradients = [_gradient(p) for p in self._waiting]
                 self._all_reduce(gradients, [True] * len(gradients), divides=True)
@@ -369,7 +367,7 @@ class PartitionedRank(ZeroRank):
             _move_gradient(parameter, self._kept, self._filled)
             self._filled += parameter.numel()
         elif not is_own and self._parallel.zero == 2:
-            if self._beside is not None and not self._contiguous:
+            if self._parallel.overlap_comm and not self._contiguous:
                 self._late.append(parameter)
             else:
                 parameter.grad = None

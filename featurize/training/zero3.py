@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -492,44 +492,32 @@ def _hook(
 ) -> None:
     """Let `entered(module, forward)` and `left(module, forward)` be called around a module's passes. Its backward pass
     begins with the gradient of its output, and is over when those of all inputs are there that were given by place."""
-    waiting = begun = 0  # inputs without a gradient so far, and passes whose backward pass is to come
+    waiting: Counter[str] = Counter()  # inputs and outputs without a gradient so far
 
     def begin() -> None:
-        nonlocal begun
-        if begun:
+        if waiting["outputs"]:
+            waiting["outputs"] -= 1
             entered(module, False)
-            begun -= 1
 
     def end() -> None:
-        nonlocal waiting
-        waiting -= 1
-        if not waiting:
+        waiting["inputs"] -= 1
+        if not waiting["inputs"]:
             left(module, False)
 
+    def marked(value: Any, kind: str, then: Callable[[], None]) -> Any:
+        def mark(tensor: Tensor) -> Any:
+            waiting[kind] += tensor.requires_grad
+            return _Mark.apply(tensor, then)
+
+        return tree_map_only(Tensor, mark, value)
+
     def mark_inputs(_module: nn.Module, inputs: Any) -> Any:
-        nonlocal waiting
-        waiting = 0
-
-        def mark(tensor: Tensor) -> Tensor:
-            nonlocal waiting
-            waiting += tensor.requires_grad
-            marked: Tensor = _Mark.apply(tensor, end)
-            return marked
-
-        return tree_map_only(Tensor, mark, inputs)
-
-    def mark_output(_module: nn.Module, _inputs: object, output: Any) -> Any:
-        def mark(tensor: Tensor) -> Tensor:
-            nonlocal begun
-            begun += 1
-            marked: Tensor = _Mark.apply(tensor, begin)
-            return marked
-
-        return tree_map_only(Tensor, mark, output)
+        waiting["inputs"] = 0
+        return marked(inputs, "inputs", end)
 
     module.register_forward_pre_hook(lambda *_: entered(module, True))
     module.register_forward_hook(lambda *_: left(module, True))
-    module.register_forward_hook(mark_output)
+    module.register_forward_hook(lambda _module, _inputs, output: marked(output, "outputs", begin))
     module.register_forward_pre_hook(mark_inputs)
 
 

@@ -23,7 +23,7 @@ export RAY_memory_monitor_refresh_ms=0  # it kills actors; each worker watches i
 export RAY_USAGE_STATS_ENABLED=0
 # By UUID, and without the GPU that drives a display.
 gpus=$("$bin/python" -c '
-from workers.devices.discovery import discover_gpus
+from workers.devices.cuda import discover_gpus
 print(",".join(gpu.uuid for gpu in discover_gpus().usable))')
 export CUDA_VISIBLE_DEVICES="$gpus"
 store=--object-store-memory=${RAY_STORE_BYTES:-268435456}

@@ -1,28 +1,25 @@
 """A recorded allocator history beside our trace of the same job, block by block: which of the two is off, and why.
 
-Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU, `read_history` reads one,
-`featurize.memory.replay` replays one through the allocator simulator.
+Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU,
+`featurize.memory.replay` replays one through the allocator simulator, and keeps that of a trace.
 """
 
 from __future__ import annotations
 
-import json
-import lzma
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from conf.errors import UsageError, shown
 from conf.plain_text import counted
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping
-from featurize.device.device_spec import DeviceSpec, known_device, load_device
+from featurize.device.device_spec import known_device, load_device
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.memory.replay import replay, replay_history
-from featurize.operators.library_calls import CUBLAS, workspace_bytes
+from featurize.memory.replay import GIVEN_BACK, TAKEN, MemoryProfile, replay, replay_history
 from featurize.recording.step_trace import StepTrace
+from workers.probes.children import Measured
 
 HISTORY_KEYS = (
     "name",
@@ -41,22 +38,23 @@ HISTORY_KEYS = (
 ALLOCATOR, REQUESTS, WORKSPACES, ORDER, NONE = "allocator", "requests", "workspaces", "order", "none"
 CAUSES = (ALLOCATOR, REQUESTS, WORKSPACES, ORDER)
 _CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step reserves otherwise
-_MOST_BYTES = 256 * MIB  # largest history, unpacked
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksApart:
-    """Blocks of one size that only one side has.
+    """Blocks of one size and origin that only one side has.
 
     Args:
         nbytes: Size of each block, rounded as the allocator rounds.
         count: How many more this side has than the other.
         where: Traced: kind, operator and module; recorded: phase and module, empty where the release cannot say.
+        is_workspace: Whether they are workspaces, or may be.
     """
 
     nbytes: int
     count: int
     where: str
+    is_workspace: bool
 
     @property
     def total_bytes(self) -> int:
@@ -73,12 +71,7 @@ class BlockMatch:
     only_traced: tuple[BlocksApart, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCurve:
-    """Bytes after each request and release of the last step, in order. The two sides have different numbers of them."""
-
-    allocated_bytes: tuple[int, ...]
-    reserved_bytes: tuple[int, ...]
+Curve: TypeAlias = list[tuple[int, int]]  # bytes allocated and reserved after each request and release of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +91,7 @@ class BlockComparison:
         in_step: Blocks requested in the last step.
         first_reordered: Number, from 1, of the last recorded step's first request that comes in another order, of
             sizes that both sides request equally often; None where the order is the same.
-        measured_curve: Curve of the last recorded step; reserved as recorded.
+        measured_curve: Curve of the last recorded step; reserved as recorded. The two have different numbers of points.
         traced_curve: Curve of the last traced step.
         gap_bytes: Cause, one of `CAUSES`, -> bytes by which this cause makes the measured reserved peak exceed the
             traced one; negative where the traced one is larger. `order` is the remainder, including differences in
@@ -117,8 +110,8 @@ class BlockComparison:
     at_peak: BlockMatch
     in_step: BlockMatch
     first_reordered: int | None
-    measured_curve: StepCurve
-    traced_curve: StepCurve
+    measured_curve: Curve
+    traced_curve: Curve
     gap_bytes: Mapping[str, int]
     verdict: str
     sentence: str
@@ -127,7 +120,7 @@ class BlockComparison:
 class _Held(NamedTuple):
     """A block: its rounded size, and the numbers of the events that took it and freed it (None: nothing did).
 
-    A recorded block counts as a workspace where it is given back before the next request: the recording cannot say.
+    A block counts as a workspace where it is given back before the next request: a recording cannot say.
     """
 
     nbytes: int
@@ -145,18 +138,14 @@ class _Side(NamedTuple):
     step: range
 
 
-def read_history(path: Path) -> dict[str, Any]:
-    """Return the history in a `NAME.json.xz` file. Raises `UsageError` where it holds none; the message names what is
-    wrong."""
-    try:
-        text = lzma.LZMADecompressor(memlimit=_MOST_BYTES).decompress(path.read_bytes(), max_length=_MOST_BYTES)
-        history = json.loads(text)
-    except (OSError, lzma.LZMAError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not a recorded history: {error}") from error
-    missing = [key for key in HISTORY_KEYS if key not in history] if isinstance(history, dict) else HISTORY_KEYS
-    if missing:
-        raise UsageError(f"{path} is not a recorded history: missing {', '.join(missing)}")
-    return dict(history)
+def history_of(measured: Measured) -> dict[str, Any]:
+    """Return the history that a measurement recorded. Raises `UsageError` where it has none."""
+    if not measured.rows:
+        raise UsageError(measured.reason or "its process gave no history")
+    history = {**measured.rows[-1], "name": measured.name}
+    if missing := [key for key in HISTORY_KEYS if key not in history]:
+        raise UsageError(f"history {measured.name} is incomplete: missing {', '.join(missing)}")
+    return history
 
 
 def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
@@ -182,17 +171,17 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
     if count := recorded.unmatched_frees:
         freed = counted(count, "freed block has", "freed blocks have")
         raise UsageError(f"history {shown(history['name'])} is incomplete: {freed} no recorded request")
-    measured = _measured_side(history["trace"], _last_step(history), round_up)
+    measured = _side(history["trace"], _last_step(history), round_up)
     trace = trace_config(config, device=spec)
     profile = replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings, timeline=True)
-    reserved = [moment.reserved for moment in profile.timeline]
-    traced = _traced_side(trace, reserved, spec, round_up)
+    traced = _traced_side(trace, profile, round_up)
 
     measured_peak, traced_peak = _peak(measured), _peak(traced)
     alive = _alive(measured, measured_peak[0]), _alive(traced, traced_peak[0])
     requested = _list_requested(measured), _list_requested(traced)
     replayed = recorded.allocator.peak_reserved_bytes
-    of_workspaces = _workspace_gap(*alive)
+    at_peak, in_step = _match(*alive), _match(*requested)
+    of_workspaces = _workspace_bytes(at_peak.only_measured) - _workspace_bytes(at_peak.only_traced)
     gap = {
         ALLOCATOR: int(history["peak_reserved"]) - replayed,
         WORKSPACES: of_workspaces,
@@ -200,7 +189,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         ORDER: (replayed - profile.peak_reserved) - (measured_peak[1] - traced_peak[1]),
     }
     difference, first_reordered = recorded.first_difference(), _first_reordered(*requested)
-    verdict, apart_bytes = _verdict(gap, difference, int(history["peak_reserved"]), (alive, requested))
+    verdict, apart_bytes = _verdict(gap, difference, int(history["peak_reserved"]), (at_peak, in_step))
     return BlockComparison(
         name=str(history["name"]),
         measured_allocated_bytes=measured_peak[1],
@@ -209,8 +198,8 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         traced_allocated_bytes=traced_peak[1],
         traced_reserved_bytes=profile.peak_reserved,
         allocator_difference=difference,
-        at_peak=_match(*alive),
-        in_step=_match(*requested),
+        at_peak=at_peak,
+        in_step=in_step,
         first_reordered=first_reordered,
         measured_curve=_curve(measured),
         traced_curve=_curve(traced),
@@ -227,7 +216,8 @@ def _last_step(history: Mapping[str, Any]) -> range:
     return range(marks[-2], marks[-1])
 
 
-def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: Callable[[int], int]) -> _Side:
+def _side(entries: Sequence[Mapping[str, Any]], step: range, round_up: Callable[[int], int]) -> _Side:
+    """Return a side from the entries of a history."""
     blocks: list[_Held] = []
     live: dict[int, int] = {}  # address -> its block
     moments = []
@@ -243,9 +233,9 @@ def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: 
             held = blocks[number]
             blocks[number] = held._replace(end=index, is_workspace=number == len(blocks) - 1)
             allocated -= held.nbytes
-        elif action in ("segment_alloc", "segment_map"):
+        elif action in TAKEN:
             reserved += size
-        elif action in ("segment_free", "segment_unmap"):
+        elif action in GIVEN_BACK:
             reserved -= size
         else:
             continue
@@ -253,37 +243,23 @@ def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: 
     return _Side(blocks, moments, step)
 
 
-def _traced_side(trace: StepTrace, reserved: Sequence[int], spec: DeviceSpec, round_up: Callable[[int], int]) -> _Side:
-    """Return the trace's blocks. A convolution's workspace lives for its own event, cuBLAS's to the end."""
-    blocks: list[_Held] = []
-    live: dict[int, int] = {}
-    moments = []
-    allocated = 0
-    last = trace.events[-1].step if trace.events else 0
-    for index, event in enumerate(trace.events):
-        made = trace.blocks[event.block]
-        where = " ".join(filter(None, (made.kind, made.operator, made.module)))
-        brief = 0
-        if event.nbytes > 0:
-            live[event.block] = len(blocks)
-            blocks.append(_Held(round_up(event.nbytes), index, None, where, False))
-            allocated += blocks[-1].nbytes
-        elif event.nbytes < 0:
-            number = live.pop(event.block)
-            blocks[number] = blocks[number]._replace(end=index)
-            allocated -= blocks[number].nbytes
-        elif made.call is not None and (nbytes := workspace_bytes(made.call, spec)):
-            is_kept = made.call.kind == CUBLAS
-            end = None if is_kept else index + 1
-            where = f"workspace {made.call.kind} {made.module}".rstrip()
-            blocks.append(_Held(round_up(nbytes), index, end, where, True))
-            if is_kept:
-                allocated += blocks[-1].nbytes
-            else:
-                brief = blocks[-1].nbytes
-        moments.append((index, allocated + brief, reserved[index]))
-    first = next((i for i, event in enumerate(trace.events) if event.step == last), 0)
-    return _Side(blocks, moments, range(first, len(trace.events)))
+def _traced_side(trace: StepTrace, profile: MemoryProfile, round_up: Callable[[int], int]) -> _Side:
+    """Return the side of a trace, from the history that its replay has kept."""
+    assert profile.snapshot is not None, "the replay has a timeline"
+    entries = [{**entry, "where": _where(entry)} for entry in profile.snapshot["device_traces"][0]]
+    last = f"step {trace.events[-1].step}" if trace.events else ""
+    phases = (entry["frames"][-1]["filename"] if entry["frames"] else "" for entry in entries)
+    first = next((index for index, phase in enumerate(phases) if phase == last), 0)
+    return _side(entries, range(first, len(entries)), round_up)
+
+
+def _where(entry: Mapping[str, Any]) -> str:
+    """Return the kind, operator and module of a traced request."""
+    if not entry["frames"]:
+        return ""
+    made = entry["frames"][0]
+    module = "" if made["filename"] == "model" else made["filename"]
+    return " ".join(filter(None, dict.fromkeys((entry["category"], made["name"], module))))
 
 
 def _peak(side: _Side) -> tuple[int, int]:
@@ -305,38 +281,34 @@ def _list_requested(side: _Side) -> list[_Held]:
     ]
 
 
-def _workspace_gap(measured: Iterable[_Held], traced: Iterable[_Held]) -> int:
-    """Return how many more bytes of workspaces are alive on the measured side, of blocks that have no equal."""
-    only_measured, only_traced = _apart(measured, traced), _apart(traced, measured)
-    return sum(h.nbytes for h in only_measured if h.is_workspace) - sum(h.nbytes for h in only_traced if h.is_workspace)
+def _workspace_bytes(apart: Iterable[BlocksApart]) -> int:
+    return sum(blocks.total_bytes for blocks in apart if blocks.is_workspace)
 
 
-def _apart(side: Iterable[_Held], other: Iterable[_Held]) -> list[_Held]:
+def _apart(side: Iterable[_Held], other: Iterable[_Held]) -> tuple[BlocksApart, ...]:
     """Return the blocks without an equally large one of the other side; of one size, what may be a workspace first."""
     missing = Counter(held.nbytes for held in other)
-    apart = []
+    counts: Counter[tuple[int, str, bool]] = Counter()
     for held in sorted(side, key=lambda held: held.is_workspace):
         if missing[held.nbytes] > 0:
             missing[held.nbytes] -= 1
         else:
-            apart.append(held)
-    return apart
+            counts[held.nbytes, held.where, held.is_workspace] += 1
+    apart = [
+        BlocksApart(nbytes=nbytes, count=count, where=where, is_workspace=is_workspace)
+        for (nbytes, where, is_workspace), count in counts.items()
+    ]
+    return tuple(sorted(apart, key=lambda blocks: -blocks.total_bytes))
 
 
 def _match(measured: Sequence[_Held], traced: Sequence[_Held]) -> BlockMatch:
     only_measured, only_traced = _apart(measured, traced), _apart(traced, measured)
     return BlockMatch(
-        matched_count=len(measured) - len(only_measured),
-        matched_bytes=sum(held.nbytes for held in measured) - sum(held.nbytes for held in only_measured),
-        only_measured=_by_size(only_measured),
-        only_traced=_by_size(only_traced),
+        matched_count=len(measured) - sum(blocks.count for blocks in only_measured),
+        matched_bytes=sum(held.nbytes for held in measured) - sum(blocks.total_bytes for blocks in only_measured),
+        only_measured=only_measured,
+        only_traced=only_traced,
     )
-
-
-def _by_size(apart: Iterable[_Held]) -> tuple[BlocksApart, ...]:
-    groups = Counter((held.nbytes, held.where) for held in apart)
-    blocks = [BlocksApart(nbytes=nbytes, count=count, where=where) for (nbytes, where), count in groups.items()]
-    return tuple(sorted(blocks, key=lambda block: -block.total_bytes))
 
 
 def _first_reordered(measured: Sequence[_Held], traced: Sequence[_Held]) -> int | None:
@@ -347,34 +319,30 @@ def _first_reordered(measured: Sequence[_Held], traced: Sequence[_Held]) -> int 
     return next((number for a, (number, b) in zip(ours, theirs, strict=True) if a != b), None)
 
 
-def _curve(side: _Side) -> StepCurve:
-    moments = [moment for moment in side.moments if moment[0] in side.step]
-    return StepCurve(
-        allocated_bytes=tuple(allocated for _, allocated, _ in moments),
-        reserved_bytes=tuple(reserved for _, _, reserved in moments),
-    )
+def _curve(side: _Side) -> Curve:
+    return [(allocated, reserved) for index, allocated, reserved in side.moments if index in side.step]
 
 
 def _verdict(
     gap: Mapping[str, int],
     difference: str | None,
     measured_reserved: int,
-    sides: Sequence[tuple[Sequence[_Held], Sequence[_Held]]],
+    matches: Sequence[BlockMatch],
 ) -> tuple[str, int]:
     """Return the cause that decides, and the bytes of blocks that only one side has through it.
 
-    `sides` are the blocks alive at the peak, then those of the step: differences in what is requested come before those
-    in the order, since what is requested decides how it can be placed.
+    `matches` are of the blocks alive at the peak, then of those of the step: differences in what is requested come
+    before those in the order, since what is requested decides how it can be placed.
     """
     if difference is not None or gap[ALLOCATOR]:
         return ALLOCATOR, 0
     close = max(_CLOSE_BYTES, _CLOSE_SHARE * measured_reserved)
     if abs(sum(gap.values())) <= close:
         return NONE, 0
-    for measured, traced in sides:
-        apart = [*_apart(measured, traced), *_apart(traced, measured)]
-        nbytes = {WORKSPACES: sum(h.nbytes for h in apart if h.is_workspace)}
-        nbytes[REQUESTS] = sum(h.nbytes for h in apart) - nbytes[WORKSPACES]
+    for match in matches:
+        apart = [*match.only_measured, *match.only_traced]
+        nbytes = {WORKSPACES: _workspace_bytes(apart)}
+        nbytes[REQUESTS] = sum(blocks.total_bytes for blocks in apart) - nbytes[WORKSPACES]
         cause = max(nbytes, key=lambda name: nbytes[name])
         if nbytes[cause] > close:
             return cause, nbytes[cause]

@@ -1,30 +1,33 @@
-"""Results of a lent machine: its runs beside their estimates for its device, and what is a finding.
+"""Results of a lent machine: its runs beside their estimates for its device, as tables that the page's sections query.
 
-Start reading at `read_results`, and at `estimated_runs`; `FIGURES` lists what is compared, `RULES` when it is off.
+Start reading at `read_results`, and at `estimated_runs`; `FIGURES` lists what is compared, `Results.warehouse` the
+tables, `RULES` when a figure is off.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pyarrow as pa
+
 import warehouse
 from conf.errors import CommandError, UsageError
+from conf.files.outputs import json_lines
 from conf.plain_text import exception_line, first_line
-from conf.reports.blocks import Block
+from conf.reports.blocks import Block, Table, table
 from featurize.configs.trial import config_of_row
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.timing.step_time import operator_costs
-from infra.offline.block_comparison import read_history
-from infra.offline.results import CALLS, DATA, SUMMARY, Series, json_lines, newest, unpack
+from infra.offline.results import CALLS, DATA, SUMMARY, Series, newest, unpack
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.known_runs import NONE
@@ -33,7 +36,8 @@ from learn.estimation.requests import request_of
 from warehouse.exchange.exporting import SOURCES
 from warehouse.files.folder import DataFolder
 from warehouse.reading.connection import WarehouseConnection
-from warehouse.reading.pairing import Pair, Shift, summed_up
+from warehouse.reading.pairing import shift_of
+from workers.probes.children import measured_in
 
 LEAST = 5  # runs of a family, or members of groups
 OFF: Mapping[str, float] = {
@@ -62,6 +66,7 @@ RULES = (
 NO_COMMAND = ""
 _WORK_MARKS = (DATA, "probes", CALLS)  # any of them makes a folder a work folder
 _REHEARSALS = ("cpu", "simulated")
+TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the packaged models
 
 
 class Absent(Exception):
@@ -79,40 +84,7 @@ class Finding:
 Part: TypeAlias = Block | Finding  # of a section
 
 
-TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the packaged models
-_COLUMNS = (
-    "run_id",
-    "job_id",
-    "group_id",
-    "family",
-    "config",
-    "status",
-    "oom_kind",
-    "source",
-    "device_name",
-    "device_uuid",
-    "device_memory_mib",
-    "torch_version",
-    "driver_version",
-    "allocator_settings",
-    "memory_fraction",
-    "precision",
-    "parallel",
-    "peak_memory_mib",
-    "peak_reserved_mib",
-    "peak_allocated_mib",
-    "smact",
-    "smocc",
-    "drama",
-    "power_w",
-    "energy_j",
-    "step_time_ms",
-    "steps",
-    "kernel_rows",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
     """One figure that is compared.
 
@@ -120,24 +92,20 @@ class Figure:
         title: Its name with its unit.
         measured: A row's value in `runs`; None where it was not measured.
         estimated: The estimate's value.
-        is_ratio: Whether it lies in [0, 1]. Errors of ratios are differences; others are relative.
     """
 
     title: str
     measured: Callable[[Mapping[str, Any]], float | None]
     estimated: Callable[[Estimate], float | None]
-    is_ratio: bool = False
 
 
 def _energy_a_step(run: Mapping[str, Any]) -> float | None:
     return run["energy_j"] / run["steps"] if run["energy_j"] and run["steps"] else None
 
 
-def _process_mib(estimate: Estimate) -> float | None:
-    others_mib = (estimate.card_mib or 0.0) - (
-        estimate.process_mib or 0.0
-    )  # what the machine holds without the process
-    return estimate.peak_memory_mib - others_mib
+def _process_mib(estimate: Estimate) -> float:
+    """Return the card's memory without what the machine holds beside the process."""
+    return estimate.peak_memory_mib - ((estimate.card_mib or 0.0) - (estimate.process_mib or 0.0))
 
 
 def _power(estimate: Estimate) -> float | None:
@@ -145,117 +113,69 @@ def _power(estimate: Estimate) -> float | None:
 
 
 FIGURES: Mapping[str, Figure] = {
-    "allocated": Figure(
-        title="allocated memory, MiB",
-        measured=lambda run: run["peak_allocated_mib"],
-        estimated=lambda estimate: estimate.allocated_mib,
-    ),
-    "reserved": Figure(
-        title="reserved memory, MiB",
-        measured=lambda run: run["peak_reserved_mib"],
-        estimated=lambda estimate: estimate.reserved_mib,
-    ),
-    "process": Figure(
-        title="process memory, MiB",
-        measured=lambda run: run["peak_memory_mib"],
-        estimated=_process_mib,
-    ),
-    "step_time": Figure(
-        title="step time, ms",
-        measured=lambda run: run["step_time_ms"],
-        estimated=lambda estimate: estimate.step_time_ms,
-    ),
-    "smact": Figure(
-        title="SMACT", measured=lambda run: run["smact"], estimated=lambda estimate: estimate.smact, is_ratio=True
-    ),
-    "smocc": Figure(
-        title="SMOCC", measured=lambda run: run["smocc"], estimated=lambda estimate: estimate.smocc, is_ratio=True
-    ),
-    "drama": Figure(
-        title="DRAMA", measured=lambda run: run["drama"], estimated=lambda estimate: estimate.drama, is_ratio=True
-    ),
-    "power": Figure(title="power, W", measured=lambda run: run["power_w"], estimated=_power),
-    "energy": Figure(
-        title="energy of a step, J",
-        measured=_energy_a_step,
-        estimated=lambda estimate: estimate.energy_j,
-    ),
+    "allocated": Figure("allocated memory, MiB", lambda run: run["peak_allocated_mib"], lambda own: own.allocated_mib),
+    "reserved": Figure("reserved memory, MiB", lambda run: run["peak_reserved_mib"], lambda own: own.reserved_mib),
+    "process": Figure("process memory, MiB", lambda run: run["peak_memory_mib"], _process_mib),
+    "step_time": Figure("step time, ms", lambda run: run["step_time_ms"], lambda own: own.step_time_ms),
+    "smact": Figure("SMACT", lambda run: run["smact"], lambda own: own.smact),
+    "smocc": Figure("SMOCC", lambda run: run["smocc"], lambda own: own.smocc),
+    "drama": Figure("DRAMA", lambda run: run["drama"], lambda own: own.drama),
+    "power": Figure("power, W", lambda run: run["power_w"], _power),
+    "energy": Figure("energy of a step, J", _energy_a_step, lambda own: own.energy_j),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class EstimatedRun:
-    """One run and its estimates.
-
-    Args:
-        run: Its row of `runs`.
-        estimates: `TRACE` and `SHIPPED` -> the estimate, for the device of the run.
-        modelled_ms: Operator -> time of its kernels in a step by the kernel model; of runs with rows in `kernels`.
-    """
-
-    run: Mapping[str, Any]
-    estimates: Mapping[str, Estimate]
-    modelled_ms: Mapping[str, float]
-
-    def pair(self, name: str, by: str = TRACE) -> tuple[float, float] | None:
-        """Return (measured, estimated) of a figure; None where either is missing, or the run did not end well."""
-        figure = FIGURES[name]
-        measured, estimated = figure.measured(self.run), figure.estimated(self.estimates[by])
-        if self.run["status"] != "ok" or measured is None or estimated is None:
-            return None
-        return None if not figure.is_ratio and measured <= 0 else (measured, estimated)
-
-    @property
-    def causes_mib(self) -> dict[str, float] | None:
-        """Estimate less measurement in MiB, taken apart; None where a part was not measured."""
-        pairs = [self.pair(name) for name in ("allocated", "reserved", "process")]
-        if None in pairs:
-            return None
-        allocated, reserved, process = (estimated - measured for measured, estimated in pairs if pairs)  # type: ignore[misc]
-        return {"tensors": allocated, "allocator": reserved - allocated, "context": process - reserved}
+# Figure -> the target of the packaged models that give it.
+TARGETS = {"process": "memory", "smact": "smact", "smocc": "smocc", "drama": "drama", "step_time": "step_time"}
+_KEPT = ("run_id", "family", "status", "parallel", "torch_version", "driver_version")  # columns of `runs`
+_ESTIMATES = pa.schema(
+    [
+        *((name, pa.string()) for name in (*_KEPT, "estimator", *(f"{name}_model" for name in TARGETS))),
+        *((f"{name}_{kind}", pa.float64()) for name in FIGURES for kind in ("measured", "estimated", "error")),
+        ("upper_mib", pa.float64()),
+        ("fits", pa.bool_()),
+    ]
+)
+_MODELLED = pa.schema([("run_id", pa.string()), ("operator", pa.string()), ("ms", pa.float64())])
+_VIEWS = """
+CREATE TEMP VIEW solo AS SELECT * FROM estimates WHERE status = 'ok' AND parallel IS NULL;
+CREATE TEMP VIEW causes AS
+    SELECT run_id, family, process_measured, process_estimated, process_error, {allocated} AS tensors,
+        {reserved} - {allocated} AS allocator, {process} - {reserved} AS context
+    FROM solo WHERE estimator = 'trace' AND ({allocated} + {reserved} + {process}) IS NOT NULL;
+CREATE TEMP MACRO bias_text(error, is_ratio) AS CASE WHEN is_ratio
+    THEN printf('%+.3f', round(median(error), 3) + 0.0)
+    ELSE printf('%+.1f%%', 100 * (round(median(error), 3) + 0.0)) END;  -- the sum has no -0.0
+CREATE TEMP MACRO spread_text(error, is_ratio) AS bias_text(error, is_ratio) || CASE WHEN is_ratio
+    THEN printf(' / %.3f', quantile_disc(abs(error), 0.9))
+    ELSE printf(' / %.1f%%', 100 * quantile_disc(abs(error), 0.9)) END;
+""".format(**{name: f"({name}_estimated - {name}_measured)" for name in ("allocated", "reserved", "process")})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatedRuns:
-    """Runs with estimates, and reason -> number of the runs without."""
+    """Runs with estimates.
 
-    runs: tuple[EstimatedRun, ...]
-    left_out: Mapping[str, int]
+    Args:
+        estimates: Rows of `_ESTIMATES`, for each run one by `TRACE` and one by `SHIPPED`. A figure's `measured`,
+            `estimated` and `error` (relative, of ratios absolute) are None without both values; `model` is the packaged
+            model that answered, None where the trace did, or for another training loop than the run's.
+        modelled: Rows of `_MODELLED`: time of an operator's kernels in a step by the kernel model, in ms.
+        left_out: Reason -> number of the runs without estimates.
+    """
+
+    estimates: tuple[dict[str, Any], ...] = ()
+    modelled: tuple[dict[str, Any], ...] = ()
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def solo(self) -> tuple[EstimatedRun, ...]:
-        """Runs on one device that ended well."""
-        return tuple(
-            estimated_run
-            for estimated_run in self.runs
-            if estimated_run.run["status"] == "ok" and estimated_run.run["parallel"] is None
-        )
-
-
-def by_family(runs: Iterable[EstimatedRun]) -> dict[str, list[EstimatedRun]]:
-    """Return family -> its runs, sorted by name."""
-    families: dict[str, list[EstimatedRun]] = defaultdict(list)
-    for estimated_run in runs:
-        families[estimated_run.run["family"]].append(estimated_run)
-    return dict(sorted(families.items()))
-
-
-def spread_of(runs: Iterable[EstimatedRun], name: str, by: str = TRACE) -> Shift | None:
-    """Return the errors of a figure: relative, of ratios absolute. None where no run has both values."""
-    pairs = [
-        Pair(key={"run_id": estimated_run.run["run_id"]}, before={name: both[0]}, after={name: both[1]})
-        for estimated_run in runs
-        if (both := estimated_run.pair(name, by)) is not None
-    ]
-    return next(iter(summed_up(pairs, name, math.inf)), None)
+    def traced(self) -> list[dict[str, Any]]:
+        """One row for each run."""
+        return [row for row in self.estimates if row["estimator"] == TRACE]
 
 
 def device_of(run: Mapping[str, Any]) -> DeviceSpec | None:
     """Return the description of a run's device; of a CPU the default GPU's, of a GPU without a description None."""
-    name = known_device(run["device_name"])
-    if name is not None:
-        return load_device(name)
-    return None if run["device_uuid"] else load_device(DEFAULT_DEVICE)
+    name = known_device(run["device_name"]) or (None if run["device_uuid"] else DEFAULT_DEVICE)
+    return None if name is None else load_device(name)
 
 
 def estimated_runs(
@@ -273,124 +193,88 @@ def estimated_runs(
         progress: Called before each run with the number of runs done and their total.
     """
     with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = _rows(connection, source)
-    profiled = {_key(run) for run in rows if run["kernel_rows"]}
+        runs = connection.sql(
+            f"SELECT *, {SOURCES[source]} AS is_of_source FROM runs WHERE source <> 'imported' ORDER BY run_id"
+        ).to_arrow_table()
     known: dict[tuple[object, ...], tuple[dict[str, Estimate], dict[str, float]]] = {}
-    runs, left_out = [], Counter[str]()
-    for completed, run in enumerate(rows):
-        progress(completed, len(rows))
-        reason, device, key = _unusable(run, source), device_of(run), _key(run)
-        if reason is None and device is None:
-            reason = f"conf/device has no description of {run['device_name']}"
-        if reason is not None or device is None:
-            left_out[str(reason)] += 1
-            continue
+    estimates, modelled, left_out = [], [], Counter[str]()
+    for completed, run in enumerate(runs.to_pylist()):
+        progress(completed, len(runs))
+        # What decides a run's estimates.
+        key = (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
         try:
+            _check_usable(run, source)
             if key not in known:
-                known[key] = _estimates(run, device, data, is_profiled=key in profiled)
-        except CommandError as error:
-            left_out[f"{run['family']}: {first_line(error)}"] += 1
+                known[key] = _estimates(run, data)
+        except CommandError as reason:
+            left_out[first_line(reason)] += 1
             continue
-        estimates, modelled_ms = known[key]
-        runs.append(EstimatedRun(run=run, estimates=estimates, modelled_ms=modelled_ms if run["kernel_rows"] else {}))
-    return EstimatedRuns(runs=tuple(runs), left_out=dict(left_out))
+        answers, operators_ms = known[key]
+        estimates += [_row(run, estimator, estimate) for estimator, estimate in answers.items()]
+        if run["kernel_rows"]:
+            modelled += [{"run_id": run["run_id"], "operator": name, "ms": ms} for name, ms in operators_ms.items()]
+    return EstimatedRuns(estimates=tuple(estimates), modelled=tuple(modelled), left_out=dict(left_out))
 
 
-def _rows(connection: WarehouseConnection, source: str) -> list[dict[str, Any]]:
-    columns = f"{', '.join(_COLUMNS)}, coalesce(quality, 'trusted') AS quality, {SOURCES[source]} AS is_of_source"
-    query = f"SELECT {columns} FROM runs WHERE source <> 'imported'"
-    rows: list[dict[str, Any]] = connection.sql(f"{query} ORDER BY run_id").to_arrow_table().to_pylist()
-    return rows
-
-
-def _unusable(run: Mapping[str, Any], source: str) -> str | None:
+def _check_usable(run: Mapping[str, Any], source: str) -> None:
+    """Raise `UsageError` with the reason why a run is not compared with its estimates."""
     if not run["is_of_source"]:
-        return f"not {source}"
+        raise UsageError(f"not {source}")
     if run["group_id"] is not None:
-        return "beside other jobs: see Pairs"
+        raise UsageError("beside other jobs: see Pairs")
     if run["quality"] == "untrusted":
-        return "labels untrusted by the farm's checks"
-    if run["status"] == "ok" or (run["status"] == "oom" and run["oom_kind"] == "device"):
-        return None
-    return f"status {run['status']}"
+        raise UsageError("labels untrusted by the farm's checks")
+    if run["status"] != "ok" and (run["status"], run["oom_kind"]) != ("oom", "device"):
+        raise UsageError(f"status {run['status']}")
+    if device_of(run) is None:
+        raise UsageError(f"conf/device has no description of {run['device_name']}")
 
 
-def _key(run: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return the properties that decide a run's estimates."""
-    return (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
-
-
-def _estimates(
-    run: Mapping[str, Any], device: DeviceSpec, data: str | os.PathLike[str], *, is_profiled: bool
-) -> tuple[dict[str, Estimate], dict[str, float]]:
-    """Return the estimates of a run, and operator -> ms of its kernels in a step where these are asked for."""
-    config = config_of_row(run["config"])
-    allocator = AllocatorSettings.parse(run["allocator_settings"] or "")
-    if run["memory_fraction"] is not None:
-        allocator = replace(allocator, per_process_memory_fraction=run["memory_fraction"])
-    given = None if allocator == AllocatorSettings() else allocator
-    traces: dict[Any, Any] = {}
-    request = request_of(config, device=device, allocator=given, data=data, known=NONE)
-    shipped, _ = make_estimate(request, traces=traces)
-    alone, traced = make_estimate(
-        replace(request, options=replace(request.options, estimator=TRACE, loop=RESIDENT)), traces=traces
-    )
-    by_operator: dict[str, float] = defaultdict(float)
-    if is_profiled and traced is not None:
+def _estimates(run: Mapping[str, Any], data: str | os.PathLike[str]) -> tuple[dict[str, Estimate], dict[str, float]]:
+    """Return the estimates of a run, and operator -> ms of its kernels in a step by the kernel model."""
+    device = device_of(run)
+    assert device is not None, "checked before"
+    try:
+        config = config_of_row(run["config"])
+        allocator = AllocatorSettings.parse(run["allocator_settings"] or "")
+        if run["memory_fraction"] is not None:
+            allocator = replace(allocator, per_process_memory_fraction=run["memory_fraction"])
+        given = None if allocator == AllocatorSettings() else allocator
+        traces: dict[Any, Any] = {}
+        request = request_of(config, device=device, allocator=given, data=data, known=NONE)
+        shipped, _ = make_estimate(request, traces=traces)
+        options = replace(request.options, estimator=TRACE, loop=RESIDENT)
+        alone, traced = make_estimate(replace(request, options=options), traces=traces)
+    except CommandError as error:
+        raise UsageError(f"{run['family']}: {first_line(error)}") from error
+    operators_ms: dict[str, float] = defaultdict(float)
+    if traced is not None:
         costs = operator_costs(traced.trace, device, config)
         for operator, cost in zip(traced.trace.operators, costs, strict=True):
-            by_operator[operator.name] += cost.seconds * 1e3
-    return {TRACE: alone, SHIPPED: shipped}, {name: ms for name, ms in by_operator.items() if ms > 0}
+            operators_ms[operator.name] += cost.seconds * 1e3
+    return {TRACE: alone, SHIPPED: shipped}, {name: ms for name, ms in operators_ms.items() if ms > 0}
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorTimes:
-    """Kernels of one operator over several runs, in ms a step. Args: as named; `runs` have it measured and modelled."""
-
-    operator: str
-    runs: int
-    measured_ms: float
-    modelled_ms: float
-
-    @property
-    def ratio_text(self) -> str:
-        """Modelled over measured time; which side lacks the operator where one does."""
-        if not self.measured_ms:
-            return "only modelled"
-        return f"{self.modelled_ms / self.measured_ms:.2f}" if self.modelled_ms else "only measured"
+def _row(run: Mapping[str, Any], estimator: str, estimate: Estimate) -> dict[str, Any]:
+    """Return the row of `_ESTIMATES` for a run and one of its estimates."""
+    card_mib = run["device_memory_mib"] or estimate.device_memory_mib or 0.0
+    row = {name: run[name] for name in _KEPT}
+    row |= {"estimator": estimator, "upper_mib": estimate.upper_mib, "fits": estimate.fits(card_mib)}
+    for name, figure in FIGURES.items():
+        measured, estimated = figure.measured(run), figure.estimated(estimate)
+        error = shift_of(name, measured, estimated) if run["status"] == "ok" else None
+        if error is not None:
+            row |= {f"{name}_measured": measured, f"{name}_estimated": estimated, f"{name}_error": error}
+    if estimator == SHIPPED:
+        row |= {f"{name}_model": model_of(estimate, target) for name, target in TARGETS.items()}
+    return row
 
 
-def operator_times(data: str | os.PathLike[str], runs: Sequence[EstimatedRun]) -> dict[str, list[OperatorTimes]]:
-    """Return timing of `kernels` -> its operators, those that take the most time first.
-
-    An operator that a run has on one side only counts with 0 on the other.
-    """
-    modelled = {
-        estimated_run.run["run_id"]: estimated_run.modelled_ms for estimated_run in runs if estimated_run.modelled_ms
-    }
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(
-            "SELECT timing, run_id, operator, sum(duration_us * count / steps) / 1e3 FROM kernels "
-            "WHERE run_id IS NOT NULL AND steps > 0 GROUP BY ALL ORDER BY ALL"
-        ).fetchall()
-    measured: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for timing, run_id, operator, ms in rows:
-        if run_id in modelled:
-            measured[timing][run_id][operator] = ms
-    times = {}
-    for timing, of_runs in measured.items():
-        names = {name for run_id, measured_ms in of_runs.items() for name in (*measured_ms, *modelled[run_id])}
-        summed = [
-            OperatorTimes(
-                operator=name,
-                runs=sum(name in measured_ms and name in modelled[run_id] for run_id, measured_ms in of_runs.items()),
-                measured_ms=sum(measured_ms.get(name, 0.0) for measured_ms in of_runs.values()),
-                modelled_ms=sum(modelled[run_id].get(name, 0.0) for run_id in of_runs),
-            )
-            for name in names
-        ]
-        times[timing] = sorted(summed, key=lambda time: (-max(time.measured_ms, time.modelled_ms), time.operator))
-    return times
+def model_of(estimate: Estimate, target: str) -> str | None:
+    """Return the model, fitted on measured rows, that a figure is from; None for the trace, and another loop's."""
+    model = estimate.answered_by.get(target, TRACE)
+    is_of_loop = target == "memory" or estimate.loops.get(target) == RESIDENT  # memory hardly depends on the loop
+    return model if is_of_loop and model != TRACE else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,6 +311,31 @@ class Results:
         """The key `data` of commands that read these runs."""
         return f"data={shlex.quote(str(self.work / DATA))}"
 
+    @cached_property
+    def warehouse(self) -> WarehouseConnection:
+        """The warehouse of the data folder, with the tables of `EstimatedRuns` and `_VIEWS`. Raises `Absent`."""
+        connection = warehouse.connect(self.data)
+        connection.register("estimates", pa.Table.from_pylist(list(self.runs.estimates), _ESTIMATES))
+        connection.register("modelled", pa.Table.from_pylist(list(self.runs.modelled), _MODELLED))
+        connection.execute(_VIEWS)
+        return connection
+
+    def rows(self, sql: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query. Raises `Absent`."""
+        return list(self.warehouse.execute(sql).fetchall())
+
+    def table(self, sql: str, words: int = 1) -> Table | None:
+        """Return a query as a table, None without rows; `words` as in `conf.reports.blocks.table`. Raises `Absent`."""
+        answered = self.warehouse.execute(sql)
+        heads = [column[0] for column in answered.description]
+        rows = answered.fetchall()
+        return table(heads, rows, words=words) if rows else None
+
+    def require_solo(self) -> None:
+        """Raise `Absent` without runs of single jobs that ended well, which the view `solo` has."""
+        if not any(row["status"] == "ok" and row["parallel"] is None for row in self.runs.estimates):
+            raise Absent("The results hold no runs of single jobs that ended well.")
+
     @property
     def device_text(self) -> str:
         """The device that estimates are made for."""
@@ -457,7 +366,7 @@ def work_folder(results: Path, out: Path) -> Path:
 
 def read_results(work: Path, progress: Callable[[int, int], None] = lambda completed, total: None) -> Results:
     """Return the work folder's runs with their estimates. Runs of the best kind count: measured before simulated."""
-    calls, runs, source, problem = json_lines(work / CALLS), EstimatedRuns(runs=(), left_out={}), None, ""
+    calls, runs, source, problem = json_lines(work / CALLS), EstimatedRuns(), None, ""
     names: list[str] = []
     if DataFolder.resolve(work / DATA).format_marker.is_file():
         try:
@@ -495,9 +404,6 @@ def _source_and_devices(data: Path) -> tuple[str | None, list[str]]:
 
 
 def _recorded_devices(work: Path) -> list[str]:
-    """Return the GPU of each recorded history that can be read."""
-    names = []
-    for path in (work / "probes" / "histories").glob("*.json.xz"):
-        with contextlib.suppress(UsageError):
-            names.append(str(read_history(path)["device_name"]))
-    return names
+    """Return the GPU of each recorded history."""
+    rows = [row for measured in measured_in(work / "probes" / "histories") for row in measured.rows]
+    return [str(row["device_name"]) for row in rows if "device_name" in row]

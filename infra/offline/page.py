@@ -32,25 +32,12 @@ from conf.reports.blocks import (
     Tile,
     Tiles,
     page_bytes,
-    table,
+    print_page,
 )
 from conf.reports.page_text import count_of
-from conf.reports.terminal import print_page
 from infra.offline import probe_sections, run_sections
-from infra.offline.estimated_runs import (
-    FIGURES,
-    RULES,
-    Absent,
-    Finding,
-    Part,
-    Results,
-    by_family,
-    read_results,
-    spread_of,
-    work_folder,
-)
+from infra.offline.estimated_runs import RULES, Absent, Finding, Part, Results, read_results, work_folder
 from infra.offline.results import TESTS, outcomes_of
-from infra.offline.run_sections import spread_text
 from warehouse.exchange.exporting import ExportSettings, export
 
 PAGE = "page.html"
@@ -137,25 +124,24 @@ def summary(page: Page) -> Page:
 
 
 def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_judged: bool) -> tuple[Block, ...]:
-    runs, warning, tests = results.runs, _OF_KIND[results.kind], None
+    runs, warning, tests = results.runs.traced, _OF_KIND[results.kind], None
     with contextlib.suppress(OSError):  # the section on tests says so
         tests = outcomes_of(results.work / TESTS)
     is_tested = tests is None or not (tests.counts["failed"] or tests.not_run)
     level: Level = "good" if is_tested and is_judged and not (finding_count or warning) else "look"
-    statuses = Counter(estimated_run.run["status"] for estimated_run in runs.runs)
-    versions = {
-        f"{name} {version}": None
+    statuses = Counter(run["status"] for run in runs)
+    versions = [
+        f"{name} {version}"
         for name in ("torch", "driver")
-        for version in sorted({str(run.run[f"{name}_version"]) for run in runs.runs if run.run[f"{name}_version"]})
-    }
+        for version in sorted({str(run[f"{name}_version"]) for run in runs if run[f"{name}_version"]})
+    ]
     leads = {
         "runs": ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none",
         "versions": ", ".join(versions),
         "tests": str(tests or ""),
     }
-    spreads = [(name, spread) for name in FIGURES if (spread := spread_of(runs.solo, name))]
-    rows = [(FIGURES[name].title, spread_text(name, spread), spread.pairs) for name, spread in spreads]
-    left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in runs.left_out.items()]
+    left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in results.runs.left_out.items()]
+    spreads = run_sections.spreads(results) if runs else None
     return (
         *((Callout(warning, "bad"),) if warning else ()),
         *((Callout(f"Runs cannot be read: {results.problem}", "bad"),) if results.problem else ()),
@@ -163,12 +149,12 @@ def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_jud
         Lead("; ".join(f"{name}: {text}" for name, text in leads.items() if text)),
         Tiles(
             (
-                Tile("runs", f"{len(runs.runs):,}", counted(len(by_family(runs.runs)), "family", "families")),
-                Tile("left out", f"{sum(runs.left_out.values()):,}", "reasons below"),
+                Tile("runs", f"{len(runs):,}", counted(len({run["family"] for run in runs}), "family", "families")),
+                Tile("left out", f"{sum(results.runs.left_out.values()):,}", "reasons below"),
                 Tile("to refit", f"{finding_count}", "findings"),
             )
         ),
-        *((table(("figure", "error, median / 90th percentile", "runs"), rows),) if rows else ()),
+        *((spreads,) if spreads is not None else ()),
         *((Bullets((*left_out, *absent)),) if left_out or absent else ()),
     )
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from conf.errors import CommandError
-from conf.files.outputs import read_json
+from conf.files.outputs import json_lines
 from conf.plain_text import exception_line, first_line
 from conf.reports.blocks import (
     Block,
@@ -50,7 +49,7 @@ from infra.offline.block_comparison import (
     BlockComparison,
     BlockMatch,
     compare_blocks,
-    read_history,
+    history_of,
 )
 from infra.offline.estimated_runs import (
     CONTEXT_MIB,
@@ -62,9 +61,11 @@ from infra.offline.estimated_runs import (
     Part,
     Results,
 )
-from infra.offline.results import CALLS, DATA, LOG, TESTS, json_lines, outcomes_of
+from infra.offline.results import CALLS, DATA, LOG, TESTS, outcomes_of
 from learn.calibrate import calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
+from workers.probes.children import Measured, measured_in
+from workers.probes.questions import ANSWERS
 
 _MARGINS = Margins(width=400, height=210, left=52, right=10, top=12, bottom=28)
 _MOST_COLUMNS = 200  # columns of a curve
@@ -86,17 +87,14 @@ QUESTIONS = {
 }
 
 
-def contents(path: Path) -> Any:
-    """Return the content of a JSON file of the probes. Raises `Absent`, also for an empty or damaged file."""
-    try:
-        content = read_json(path)
-    except FileNotFoundError:
-        raise Absent(f"The results have no {path.name}.") from None
-    except (OSError, ValueError) as error:
-        raise Absent(f"{path.name} cannot be read: {first_line(error)}.") from error
-    if not content:
-        raise Absent(f"{path.name} is empty.")
-    return content
+def measured_rows(results: Results, probe: str) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """Return the rows of a probe's measurements, each with its `name`, and the reasons of those without. Raises
+    `Absent`."""
+    measurements = measured_in(results.work / "probes" / probe)
+    if not measurements:
+        raise Absent(f"The results have no {probe}.")
+    rows = [{"name": measured.name, **row} for measured in measurements for row in measured.rows]
+    return rows, Counter(measured.reason for measured in measurements if measured.reason is not None)
 
 
 def records(rows: Sequence[Mapping[str, Cell]], words: int = 1) -> Table:
@@ -125,22 +123,19 @@ def contexts(results: Results) -> Iterator[Part]:
                 fitted[name] = calibrate(numbers, device).profile
         yield from _context_finding(results, device, fitted.get(CURRENT))
     rows: list[dict[str, Cell]] = []
-    reasons: Counter[str] = Counter()
-    for context in contents(probes / "context.json"):
-        process_mib, card_mib, before_mib = context["process_mib"], context["card_mib"], context["card_before_mib"]
-        if process_mib is None and card_mib is None:
-            reasons[context.get("reason") or "no reason is recorded"] += 1
-            continue
-        reserved_mib = context["reserved_mib"] or 0.0
+    measured, reasons = measured_rows(results, "contexts")
+    for context in measured:
+        process_mib, card_mib, before_mib = (context.get(f"{name}_mib") for name in ("process", "card", "card_before"))
+        reserved_mib = context.get("reserved_mib")
         rows.append(
             {
                 "measurement": context["name"],
                 "cuDNN": "yes" if context["cudnn"] else "no",
                 "card before": mib(before_mib),
-                "growth of the card": mib(None if None in (card_mib, before_mib) else card_mib - before_mib),
+                "growth of the card": mib(None if card_mib is None or before_mib is None else card_mib - before_mib),
                 "process": mib(process_mib),
-                "reserved": mib(context["reserved_mib"]),
-                "outside the allocator": mib(None if process_mib is None else process_mib - reserved_mib),
+                "reserved": mib(reserved_mib),
+                "outside the allocator": mib(None if process_mib is None else process_mib - (reserved_mib or 0.0)),
                 "*remark": context.get("reason") or "",
             }
         )
@@ -168,12 +163,14 @@ def contexts(results: Results) -> Iterator[Part]:
 
 def _context_finding(results: Results, device: DeviceSpec, fitted: MachineProfile | None) -> Iterator[Finding]:
     assumed_mib = machine_for(None, device, results.work / DATA).outside_mib(True)
-    causes = [causes["context"] for run in results.runs.solo if (causes := run.causes_mib) is not None]
+    count, context_mib = 0, 0.0
+    if results.runs.estimates:
+        ((count, context_mib),) = results.rows("SELECT count(*), median(context) FROM causes")
     if fitted is not None:
         measured_mib = fitted.outside_mib(True)
         measured = f" measured={shlex.quote(str(results.work / 'probes' / _NUMBERS_OF[CURRENT]))}"
-    elif len(causes) >= LEAST:
-        measured_mib, measured = assumed_mib - statistics.median(causes), ""
+    elif count >= LEAST:
+        measured_mib, measured = assumed_mib - context_mib, ""
     else:
         return
     if abs(measured_mib - assumed_mib) > CONTEXT_MIB:
@@ -185,10 +182,11 @@ def _context_finding(results: Results, device: DeviceSpec, fitted: MachineProfil
 
 def workspaces(results: Results) -> Iterator[Part]:
     """Workspaces of single operators."""
-    all_rows = contents(results.work / "probes" / "workspaces.json")
+    all_rows, reasons = measured_rows(results, "workspaces")
     rows = [row for row in all_rows if row.get("measured_bytes") is not None and row.get("assumed_bytes") is not None]
     if not rows:
-        reason = next((row["reason"] for row in all_rows if row.get("reason")), "no row has both figures")
+        reason = next((row["reason"] for row in all_rows if row.get("reason")), None)
+        reason = reason or next(iter(reasons), "no row has both figures")
         raise Absent(f"No workspace was measured: {reason}.")
     rows.sort(key=lambda row: -abs(row["measured_bytes"] - row["assumed_bytes"]))
     cells: list[dict[str, Cell]] = [
@@ -225,21 +223,15 @@ def _arguments(config: Mapping[str, Any] | None) -> str:
 
 def comparisons_of(work: Path) -> tuple[list[BlockComparison], dict[str, str]]:
     """Return the comparison of each recorded history, and name -> reason of those without. Raises `Absent`."""
-    folder = work / "probes" / "histories"
-    paths = sorted(folder.glob("*.json.xz"))
-    failures = folder / "failures.json"
-    try:
-        failed = {name: str(reason) for name, reason in read_json(failures).items()} if failures.exists() else {}
-    except (OSError, ValueError, AttributeError) as error:
-        failed = {failures.name: exception_line(error)}
-    if not paths and not failed:
+    measurements = measured_in(work / "probes" / "histories")
+    if not measurements:
         raise Absent("The results have no allocator histories.")
-    compared = []
-    for path in paths:
+    compared, failed = [], {}
+    for measured in measurements:
         try:
-            compared.append(compare_blocks(read_history(path)))
+            compared.append(compare_blocks(history_of(measured)))
         except Exception as error:  # one damaged or untraceable job must not cost the others
-            failed[path.name] = (first_line if isinstance(error, CommandError) else exception_line)(error)
+            failed[measured.name] = (first_line if isinstance(error, CommandError) else exception_line)(error)
     return compared, failed
 
 
@@ -305,9 +297,10 @@ def curves_svg(one: BlockComparison) -> Svg:
     sides = ((_MEASURED_CSS, "measured", one.measured_curve), (_TRACED_CSS, "traced", one.traced_curve))
     lines = []
     for css, side, curve in sides:
-        if curve.allocated_bytes:
-            lines.append((f"line {css} dashed", f"{side} reserved", _thin(curve.reserved_bytes)))
-            lines.append((f"line {css}", f"{side} allocated", _thin(curve.allocated_bytes)))
+        if curve:
+            allocated_bytes, reserved_bytes = zip(*curve, strict=True)
+            lines.append((f"line {css} dashed", f"{side} reserved", _thin(reserved_bytes)))
+            lines.append((f"line {css}", f"{side} allocated", _thin(allocated_bytes)))
     most = max((max(values) for _, _, values in lines), default=1.0)
     plot = Plot(Axis(0.0, 1.0), Axis.of(0.0, max(most, 1e-3)), _MARGINS)
     plot.grid()
@@ -326,14 +319,18 @@ def _thin(values: Sequence[int]) -> list[float]:
 
 def questions(results: Results) -> Iterator[Part]:
     """The questions that only hardware answers."""
-    asked = contents(results.work / "probes" / "questions.json")
-    for name in (*QUESTIONS, *(name for name in asked if name not in QUESTIONS)):
-        question = asked.get(name) or {}
-        answer, reason, figures = (question.get(key) for key in ("answer", "reason", "figures"))
-        yield Heading(QUESTIONS.get(name, name))
-        yield Lead(answer) if answer else Callout(f"Not answered: {reason or 'it was not asked'}.")
-        if figures:
-            yield Fold("figures", (Preformatted(json.dumps(figures, indent=1)),))
+    measurements = {measured.name: measured for measured in measured_in(results.work / "probes" / "questions")}
+    if not measurements:
+        raise Absent("The results have no questions.")
+    for name, title in QUESTIONS.items():
+        measured = measurements.get(name, Measured(name, [], "it was not asked"))
+        yield Heading(title)
+        if measured.reason is None and measured.rows:
+            yield Lead(ANSWERS[name](measured.rows))
+        else:
+            yield Callout(f"Not answered: {measured.reason or 'its process gave no figures'}.")
+        if measured.rows:
+            yield Fold("figures", (Preformatted(json.dumps(measured.rows, indent=1)),))
 
 
 def tests(results: Results) -> Iterator[Part]:

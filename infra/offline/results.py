@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import TEMPORARY_SUFFIX, write_file
+from conf.files.outputs import TEMPORARY_SUFFIX, json_lines, write_file
 from conf.plain_text import exception_line
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS
+from warehouse.tables.schema import KINDS
 
 SLICE_BYTES = 16 * 2**20  # size of a file that comes back
 MOST_SLICES = 6  # slices among the eight files that come back; `SUMMARY` and `LOG` are the others
@@ -154,21 +154,16 @@ def newest(results: Path) -> Archive | None:
 
 
 def _summary(results: Path) -> tuple[Series, dict[str, str]] | None:
-    """Return the series, and each slice's digest by its name; None without a summary.
-
-    Raises `UsageError` for a damaged summary, and one of a former format.
-    """
+    """Return the series, and each slice's digest by its name; None without a summary. Raises `UsageError` for a damaged
+    one."""
     path = results / SUMMARY
     try:
         summary = json.loads(path.read_text())
-        series, slices = Series(str(summary["series"]), int(summary["generation"])), summary["slices"]
-        if not isinstance(slices, list):
-            return series, dict(slices)
+        return Series(str(summary["series"]), int(summary["generation"])), dict(summary["slices"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is damaged: {exception_line(error)}") from error
-    raise UsageError(f"{path} is of a former format; begin with an empty results=")
 
 
 def prepare(work: Path, results: Path) -> None:
@@ -291,16 +286,3 @@ def outcomes_of(path: Path, start: int = 0) -> Outcomes | None:
         if {"test", "outcome", "reason"} <= record.keys():
             tests[record["test"]] = record["outcome"], record["reason"]
     return None if selected is None else Outcomes(tests, len(set(selected) - tests.keys()))
-
-
-def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines; a line that a kill has cut off is left out, and no file has none."""
-    records = []
-    for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records

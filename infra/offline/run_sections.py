@@ -1,24 +1,21 @@
 """Sections of the page on runs: estimates beside measurements, protocols, kernels, shared GPUs, several GPUs.
 
-Start reading at `labels`, and at `protocols` for single experiments. Each function without an underscore is a section:
-it yields blocks and findings, and raises `Absent` where there is nothing.
+Start reading at `labels`, and at `protocols` for single experiments. Most are queries over the views of the warehouse
+and `Results.warehouse`. Each function without an underscore is a section: it yields blocks and findings, and raises
+`Absent` where there is nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
-import warehouse
 from conf.errors import UsageError
 from conf.reports.blocks import (
-    Block,
     Bullets,
     Cell,
     Code,
@@ -28,6 +25,7 @@ from conf.reports.blocks import (
     Legend,
     ShareBar,
     SharePart,
+    Table,
     table,
 )
 from conf.reports.charts import against
@@ -40,159 +38,214 @@ from infra.offline.estimated_runs import (
     OFF,
     OPERATOR_RATIO,
     OPERATOR_SHARE,
-    SHIPPED,
     SPEED,
-    TRACE,
+    TARGETS,
     Absent,
-    EstimatedRun,
-    EstimatedRuns,
     Finding,
     Part,
     Results,
-    by_family,
-    operator_times,
-    spread_of,
 )
-from infra.offline.probe_sections import drawn, mib, records
+from infra.offline.probe_sections import drawn, records
 from learn.commands.sharing import memory_errors
-from learn.estimation.notes import RESIDENT
 from learn.rows.data import MIN_ROWS
 from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
-from warehouse.reading.pairing import Shift
+from warehouse.files.writer import RUN_RATIOS
 
 MEMORY = ("allocated", "reserved", "process")
 ACTIVITY = ("step_time", "smact", "smocc", "drama")
 ENERGY = ("power", "energy")
 CAUSES = {"tensors": "k1", "allocator": "k5", "context": "k4"}
-OF_TARGET = {"memory": "process", "smact": "smact", "smocc": "smocc", "drama": "drama", "step_time": "step_time"}
-_SHOWN = 12
 _MOST_OPERATORS = 24  # in the table
+_TIMINGS = {
+    "cupti": "by CUPTI: kernels alone",
+    "cpu": "on a CPU: whole operators; not comparable with a GPU",
+    "model": "of the kernel model itself: the device was simulated",
+}
+_VERDICTS = """
+    SELECT status, coalesce(quality, 'not judged') AS labels, count(*) AS runs FROM runs GROUP BY ALL ORDER BY ALL"""
+_NAMED_REASONS = """
+    SELECT key AS name, count(*) AS runs, any_value(value ->> '$') AS "*example" FROM runs, json_each({column})
+    GROUP BY key ORDER BY runs DESC, key"""
+_CORRECTED = """
+    SELECT any_value(answer.{name}_model), string_agg(DISTINCT answer.family, ', ' ORDER BY answer.family), count(*),
+        {trace}, {answer}, median(abs(trace.{name}_error)), median(abs(answer.{name}_error))
+    FROM solo AS trace JOIN solo AS answer USING (run_id)
+    WHERE trace.estimator = 'trace' AND answer.{name}_model IS NOT NULL
+        AND trace.{name}_error IS NOT NULL AND answer.{name}_error IS NOT NULL
+    HAVING count(*) > 0"""
+_BOUNDS = """
+    SELECT estimator AS estimate,
+        printf('%d of %d', count(*) FILTER (process_measured <= upper_mib AND parallel IS NULL),
+            count(*) FILTER (process_measured + upper_mib IS NOT NULL AND parallel IS NULL))
+            AS "runs below the 99 % bound",
+        printf('%+.1f%%', 100 * median(upper_mib / process_measured - 1) FILTER (parallel IS NULL))
+            AS "bound over need, median",
+        printf('%d of %d', count(*) FILTER (status = 'oom' AND NOT fits), count(*) FILTER (status = 'oom'))
+            AS "out-of-memory runs predicted"
+    FROM estimates GROUP BY estimator ORDER BY estimator DESC"""
+_FURTHEST = """
+    SELECT run_id AS run, family, CASE greatest(abs(tensors), abs(allocator), abs(context))
+            WHEN abs(tensors) THEN 'tensors' WHEN abs(allocator) THEN 'allocator' ELSE 'context' END AS "largest cause",
+        format('{:,.1f}', process_measured) AS measured, format('{:,.1f}', process_estimated) AS estimated,
+        printf('%+.1f%%', 100 * process_error) AS error
+    FROM solo LEFT JOIN (SELECT run_id, tensors, allocator, context FROM causes) USING (run_id)
+    WHERE estimator = 'trace' AND process_error IS NOT NULL ORDER BY abs(process_error) DESC, run_id LIMIT 12"""
+# Mean power by each sensor beside the energy counter of most runs, over the windows of the runs.
+_SENSORS = """
+    WITH readings AS (
+        SELECT run_id, sensor, avg(power_w) AS power, (max(energy_j) - min(energy_j)) * 1e3 / nullif(
+            max(t_ms) FILTER (energy_j IS NOT NULL) - min(t_ms) FILTER (energy_j IS NOT NULL), 0) AS counter
+        FROM telemetry WHERE phase = 'window' AND coalesce(quality, 'measured') = 'measured' GROUP BY ALL),
+    watts AS (
+        SELECT run_id, sensor || ', power' AS source, power AS w FROM readings WHERE power <> 0 UNION ALL
+        SELECT run_id, sensor || ', energy counter', counter FROM readings WHERE counter <> 0),
+    reference AS (
+        SELECT source FROM watts WHERE source LIKE '%energy counter' GROUP BY source
+        ORDER BY count(*) DESC, contains(source, 'nvml') DESC, source LIMIT 1)
+    SELECT sensor.source, count(*) AS runs, printf('%.3f', median(sensor.w / counter.w)) AS "ratio, median",
+        printf('%.3f to %.3f', quantile_cont(sensor.w / counter.w, 0.1), quantile_cont(sensor.w / counter.w, 0.9))
+            AS "10th to 90th percentile",
+        counter.source AS "ratio to"
+    FROM watts AS sensor JOIN watts AS counter USING (run_id)
+    WHERE counter.source = (FROM reference) AND sensor.source <> counter.source
+    GROUP BY ALL ORDER BY ALL"""
+# Kernels of a step, summed over the runs that have them measured and modelled; one side alone counts with 0.
+_OPERATORS = """
+    WITH measured AS (
+        SELECT timing, run_id, operator, sum(duration_us * count / steps) / 1e3 AS ms FROM kernels
+        WHERE steps > 0 AND run_id IN (SELECT run_id FROM modelled) GROUP BY ALL),
+    expected AS (FROM (SELECT DISTINCT timing, run_id FROM measured) JOIN modelled USING (run_id))
+    SELECT timing, operator, count(measured.ms + expected.ms), coalesce(sum(measured.ms), 0) AS measured_ms,
+        coalesce(sum(expected.ms), 0) AS modelled_ms
+    FROM measured FULL JOIN expected USING (timing, run_id, operator)
+    GROUP BY ALL ORDER BY timing, greatest(measured_ms, modelled_ms) DESC, operator"""
 
 
-def _solo(runs: EstimatedRuns) -> tuple[EstimatedRun, ...]:
-    if not runs.solo:
-        raise Absent("The results hold no runs of single jobs that ended well.")
-    return runs.solo
+def _is_ratio(name: str) -> str:
+    return str(name in RUN_RATIOS).lower()
+
+
+def spread_sql(name: str, of: str = "") -> str:
+    """Return the SQL of a figure's errors as text: median with its sign / 90th percentile of the size."""
+    return f"spread_text({of}{name}_error, {_is_ratio(name)})"
+
+
+def spreads(results: Results) -> Table | None:
+    """Return the errors of each figure over all families, None without runs of single jobs."""
+    return results.table(
+        " UNION ALL ".join(
+            f"SELECT '{figure.title}' AS figure, {spread_sql(name)} AS \"error, median / 90th percentile\", "
+            f"count({name}_error) AS runs FROM solo WHERE estimator = 'trace' HAVING count({name}_error) > 0"
+            for name, figure in FIGURES.items()
+        )
+    )
 
 
 def labels(results: Results) -> Iterator[Part]:
     """The farm's own verdicts on the labels, their reasons, and the sensors that read nothing."""
-    with contextlib.closing(warehouse.connect(results.data)) as connection:
-        rows = connection.execute(
-            "SELECT status, coalesce(quality, 'not judged'), quality_reasons, telemetry_missing FROM runs"
-        ).fetchall()
-    if not rows:
+    verdicts = results.table(_VERDICTS, words=2)
+    if verdicts is None:
         raise Absent("The results hold no runs.")
-    verdicts = Counter((status, quality) for status, quality, _, _ in rows)
-    yield table(("status", "labels", "runs"), [(*key, n) for key, n in sorted(verdicts.items())], 2)
-    for title, column in (("Reasons", 2), ("Sensors that gave nothing", 3)):
-        named_texts = [(name, str(text)) for row in rows for name, text in json.loads(row[column] or "{}").items()]
-        counts = Counter(name for name, _ in named_texts)
-        examples = dict(named_texts)
-        if counts:
-            cells = [(name, count, examples[name]) for name, count in counts.most_common()]
+    yield verdicts
+    for title, column in (("Reasons", "quality_reasons"), ("Sensors that gave nothing", "telemetry_missing")):
+        reasons = results.table(_NAMED_REASONS.format(column=column))
+        if reasons is not None:
             yield Heading(title)
-            yield table(("name", "runs", "*example"), cells)
+            yield reasons
 
 
 def memory(results: Results) -> Iterator[Part]:
     """Memory beside its estimates: pictures, errors by family, errors by cause, bounds, out-of-memory runs."""
-    kept = _solo(results.runs)
+    results.require_solo()
     yield Lead(
         "Estimates are those of the trace. Errors are estimate less measurement, relative to the measurement: "
         "median with its sign / 90th percentile of the size."
     )
     yield from _compared(results, MEMORY)
-    yield from _causes(kept)
-    yield from _bounds(results.runs, kept)
-    yield from _furthest(kept)
+    yield from _causes(results)
+    bounds, furthest = results.table(_BOUNDS), results.table(_FURTHEST, words=3)
+    if bounds is not None:
+        yield Heading("Bounds")
+        yield bounds
+    if furthest is not None:
+        yield Fold("runs furthest off", (furthest,))
 
 
 def activity(results: Results) -> Iterator[Part]:
     """Step time and GPU activity beside their estimates."""
-    _solo(results.runs)  # without such runs, the section shows that alone
+    results.require_solo()
     yield Lead("Errors as above; those of SMACT, SMOCC and DRAMA are differences of ratios.")
     yield from _compared(results, ACTIVITY)
 
 
 def energy(results: Results) -> Iterator[Part]:
     """Power and energy beside their estimates, and the power sensors beside the energy counter."""
+    results.require_solo()
     yield from _compared(results, ENERGY)
     yield Heading("Power sensors")
-    yield _sensors(results.data)
+    yield results.table(_SENSORS) or Lead("No sensor gave an energy counter to check power against.")
 
 
 def _compared(results: Results, names: Sequence[str]) -> Iterator[Part]:
     """Pictures of figures beside their estimates, their errors by family, and the families that are off."""
-    runs = _solo(results.runs)
-    pictures = []
+    pictures, measured = [], []
     for name in names:
-        points = [
-            (*pair, f"{estimated_run.run['family']} {estimated_run.run['run_id']}")
-            for estimated_run in runs
-            if (pair := estimated_run.pair(name))
-        ]
-        title, is_log = FIGURES[name].title, not FIGURES[name].is_ratio
+        points = results.rows(
+            f"SELECT {name}_measured, {name}_estimated, family || ' ' || run_id FROM solo "
+            f"WHERE estimator = 'trace' AND {name}_error IS NOT NULL"
+        )
+        title, is_log = FIGURES[name].title, name not in RUN_RATIOS
         pictures.append((title, against(title, points, is_log=is_log, axes=("measured", "estimated"))))
+        measured += [name] if points else []
     yield from drawn(pictures)
-    yield family_table(runs, names)
-    for name in names:
-        families = [
-            f"{family} {bias_text(name, spread)} ({count_of(spread.pairs, 'run')})"
-            for family, family_runs in by_family(runs).items()
-            if (spread := spread_of(family_runs, name))
-            and spread.pairs >= LEAST
-            and abs(spread.median) > OFF.get(name, np.inf)
+    if not measured:
+        yield Lead(f"Not measured: {'; '.join(FIGURES[name].title for name in names)}.")
+        return
+    columns = ", ".join(f'{spread_sql(name)} AS "{FIGURES[name].title}"' for name in measured)
+    families = results.table(
+        f"SELECT coalesce(family, 'all') AS family, count(*) AS runs, {columns} FROM solo WHERE estimator = 'trace' "
+        "GROUP BY GROUPING SETS ((family), ()) ORDER BY grouping(family), family"
+    )
+    assert families is not None, "some were measured"
+    yield families
+    for name in (name for name in measured if name in OFF):
+        off = [
+            f"{family} {bias} ({count_of(runs, 'run')})"
+            for family, bias, runs in results.rows(
+                f"SELECT family, bias_text({name}_error, {_is_ratio(name)}), count({name}_error) FROM solo "
+                f"WHERE estimator = 'trace' GROUP BY family HAVING count({name}_error) >= {LEAST} "
+                f"AND abs(median({name}_error)) > {OFF[name]} ORDER BY family"
+            )
         ]
-        if families:
+        if off:
             # Without out= it replaces the packaged parameters. Those were fitted to the published steps, too.
             kernel_fit = (
                 f"# first ingest the published steps into the folder, as learn.fit_kernels --help says\n"
                 f"python -m learn.fit_kernels {results.data_key} out=parameters.json"
             )
             command = kernel_fit if name in ACTIVITY else NO_COMMAND
-            yield Finding(command, f"{FIGURES[name].title}: {', '.join(families)}")
+            yield Finding(command, f"{FIGURES[name].title}: {', '.join(off)}")
 
 
-def spread_text(name: str, spread: Shift | None) -> str:
-    """Return `bias / 90th percentile` of a figure's errors."""
-    if spread is None:
-        return MISSING
-    return f"{bias_text(name, spread)} / {spread.p90:{'.3f' if FIGURES[name].is_ratio else '.1%'}}"
-
-
-def bias_text(name: str, spread: Shift) -> str:
-    """Return the median error of a figure with its sign."""
-    return f"{round(spread.median, 3) + 0.0:{'+.3f' if FIGURES[name].is_ratio else '+.1%'}}"  # no -0.000
-
-
-def family_table(runs: Sequence[EstimatedRun], names: Sequence[str]) -> Block:
-    """Return the errors of some figures by family, all families last; columns that nobody measured are left out."""
-    measured = [name for name in names if spread_of(runs, name)]
-    if not measured:
-        return Lead(f"Not measured: {'; '.join(FIGURES[name].title for name in names)}.")
-    rows: list[tuple[Cell, ...]] = [
-        (family, len(family_runs), *(spread_text(name, spread_of(family_runs, name)) for name in measured))
-        for family, family_runs in [*by_family(runs).items(), ("all", runs)]
-    ]
-    return table(("family", "runs", *(FIGURES[name].title for name in measured)), rows)
-
-
-def _causes(runs: Sequence[EstimatedRun]) -> Iterator[Part]:
-    known = [estimated_run for estimated_run in runs if estimated_run.causes_mib is not None]
-    if not known:
+def _causes(results: Results) -> Iterator[Part]:
+    medians = ", ".join(
+        f"if(median({cause}) < 0, '-', '+') || format('{{:,.1f}}', abs(median({cause})))" for cause in CAUSES
+    )
+    sums = ", ".join(f"sum(abs({cause}))" for cause in CAUSES)
+    rows: list[tuple[Cell, ...]] = []
+    for *cells, sizes in results.rows(
+        f"SELECT coalesce(family, 'all'), count(*), {medians}, [{sums}] FROM causes "
+        "GROUP BY GROUPING SETS ((family), ()) HAVING count(*) > 0 ORDER BY grouping(family), family"
+    ):
+        shares = [size / (sum(sizes) or 1.0) for size in sizes]
+        parts = [
+            SharePart(css, share, f"{cause}: {share:.0%}")
+            for (cause, css), share in zip(CAUSES.items(), shares, strict=True)
+        ]
+        rows.append((*cells, ShareBar(tuple(parts))))
+    if not rows:
         yield Lead("No run has allocated, reserved and process memory, so errors have no causes here.")
         return
-    rows: list[tuple[Cell, ...]] = []
-    for family, of_family in [*by_family(known).items(), ("all", known)]:
-        causes_known = [causes for estimated_run in of_family if (causes := estimated_run.causes_mib) is not None]
-        sums = {cause: sum(abs(causes[cause]) for causes in causes_known) for cause in CAUSES}
-        total = sum(sums.values()) or 1.0
-        parts = tuple(
-            SharePart(css, sums[cause] / total, f"{cause}: {sums[cause] / total:.0%}") for cause, css in CAUSES.items()
-        )
-        medians = (f"{statistics.median(causes[cause] for causes in causes_known):+,.1f}" for cause in CAUSES)
-        rows.append((family, len(causes_known), *medians, ShareBar(parts)))
     yield Heading("Errors of process memory by cause, MiB")
     yield Lead(
         "Tensors: allocated memory, which the trace and its workspaces give. Allocator: reserved less allocated. "
@@ -202,91 +255,33 @@ def _causes(runs: Sequence[EstimatedRun]) -> Iterator[Part]:
     yield table(("family", "runs", *CAUSES, "shares"), rows)
 
 
-def _bounds(runs: EstimatedRuns, kept: Sequence[EstimatedRun]) -> Iterator[Part]:
-    rows: list[dict[str, Cell]] = []
-    for by in (TRACE, SHIPPED):
-        bounds = [
-            (estimated_run.estimates[by].upper_mib, pair[0])
-            for estimated_run in kept
-            if (pair := estimated_run.pair("process", by))
-        ]
-        known = [(upper, measured) for upper, measured in bounds if upper is not None]
-        held = sum(measured <= upper for upper, measured in known)
-        excess = statistics.median(upper / measured - 1 for upper, measured in known) if known else None
-        ooms = [estimated_run for estimated_run in runs.runs if estimated_run.run["status"] == "oom"]
-        predicted = sum(
-            not estimated_run.estimates[by].fits(
-                estimated_run.run["device_memory_mib"] or estimated_run.estimates[by].device_memory_mib or 0.0
-            )
-            for estimated_run in ooms
-        )
-        rows.append(
-            {
-                "estimate": by,
-                "runs below the 99 % bound": f"{held} of {len(known)}",
-                "bound over need, median": MISSING if excess is None else f"{excess:+.1%}",
-                "out-of-memory runs predicted": f"{predicted} of {len(ooms)}",
-            }
-        )
-    yield Heading("Bounds")
-    yield records(rows)
-
-
-def _furthest(runs: Sequence[EstimatedRun]) -> Iterator[Part]:
-    errors = [
-        (abs(pair[1] / pair[0] - 1), pair, estimated_run)
-        for estimated_run in runs
-        if (pair := estimated_run.pair("process"))
-    ]
-    rows: list[tuple[Cell, ...]] = []
-    for _, (measured, estimated), estimated_run in sorted(errors, key=lambda error: -error[0])[:_SHOWN]:
-        causes = estimated_run.causes_mib or {}
-        largest = max(causes, key=lambda cause: abs(causes[cause]), default=MISSING)
-        shift = f"{estimated / measured - 1:+.1%}"
-        rows.append(
-            (
-                Code(estimated_run.run["run_id"]),
-                estimated_run.run["family"],
-                largest,
-                mib(measured),
-                mib(estimated),
-                shift,
-            )
-        )
-    heads = ("run", "family", "largest cause", "measured", "estimated", "error")
-    if rows:
-        yield Fold("runs furthest off", (table(heads, rows, words=3),))
-
-
 def corrected_models(results: Results) -> Iterator[Part]:
     """The packaged corrected models beside the plain trace, on runs that both answer."""
+    results.require_solo()
     rows: list[dict[str, Cell]] = []
-    for target, name in OF_TARGET.items():
-        corrected = [estimated_run for estimated_run in _solo(results.runs) if is_corrected(estimated_run, target)]
-        trace, shipped = spread_of(corrected, name), spread_of(corrected, name, SHIPPED)
-        if not (trace and shipped):
-            continue
-        texts = spread_text(name, trace), spread_text(name, shipped)
-        nearer = "trace" if trace.median_size <= shipped.median_size else "corrected model"
-        rows.append(
-            {
-                "target": target,
-                "model": corrected[0].estimates[SHIPPED].answered_by[target],
-                "nearer": nearer if texts[0] != texts[1] else "neither",
-                "*families": ", ".join(sorted({estimated_run.run["family"] for estimated_run in corrected})),
-                "runs": shipped.pairs,
-                "trace": texts[0],
-                "corrected model": texts[1],
-            }
-        )
-        if trace.pairs >= LEAST and shipped.median_size > FARTHER * trace.median_size:
-            can_fit = trace.pairs >= MIN_ROWS
-            needed = "" if can_fit else f"; a fit needs {MIN_ROWS}"
-            yield Finding(
-                f"python -m learn.fit target={target} {results.data_key}" if can_fit else NO_COMMAND,
-                f"corrected model of {target}: {texts[1]} against {texts[0]} of the trace "
-                f"({count_of(trace.pairs, 'run')}{needed})",
+    for name, target in TARGETS.items():
+        query = _CORRECTED.format(name=name, trace=spread_sql(name, "trace."), answer=spread_sql(name, "answer."))
+        for model, families, runs, trace, shipped, trace_size, shipped_size in results.rows(query):
+            nearer = "trace" if trace_size <= shipped_size else "corrected model"
+            rows.append(
+                {
+                    "target": target,
+                    "model": model,
+                    "nearer": nearer if trace != shipped else "neither",
+                    "*families": families,
+                    "runs": runs,
+                    "trace": trace,
+                    "corrected model": shipped,
+                }
             )
+            if runs >= LEAST and shipped_size > FARTHER * trace_size:
+                can_fit = runs >= MIN_ROWS
+                needed = "" if can_fit else f"; a fit needs {MIN_ROWS}"
+                yield Finding(
+                    f"python -m learn.fit target={target} {results.data_key}" if can_fit else NO_COMMAND,
+                    f"corrected model of {target}: {shipped} against {trace} of the trace "
+                    f"({count_of(runs, 'run')}{needed})",
+                )
     if not rows:
         raise Absent("No packaged corrected model covers these families.")
     yield records(rows, words=3)
@@ -294,42 +289,6 @@ def corrected_models(results: Results) -> Iterator[Part]:
         "A correction fitted on these runs, judged on runs held out: ",
         Code(f"python -m learn.benchmark target=memory estimators=[trace,hybrid] {results.data_key}"),
     )
-
-
-def is_corrected(one: EstimatedRun, target: str) -> bool:
-    """Return True if a model that was fitted on measured rows has the run's figure, for the loop that the run had."""
-    shipped = one.estimates[SHIPPED]
-    is_of_loop = target == "memory" or shipped.loops.get(target) == RESIDENT  # memory hardly depends on the loop
-    return is_of_loop and shipped.answered_by.get(target, TRACE) != TRACE
-
-
-def _sensors(data: Path) -> Block:
-    """Return mean power by each sensor beside the first energy counter, over the windows of the runs."""
-    power, energy = "power_w IS NOT NULL", "energy_j IS NOT NULL"
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(
-            "SELECT run_id, sensor, avg(power_w), (max(energy_j) - min(energy_j)) * 1e3 / "
-            f"nullif(max(t_ms) FILTER ({energy}) - min(t_ms) FILTER ({energy}), 0) FROM telemetry "
-            f"WHERE phase = 'window' AND coalesce(quality, 'measured') = 'measured' AND ({power} OR {energy}) "
-            "GROUP BY ALL ORDER BY ALL"
-        ).fetchall()
-    watts: dict[str, dict[str, float]] = defaultdict(dict)  # source -> run -> W
-    for run_id, sensor, mean_w, counter_w in rows:
-        for source, value in ((f"{sensor}, power", mean_w), (f"{sensor}, energy counter", counter_w)):
-            if value:
-                watts[source][run_id] = value
-    counters = [source for source in watts if source.endswith("energy counter")]
-    if not counters:
-        return Lead("No sensor gave an energy counter to check power against.")
-    reference = max(counters, key=lambda source: (len(watts[source]), "nvml" in source))
-    cells = []
-    for source, watts_of_run in sorted(watts.items()):
-        ratios = [value / watts[reference][run] for run, value in watts_of_run.items() if run in watts[reference]]
-        if ratios and source != reference:
-            low, middle, high = np.quantile(ratios, [0.1, 0.5, 0.9])
-            cells.append((source, len(ratios), f"{middle:.3f}", f"{low:.3f} to {high:.3f}"))
-    heads = ("source", "runs", f"ratio to {reference}, median", "10th to 90th percentile")
-    return table(heads, cells)
 
 
 def protocols(results: Results) -> Iterator[Part]:
@@ -350,44 +309,45 @@ def protocols(results: Results) -> Iterator[Part]:
 
 def kernels(results: Results) -> Iterator[Part]:
     """Time of kernels by operator, measured and by the kernel model, for each way of timing."""
-    times = operator_times(results.data, results.runs.runs)
+    times = results.rows(_OPERATORS)
     if not times:
         raise Absent("The results have no kernels of runs (step kernels).")
-    words = {
-        "cupti": "by CUPTI: kernels alone",
-        "cpu": "on a CPU: whole operators; not comparable with a GPU",
-        "model": "of the kernel model itself: the device was simulated",
-    }
-    for timing, operators in times.items():
-        measured = sum(operator.measured_ms for operator in operators)
-        modelled = sum(operator.modelled_ms for operator in operators)
-        points = [(operator.measured_ms, operator.modelled_ms, operator.operator) for operator in operators]
+    for timing, operators in itertools.groupby(times, key=lambda row: str(row[0])):
+        rows = [row[1:] for row in operators]
+        measured, modelled = (sum(row[column] for row in rows) for column in (2, 3))
+        points = [(measured_ms, modelled_ms, name) for name, _, measured_ms, modelled_ms in rows]
         picture = against("kernels of an operator, ms", points, is_log=True, axes=("measured", "modelled"))
-        rows: list[dict[str, Cell]] = [
+        cells: list[dict[str, Cell]] = [
             {
-                "operator": Code(operator.operator),
-                "runs": operator.runs,
-                "measured, ms": figure(operator.measured_ms) if operator.measured_ms else MISSING,
-                "modelled, ms": figure(operator.modelled_ms) if operator.modelled_ms else MISSING,
-                "modelled / measured": operator.ratio_text,
-                "share of the time": f"{operator.measured_ms / measured:.1%}" if operator.measured_ms else MISSING,
+                "operator": Code(name),
+                "runs": runs,
+                "measured, ms": figure(measured_ms) if measured_ms else MISSING,
+                "modelled, ms": figure(modelled_ms) if modelled_ms else MISSING,
+                "modelled / measured": _ratio_text(measured_ms, modelled_ms),
+                "share of the time": f"{measured_ms / measured:.1%}" if measured_ms else MISSING,
             }
-            for operator in operators[:_MOST_OPERATORS]
+            for name, runs, measured_ms, modelled_ms in rows[:_MOST_OPERATORS]
         ]
         sums = f"{figure(measured)} ms measured, {figure(modelled)} ms by the kernel model"
-        yield Heading(words.get(timing, timing))
+        yield Heading(_TIMINGS.get(timing, timing))
         yield Lead(f"Kernels of a step, summed over the runs: {sums}.")
         yield from drawn([("Kernels by operator, ms a step", picture)])
-        yield records(rows)
+        yield records(cells)
         wrong = [
-            f"{operator.operator} {operator.ratio_text}"
-            for operator in operators
-            if operator.measured_ms > OPERATOR_SHARE * measured
-            and not 1 / OPERATOR_RATIO <= operator.modelled_ms / operator.measured_ms <= OPERATOR_RATIO
+            f"{name} {_ratio_text(measured_ms, modelled_ms)}"
+            for name, _, measured_ms, modelled_ms in rows
+            if measured_ms > OPERATOR_SHARE * measured
+            and not 1 / OPERATOR_RATIO <= modelled_ms / measured_ms <= OPERATOR_RATIO
         ]
         # `learn.fit_kernels` learns from steps, and of kernels only from those that CUDA events timed.
         if wrong and timing == "cupti":
             yield Finding(NO_COMMAND, f"kernels, modelled over measured: {', '.join(wrong)}")
+
+
+def _ratio_text(measured_ms: float, modelled_ms: float) -> str:
+    if not measured_ms:
+        return "only modelled"
+    return f"{modelled_ms / measured_ms:.2f}" if modelled_ms else "only measured"
 
 
 def pairs(results: Results) -> Iterator[Part]:
@@ -396,8 +356,7 @@ def pairs(results: Results) -> Iterator[Part]:
         groups, reasons = measured_groups(results.data)
     except UsageError as error:
         raise Absent(f"The results have no pairs to judge: {error}.") from None
-    with contextlib.closing(warehouse.connect(results.data)) as connection:
-        sharing = dict(connection.execute("SELECT DISTINCT group_id, sharing FROM collocations").fetchall())
+    sharing = dict(results.rows("SELECT DISTINCT group_id, sharing FROM collocations"))
     of_sharing: dict[str, list[tuple[float, float, str]]] = defaultdict(list)  # (measured, expected, job) of members
     left_out = Counter(reasons)
     for group in groups:
@@ -416,16 +375,15 @@ def pairs(results: Results) -> Iterator[Part]:
     pictures = []
     for way, members in sorted(of_sharing.items()):
         slowdowns = np.array([member[:2] for member in members])
-        speeds = 1 / np.maximum(slowdowns, 1.0)
-        speed_errors = np.abs(speeds[:, 1] - speeds[:, 0])
-        median_error, p90_error = np.quantile(speed_errors, [0.5, 0.9])
-        medians, of_memory = np.median(slowdowns, axis=0), memory_of.get(way)
+        measured, estimated = np.median(slowdowns, axis=0)
+        median_error, p90_error = np.quantile(np.abs(np.diff(1 / np.maximum(slowdowns, 1.0))), [0.5, 0.9])
+        of_memory = memory_of.get(way)
         rows.append(
             {
                 "sharing": way,
                 "members": len(members),
-                "measured slowdown, median": f"{medians[0]:.2f}",
-                "expected, median": f"{medians[1]:.2f}",
+                "measured slowdown, median": f"{measured:.2f}",
+                "expected, median": f"{estimated:.2f}",
                 "error of the speed, median / p90": f"{median_error:.3f} / {p90_error:.3f}",
                 "error of the memory, median / p90": f"{of_memory['median']:.1%} / {of_memory['p90']:.1%}"
                 if of_memory
@@ -452,15 +410,11 @@ def pairs(results: Results) -> Iterator[Part]:
 
 def ranks(results: Results) -> Iterator[Part]:
     """Runs on several GPUs beside their estimates, by layout."""
-    layouts: dict[str, list[EstimatedRun]] = defaultdict(list)
-    for estimated_run in results.runs.runs:
-        if estimated_run.run["parallel"] is not None:
-            layouts[estimated_run.run["parallel"]].append(estimated_run)
-    if not layouts:
+    columns = ", ".join(f'{spread_sql(name)} AS "{FIGURES[name].title}"' for name in ("process", "step_time"))
+    layouts = results.table(
+        f"SELECT parallel AS layout, count(*) AS runs, {columns} FROM estimates "
+        "WHERE parallel IS NOT NULL AND estimator = 'trace' GROUP BY layout ORDER BY layout"
+    )
+    if layouts is None:
         raise Absent("The results have no runs on several GPUs (step ranks).")
-    names = ("process", "step_time")
-    rows: list[tuple[Cell, ...]] = [
-        (layout, len(own), *(spread_text(name, spread_of(own, name)) for name in names))
-        for layout, own in sorted(layouts.items())
-    ]
-    yield table(("layout", "runs", *(FIGURES[name].title for name in names)), rows)
+    yield layouts

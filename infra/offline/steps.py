@@ -33,7 +33,7 @@ from conf.children.containment import die_with_parent
 from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
-from conf.files.outputs import write_file
+from conf.files.outputs import json_lines, write_file
 from conf.plain_text import exception_line, one_line, truncated
 from conf.reports.page_text import count_of
 from farm.dispatch.dispatcher import StopRequest
@@ -41,10 +41,10 @@ from farm.queue.jobs import Queue
 from featurize.families import family_names
 from infra.collect import count_lines, run_counts
 from infra.offline import results
-from infra.offline.results import CALLS, FULL_BYTES, LOG, TESTS, Archive, json_lines, outcomes_of
+from infra.offline.results import CALLS, FULL_BYTES, LOG, TESTS, Archive, outcomes_of
 from warehouse.files.folder import DataFolder
 from workers.devices import DeviceChoice, choose_device, make_device
-from workers.devices.discovery import discover_gpus
+from workers.devices.cuda import discover_gpus
 from workers.probes.children import EXIT_LEFT, EXIT_NOT_HERE
 
 SOURCE = Path(__file__).resolve().parents[2]

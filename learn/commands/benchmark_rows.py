@@ -510,7 +510,7 @@ def ask_free(
     The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
     """
     answers: dict[str, dict[int, Given]] = {name: {} for name in names}
-    jobs: list[PoolItem] = []
+    jobs: list[tuple[str, Case, str]] = []
     places: list[tuple[str, int]] = []  # each job's estimator and row
     for name in sorted(names, key=SLOW.__contains__):
         for i in index.tolist():
@@ -522,7 +522,7 @@ def ask_free(
                 answers[name][i] = given
                 continue
             described = replace(case, described=describe_device(case.device))  # a copy: its memory need not travel
-            jobs.append(PoolItem(ESTIMATORS[name], described, settings.target))
+            jobs.append((ESTIMATORS[name], described, settings.target))
             places.append((name, i))
     for name, given_rows in answers.items():
         tally.step(len(given_rows))
@@ -539,25 +539,18 @@ def ask_free(
             yield name, Asked(answers=answers[name])
 
 
-@dataclass(frozen=True)
-class PoolItem:
-    """One estimator's answer for one training job. `where` is the estimator as `module:attribute`."""
-
-    where: str
-    case: Case
-    target: str
-
-
-def answer(job: PoolItem) -> Answer:
-    """Return the answer; whatever goes wrong with this one job is its reason: an odd model must not end a benchmark."""
+def answer(asked: tuple[str, Case, str]) -> Answer:
+    """Return the answer of an estimator, as `module:attribute`, to one case for a target; whatever goes wrong with this
+    one job is its reason: an odd model must not end a benchmark."""
+    where, case, target = asked
 
     def parts() -> Mapping[str, float]:
-        estimator, case = pkgutil.resolve_name(job.where)(), job.case
-        if job.target == "memory":
+        estimator = pkgutil.resolve_name(where)()
+        if target == "memory":
             parts: Mapping[str, float] = estimator.parts_mib(case.job, case.described)
             return parts
-        estimator.target = get_target(job.target)
-        return {job.target: estimator.figure(case)}
+        estimator.target = get_target(target)
+        return {target: estimator.figure(case)}
 
     from learn.peers.base import timed
 
@@ -636,11 +629,8 @@ def _ask(
 def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: StepStore) -> float | None:
     """Median seconds of a single case's answer, its features not remembered (but of timm's models, the layers are); the
     first one warms up."""
-    from learn.peers.gpumemnet import tokens_of
-
     seconds = []
     for case in cases:
-        tokens_of.cache_clear()
         record = steps.record(case) if traced else None
         began = time.monotonic_ns()
         fitted.predict([case], steps)

@@ -187,8 +187,7 @@ def entry(settings: FitSettings) -> int:
         from learn.commands.sharing import fit_entry
 
         return fit_entry(settings)
-    from conf.reports.blocks import Callout, Lead, table
-    from conf.reports.terminal import print_blocks
+    from conf.reports.blocks import Callout, Lead, print_blocks, table
     from learn.judging.report import metric_rows
 
     with StepBar(settings.target) as bar:

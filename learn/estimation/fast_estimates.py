@@ -2,7 +2,7 @@
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
 else those that come with the project. `fit_config_models` fits the latter to full estimates of sampled
-configurations: `python -m learn.fit_configs FOLDER` runs it, after `learn.build_defaults`.
+configurations, for `learn.build_defaults`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib.resources
 import json
 import os
 import random
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -341,6 +340,7 @@ _WIDER: Mapping[str, Any] = {
 
 def fit_config_models(
     folder: Path,
+    models: Mapping[str, Estimator],
     *,
     cases: int = CASES,
     seed: int = 0,
@@ -348,13 +348,15 @@ def fit_config_models(
     workers: int | None = None,
     progress: Callable[[str, int, int], None] = lambda _step, _done, _of: None,
 ) -> None:
-    """Write one artifact a target, and one of the memory bound, into `folder`, which is made again.
+    """Write one artifact a target, and one of the memory bound, into `folder`.
 
-    Labels are the full estimates of sampled configurations: by the models that come with the project, and by the trace
-    where none does. Each artifact's `meta.json` has the errors on 30 % of the configurations, which their fit had not
+    Labels are the full estimates of sampled configurations: by a target's model, and by the trace where there is none.
+    Each artifact's `meta.json` has the errors on 30 % of the configurations, which their fit had not
     seen.
 
     Args:
+        folder: Where a folder is made for each artifact.
+        models: Target -> the fitted estimator, as `learn.build_defaults` makes them; memory's has a bound.
         cases: Sampled configurations; each is traced once, in 0.1 to 0.3 s.
         seed: Seed of the configurations, splits and fits.
         data: Data folder that keeps the traced steps; None: the default one.
@@ -366,19 +368,15 @@ def fit_config_models(
     steps = StepStore(data)
     sampled = sampled_cases(cases, seed)
     steps.prepare(sampled, workers=workers, progress=lambda completed, total: progress("tracing", completed, total))
-    building = folder.with_name(f".{folder.name}-building")
-    shutil.rmtree(building, ignore_errors=True)
-    for name, rows in rows_of(sampled, steps).items():
-        progress(f"fitting {name}", 0, 1)
-        _write_model(building / name, name, rows, seed)
-    shutil.rmtree(folder, ignore_errors=True)
-    building.rename(folder)
+    for name, rows in rows_of(sampled, steps, models).items():
+        progress(f"fitting {name} of configurations", 0, 1)
+        _write_model(folder / name, name, rows, seed)
 
 
-def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
-    """Return target -> rows, labelled with what full estimates say. Cases that cannot be traced are left out."""
+def rows_of(cases: Sequence[Case], steps: StepStore, models: Mapping[str, Estimator]) -> dict[str, Rows]:
+    """Return target -> rows, labelled with the figures of the models and of the trace. Cases that cannot be traced are
+    left out."""
     from featurize.configs.features import group_key
-    from learn.fitting.artifacts import default_artifact
     from learn.rows.data import LabelledRow, Rows, get_target, module_of
 
     described = [
@@ -388,11 +386,8 @@ def rows_of(cases: Sequence[Case], steps: StepStore) -> dict[str, Rows]:
     ]
     traced = [case for case, _, _ in described]
     labels: dict[str, np.ndarray] = _without_input([steps.record(case).values for case in traced])
-    for target in ("memory", "smact", "smocc"):
-        artifact = default_artifact(target)
-        if artifact is None:
-            raise UsageError(f"no model of {target} is packaged: run learn.build_defaults first")
-        prediction = artifact.estimator.predict(traced, steps)
+    for target, model in models.items():
+        prediction = model.predict(traced, steps)
         labels[target] = prediction.point
         if target == "memory" and (upper := prediction.upper(LEVEL)) is not None:
             labels[BOUND] = upper

@@ -173,7 +173,8 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
     wanted = [op for op in operators if phase in (None, op.phase)]
     if phase != "forward" and LAYERS[name] is _make_gated:
         # The benchmark adds up the weights' gradients from run to run.
-        wanted += [_accumulation(weight) for weight in _gated_weights(sizes)]
+        width, inner = sizes["width"], sizes["inner"]
+        wanted += [_accumulation(weight) for weight in ((inner, width), (inner, width), (width, inner))]
     return kernel_calls(wanted, **uses_tf32(precision))
 
 
@@ -198,7 +199,7 @@ def _operators(
         return timed.to(torch.bfloat16) if precision == "bf16-true" else timed
 
     def batch(on: Any) -> tuple[torch.Tensor, None]:
-        return torch.zeros(_targets(of_sizes), dtype=torch.int64, device=on), None
+        return torch.zeros(of_sizes["length"] * of_sizes["samples"], dtype=torch.int64, device=on), None
 
     trace = trace_step(
         model,
@@ -209,10 +210,6 @@ def _operators(
         settings=Training(optimizer="sgd", precision=precision),
     )
     return tuple(op for op in trace.operators if op.module.startswith("layer"))
-
-
-def _targets(sizes: Mapping[str, int]) -> int:
-    return sizes["length"] * sizes["samples"]
 
 
 def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
@@ -306,11 +303,6 @@ LAYERS: Mapping[str, Callable[[Mapping[str, int]], tuple[nn.Module, tuple[int, .
     "silu": _make_gated,
     "gelu": _make_gated,
 }
-
-
-def _gated_weights(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    width, inner = sizes["width"], sizes["inner"]
-    return [(inner, width), (inner, width), (width, inner)]
 
 
 def _accumulation(weight: tuple[int, int]) -> Operator:

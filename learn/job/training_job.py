@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -259,24 +258,13 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     Raises:
         UsageError: There is no such module or attribute, or it cannot be called.
     """
-    from featurize.nets.vision import library_names, mending, near_modules, near_names
+    from featurize.nets.vision import load_named, mending
 
-    module_name, colon, attribute = str(text).partition(":")
-    if not (module_name and colon and attribute):
+    module_name, _, attribute = str(text).partition(":")
+    if not (module_name and attribute):
         raise UsageError(f"model is MODULE:FACTORY, as in torchvision.models:resnet50, got {text!r}")
     search_working_folder()
-    names = attribute.split(".")
-    try:
-        module: Any = mending(lambda: importlib.import_module(module_name))
-        named: object = mending(lambda: functools.reduce(lambda owner, name: getattr(owner, name, None), names, module))
-    except ImportError as error:
-        near = near_modules(module_name, error.name if isinstance(error, ModuleNotFoundError) else None)
-        raise UsageError(f"model={text}: cannot import {module_name}: {error}{near}") from error
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise UsageError(f"model={text}: {module_name} fails on import: {type(error).__name__}: {error}") from error
-    if named is None:
-        near = library_names(module_name, attribute) or near_names(attribute, dir(module))
-        raise UsageError(f"model={text}: {module_name} has no attribute {attribute!r}{near}")
+    named: object = load_named(str(text), f"model={text}")
     if not callable(named):
         raise UsageError(f"model={text}: {attribute} is {type(named).__name__}, neither a module nor a factory")
     if hasattr(named, "parameters") and not isinstance(named, type):  # a module that is there already

@@ -1,6 +1,6 @@
 """Show a benchmark: a bar while it runs, a page of tables and plots for people, a mapping for JSON.
 
-Start reading at `benchmark_page`, which the terminal shows, too (`conf.reports.terminal`). `reproduce` makes the tables
+Start reading at `benchmark_page`, which the terminal shows, too (`conf.reports.blocks`). `reproduce` makes the tables
 of arXiv 2602.17817 of several benchmarks, ours beside those that are published, and `paper_page` draws them.
 """
 
@@ -100,11 +100,6 @@ class BenchmarkProgress:
                 f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {figures_text}",
                 file=sys.stderr,
             )
-
-
-def headline(done: Benchmark) -> str:
-    card = f", card {done.card_mib:,.0f} MiB" if done.card_mib is not None else ""
-    return f"{done.target.name} on {done.device}{card}"
 
 
 Cell = Callable[["Figures"], str]
@@ -302,11 +297,12 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
         sections.append(Section("refusals", "Rows without an answer", (Bullets(tuple(reasons)),)))
     if settings.report is not None:
         sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
+    card = f", card {done.card_mib:,.0f} MiB" if done.card_mib is not None else ""
     given = {name: value for name, value in asdict(settings).items() if value is not None}
     rows = [(name, ", ".join(value) if isinstance(value, tuple) else str(value)) for name, value in given.items()]
     return Page(
         title=f"Estimators of {done.target.name}",
-        head=(Lead(headline(done)), *map(Callout, done.notes)),
+        head=(Lead(f"{done.target.name} on {done.device}{card}"), *map(Callout, done.notes)),
         sections=(*sections, Section("settings", "Settings", (Facts(tuple(rows)),))),
     )
 

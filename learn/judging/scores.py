@@ -253,11 +253,6 @@ PUBLISHED_FIGURES: tuple[PublishedFigure, ...] = (
 )
 
 
-def published_figures(target: str) -> tuple[PublishedFigure, ...]:
-    """Return those of one target; none for a target that nobody published."""
-    return tuple(figure for figure in PUBLISHED_FIGURES if figure.target == target)
-
-
 NEVER_FITTED_ON = "models"  # form of the published comparison's files
 TRUSTED_ALONE = ", doubted rows apart"  # behind a file's name: the same estimates, without these rows
 RELIABILITY = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # quantiles that are checked against the labels

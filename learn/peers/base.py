@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -47,10 +46,6 @@ from learn.job.traced import step_of
 from learn.job.training_job import Case, TrainingJob
 from learn.rows.data import Rows
 from learn.rows.step_store import StepStore
-
-if TYPE_CHECKING:
-    from featurize.timing.overlap import SimulatedStep
-
 
 NetT = TypeVar("NetT", bound=nn.Module)
 
@@ -191,8 +186,7 @@ class Peer(Estimator):
 
     def figure(self, case: Case) -> float:
         """Return the target's figure for one case, in its unit. Raises `CannotEstimate`."""
-        described(case)
-        answer = _answer(type(self), case)
+        answer = analyse(self, case.job, described(case))
         if answer.mib is None:
             raise CannotEstimate(answer.reason or "no reason is given")
         return answer.mib
@@ -237,12 +231,6 @@ def timed(parts_of: Callable[[], Mapping[str, float]]) -> Answer:
         reason = advice_for(error) if isinstance(error, ModuleNotFoundError) else None
         reason = reason or exception_line(error)
     return Answer(mib=mib, reason=reason, seconds=(time.monotonic_ns() - began) / 1e9, parts=parts)
-
-
-@lru_cache(maxsize=100_000)
-def _answer(peer: type[Peer], case: Case) -> Answer:
-    """Remembered: cross-validation asks for each case many times."""
-    return analyse(peer(), case.job, described(case))
 
 
 def meta_model(workload: TrainingJob) -> nn.Module:
@@ -298,9 +286,7 @@ def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
 
 def loss_of(workload: TrainingJob, output: Any, targets: Tensor | None) -> Tensor:
     """Return the workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
-    if targets is None and workload.loss is None and (loss := own_loss(output)) is not None:
-        return loss
-    if targets is None:
+    if targets is None and (workload.loss is not None or own_loss(output) is None):
         targets = targets_for(output, workload.loss)
     return (workload.loss or cross_entropy)(output, targets)
 
@@ -441,13 +427,8 @@ class Trace(Peer):
             raise CannotEstimate(str(error)) from error
 
     def figure(self, case: Case) -> float:
-        return float(getattr(_step(case), self.require_fitted().column))
-
-
-@lru_cache(maxsize=100_000)
-def _step(case: Case) -> SimulatedStep:
-    """Remembered: cross-validation asks for each case many times."""
-    try:
-        return step_of(case.job, described(case)).step
-    except CommandError as error:
-        raise CannotEstimate(str(error)) from error
+        try:
+            step = step_of(case.job, described(case)).step
+        except CommandError as error:
+            raise CannotEstimate(str(error)) from error
+        return float(getattr(step, self.require_fitted().column))

@@ -24,7 +24,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -412,7 +411,6 @@ def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
     return np.hstack([np.array(logarithms), np.array(angles)])
 
 
-@lru_cache(maxsize=20_000)
 def tokens_of(config: TrialConfig) -> np.ndarray:
     """Return (l, t), the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and
     logarithms of its activations, of these times the batch size, and of its parameters. Short plans have a token a

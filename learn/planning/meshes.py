@@ -170,7 +170,7 @@ def apt_for_training(
     """
     if not settings.get("zero"):
         return settings, ()
-    from featurize.training.play_rank import settings_of_ranks
+    from featurize.trace.tracer import settings_of_ranks
 
     try:
         settings_of_ranks(layout_of({"ddp": gpus}, settings), training)

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from conf.reports.blocks import (
@@ -24,12 +23,11 @@ from conf.reports.blocks import (
     Section,
     Tile,
     Tiles,
+    print_blocks,
     table,
-    write_page,
 )
 from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
 from conf.reports.page_text import MISSING, count_of
-from conf.reports.terminal import print_blocks
 from featurize.job.layout import Parallel
 from learn.estimation.estimate_view import rate
 from learn.planning.meshes import mesh_text
@@ -212,11 +210,6 @@ def lines_of_others(plan: LayoutPlan) -> list[str]:
         more = f" and {len(meshes) - 1} more" if len(meshes) > 1 else ""
         lines.append(f"{meshes[0]}{more}: left out, {why}")
     return lines
-
-
-def write_plan_report(path: Path, plan: LayoutPlan) -> None:
-    """Write the page in one step, in place of what was there."""
-    write_page(path, plan_page(plan))
 
 
 def plan_page(plan: LayoutPlan) -> Page:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, shown, unknown_name
+from conf.reports.blocks import write_page
 from conf.reports.page_text import count_of
 from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
@@ -31,12 +32,10 @@ from learn.planning.meshes import (
     modes_of_job,
     traced_as,
 )
-from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order, write_plan_report
+from learn.planning.plan_report import EXTRAPOLATED, TRACED, LayoutPlan, PlanRow, in_order, plan_page
 from learn.planning.search import SHALLOW, Findings, LayoutSearch, MicroBatches, Screening
 
 if TYPE_CHECKING:
-    import torch
-
     from featurize.job.layout import Parallel
     from featurize.trace.trace_cache import Traces
     from learn.estimation.requests import Inputs, Model
@@ -101,7 +100,7 @@ def plan(
     ways = _ways(checkpointing, job.settings)
     searches = _Searches(job, ways)
     layouts, notes = [], []
-    chosen = modes_of_job(modes, job.request.job.batch("meta")[0], lambda: searches.model)
+    chosen = modes_of_job(modes, job.request.job.batch("meta")[0], lambda: searches.screening.model)
     for count in counts:
         given, aside = apt_for_training(layout_settings(count, parallel, chosen.names), count, job.settings)
         several, left_out = meshes_of(count, given, chosen)
@@ -128,7 +127,7 @@ def plan(
         seconds=(time.monotonic_ns() - began) / 1e9,
     )
     if report is not None:
-        write_plan_report(page, layout_plan)
+        write_page(page, plan_page(layout_plan))
     return layout_plan
 
 
@@ -179,17 +178,14 @@ def _plan_job(model: object, inputs: Inputs | None, global_batch: object, option
     return job
 
 
-@dataclass
-class _Kept:
-    """Traces of one step, which layouts share; `extrapolated`: from fewer blocks."""
-
-    traces: Traces = field(default_factory=dict)
-    extrapolated: bool = False
+# (micro-batch, accumulation, checkpointing) -> traces of one step, which layouts share, and what a row is known by.
+_SharedTraces = dict[tuple[int, int, str | None], tuple["Traces", str]]
 
 
 class _Searches:
     """Goes over the layouts.
 
+    screening   shallow copies of the job's model
     rows        all layouts so far; `estimates`: those of the traced ones
     refused     checkpointing that the model does not take -> why
     """
@@ -197,27 +193,22 @@ class _Searches:
     def __init__(self, job: _PlannedJob, ways: Sequence[str | None]) -> None:
         self._card_mib = job.request.platform.device.memory_mib
         self._job, self._ways, self._findings = job, ways, Findings(self._card_mib)
-        self._screening = Screening(job.request.job.build)
+        self.screening = Screening(job.request.job.build)
         self.rows: list[PlanRow] = []
         self.estimates: dict[PlanRow, Estimate] = {}
         self.refused: dict[str | None, str] = {}
-
-    @property
-    def model(self) -> torch.nn.Module | None:
-        """The job's model on the meta device. None where it cannot be built there."""
-        return self._screening.model
 
     def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
         """Add the rows of all layouts. Those that share their traces follow each other."""
         completed = 0
         for _, alike in groupby(sorted(layouts, key=in_search_order), key=traced_as):
-            traces: dict[tuple[int, int, str | None], _Kept] = {}
+            traces: _SharedTraces = {}
             for layout in alike:
                 progress(mesh_text(layout), completed, len(layouts))
                 self._add(layout, traces)
                 completed += 1
 
-    def _add(self, layout: Parallel, traces: dict[tuple[int, int, str | None], _Kept]) -> None:
+    def _add(self, layout: Parallel, traces: _SharedTraces) -> None:
         job, batches, why = self._job, self._job.batches(layout), self._findings.not_worth(layout)
         if batches is None:
             why = f"{job.global_batch:,} samples do not divide over {layout.replicas:,} replicas"
@@ -229,33 +220,20 @@ class _Searches:
             )
             return
 
-        extrapolated: set[tuple[int, str | None]] = set()
-
-        def estimate_sharing_traces(size: int, count: int, way: str | None) -> Estimate:
-            kept, request = traces.setdefault((size, count, way), _Kept()), job.of(layout, size, count, way)
-            if not kept.traces:
-                kept.traces = self._screening.traces(request)
-                kept.extrapolated = bool(kept.traces)
-            if kept.extrapolated:
-                extrapolated.add((size, way))
-            return make_estimate(request, traces=kept.traces)[0]
+        def estimate_sharing_traces(size: int, count: int, way: str | None) -> tuple[Estimate, str]:
+            request = job.of(layout, size, count, way)
+            if (size, count, way) not in traces:
+                screened = self.screening.traces(request)
+                traces[size, count, way] = screened, EXTRAPOLATED if screened else TRACED
+            kept, known = traces[size, count, way]
+            return make_estimate(request, traces=kept)[0], known
 
         ways = [way for way in self._ways if way not in self.refused]
         search = LayoutSearch(layout, batches, ways, self._findings, estimate_sharing_traces)
         rows = list(search.rows())
         self.refused |= _find_refused_ways(rows)
-        for row in rows:
-            if row.checkpointing in self.refused:
-                continue
-            known = None
-            if row in search.estimates:
-                known = EXTRAPOLATED if (row.micro_batch, row.checkpointing) in extrapolated else TRACED
-            self._keep(replace(row, known=known), search.estimates.get(row))
-
-    def _keep(self, row: PlanRow, estimate: Estimate | None) -> None:
-        self.rows.append(row)
-        if estimate is not None:
-            self.estimates[row] = estimate
+        self.rows += [row for row in rows if row.checkpointing not in self.refused]
+        self.estimates |= search.estimates
 
     def confirm(self) -> None:
         """Trace the best rows whole, until the best of them is quicker than what any other was extrapolated to, and a
@@ -275,13 +253,13 @@ class _Searches:
         batches = job.batches(layout)
         assert batches is not None and size is not None, "it fits"
 
-        def estimate_whole(size: int, count: int, way: str | None) -> Estimate:
-            return make_estimate(job.of(layout, size, count, way))[0]
+        def estimate_whole(size: int, count: int, way: str | None) -> tuple[Estimate, str]:
+            return make_estimate(job.of(layout, size, count, way))[0], TRACED
 
         search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(self._card_mib), estimate_whole)
-        whole = search.row(size, row.checkpointing)
         self.rows.remove(row)
-        self._keep(replace(whole, known=TRACED), search.estimates.get(whole))
+        self.rows.append(search.row(size, row.checkpointing))
+        self.estimates |= search.estimates
 
     def notes(self) -> list[str]:
         """Return notes on the traces that rows were extrapolated from; none where all were traced."""
@@ -290,7 +268,7 @@ class _Searches:
             return []
         return [
             f"{count_of(len(rows), 'row')} extrapolated: traced with {SHALLOW} and {SHALLOW + 1} of "
-            f"{self._screening.blocks} blocks, and what a block adds repeated; known=traced: with all blocks"
+            f"{self.screening.blocks} blocks, and what a block adds repeated; known=traced: with all blocks"
         ]
 
 

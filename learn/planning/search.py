@@ -136,10 +136,6 @@ class MicroBatches:
             return size * 2 if size * 2 <= LARGEST_BATCH else None
         return size * 2 if self.per_replica % (size * 2) == 0 else None
 
-    def smaller(self, size: int) -> int | None:
-        """Return the next smaller size; None where there is none."""
-        return size // 2 or None
-
     def accumulation(self, size: int) -> int:
         """Return the micro-steps of a step with this size."""
         if self.per_replica is not None:
@@ -150,6 +146,9 @@ class MicroBatches:
 class Findings:
     """Findings of the layouts so far of the ones that follow.
 
+    hopeless  layout that does not fit with any batch -> MiB of what it holds
+    largest   checkpointing -> micro-batch that fitted the last layout
+
     Args:
         limit_mib: Memory of the card.
     """
@@ -157,8 +156,8 @@ class Findings:
     def __init__(self, limit_mib: float) -> None:
         self._limit_mib = limit_mib
         self._outgrown: list[PlanRow] = []
-        self._hopeless: dict[Parallel, float] = {}  # layout -> MiB of what it holds with any batch
-        self._largest: dict[str | None, int] = {}  # checkpointing -> micro-batch that fitted the last layout
+        self.hopeless: dict[Parallel, float] = {}
+        self.largest: dict[str | None, int] = {}
         self._best: dict[int, float] = {}  # ranks -> samples a second
         self._of_degrees: dict[tuple[int, tuple[int, ...]], float] = {}  # ranks, and those within layers -> the same
         self._computed: dict[str | None, float] = {}  # checkpointing -> samples a second of one GPU that never waits
@@ -175,18 +174,6 @@ class Findings:
             self._of_degrees[degrees] = max(row.samples_per_s, self._of_degrees.get(degrees, 0.0))
             self._computed[way] = max(alone, self._computed.get(way, 0.0))
 
-    def hopeless(self, layout: Parallel, held_mib: float) -> None:
-        """Remember a layout that does not fit with any batch."""
-        self._hopeless[layout] = held_mib
-
-    def end_of_way(self, way: str | None, largest: int) -> None:
-        """Remember the largest micro-batch of a layout."""
-        self._largest[way] = largest
-
-    def start(self, way: str | None) -> int:
-        """Return the micro-batch to begin with, which fitted the last layout; 0: none is known."""
-        return self._largest.get(way, 0)
-
     def outgrown_by(self, layout: Parallel, micro_batch: int, accumulation: int, way: str | None) -> str | None:
         """Return why a step cannot fit: a layout with as many shards of each kind or more is too large by far. None
         where nothing is known without tracing it."""
@@ -202,7 +189,7 @@ class Findings:
         It holds too much with any batch, or a layout with more shards of each kind does. Or with fewer ranks within
         layers it was slower already than with still fewer.
         """
-        for other, held_mib in self._hopeless.items():
+        for other, held_mib in self.hopeless.items():
             if _shards_at_most(layout, other):
                 return f"not tried: with any batch, {mesh_text(other)} holds {held_mib:,.0f} MiB"
         for fewer in self._fewer(layout.ranks, ranks_within(layout)):
@@ -251,7 +238,8 @@ class LayoutSearch:
         batches: The sizes to try.
         ways: Checkpointing to try, the one that recomputes least first.
         findings: From one layout to the next.
-        estimated: `estimated(micro_batch, accumulation, checkpointing)` -> the estimate of this layout.
+        estimated: `estimated(micro_batch, accumulation, checkpointing)` -> the estimate of this layout, and what a row
+            is `known` by.
     """
 
     def __init__(
@@ -260,7 +248,7 @@ class LayoutSearch:
         batches: MicroBatches,
         ways: Sequence[str | None],
         findings: Findings,
-        estimated: Callable[[int, int, str | None], Estimate],
+        estimated: Callable[[int, int, str | None], tuple[Estimate, str]],
     ) -> None:
         self._layout, self._batches, self._ways = layout, batches, ways
         self._findings, self._estimated = findings, estimated
@@ -279,14 +267,13 @@ class LayoutSearch:
             if self._findings.not_worth(self._layout) is not None:  # with any batch and checkpointing
                 return
             largest = 0
-            for row in self._walk(way, self._batches.at_most(max(before, self._findings.start(way)))):
+            for row in self._walk(way, self._batches.at_most(max(before, self._findings.largest.get(way, 0)))):
                 self._findings.add(row)
                 yield row
                 if row.fits:
                     largest = max(row.micro_batch or 0, largest)
             if largest:
-                self._findings.end_of_way(way, largest)
-                before = largest
+                self._findings.largest[way] = before = largest
 
     def _walk(self, way: str | None, size: int) -> Iterator[PlanRow]:
         row = self.row(size, way)
@@ -313,16 +300,16 @@ class LayoutSearch:
         """Return the next smaller size that may fit: at the same moment, it has its share of the activations beside
         what does not depend on the batch. None where there is none."""
         estimate = self.estimates.get(row)
-        smaller = self._batches.smaller(size)
+        smaller = size // 2 or None
         if estimate is None:
             return smaller
         held_mib = sum(estimate.breakdown.get(part, 0.0) for part in _OF_ANY_BATCH)
         room_mib = _limit_mib(estimate) - held_mib
         if room_mib < 0:
-            self._findings.hopeless(self._layout, held_mib)
+            self._findings.hopeless[self._layout] = held_mib
             return None
         while smaller is not None and smaller / size * estimate.breakdown.get("activations", 0.0) > room_mib:
-            smaller = self._batches.smaller(smaller)
+            smaller = smaller // 2 or None
         return smaller
 
     def row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
@@ -339,15 +326,15 @@ class LayoutSearch:
         if reason := reason or self._findings.outgrown_by(self._layout, size, count, way):
             return PlanRow(**about, fits=False, why=reason)
         try:
-            estimate = self._estimated(size, min(count, alike), way)
+            estimate, about["known"] = self._estimated(size, min(count, alike), way)
             memory: dict[str, Any] = {"peak_memory_mib": estimate.peak_memory_mib, "upper_mib": estimate.upper_mib}
             if not estimate.fits_device:
                 row = PlanRow(**about, **memory, fits=False, why=f"takes {estimate.needed_mib:,.0f} MiB")
                 self.estimates[row] = estimate
                 return row
-            first = self._estimated(size, 1, way) if count > alike else estimate
+            first = self._estimated(size, 1, way)[0] if count > alike else estimate
         except UsageError as error:
-            return PlanRow(**about, fits=None, why=first_line(error))
+            return PlanRow(**about | {"known": None}, fits=None, why=first_line(error))
         row = PlanRow(**about, **memory, **self._times(estimate, first, size, count, alike), fits=True)
         self.estimates[row] = estimate
         return row

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy as np
 from conf.errors import CommandError, UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
 from featurize.device.device_spec import known_device, load_device, plain_device, same_device
+from featurize.families import get_family
 from learn.job.training_job import Case
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ def load_rows(
     kept, and its features are those that are stored.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
-    `untrusted`, a run beside others on one device, or a label that is stale now (`warehouse.files.stale`). `family`
+    `untrusted`, a run beside others on one device, or a label that is stale now (`warehouse.files.writer`). `family`
     None or `all` takes every family. Rows of several sources are not mixed, but where `source` is a list that names
     them: without it that raises `UsageError` with the counts, as do unknown names and fewer than 30 usable rows. Rows
     of several devices are, as long as `conf/device` describes all of them, since estimators read the description; else
@@ -399,7 +399,7 @@ def _read(
     data: str | os.PathLike[str] | DataFolder | None, target: Target, snapshot: str | None
 ) -> list[dict[str, Any]]:
     import warehouse
-    from warehouse.files.stale import stale_now
+    from warehouse.files.writer import stale_now
 
     with contextlib.closing(warehouse.connect(data, snapshot=snapshot)) as connection:
         # target.column comes from learn.rows.data, not from the user
@@ -572,16 +572,8 @@ def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
 def module_of(config: TrialConfig) -> str:
     """Return the kind of a network, for reports and for leaving whole kinds out: `cnn/residual`, `timm/convnext`, or
     the family where it has no topologies."""
-    family = _family(config.family)
+    family = get_family(config.family)
     if hasattr(family, "kind"):
         return str(family.kind(config))
     topology = getattr(config, "topology", None)
     return f"{config.family}/{topology}" if topology else config.family
-
-
-@cache
-def _family(name: str) -> ModuleType:
-    """Remembered: looking for it reads a folder, and every row asks."""
-    from featurize.families import get_family
-
-    return get_family(name)

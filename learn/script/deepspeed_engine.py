@@ -40,7 +40,7 @@ from featurize.training.optimizers import make_optimizer, state_tensors
 from learn.script.containment import is_ready_for_its_absence
 from learn.script.fake_cuda import CUDA, giving
 from learn.script.process_group import RankZero
-from learn.script.step_watch import StepWatch
+from learn.script.script_recorder import StepWatch
 
 NAME, VERSION = "deepspeed", "0.19.8"
 _NOT_SAVED = "checkpoints of DeepSpeed were left out"

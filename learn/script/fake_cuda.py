@@ -28,7 +28,7 @@ from conf.cli.own_packages import ROOT
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.operators.replacing import replace_attribute, replace_in, replaced
-from learn.script.script_recorder import ScriptRecorder
+from featurize.recording.recorder import Recorder
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
@@ -312,7 +312,7 @@ _KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-def install_cuda(spec: DeviceSpec, recorder: ScriptRecorder, autocast: Any, *, gpus: int = 1) -> None:
+def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: int = 1) -> None:
     """Make this process's torch look like one with a GPU.
 
     Args:
@@ -464,7 +464,7 @@ def _properties_of(spec: DeviceSpec) -> types.SimpleNamespace:
     )
 
 
-def _memory_functions(spec: DeviceSpec, recorder: ScriptRecorder) -> dict[str, Callable[..., Any]]:
+def _memory_functions(spec: DeviceSpec, recorder: Recorder) -> dict[str, Callable[..., Any]]:
     total, usable = int(spec.memory_mib * MIB), int((spec.memory_mib - spec.context_mib) * MIB)
 
     def live(device: Any = None) -> int:
@@ -504,7 +504,7 @@ def _install_generator() -> None:
     replace_attribute(torch, "Generator", generator)
 
 
-def _install_default_device(recorder: ScriptRecorder) -> None:
+def _install_default_device(recorder: Recorder) -> None:
     """Put what is made while the default device is a GPU there. What is made on meta takes nothing, until it is moved
     or emptied onto a GPU."""
 

@@ -25,12 +25,12 @@ from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
 from featurize.operators.replacing import replace_attribute, replaced
 from featurize.operators.torch_releases import SHARDS, complete_collectives, refused_modes, require_torch
+from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.recording.values import remember
 from featurize.training.rank import Replica, limits_of
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
-from learn.script.script_recorder import ScriptRecorder
 
 if TYPE_CHECKING:
     from featurize.training.ranks import Ranks
@@ -47,10 +47,13 @@ class RankZero:
         recorder: The script's recorder.
         command: How its processes are started.
 
-    `launched` is how many there are. A script that starts them by itself changes it.
+    `launched` is how many there are. A script that starts them by itself changes it. `parameters` is the elements of a
+    model of which `play` holds a part; 0: the rank holds all of its model.
     """
 
-    def __init__(self, recorder: ScriptRecorder, command: ScriptCommand) -> None:
+    parameters = 0
+
+    def __init__(self, recorder: Recorder, command: ScriptCommand) -> None:
         self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
         self._wrappers: list[Replica | ZeroRank] = []
         self._zero: ZeroRank | None = None
@@ -90,13 +93,13 @@ class RankZero:
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
         """Return the object that plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
         elements."""
-        from featurize.training.play_rank import played_rank
+        from featurize.trace.tracer import played_rank
         from featurize.training.zero import ZeroRank
 
         self._wrapper, played = layout, self._entered.enter_context(played_rank(layout, settings))
         assert isinstance(played, ZeroRank), "a layout of ZeRO"
         played.attach(self.recorder)
-        played.parameters = parameters
+        self.parameters = parameters
         self._zero = played
         self._wrappers.append(played)
         return played
@@ -111,10 +114,6 @@ class RankZero:
         """End a backward pass."""
         if self._zero is not None:
             self._zero.begin_phase("optimizer")
-
-    def parameters(self) -> int:
-        """Return the elements of the model's parameters, also of those that the rank holds a part of."""
-        return self.recorder.parameters() if self._zero is None else self._zero.parameters
 
     def axis_of(self, group: Any) -> str:
         """Return the name of a process group, as collectives have it."""
@@ -218,11 +217,12 @@ def _calling_directly(rank: RankZero) -> Callable[..., None]:
     return spawn
 
 
-def _replace(name: str, function: Any) -> None:
-    before = getattr(dist, name, None)
-    for module in (dist, distributed_c10d, device_mesh):
-        if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
-            replace_attribute(module, name, function)
+def _replace(**functions: Any) -> None:
+    for name, function in functions.items():
+        before = getattr(dist, name, None)
+        for module in (dist, distributed_c10d, device_mesh):
+            if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
+                replace_attribute(module, name, function)
 
 
 def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
@@ -262,10 +262,12 @@ def _install_group(rank: RankZero, note: Callable[[str], None]) -> None:
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
         return group_of(ranks, use_local_synchronization=use_local_synchronization)
 
-    _replace("init_process_group", init_process_group)
-    _replace("new_group", new_group)
-    _replace("get_backend", lambda group=None: backends[0])
-    _replace("is_nccl_available", lambda: True)
+    _replace(
+        init_process_group=init_process_group,
+        new_group=new_group,
+        get_backend=lambda group=None: backends[0],
+        is_nccl_available=lambda: True,
+    )
 
 
 def _refuse_fully_shard(refuse: Callable[..., None]) -> None:
@@ -350,21 +352,20 @@ def _install_collectives(rank: RankZero) -> None:
         return _copy([(tensor, scatter_list[0])] if scatter_list else [], async_op)
 
     refuse = _refusing("messages between two ranks, as pipelines send them, are not followed in scripts")
-    for name, function in {
-        "all_reduce": reduce,
-        "all_gather": gathering(dist.all_gather),
-        "all_gather_into_tensor": gathering(dist.all_gather_into_tensor),
-        "reduce": reduce_to_one,
-        "gather": gather,
-        "scatter": scatter,
+    _replace(
+        all_reduce=reduce,
+        all_gather=gathering(dist.all_gather),
+        all_gather_into_tensor=gathering(dist.all_gather_into_tensor),
+        reduce=reduce_to_one,
+        gather=gather,
+        scatter=scatter,
         **dict.fromkeys(("barrier", "monitored_barrier", "broadcast_object_list"), _nothing),
-        "all_gather_object": _fill,
-        "gather_object": lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
-        "scatter_object_list": lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
+        all_gather_object=_fill,
+        gather_object=lambda given, outputs=None, *_, **__: _fill(outputs or [], given),
+        scatter_object_list=lambda outputs, given=None, *_, **__: _fill(outputs, (given or [None])[0]),
         **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), refuse),
         **dict.fromkeys(("send_object_list", "recv_object_list"), refuse),
-    }.items():
-        _replace(name, function)
+    )
 
 
 @torch.no_grad()

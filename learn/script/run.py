@@ -47,8 +47,7 @@ from learn.script.deepspeed_engine import install_deepspeed
 from learn.script.fake_cuda import PretendCuda, enter_everywhere, install_cuda
 from learn.script.process_group import BUCKETS, RankZero, install_process_group
 from learn.script.records import SAVED, ScriptRecord, Setting, write_record
-from learn.script.script_recorder import ScriptRecorder
-from learn.script.step_watch import StepWatch
+from learn.script.script_recorder import ScriptRecorder, StepWatch
 
 
 def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
@@ -307,7 +306,7 @@ class ScriptRun:
             operators=tuple(recorder.log.operators),
             events=tuple(recorder.memory.events),
             blocks=blocks,
-            parameters=self._rank.parameters(),
+            parameters=self._rank.parameters or recorder.parameters(),
             parameter_bytes=sum(block.nbytes for block in blocks if block.kind == "parameter"),
             compute_capability=self._spec.compute_capability,
             assumed=tuple(recorder.values.assumed),

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -318,18 +318,17 @@ class ContentionFormula:
         return slowdown
 
 
-def loads_of(groups: Sequence[Sequence[JobProfile]], places: Sequence[int]) -> np.ndarray:
-    """Return the loads of one job of each group, `places[i]` of `groups[i]`, all of whose jobs have a `utilization`.
+def loads_of(groups: Iterable[Sequence[JobProfile]]) -> np.ndarray:
+    """Return the loads of every job of each group, all of whose jobs have a `utilization`.
 
     Returns:
         (n, 4): the job's share of time on the GPU, the sum of its partners', and the same of memory traffic.
     """
-    rows = []
-    for group, place in zip(groups, places, strict=True):
-        busy = [utilization(job) or 0.0 for job in group]
-        memory = [_traffic(job) for job in group]
-        rows.append((busy[place], sum(busy) - busy[place], memory[place], sum(memory) - memory[place]))
-    return np.asarray(rows, dtype=float).reshape(len(rows), 4)
+    rows: list[tuple[float, ...]] = []
+    for group in groups:
+        busy, memory = [utilization(job) or 0.0 for job in group], [_traffic(job) for job in group]
+        rows += [(own, sum(busy) - own, read, sum(memory) - read) for own, read in zip(busy, memory, strict=True)]
+    return np.array(rows, dtype=float).reshape(-1, 4)
 
 
 def _traffic(job: JobProfile) -> float:
@@ -441,7 +440,7 @@ class LearnedSlowdowns:
         if len(group) < 2:
             return [Slowdown(1.0, 1.0) for _ in group]
         if self.contention is not None and all(utilization(job) is not None for job in group):
-            expected = self.contention.slowdown(loads_of([group] * len(group), range(len(group)))).tolist()
+            expected = self.contention.slowdown(loads_of([group])).tolist()
             return [_with_p90(value, self.spread) for value in _within_all_sms(group, expected)]
         spread = max(self.spread, self.spread_known)
         if self.known.knows(group):
@@ -487,7 +486,7 @@ def fitted_slowdowns(groups: Sequence[MeasuredGroup]) -> LearnedSlowdowns:
     groups = sorted((group for group in groups if not group.is_apart), key=lambda group: group.group_id)
     if len(groups) < LEAST_GROUPS:
         raise UsageError(f"{len(groups)} groups are too few to learn from; {LEAST_GROUPS} are needed")
-    typical = float(np.median([max(1.0, slowdown) for group in groups for slowdown in group.slowdowns]))
+    typical = float(np.median(_measured(groups)))
     known = KnownJobs.fitted(groups)
     spread_known = _known_spread(groups)
     profiled = [group for group in groups if all(utilization(job) is not None for job in group.jobs)]
@@ -498,27 +497,21 @@ def fitted_slowdowns(groups: Sequence[MeasuredGroup]) -> LearnedSlowdowns:
     return LearnedSlowdowns(_fit_contention(profiled, form), known, typical, _spread(outside[form]), spread_known)
 
 
-def _rows(groups: Sequence[MeasuredGroup]) -> tuple[list[Sequence[JobProfile]], list[int], np.ndarray, list[str]]:
-    places = [(group, place) for group in groups for place in range(len(group.jobs))]
-    measured = np.array([max(1.0, group.slowdowns[place]) for group, place in places])
-    return (
-        [group.jobs for group, _ in places],
-        [place for _, place in places],
-        measured,
-        [group.models[place] for group, place in places],
-    )
+def _measured(groups: Sequence[MeasuredGroup]) -> np.ndarray:
+    """Return the slowdown of every job of each group, (n,), at least 1."""
+    return np.array([max(1.0, slowdown) for group in groups for slowdown in group.slowdowns])
 
 
 def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFormula:
     """Fit the formula to normalised speeds; every model counts the same, however many groups it is in."""
     import torch
 
-    jobs, places, measured, models = _rows(groups)
+    models = [model for group in groups for model in group.models]
     counts = Counter(models)
     weights = torch.tensor([1.0 / counts[model] for model in models], dtype=torch.float64)
     weights = weights / weights.sum()
-    own_load, others, own_memory, others_memory = torch.tensor(loads_of(jobs, places)).unbind(1)
-    speed = torch.tensor(1.0 / measured)
+    own_load, others, own_memory, others_memory = torch.tensor(loads_of(group.jobs for group in groups)).unbind(1)
+    speed = torch.tensor(1.0 / _measured(groups))
     start = torch.tensor(_START, dtype=torch.float64)
     values = start.clone().requires_grad_()
     has_bandwidth = 1.0 if form == "time_and_bandwidth" else 0.0
@@ -564,9 +557,8 @@ def _left_out(groups: Sequence[MeasuredGroup], form: str) -> tuple[np.ndarray, n
     """Return (expected, measured) slowdowns of groups whose models were left out, each model in turn."""
     expected, measured = [], []
     for inside, outside in left_out_parts(groups, "model") or [(groups, groups)]:  # where all have the same model
-        jobs, places, truth, _ = _rows(outside)
-        expected.append(_fit_contention(inside, form).slowdown(loads_of(jobs, places)))
-        measured.append(truth)
+        expected.append(_fit_contention(inside, form).slowdown(loads_of(group.jobs for group in outside)))
+        measured.append(_measured(outside))
     return np.concatenate(expected), np.concatenate(measured)
 
 

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import warehouse
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import COMPRESSION
+from warehouse.files.folder import COMPRESSION, DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.reading.checks import check
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA

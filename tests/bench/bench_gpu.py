@@ -15,8 +15,8 @@ from pathlib import Path
 
 from conf.cli.command_line import EXIT_USAGE, developer_command
 from conf.cli.settings import Checked, key
-from conf.reports.terminal import print_blocks
-from farm.dispatch.cluster_settings import ClusterSettings
+from conf.reports.blocks import print_blocks
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import work
 from farm.queue.jobs import Queue
 from featurize.families import family_names

@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 
 import warehouse
 from warehouse.files.compaction import ROW_GROUP_ROWS
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import COMPRESSION
+from warehouse.files.folder import COMPRESSION, DataFolder
 from warehouse.files.merged import Listing, listing_file, new_merged_name
 from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, STATUSES, TELEMETRY_SCHEMA
 

@@ -15,8 +15,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from conf.files.outputs import checked_output, output_file, write_output
 from farm.queue.jobs import Queue
 from farm.serving.trace_store import TraceStore
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import FolderLayout, FolderPlace
+from warehouse.files.folder import DataFolder, FolderPlace
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def whole(place):
     data = DataFolder.resolve(place / "data").create()
     store = TraceStore(data.service)
     with Queue.open(data.queue):
-        names = [name for name, value in vars(FolderLayout).items() if isinstance(value, FolderPlace)]
+        names = [name for name, value in vars(DataFolder).items() if isinstance(value, FolderPlace)]
         for path in (getattr(data, name) for name in names):
             if not path.exists() and path.suffix:
                 path.write_bytes(b"precious")

@@ -7,9 +7,9 @@ import threading
 import psutil
 import pytest
 
-from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.dispatcher import make_executor
 from farm.dispatch.executors import Executor
+from farm.dispatch.ray_cluster import ClusterSettings
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings

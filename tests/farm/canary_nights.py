@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pyarrow as pa
 
 from farm.nights.canaries import CanaryVerdict, canary_configs, compare
-from farm.nights.operator_families import operators_of
+from farm.nights.watch import operators_of
 from featurize.configs.trial import TrialConfig, config_hash
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter

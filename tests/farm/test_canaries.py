@@ -12,9 +12,8 @@ from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, usual, where
 from farm.nights.canaries import canary_configs, compare, tolerance_of, unconfirmed
 from farm.nights.journal import Journal, plain
 from farm.nights.machine import Machine
-from farm.nights.operator_families import OPERATORS, OTHER, operator_of_kind, operators_of
 from farm.nights.settings import NEED_LIBRARIES
-from farm.nights.watch import watch
+from farm.nights.watch import OPERATORS, OTHER, operator_of_kind, operators_of, watch
 from farm.sampling.dimensions import default_space
 from farm.sampling.draws import Limits, sample
 from farm.sampling.space import parse_space
@@ -22,6 +21,7 @@ from featurize.configs.trial import config_hash
 from featurize.device.device_spec import load_device
 from featurize.families import family_names, get_family, layers_of
 from featurize.job.code_names import CodeName
+from warehouse.tables.schema import ENVIRONMENT
 from workers.devices import DeviceChoice
 
 HASHES = [
@@ -73,7 +73,7 @@ def test_canaries_touch_every_operator_family_and_tell_them_apart():
 
 @pytest.mark.parametrize("family", [name for name in family_names() if name not in NEED_LIBRARIES])
 def test_every_layer_of_every_family_is_of_a_known_operator_family(family):
-    """Where this fails, a family's layer kind is new: put it into `farm.nights.operator_families`."""
+    """Where this fails, a family's layer kind is new: put it into `farm.nights.watch`."""
     space = parse_space(family, default_space(family))
     configs = [sample(space, seed=0, index=index, limits=Limits(max_parameters=10**8)) for index in range(20)]
     kinds = {layer.kind for config in configs for layer in layers_of(config)}
@@ -106,7 +106,7 @@ def test_the_first_night_has_nothing_to_compare_with_and_the_next_is_steady(lab)
     assert all(entry.before is None and not entry.moved for entry in first.compared)
     second = lab.verdict(lab.night(where("linear", smact=0.64, peak_memory_mib=1512.0, step_time_ms=5.4)))
     assert (second.verdict, second.causes, second.moved) == ("steady", (), ())
-    assert second.environment == second.before == second.newest == OLD
+    assert second.environment == second.before == OLD
     assert {entry.history_runs for entry in second.compared} == {1}
 
 
@@ -203,7 +203,7 @@ def test_the_user_may_accept_a_crash_and_is_told_of_it_until_the_canary_runs(lab
 
         earlier = journal.cycles()[:-1]
         payload = watch(lab.folder, machine, journal.cycle(cycle.name), earlier, measure)
-        journal.done(cycle.name, "canaries", plain(payload.to_mapping()))
+        journal.done(cycle.name, "canaries", plain(payload))
         return payload.verdict, payload.said
 
     broken = of(2, **CRASHED)
@@ -333,13 +333,14 @@ def test_a_rolled_back_driver_is_compared_with_its_own_nights(lab):
     lab.night(of(*range(8), smact=0.3))
     lab.environment = dict(OLD)
     verdict = lab.verdict(lab.night())
-    assert (verdict.verdict, verdict.before, verdict.newest) == ("steady", OLD, NEW)
+    assert (verdict.verdict, verdict.before) == ("steady", OLD)
+    assert dict(zip(ENVIRONMENT, verdict.earlier[-1].environment, strict=True)) == NEW
     assert lab.verdict(lab.night(of(0, smact=0.3))).verdict == "sick"
 
 
 def test_the_payload_is_json_as_the_journal_holds_it(lab):
     lab.night()
-    payload = plain(lab.verdict(lab.night(of(0, smact=0.9))).payload().to_mapping())
+    payload = plain(lab.verdict(lab.night(of(0, smact=0.9))).payload())
     assert json.loads(json.dumps(payload)) == payload
     assert set(payload) == {
         "verdict",

@@ -5,15 +5,14 @@ import json
 import math
 import random
 import re
-import runpy
-import sys
 import time
 
 import pytest
 
+from conf.cli.command_line import run as run_command
 from conf.errors import UsageError
 from conf.reports.blocks import Tiles
-from farm.replaying import view
+from farm.replay import as_mapping, entry, lines, replay_page
 from farm.replaying.crossing import NO_ESTIMATOR, POLICIES, CrossedReplays, ReplaySettings, Standing, make_policy
 from farm.replaying.simulator import ClusterRules, Contention, replay
 from farm.replaying.traces import (
@@ -26,7 +25,6 @@ from farm.replaying.traces import (
     load_catalogue,
     read_trace,
 )
-from farm.replaying.view import as_mapping, replay_page
 from featurize.timing.shared_gpu import SHARING
 from learn.sharing.admitting import MemoryNeed
 from learn.sharing.slowdowns import JobProfile
@@ -229,9 +227,9 @@ def test_alibaba_s_task_table_is_read_with_and_without_its_header(tmp_path):
         "job_c,tensorflow,1.0,Running,50.0,,600.0,29.3,100.0,V100",
     ]
     header = "job_name,task_name,inst_num,status,start_time,end_time,plan_cpu,plan_mem,plan_gpu,gpu_type"
-    for lines in (rows, [header, *rows]):
+    for written in (rows, [header, *rows]):
         path = tmp_path / "pai_task_table.csv"
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n".join(written) + "\n")
         trace = read_trace(str(path), None, seed=0)
         assert (list(trace.arrivals_s), list(trace.durations_s), list(trace.gpus)) == ([0, 100], [10, 850], [1, 2])
         assert trace.left_out == 2
@@ -374,22 +372,19 @@ def test_a_long_line_of_a_submission_script_is_read_at_once(tmp_path, line):
     assert time.process_time() - began < 5
 
 
-def command(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["farm.replay", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("farm.replay", run_name="__main__", alter_sys=True)
-    out, err = capsys.readouterr()
-    return ended.value.code, out, err
+def command(capsys, *arguments):
+    code = run_command("replay", entry, arguments)
+    return code, *capsys.readouterr()
 
 
-def test_the_command_prints_a_table_or_json_and_writes_a_page(monkeypatch, capsys, tmp_path):
+def test_the_command_prints_a_table_or_json_and_writes_a_page(capsys, tmp_path):
     small = ("n=20", "seeds=[1,2]", "policy=[exclusive,ours]", "estimator=[oracle,ours_bound]")
-    code, out, err = command(monkeypatch, capsys, *small, f"report={tmp_path}/replay.html")
+    code, out, err = command(capsys, *small, f"report={tmp_path}/replay.html")
     assert (code, err) == (0, "")
     assert "20 jobs on 4 x A100-SXM4-40GB" in out and "ours_bound" in out and "Simulated" in out
     page = (tmp_path / "replay.html").read_text()
     assert page.count("<svg") == 3 and "ours · ours_bound" in page
-    code, out, _ = command(monkeypatch, capsys, *small, "format=json")
+    code, out, _ = command(capsys, *small, "format=json")
     figures = json.loads(out)
     assert [one["policy"] for one in figures["replays"]] == ["exclusive", "ours", "ours"]
     assert figures["replays"][0]["makespan_over_exclusive"]["mean"] == 1
@@ -426,17 +421,17 @@ def crossed(**makespans):
 )
 def test_the_headline_names_a_policy_only_where_its_interval_is_apart_and_no_more_jobs_crashed(makespans, verdict):
     done = crossed(**makespans)
-    assert f"shortest makespan: {verdict}" in view.lines(done)
+    assert f"shortest makespan: {verdict}" in lines(done)
     assert as_mapping(done)["best"][0] in verdict
     tiles = next(block for block in replay_page(done).head if isinstance(block, Tiles)).tiles
     is_alone = not verdict.startswith("none stands out")
     assert (tiles[0].value == "ours · ours_bound") == is_alone and (is_alone or tiles[0].remark == verdict)
 
 
-def test_a_data_folder_keeps_the_page_and_its_figures(monkeypatch, capsys, tmp_path):
+def test_a_data_folder_keeps_the_page_and_its_figures(capsys, tmp_path):
     home = DataFolder.resolve(tmp_path / "data").create()
     asked = ("n=10", "seeds=[1]", "policy=exclusive", f"data={home.root}")
-    assert command(monkeypatch, capsys, *asked)[0] == command(monkeypatch, capsys, *asked)[0] == 0
+    assert command(capsys, *asked)[0] == command(capsys, *asked)[0] == 0
     page, figures = sorted((home.root / "replays").iterdir())
     assert page.suffix == ".html" and json.loads(figures.read_text())["jobs"] == 10
 
@@ -461,8 +456,8 @@ def test_a_data_folder_keeps_the_page_and_its_figures(monkeypatch, capsys, tmp_p
         "policy=[]",
     ],
 )
-def test_a_bad_value_is_one_line_and_exit_code_2(monkeypatch, capsys, argument):
-    code, out, err = command(monkeypatch, capsys, argument)
+def test_a_bad_value_is_one_line_and_exit_code_2(capsys, argument):
+    code, out, err = command(capsys, argument)
     assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
 
 

@@ -13,11 +13,11 @@ import pytest
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import compare as compare_module
+from farm.compare import percent
 from farm.comparison import run as run_module
-from farm.comparison.operators import compare_operators, traced
-from farm.comparison.pairs import Environment, Recorded, RunSet, code_folder, compare_runs, side_of
+from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
+from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
-from farm.comparison.view import percent
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.device.device_spec import load_device
 from warehouse.files.folder import DataFolder
@@ -186,11 +186,9 @@ def script(path, text):
 def test_a_side_is_a_data_folder_or_a_snapshot_of_one(before, tmp_path):
     land(before, 0, CONFIGS[0])
     take_snapshot(before, name="night")
-    assert side_of("before", str(before.root), tmp_path) == Recorded(
-        text=str(before.root), folder=before, snapshot=None
-    )
+    assert side_of("before", str(before.root), tmp_path) == RunSet(text=str(before.root), folder=before, snapshot=None)
     text = f"{before.root}@night"
-    assert side_of("before", text, tmp_path) == Recorded(text=text, folder=before, snapshot="night")
+    assert side_of("before", text, tmp_path) == RunSet(text=text, folder=before, snapshot="night")
     with pytest.raises(UsageError, match="neither an environment nor a data folder; name a Python"):
         side_of("after", str(tmp_path / "nothing"), tmp_path)
 
@@ -411,15 +409,17 @@ def test_environments_need_to_be_told_what_to_run(tmp_path, capsys):
 
 
 def test_a_model_that_no_environment_has_is_refused_and_one_that_a_side_lacks_is_not(tmp_path, capsys, monkeypatch):
-    """The environments' own Pythons are asked. Here they are shells, which answer at once."""
-    problem = "lib.nets has no attribute 'fatcory'; near names: factory"
-    for name, answer in (("old", problem), ("new", problem), ("has it", None)):
+    """The environments' own Pythons are asked. Here they are this one, each with a module of its own."""
+    problem = "model=lib.nets:fatcory: lib.nets has no attribute 'fatcory'; near names: factory"
+    for name, factory in (("old", "factory"), ("new", "factory"), ("has it", "fatcory")):
         script(
             tmp_path / name / "bin" / "python",
             '#!/bin/sh\nif [ "$1" = -c ]; then '
             f"""echo 'PROBE{{"torch_version": "{name}"}}'; exit; fi\n"""
-            f"echo null; while read -r model; do cat <<'ANSWER'\n{json.dumps(answer)}\nANSWER\ndone\n",
+            f'PYTHONPATH="{tmp_path / name}:$PYTHONPATH" exec {sys.executable} "$@"\n',
         )
+        (tmp_path / name / "lib").mkdir()
+        (tmp_path / name / "lib" / "nets.py").write_text(f"def {factory}(): pass\n")
     monkeypatch.setattr(run_module, "_run_set", lambda *_: (_ for _ in ()).throw(run_module.Interrupted))
     home = tmp_path / "a'; echo home"
     job = [

@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from conf.errors import EnvironmentProblem
-from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.dispatcher import Dispatcher, lost_run, make_executor
 from farm.dispatch.executors import Completion
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile
-from farm.queue.lock import DispatcherBusy, hold_dispatcher_lock
+from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
 from featurize.families import get_family

@@ -20,7 +20,7 @@ from farm import doctor
 from farm.queue.jobs import Queue
 from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import SCHEMA_VERSION
-from workers.devices.discovery import discover_gpus
+from workers.devices.cuda import discover_gpus
 from workers.telemetry.nvml import open_nvml
 
 
@@ -48,7 +48,7 @@ def no_gpu(monkeypatch):
         def nvmlInit(self):
             raise self.NVMLError(9)
 
-    monkeypatch.setattr("workers.devices.discovery.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
+    monkeypatch.setattr("workers.devices.cuda.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
     monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda given=None: open_nvml(given or NoDriver()))
 
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
 
-from farm.nights.operator_families import operators_of
-from farm.nights.watch import EVERYTHING, drift_of, remeasure
+from farm.nights.watch import EVERYTHING, drift_of, operators_of, remeasure
 from farm.sampling.dimensions import default_space
 from farm.sampling.draws import sample
 from farm.sampling.space import parse_space
 from featurize.configs.trial import config_hash
 from learn.rows.data import load_rows
-from warehouse.files.stale import write_marks
+from warehouse.files.writer import write_marks
 
 AT = datetime.datetime(2026, 2, 1, tzinfo=datetime.UTC)
 FAMILIES = ("mlp", "cnn", "gpt", "gnn")
@@ -54,21 +53,21 @@ def again(lab, environment=NEW, at_most=None):
 
 def test_convolutions_alone_moved_and_networks_without_them_stay(grown, configs):
     drift = drift_with(grown, where("convolution", peak_memory_mib=1700.0))
-    assert drift.operators == {"peak_memory_mib": ("convolution",)}
+    assert drift.payload.operators == {"peak_memory_mib": ("convolution",)}
     stale = {i for i, config in enumerate(configs) if config.family == "cnn"}
     canaries = {f"canary-00000001-{at:06d}" for at in (2, 7)}
     assert set(drift.families) == {grown.ids[i] for i in stale} | canaries
     assert {mark.label for mark in drift.marks} == {"peak_memory_mib"}
     assert all(mark.shift == pytest.approx(200 / 1500) for mark in drift.marks)
-    payload = drift.payload(remeasured=4)
-    assert (payload.stale_rows, payload.stale_by_family, payload.remeasure) == (12, {"cnn": 11, "unet": 1}, 4)
+    payload = drift.payload
+    assert (payload.stale_rows, payload.stale_by_family) == (12, {"cnn": 11, "unet": 1})
     assert payload.stale_by_operator["convolution"] == 12
     assert "peak_memory_mib moved with convolution: +13.3%, the median of 2 of 8" in payload.moved[0]
 
 
 def test_everything_moved_where_no_canary_stayed(grown, configs):
     drift = drift_with(grown, of(*range(8), power_w=260.0))
-    assert drift.operators == {"power_w": (EVERYTHING,)}
+    assert drift.payload.operators == {"power_w": (EVERYTHING,)}
     assert len(drift.families) == len(configs) + len(CANARIES)
     assert {mark.operators for mark in drift.marks} == {(EVERYTHING,)}
     assert again(grown)
@@ -82,7 +81,7 @@ def test_a_canary_that_no_operator_of_its_own_explains_names_its_rarest(grown):
         for name in operators_of(CANARIES[2]) - {"loss", "adam"}
     }
     fewest = {name for name, count in rarest.items() if count == min(rarest.values())}
-    assert set(drift.operators["drama"]) == fewest == {"convolution", "autocast"}
+    assert set(drift.payload.operators["drama"]) == fewest == {"convolution", "autocast"}
 
 
 def test_labels_are_told_apart_and_rows_without_the_label_are_not_marked(grown, configs):
@@ -90,9 +89,9 @@ def test_labels_are_told_apart_and_rows_without_the_label_are_not_marked(grown, 
     places = {config_hash(CANARIES[at]): columns for at, columns in change.items()}
     grown.run("grow-2", [c for c in configs if c.family == "gnn"], lambda _: {"power_w": None, "status": "crashed"})
     drift = drift_with(grown, lambda config: places.get(config_hash(config), {}))
-    assert drift.operators["power_w"] == ("gather_scatter",)
+    assert drift.payload.operators["power_w"] == ("gather_scatter",)
     assert not any(mark.run_id.startswith("grow-2") for mark in drift.marks)
-    assert set(drift.operators) == {"smact", "power_w"}
+    assert set(drift.payload.operators) == {"smact", "power_w"}
 
 
 def test_what_ran_out_of_memory_is_stale_with_the_memory_label(grown, configs):
@@ -111,7 +110,7 @@ def test_no_drift_is_sought_in_the_same_environment_or_on_a_sick_machine(grown):
 
 def test_a_change_that_moves_nothing_makes_nothing_stale(grown):
     drift = drift_with(grown, lambda _: {})
-    assert (drift.marks, drift.operators, again(grown)) == ((), {}, ())
+    assert (drift.marks, drift.payload.operators, again(grown)) == ((), {}, ())
 
 
 def usable(lab, target="memory"):

@@ -8,9 +8,8 @@ import pytest
 
 import farm.dispatch.ray_executor
 from conf.errors import EnvironmentProblem, UsageError
-from farm.dispatch.cluster_settings import ClusterSettings, gpu_problem
 from farm.dispatch.dispatcher import make_executor
-from farm.dispatch.ray_cluster import RayNode
+from farm.dispatch.ray_cluster import ClusterSettings, RayNode, gpu_problem
 from farm.dispatch.ray_executor import RayExecutor, _Seat
 from farm.sampling.dimensions import own_space
 from farm.submission.settings import require_gpus, with_layouts

@@ -281,12 +281,12 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
 
 
 def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
-    from farm.dispatch.cluster_settings import ClusterSettings
     from farm.dispatch.dispatcher import StopRequest
     from farm.dispatch.monitoring import Service
+    from farm.dispatch.ray_cluster import ClusterSettings
     from farm.dispatch.working import run_job
     from farm.nights.machine import machine_of, submit_listed
-    from farm.queue.lock import hold_dispatcher_lock
+    from farm.queue.leftovers import hold_dispatcher_lock
     from farm.queue.queue_values import device_key
     from featurize.families import get_family
     from workers.devices import DeviceChoice

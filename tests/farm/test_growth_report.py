@@ -11,8 +11,9 @@ from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compare
 
 from conf.reports.charts import Curve, Grid, columns, curves, heat_map
 from conf.reports.page_text import figure
+from farm.nights.journal import ChoicePayload, payload_of
+from farm.nights.report import GROUPS_SHOWN, LOG_CHARACTERS
 from farm.nights.report_page import write_report
-from farm.nights.report_rows import GROUPS_SHOWN, LOG_CHARACTERS
 from tests.parsed_page import ParsedPage
 from warehouse.files.folder import DataFolder
 
@@ -30,13 +31,12 @@ def one_night(tmp_path_factory):
     return nights
 
 
-def written(nights, name=None, plan=None, **steps):
+def written(nights, plan=None, outcome="done", sentence="", **steps):
     """(JSON, page) of the newest cycle's report; `steps`: payloads in place of the journal's."""
     cycles = nights.journal.cycles()
-    cycle = next(one for one in cycles if name in (None, one.name)) if name else cycles[-1]
-    changed = {key: dataclasses.replace(cycle.steps[key], payload=value) for key, value in steps.items()}
-    cycle = dataclasses.replace(cycle, steps={**cycle.steps, **changed})
-    path = write_report(nights.folder, cycle, cycles, plan)
+    changed = {key: dataclasses.replace(cycles[-1].steps[key], payload=value) for key, value in steps.items()}
+    cycle = dataclasses.replace(cycles[-1], steps={**cycles[-1].steps, **changed}, outcome=outcome, said=sentence)
+    path = write_report(nights.folder, cycle, cycles, None if plan is None else payload_of(ChoicePayload, plan))
     assert path == nights.folder.reports / f"{cycle.name}.html"
     text = path.read_text(encoding="utf-8")
     report = json.loads(path.with_suffix(".json").read_text(), parse_constant=pytest.fail)
@@ -62,14 +62,14 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
         ],
         learned("kept", error=120.0),
     )
-    report, page = written(nights, plan=next_plan())
+    report, page = written(nights, plan=next_plan(), sentence="3 runs (ok 2, oom 1); models: memory kept")
     assert report["said"]["level"] == "good" and report["said"]["advice"] == ["Nothing to do."]
     assert report["snapshot"] == cycle and report["changed"]["rows_after"]["runs"] == 7
     counts = {(one["family"], one["status"]): (one["rows"], one["tonight"]) for one in report["rows"]["counts"]}
     assert counts == {("cnn", "ok"): (5, 1), ("gpt", "ok"): (1, 1), ("gpt", "oom"): (1, 1)}
     page_text = page.text
     for text in (
-        "The night is done: 3 runs were measured",
+        "The night is done: 3 runs (ok 2, oom 1); models: memory kept.",
         "Nothing to do.",
         "gpt 32–40",
         "Every check passed",
@@ -221,7 +221,7 @@ def test_of_many_broken_rules_three_are_named(one_night):
     broken = [{"rule": f"rule {k}", "severity": "error", "count": 2, "examples": [], "said": ""} for k in range(4)]
     landed = {**one_night.journal.cycles()[-1].done("land"), "findings": broken}
     report, _ = written(one_night, land=landed)
-    assert "rules are broken 8 times (rule 0, rule 1, rule 2, ...)" in report["said"]["advice"][0]
+    assert "rules are broken 8 times (rule 0, rule 1, rule 2, 1 more)" in report["said"]["advice"][0]
 
 
 def test_a_sick_machine_is_named_with_its_causes(nights):
@@ -235,7 +235,7 @@ def test_a_sick_machine_is_named_with_its_causes(nights):
     )
     nights.step(cycle, "canaries", payload)
     nights.journal.start(cycle, "report")
-    report, page = written(nights)
+    report, page = written(nights, outcome="sick", sentence="smact of 2 canaries moved")
     assert (report["said"]["outcome"], report["said"]["level"]) == ("sick", "bad")
     assert "thermal slowdown" in report["said"]["advice"][0]
     page_text = page.text
@@ -262,7 +262,7 @@ def test_drift_tells_what_moved_and_what_it_makes_stale(one_night):
     assert report["canaries"]["drift"] == drift and report["said"]["level"] == "look"
     page_text = page.text
     for text in (
-        "labels drifted with the environment",
+        "Labels changed with the environment",
         "1,234 rows",
         "88 configurations",
         "2.5.1",
@@ -272,17 +272,15 @@ def test_drift_tells_what_moved_and_what_it_makes_stale(one_night):
         assert text in page_text, text
 
 
-@pytest.mark.parametrize(
-    "ended, text", [("asked", "cut short: it was asked to stop"), ("time", "until its time was up")]
-)
-def test_a_night_without_a_snapshot_is_reported_from_the_folder_as_it_is(nights, ended, text):
+@pytest.mark.parametrize("ended, outcome", [("asked", "cut short"), ("time", "done")])
+def test_a_night_without_a_snapshot_is_reported_from_the_folder_as_it_is(nights, ended, outcome):
     nights.night([nights.run_row()])
     cycle = nights.begin()
     nights.measured(cycle, [nights.run_row("gpt"), nights.run_row("gpt")], ended=ended)
-    report, page = written(nights)
+    report, page = written(nights, outcome=outcome)
     assert report["snapshot"] is None and report["before"] == "2026-11-19" and report["changed"]["after"] == "now"
     assert {one["family"]: one["tonight"] for one in report["rows"]["counts"]} == {"cnn": 0, "gpt": 2}
-    assert text in page.text and "the night was not landed" in page.text
+    assert "the night was not landed" in page.text and ("was cut short" in page.text) == (ended == "asked")
 
 
 def test_a_failed_step_is_told_with_its_error(nights):
@@ -291,22 +289,22 @@ def test_a_failed_step_is_told_with_its_error(nights):
     nights.journal.start(cycle, "land")
     error = 'Traceback (most recent call last):\n  File "a.py", line 3, in land\n    go()\nOSError: no space <left>'
     nights.journal.fail(cycle, "land", error)
-    report, page = written(nights)
+    report, page = written(nights, outcome="failed", sentence="land failed: OSError: no space <left>")
     assert (report["said"]["outcome"], report["said"]["level"]) == ("failed", "bad")
-    assert report["said"]["advice"][0].startswith("Step land failed: OSError: no space <left>.")
-    assert "The cycle failed at the step land; 1 run was measured (ok 1)." in page.text
+    assert report["said"]["advice"][0] == "Fix it, and run the same command again."
+    assert "The cycle failed: land failed: OSError: no space <left>." in page.text
     assert 'File "a.py", line 3' in page.text
 
 
-def test_runs_that_finished_before_the_run_step_failed_are_told(nights):
+def test_runs_that_finished_before_the_run_step_failed_are_counted(nights):
     cycle = nights.begin()
     nights.step(cycle, "canaries", canaries_payload())
     nights.write(nights.run_row(), nights.run_row())
     nights.journal.start(cycle, "run")
     nights.journal.fail(cycle, "run", "the workers are gone")
-    report, _ = written(nights)
-    assert report["said"]["sentence"] == ("The cycle failed at the step run; runs that finished, canaries included: 2.")
-    assert report["said"]["advice"][0].startswith("Step run failed: the workers are gone.")
+    report, page = written(nights, outcome="failed", sentence="run failed: the workers are gone")
+    assert report["said"]["sentence"] == "The cycle failed: run failed: the workers are gone."
+    assert "rows tonight 2 2 in all" in page.text
 
 
 def test_a_folder_with_a_file_that_cannot_be_read_is_reported_without_its_rows(nights):
@@ -331,7 +329,7 @@ def test_a_folder_without_runs_has_a_report(nights):
     nights.begin()
     report, page = written(nights)
     assert report["rows"]["counts"] == [] and report["rows"]["source"] == "" and report["changed"] is None
-    for text in ("There is no run yet", "nothing was measured", "No canary was compared", "No dry run"):
+    for text in ("There is no run yet", "No canary was compared", "No dry run"):
         assert text in page.text, text
 
 
@@ -354,7 +352,7 @@ def test_time_is_told_by_step_and_over_the_cycles(nights):
     report, page = written(nights)
     assert [night["cycle"] for night in report["nights"]] == ["2026-11-19", "2026-11-20"]
     assert report["nights"][-1]["overhead_s"] == 240.0 and report["nights"][-1]["seconds"]["run"] == 3600.0
-    assert report["nights"][-1]["rows"] == 2 and report["nights"][-1]["energy_j"] == 9.0e5
+    assert report["nights"][-1]["rows"] == 2 and report["nights"][-1]["run"]["energy_j"] == 9.0e5
     assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.text
 
 
@@ -419,7 +417,7 @@ def test_a_simulated_night_speaks_of_no_measurement_no_gpu_time_and_no_energy(ni
     nights.landed(cycle)
     report, page = written(nights, plan=next_plan())
     page_text = page.text
-    assert "The night is done: 1 run was simulated (ok 1)." in page_text and report["nights"][-1]["simulated"]
+    assert report["nights"][-1]["simulated"]
     assert (
         "simulated: no GPU was used" in page_text
         and "Time of the simulated runs: 50.0 min; no GPU was used" in page_text

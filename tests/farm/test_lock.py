@@ -16,8 +16,15 @@ from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive, identity
 from farm import status
-from farm.queue.leftovers import SESSION_VARIABLE, make_folder, record_processes, sweep_orphans
-from farm.queue.lock import DispatcherBusy, dispatcher_of, hold_dispatcher_lock
+from farm.queue.leftovers import (
+    SESSION_VARIABLE,
+    DispatcherBusy,
+    dispatcher_of,
+    hold_dispatcher_lock,
+    make_folder,
+    record_processes,
+    sweep_orphans,
+)
 from warehouse.exchange import ingesting
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import DataFolder
@@ -256,7 +263,7 @@ def test_the_lock_is_given_back_although_sweeping_fails(folder, runtime, monkeyp
         raise OSError("for the test")
 
     with pytest.raises(OSError, match="for the test"), hold_dispatcher_lock(folder.dispatcher_lock):
-        monkeypatch.setattr("farm.queue.lock.sweep_leftovers", fails)
+        monkeypatch.setattr("farm.queue.leftovers.sweep_leftovers", fails)
     monkeypatch.undo()
     with hold_dispatcher_lock(folder.dispatcher_lock):
         pass

@@ -12,7 +12,7 @@ from conf.cli.command_line import run
 from conf.files.identity import canonical_json
 from farm import status
 from farm.dispatch import working
-from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import MIXED_FAMILY, Job

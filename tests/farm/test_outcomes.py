@@ -9,11 +9,10 @@ from conf.cli import command_line as cli
 from conf.plain_text import OUTPUT_STARTS
 from farm import submit as submit_module
 from farm.dispatch import working as work_module
-from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.monitoring import Events, Service
-from farm.dispatch.working import work
+from farm.dispatch.ray_cluster import ClusterSettings
+from farm.dispatch.working import failed_jobs, reason_of, work
 from farm.queue.jobs import Queue
-from farm.queue.outcomes import failed_jobs, reason_of
 from tests.warehouse.warehouse_rows import ask
 from workers.task import RunResult
 

@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from farm.dispatch import ray_cluster
-from farm.dispatch.cluster_settings import ClusterSettings
-from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, HeadWatch, JoinedHead, OwnHead
+from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, ClusterSettings, HeadWatch, JoinedHead, OwnHead
 from farm.dispatch.ray_executor import RayExecutor
 from workers.devices import DeviceChoice
 

@@ -11,13 +11,13 @@ from test_lost_queue import submit_mixed
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from farm import doctor
-from farm.queue.lock import DispatcherBusy, hold_dispatcher_lock
+from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
 from tests.warehouse.warehouse_rows import ask, flip
 from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
 from warehouse.files.counting import counting_files
+from warehouse.files.folder import write_sealed
 from warehouse.files.integrity import examine
-from warehouse.files.layout import write_sealed
 from warehouse.files.merged import Listing, listing_file
 from warehouse.files.presence import compare, landed_tasks
 from warehouse.files.snapshots import take_snapshot

@@ -17,13 +17,12 @@ from test_dispatch import Clock, ScriptedExecutor, run_with, submit
 
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
-from farm.dispatch.cluster_settings import ClusterSettings
 from farm.dispatch.dispatcher import StopRequest, lost_run
 from farm.dispatch.metrics_server import MetricsServer
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
-from farm.dispatch.ray_cluster import NodeWatch
+from farm.dispatch.ray_cluster import ClusterSettings, NodeWatch
 from farm.dispatch.working import work
-from farm.queue.lock import hold_dispatcher_lock
+from farm.queue.leftovers import hold_dispatcher_lock
 from farm.work import WorkSettings
 from featurize.families import get_family
 from warehouse.tables.run import Run

@@ -8,7 +8,7 @@ import pytest
 from conf.cli.command_line import run
 from farm import cancel, status
 from farm.queue.jobs import Queue
-from farm.queue.lock import hold_dispatcher_lock
+from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, RunDoubt
 from farm.sampling.space import parse_space
 from farm.status import _print_table
@@ -98,8 +98,8 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispa
     queue.lease("w", 2, 1_000_000_000.0, 60.0)
     code, out, _ = call(status)
     assert code == 0
-    (row,) = [line.split() for line in out.splitlines() if "mlp-00c0ffee" in line]
-    assert " ".join(row) == "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running"
+    (row,) = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "mlp-00c0ffee" in line]
+    assert " ".join(filter(None, row)) == "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running"
     (row,) = [line for line in out.splitlines() if "mlp-0badcafe" in line]
     assert "submitting 2,000/3,000" in row
     assert "The same command completes" in out
@@ -231,7 +231,7 @@ def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     queue.finish(running, "ok", 1_000_000_001.0)
     code, out, _ = call(cancel, "job=mlp-00c0ffee")
     assert code == 0 and "no task was waiting, 4 are done and stay" in out
-    assert call(status)[1].split()[-1] == "cancelled"
+    assert [line.split("│")[-2].strip() for line in call(status)[1].splitlines() if "mlp-0" in line] == ["cancelled"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from conf.cli import command_line as cli
 from farm import submit as submit_module
 from farm import work as work_module
-from farm.dispatch.cluster_settings import ClusterSettings
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.queue.jobs import Queue
 from farm.submission.submitting import _show_progress, queue_bytes
 from featurize.families import family_names

@@ -19,8 +19,7 @@ import pytest
 from farm_process import SUBMIT, Farm, await_, check_jobs, landed
 
 from conf.files.identity import identity
-from farm.queue.leftovers import PREFIXES, SESSION_VARIABLE
-from farm.queue.lock import dispatcher_of
+from farm.queue.leftovers import PREFIXES, SESSION_VARIABLE, dispatcher_of
 from warehouse.files.folder import DataFolder
 
 SEED = int(os.environ.get("GPUFARM_ATTACK_SEED", random.SystemRandom().randrange(10**6)))

@@ -206,10 +206,10 @@ def test_a_model_that_reads_values_back_needs_a_target_and_then_trains(nets):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Piar", "zoo_test_own.nets has no 'Piar'; near names: Pair"),
+        ("Piar", "zoo_test_own.nets has no attribute 'Piar'; near names: Pair"),
         ("number", "zoo_test_own.nets:number gives int, not a torch.nn.Module"),
         ("module", "zoo_test_own.nets:module is Linear, not a class or function that gives"),
-        ("OWN", "zoo_test_own.nets has no 'OWN'"),
+        ("OWN", "zoo_test_own.nets has no attribute 'OWN'"),
         ("fails", "zoo_test_own.nets:fails makes no model: ValueError: no luck$"),
         ("Reads", "zoo_test_own.nets:Reads makes no model: TypeError: .*missing 2 required"),
         ("Pair", r"makes no model of \{\"widht\":3\}: TypeError: .*widht"),
@@ -223,7 +223,7 @@ def test_what_gives_no_module_is_refused_in_words(nets, name, message):
 def test_other_refusals_and_what_is_none(nets):
     with pytest.raises(UsageError, match=r"Pair does not run on float32\[4\]: TypeError: .*'ids'"):
         zoo.layers(config(f"{nets}:Pair"))
-    with pytest.raises(UsageError, match=r"cannot import no_such_package.nets .*; pip install its package, or put"):
+    with pytest.raises(UsageError, match=r"cannot import no_such_package.nets: .*; pip install its package, or put"):
         zoo.build(config("no_such_package.nets:build"))
     with pytest.raises(RuntimeError, match="out of memory"):  # no mistake of the config: the trial is an `oom`
         zoo.build(config(f"{nets}:hungry"))
@@ -259,7 +259,7 @@ def test_transformers_are_made_of_the_fields_of_their_configurations(text, targe
 def test_a_mistyped_field_of_a_configuration_and_an_unknown_class_have_near_names():
     with pytest.raises(UsageError, match=r"GPT2Config of transformers:GPT2LMHeadModel has no n_layers; near .*n_layer"):
         zoo.build(config("transformers:GPT2LMHeadModel", "int64[8]<99", arguments={"n_layers": 2}))
-    with pytest.raises(UsageError, match="transformers has no 'GPT2LMHead'; near names: GPT2LMHeadModel"):
+    with pytest.raises(UsageError, match="transformers has no attribute 'GPT2LMHead'; near names: GPT2LMHeadModel"):
         zoo.build(config("transformers:GPT2LMHead", "int64[8]<99"))
     eager = entry(GPT2.replace("{", "{attn_implementation: eager, "))
     assert zoo.build(eager).config._attn_implementation == "eager"

@@ -84,7 +84,7 @@ def comparisons():
         "crashed": of(2, status="crashed", error="no kernel"),
     }
     for name, change in changes.items():
-        yield f"canaries {name}", dataclasses.asdict(lab.verdict(lab.night(change)))
+        yield f"canaries {name}", dataclasses.asdict(lab.verdict(lab.night(change)).payload())
 
 
 def publication():

@@ -176,34 +176,22 @@ def _telemetry(power_w: float) -> pa.Table:
 
 
 def _plant_probes(probes: Path, histories: Mapping[str, Mapping]) -> None:
-    (probes / "histories").mkdir(parents=True)
     for name, planted in histories.items():
-        text = json.dumps({**planted_history(**planted), "name": name})
-        (probes / "histories" / f"{name}.json.xz").write_bytes(lzma.compress(text.encode(), preset=0))
+        plant(probes / "histories", name, [planted_history(**planted)])
     spec = load_device(DEVICE)
     context_mib = spec.context_mib + CONTEXT_MIB
     measured = {"module_loading": "lazy", "card_before_mib": 4.0, "allocated_mib": 0.0, "cudnn": False, "reason": None}
     rows = [
         {
             **measured,
-            "name": "context lazy",
             "stage": "context",
             "process_mib": context_mib + 2.0,
             "card_mib": context_mib + 6.0,
             "reserved_mib": 2.0,
         },
-        {
-            **dict.fromkeys(measured),
-            "name": "context eager",
-            "stage": "context",
-            "module_loading": "eager",
-            "process_mib": None,
-            "card_mib": None,
-            "reserved_mib": None,
-            "reason": "its process was killed",
-        },
     ]
-    (probes / "context.json").write_text(json.dumps(rows))
+    plant(probes / "contexts", "context lazy", rows)
+    plant(probes / "contexts", "context eager", [], "its process was killed")
     with open(probes / "numbers.csv", "w", newline="") as file:
         csv.writer(file).writerows([("kind", "mib"), ("context", context_mib)])
     calls = [
@@ -218,9 +206,15 @@ def _plant_probes(probes: Path, histories: Mapping[str, Mapping]) -> None:
         }
         for phase, measured_bytes, assumed_bytes in (("forward", 2**25, 2**24), ("backward", 2**26, 2**26))
     ]
-    (probes / "workspaces.json").write_text(json.dumps(calls))
-    questions = {
-        "tf32_under_half": {"figures": [{"operator": "mm", "ms": 1.5}], "answer": "TF32 changes nothing there."},
-        "gpm_first_sample": {"figures": [], "reason": "GPM is not supported"},
-    }
-    (probes / "questions.json").write_text(json.dumps(questions))
+    plant(probes / "workspaces", "conv2d", calls)
+    answered = {"inside": "float32", "operator": "mm", "ms": 1.5}
+    rows = [{**answered, "tf32_allowed": allowed} for allowed in (True, False)]
+    plant(probes / "questions", "tf32_under_half", rows)
+    plant(probes / "questions", "gpm_first_sample", [], "GPM is not supported")
+
+
+def plant(folder: Path, name: str, rows: Sequence[Mapping], reason: str | None = None) -> None:
+    """Keep a measurement as `workers.probes.children` does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"rows": rows, "reason": reason}).encode()
+    (folder / f"{name}.json.xz").write_bytes(lzma.compress(content, preset=0))

@@ -1,14 +1,12 @@
 """The section of recorded histories: each is compared for its own GPU, and one that cannot be costs itself alone."""
 
-import json
-import lzma
-
 import pytest
 
 from featurize.device.device_spec import load_device
 from featurize.trace import tracer as trace
 from featurize.trace.tracer import trace_config
 from infra.offline.probe_sections import comparisons_of
+from tests.infra.lent_results import plant
 from tests.planted_histories import planted_history
 
 GPU = load_device("H100-SXM5-80GB")
@@ -23,7 +21,7 @@ def folder(tmp_path):
 
 
 def keep(folder, name, history):
-    (folder / f"{name}.json.xz").write_bytes(lzma.compress(json.dumps({**history, "name": name}).encode()))
+    plant(folder, name, [history])
 
 
 def test_a_history_is_compared_for_the_gpu_that_it_names(folder, tmp_path):
@@ -44,12 +42,15 @@ def test_a_history_that_cannot_be_compared_costs_itself_alone(folder, tmp_path, 
     keep(folder, "cut", {**history, "trace": history["trace"][-1:]})
     compared, failed = comparisons_of(tmp_path)
     assert [one.name for one in compared] == ["good"]
-    assert failed.keys() == {"untraceable.json.xz", "odd.json.xz", "cut.json.xz"}
-    assert "cannot be traced" in failed["untraceable.json.xz"] and failed["cut.json.xz"].startswith("history 'cut'")
+    assert failed.keys() == {"untraceable", "odd", "cut"}
+    assert "cannot be traced" in failed["untraceable"] and failed["cut"].startswith("history 'cut'")
 
 
-@pytest.mark.parametrize("content", ["[1]", '{"cnn": ', "3"])
-def test_damaged_reasons_are_named_and_cost_no_comparison(folder, tmp_path, content):
-    (folder / "failures.json").write_text(content)
+def test_a_job_without_a_history_and_a_damaged_file_have_their_reasons_and_cost_no_comparison(folder, tmp_path):
+    plant(folder, "out", [], "CUDA out of memory")
+    plant(folder, "former", [{"trace": []}])
+    (folder / "torn.json.xz").write_bytes(b"no xz")
     compared, failed = comparisons_of(tmp_path)
-    assert len(compared) == 1 and failed.keys() == {"failures.json"}
+    assert len(compared) == 1 and failed["out"] == "CUDA out of memory"
+    assert failed["former"].startswith("history former is incomplete: missing config, conf")
+    assert failed["torn"].startswith("torn.json.xz cannot be read")

@@ -53,4 +53,4 @@ def fakes(monkeypatch):
     names = ("hundreds", "endless", "hoarder")
     for name in names:
         monkeypatch.setitem(protocol.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
-    monkeypatch.setattr("learn.commands.benchmark.TRAINING_FREE", (*protocol.TRAINING_FREE, *names))
+    monkeypatch.setattr("learn.benchmark.TRAINING_FREE", (*protocol.TRAINING_FREE, *names))

@@ -14,8 +14,7 @@ from learn_rows import published_mlp, write_published
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from learn.benchmark import entry
-from learn.commands.benchmark import BenchmarkSettings, benchmark, cache_folder
+from learn.benchmark import BenchmarkSettings, benchmark, cache_folder, entry
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
 from learn.rows.data import memory_bins
 

@@ -7,7 +7,7 @@ import pytest
 from learn_rows import make_configs, published_mlp, write_batch, write_published
 
 from conf.errors import UsageError
-from learn.commands.benchmark import BenchmarkSettings, benchmark
+from learn.benchmark import BenchmarkSettings, benchmark
 from learn.estimators import protocol as estimators
 from learn.estimators.protocol import Estimator
 from learn.job.traced import step_of

@@ -16,7 +16,7 @@ from featurize.timing.step_time import load_efficiencies, time_step
 from featurize.trace.tracer import trace_config
 from learn import benchmark as benchmark_command
 from learn import estimate
-from learn.commands.benchmark import BenchmarkSettings, benchmark
+from learn.benchmark import BenchmarkSettings, benchmark
 from learn.commands.benchmark_steps import rank_job_of
 from learn.estimators.kernel_fitting import TimeFit
 from learn.fitting.published_jobs import fused_mpt_loss

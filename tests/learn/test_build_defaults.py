@@ -17,6 +17,7 @@ from conf.cli import command_line as cli
 from featurize.families import mlp
 from learn import build_defaults
 from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
+from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
 from learn.job.training_job import of_configs
@@ -74,10 +75,11 @@ def test_the_command_writes_a_model_a_target_and_a_card_and_the_same_ones_again(
     published(place / "files")
     outs = place / "first" / "models", place / "second" / "models"
     for out in outs:
-        argv = f"path={place / 'files'}", f"out={out}", f"data={place / 'data'}"
+        argv = f"path={place / 'files'}", f"out={out}", f"data={place / 'data'}", "configs=60"
         assert shown(*argv, run=run).endswith(f"{out}\n")
         assert [path.name for path in out.parent.iterdir()] == ["models"], "nothing is left beside it"
-    assert {path.name for path in outs[0].iterdir()} == {*TARGETS, "MODEL_CARD.md"}
+    assert {path.name for path in outs[0].iterdir()} == {*TARGETS, "MODEL_CARD.md", "fast"}
+    assert {path.name for path in (outs[0] / "fast").iterdir()} == {*FAST_LOOPS, BOUND}
     for target in TARGETS:
         meta = json.loads((outs[0] / target / "meta.json").read_text())
         assert (meta["target"], meta["estimator"]) == (target, "hybrid")
@@ -119,7 +121,7 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
     )
     export(ExportSettings(data=str(runs), out=str(place / "set")))
     monkeypatch.setattr(dataset, "repository_folder", lambda: place / "set")
-    assert run(f"path={files}", f"out={out}") == 0
+    assert run(f"path={files}", f"out={out}", "configs=60") == 0
     assert "the models are fitted without it" in capsys.readouterr().out
     for target in TARGETS:
         rows = json.loads((out / target / "meta.json").read_text())["rows"]
@@ -155,7 +157,7 @@ def test_a_folder_without_the_files_is_told_where_they_are_and_may_have_any_name
 
 
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
-    def large(_data, _seed, folder, _progress):
+    def large(_data, _settings, folder, _progress):
         folder.mkdir()
         (folder / "model.txt").write_bytes(b"0" * (11 * 2**20))
 

@@ -53,7 +53,7 @@ def made_up_groups(noise=0.01, device="RTX-3090", count=2):
     groups = []
     for number, pair in enumerate(itertools.combinations(jobs, 2)):
         profiles = tuple(job for _, job in pair)
-        true = TRUTH.slowdown(loads_of([profiles] * 2, range(2)))
+        true = TRUTH.slowdown(loads_of([profiles]))
         measured = true * np.exp(rng.normal(0, noise, 2))
         groups.append(
             MeasuredGroup(
@@ -127,7 +127,7 @@ def pairs_folder(tmp_path, groups):
 
 def test_the_formula_behind_measured_pairs_is_found_again(groups, fitted):
     for group in groups:
-        true = TRUTH.slowdown(loads_of([group.jobs] * 2, range(2)))
+        true = TRUTH.slowdown(loads_of([group.jobs]))
         ours = [one.median for one in fitted.slowdowns(group.jobs)]
         assert 1 / np.array(ours) == pytest.approx(1 / true, abs=0.05)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from learn import FitSettings, fit
-from learn.commands.benchmark import BenchmarkSettings, benchmark
+from learn.benchmark import BenchmarkSettings, benchmark
 from learn.estimators.protocol import make_estimator
 from learn.fitting.promotion import compare, refit
 from learn.judging.evaluate import judged

@@ -388,7 +388,7 @@ def test_what_outgrows_many_shards_is_not_tried_with_fewer():
 
 def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer():
     findings = Findings(limit_mib=1000.0)
-    findings.hopeless(Parallel(fsdp=8, tp=2), 1200.0)
+    findings.hopeless[Parallel(fsdp=8, tp=2)] = 1200.0
     reason = "not tried: with any batch, fsdp=8, tp=2 holds 1,200 MiB"
     assert findings.not_worth(Parallel(ddp=4, fsdp=4)) == reason == findings.not_worth(Parallel(fsdp=8, tp=2))
     assert findings.not_worth(Parallel(fsdp=16)) is None and findings.not_worth(Parallel(fsdp=4, tp=4)) is None

@@ -15,8 +15,7 @@ from warehouse_rows import compact_at, fill, flip, only_merged, run_row, samples
 from conf.cli.command_line import run
 from warehouse.check import entry
 from warehouse.files.damage import DamagedFile, damage_of, find_damaged, parquet_files, report
-from warehouse.files.integrity import examine
-from warehouse.files.layout import (
+from warehouse.files.folder import (
     CHECKSUM_KEY,
     COMPRESSION,
     checksum_problem,
@@ -25,10 +24,10 @@ from warehouse.files.layout import (
     verify,
     write_sealed,
 )
+from warehouse.files.integrity import examine
 from warehouse.files.merged import Listing, read_listings
 from warehouse.files.snapshots import take_snapshot
-from warehouse.files.stale import Mark, write_marks
-from warehouse.files.writer import RunWriter, run_table
+from warehouse.files.writer import Mark, RunWriter, run_table, write_marks
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ import warehouse
 from conf.cli.command_line import run
 from warehouse.compact import entry
 from warehouse.files.compaction import CompactionSettings, compact, is_open_somewhere
-from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.writer import RunWriter
+from warehouse.tables.schema import KINDS, OF_RUNS
 
 SAMPLES = 4
 HALVES = CompactionSettings(min_files=2, target_rows=2 * SAMPLES)

@@ -13,11 +13,11 @@ from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from warehouse.files.compaction import compact
 from warehouse.files.counting import counting_files, lost_merged_files
-from warehouse.files.layout import COMPRESSION, KINDS, write_sealed
+from warehouse.files.folder import COMPRESSION, write_sealed
 from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
 from warehouse.files.snapshots import find_snapshot, take_snapshot
 from warehouse.snapshot import entry
-from warehouse.tables.schema import RUN_SCHEMA
+from warehouse.tables.schema import KINDS, RUN_SCHEMA
 
 
 def names(folder, kind="runs"):

@@ -6,8 +6,8 @@ import threading
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from warehouse.files import small_files
-from warehouse.files.small_files import read_files
+from warehouse.files import compaction
+from warehouse.files.compaction import read_files
 
 SCHEMA = pa.schema([("run_id", pa.string()), ("x", pa.float64()), ("at", pa.timestamp("us", tz="UTC"))])
 AT = datetime.datetime(2026, 3, 4, 5, 6, 7, 891011, tzinfo=datetime.UTC)
@@ -67,7 +67,7 @@ def test_batches_that_are_read_at_the_same_time_keep_their_order(tmp_path, monke
     paths = [write(tmp_path, f"{i:02d}.parquet", 1 + (i * 7) % 5) for i in range(40)]
     paths[20].write_bytes(b"torn")
     paths[30].unlink()
-    monkeypatch.setattr(small_files, "_batches", lambda paths: (paths[i : i + 3] for i in range(0, len(paths), 3)))
+    monkeypatch.setattr(compaction, "_batches", lambda paths: (paths[i : i + 3] for i in range(0, len(paths), 3)))
     parts, damaged = read(paths, most_rows=10)
     assert damaged == [paths[20], paths[30]]
     assert [path for files, _ in parts for path in files] == [path for path in paths if path not in damaged]

@@ -14,8 +14,7 @@ from warehouse_rows import ask, run_row, samples
 import warehouse
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import find_snapshot, take_snapshot
-from warehouse.files.stale import Mark, stale_now, write_marks
-from warehouse.files.writer import RunWriter
+from warehouse.files.writer import Mark, RunWriter, stale_now, write_marks
 from warehouse.reading.pairing import diff
 from warehouse.tables.schema import ENVIRONMENT
 

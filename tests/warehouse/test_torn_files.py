@@ -16,11 +16,12 @@ from warehouse_rows import fill as fill_any
 import warehouse
 from conf.errors import EnvironmentProblem
 from warehouse.files.compaction import CompactionSettings, compact
-from warehouse.files.folder_files import FolderFiles, files_of
-from warehouse.files.layout import COMPRESSION, KINDS
+from warehouse.files.folder import COMPRESSION
+from warehouse.files.folder_files import FolderFiles
 from warehouse.files.merged import Listing, listing_file, new_merged_name
+from warehouse.files.views import files_of
 from warehouse.files.writer import RunWriter
-from warehouse.tables.schema import RUN_SCHEMA
+from warehouse.tables.schema import KINDS, RUN_SCHEMA
 
 # Files of all kinds are read by the same code; `runs` decides what the others show.
 each_kind = pytest.mark.parametrize(

@@ -19,11 +19,10 @@ from warehouse.files import compaction, views
 from warehouse.files import folder as folder_module
 from warehouse.files import writer as writer_module
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS
 from warehouse.files.views import refresh
 from warehouse.files.writer import RunWriter
 from warehouse.tables import schema
-from warehouse.tables.schema import JOB_SCHEMA, RUN_SCHEMA, TELEMETRY_SCHEMA
+from warehouse.tables.schema import JOB_SCHEMA, KINDS, RUN_SCHEMA, TELEMETRY_SCHEMA
 
 
 @pytest.fixture

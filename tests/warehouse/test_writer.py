@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
+from warehouse.files.counting import merged_file_with
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import Listing, listing_file, new_merged_name
-from warehouse.files.writer import MergedIndex, RunWriter
+from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
 
@@ -217,12 +218,11 @@ def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder,
 def test_a_merged_file_that_could_not_be_opened_once_is_looked_at_again(folder, monkeypatch):
     RunWriter(folder).write(run_row(0), samples())
     path = plant(folder, new_merged_name())
-    index = MergedIndex(folder)
     with monkeypatch.context() as failing:
 
         def fail(*_arguments, **_options):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         failing.setattr(pq, "read_metadata", fail)
-        assert index.file_with("cnn", "J-000003") is None
-    assert index.file_with("cnn", "J-000003") == path
+        assert merged_file_with(folder, "cnn", "J-000003") is None
+    assert merged_file_with(folder, "cnn", "J-000003") == path

@@ -15,7 +15,7 @@ def answers(monkeypatch):
     monkeypatch.setattr(
         children, "run_child", lambda measurement, *others: ([{"figure": 1.0}], reasons.get(measurement.name))
     )
-    monkeypatch.setattr(questions, "_ANSWERS", dict.fromkeys(("first", "second"), lambda rows: "Yes."))
+    monkeypatch.setattr(questions, "ANSWERS", dict.fromkeys(("first", "second"), lambda rows: "Yes."))
     return reasons
 
 

@@ -16,14 +16,13 @@ import torch
 from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
 from standing_in_gpu import standing_in
 
-from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import load_device
 from infra.offline.block_comparison import compare_blocks
 from learn.calibrate import calibrate, measured_in_csv
 from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces
-from workers.probes.children import Measurement, keep_rows, measure_all
+from workers.probes.children import Measured, Measurement, measure_all, measured_in
 from workers.probes.gpu import memory_reading, trial_step
 from workers.telemetry import nvml as nvml_module
 
@@ -46,8 +45,14 @@ def child(name, function, **arguments):
     return Measurement(name=name, function=f"probed:{function}", arguments=arguments, environment={"PYTHONPATH": HERE})
 
 
-def measured(path, *measurements, seconds_left=forever):
-    return measure_all(measurements, "cuda", seconds_left, *keep_rows(path, ("stage", "card_mib")))
+def measured(folder, *measurements, seconds_left=forever):
+    return measure_all(folder, measurements, "cuda", seconds_left)
+
+
+def stages(folder):
+    """The kept rows' stages of the only measurement of a folder."""
+    (kept,) = measured_in(folder)
+    return [row["stage"] for row in kept.rows]
 
 
 @pytest.mark.parametrize("probe", PROBES)
@@ -55,34 +60,32 @@ def test_a_cpu_gives_reasons_and_no_figures(probe, tmp_path):
     result = probe.measure(tmp_path, "cpu", forever)
     assert not result.measured and not result.kept and not result.left
     assert set(result.failed.values()) == {"device=cpu stands in for a GPU; this needs one"}
-    assert not list(tmp_path.rglob("*.xz")) and not list(tmp_path.glob("*.csv"))
+    kept = [one for folder in tmp_path.iterdir() for one in measured_in(folder)]
+    assert kept and not any(one.rows for one in kept) and not list(tmp_path.glob("*.csv"))
 
 
 def test_a_failed_measurement_is_a_row_with_its_reason_and_the_next_one_runs(on_a_gpu, tmp_path):
-    path = tmp_path / "context.json"
-    result = measured(path, child("broken", "raises"), child("whole", "two_rows"))
-    assert result.measured == ("whole",)
+    result = measured(tmp_path, child("broken", "raises"), child("whole", "two_rows"))
+    assert result.measured == ["whole"]
     assert "no kernel image is available" in result.failed["broken"]
-    assert len(json.loads(path.read_text())) == 3
-    assert measured(path, child("broken", "two_rows")).measured == ("broken",)  # it is tried again
-    assert all(row["reason"] is None for row in json.loads(path.read_text()))
+    assert [len(one.rows) for one in measured_in(tmp_path)] == [0, 2]
+    assert measured(tmp_path, child("broken", "two_rows")).measured == ["broken"]  # it is tried again
+    assert all(one.reason is None for one in measured_in(tmp_path))
 
 
 def test_a_killed_child_keeps_the_rows_that_it_gave(on_a_gpu, tmp_path):
-    path = tmp_path / "context.json"
-    result = measured(path, child("killed", "is_killed", after=2))
+    result = measured(tmp_path, child("killed", "is_killed", after=2))
     assert "ended with code -9" in result.failed["killed"]
-    assert [row["stage"] for row in json.loads(path.read_text())] == ["row 0", "row 1", None]
-    measured(path, child("killed", "is_killed", after=1))  # which gives less, and takes nothing away
-    assert [row["stage"] for row in json.loads(path.read_text())] == ["row 0", "row 1", None]
+    assert stages(tmp_path) == ["row 0", "row 1"]
+    measured(tmp_path, child("killed", "is_killed", after=1))  # which gives less, and takes nothing away
+    assert stages(tmp_path) == ["row 0", "row 1"]
 
 
 def test_a_child_that_hangs_ends_at_the_limit(on_a_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(children, "_MOST_S", 1.0)
-    path = tmp_path / "context.json"
-    result = measured(path, child("hanging", "hangs"))
+    result = measured(tmp_path, child("hanging", "hangs"))
     assert result.failed["hanging"] == "it took more than 1 s"
-    assert json.loads(path.read_text())[0]["stage"] == "begun"
+    assert stages(tmp_path) == ["begun"]
 
 
 KILLED = """
@@ -90,33 +93,30 @@ import sys
 from pathlib import Path
 from workers.devices import Slot
 from workers.probes import children
-from workers.probes.children import Measurement, keep_rows, measure_all
+from workers.probes.children import Measurement, measure_all
 
 slot = Slot(index=0, device_name="", device_uuid="GPU-1", device_memory_mib=None)
 children.gpu_of = lambda device: (slot, {}, None)
 for function in ("two_rows", "hangs"):
     one = Measurement(name=function, function=f"probed:{function}", environment={"PYTHONPATH": sys.argv[2]})
-    measure_all([one], "cuda", lambda: 1000.0, *keep_rows(Path(sys.argv[1]), ("stage", "card_mib")))
+    measure_all(Path(sys.argv[1]), [one], "cuda", lambda: 1000.0)
     print(function, flush=True)
 """
 
 
 def test_a_killed_call_leaves_whole_files_and_the_next_one_goes_on(on_a_gpu, tmp_path):
-    path = tmp_path / "context.json"
-    command = [sys.executable, "-c", KILLED, str(path), HERE]
+    command = [sys.executable, "-c", KILLED, str(tmp_path), HERE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(HERE).parents[1]) as call:
         assert call.stdout.readline() == "two_rows\n"
         call.kill()
-    rows = [(row["name"], row["stage"], row["card_mib"], row["reason"]) for row in json.loads(path.read_text())]
-    assert rows == [("two_rows", "context", 1.0, None), ("two_rows", "training", 2.0, None)]
-    after = measured(path, child("two_rows", "raises"), child("hangs", "two_rows"))
-    assert after.kept == ("two_rows",) and after.measured == ("hangs",) and not after.failed
+    assert measured_in(tmp_path) == [Measured("two_rows", [*probed.two_rows("GPU-1")])]
+    after = measured(tmp_path, child("two_rows", "raises"), child("hangs", "two_rows"))
+    assert after.kept == ["two_rows"] and after.measured == ["hangs"] and not after.failed
 
 
 def test_without_time_nothing_begins(on_a_gpu, tmp_path):
-    path = tmp_path / "context.json"
-    result = measured(path, child("first", "two_rows"), seconds_left=lambda: 3.0)
-    assert result.left == ("first",) and not path.exists()
+    result = measured(tmp_path, child("first", "two_rows"), seconds_left=lambda: 3.0)
+    assert result.left == ["first"] and not list(tmp_path.iterdir())
 
 
 def test_a_child_has_its_variables_and_no_others_settings_of_the_allocator(on_a_gpu, tmp_path, monkeypatch):
@@ -131,13 +131,15 @@ def test_a_child_has_its_variables_and_no_others_settings_of_the_allocator(on_a_
     assert rows == [{"stage": "GPU-1", "CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": None}]
 
 
-@pytest.mark.parametrize("probe", [contexts, workspaces, questions])
-def test_a_torn_file_is_named_and_stays(probe, tmp_path):
-    name = {contexts: "context.json", workspaces: "workspaces.json", questions: "questions.json"}[probe]
-    (tmp_path / name).write_text('[{"name": "idle"')
-    with pytest.raises(UsageError, match="delete it to measure again"):
-        probe.measure(tmp_path, "cpu", forever)
-    assert (tmp_path / name).read_text() == '[{"name": "idle"'
+@pytest.mark.parametrize(
+    "content", [b'{"rows": [', b"\xfd7zXZ", lzma.compress(b"[1]"), lzma.compress(b'{"rows": [1]}')]
+)
+def test_a_damaged_file_is_named_and_measured_again(on_a_gpu, tmp_path, content):
+    (tmp_path / "first.json.xz").write_bytes(content)
+    (damaged,) = measured_in(tmp_path)
+    assert damaged.name == "first" and not damaged.rows and "first.json.xz cannot be read" in damaged.reason
+    assert measured(tmp_path, child("first", "two_rows")).measured == ["first"]
+    assert stages(tmp_path) == ["context", "training"]
 
 
 # ---- contexts
@@ -155,7 +157,6 @@ def context_row(name, stage, loading, *, process_mib, card_mib=None, reserved_mi
         "allocated_mib": 0.0,
         "cudnn": cudnn,
         "reason": None,
-        "is_cut": False,
     }
 
 
@@ -167,7 +168,9 @@ def test_the_numbers_calibrate_a_machine(tmp_path):
         # in a container, where NVML does not list the process
         context_row("cnn lazy", "training", "lazy", process_mib=None, card_mib=1010.0, reserved_mib=100.0, cudnn=True),
     ]
-    (tmp_path / "context.json").write_text(json.dumps(rows))
+    (tmp_path / "contexts").mkdir()
+    content = json.dumps({"rows": rows, "reason": None}).encode()
+    (tmp_path / "contexts" / "all.json.xz").write_bytes(lzma.compress(content))
     contexts.measure(tmp_path, "cpu", forever)
     device = load_device("H100-SXM5-80GB")
     profile = calibrate(measured_in_csv(tmp_path / "numbers.csv", device), device).profile
@@ -310,12 +313,10 @@ def test_a_history_is_kept_and_its_job_is_not_recorded_again(on_a_gpu, tmp_path,
     answers = iter([(rows, None), ([], "out of memory"), (rows, "it took more than 60 s")])
     monkeypatch.setattr(children, "run_child", lambda *arguments: next(answers))
     assert histories.measure(tmp_path, "cuda", forever).failed == {"other": "out of memory"}
-    kept = tmp_path / "histories" / "small.json.xz"
-    assert json.loads(lzma.decompress(kept.read_bytes())) == {"name": "small", "marks": [0, 1, 2], "reason": None}
+    assert measured_in(tmp_path / "histories")[1] == Measured("small", rows[1:])
     again = histories.measure(tmp_path, "cuda", forever)
-    assert again.kept == ("small",) and again.measured == ("other",) and not again.failed
-    shorter = json.loads(lzma.decompress(kept.with_name("other.json.xz").read_bytes()))
-    assert shorter["reason"] == "it took more than 60 s"
+    assert again.kept == ["small"] and again.measured == ["other"] and not again.failed
+    assert measured_in(tmp_path / "histories")[0] == Measured("other", rows[1:]), "the shorter one is enough"
 
 
 def test_there_are_twelve_jobs_of_which_each_is_a_valid_trial():

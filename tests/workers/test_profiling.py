@@ -9,12 +9,14 @@ import torch
 
 from conf.errors import UsageError
 from featurize.configs.trial import config_from_mapping
+from warehouse.tables.schema import KERNEL_SCHEMA
 from workers.devices import profiling
 from workers.devices.profiling import dims_text, kernels_of_trace, report_kernels
+from workers.labels.run_labels import table_of_rows
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.task import Task
-from workers.trial.reports import BROKEN, ReportReader
-from workers.worker import kernel_rows
+from workers.trial.reports import BROKEN, KERNEL_COLUMNS, ReportReader
+from workers.trial.server_client import RunningTrial
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
 
@@ -127,7 +129,7 @@ def test_a_kernel_is_of_the_operator_that_pytorch_dispatches_with_its_launch_and
     assert of["lost"] == ("unknown", None)
     copied = rows["Memcpy HtoD (Pageable -> Device)"]
     assert (copied["operator"], copied["grid_x"], copied["duration_us"]) == ("aten::copy_", None, 2.0)
-    kernel_rows(list(rows.values()))
+    table_of_rows(list(rows.values()), [KERNEL_SCHEMA.field(name) for name in KERNEL_COLUMNS])
 
 
 def test_dims_of_very_many_tensors_are_their_number_and_size():
@@ -246,9 +248,7 @@ def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(either):
 
 
 def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(worker, monkeypatch):
-    worker.ready()
-    server = worker._server
-    tell = server.tell
+    tell = RunningTrial.tell
 
     def kill_instead(trial, word):
         if word == "bye":  # the labels are taken
@@ -256,7 +256,7 @@ def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(worker, monkeypat
         else:
             tell(trial, word)
 
-    monkeypatch.setattr(server, "tell", kill_instead)
+    monkeypatch.setattr(RunningTrial, "tell", kill_instead)
     result = worker.run(task(2))
     assert result.run.status == "ok" and result.run.step_time_ms > 0 and result.kernels is None
     assert "SIGKILL" in result.run.telemetry_missing["kernels"]

@@ -10,7 +10,7 @@ import sys
 import pytest
 from recorded_nvml import A100_UUID, DISPLAY_UUID, MIG_SESSION, SLICE_UUID, SMALL_SLICE_UUID, RecordedNvml
 
-from workers.devices.discovery import discover_gpus, torch_cuda_build
+from workers.devices.cuda import discover_gpus, torch_cuda_build
 
 
 def usable(nvml=None, **environment) -> list[int]:
@@ -186,13 +186,13 @@ hip: Optional[str] = {hip}
     ],
 )
 def test_cuda_build_of_torch_is_read_from_its_version_file(monkeypatch, text, build):
-    monkeypatch.setattr("workers.devices.discovery._torch_version_text", lambda: text)
+    monkeypatch.setattr("workers.devices.cuda._torch_version_text", lambda: text)
     assert torch_cuda_build() == build
 
 
 def test_cuda_build_is_found_without_importing_torch_and_agrees_with_it():
     code = (
-        "import sys; from workers.devices.discovery import torch_cuda_build; build = torch_cuda_build();"
+        "import sys; from workers.devices.cuda import torch_cuda_build; build = torch_cuda_build();"
         "assert 'torch' not in sys.modules; import torch; assert build == torch.version.cuda, build"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,7 +21,7 @@ from recorded_nvml import (
     RecordedNvml,
 )
 
-from workers.devices import discovery
+from workers.devices import cuda
 from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import SensorUnavailable, WatchTarget
 from workers.telemetry.nvml import GpmSensor, NvmlSensor, belongs_to
@@ -398,7 +398,7 @@ def test_profiling_of_a_slice_that_shares_its_gpu_instance_is_refused_and_its_me
 
 
 def test_the_part_of_nvml_that_is_used_is_there():
-    sources = [inspect.getsource(module) for module in (nvml_module, discovery)]
+    sources = [inspect.getsource(module) for module in (nvml_module, cuda)]
     used = {name for source in sources for name in re.findall(r"\bnvml\.(nvml\w+|NVML\w+)", source)}
     assert len(used) > 40 and not [name for name in used if not hasattr(pynvml, name)]
     assert not [name for name in used if not hasattr(FakeGpmNvml(), name)]

@@ -1,24 +1,29 @@
 """A snapshot as a data set that others can use: Parquet by table, a card, Croissant metadata, an example, pages.
 
 Start reading at `publish`, the body of `warehouse.publish`. Names of machines, users and paths are taken out as
-`warehouse.exchange.exporting` does.
+`warehouse.exchange.exporting` does. `write_pages` writes the explorer's pages as files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,15 +34,124 @@ from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, new_folder
 from warehouse.exchange import load_example
 from warehouse.exchange.dataset import CARD, KINDS, naive, narrow, public_row, public_tables, scrub, writing
 from warehouse.exchange.dataset_card import SECTION_COLUMNS, croissant, levels, markdown_table, plain_markdown, sections
-from warehouse.explorer.static_pages import FIRST_PAGE, FOLDER, write_pages
+from warehouse.explorer.filters import LISTINGS, NULL, Filters
+from warehouse.explorer.limited_query import ExplorerReader
+from warehouse.explorer.pages import POLICY, Values, device_page, devices_page, list_page, overview, rendered, run_page
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import Snapshot, find_snapshot, snapshots, take_snapshot
+from warehouse.files.views import typed_nulls
 from warehouse.reading.checks import check
 from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.columns import JOBS, TABLES, describe
 from warehouse.tables.duckdb_access import disk_errors_named
-from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES
+from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES, STALE_SCHEMA
+from warehouse.tables.schema import TABLES as TABLE_SCHEMAS
 from warehouse.tables.sql_text import sql_text
+
+PAGES_FOLDER = "pages"
+FIRST_PAGE = "index.html"
+_FACET_VALUES = 12  # values that a list shows
+_QUERY_S = 600.0
+_UNSAFE = re.compile(r"[^A-Za-z0-9-]+")
+_NAME_CHARACTERS = 40
+
+
+def write_pages(published: Path, most_runs: int) -> int:
+    """Write the explorer as files that need no service, into `pages/` beside the tables; return how many there are.
+
+    They read the published Parquet files and nothing else, so that they show no more than those do. Without a service
+    there are no queries, downloads and further pages of a list; each facet's values have a page of their own, as long
+    as there are few.
+
+    Args:
+        published: Folder with a folder of Parquet files for each table.
+        most_runs: Runs that get a page of their own, the newest ones that the lists show.
+
+    Raises:
+        OSError: Where the folder cannot be written.
+    """
+    to = published / PAGES_FOLDER
+    to.mkdir()
+    with contextlib.closing(_connection(published)) as connection:
+        reader = ExplorerReader(connection, _QUERY_S)
+        first, devices = overview(reader), devices_page(reader)
+        lists = dict(_lists(reader, {**first["tables"], "runs": first["runs"]}))
+        runs = dict.fromkeys(row["run_id"] for page in lists.values() for row in page["rows"] if row.get("run_id"))
+        # Path and query that the service has a page at -> its template, and what makes the values that it shows.
+        pages: dict[tuple[str, str], tuple[str, Callable[[], Values]]] = {
+            ("/", ""): ("overview", lambda: {"page": first}),
+            **{address: ("list", functools.partial(dict, page=page)) for address, page in lists.items()},
+            **({("/devices", ""): ("devices", lambda: {"page": devices})} if devices.rows else {}),
+        }
+        for name, *_ in devices.rows:
+            pages[f"/devices/{quote(name)}", ""] = ("device", functools.partial(_device, reader, name))
+        for run_id in list(runs)[:most_runs]:
+            pages[f"/runs/{quote(run_id)}", ""] = ("run", functools.partial(_run, reader, run_id))
+        files = {address: _file_of(*address) for address in pages}
+        for address, (template, values) in pages.items():
+            text = rendered(template, link=lambda path, query="": files.get((path, query)), **values())
+            text = text.replace("<style>", f"{_policy()}\n<style>", 1)
+            (to / files[address]).write_text(text, encoding="utf-8")
+    return len(pages)
+
+
+def _device(reader: ExplorerReader, name: str) -> Values:
+    return {"page": device_page(reader, name), "facts": [], "loops": {}}
+
+
+def _run(reader: ExplorerReader, run_id: str) -> Values:
+    return {"page": run_page(reader, run_id), "beside": [], "notes": []}
+
+
+def _file_of(path: str, query: str) -> str:
+    """Return the file of a page."""
+    if (path, query) == ("/", ""):
+        return FIRST_PAGE
+    text = f"{path}?{query}" if query else path
+    readable = _UNSAFE.sub("-", text).strip("-")[:_NAME_CHARACTERS].strip("-")
+    is_one_of_many = query or path.count("/") > 1
+    return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.html" if is_one_of_many else f"{readable}.html"
+
+
+def _lists(reader: ExplorerReader, rows: Mapping[str, int]) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield (path, query) and the page of each list that has rows: all of them, and those of each facet's values."""
+    for name, listing in LISTINGS.items():
+        if name in rows and not rows[name]:
+            continue
+        whole = list_page(reader, Filters(listing))
+        yield (f"/{name}", ""), whole
+        for facet in listing.facets:
+            values = [entry.value for entry in whole["facets"][facet] if entry.value != NULL]
+            for value in values[:_FACET_VALUES] if len(values) > 1 else ():
+                filters = Filters(listing, {facet: (value,)})
+                yield (f"/{name}", filters.query()), list_page(reader, filters)
+
+
+def _connection(published: Path) -> duckdb.DuckDBPyConnection:
+    """Return a connection with the views of a data folder over the published files; what those lack is NULL."""
+    connection = duckdb.connect()
+    connection.execute("SET TimeZone = 'UTC'")
+    for table, schema in {**TABLE_SCHEMAS, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}.items():
+        files = sorted((published / table).glob("*.parquet"))
+        if not files:
+            connection.execute(f"CREATE VIEW {table} AS SELECT {', '.join(typed_nulls(schema))} WHERE false")
+            continue
+        there = set(pq.read_schema(files[0]).names)
+        more = [null for null, column in zip(typed_nulls(schema), schema, strict=True) if column.name not in there]
+        times = [column.name for column in schema if pa.types.is_timestamp(column.type) and column.name in there]
+        replaced = ", ".join(f"{name} AT TIME ZONE 'UTC' AS {name}" for name in times)
+        columns = ", ".join([f"* REPLACE ({replaced})" if times else "*", *more])
+        paths = ", ".join(sql_text(str(path)) for path in files)
+        connection.execute(f"CREATE VIEW {table} AS SELECT {columns} FROM read_parquet([{paths}])")
+    connection.execute("CREATE VIEW attempts AS SELECT * FROM runs")
+    return connection
+
+
+def _policy() -> str:
+    """Return the policy of the service's pages as an element: what of it an element may hold."""
+    kept = "; ".join(part for part in POLICY.split("; ") if not part.startswith("frame-ancestors"))
+    return f'<meta http-equiv="content-security-policy" content="{kept}">'
+
 
 METADATA, EXAMPLE = "croissant.json", "load_example.py"
 _PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
@@ -137,7 +251,7 @@ class PublishReport:
         lines = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
         lines += [f"left out: {text}" for text in self.left_out_lines()]
         if self.pages:
-            lines.append(f"{self.pages:,} pages to browse, from {FOLDER}/{FIRST_PAGE}")
+            lines.append(f"{self.pages:,} pages to browse, from {PAGES_FOLDER}/{FIRST_PAGE}")
         if self.findings:
             lines.append(f"{self.findings} checks found something; the card lists it")
         if self.missing:

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from conf.errors import UsageError
@@ -61,6 +61,7 @@ _LATEST_REPORT = "latest"
 # Inline style sheets and data pictures only; forms stay on the service.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
 Link: TypeAlias = Callable[..., "str | None"]
+Values: TypeAlias = dict[str, Any]  # of a page's template, by name
 SAMPLED_RUNS = 300  # runs of one device page: their estimates take a good tenth of a second
 BOUND = "upper_mib"
 _TARGETS = ("peak_memory_mib", "step_time_ms", "smact", "smocc", "drama")  # errors of ratios are in points
@@ -79,62 +80,13 @@ class FacetValue:
     is_chosen: bool
 
 
-@dataclass(frozen=True)
-class ListPage:
-    """One page of a list. columns: name, query of its order, arrow; nulls: column -> share of NULLs in all rows."""
+def overview(reader: ExplorerReader) -> Values:
+    """Return the first page.
 
-    filters: Filters
-    facets: Mapping[str, Sequence[FacetValue]]
-    total: int
-    nulls: Sequence[tuple[str, float]]
-    columns: Sequence[tuple[str, str, str]]
-    rows: Sequence[Mapping[str, Any]]
-    sql: str
-
-    @property
-    def values(self) -> list[list[Any]]:
-        """Return the rows' values in the order of the columns."""
-        return [list(row.values()) for row in self.rows]
-
-    @property
-    def pages(self) -> int:
-        """Return how many pages there are, at least 1."""
-        return max(1, math.ceil(self.total / ROWS_OF_A_PAGE))
-
-
-@dataclass(frozen=True)
-class RunPage:
-    """One run. sections: title -> (column, value) of what is not NULL; plots: metric -> picture."""
-
-    run: Mapping[str, Any]
-    config: str
-    sections: Mapping[str, Sequence[tuple[str, Any]]]
-    plots: Mapping[str, Svg]
-    tables: Mapping[str, QueryRows]
-
-
-@dataclass(frozen=True)
-class Overview:
-    """The whole warehouse.
-
-    counts      facet -> values
-    histograms  label -> picture
-    coverage    source -> picture of how many usable runs each family has by peak memory
-    nulls       label -> share of NULLs
-    tables      name -> rows
+    runs, tables  how many rows there are; counts: facet -> values
+    histograms    label -> picture; coverage: source -> picture of how many usable runs each family has by peak memory
+    nulls         (label, share of NULLs) of each; newest: the newest runs
     """
-
-    runs: int
-    counts: Mapping[str, Sequence[FacetValue]]
-    histograms: Mapping[str, Svg]
-    coverage: Mapping[str, Svg]
-    nulls: Sequence[tuple[str, float]]
-    tables: Mapping[str, int]
-    newest: QueryRows
-
-
-def overview(reader: ExplorerReader) -> Overview:
-    """Return the first page: how many runs of what, what was not measured, the newest runs."""
     facets = _facets(reader, Filters())
     columns = ", ".join(f"count({name})" for name in LABELS)
     (total, *known) = reader.rows(f"SELECT count(*), {columns} FROM runs").rows[0]
@@ -142,8 +94,15 @@ def overview(reader: ExplorerReader) -> Overview:
     newest = reader.rows(
         f"SELECT {', '.join(RUNS.columns)} FROM runs ORDER BY started_at DESC NULLS LAST, run_id LIMIT 10"
     )
-    nulls = _nulls(LABELS, known, total)
-    return Overview(total, facets, _histograms(reader), _coverage(reader), nulls, tables, newest)
+    return {
+        "runs": total,
+        "counts": facets,
+        "histograms": _histograms(reader),
+        "coverage": _coverage(reader),
+        "nulls": _nulls(LABELS, known, total),
+        "tables": tables,
+        "newest": newest,
+    }
 
 
 def _histograms(reader: ExplorerReader) -> dict[str, Svg]:
@@ -179,23 +138,40 @@ def _coverage(reader: ExplorerReader) -> dict[str, Svg]:
     return pictures
 
 
-def list_page(reader: ExplorerReader, filters: Filters) -> ListPage:
-    """Return a list in one state of its filters."""
+def list_page(reader: ExplorerReader, filters: Filters) -> Values:
+    """Return one page of a list, in one state of its filters.
+
+    total    rows of all pages, of which there are `pages`, at least 1; sql: the query of the page's rows
+    nulls    (column, share of NULLs in all rows) of each; columns: name, query of its order, arrow
+    """
     facets = _facets(reader, filters)
     total, *known = reader.rows(filters.total_sql()).rows[0]
     answer = reader.rows(filters.page_sql())
     names, order = filters.listing.columns, filters.effective_order
     columns = [(name, filters.ordered_by(name).query(), {name: "↑", f"-{name}": "↓"}.get(order, "")) for name in names]
     rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
-    return ListPage(filters, facets, total, _nulls(names, known, total), columns, rows, filters.page_sql())
+    return {
+        "filters": filters,
+        "facets": facets,
+        "total": total,
+        "pages": max(1, math.ceil(total / ROWS_OF_A_PAGE)),
+        "nulls": _nulls(names, known, total),
+        "columns": columns,
+        "rows": rows,
+        "cells": answer.rows,
+        "sql": filters.page_sql(),
+    }
 
 
 def _nulls(names: Sequence[str], known: Sequence[int], total: int) -> list[tuple[str, float]]:
     return [(name, 1 - count / total if total else 1.0) for name, count in zip(names, known, strict=True)]
 
 
-def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
-    """Return one run, or None where no run has this id."""
+def run_page(reader: ExplorerReader, run_id: str) -> Values | None:
+    """Return one run, or None where no run has this id.
+
+    sections  title -> (column, value) of what is not NULL; plots: metric -> picture; tables: title -> rows
+    """
     answer = reader.rows("SELECT * FROM runs WHERE run_id = ?", [run_id])
     if not answer.rows:
         return None
@@ -213,7 +189,13 @@ def run_page(reader: ExplorerReader, run_id: str) -> RunPage | None:
             "SELECT * EXCLUDE (run_id) FROM collocations WHERE run_id = ?", [run_id], most=_KERNELS
         ),
     }
-    return RunPage(run, _indent(run["config"]), _sections(run), plots, {k: v for k, v in tables.items() if v.rows})
+    return {
+        "run": run,
+        "config": _indent(run["config"]),
+        "sections": _sections(run),
+        "plots": plots,
+        "tables": {title: of_run for title, of_run in tables.items() if of_run.rows},
+    }
 
 
 def _facets(reader: ExplorerReader, filters: Filters) -> dict[str, list[FacetValue]]:
@@ -373,33 +355,11 @@ def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: boo
     return plot.picture(label, css="drawn")
 
 
-@dataclass(frozen=True)
-class ReportedNight:
-    """The report of one night. level: good, look or bad; by_status: outcome -> runs."""
+def nights_page(folder: DataFolder) -> Values:
+    """Return the nights of a data folder, the newest first.
 
-    cycle: str
-    started_at: str | None
-    outcome: str
-    level: str
-    sentence: str
-    runs: int | None
-    by_status: Mapping[str, int]
-    promoted: Sequence[str]
-    has_page: bool
-
-
-@dataclass(frozen=True)
-class NightsPage:
-    """All nights, the newest first. unreadable: reports that could not be read, each with its reason."""
-
-    nights: Sequence[ReportedNight]
-    picture: Svg | None
-    unreadable: Sequence[tuple[str, str]]
-    has_more: bool
-
-
-def nights_page(folder: DataFolder) -> NightsPage:
-    """Return the nights of a data folder."""
+    unreadable  (name, reason) of each report that could not be read; has_more: there are older nights
+    """
     names = sorted((path.stem for path in folder.reports.glob("*.json") if path.stem != _LATEST_REPORT), reverse=True)
     nights, unreadable = [], []
     for name in names[:_NIGHTS_SHOWN]:
@@ -409,10 +369,11 @@ def nights_page(folder: DataFolder) -> NightsPage:
             continue
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             unreadable.append((name, type(error).__name__))
-    drawn = {night.cycle: float(night.runs or 0) for night in reversed(nights[:_NIGHTS_DRAWN])}
+    drawn = {night["cycle"]: float(night["runs"] or 0) for night in reversed(nights[:_NIGHTS_DRAWN])}
     runs = {"runs of each night": ("k1", list(drawn.values()))}
     picture = columns(list(drawn), runs, "runs") if any(drawn.values()) else None
-    return NightsPage(nights, picture, unreadable, len(names) > _NIGHTS_SHOWN)
+    has_more = len(names) > _NIGHTS_SHOWN
+    return {"nights": nights, "picture": picture, "unreadable": unreadable, "has_more": has_more}
 
 
 def night_report(folder: DataFolder, name: str) -> bytes | None:
@@ -428,7 +389,8 @@ def night_report(folder: DataFolder, name: str) -> bytes | None:
         return None
 
 
-def _night(folder: DataFolder, name: str) -> ReportedNight:
+def _night(folder: DataFolder, name: str) -> Values:
+    """Return one night by its report. level: good, look or bad; by_status: outcome -> runs."""
     path = folder.reports / f"{name}.json"
     if path.stat().st_size > _MOST_REPORT_BYTES:
         raise ValueError("too large")
@@ -439,17 +401,16 @@ def _night(folder: DataFolder, name: str) -> ReportedNight:
         for score in report.get("scores") or ()
         if score.get("cycle") == report.get("cycle") and score.get("decision") in ("promoted", "first")
     ]
-    return ReportedNight(
-        cycle=name,
-        started_at=report.get("started_at"),
-        outcome=str(outcome.get("outcome") or "open"),
-        level=str(outcome.get("level") or "look"),
-        sentence=str(outcome.get("sentence") or ""),
-        runs=run.get("runs"),
-        by_status=dict(run.get("by_status") or {}),
-        promoted=promoted,
-        has_page=path.with_suffix(".html").is_file() and _NIGHT_NAME.fullmatch(name) is not None,
-    )
+    return {
+        "cycle": name,
+        "outcome": str(outcome.get("outcome") or "open"),
+        "level": str(outcome.get("level") or "look"),
+        "sentence": str(outcome.get("sentence") or ""),
+        "runs": run.get("runs"),
+        "by_status": dict(run.get("by_status") or {}),
+        "promoted": promoted,
+        "has_page": path.with_suffix(".html").is_file() and _NIGHT_NAME.fullmatch(name) is not None,
+    }
 
 
 def served_link(path: str, query: str = "") -> str | None:
@@ -469,37 +430,6 @@ def rendered(template: str, link: Link = served_link, **values: Any) -> str:
     return rendered_template(f"explorer/{template}", "explorer", colours=SOURCE_COLOURS, **links, **values)
 
 
-@dataclass(frozen=True)
-class Residuals:
-    """How far the estimates of one target are off.
-
-    errors   family -> runs, median and 90th percentile of the absolute error; `all` is first
-    unit     unit of the errors
-    above    share of the runs whose measurement is above the estimated bound; None without one
-    """
-
-    target: str
-    unit: str
-    errors: Mapping[str, tuple[int, float, float]]
-    above: float | None
-    picture: Svg | None
-
-
-@dataclass(frozen=True)
-class DevicePage:
-    """One device model: its runs by source, those of one source in figures, residuals of a sample of them."""
-
-    name: str
-    source: str
-    by_source: Mapping[str, int]
-    families: QueryRows
-    nulls: Sequence[tuple[str, float]]
-    sampled: int
-    without: int  # runs of the sample without an estimate
-    residuals: Sequence[Residuals] = field(default_factory=tuple)
-    note: str | None = None
-
-
 def devices_page(reader: ExplorerReader) -> QueryRows:
     """Return a row a device model: runs by source and outcome, memory, means."""
     sources = ", ".join(f"count(*) FILTER (source = {sql_text(name)}) AS {name}" for name in SOURCES)
@@ -515,8 +445,11 @@ def devices_page(reader: ExplorerReader) -> QueryRows:
 
 def device_page(
     reader: ExplorerReader, name: str, source: str | None = None, estimates: Estimates | None = None
-) -> DevicePage | None:
-    """Return a device model's page; None where no run has it.
+) -> Values | None:
+    """Return one device model: its runs by source, those of one source in figures, residuals of a sample of them; None
+    where no run has it.
+
+    sampled  runs of the sample, of which `without` have no estimate; note: why there are no residuals
 
     Args:
         reader: Reads the warehouse.
@@ -542,33 +475,41 @@ def device_page(
         f"avg(drama) AS mean_drama {where} GROUP BY family ORDER BY runs DESC, family"
     )
     total, *known = reader.rows(f"SELECT count(*), {', '.join(f'count({label})' for label in LABELS)} {where}").rows[0]
-    nulls = [(label, 1 - count / total) for label, count in zip(LABELS, known, strict=True)]
-    page = DevicePage(name, chosen, by_source, families, nulls, 0, 0)
-    return page if estimates is None else _with_residuals(reader, page, where, estimates)
+    sample = {"sampled": 0, "without": 0, "residuals": [], "note": None}
+    return {
+        "name": name,
+        "source": chosen,
+        "by_source": by_source,
+        "families": families,
+        "nulls": _nulls(LABELS, known, total),
+        **(sample if estimates is None else _sample(reader, name, where, estimates)),
+    }
 
 
-def _with_residuals(reader: ExplorerReader, page: DevicePage, where: str, estimates: Estimates) -> DevicePage:
+def _sample(reader: ExplorerReader, name: str, where: str, estimates: Estimates) -> Values:
+    """Return the residuals of some of a device's runs."""
     # By the hash of the id: the same runs at every look, and no family first.
     answer = reader.rows(
         f"SELECT run_id, family, source, device_name, config, {', '.join(_TARGETS)} FROM runs WHERE run_id IN "
         f"(SELECT run_id {where} AND status = 'ok' AND ranks IS NULL AND group_id IS NULL "
-        f"ORDER BY hash(run_id) LIMIT {SAMPLED_RUNS}) AND device_name = {sql_text(page.name)} ORDER BY run_id"
+        f"ORDER BY hash(run_id) LIMIT {SAMPLED_RUNS}) AND device_name = {sql_text(name)} ORDER BY run_id"
     )
     runs = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
     try:
         estimated = estimates(runs)
     except UsageError as error:
-        return DevicePage(**{**vars(page), "sampled": len(runs), "without": len(runs), "note": str(error)})
+        return {"sampled": len(runs), "without": len(runs), "residuals": [], "note": str(error)}
     pairs = [(run, estimate) for run, estimate in zip(runs, estimated, strict=True) if estimate is not None]
     residuals = [residual for target in _TARGETS if (residual := residuals_of(target, pairs)) is not None]
-    without = len(runs) - len(pairs)
-    return DevicePage(**{**vars(page), "sampled": len(runs), "without": without, "residuals": tuple(residuals)})
+    return {"sampled": len(runs), "without": len(runs) - len(pairs), "residuals": residuals, "note": None}
 
 
-def residuals_of(
-    target: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, float | None]]]
-) -> Residuals | None:
-    """Return the residuals of one target from (run, estimate) pairs; None where no pair has both figures."""
+def residuals_of(target: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, float | None]]]) -> Values | None:
+    """Return how far the estimates of one target are off, from (run, estimate); None where no pair has both figures.
+
+    errors  family -> runs, median and 90th percentile of the absolute error in `unit`; `all` is first
+    above   share of the runs whose measurement is above the estimated bound; None without one
+    """
     known = [
         Pair(key={"run_id": run["run_id"], "family": str(run["family"])}, before=run, after=estimate)
         for run, estimate in pairs
@@ -586,9 +527,13 @@ def residuals_of(
         for pair in known
         if target == "peak_memory_mib" and pair.after.get(BOUND) is not None
     ]
-    above = sum(bounds) / len(bounds) if bounds else None
-    unit = "points" if target in RATIOS else "%"
-    return Residuals(target, unit, table, above, against(target, points, is_log=target not in RATIOS))
+    return {
+        "target": target,
+        "unit": "points" if target in RATIOS else "%",
+        "errors": table,
+        "above": sum(bounds) / len(bounds) if bounds else None,
+        "picture": against(target, points, is_log=target not in RATIOS),
+    }
 
 
 def _is_figure(value: float | None) -> bool:

@@ -1,6 +1,7 @@
-"""Merges the many small files of runs into few large ones, under running readers; repairs after kills and damage.
+"""Merges the many small files of runs into few large ones, under running readers.
 
-Start reading at `compact`. Why no reader sees a row twice or not at all, and no kill matters:
+Start reading at `compact`; `read_files` reads many small files at once. Why no reader sees a row twice or not at all,
+and no kill matters:
 
 - A merged file counts only from the moment its listing is there (one `os.replace`), and from that moment the files
   it replaces do not. Readers expand the listings before the data files (`warehouse.files.views`), so a reader that
@@ -11,10 +12,10 @@ Start reading at `compact`. Why no reader sees a row twice or not at all, and no
   compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
   and the next compaction continues.
 - A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
-  file that counts holds them (`unproven_sources`, `unheld_ids`), whatever a listing or a merged file claims.
+  file that counts holds them, whatever a listing or a merged file claims: `warehouse.files.counting` proves it, and
+  repairs what kills, disk damage and foreign changes left (`settle_listings`).
 
-No clocks are compared between processes, so stepped clocks and long transactions do no harm. `settle_listings` and
-`settle_unlisted` repair what kills, disk damage and foreign changes left.
+No clocks are compared between processes, so stepped clocks and long transactions do no harm.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -36,26 +41,30 @@ import pyarrow.parquet as pq
 from conf.cli.settings import Checked, data_key, key
 from conf.files.outputs import TEMPORARY_SUFFIX, sync
 from conf.plain_text import first_line
-from warehouse.files.counting import counting_files, lost_line, lost_merged_files
-from warehouse.files.damage import DamagedFile, set_aside
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS, OF_RUNS, checksum_problem
+from warehouse.files.counting import (
+    REDUNDANT,
+    Unreadable,
+    counting_files,
+    counting_merged_names,
+    run_ids_of,
+    settle_listings,
+    unlisted_problem,
+)
+from warehouse.files.damage import DamagedFile
+from warehouse.files.folder import DataFolder, checksum_problem, content_problem
 from warehouse.files.merged import (
-    MERGED_PREFIX,
-    Listing,
-    has_own_name,
+    held_ids,
     is_merged_name,
-    is_own_merge,
-    is_whole_listing,
     land_merged,
     listing_file,
+    names_in,
     new_merged_name,
     read_listings,
 )
-from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, open_lock
-from warehouse.files.small_files import read_files
-from warehouse.files.writer import MergedIndex
-from warehouse.tables.schema import TABLES
+from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, open_binary, open_lock
+from warehouse.tables.duckdb_access import scratch_cursor
+from warehouse.tables.schema import KINDS, MERGED_PREFIX, OF_RUNS, TABLES
+from warehouse.tables.sql_text import escaped_glob, sql_text
 
 SORT_KEYS = {
     "runs": ["run_id"],
@@ -65,10 +74,17 @@ SORT_KEYS = {
     "collocations": ["run_id", "member_row"],
 }
 ROW_GROUP_ROWS = 100_000
+_BATCH_FILES = 500  # DuckDB holds their footers while it reads them, some 50 KiB each
+_BATCH_BYTES = 8 * 2**20  # compressed bytes, which may be a million rows
+_FEW_FILES = 8  # which pyarrow reads in less time than DuckDB takes to start
+_MOST_READERS = 2  # threads, each of which holds a batch
+_WHOLE_BYTES = 2**20  # a file up to this size is read at once to verify its checksum
+# Arrow's schema among a footer's key-value pairs, in base64, as Thrift's compact protocol has it.
+_SCHEMA_KEY = b"ARROW:schema"
+_STORED_SCHEMA = re.compile(_SCHEMA_KEY + rb"\x18[\x80-\xff]*[\x00-\x7f]([A-Za-z0-9+/=]+)")
 _OWN_BYTES = 14 * 2**10  # a small file's column names, statistics and page headers: everything but rows
 _ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this old
 _probes: dict[Path, tuple[int, int]] = {}  # path -> inode, descriptor
-REDUNDANT = ""  # the reason when every run of a merged file is also in an intact file that counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +229,13 @@ def _merge_groups(
     target_bytes = settings.target_mib * 2**20
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
     counting = counting_files(folder, kind, family, read_listings(folder, kind, report.damaged))
-    has_merged_run = MergedIndex(folder).holder(family)
-    is_merged_already = MergedIndex(folder, kind).holder(family)
+    run_ids = [path.stem for path in counting if not is_merged_name(path.name)]
+    merged_already = held_ids(folder.partition(kind, family), _merged_names(folder, kind, family), run_ids)
     merged_ids: set[str] = set()
-    landed = _landed_files(folder, family) if kind in OF_RUNS else set()  # read later, so none is missed
+    landed: set[str] = set()
+    if kind in OF_RUNS:  # read later, so none is missed
+        landed = held_ids(folder.partition("runs", family), _merged_names(folder, "runs", family), run_ids)
+        landed |= {name.removesuffix(".parquet") for name in names_in(folder.partition("runs", family))}
     for path in counting:
         is_merged = is_merged_name(path.name)
         try:
@@ -231,9 +250,9 @@ def _merge_groups(
         size = status.st_size
         if size > target_bytes / 2 or path in report.left:
             continue
-        if kind in OF_RUNS and not (is_merged or path.name in landed or has_merged_run(path.stem)):
+        if kind in OF_RUNS and not is_merged and path.stem not in landed:
             continue  # its run is being written, or was lost and will come again with other rows
-        if not is_merged and is_merged_already(path.stem):
+        if not is_merged and path.stem in merged_already:
             continue  # a run that landed twice, as after the queue was lost: merged, it would be there twice
         try:
             if is_merged:
@@ -267,12 +286,10 @@ def _merge_groups(
             yield group
 
 
-def _landed_files(folder: DataFolder, family: str) -> set[str]:
-    """Return the names of the files of runs, one of which says that its run has landed."""
-    try:
-        return set(os.listdir(folder.partition("runs", family)))
-    except FileNotFoundError:
-        return set()
+def _merged_names(folder: DataFolder, kind: str, family: str) -> list[str]:
+    """Return the names of a partition's merged files that count."""
+    names = map(os.path.split, counting_merged_names(folder, kind))
+    return [name for partition, name in names if partition == folder.partition(kind, family).name]
 
 
 def _delete_replaced(work: Compaction, kind: str) -> None:
@@ -341,154 +358,6 @@ def compaction_lock(folder: DataFolder, *, wait: bool = False) -> Iterator[bool]
         yield True
 
 
-class Unreadable(Exception):
-    """The rows of a file cannot be read; the message has the reason."""
-
-
-def run_ids_of(path: Path) -> set[str]:
-    """Return the run_ids of an intact file. Raises `Unreadable`, or `FileNotFoundError` if there is none."""
-    try:
-        problem = checksum_problem(path)
-        if problem is not None:
-            raise Unreadable(problem)
-        file = pq.ParquetFile(path, read_dictionary=["run_id"])
-        return set(file.read(columns=["run_id"]).column(0).unique().to_pylist())
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise Unreadable(first_line(error)) from error
-
-
-def unheld_ids(
-    folder: DataFolder, kind: str, family: str, ids: Iterable[str], listings: Sequence[Listing], but: Path | None = None
-) -> set[str]:
-    """Return those of `ids` that no intact file of the partition holds, among files that count and are not `but`.
-
-    For telemetry, only samples of landed runs are reported: others belong to no visible run.
-    """
-    left = set(ids)
-    merged: list[Path] = []
-    for path in counting_files(folder, kind, family, listings):
-        if path == but:
-            continue
-        if is_merged_name(path.name):
-            merged.append(path)
-        elif path.stem in left and checksum_problem(path) is None:
-            left.discard(path.stem)
-    for path in merged:
-        if not left:
-            break
-        try:
-            left -= run_ids_of(path)
-        except (Unreadable, FileNotFoundError):
-            continue
-    if left and kind == "telemetry":
-        left &= _find_landed(folder, family, left)
-    return left
-
-
-def _find_landed(folder: DataFolder, family: str, ids: set[str]) -> set[str]:
-    missing = unheld_ids(folder, "runs", family, ids, read_listings(folder, "runs"))
-    return ids - missing
-
-
-@dataclass
-class Unproven:
-    """Files that a listing hides and that must not be deleted, with the reasons by name."""
-
-    unheld: dict[str, str] = field(default_factory=dict)  # no file that counts holds their runs
-    unreadable: dict[str, str] = field(default_factory=dict)
-
-
-def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> Unproven:
-    """Return the files that a listing hides without proof that its merged file holds their runs.
-
-    Deleted files need no proof. Raises `Unreadable` for a damaged merged file, `FileNotFoundError` for a missing one.
-    """
-    root = folder.root / kind
-    path = root / listing.merged
-    held = run_ids_of(path)
-    family = path.parent.name.removeprefix("family=")
-    partition = path.parent.name + "/"
-    there = {f"{partition}{name}" for name in os.listdir(path.parent)}
-    unproven = Unproven()
-    for name in listing.hidden:
-        if not name.startswith(partition) or "/" in name.removeprefix(partition):
-            unproven.unheld[name] = "it is of another family"
-            continue
-        if name not in there or Path(name).stem in held:
-            continue
-        try:
-            missing = run_ids_of(root / name) - held
-        except FileNotFoundError:
-            continue
-        except Unreadable as error:
-            unproven.unreadable[name] = str(error)
-            continue
-        if missing:
-            missing = unheld_ids(folder, kind, family, missing, listings)
-        if missing:
-            unproven.unheld[name] = f"{len(missing):,} of its runs are not there"
-    return unproven
-
-
-def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
-    """Return the listings whose merged files hold the runs that they hide, after repairs; report the others.
-
-    If a merged file lacks hidden runs, their files are removed from its listing and count again. If a merged file is
-    gone while all hidden files exist, its listing is set aside, so they count again too.
-    """
-    listings = read_listings(folder, kind, report.damaged)
-    hidden = {name for listing in listings for name in listing.hidden}
-    settled = []
-    for listing in listings:
-        merged = folder.root / kind / listing.merged
-        if not os.path.lexists(merged):
-            if listing.merged in hidden:
-                settled.append(listing)  # deleted as a part of a later merge, whose compaction was killed
-            elif listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
-                aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
-                report.problems.append(
-                    f"{listing.file}: {listing.merged} is gone, and the {len(listing.hidden):,} "
-                    f"files that it replaced count again; moved to {aside}"
-                )
-            elif listing in lost_merged_files(folder, kind):
-                report.problems.append(lost_line(folder, kind, listing))
-            else:
-                listing.file.unlink(missing_ok=True)
-            continue
-        if not is_whole_listing(listing.file):
-            write_anew(folder, listing)  # as its merged file has it
-        if not listing.hidden:
-            settled.append(listing)
-            continue
-        try:
-            unproven = unproven_sources(folder, kind, listing, listings)
-        except (Unreadable, FileNotFoundError) as error:
-            report.left_alone(merged, f"{error}; the files that it replaced stay")
-            continue
-        for name, why in unproven.unreadable.items():
-            report.left_alone(folder.root / kind / name, why)
-        if unproven.unheld:
-            some, why = next(iter(unproven.unheld.items()))
-            report.problems.append(
-                f"{listing.file} hides {len(unproven.unheld):,} files whose runs {listing.merged} "
-                f"does not hold, as {some} ({why}); they count again"
-            )
-            hidden_now = tuple(name for name in listing.hidden if name not in unproven.unheld)
-            listing = dataclasses.replace(listing, hidden=hidden_now)
-            listing.write()
-        settled.append(listing)
-    return settled
-
-
-def write_anew(folder: DataFolder, listing: Listing) -> None:
-    """Write a listing over any file of its name. A folder of that name is set aside."""
-    if listing.file.is_dir():
-        set_aside(folder, listing.file, "it is a folder, not a listing")
-    listing.write()
-
-
 def settle_unlisted(work: Compaction, kind: str, family: str) -> None:
     """Settle a merged file without a listing, which a kill left or somebody put there.
 
@@ -502,23 +371,154 @@ def settle_unlisted(work: Compaction, kind: str, family: str) -> None:
             path.unlink()
 
 
-def unlisted_problem(
-    folder: DataFolder, kind: str, family: str, path: Path, young_s: float, now_s: float | None = None
-) -> str | None:
-    """Return the problem of a merged file without listing; `REDUNDANT` if it may be deleted, None if it has none.
+# ---- many small files at once, through DuckDB, which takes a fraction of pyarrow's time
 
-    A listed file has no problem, nor one younger than `young_s`, which may be landing right now.
+
+class DamagedContent(ValueError):
+    """The content of a file does not match its checksum."""
+
+
+def read_files(
+    paths: Sequence[Path], schema: pa.Schema, most_rows: int, unreadable: Callable[[Path, Exception], None]
+) -> Iterator[tuple[list[Path], pa.Table]]:
+    """Yield (files, their rows) in the files' order, about `most_rows` rows at once.
+
+    Tables have the schema's columns and unknown ones; columns that a file lacks are NULL. Files that cannot be read or
+    have a wrong checksum are left out and passed to `unreadable`. Rows of a file keep their order, and so do files of
+    one schema.
     """
-    if has_own_name(path) and listing_file(folder, kind, path.name).exists():
-        return None
-    try:
-        if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:
-            return None
-        if not is_own_merge(path):
-            return "no compaction wrote it, and no listing names it"
-        missing = unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
-    except FileNotFoundError:
-        return None
-    except (Unreadable, OSError) as error:
-        return f"no listing names it, and it cannot be read: {error}"
-    return f"no listing names it, and {len(missing):,} of its runs are in no other file" if missing else REDUNDANT
+    files: list[Path] = []
+    tables: list[pa.Table] = []
+    rows = 0
+    for batch_files, batch in _read_batches(paths, most_rows, unreadable):
+        batch_rows = sum(table.num_rows for table in batch)
+        if files and rows + batch_rows > most_rows:
+            yield files, _unite(schema, tables)
+            files, rows = [], 0
+        files += batch_files
+        tables += batch
+        rows += batch_rows
+        del batch
+    if files:
+        yield files, _unite(schema, tables)
+
+
+def _unite(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
+    """Return the concatenated table and empty `tables`, so that the rows are in memory once."""
+    united = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive")
+    tables.clear()
+    return united
+
+
+@dataclass
+class _Batch:
+    """Result of reading some files: the intact ones, their rows, and the others with the reason."""
+
+    files: list[Path]
+    tables: list[pa.Table]
+    damaged: list[tuple[Path, Exception]]
+
+
+def _read_batches(
+    paths: Sequence[Path], most_rows: int, unreadable: Callable[[Path, Exception], None]
+) -> Iterator[tuple[list[Path], list[pa.Table]]]:
+    if len(paths) <= _FEW_FILES:
+        yield from _read_singly(paths, unreadable)
+        return
+    for files, reading in _read_ahead(paths):
+        try:
+            batch = reading.result()
+        except (duckdb.Error, OSError):  # one by one, to name the file
+            yield from _read_singly(files, unreadable)
+            continue
+        del reading
+        for path, error in batch.damaged:
+            unreadable(path, error)
+        if len(batch.files) > 1 and sum(table.num_rows for table in batch.tables) > most_rows:
+            batch.tables.clear()
+            yield from _read_singly(batch.files, unreadable)
+        elif batch.files:
+            yield batch.files, batch.tables
+        del batch
+
+
+def _read_singly(
+    paths: Sequence[Path], unreadable: Callable[[Path, Exception], None]
+) -> Iterator[tuple[list[Path], list[pa.Table]]]:
+    for path in paths:
+        try:
+            problem = checksum_problem(path)
+            if problem is not None:
+                raise DamagedContent(problem)
+            yield [path], [pq.ParquetFile(path).read()]
+        except (pa.ArrowException, OSError, ValueError) as error:
+            unreadable(path, error)
+
+
+def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[_Batch]]]:
+    """Yield batches and their tables in order, while the next ones are read."""
+    readers = min(_MOST_READERS, len(os.sched_getaffinity(0)))
+    waiting: deque[tuple[list[Path], Future[_Batch]]] = deque()
+    with scratch_cursor() as connection, ThreadPoolExecutor(readers) as pool:
+        for batch in _batches(paths):
+            waiting.append((batch, pool.submit(_read_batch, connection, batch)))
+            if len(waiting) > readers:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+
+
+def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) -> _Batch:
+    """Return a table for each set of columns; DuckDB takes half the time when it need not unite them.
+
+    Files with a wrong checksum are left out. Those without one are read unverified.
+    """
+    alike: dict[Hashable, list[Path]] = {}
+    batch = _Batch([], [], [])
+    for path in paths:
+        try:
+            key = _verify_schema(path) or path
+        except (DamagedContent, NoPlainFile, FileNotFoundError) as error:
+            batch.damaged.append((path, error))
+            continue
+        batch.files.append(path)
+        alike.setdefault(key, []).append(path)
+    with connection.cursor() as cursor:
+        batch.tables = [
+            cursor.sql(f"SELECT * FROM read_parquet({_list(group)}, hive_partitioning=false)").to_arrow_table()
+            for group in alike.values()
+        ]
+    return batch
+
+
+def _verify_schema(path: Path) -> bytes | None:
+    """Return the schema as Arrow stores it in a file, None where it is not known. Raises `DamagedContent`."""
+    if path.stat().st_size > _WHOLE_BYTES:
+        problem, content = checksum_problem(path), b""
+    else:  # opened once, for both
+        with open_binary(path) as file:
+            content = file.read()
+        problem = content_problem(content)
+    if problem is not None:
+        raise DamagedContent(problem)
+    # The last one: texts of runs stand before it.
+    stored = _STORED_SCHEMA.match(content, max(0, content.rfind(_SCHEMA_KEY)))
+    return None if stored is None else stored[1]
+
+
+def _list(paths: Sequence[Path]) -> str:
+    return f"[{', '.join(sql_text(escaped_glob(path)) for path in paths)}]"
+
+
+def _batches(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    batch: list[Path] = []
+    size = 0
+    for path in paths:
+        batch.append(path)
+        with contextlib.suppress(FileNotFoundError):  # the reader reports it
+            size += path.stat().st_size
+        if len(batch) >= _BATCH_FILES or size > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

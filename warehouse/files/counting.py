@@ -5,44 +5,58 @@ out. Both cost a listing of the folders; content is read in doubtful cases only.
 
 `judge` decides which listings are valid, i.e. could come from a compaction, and which rows are lost. A valid listing
 stands for the merged file of its own name, and that file holds every run of the files that it hides and that are there.
-Compaction proves more before it deletes anything, and mends what is not valid (`warehouse.files.compaction`).
-`warehouse.check` verifies the checksums of data files.
+
+Who deletes or repairs wants proof: `unproven_sources` reads checksums and content of what a listing hides, and
+`settle_listings` repairs listings that are not valid. Compaction, snapshots, `warehouse.check` and `farm.doctor` use
+them.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem
+from conf.plain_text import first_line
 from warehouse.files import damage
-from warehouse.files.damage import DamagedFile, warn_once
-from warehouse.files.layout import KINDS, FolderLayout
+from warehouse.files.damage import DamagedFile, set_aside, warn_once
+from warehouse.files.folder import DataFolder, checksum_problem
 from warehouse.files.merged import (
     PARTITION,
     DamagedListing,
     Listing,
+    group_ids,
+    has_own_name,
+    held_ids,
+    id_ranges,
     is_merged_name,
+    is_own_merge,
+    is_whole_listing,
+    listing_file,
     names_in,
     read_listings,
     sources_of,
 )
 from warehouse.files.plain_file import file_key, plain, remember, remember_by
+from warehouse.tables.schema import KINDS
 
+if TYPE_CHECKING:
+    from warehouse.files.compaction import CompactionReport
+
+REDUNDANT = ""  # the reason when every run of a merged file is also in an intact file that counts
 SNAPSHOT_LISTING = "snapshot.parquet"
-_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError)
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
 _PASSES = 20  # over the folder, while compaction deletes what the last pass has found
-_REMEMBERED_GROUPS = 32
-_group_memory: dict[Hashable, Any] = {}  # up to 100,000 ids each
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class Judgement:
         return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
 
 
-def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
+def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
     """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
 
     A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
@@ -72,7 +86,7 @@ def judge(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool] | No
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
-def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
+def counting_merged_names(folder: DataFolder, kind: str) -> frozenset[str]:
     """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
     root = folder.root / kind
     listings = [listing for listing in _find_believed(folder, kind)[0] if (root / listing.merged).exists()]
@@ -80,7 +94,24 @@ def counting_merged_names(folder: FolderLayout, kind: str) -> frozenset[str]:
     return frozenset(whole.listed) - whole.hidden
 
 
-def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
+def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | None:
+    """Return the merged file that counts and holds a run, or None. Unreadable files hold no runs."""
+    partition = folder.partition("runs", family)
+    while True:
+        listings = names_in(folder.listings("runs"))  # few, while the partition may hold 100,000 small files
+        holding = [name for name in listings if is_merged_name(name) and held_ids(partition, [name], [run_id])]
+        if not holding:
+            return None
+        counting = counting_merged_names(folder, "runs")
+        for name in holding:
+            if f"{partition.name}/{name}" in counting:
+                return partition / name
+        if listings == names_in(folder.listings("runs")):
+            return None
+        # A compaction has merged the file once more since: the next look finds the new one.
+
+
+def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
     """Return the listings whose merged file is gone though no other listing replaces it: its rows are lost.
 
     Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
@@ -92,7 +123,7 @@ def lost_merged_files(folder: FolderLayout, kind: str) -> list[Listing]:
     return lost
 
 
-def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
+def lost_line(folder: DataFolder, kind: str, listing: Listing) -> str:
     """Describe a merged file that is gone."""
     rows = "its rows are" if listing.rows is None else f"its {listing.rows:,} rows are"
     return (
@@ -101,7 +132,7 @@ def lost_line(folder: FolderLayout, kind: str, listing: Listing) -> str:
     )
 
 
-def refuse_lost(folder: FolderLayout, kinds: Sequence[str] = KINDS) -> None:
+def refuse_lost(folder: DataFolder, kinds: Sequence[str] = KINDS) -> None:
     """Raise `EnvironmentProblem` for each merged file or listing that is lost: without it, counts would be too low."""
     lines: list[str] = []
     for kind in kinds:
@@ -111,38 +142,30 @@ def refuse_lost(folder: FolderLayout, kinds: Sequence[str] = KINDS) -> None:
         raise EnvironmentProblem("; ".join(lines))
 
 
-def merged_damage(path: Path) -> str | None:
-    """Return why a merged file cannot be used: no Parquet file, or columns of other types; None if it can.
-
-    Raises `FileNotFoundError`. Only the footer is read, once while the file stays the same.
-    """
-    try:
-        return remember(path, lambda: damage.damage_of(path), "damage")
-    except FileNotFoundError:
-        return damage.damage_of(path)  # a link to nothing
-
-
 def is_damaged_merged(path: Path) -> bool:
     """Return whether a file is an unusable merged one, and report it on stderr, once while it stays the same."""
-    if not is_merged_name(path.name):
-        return False
-    try:
-        reason = merged_damage(path)
-    except FileNotFoundError:  # which is another matter
-        return False
+    reason = _merged_damage(path) if is_merged_name(path.name) else None
     if reason is not None:
         damage.report([DamagedFile(path, reason)])
     return reason is not None
 
 
 def _is_damaged(path: Path) -> bool:
+    return _merged_damage(path) is not None
+
+
+def _merged_damage(path: Path) -> str | None:
+    """Return why a merged file cannot be used: no Parquet file, or columns of other types; None if it can, or is gone.
+
+    Only the footer is read, once while the file stays the same.
+    """
     try:
-        return merged_damage(path) is not None
+        return remember(path, lambda: damage.damage_of(path), "damage")
     except FileNotFoundError:
-        return False
+        return None
 
 
-def _find_believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
+def _find_believed(folder: DataFolder, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
     Their content is read once while they stay the same. What they hide is judged again, as files come and go.
@@ -160,7 +183,7 @@ def _find_believed(folder: FolderLayout, kind: str) -> tuple[list[Listing], list
     return [*_of_snapshot(folder, kind), *believed], lost
 
 
-def _of_snapshot(folder: FolderLayout, kind: str) -> list[Listing]:
+def _of_snapshot(folder: DataFolder, kind: str) -> list[Listing]:
     """Return a snapshot's merged files, all of which count, as listings."""
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
@@ -180,28 +203,22 @@ def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) ->
     )
 
 
-def _listed_and_gone(folder: FolderLayout, kind: str) -> list[Listing]:
+def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
     root = folder.root / kind
-    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
-    if all(os.path.lexists(root / listing.merged) for listing in listings):
-        return []
     believed, _ = _find_believed(folder, kind)
-    hidden = Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden
-    gone = [entry for entry in believed if entry.merged not in hidden and not os.path.lexists(root / entry.merged)]
+    gone = [listing for listing in believed if not os.path.lexists(root / listing.merged)]
     if not gone:
         return []
+    replaced = set(Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden)
     # A compaction of an older version removed the listing last; the merged file itself names its sources.
-    replaced: set[str] = set()
     for listing in believed:
-        try:
+        with contextlib.suppress(*_UNREADABLE):
             replaced.update(sources_of(root / listing.merged))
-        except _UNREADABLE:
-            continue
     return [listing for listing in gone if listing.merged not in replaced]
 
 
-def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
-    not_held = _hidden_and_not_held(folder, kind, listing)
+def _is_sound(folder: DataFolder, kind: str, listing: Listing) -> bool:
+    not_held = _hidden_and_not_held(folder.root / kind, listing)
     if not_held:
         others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
         warn_once(
@@ -212,33 +229,18 @@ def _is_sound(folder: FolderLayout, kind: str, listing: Listing) -> bool:
     return not not_held
 
 
-def _hidden_and_not_held(folder: FolderLayout, kind: str, listing: Listing) -> tuple[str, ...]:
+def _hidden_and_not_held(root: Path, listing: Listing) -> Sequence[str]:
     """Return the existing files that a listing hides although they have a run that the merged file lacks."""
-    root = folder.root / kind
     merged = root / listing.merged
-    try:
-        if merged_damage(merged) is not None:  # it hides nothing, and is named where it would count
-            return _foreign(listing)
-        key = ("doubtful", file_key(merged), _listing_key(listing))
-        foreign, doubtful = remember_by(key, lambda: (_foreign(listing), _doubtful(merged, listing)))
-    except _UNREADABLE:  # torn or gone, which is another matter: it is named there
-        return _foreign(listing)
-    if foreign or not doubtful:
+    foreign = remember_by(("foreign", listing.merged, listing.hidden), lambda: _foreign(listing))
+    if foreign or _is_damaged(merged):  # a damaged one hides nothing, and is named where it would count
         return foreign
-    present = _present(root, doubtful)
-    if not present:
-        return ()
     try:
-        return remember_by(("not held", key, tuple(present.values())), lambda: _not_held(root, merged, tuple(present)))
-    except _UNREADABLE:
+        key = file_key(merged)
+        doubtful = remember_by(("doubtful", key, listing.hidden), lambda: _doubtful(merged, listing))
+    except _UNREADABLE:  # torn or gone, which is another matter: it is named there
         return ()
-
-
-def _listing_key(listing: Listing) -> Hashable:
-    try:
-        return file_key(listing.file)
-    except OSError:  # replaced since it was read
-        return listing.hidden
+    return [name for name in doubtful if not _is_held(root / name, merged, key)]
 
 
 def _foreign(listing: Listing) -> tuple[str, ...]:
@@ -249,33 +251,21 @@ def _foreign(listing: Listing) -> tuple[str, ...]:
 
 def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
     """Return the hidden names whose content must be read to know whether the merged file holds their run."""
-    if not listing.hidden:
-        return ()
-    held = _ids(merged)
+    held = _ids(merged) if listing.hidden else frozenset()
     return tuple(name for name in listing.hidden if os.path.basename(name).removesuffix(".parquet") not in held)
 
 
-def _present(root: Path, names: tuple[str, ...]) -> dict[str, Hashable]:
-    """Return the names that exist, with a value that changes when they are written."""
-    present = {}
-    for name in names:
-        try:
-            present[name] = file_key(root / name)
-        except OSError:
-            continue
-    return present
+def _is_held(path: Path, merged: Path, merged_key: Hashable) -> bool:
+    """Return whether a merged file holds all runs of a file; True also of one that is torn or gone."""
 
+    def compare() -> bool:
+        ids = _ids(path)  # none where it has no rows
+        return len(held_ids(merged.parent, [merged.name], ids)) == len(ids)
 
-def _not_held(root: Path, merged: Path, names: tuple[str, ...]) -> tuple[str, ...]:
-    held = _ids(merged)
-    not_held = []
-    for name in names:
-        try:
-            if not _ids(root / name) <= held:  # a file without rows has nothing to be held
-                not_held.append(name)
-        except _UNREADABLE:  # torn after it was merged, or deleted
-            continue
-    return tuple(not_held)
+    try:
+        return remember_by(("held", merged_key, file_key(path)), compare)
+    except _UNREADABLE:
+        return True
 
 
 def _ids(path: Path) -> frozenset[str]:
@@ -297,7 +287,7 @@ class FamilyPlan:
     doubled: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
-def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
+def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
     """Return the files of `runs` or `telemetry` that count now, by family, each run in one of them only.
 
     `left_out` returns whether a file is known to be damaged. A listed merged file that is missing raises
@@ -313,7 +303,7 @@ def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bo
         if judgement.lost:
             raise EnvironmentProblem("; ".join(judgement.lost))
         on_disk = _names_on_disk(folder.root / kind)
-        if all(name in judgement.hidden or _is_there(on_disk, name) for name in judgement.listed):
+        if all(name in judgement.hidden or os.path.lexists(folder.root / kind / name) for name in judgement.listed):
             break
     else:
         refuse_lost(folder, [kind])
@@ -323,9 +313,7 @@ def counting_plan(folder: FolderLayout, kind: str, left_out: Callable[[Path], bo
     ]
 
 
-def counting_files(
-    folder: FolderLayout, kind: str, family: str, listings: Sequence[Listing] | None = None
-) -> list[Path]:
+def counting_files(folder: DataFolder, kind: str, family: str, listings: Sequence[Listing] | None = None) -> list[Path]:
     """Return the files of a partition whose rows count, sorted, whether they are damaged or not.
 
     Args:
@@ -362,13 +350,6 @@ def _names_on_disk(root: Path) -> dict[str, list[str]]:
     }
 
 
-def _is_there(on_disk: Mapping[str, list[str]], path: str) -> bool:
-    partition, _, name = path.partition("/")
-    names = on_disk.get(partition, [])
-    position = bisect.bisect_left(names, name)
-    return names[position : position + 1] == [name]
-
-
 def _family_plan(
     partition: Path, names: Sequence[str], judgement: Judgement, left_out: Callable[[Path], bool]
 ) -> FamilyPlan:
@@ -377,84 +358,194 @@ def _family_plan(
     for name in _counting_names(partition.name, names, judgement):
         if not left_out(partition / name):
             (merged if is_merged_name(name) else unmerged).append(name)
-    if merged:
-        unmerged = _without_merged(partition, unmerged, merged)
-    doubled = _find_doubled(partition, merged) if len(merged) > 1 else {}
+    if merged:  # where a run's own file and a merged one exist, the merged one came first
+        held = held_ids(partition, merged, (name.removesuffix(".parquet") for name in unmerged))
+        unmerged = [name for name in unmerged if name.removesuffix(".parquet") not in held]
+    key = ("doubled", *(file_key(partition / name) for name in merged))
+    doubled = remember_by(key, lambda: _find_doubled(partition, merged))
     return FamilyPlan(partition.name.removeprefix(PARTITION), (*unmerged, *merged), doubled)
 
 
-def _without_merged(partition: Path, unmerged: list[str], merged: list[str]) -> list[str]:
-    """Return the runs' own files whose run is in no merged file. Where both exist, the merged one came first."""
-    for name in merged:
-        if not unmerged:
-            break
-        held: set[str] = set()
-        for group, (least, most) in enumerate(_ranges(partition / name)):
-            if any(least <= file_name[:-8] <= most for file_name in unmerged):
-                held |= _group_ids(partition / name, group)
-        unmerged = [file_name for file_name in unmerged if file_name[:-8] not in held]
-    return unmerged
+def _find_doubled(partition: Path, merged: Sequence[str]) -> dict[str, frozenset[str]]:
+    """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs."""
+    doubled: dict[str, frozenset[str]] = {}
+    ranges = {name: id_ranges(partition / name) for name in merged}
+    for order, name in enumerate(merged):
+        earlier = [entry for other in merged[:order] for entry in ranges[other]]
+        for group, (least, most) in enumerate(ranges[name]):
+            if any(low <= most and least <= high for low, high in earlier):
+                ids = held_ids(partition, merged[:order], group_ids(partition / name, group))
+                doubled[name] = doubled.get(name, frozenset()) | ids
+    return {name: ids for name, ids in doubled.items() if ids}
 
 
-def _find_doubled(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
-    """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs.
+# ---- proved by checksums, for whoever deletes or repairs
 
-    The result is cached while the files stay the same.
+
+class Unreadable(Exception):
+    """The rows of a file cannot be read; the message has the reason."""
+
+
+def run_ids_of(path: Path) -> set[str]:
+    """Return the run_ids of an intact file. Raises `Unreadable`, or `FileNotFoundError` if there is none."""
+    try:
+        problem = checksum_problem(path)
+        if problem is not None:
+            raise Unreadable(problem)
+        return set(_ids(path))
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
+        raise Unreadable(first_line(error)) from error
+
+
+def unheld_ids(
+    folder: DataFolder, kind: str, family: str, ids: Iterable[str], listings: Sequence[Listing], but: Path | None = None
+) -> set[str]:
+    """Return those of `ids` that no intact file of the partition holds, among files that count and are not `but`.
+
+    For telemetry, only samples of landed runs are reported: others belong to no visible run.
     """
-    key = ("doubled", *(file_key(partition / name) for name in merged))
-    return remember_by(key, lambda: _compare(partition, merged))
+    left = set(ids)
+    merged: list[Path] = []
+    for path in counting_files(folder, kind, family, listings):
+        if path == but:
+            continue
+        if is_merged_name(path.name):
+            merged.append(path)
+        elif path.stem in left and checksum_problem(path) is None:
+            left.discard(path.stem)
+    for path in merged:
+        if not left:
+            break
+        try:
+            left -= run_ids_of(path)
+        except (Unreadable, FileNotFoundError):
+            continue
+    if left and kind == "telemetry":
+        left &= _find_landed(folder, family, left)
+    return left
 
 
-def _compare(partition: Path, merged: list[str]) -> dict[str, frozenset[str]]:
-    groups = [
-        (least, most, order, group)
-        for order, name in enumerate(merged)
-        for group, (least, most) in enumerate(_ranges(partition / name))
-    ]
-    groups.sort()
-    doubled: dict[str, set[str]] = {}
-    open_groups: list[tuple[str, int, int]] = []  # most, file, row group
-    for least, most, order, group in groups:
-        open_groups = [entry for entry in open_groups if entry[0] >= least]
-        for _, other, other_group in open_groups:
-            if other == order:
-                continue
-            both = _group_ids(partition / merged[order], group) & _group_ids(partition / merged[other], other_group)
-            if both:
-                doubled.setdefault(merged[max(order, other)], set()).update(both)
-        open_groups.append((most, order, group))
-    return {name: frozenset(ids) for name, ids in doubled.items()}
+def _find_landed(folder: DataFolder, family: str, ids: set[str]) -> set[str]:
+    missing = unheld_ids(folder, "runs", family, ids, read_listings(folder, "runs"))
+    return ids - missing
 
 
-def _ranges(path: Path) -> list[tuple[str, str]]:
-    """Return (least, greatest) run_id of each row group; none for an unreadable file, which is reported elsewhere."""
+@dataclass
+class Unproven:
+    """Files that a listing hides and that must not be deleted, with the reasons by name."""
 
-    def read() -> list[tuple[str, str]]:
-        metadata = pq.read_metadata(plain(path))
-        column = metadata.schema.to_arrow_schema().get_field_index("run_id")
-        ranges = []
-        for group in range(metadata.num_row_groups):
-            statistics = metadata.row_group(group).column(column).statistics
-            known = statistics is not None and statistics.has_min_max
-            ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
-        return ranges
+    unheld: dict[str, str] = field(default_factory=dict)  # no file that counts holds their runs
+    unreadable: dict[str, str] = field(default_factory=dict)
 
+
+def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> Unproven:
+    """Return the files that a listing hides without proof that its merged file holds their runs.
+
+    Deleted files need no proof. Raises `Unreadable` for a damaged merged file, `FileNotFoundError` for a missing one.
+    """
+    root = folder.root / kind
+    path = root / listing.merged
+    held = run_ids_of(path)
+    family = path.parent.name.removeprefix("family=")
+    partition = path.parent.name + "/"
+    there = {f"{partition}{name}" for name in os.listdir(path.parent)}
+    unproven = Unproven()
+    for name in listing.hidden:
+        if not name.startswith(partition) or "/" in name.removeprefix(partition):
+            unproven.unheld[name] = "it is of another family"
+            continue
+        if name not in there or Path(name).stem in held:
+            continue
+        try:
+            missing = run_ids_of(root / name) - held
+        except FileNotFoundError:
+            continue
+        except Unreadable as error:
+            unproven.unreadable[name] = str(error)
+            continue
+        if missing:
+            missing = unheld_ids(folder, kind, family, missing, listings)
+        if missing:
+            unproven.unheld[name] = f"{len(missing):,} of its runs are not there"
+    return unproven
+
+
+def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
+    """Return the listings whose merged files hold the runs that they hide, after repairs; report the others.
+
+    If a merged file lacks hidden runs, their files are removed from its listing and count again. If a merged file is
+    gone while all hidden files exist, its listing is set aside, so they count again too.
+    """
+    listings = read_listings(folder, kind, report.damaged)
+    hidden = {name for listing in listings for name in listing.hidden}
+    settled = []
+    for listing in listings:
+        merged = folder.root / kind / listing.merged
+        if not os.path.lexists(merged):
+            if listing.merged in hidden:
+                settled.append(listing)  # deleted as a part of a later merge, whose compaction was killed
+            elif listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
+                aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
+                report.problems.append(
+                    f"{listing.file}: {listing.merged} is gone, and the {len(listing.hidden):,} "
+                    f"files that it replaced count again; moved to {aside}"
+                )
+            elif listing in lost_merged_files(folder, kind):
+                report.problems.append(lost_line(folder, kind, listing))
+            else:
+                listing.file.unlink(missing_ok=True)
+            continue
+        if not is_whole_listing(listing.file):
+            write_anew(folder, listing)  # as its merged file has it
+        if not listing.hidden:
+            settled.append(listing)
+            continue
+        try:
+            unproven = unproven_sources(folder, kind, listing, listings)
+        except (Unreadable, FileNotFoundError) as error:
+            report.left_alone(merged, f"{error}; the files that it replaced stay")
+            continue
+        for name, why in unproven.unreadable.items():
+            report.left_alone(folder.root / kind / name, why)
+        if unproven.unheld:
+            some, why = next(iter(unproven.unheld.items()))
+            report.problems.append(
+                f"{listing.file} hides {len(unproven.unheld):,} files whose runs {listing.merged} "
+                f"does not hold, as {some} ({why}); they count again"
+            )
+            hidden_now = tuple(name for name in listing.hidden if name not in unproven.unheld)
+            listing = dataclasses.replace(listing, hidden=hidden_now)
+            listing.write()
+        settled.append(listing)
+    return settled
+
+
+def write_anew(folder: DataFolder, listing: Listing) -> None:
+    """Write a listing over any file of its name. A folder of that name is set aside."""
+    if listing.file.is_dir():
+        set_aside(folder, listing.file, "it is a folder, not a listing")
+    listing.write()
+
+
+def unlisted_problem(
+    folder: DataFolder, kind: str, family: str, path: Path, young_s: float, now_s: float | None = None
+) -> str | None:
+    """Return the problem of a merged file without listing; `REDUNDANT` if it may be deleted, None if it has none.
+
+    A listed file has no problem, nor one younger than `young_s`, which may be landing right now.
+    """
+    if has_own_name(path) and listing_file(folder, kind, path.name).exists():
+        return None
     try:
-        return remember(path, read, "ranges")
-    except (pa.ArrowException, OSError):
-        return []
-
-
-def _group_ids(path: Path, group: int) -> frozenset[str]:
-    def read() -> frozenset[str]:
-        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
-        return _distinct(file.read_row_group(group, columns=["run_id"]))
-
-    try:
-        return remember(path, read, group, _group_memory, _REMEMBERED_GROUPS)
-    except (pa.ArrowException, OSError):
-        return frozenset()
-
-
-def _distinct(table: pa.Table) -> frozenset[str]:
-    return frozenset(table.column("run_id").unique().to_pylist())
+        if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:
+            return None
+        if not is_own_merge(path):
+            return "no compaction wrote it, and no listing names it"
+        missing = unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
+    except FileNotFoundError:
+        return None
+    except (Unreadable, OSError) as error:
+        return f"no listing names it, and it cannot be read: {error}"
+    return f"no listing names it, and {len(missing):,} of its runs are in no other file" if missing else REDUNDANT

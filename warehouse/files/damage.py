@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 
 from conf.files.outputs import sync, write_file
 from conf.plain_text import first_line, one_line
-from warehouse.files.layout import KINDS, LISTING_SCHEMA, FolderLayout, verify
+from warehouse.files.folder import LISTING_SCHEMA, DataFolder, verify
 from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
-from warehouse.tables.schema import TABLES
+from warehouse.tables.schema import KINDS, TABLES
 from warehouse.tables.sql_text import escaped_glob, sql_text
 
 _MAGIC = b"PAR1"
@@ -123,7 +123,7 @@ def find_damaged(
         return [damaged for damaged in pool.map(check, paths) if damaged is not None]
 
 
-def parquet_files(folder: FolderLayout) -> Iterator[Path]:
+def parquet_files(folder: DataFolder) -> Iterator[Path]:
     """Yield the Parquet files of a folder, whether their rows count or not."""
     for kind in _NEEDED:
         pattern = "family=*/*.parquet" if kind in KINDS else "*/*.parquet" if kind == "compactions" else "*.parquet"
@@ -198,7 +198,7 @@ def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(pa.types.is_string(stored) or pa.types.is_large_string(stored) or pa.types.is_string_view(stored))
 
 
-def set_aside(folder: FolderLayout, path: Path, reason: str) -> Path:
+def set_aside(folder: DataFolder, path: Path, reason: str) -> Path:
     """Move a file of the folder to the same place below `damaged/`; return its new path.
 
     If the target exists, the new file gets a number. The reason is durable before the file moves, so a kill in

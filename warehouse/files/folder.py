@@ -1,27 +1,97 @@
-"""The data folder: makes one, opens one, and brings an older one to this schema version.
+"""The data folder: its paths, how one is made, opened and brought to this schema version; its files' checksums.
 
-Start reading at `DataFolder`; `warehouse.files.layout` has the paths in it and how to write there atomically.
+Start reading at `DataFolder`, then at `write_parquet`. `sealed_bytes` writes the checksum of a Parquet file into its
+own footer, and `checksum_problem` verifies it: it covers every byte, the footer and its statistics too. The file is
+written with zeros where the digest belongs, hashed whole, and then the digest takes the zeros' place; to verify, the
+zeros are put back. A checksum detects damage by disks, cables and copies; it proves no authorship.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
+import io
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import DATA_FORMAT, MARKER_BYTES, read_json, write_file
-from warehouse.files.layout import KINDS, FolderLayout
-from warehouse.tables.schema import SCHEMA_VERSION
+from conf.files.outputs import DATA_FORMAT, MARKER_BYTES, OWN_FILES, OWN_FOLDERS, read_json, write_file
+from warehouse.files.plain_file import open_binary
+from warehouse.tables.schema import JOB_SCHEMA, KINDS, SCHEMA_VERSION, STALE_SCHEMA, TABLES
+
+COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
+# Of at most one row: larger with compression or dictionaries, and three times as long to write.
+_PLAIN: dict[str, Any] = {"compression": "none", "use_dictionary": False}
+
+# One small file per merged file, see `warehouse.files.compaction`: the merged file (hidden=false) and what it replaces.
+LISTING_SCHEMA = pa.schema([("path", pa.string()), ("hidden", pa.bool_())])
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+_ANCHOR_FAMILY = "_schema"  # no family can be called so: a name starts with a letter or digit
+CHECKSUM_KEY = "gpufarm_checksum"
+_PREFIX = "sha256:"
+_DIGEST_CHARACTERS = 64
+_PLACEHOLDER = "0" * _DIGEST_CHARACTERS
+# A key-value pair of the footer as Thrift's compact protocol has it: a binary field is 0x18, its length, its bytes.
+_VALUE_HEAD = b"\x18" + bytes([len(_PREFIX) + _DIGEST_CHARACTERS]) + _PREFIX.encode()
+_KEY = CHECKSUM_KEY.encode()
+_VALUE = re.compile(re.escape(_VALUE_HEAD) + rb"[0-9a-f]{%d}" % _DIGEST_CHARACTERS)
+_MAGIC = b"PAR1"
+_ENDING_BYTES = 8  # the footer's length in 4 bytes, and the magic
+_TAIL_BYTES = 64 * 2**10  # holds the whole footer of most files
+_CHUNK_BYTES = 2**20
+
+
+class FolderPlace:
+    """The path of a file or folder of a data folder, which `conf.files.outputs` lets no command overwrite."""
+
+    def __init__(self, *names: str) -> None:
+        assert names[0] in (*OWN_FOLDERS, *OWN_FILES), f"{names[0]} is missing in conf.files.outputs"
+        self._names = names
+
+    def __get__(self, folder: DataFolder, owner: type[DataFolder]) -> Path:
+        return folder.root.joinpath(*self._names)
 
 
 @dataclass(frozen=True)
-class DataFolder(FolderLayout):
-    """A data folder; nothing is read or written before `create` or `open`."""
+class DataFolder:
+    """A data folder and the paths in it; nothing is read or written before `create` or `open`."""
+
+    root: Path  # absolute
+
+    format_marker = FolderPlace("format.json")
+    queue = FolderPlace("queue.sqlite")  # SQLite: jobs and tasks
+    warehouse = FolderPlace("warehouse.duckdb")  # DuckDB file of views only
+    runs = FolderPlace("runs")
+    jobs = FolderPlace("jobs")
+    stale = FolderPlace("stale")  # marks of labels that no longer hold, see `warehouse.files.writer`
+    models = FolderPlace("models")
+    features = FolderPlace("features")  # computed features, by their version: a cache that may be deleted
+    snapshots = FolderPlace("snapshots")  # a folder for each snapshot, see `warehouse.snapshot`
+    growth = FolderPlace("growth")  # the growth cycles' journal and plans, see `farm.nights`
+    reports = FolderPlace("reports")  # the growth cycles' pages with their JSON, and `latest` of both
+    replays = FolderPlace("replays")  # pages of replayed traces and their JSON, see `farm.replaying`
+    environments = FolderPlace("environments")  # a data folder for each that was compared, see `farm.comparison`
+    comparisons = FolderPlace("comparisons")  # pages of comparisons and their JSON, see `farm.comparison`
+    machines = FolderPlace("machines")  # profiles of machines, by GPU model, see `learn.calibrate`
+    locks = FolderPlace("locks")
+    damaged = FolderPlace("damaged")  # damaged files that were set aside, with the reasons; see `farm.queue.repair`
+    dispatcher_lock = FolderPlace("locks", "dispatcher.lock")
+    compaction_lock = FolderPlace("locks", "compaction.lock")
+    growth_lock = FolderPlace("locks", "growth.lock")
+    ingest_lock = FolderPlace("locks", "ingest.lock")
+    service_lock = FolderPlace("locks", "service.lock")
+    service = FolderPlace("service.sqlite")  # what the service traces: SQLite that may be deleted, see `farm.serving`
 
     @classmethod
     def resolve(cls, data: str | os.PathLike[str] | DataFolder | None = None) -> DataFolder:
@@ -107,7 +177,184 @@ class DataFolder(FolderLayout):
                 f"data={self.root}: the folder cannot be made there{why}; name another place with data=PATH"
             ) from error
 
+    def listings(self, kind: str) -> Path:
+        """Return the folder of the listings of merged files of one of `KINDS`."""
+        return self.root / "compactions" / kind
+
+    def partition(self, kind: str, family: str) -> Path:
+        """Return the folder of one family's part of one of `KINDS`. Raises `ValueError` for an invalid folder name."""
+        return self.root / kind / f"family={check_name('family', family)}"
+
+    def families(self, kind: str) -> list[str]:
+        """Return the families that have a partition."""
+        prefix = "family="
+        names = [path.name.removeprefix(prefix) for path in (self.root / kind).glob(prefix + "*")]
+        return sorted(name for name in names if name != _ANCHOR_FAMILY)
+
+    def write_anchors(self) -> None:
+        """Write the missing files without rows, so that every glob of the views matches a file."""
+        for path, schema in self._anchors().items():
+            if not path.exists():
+                write_file(path, _without_rows(schema))
+
+    def _anchors(self) -> dict[Path, pa.Schema]:
+        """Return path -> schema of the files that anchor the views. An older one does too, as views add columns."""
+        name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
+        return {
+            **{self.root / kind / partition / name: TABLES[kind] for kind in KINDS},
+            self.jobs / f"_{name}": JOB_SCHEMA,
+            self.stale / f"_{name}": STALE_SCHEMA,
+            **{self.listings(kind) / f"_{name}": LISTING_SCHEMA for kind in KINDS},
+        }
+
 
 def _beginning(path: Path) -> str:
     with path.open("rb") as file:
         return file.read(80).decode(errors="replace")
+
+
+def check_name(kind: str, name: object) -> str:
+    """Return `name` if it can be part of a file's path and of a hive partition unchanged, else raise `ValueError`."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 180:
+        raise ValueError(
+            f"{kind} must be of letters, digits and _ . + - and start with a letter or digit, got {name!r}"
+        )
+    return name
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Write a small table atomically and durably, with its checksum in the footer; its folder is made if missing."""
+    write_file(path, sealed_bytes(table, **(COMPRESSION if table.num_rows > 1 else _PLAIN)))
+
+
+@functools.cache
+def _without_rows(schema: pa.Schema) -> bytes:
+    """Return a file without rows: the same in every folder, and as much work as a file with rows."""
+    return sealed_bytes(schema.empty_table(), **_PLAIN)
+
+
+class NoParquetFile(ValueError):
+    """The file has no Parquet footer."""
+
+
+@contextlib.contextmanager
+def _writer(target: Any, schema: pa.Schema, **options: Any) -> Iterator[pq.ParquetWriter]:
+    with pq.ParquetWriter(target, schema, **options) as writer:
+        yield writer
+        # Not as metadata of the schema, which pyarrow stores a second time, in base64.
+        writer.add_key_value_metadata({CHECKSUM_KEY: _PREFIX + _PLACEHOLDER})
+
+
+def sealed_bytes(table: pa.Table, **options: Any) -> bytes:
+    """Return the table as a Parquet file that carries its checksum; `options` are `ParquetWriter`'s."""
+    buffer = pa.BufferOutputStream()
+    with _writer(buffer, table.schema, **options) as writer:
+        writer.write_table(table)
+    file = io.BytesIO(buffer.getvalue())
+    _seal(file)
+    return file.getvalue()
+
+
+def write_sealed(table: pa.Table, path: Path, *, row_group_size: int | None = None, **options: Any) -> str:
+    """Write a table of any size with its checksum, and return the checksum. The write is neither atomic nor synced."""
+    with _writer(path, table.schema, **options) as writer:
+        writer.write_table(table, row_group_size=row_group_size)
+    with open(path, "r+b") as file:
+        return _seal(file)
+
+
+def _seal(file: BinaryIO) -> str:
+    """Put the digest of a file in place of its zeros, and return it."""
+    place = _place(file)
+    assert place is not None
+    digest = _digest(file, place)
+    file.seek(place)
+    file.write(digest.encode())
+    return digest
+
+
+def checksum_problem(path: Path) -> str | None:
+    """Return the problem of a Parquet file, None where its checksum is right or where it carries none.
+
+    An empty file, or one without a footer, has a problem. Raises `OSError` as reading does.
+    """
+    return verify(path)[1]
+
+
+def verify(path: Path) -> tuple[bool, str | None]:
+    """Return whether the file carries a checksum, and what is wrong with the file, if anything."""
+    with open_binary(path) as file:
+        return _verify(file)
+
+
+def content_problem(content: bytes) -> str | None:
+    """Return the problem of a Parquet file that is in memory, as `checksum_problem` does."""
+    return _verify(io.BytesIO(content))[1]
+
+
+def _verify(file: BinaryIO) -> tuple[bool, str | None]:
+    try:
+        place = _place(file)
+    except NoParquetFile as error:
+        return False, str(error)
+    except ValueError as error:
+        return True, str(error)
+    if place is None:
+        return False, None
+    return True, None if _read_recorded(file, place) == _digest(
+        file, place
+    ) else "its content does not match its checksum"
+
+
+def recorded_checksum(path: Path) -> str | None:
+    """Return the checksum that a file's footer states, unverified; None where it states none.
+
+    Raises `NoParquetFile`, and `ValueError` for a statement that is damaged itself.
+    """
+    with open_binary(path) as file:
+        place = _place(file)
+        return None if place is None else _read_recorded(file, place)
+
+
+def _read_recorded(file: BinaryIO, place: int) -> str:
+    file.seek(place)
+    return file.read(_DIGEST_CHARACTERS).decode("latin-1")
+
+
+def _digest(file: BinaryIO, place: int) -> str:
+    """Return the SHA-256 of a file with zeros where its digest is."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    for start in range(0, place, _CHUNK_BYTES):
+        digest.update(file.read(min(_CHUNK_BYTES, place - start)))
+    digest.update(_PLACEHOLDER.encode())
+    file.seek(place + _DIGEST_CHARACTERS)
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _place(file: BinaryIO) -> int | None:
+    """Return the offset of the digest, None if there is none. Raises `ValueError` if the entry is damaged.
+
+    Searched from the end: statistics, which hold texts of runs, stand before the key-value pairs. Searched also before
+    the footer, since a flipped bit in the footer's length makes it begin elsewhere.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        raise NoParquetFile("it is empty")
+    file.seek(max(0, size - _ENDING_BYTES))
+    ending = file.read(_ENDING_BYTES)
+    footer_at = size - _ENDING_BYTES - int.from_bytes(ending[:-4], "little")
+    if ending[-4:] != _MAGIC or footer_at < len(_MAGIC):
+        raise NoParquetFile("it is not a Parquet file, or was cut short")
+    tail_at = max(0, min(footer_at, size - _TAIL_BYTES))
+    file.seek(tail_at)
+    tail = file.read()
+    key_at = tail.rfind(_KEY)
+    if key_at < 0 and _VALUE.search(tail) is None:
+        return None
+    value_at = key_at + len(_KEY)
+    if tail_at + key_at < footer_at or not tail.startswith(_VALUE_HEAD, value_at):
+        raise ValueError("its checksum entry is damaged")
+    return tail_at + value_at + len(_VALUE_HEAD)

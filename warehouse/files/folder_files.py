@@ -32,22 +32,17 @@ from conf.plain_text import first_line
 from warehouse.files import damage
 from warehouse.files.counting import counting_plan
 from warehouse.files.damage import DamagedFile
-from warehouse.files.layout import KINDS, FolderLayout
+from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import identity, identity_of, is_out_of_descriptors, open_plain
-from warehouse.tables.schema import TABLES
+from warehouse.files.views import SCHEME, files_of
+from warehouse.tables.schema import KINDS, TABLES
 
-SCHEME = "gpufarm"
 _PINNED = 256  # most files that a connection keeps open for each view of a query that has begun
 _PATHS = 16 * _PINNED  # names that a connection remembers for such queries
 _VIEWS_OF_A_QUERY = 32  # views that are remembered; older ones almost always belong to a finished query
 _ATTEMPTS = 100  # attempts at a list of files that all stay until they are opened
 _NO_ROWS = "no-rows.parquet"
 _PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)")
-
-
-def files_of(kind: str) -> str:
-    """Return the glob that stands for the files of `kind` that count."""
-    return f"{SCHEME}://{kind}/*.parquet"
 
 
 class FolderFiles(AbstractFileSystem):
@@ -62,7 +57,7 @@ class FolderFiles(AbstractFileSystem):
     protocol = SCHEME
     cachable = False
 
-    def __init__(self, folder: FolderLayout) -> None:
+    def __init__(self, folder: DataFolder) -> None:
         super().__init__()
         self._folder = folder
         self._lock = threading.RLock()

@@ -18,14 +18,13 @@ from typing import Any
 from conf.errors import CommandError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
 from conf.plain_text import first_line
-from warehouse.files.compaction import Unreadable, unlisted_problem, unproven_sources
-from warehouse.files.counting import lost_line, lost_merged_files
+from warehouse.files.counting import Unreadable, lost_line, lost_merged_files, unlisted_problem, unproven_sources
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS, recorded_checksum
+from warehouse.files.folder import DataFolder, recorded_checksum
 from warehouse.files.merged import Listing, read_listings
 from warehouse.files.presence import Presence, compare, queue_problem
 from warehouse.files.snapshots import MANIFEST, read_manifest
+from warehouse.tables.schema import KINDS
 
 Progress = Callable[[int, int], None]  # (files verified, files in all)
 

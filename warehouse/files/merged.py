@@ -1,21 +1,22 @@
 """Merged files and their listings: what each says, how both are written, and how the listings of a folder are read.
 
 Start reading at `Listing` and `read_listings`; a damaged listing is recovered from the merged file of the same name.
+`held_ids` finds runs in merged files.
 `warehouse.files.counting` judges listings and names the files that count; `warehouse.files.compaction` explains why
 merging is safe.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,24 +25,26 @@ from conf.files.outputs import parse_json, replacing, sync
 from conf.plain_text import first_line, one_line
 from warehouse.files import damage
 from warehouse.files.damage import DamagedFile, warn_once
-from warehouse.files.layout import (
+from warehouse.files.folder import (
     COMPRESSION,
     LISTING_SCHEMA,
-    FolderLayout,
+    DataFolder,
     checksum_problem,
     recorded_checksum,
     write_parquet,
     write_sealed,
 )
 from warehouse.files.plain_file import file_key, plain, remember, remember_by
+from warehouse.tables.schema import MERGED_PREFIX
 
-MERGED_PREFIX = "merged-"
 SOURCES = b"gpufarm_sources"  # in a merged file's metadata: the files whose rows it has, as JSON
 _OWN_NAME = re.compile(r"merged-\d{8}T\d{6}-[0-9a-f]{12}\.parquet")
 _PUBLISHED_AT = b"gpufarm_published_at"
 _CHECKSUM = b"gpufarm_merged_checksum"
 _ROWS = b"gpufarm_merged_rows"
 PARTITION = "family="
+_REMEMBERED_IDS = 3_200_000  # some 100 bytes each
+_group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups, of which a compaction writes 100,000 into each
 
 
 @dataclass(frozen=True)
@@ -120,22 +123,22 @@ def is_own_merge(path: Path) -> bool:
         return False
 
 
-def sources_of(merged: Path) -> Mapping[str, Any]:
-    """Return the sources of a merged file, as its footer names them; none for a file of an older version.
+def sources_of(merged: Path) -> tuple[str, ...]:
+    """Return the sources of a merged file, as its footer names them.
 
-    Raises `pa.ArrowException`, `OSError` or `ValueError` where the footer cannot be read.
+    Raises `KeyError` for a file of an older version, and `pa.ArrowException`, `OSError` or `ValueError` where the
+    footer cannot be read.
     """
-    named: dict[str, Any] = parse_json((pq.read_metadata(plain(merged)).metadata or {}).get(SOURCES, b"{}"))
-    return named
+    return tuple(map(str, parse_json((pq.read_metadata(plain(merged)).metadata or {})[SOURCES])))
 
 
-def listing_file(folder: FolderLayout, kind: str, merged_name: str) -> Path:
+def listing_file(folder: DataFolder, kind: str, merged_name: str) -> Path:
     """Return the path of a merged file's listing, which has the same name; the file counts if this path exists."""
     return folder.listings(kind) / merged_name
 
 
 def land_merged(
-    folder: FolderLayout,
+    folder: DataFolder,
     kind: str,
     target: Path,
     table: pa.Table,
@@ -166,7 +169,7 @@ def land_merged(
         raise
 
 
-def land_batch(folder: FolderLayout, kind: str, family: str, table: pa.Table) -> Path:
+def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> Path:
     """Make rows durable in a new merged file and return its path. Readers see all of the rows or none.
 
     They count from the moment that the listing is written; a kill before leaves a file that does not count. The caller
@@ -195,7 +198,7 @@ class DamagedListing(DamagedFile):
 OnDamage = Callable[[DamagedListing], None]
 
 
-def read_listings(folder: FolderLayout, kind: str, on_damage: OnDamage | None = None) -> list[Listing]:
+def read_listings(folder: DataFolder, kind: str, on_damage: OnDamage | None = None) -> list[Listing]:
     """Return the listings of `runs` or `telemetry`, oldest first. Each has the name of the merged file that it lists.
 
     A damaged one is read off its merged file, which names the files that it replaces; a line on stderr says so. Where
@@ -218,7 +221,7 @@ def read_listings(folder: FolderLayout, kind: str, on_damage: OnDamage | None = 
     return sorted(listings, key=lambda listing: (listing.published_at_s, listing.merged))
 
 
-def recover_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | None:
+def recover_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None:
     """Return the content of a damaged listing, from its merged file; None if that is damaged, or too old to hold it.
 
     A listing is written whole, so a damaged one was there: its merged file counted.
@@ -230,15 +233,13 @@ def recover_listing(folder: FolderLayout, kind: str, file: Path) -> Listing | No
     try:
         if checksum_problem(path) is not None:
             return None
-        metadata = pq.read_metadata(path)
-        sources = parse_json((metadata.metadata or {})[SOURCES])
         return Listing(
             file=file,
             merged=f"{path.parent.name}/{path.name}",
-            hidden=tuple(sources),
+            hidden=sources_of(path),
             published_at_s=path.stat().st_mtime,
             checksum=recorded_checksum(path),
-            rows=metadata.num_rows,
+            rows=pq.read_metadata(path).num_rows,
         )
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError):
         return None
@@ -261,16 +262,14 @@ def names_in(path: Path) -> list[str]:
         return []
 
 
-def _read(folder: FolderLayout, kind: str, path: Path) -> Listing | DamagedListing:
+def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing:
     """Return the listing, from its merged file if need be, or the damage. Raises `FileNotFoundError`."""
     if not has_own_name(path):
         return DamagedListing(path, "compaction creates no file of this name")
     try:
         content = remember(path, lambda: _content(path), "listing")
-    except FileNotFoundError as error:
-        if not path.is_symlink():
-            raise
-        content = first_line(error)
+    except FileNotFoundError:
+        raise
     except OSError as error:  # an error of the disk: it may be gone at the next look
         content = first_line(error)
     if isinstance(content, Listing):
@@ -307,7 +306,54 @@ def _lists_own_name(listing: Listing) -> bool:
     return name == listing.file.name and bool(slash) and partition.startswith(PARTITION)
 
 
-def _merged_files_named(folder: FolderLayout, kind: str, name: str) -> list[Path]:
+def _merged_files_named(folder: DataFolder, kind: str, name: str) -> list[Path]:
     root = folder.root / kind
     paths = [root / partition / name for partition in names_in(root) if partition.startswith(PARTITION)]
     return [path for path in paths if os.path.lexists(path)]
+
+
+def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
+    """Return those of `run_ids` that one of the partition's merged files holds, by their names.
+
+    Content is read only of row groups whose statistics do not rule the runs out.
+    """
+    left = sorted(run_ids)
+    held: set[str] = set()
+    for name in merged:
+        for group, (least, most) in enumerate(id_ranges(partition / name)):
+            within = left[bisect.bisect_left(left, least) : bisect.bisect_right(left, most)]
+            if within:
+                held |= group_ids(partition / name, group).intersection(within)
+    return held
+
+
+def id_ranges(path: Path) -> list[tuple[str, str]]:
+    """Return (least, greatest) run_id of each row group; none for an unreadable file, which is reported elsewhere."""
+
+    def read() -> list[tuple[str, str]]:
+        metadata = pq.read_metadata(plain(path))
+        column = metadata.schema.names.index("run_id")
+        ranges = []
+        for group in range(metadata.num_row_groups):
+            statistics = metadata.row_group(group).column(column).statistics
+            known = statistics is not None and statistics.has_min_max and isinstance(statistics.min, str)
+            ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
+        return ranges
+
+    try:
+        return remember(path, read, "ranges")
+    except (pa.ArrowException, OSError, ValueError):
+        return []
+
+
+def group_ids(path: Path, group: int) -> frozenset[str]:
+    def read() -> frozenset[str]:
+        if sum(map(len, list(_group_memory.values()))) > _REMEMBERED_IDS:
+            _group_memory.clear()
+        file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
+        return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
+
+    try:
+        return remember(path, read, group, _group_memory)
+    except (pa.ArrowException, OSError):
+        return frozenset()

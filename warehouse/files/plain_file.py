@@ -73,13 +73,9 @@ def is_out_of_descriptors(error: BaseException) -> bool:
 def identity(path: Path) -> tuple[int, ...] | None:
     """Return a value that changes when the file does (for a broken link, the link); None if there is no such name."""
     try:
-        status = os.stat(path)
+        return identity_of(os.stat(path) if os.path.exists(path) else os.lstat(path))
     except OSError:
-        try:
-            status = os.lstat(path)
-        except OSError:
-            return None
-    return identity_of(status)
+        return None
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
@@ -87,35 +83,35 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
-def remember(
-    path: Path,
-    read: Callable[[], T],
-    part: Hashable,
-    memory: dict[Hashable, Any] = _memory,
-    most: int = _MOST,
-) -> T:
+def remember(path: Path, read: Callable[[], T], part: Hashable, memory: dict[Hashable, Any] = _memory) -> T:
     """Return the result of `read`, which is called once per process while the file stays the same.
 
     `part` names which content of the file is read. Raises what `read` raises, and `OSError` where there is no file.
     """
-    return remember_by((file_key(path), part), read, memory, most)
+    return remember_by((file_key(path), part), read, memory)
 
 
 def file_key(path: Path) -> Hashable:
-    """Return a key that changes when the file is replaced or written. Raises `OSError` if there is no file."""
-    status = os.stat(path)
-    return str(path), status.st_ino, status.st_size, status.st_mtime_ns
+    """Return a key that changes when the file (a broken link: the link) is replaced or written.
+
+    Raises `OSError` if there is no such name.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        status = os.lstat(path)
+    return str(path), identity_of(status)
 
 
-def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory, most: int = _MOST) -> T:
-    """Return the result of `read`, called once per process and key. `memory` is emptied at `most` entries."""
+def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory) -> T:
+    """Return the result of `read`, called once per process and key. `memory` is emptied where it is full."""
     with _lock:
         if key in memory:
             known: T = memory[key]
             return known
     value = read()
     with _lock:
-        if len(memory) >= most:
+        if len(memory) >= _MOST:
             memory.clear()
         memory[key] = value
     return value

@@ -10,19 +10,21 @@ import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
 
 from conf.files.outputs import write_file
-from warehouse.files.layout import KINDS, OF_RUNS, FolderLayout
-from warehouse.files.merged import MERGED_PREFIX
 from warehouse.files.plain_file import remember
 from warehouse.tables.duckdb_access import existing_database, new_database
 from warehouse.tables.schema import (
     DETAILS,
     ENVIRONMENT,
     JOB_SCHEMA,
+    KINDS,
+    MERGED_PREFIX,
+    OF_RUNS,
     SCHEMA_VERSION,
     STALE_SCHEMA,
     STATUSES,
@@ -30,8 +32,12 @@ from warehouse.tables.schema import (
 )
 from warehouse.tables.sql_text import escaped_glob, sql_text
 
+if TYPE_CHECKING:
+    from warehouse.files.folder import DataFolder
+
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 
+SCHEME = "gpufarm"  # of paths that `warehouse.files.folder_files` serves
 _FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
@@ -43,7 +49,7 @@ _SQL_TYPES = {
 }
 
 
-def refresh(folder: FolderLayout) -> None:
+def refresh(folder: DataFolder) -> None:
     """Rewrite `warehouse.duckdb` unless it is current; it is not after the folder moved or the schema grew.
 
     Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
@@ -64,7 +70,7 @@ def refresh(folder: FolderLayout) -> None:
     remember(folder.warehouse, lambda: fingerprint, "views")
 
 
-def view_statements(folder: FolderLayout) -> list[str]:
+def view_statements(folder: DataFolder) -> list[str]:
     """Return the SQL that creates a folder's views for any DuckDB client; they read the files by their paths."""
     snapshots = f"read_parquet({sql_text(escaped_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
     # A folder from before there were marks has no file of them.
@@ -76,9 +82,13 @@ def view_statements(folder: FolderLayout) -> list[str]:
     return _statements(partitioned, _with_every_column(JOB_SCHEMA, snapshots), marks)
 
 
+def files_of(kind: str) -> str:
+    """Return the glob that stands for the files of `kind` that count."""
+    return f"{SCHEME}://{kind}/*.parquet"
+
+
 def reading_statements() -> list[str]:
     """Return the SQL that creates the same views for `warehouse.connect`, whose file system knows which files count."""
-    from warehouse.files.folder_files import files_of
 
     def read(kind: str) -> str:
         # With explicit columns, no file is opened before its rows are needed. A column that a file lacks is NULL.
@@ -124,7 +134,7 @@ def _stale_view(marks: str) -> str:
             QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY mark.marked_at, mark.cycle) = 1"""
 
 
-def _partitioned_view(folder: FolderLayout, kind: str, schema: pa.Schema) -> str:
+def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
     """Return every row of the files that count: merged files that are listed, others that no listing hides.
 
     DuckDB expands globs from left to right, the listings' before the data's, once a query. So a merged file that
@@ -185,7 +195,7 @@ def _columns(schema: pa.Schema, table: str) -> str:
     )
 
 
-def build(folder: FolderLayout, path: Path) -> None:
+def build(folder: DataFolder, path: Path) -> None:
     """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
     hold what DuckDB can read from but not write to (a question mark)."""
     with new_database(path) as connection:

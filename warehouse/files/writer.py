@@ -1,30 +1,32 @@
 """Lands runs in the warehouse: checks them, then writes telemetry and the details before their run, atomically.
 
-Start reading at `RunWriter.write`. `MergedIndex` finds the merged file that already holds a run: every landing asks, so
-file contents are cached in memory.
+Start reading at `RunWriter.write`. Each landing asks first whether a merged file holds the run already
+(`warehouse.files.counting.merged_file_with`).
+
+`write_marks` marks labels that no longer hold in an environment of their device. The view `stale` shows them, and
+`learn.rows.data.load_rows` leaves such rows out while the device is in that environment. No row is deleted: in the old
+environment the rows count again.
 """
 
 from __future__ import annotations
 
 import datetime
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from warehouse.files.counting import counting_merged_names, merged_damage
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import FolderLayout, check_name, write_parquet
-from warehouse.files.merged import has_own_name, is_merged_name, land_batch
+from warehouse.files.counting import merged_file_with
+from warehouse.files.folder import DataFolder, check_name, write_parquet
+from warehouse.files.merged import is_merged_name, land_batch
 from warehouse.tables.run import Run
 from warehouse.tables.schema import (
     DETAILS,
+    ENVIRONMENT,
     JOB_SCHEMA,
     METRICS,
     OOM_KINDS,
@@ -33,9 +35,16 @@ from warehouse.tables.schema import (
     SAMPLE_QUALITIES,
     SCHEMA_VERSION,
     SOURCES,
+    STALE_SCHEMA,
     STATUSES,
     TELEMETRY_SCHEMA,
 )
+
+if TYPE_CHECKING:
+    import duckdb
+
+    from warehouse.reading.connection import WarehouseConnection
+
 
 REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
@@ -48,7 +57,6 @@ class RunWriter:
 
     def __init__(self, folder: DataFolder):
         self._folder = folder.create()
-        self._merged = MergedIndex(self._folder)
 
     def write(
         self,
@@ -83,7 +91,7 @@ class RunWriter:
         }
         runs = self._folder.partition("runs", family)
         # On first attempts too: the queue may have been lost, or restored from an older copy.
-        landed = self._merged.file_with(family, run_id)
+        landed = merged_file_with(self._folder, family, run_id)
         if landed is not None:
             return landed
         name = f"{run_id}.parquet"
@@ -102,7 +110,7 @@ class RunWriter:
         """Return whether a run is durable, in its own file or a merged one."""
         if (self._folder.partition("runs", family) / f"{run_id}.parquet").exists():
             return True
-        return self._merged.file_with(family, run_id) is not None
+        return merged_file_with(self._folder, family, run_id) is not None
 
     def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
         """Make runs of one family durable in one file, all or none, without telemetry; return its path.
@@ -257,100 +265,60 @@ def _unknown(names: Iterable[str], schema: pa.Schema) -> list[str]:
     return [f"unknown column {', '.join(unknown)}; known: {', '.join(schema.names)}"] if unknown else []
 
 
-class MergedIndex:
-    """The run_ids of merged files, 8 bytes each. A merged file never changes, and no name comes twice.
+_AS_THEY_ARE = ("run_id", "label", "device_name", "source", "shift", "said")
 
-    Of files whose range of run_ids does not hold the one asked for, only the footer is read. Not for several threads.
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """One label of one run.
+
+    environment  columns of `warehouse.tables.schema.ENVIRONMENT` in which it is stale
+    operators    operator families of the run that moved
+    shift        median shift of the canaries that moved: relative, for ratios the difference; `said`: in words
     """
 
-    def __init__(self, folder: FolderLayout, kind: str = "runs"):
-        self._folder = folder
-        self._kind = kind
-        self._files: dict[tuple[str, str], _MergedFile | None] = {}  # family and name; None: not there
-
-    def file_with(self, family: str, run_id: str) -> Path | None:
-        """Return the merged file that counts and holds the run, or None. Unreadable files hold no runs."""
-        while any(file.has(run_id) for file in self._of(family)):
-            listings = self._listings()
-            counting = self._counting(family)
-            for file in self._of(family):
-                if file.path.name in counting and file.has(run_id):
-                    return file.path
-            if listings == self._listings():
-                return None
-            # A compaction has merged the file once more since: the next look finds the new one.
-        return None
-
-    def holder(self, family: str) -> Callable[[str], bool]:
-        """Return a function that tells whether a current merged file holds a run, for asking about many runs."""
-        counting = self._counting(family)
-        files = [file for file in self._of(family) if file.path.name in counting]
-        return lambda run_id: any(file.has(run_id) for file in files)
-
-    def _counting(self, family: str) -> frozenset[str]:
-        """Return the names of the merged files of a family that queries count, by the same judgement."""
-        partition = self._folder.partition(self._kind, family).name
-        names = counting_merged_names(self._folder, self._kind)
-        return frozenset(os.path.basename(name) for name in names if os.path.dirname(name) == partition)
-
-    def _listings(self) -> list[str]:
-        return os.listdir(self._folder.listings(self._kind))
-
-    def _of(self, family: str) -> Iterator[_MergedFile]:
-        # By the listings, which are few: the partition may hold 100,000 small files.
-        partition = self._folder.partition(self._kind, family)
-        for name in self._listings():
-            path = partition / name
-            if not has_own_name(path):
-                continue
-            if (family, name) not in self._files:
-                try:
-                    if merged_damage(path) is not None:
-                        continue
-                    self._files[family, name] = _MergedFile(path)
-                except FileNotFoundError:  # another family's: a merged file is there before its listing
-                    self._files[family, name] = None
-                except (pa.ArrowException, OSError):  # an error of the disk, or of its load: looked at again next time
-                    continue
-            file = self._files[family, name]
-            if file is not None:
-                yield file
+    run_id: str
+    label: str
+    operators: tuple[str, ...]
+    device_name: str
+    source: str
+    environment: Mapping[str, str | None]
+    shift: float | None
+    said: str
 
 
-class _MergedFile:
-    def __init__(self, path: Path):
-        self.path = path
-        self._hashes: np.ndarray | None = None  # sorted; of this process, whose hashes of texts are its own
-        metadata = pq.read_metadata(path)
-        column = metadata.schema.names.index("run_id") if "run_id" in metadata.schema.names else None
-        self._ranges: list[tuple[str, str]] | None = []
-        for group in range(metadata.num_row_groups):
-            statistics = None if column is None else metadata.row_group(group).column(column).statistics
-            if statistics is None or not statistics.has_min_max:
-                self._ranges = None
-                break
-            self._ranges.append((statistics.min, statistics.max))
+def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked_at: datetime.datetime) -> Path:
+    """Write the marks of one growth cycle durably, all or none, in place of its earlier ones.
 
-    def has(self, run_id: str) -> bool:
-        return self._may_hold(run_id) and self._holds(run_id)
+    Equal calls write equal files. Raises `ValueError` if the cycle's name is not a valid file name.
+    """
+    folder.create()
+    ordered = sorted(marks, key=lambda mark: (mark.run_id, mark.label))
+    columns = {name: [getattr(mark, name) for mark in ordered] for name in _AS_THEY_ARE}
+    columns["operators"] = [", ".join(mark.operators) for mark in ordered]
+    columns |= {name: [mark.environment.get(name) for mark in ordered] for name in ENVIRONMENT}
+    columns |= {"marked_at": [marked_at] * len(ordered), "cycle": [cycle] * len(ordered)}
+    path = folder.stale / f"{check_name('cycle', cycle)}.parquet"
+    write_parquet(path, pa.table(columns, schema=STALE_SCHEMA))
+    return path
 
-    def _may_hold(self, run_id: str) -> bool:
-        return self._ranges is None or any(low <= run_id <= high for low, high in self._ranges)
 
-    def _holds(self, run_id: str) -> bool:
-        try:
-            if self._hashes is None:
-                ids = self._ids()
-                self._hashes = np.sort(np.fromiter(map(hash, ids), np.int64, len(ids)))
-            key = hash(run_id)
-            place = int(np.searchsorted(self._hashes, key))
-            if place == len(self._hashes) or self._hashes[place] != key:
-                return False
-            return run_id in set(self._ids())  # two texts may have one hash
-        except (pa.ArrowException, OSError):
-            return False
+def stale_now(connection: duckdb.DuckDBPyConnection | WarehouseConnection, label: str) -> set[str]:
+    """Return the run_ids of the rows whose `label` (a column of `runs`) is stale now.
 
-    def _ids(self) -> list[str]:
-        file = pq.ParquetFile(self.path, read_dictionary=["run_id"])
-        run_ids: list[str] = file.read(columns=["run_id"]).column(0).unique().to_pylist()
-        return run_ids
+    Now is the environment of the newest run that is ok on the same device with the same source; others may have ended
+    before they could say what they ran in.
+    """
+    marks = connection.execute(
+        f"SELECT run_id, device_name, source, {', '.join(ENVIRONMENT)} FROM stale WHERE label = ?", [label]
+    ).fetchall()
+    if not marks:
+        return set()
+    newest = connection.execute(
+        f"""SELECT device_name, source, {", ".join(ENVIRONMENT)} FROM runs WHERE status = 'ok'
+        QUALIFY row_number() OVER (
+            PARTITION BY device_name, source ORDER BY coalesce(finished_at, started_at) DESC NULLS LAST, run_id DESC
+        ) = 1"""
+    ).fetchall()
+    now = {tuple(row) for row in newest}
+    return {run_id for run_id, *where in marks if tuple(where) in now}

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from conf.plain_text import first_line
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
-from warehouse.files.layout import KINDS, OF_RUNS
 from warehouse.files.plain_file import plain
 from warehouse.files.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
 from warehouse.reading.connection import WarehouseConnection, connect
@@ -24,7 +23,9 @@ from warehouse.tables.schema import (
     COLLOCATION_RATIOS,
     DATASET_JOB_PREFIX,
     DETAILS,
+    KINDS,
     LABELS,
+    OF_RUNS,
     OOM_KINDS,
     QUALITIES,
     SAMPLE_QUALITIES,
@@ -47,13 +48,13 @@ _IDS = {kind: detail.row_id for kind, detail in DETAILS.items()}  # column that 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rule that some rows break, with examples."""
+    """A rule that some rows break, with examples. Journals keep it, so each field has a default."""
 
-    rule: str  # as in `impossible.oom_with_full_window`
-    severity: str  # error | warning
-    count: int  # rows, or files
-    examples: tuple[str, ...]  # run_ids or files, with the values that matter
-    said: str  # the rule in words
+    rule: str = ""  # as in `impossible.oom_with_full_window`
+    severity: str = ""  # error | warning
+    count: int = 0  # rows, or files
+    examples: tuple[str, ...] = ()  # run_ids or files, with the values that matter
+    said: str = ""  # the rule in words
 
     def line(self) -> str:
         """Return the finding as one line of text."""

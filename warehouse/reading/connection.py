@@ -174,8 +174,6 @@ def _spill_folder() -> Path:
 
 def _confine(connection: duckdb.DuckDBPyConnection, spill: Path | None) -> None:
     """Close the connection's access to all files but `gpufarm://`, and lock this configuration."""
-    from warehouse.files.folder_files import SCHEME
-
     connection.execute(f"SET temp_directory = {sql_text(str(spill or ''))}")
     connection.execute("SET secret_directory = ''")
     # A name is one of the warehouse or a registered one, never a variable of whatever Python code calls; and what a
@@ -183,7 +181,7 @@ def _confine(connection: duckdb.DuckDBPyConnection, spill: Path | None) -> None:
     for name in ("python_enable_replacements", "enable_external_file_cache", "autoload_known_extensions"):
         if has_setting(name):
             connection.execute(f"SET {name} = false")
-    connection.execute(f"SET allowed_directories = [{sql_text(SCHEME + '://')}]")
+    connection.execute(f"SET allowed_directories = [{sql_text(views.SCHEME + '://')}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
 

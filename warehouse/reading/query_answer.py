@@ -24,8 +24,7 @@ from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError, unknown_name
 from conf.files.outputs import Output, checked_output, output_file
 from conf.plain_text import printable
-from warehouse.files.folder import DataFolder
-from warehouse.files.layout import COMPRESSION
+from warehouse.files.folder import COMPRESSION, DataFolder
 from warehouse.files.views import VIEWS
 from warehouse.reading.connection import (
     WarehouseConnection,

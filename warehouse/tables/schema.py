@@ -351,7 +351,7 @@ JOB_SCHEMA = pa.schema(
 # What can invalidate labels, beside the device itself.
 ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
 
-# A mark: a run's label does not hold on its device once that is in the environment named; see `warehouse.files.stale`.
+# A mark: a run's label does not hold on its device once that is in the environment named; see `warehouse.files.writer`.
 STALE_SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),
@@ -367,6 +367,9 @@ STALE_SCHEMA = pa.schema(
     ]
 )
 
+KINDS = ("runs", "telemetry", "kernels", "ranks", "collocations")  # what is partitioned by family and compacted
+OF_RUNS = KINDS[1:]  # rows that belong to a run, and land before it
+MERGED_PREFIX = "merged-"  # of the names of files into which compaction has merged others
 # Every table of the warehouse by its name.
 TABLES = {
     "runs": RUN_SCHEMA,

@@ -8,12 +8,14 @@ child. `software_environment` has the versions that labels depend on; it is call
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pkgutil
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from conf.cli.settings import Checked, key
@@ -72,23 +74,18 @@ class Link(Protocol):
 
     def report(self, event: str, **values: Any) -> None:
         """Send an event to the worker (see `workers.trial.body`)."""
-        ...
 
     def received(self, word: str) -> bool:
         """Return whether the worker has sent this word; never waits."""
-        ...
 
     def awaits(self, word: str) -> bool:
         """Return whether the worker has not sent this word and still may; never waits."""
-        ...
 
     def labels_taken(self) -> bool:
         """Wait until the worker has taken its last sample, after `result`. Return False if the worker goes away."""
-        ...
 
     def wait_for_go(self) -> bool:
         """Wait until it is this trial's turn. Return False at once if the trial was not prepared ahead."""
-        ...
 
 
 class DeviceUnavailable(RuntimeError):
@@ -163,11 +160,9 @@ class Device(Protocol):
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the slots of this machine. Raises `DeviceUnavailable` with the reason if there are none."""
-        ...
 
     def environment(self, *slots: Slot) -> dict[str, str]:
         """Return the environment variables that pin a trial server to its devices."""
-        ...
 
     def measure(
         self,
@@ -179,7 +174,6 @@ class Device(Protocol):
         place: Place | None = None,
     ) -> None:
         """Build, warm up and measure one trial, or one rank of it; `link.report` each event (see `workers.trial`)."""
-        ...
 
 
 def software_environment() -> dict[str, str | None]:
@@ -204,12 +198,11 @@ def host_memory_mib() -> float:
     """Return the host memory in MiB that this process may use: all, or its control group's limit if that is less."""
     import psutil
 
-    total_mib: float = psutil.virtual_memory().total / 2**20
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit:
-            return min(total_mib, int(limit.read()) / 2**20)
-    except (OSError, ValueError):  # no control groups of version 2 here, or no limit ("max")
-        return total_mib
+    limits: list[int] = [psutil.virtual_memory().total]
+    for version in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups: 2, and 1
+        with contextlib.suppress(OSError, ValueError):  # not of this version, or no limit ("max")
+            limits.append(int(Path("/sys/fs/cgroup", version).read_text()))
+    return min(limits) / 2**20
 
 
 def host_memory_share_mib(workers: int) -> float:

@@ -1,11 +1,24 @@
-"""A real NVIDIA GPU: trials train on it, NVML and DCGM measure it. Start reading at `CudaDevice`."""
+"""Real NVIDIA GPUs: which of them can be workers, and how trials train on one; NVML and DCGM measure it.
+
+Start reading at `CudaDevice`. `discover_gpus` finds this machine's GPUs through NVML, without torch or a CUDA context;
+`cuda_visible_devices` reads the user's choice.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError
 from workers.devices import DeviceChoice, DeviceUnavailable, Link, Place, Slot
+from workers.telemetry.base import SensorUnavailable
+from workers.telemetry.nvml import Nvml, as_text, open_nvml
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +40,8 @@ class CudaDevice:
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the usable GPUs, at most `count`. Raises `DeviceUnavailable` without driver, GPU or CUDA build."""
-        from workers.devices.discovery import discover_gpus, torch_cuda_build
-
         discovery = discover_gpus()
-        usable = [gpu for gpu in discovery.gpus if gpu.excluded_reason is None][: self.choice.count]
+        usable = discovery.usable[: self.choice.count]
         if not usable:
             excluded = "; ".join(f"{gpu.name}: {gpu.excluded_reason}" for gpu in discovery.gpus)
             raise DeviceUnavailable(discovery.reason or excluded or "NVML sees no GPU")
@@ -113,3 +124,315 @@ class CudaMeter:
             "peak_allocated_mib": allocated["peak"] / 2**20,
             "peak_reserved_mib": reserved["peak"] / 2**20,
         }
+
+
+_BYTES_PER_MIB = 1024**2
+_MUCH_SMALLER = 0.25  # share of the main model's memory: a display adapter beside compute GPUs, not another of these
+_MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service, without CUDA_MPS_PIPE_DIRECTORY
+_PROFILE = re.compile(r"\bMIG\s+(\S+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuInfo:
+    """One GPU as NVML numbers it (PCI bus order), or a MIG slice of it. `excluded_reason`: None for a possible worker.
+
+    A slice has its GPU's `index`, its own `uuid` (`MIG-...`), memory and `mig_profile` (`1g.5gb`; None: a whole GPU).
+    `mig` says whether the GPU is in MIG mode, `mps` whether CUDA programs reach it through a multi-process service.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory_mib: float | None
+    display_active: bool | None
+    mig: bool | None
+    compute_capability: tuple[int, int] | None
+    mig_profile: str | None = None
+    old_uuid: str | None = None  # a slice's name in drivers before R470, which CUDA_VISIBLE_DEVICES still takes
+    mps: bool = False
+    excluded_reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discovery:
+    """GPUs that NVML lists. `reason` says why none is usable; None if one is."""
+
+    gpus: tuple[GpuInfo, ...] = ()
+    driver_version: str | None = None
+    reason: str | None = None
+
+    @property
+    def usable(self) -> tuple[GpuInfo, ...]:
+        return tuple(gpu for gpu in self.gpus if gpu.excluded_reason is None)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Facts beside `GpuInfo` that decide whether a GPU can be a worker."""
+
+    display_mode: bool
+    prohibited: bool  # by its compute mode
+
+
+def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
+    """Return every GPU of this machine and its MIG slices, with the reason for each that cannot be a worker.
+
+    Never raises for missing hardware. Excluded are GPUs that
+
+    - CUDA_VISIBLE_DEVICES leaves out;
+    - drive a display, unless CUDA_VISIBLE_DEVICES names their whole UUID;
+    - are much smaller than the machine's main model: a DGX Station's display GPU sits between the A100s in every
+      numbering;
+    - are in MIG mode: those of their slices that CUDA_VISIBLE_DEVICES names are workers instead;
+    - have the compute mode `prohibited`.
+    """
+    environment = os.environ if environment is None else environment
+    try:
+        nvml = open_nvml(nvml)
+    except SensorUnavailable as reason:
+        return Discovery(reason=str(reason))
+    try:
+        driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion)
+        service = _mps_service(environment)
+        gpu_infos: list[GpuInfo] = []
+        facts: dict[int, _Facts] = {}
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                gpu = _describe(nvml, index, handle, service)
+            except nvml.NVMLError as error:  # a lost GPU must not hide the others
+                gpu_infos.append(_unreadable(index, error))
+                continue
+            gpu_infos += [gpu, *(_slices(nvml, gpu, handle) if gpu.mig else ())]
+            facts[index] = _Facts(
+                display_mode=bool(_ask(nvml, nvml.nvmlDeviceGetDisplayMode, handle)),
+                prohibited=_ask(nvml, nvml.nvmlDeviceGetComputeMode, handle) == nvml.NVML_COMPUTEMODE_PROHIBITED,
+            )
+    except nvml.NVMLError as error:
+        return Discovery(reason=f"NVML: {error}")
+    finally:
+        _ask(nvml, nvml.nvmlShutdown)
+    gpus = _exclude(gpu_infos, facts, environment)
+    return Discovery(
+        gpus=gpus,
+        driver_version=None if driver is None else as_text(driver),
+        reason=_why_none(gpus),
+    )
+
+
+def torch_cuda_build() -> str | None:
+    """Return the CUDA version that the installed torch was built with, read from `version.py` without importing torch.
+
+    None: no torch, or a build without CUDA.
+    """
+    text = _torch_version_text()
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) if text else None
+    return match.group(1) if match else None
+
+
+def _torch_version_text() -> str | None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        return Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+
+
+def _ask(nvml: Nvml, query: Any, *arguments: Any) -> Any:
+    """Return NVML's answer, or None if it has none."""
+    try:
+        return query(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _describe(nvml: Nvml, index: int, handle: Any, mps_service: bool) -> GpuInfo:
+    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    display = _ask(nvml, nvml.nvmlDeviceGetDisplayActive, handle)
+    mig = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)
+    capability = _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return GpuInfo(
+        index=index,
+        uuid=as_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=as_text(nvml.nvmlDeviceGetName(handle)),
+        memory_mib=None if memory is None else memory.total / _BYTES_PER_MIB,
+        display_active=None if display is None else bool(display),
+        mig=None if mig is None else bool(mig[0]),
+        compute_capability=None if capability is None else tuple(capability),
+        mps=mps_service or _mps_server(nvml, handle),
+    )
+
+
+def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
+    """Return the MIG devices of a GPU in MIG mode, with NVML's facts."""
+    slices = []
+    for place in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        device = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
+        uuid = None if device is None else _ask(nvml, nvml.nvmlDeviceGetUUID, device)
+        if uuid is None:  # places without a slice are "not found"
+            continue
+        memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, device)
+        attributes = _ask(nvml, nvml.nvmlDeviceGetAttributes, device)
+        name = _ask(nvml, nvml.nvmlDeviceGetName, device)
+        profile = _profile(as_text(name) if name is not None else "", attributes)
+        ids = [
+            _ask(nvml, ask, device) for ask in (nvml.nvmlDeviceGetGpuInstanceId, nvml.nvmlDeviceGetComputeInstanceId)
+        ]
+        slices.append(
+            replace(
+                gpu,
+                uuid=as_text(uuid),
+                name=gpu.name if profile is None else f"{gpu.name} MIG {profile}",
+                memory_mib=None if memory is None else memory.total / _BYTES_PER_MIB,
+                mig_profile=profile,
+                old_uuid=None if None in ids else f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}",
+                mps=gpu.mps or _mps_server(nvml, device),
+            )
+        )
+    return slices
+
+
+def _profile(name: str, attributes: Any) -> str | None:
+    """Return the profile (`1g.5gb`) at the end of a slice's name, or derive it from its share of slices and memory."""
+    if match := _PROFILE.search(name):
+        return match[1]
+    if attributes is None:
+        return None
+    whole, part = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
+    gigabytes = round(attributes.memorySizeMB / 1024)
+    return f"{whole}g.{gigabytes}gb" if part in (0, whole) else f"{part}c.{whole}g.{gigabytes}gb"
+
+
+def _mps_service(environment: Mapping[str, str]) -> bool:
+    """Return whether a multi-process service listens where CUDA programs started with `environment` look for one."""
+    pipes = Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_PIPES)
+    try:
+        pid = int((pipes / "nvidia-cuda-mps-control.pid").read_text())
+    except (OSError, ValueError):  # the pipes outlive a killed service; its pid shows whether it lives
+        return False
+    return Path(f"/proc/{pid}").exists()
+
+
+def _mps_server(nvml: Nvml, handle: Any) -> bool:
+    """Return whether any user's multi-process server holds this GPU."""
+    import psutil
+
+    for process in _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+        try:
+            if psutil.Process(process.pid).name().startswith("nvidia-cuda-mps"):
+                return True
+        except (psutil.Error, ValueError):
+            continue
+    return False
+
+
+def _unreadable(index: int, error: Exception) -> GpuInfo:
+    return GpuInfo(
+        index=index,
+        uuid="",
+        name="unreadable GPU",
+        memory_mib=None,
+        display_active=None,
+        mig=None,
+        compute_capability=None,
+        excluded_reason=f"NVML: {error}",
+    )
+
+
+def _exclude(
+    gpus: Sequence[GpuInfo], facts: Mapping[int, _Facts], environment: Mapping[str, str]
+) -> tuple[GpuInfo, ...]:
+    main = _main_model(gpus)
+    visible = cuda_visible_devices(gpus, environment)
+    return tuple(
+        gpu
+        if gpu.excluded_reason
+        else replace(gpu, excluded_reason=_reason(gpu, main, facts[gpu.index], visible, environment))
+        for gpu in gpus
+    )
+
+
+def _main_model(gpus: Sequence[GpuInfo]) -> tuple[str, float] | None:
+    """Return (name, memory of one GPU in MiB) of the model with most memory in total."""
+    memory_mib: dict[str, list[float]] = defaultdict(list)
+    for gpu in gpus:
+        if gpu.memory_mib is not None and not _is_slice(gpu):
+            memory_mib[gpu.name].append(gpu.memory_mib)
+    if not memory_mib:
+        return None
+    name = max(memory_mib, key=lambda name: sum(memory_mib[name]))
+    return name, max(memory_mib[name])
+
+
+def _is_slice(gpu: GpuInfo) -> bool:
+    return gpu.uuid.startswith("MIG-")
+
+
+def _reason(
+    gpu: GpuInfo,
+    main: tuple[str, float] | None,
+    facts: _Facts,
+    visible: set[str] | None,
+    environment: Mapping[str, str],
+) -> str | None:
+    if _is_slice(gpu):
+        if visible is not None and gpu.uuid in visible:
+            return None
+        return f"a MIG slice that CUDA_VISIBLE_DEVICES does not name; CUDA_VISIBLE_DEVICES={gpu.uuid} makes it a worker"
+    if main is not None and gpu.name != main[0]:
+        # display mode alone says little: many compute GPUs report it as enabled
+        if gpu.memory_mib is not None and gpu.memory_mib < _MUCH_SMALLER * main[1]:
+            return f"a display adapter next to {main[0]}: {gpu.memory_mib:.0f} MiB against {main[1]:.0f}"
+        if facts.display_mode and "display" in gpu.name.lower():
+            return f"a display adapter next to {main[0]}"
+    if gpu.display_active and gpu.uuid not in _entries(environment):
+        return f"drives a display; to use it all the same, name it: CUDA_VISIBLE_DEVICES={gpu.uuid}"
+    if gpu.mig:
+        return (
+            f"in MIG mode: name slices in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them), or turn it off with "
+            f"nvidia-smi -i {gpu.index} -mig 0"
+        )
+    if facts.prohibited:
+        return f"its compute mode is prohibited; nvidia-smi -i {gpu.index} -c DEFAULT allows computing"
+    if visible is not None and gpu.uuid not in visible:
+        return "left out by CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def _entries(environment: Mapping[str, str]) -> list[str]:
+    return [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+
+
+def cuda_visible_devices(gpus: Sequence[GpuInfo], environment: Mapping[str, str]) -> set[str] | None:
+    """Return the UUIDs that CUDA_VISIBLE_DEVICES selects; None if it is not set.
+
+    As CUDA reads it: entries are indices or (beginnings of) UUIDs, of GPUs or MIG slices, and the first one that names
+    nothing ends the list. CUDA counts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, while NVML counts by PCI
+    bus; which is fastest is judged by compute capability and memory, which sets a display adapter apart from compute
+    GPUs.
+    """
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return None
+    whole = [gpu for gpu in gpus if not _is_slice(gpu)]
+    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        whole.sort(key=lambda gpu: (gpu.compute_capability or (0, 0), gpu.memory_mib or 0), reverse=True)
+    visible: set[str] = set()
+    for entry in _entries(environment):
+        if entry.isdigit():
+            named = whole[int(entry) : int(entry) + 1]
+        else:
+            named = [gpu for gpu in gpus if entry and (gpu.uuid.startswith(entry) or gpu.old_uuid == entry)]
+        if len(named) != 1:
+            break
+        visible.add(named[0].uuid)
+    return visible
+
+
+def _why_none(gpus: tuple[GpuInfo, ...]) -> str | None:
+    if not gpus:
+        return "NVML sees no GPU"
+    if any(gpu.excluded_reason is None for gpu in gpus):
+        return None
+    return "; ".join(f"GPU {gpu.index} ({gpu.name}): {gpu.excluded_reason}" for gpu in gpus)

@@ -422,6 +422,12 @@ def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_
 def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
     """Compare two sources of one metric, if both have read it often enough."""
     checks = judged.summary.setdefault("checks", {})
+
+    def check(name: str, figures: Mapping[str, float], agree: bool, words: str, untrusted: bool) -> None:
+        checks[name] = {**figures, "agree": agree}
+        if not agree:
+            judged.add("sources_disagree", words, untrusted=untrusted)
+
     for metric, (sensors, absolute, relative) in CROSS_CHECKS.items():
         first, second = (judged.means.get(metric, {}).get(sensor) for sensor in sensors)
         if first is None or first.mean is None or second is None or second.mean is None:
@@ -431,29 +437,35 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
         # Readings scatter: only a difference that chance does not explain is one.
         chance = 2 * (first.standard_error**2 + second.standard_error**2) ** 0.5
         allowed = max(absolute, relative * max(abs(first.mean), abs(second.mean))) + chance
-        agree = abs(first.mean - second.mean) <= allowed
-        checks[metric] = {sensors[0]: round(first.mean, 4), sensors[1]: round(second.mean, 4), "agree": agree}
-        if not agree:
-            words = f"{metric}: {sensors[0]} {first.mean:.4g}, {sensors[1]} {second.mean:.4g}"
-            judged.add("sources_disagree", words, untrusted=metric in judged.label_sensors)
+        check(
+            metric,
+            {sensors[0]: round(first.mean, 4), sensors[1]: round(second.mean, 4)},
+            abs(first.mean - second.mean) <= allowed,
+            f"{metric}: {sensors[0]} {first.mean:.4g}, {sensors[1]} {second.mean:.4g}",
+            untrusted=metric in judged.label_sensors,
+        )
     power = judged.means.get("power_w", {}).get("nvml")
     window_s = (end_ns - start_ns) / 1e9
     if judged.energy_j is not None and power is not None and power.mean and window_s >= _POWER_CHECK_S:
         by_counter_w = judged.energy_j / window_s
         allowed_w = _ENERGY_TOLERANCE * power.mean + 2 * power.standard_error
-        agree = abs(power.mean - by_counter_w) <= allowed_w
-        checks["energy_j"] = {"power": round(power.mean, 2), "counter": round(by_counter_w, 2), "agree": agree}
-        if not agree:  # the sensor samples a part of the time, and differs by board: a repeat does not help
-            words = f"power: sensor {power.mean:.4g} W, energy counter {by_counter_w:.4g} W"
-            judged.add("sources_disagree", words, untrusted=False)
+        check(
+            "energy_j",
+            {"power": round(power.mean, 2), "counter": round(by_counter_w, 2)},
+            abs(power.mean - by_counter_w) <= allowed_w,
+            f"power: sensor {power.mean:.4g} W, energy counter {by_counter_w:.4g} W",
+            untrusted=False,  # the sensor samples a part of the time, and differs by board: a repeat does not help
+        )
     charged = _median_in(by_sensor.get("nvml", ()), "process_memory_mib", start_ns, end_ns)
     reserved = _median_in(by_sensor.get("torch", ()), "reserved_mib", start_ns, end_ns)
     if charged is not None and reserved is not None:
-        agree = charged >= (1 - _MEMORY_TOLERANCE) * reserved
-        checks["process_memory_mib"] = {"nvml": round(charged, 1), "torch": round(reserved, 1), "agree": agree}
-        if not agree:
-            words = f"memory: NVML charges {charged:.0f} MiB, torch has reserved {reserved:.0f} MiB"
-            judged.add("sources_disagree", words)
+        check(
+            "process_memory_mib",
+            {"nvml": round(charged, 1), "torch": round(reserved, 1)},
+            charged >= (1 - _MEMORY_TOLERANCE) * reserved,
+            f"memory: NVML charges {charged:.0f} MiB, torch has reserved {reserved:.0f} MiB",
+            untrusted=True,
+        )
 
 
 def _foreign_memory_mib(nvml: list[Sample], device_memory_mib: float | None) -> tuple[float, float]:

@@ -11,20 +11,19 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
 
 from featurize.configs.trial import TrialConfig, config_hash
+from warehouse.tables.run import Run
 from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA
 from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
-from workers.task import AloneRun, RunResult, Task
+from workers.task import RunResult, Task
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
-from workers.trial.outcome import failed_rank
 from workers.trial.reports import Observed
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
+from workers.trial.server_client import failed_rank
 
 # metric -> sensors that read it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
 MEANS = {
@@ -220,14 +219,12 @@ def label_ranks(
         rank_columns = {"rank": rank, "status": status, "device_uuid": slot.device_uuid if slot else None}
         rows.append({**observed.rank_values.get(rank, {}), **labels, **rank_columns})
     columns |= _common_quality([labels for labels, _ in by_rank.values()])
-    return columns, samples, _rank_table(rows)
-
-
-def _rank_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return rows of `ranks` as a table of the columns that are not their run's."""
-    import pyarrow as pa
-
     fields = [field for field in RANK_SCHEMA if field.name not in ("run_id", "rank_row", *RANK_OF_RUN)]
+    return columns, samples, table_of_rows(rows, fields)
+
+
+def table_of_rows(rows: Sequence[Mapping[str, Any]], fields: Iterable[pa.Field]) -> pa.Table:
+    """Return rows as a table of these columns; a row that lacks one has NULL there."""
     return pa.table({field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in fields})
 
 
@@ -259,7 +256,7 @@ class EndedMember:
     spec: Task
     result: RunResult
     observed: Observed
-    alone: AloneRun | None
+    alone: Run | None
 
     @property
     def ok(self) -> bool:
@@ -303,7 +300,7 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
         result = dataclasses.replace(
             member.result,
             run=dataclasses.replace(run, quality=quality, quality_reasons=reasons or None),
-            collocations=_collocation_table(row),
+            collocations=table_of_rows([row], [field for field in COLLOCATION_SCHEMA if field.name not in _OF_RUN]),
         )
         results.append(result)
     return results
@@ -319,13 +316,13 @@ def _how_ended(members: Sequence[EndedMember], place: int) -> str:
     return f"member {place} ended as {members[place].result.run.status}"
 
 
-def _figures_alone(alone: AloneRun | None) -> dict[str, Any]:
+def _figures_alone(alone: Run | None) -> dict[str, Any]:
     if alone is None:
         return {}
     return {
         "solo_run_id": alone.run_id,
-        "solo_step_ms": alone.step_ms,
-        "solo_memory_mib": alone.memory_mib,
+        "solo_step_ms": alone.step_time_ms,
+        "solo_memory_mib": alone.peak_memory_mib,
         "solo_gpu_util": alone.gpu_util,
         "solo_smact": alone.smact,
         "solo_smocc": alone.smocc,
@@ -337,7 +334,7 @@ def _figures_alone(alone: AloneRun | None) -> dict[str, Any]:
 def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[int]) -> dict[str, Any]:
     """Return a member's figures beside the others; where there is no slowdown, `doubt` says why."""
     member, run = members[place], members[place].result.run
-    alone_ms = None if member.alone is None else member.alone.step_ms
+    alone_ms = None if member.alone is None else member.alone.step_time_ms
     values: dict[str, Any] = {"status": run.status}
     if run.status == "oom" and run.oom_kind == "device":
         values["died_of"] = _memory_culprit(members, place)
@@ -366,7 +363,7 @@ def _memory_culprit(members: Sequence[EndedMember], place: int) -> int:
 
 def _member_memory_mib(member: EndedMember) -> float:
     run = member.result.run
-    known = run.peak_memory_mib or run.peak_reserved_mib or (member.alone and member.alone.memory_mib)
+    known = run.peak_memory_mib or run.peak_reserved_mib or (member.alone and member.alone.peak_memory_mib)
     return known or 0.0
 
 
@@ -433,10 +430,3 @@ def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, e
             total = sum(points[place][1] for points, place in zip(series, places, strict=True))
             peak = total if peak is None else max(peak, total)
     return peak
-
-
-def _collocation_table(row: Mapping[str, Any]) -> pa.Table:
-    import pyarrow as pa
-
-    columns = [column for column in COLLOCATION_SCHEMA if column.name not in _OF_RUN]
-    return pa.table({column.name: pa.array([row.get(column.name)], column.type) for column in columns})

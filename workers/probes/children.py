@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import lzma
 import os
 import pkgutil
 import sys
@@ -22,14 +23,17 @@ from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ServerLost, local_server
 from conf.cli.command_line import developer_command
 from conf.cli.settings import Checked, key
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem
 from conf.files.outputs import write_file
 from conf.plain_text import counted, exception_line, one_line
+from conf.units import MIB
 from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
 
 _MOST_S = 60.0  # longest measurement
 _LEAST_S = 15.0  # with less left, none begins
 _HOST_SHARE = 0.5  # share of the machine's memory for one child
+_MOST_BYTES = 256 * MIB  # of a file, unpacked
+_SUFFIX = ".json.xz"
 DEVICES = ("cuda", "cpu")
 PROBES = {name: f"workers.probes.{name}:measure" for name in ("contexts", "workspaces", "questions", "histories")}
 EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
@@ -56,6 +60,21 @@ class Measurement:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement gave.
+
+    Args:
+        name: The measurement's.
+        rows: Its figures.
+        reason: Why there are none, or not all; None where it ended well.
+    """
+
+    name: str
+    rows: list[Row]
+    reason: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
     """The result of one call of a probe.
@@ -68,10 +87,10 @@ class ProbeResult:
         no_device: Why what is missing cannot be measured on this machine; None where it can.
     """
 
-    measured: tuple[str, ...]
-    kept: tuple[str, ...]
-    failed: Mapping[str, str]
-    left: tuple[str, ...]
+    measured: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
     no_device: str | None = None
 
 
@@ -88,43 +107,61 @@ def gpu_of(device: str) -> tuple[Slot | None, dict[str, str], str | None]:
 
 
 def measure_all(
+    folder: Path,
     measurements: Sequence[Measurement],
     device: str,
     seconds_left: Callable[[], float],
-    kept: Callable[[], Mapping[str, str | None]],
-    keep: Callable[[Measurement, list[Row], str | None], None],
+    *,
+    last_row: bool = False,
 ) -> ProbeResult:
-    """Run the missing measurements, one child after another, as long as time is left.
+    """Run the missing measurements, one child after another, as long as time is left; FOLDER/NAME.json.xz keeps each.
 
     Args:
+        folder: Where files of earlier calls are continued. A damaged one, and what failed, is measured again.
         measurements: What to measure, in order.
         device: `cuda`, or `cpu`, on which everything has its reason at once.
         seconds_left: Returns how many seconds remain.
-        kept: Returns name -> reason (None: it has figures) of what is kept already. What failed is measured again.
-        keep: Keeps a measurement's rows, and the reason why there are none, or not all.
+        last_row: Whether each row stands for those before it, so that the last one is enough, also of a process that
+            ended early.
     """
     slot, variables, problem = gpu_of(device)
-    before = {name for name, reason in kept().items() if reason is None}
-    missing = [candidate for candidate in measurements if candidate.name not in before]
-    begun, left = [], []
-    for measurement in missing:
-        if problem is not None:
-            keep(measurement, [], problem)
-            continue
-        if seconds_left() < _LEAST_S:
-            left.append(measurement.name)
-            continue
-        rows, reason = run_child(measurement, slot, variables, min(_MOST_S, seconds_left()))
-        keep(measurement, rows, reason)
-        begun.append(measurement.name)
-    failed = {name: reason for name, reason in kept().items() if reason is not None}
-    return ProbeResult(
-        measured=tuple(name for name in begun if name not in failed),
-        kept=tuple(candidate.name for candidate in measurements if candidate.name in before),
-        failed=failed,
-        left=tuple(left),
-        no_device=problem if missing else None,
+    before = {one.name: one for one in measured_in(folder)}
+    missing = [one for one in measurements if one.name not in before or before[one.name].reason is not None]
+    result = ProbeResult(
+        kept=[one.name for one in measurements if one not in missing], no_device=problem if missing else None
     )
+    for measurement in missing:
+        rows, reason = list[Row](), problem
+        if problem is None:
+            if seconds_left() < _LEAST_S:
+                result.left.append(measurement.name)
+                continue
+            rows, reason = run_child(measurement, slot, variables, min(_MOST_S, seconds_left()))
+        if last_row and rows:
+            rows, reason = rows[-1:], None
+        if reason is None:
+            result.measured.append(measurement.name)
+        else:
+            result.failed[measurement.name] = reason
+        # An earlier attempt that ended early as well may have more.
+        if reason is None or measurement.name not in before or len(rows) >= len(before[measurement.name].rows):
+            content = json.dumps({"rows": rows, "reason": reason}).encode()
+            write_file(folder / f"{measurement.name}{_SUFFIX}", lzma.compress(content))
+    return result
+
+
+def measured_in(folder: Path) -> list[Measured]:
+    """Return what the files of a folder keep, sorted by name; for a damaged one, no rows with the reason."""
+    all_measured = []
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        name = path.name.removesuffix(_SUFFIX)
+        try:
+            text = lzma.LZMADecompressor(memlimit=_MOST_BYTES).decompress(path.read_bytes(), max_length=_MOST_BYTES)
+            content = json.loads(text)
+            all_measured.append(Measured(name, [dict(row) for row in content["rows"]], content["reason"]))
+        except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, RecursionError) as error:
+            all_measured.append(Measured(name, [], f"{path.name} cannot be read: {exception_line(error)}"))
+    return all_measured
 
 
 def run_child(
@@ -156,7 +193,7 @@ def run_child(
         return [], exception_line(problem)
     rows = [json.loads(line) for line in lines]
     if ended.code == 0:
-        return rows, None
+        return rows, None if rows else "its process gave no figures"
     limits = {TIME: f"it took more than {time_limit_s:.0f} s", MEMORY: "it took more than half of the host's memory"}
     last = [one_line(line.strip()) for line in ended.output.splitlines() if line.strip()][-1:]
     how = limits.get(ended.limit or "", f"its process ended with code {ended.code}")
@@ -170,43 +207,6 @@ def write_rows(request: Mapping[str, Any]) -> None:
         for row in measured(request["device_uuid"], **request["arguments"]):
             rows.write(json.dumps(row) + "\n")
             rows.flush()
-
-
-def read_json(path: Path, empty: Any) -> Any:
-    """Return the content of a file, `empty` where there is none. Raises `UsageError` where it cannot be read."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return empty
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {exception_line(error)}; delete it to measure again") from error
-
-
-def keep_rows(path: Path, columns: Sequence[str]) -> tuple[Callable[[], dict[str, str | None]], Callable[..., None]]:
-    """Return `kept` and `keep` of `measure_all` for a JSON file with a list of rows.
-
-    Each row has `name`, `columns` (null where not measured), `reason`, and `is_cut`: it stands for a process that gave
-    no row, or ended before its last one.
-    """
-
-    def kept() -> dict[str, str | None]:
-        reasons: dict[str, str | None] = {}
-        for row in read_json(path, []):
-            reasons[row["name"]] = reasons.get(row["name"]) or (row["reason"] if row["is_cut"] else None)
-        return reasons
-
-    def keep(measurement: Measurement, rows: list[Row], reason: str | None) -> None:
-        before = read_json(path, [])
-        others = [row for row in before if row["name"] != measurement.name]
-        if reason is not None and len(rows) < len(before) - len(others) - 1:
-            return  # an earlier attempt, which ended early as well, had more
-        rows = [{**row, "is_cut": False} for row in rows]
-        if reason is not None:
-            rows.append({**measurement.arguments, "reason": reason, "is_cut": True})
-        empty = {"name": measurement.name, **dict.fromkeys(columns), "reason": None}
-        write_file(path, json.dumps([*others, *({**empty, **row} for row in rows)], indent=1).encode())
-
-    return kept, keep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,20 +14,10 @@ from typing import Any
 
 from conf.files.outputs import write_file
 from conf.units import MIB
-from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all, read_json
+from workers.probes.children import Measurement, ProbeResult, Row, measure_all, measured_in
 from workers.probes.gpu import first_gpu, memory_reading, trial_step
 
 LOADINGS = ("lazy", "eager")
-COLUMNS = (
-    "module_loading",
-    "stage",
-    "process_mib",
-    "card_before_mib",
-    "card_mib",
-    "reserved_mib",
-    "allocated_mib",
-    "cudnn",
-)
 # Stage -> whether it loads cuDNN. Each is a process of its own.
 STAGES = {"context": False, "cublas": False, "cudnn": True, "training": False, "training_cudnn": True}
 _TRAINED = {
@@ -57,12 +47,7 @@ _CSV_COLUMNS = ("kind", "mib", "reserved_mib", "cudnn", "config")  # learn.calib
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Measure what is missing in FOLDER/context.json, and write FOLDER/numbers.csv and numbers_eager.csv from it.
-
-    Raises:
-        UsageError: An unknown device, or a file in the folder that cannot be read.
-    """
-    path = folder / "context.json"
+    """Measure what is missing in FOLDER/contexts, and write FOLDER/numbers.csv and numbers_eager.csv from it."""
     measurements = [Measurement(name="idle", function="workers.probes.contexts:idle")]
     for loading in LOADINGS:
         for stage in STAGES:
@@ -74,9 +59,8 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
                     environment={"CUDA_MODULE_LOADING": loading.upper()},
                 )
             )
-    kept, keep = keep_rows(path, COLUMNS)
-    result = measure_all(measurements, device, seconds_left, kept, keep)
-    rows = read_json(path, [])
+    result = measure_all(folder / "contexts", measurements, device, seconds_left)
+    rows = [row for one in measured_in(folder / "contexts") for row in one.rows]
     for loading, name in zip(LOADINGS, ("numbers.csv", "numbers_eager.csv"), strict=True):
         if numbers := _numbers(rows, loading):
             write_file(folder / name, _csv_text(numbers).encode())
@@ -127,7 +111,8 @@ def _numbers(rows: list[Row], loading: str) -> list[tuple[Any, ...]]:
     """
     lines: list[tuple[Any, ...]] = []
     for row in rows:
-        if row["card_mib"] is None or row["module_loading"] != loading or row["stage"] not in ("context", "training"):
+        is_asked = row.get("module_loading") == loading and row["stage"] in ("context", "training")
+        if not is_asked or row["card_mib"] is None:
             continue
         process_mib = row["process_mib"]
         if process_mib is None:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.files.outputs import write_file
-from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
+from workers.probes.children import Measurement, ProbeResult, Row, measure_all
 from workers.probes.gpu import (
     first_gpu,
     label_requests,
@@ -165,30 +164,7 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Record what is missing in FOLDER/histories, a NAME.json.xz for each of `JOBS`; failures.json has the reasons.
-
-    Raises:
-        UsageError: An unknown device, or failures.json cannot be read.
-    """
-    histories = folder / "histories"
-    failures = histories / "failures.json"
-
-    def path_of(name: str) -> Path:
-        return histories / f"{name}.json.xz"
-
-    def kept() -> dict[str, str | None]:
-        return {**{name: None for name in JOBS if path_of(name).exists()}, **read_json(failures, {})}
-
-    def keep(measurement: Measurement, rows: list[Row], reason: str | None) -> None:
-        reasons = read_json(failures, {})
-        reasons.pop(measurement.name, None)
-        if rows:
-            history = {"name": measurement.name, **rows[-1], "reason": reason}  # why it may have too few steps
-            write_file(path_of(measurement.name), lzma.compress(json.dumps(history).encode()))
-        else:
-            reasons[measurement.name] = reason or "its process gave no history"
-        write_file(failures, json.dumps(reasons, indent=1).encode())
-
+    """Record what is missing in FOLDER/histories, a file for each of `JOBS`."""
     measurements = [
         Measurement(
             name=name,
@@ -198,7 +174,7 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
         )
         for name, (config, conf) in JOBS.items()
     ]
-    return measure_all(measurements, device, seconds_left, kept, keep)
+    return measure_all(folder / "histories", measurements, device, seconds_left, last_row=True)
 
 
 def record(device_uuid: str, config: Mapping[str, Any], conf: str) -> Iterator[Row]:

@@ -1,12 +1,11 @@
 """Questions that only hardware answers: TF32 beside half precision, GPM's first sample, NVML's and MPS's memory.
 
-Start reading at `measure`; each question has figures, and an `answer` in one sentence that follows from them.
+Start reading at `measure`; each question has figures, and an answer in one sentence that follows from them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -17,10 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.files.outputs import write_file
 from conf.plain_text import counted, first_line
 from conf.units import MIB
-from workers.probes.children import Measurement, ProbeResult, Row, measure_all, read_json
+from workers.probes.children import Measurement, ProbeResult, Row, measure_all
 from workers.probes.gpu import first_gpu, memory_reading
 
 if TYPE_CHECKING:
@@ -39,26 +37,9 @@ _BUSY_S, _GPM_S = 1.0, 3.0  # before GPM's sensor is made, longer than GPM avera
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Answer what is still open in FOLDER/questions.json.
-
-    Raises:
-        UsageError: An unknown device, or a file that cannot be read.
-    """
-    path = folder / "questions.json"
-
-    def kept() -> dict[str, str | None]:
-        return {name: question.get("reason") for name, question in read_json(path, {}).items()}
-
-    def keep(measurement: Measurement, rows: list[Row], reason: str | None) -> None:
-        question: Row = {"figures": rows}
-        if reason is None and rows:
-            question["answer"] = _ANSWERS[measurement.name](rows)
-        else:
-            question["reason"] = reason or "its process gave no figures"
-        write_file(path, json.dumps({**read_json(path, {}), measurement.name: question}, indent=1).encode())
-
-    measurements = [Measurement(name=name, function=f"workers.probes.questions:{name}") for name in _ANSWERS]
-    return measure_all(measurements, device, seconds_left, kept, keep)
+    """Measure what is missing in FOLDER/questions, from which `ANSWERS` follow."""
+    measurements = [Measurement(name=name, function=f"workers.probes.questions:{name}") for name in ANSWERS]
+    return measure_all(folder / "questions", measurements, device, seconds_left)
 
 
 # ---- TF32 in operators that autocast leaves in fp32, and in convolutions of half precision
@@ -374,7 +355,8 @@ def _program(pid: int) -> str:
         return _UNKNOWN
 
 
-_ANSWERS: Mapping[str, Callable[[Sequence[Row]], str]] = {
+# Question -> the answer that its figures give.
+ANSWERS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "tf32_under_half": answer_tf32,
     "gpm_first_sample": answer_gpm,
     "nvml_process_and_card": answer_nvml,

@@ -6,12 +6,13 @@ Start reading at `measure`; `CASES` are the layers.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.plain_text import first_line
-from workers.probes.children import Measurement, ProbeResult, Row, keep_rows, measure_all
+from workers.probes.children import Measurement, ProbeResult, Row, measure_all
 from workers.probes.gpu import first_gpu, recorded_entries, start_recording
 
 if TYPE_CHECKING:
@@ -20,18 +21,6 @@ if TYPE_CHECKING:
 
     from featurize.device.device_spec import DeviceSpec
 
-COLUMNS = (
-    "operator",
-    "phase",
-    "shapes",
-    "dtype",
-    "config",
-    "measured_bytes",
-    "kept_bytes",
-    "requests",
-    "assumed_bytes",
-    "assumed_kept_bytes",
-)
 # Layer -> its cases, as arguments of the layer and the shape of each input.
 CASES: Mapping[str, Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]] = {
     "conv2d": (
@@ -58,11 +47,7 @@ BENCHMARKED = ("conv2d",)
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Measure what is missing in FOLDER/workspaces.json, a process for each layer and way of choosing algorithms.
-
-    Raises:
-        UsageError: An unknown device, or a file that cannot be read.
-    """
+    """Measure what is missing in FOLDER/workspaces, a process for each layer and way of choosing algorithms."""
     measurements = [
         Measurement(
             name=f"{layer} benchmark" if benchmark else layer,
@@ -72,8 +57,7 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
         for layer in CASES
         for benchmark in ((False, True) if layer in BENCHMARKED else (False,))
     ]
-    kept, keep = keep_rows(folder / "workspaces.json", COLUMNS)
-    return measure_all(measurements, device, seconds_left, kept, keep)
+    return measure_all(folder / "workspaces", measurements, device, seconds_left)
 
 
 def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
@@ -187,33 +171,22 @@ def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]
         and are not a result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
     """
     live: dict[int, int] = {}  # address -> number of its request
-    requests: list[list[Any]] = []
-    taken = most = 0
-    for entry in entries:
+    requests: list[tuple[int, int, int | None]] = []  # bytes, and the entries that took and gave them back
+    for index, entry in enumerate(entries):
         if entry["action"] == "alloc":
             live[entry["addr"]] = len(requests)
-            requests.append([entry["size"], True])
+            requests.append((entry["size"], index, None))
         elif entry["action"] == "free_completed" and entry["addr"] in live:
-            requests[live.pop(entry["addr"])][1] = False
-    remaining = list(results)
-    live.clear()
-    number = 0
-    for entry in entries:
-        if entry["action"] == "alloc":
-            if not requests[number][1]:
-                taken += entry["size"]
-                live[entry["addr"]] = entry["size"]
-            number += 1
-            most = max(most, taken)
-        elif entry["action"] == "free_completed":
-            taken -= live.pop(entry["addr"], 0)
-    kept = 0
-    for size, is_kept in requests:
-        if is_kept and size in remaining:
-            remaining.remove(size)
-        elif is_kept:
-            kept += size
-    return {"measured_bytes": most, "kept_bytes": kept, "requests": requests}
+            number = live.pop(entry["addr"])
+            requests[number] = (*requests[number][:2], index)
+    brief = [(size, begin, end) for size, begin, end in requests if end is not None]
+    most = max((sum(size for size, begin, end in brief if begin <= now < end) for _, now, _ in brief), default=0)
+    kept = Counter(size for size, _, end in requests if end is None) - Counter(results)
+    return {
+        "measured_bytes": most,
+        "kept_bytes": sum(size * count for size, count in kept.items()),
+        "requests": [[size, end is None] for size, _, end in requests],
+    }
 
 
 def assumed_bytes(
