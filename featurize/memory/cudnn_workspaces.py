@@ -24,7 +24,6 @@ from featurize.cudnn.oracle import OLDEST, CudnnOracle, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device.device_spec import DeviceSpec
 from featurize.memory.allocator import SMALL_REQUEST, CachingAllocator
-from featurize.memory.replay import guessed_sizes
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.operators.torch_releases import cudnn_allows_tf32
 from featurize.recording.step_trace import StepTrace
@@ -264,7 +263,7 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     `settled` takes the guessed workspaces, as the replay does, and repeats the last step until reserved memory stays.
     The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
     """
-    guessed = guessed_sizes(trace, spec)
+    guessed = trace.guessed_sizes(spec)
     return trace.remembered(("scenarios", *guessed.values()), lambda: _reserved_by_scenario(trace, guessed))
 
 

@@ -18,7 +18,7 @@ from conf.units import MIB
 from featurize.device.device_spec import CUDNN_MIB, DeviceSpec
 from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory, SegmentEvent
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.operators.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
+from featurize.operators.library_calls import CUBLAS, LibraryCall
 from featurize.recording.step_trace import BLOCK_KINDS, Block, StepTrace
 
 if TYPE_CHECKING:
@@ -74,16 +74,6 @@ def loads_cudnn(trace: StepTrace) -> bool:
     return trace.remembered("cuDNN", lambda: any(call is not None and call.loads_cudnn for call in calls))
 
 
-def guessed_sizes(trace: StepTrace, spec: DeviceSpec) -> dict[LibraryCall, int]:
-    """Return each distinct library call of a trace, and the bytes that it is taken to take on a GPU model. Models that
-    agree on these differ in a replay by their capacity alone."""
-    calls = (block.call for block in trace.blocks if block.call is not None)
-    return trace.remembered(
-        ("guessed sizes", guesses_of(spec)),
-        lambda: {call: workspace_bytes(call, spec) for call in dict.fromkeys(calls)},
-    )
-
-
 def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:
     """Return the MiB outside the allocator where the device's description was measured: the context, and cuDNN where
     its layers run. `featurize.device.device_spec` has other machines."""
@@ -118,7 +108,7 @@ def replay(
     if timeline or workspaces:
         profile = unlimited()
     else:
-        key = ("replay", *guessed_sizes(trace, spec).values(), cudnn_benchmark, allocator)
+        key = ("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator)
         profile = trace.remembered(key, unlimited)
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
     capacity = int((spec.memory_mib - taken_mib) * MIB)
@@ -149,7 +139,7 @@ class _Run:
     ) -> None:
         self.trace, self.cudnn_benchmark, self.timeline = trace, cudnn_benchmark, timeline
         self.workspaces = workspaces or {}
-        self._sizes = guessed_sizes(trace, spec) | {call: answer.sizes[0] for call, answer in self.workspaces.items()}
+        self._sizes = trace.guessed_sizes(spec) | {call: answer.sizes[0] for call, answer in self.workspaces.items()}
         total = None if capacity is None else int(spec.memory_mib * MIB)
         self.moments: list[Moment] = []
         self.allocator = (

@@ -145,9 +145,7 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
 
 def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
     """Return the largest workspace of a convolution, and the most bytes alive with `_WORKSPACES_AT_LIMIT` times it."""
-    from featurize.memory.replay import guessed_sizes
-
-    sizes = guessed_sizes(traced.trace, device)
+    sizes = traced.trace.guessed_sizes(device)
     sizes = sizes | {call: answer.sizes[0] for call, answer in traced.memory.workspaces.items()}
     key = ("largest workspace", *sizes.values())
     return traced.trace.remembered(key, lambda: _largest_and_most_live(traced.trace, sizes))
