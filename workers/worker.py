@@ -28,16 +28,20 @@ from workers.task import RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import call_within, to_table
-from workers.trial.outcome import (
+from workers.trial.reports import KERNEL_COLUMNS, Failure, Observed, ReportReader
+from workers.trial.server_client import (
+    MpsDaemon,
+    MpsUnavailable,
+    RunningTrial,
+    ServerLost,
     TrialRun,
+    TrialServer,
     TrialWatch,
     kernel_oom_kills,
     kernels_missing,
     outcome_of,
     startup_s,
 )
-from workers.trial.reports import ENDINGS, KERNEL_COLUMNS, Failure, Observed, ReportReader
-from workers.trial.server_client import MpsDaemon, MpsUnavailable, RunningTrial, ServerLost, TrialServer
 
 _TICK_S = 0.1  # how often the deadline and the new samples are looked at while a trial runs
 _NVML_S = 5.0  # for a reading before the trial
@@ -131,18 +135,7 @@ class Worker:
             return run_group(self, task)
         self.share_as(task.settings.sharing)
         observed = self.observed(task.settings)
-        lost: str | None = None
-        clock = RunClock.started()
-        try:
-            self.ready()
-            clock = RunClock.started()  # again: a server's start is not on the trial's clock
-            self._observe(task, upcoming, clock.t0_ns, observed)
-        except ServerLost as error:
-            lost = str(error)
-            self.discard_server()
-        except BaseException:
-            self.discard_server()  # a trial may still run on it
-            raise
+        lost, clock = _run_all(self, [task], [observed], upcoming=upcoming)
         return self.concluded(task, observed, lost, clock)
 
     def observed(self, settings: TrialSettings, *, shared: bool = False) -> Observed:
@@ -225,16 +218,16 @@ class Worker:
         if server is not None:
             server.close()
 
-    def _trial_of(self, task: Task, observed: Observed) -> RunningTrial:
+    def trial_of(self, task: Task, observed: Observed) -> RunningTrial:
         """Return the task's process: the one that was prepared for it, or a new one."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             spec, trial = prepared
             if spec == task and not trial.outgrew_memory():
-                self.server().tell(trial, "go")
+                trial.tell("go")
                 observed.prepared = True
                 return trial
-            self.server().discard(trial)
+            trial.discard()
         return self.start_trial(task, self.described(task))
 
     def start_trial(self, task: Task, described: dict[str, Any], *, members: int = 1) -> RunningTrial:
@@ -261,9 +254,9 @@ class Worker:
         """End the process that was made ready, if there is one. Raises `ServerLost`."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            self.server().discard(prepared[1])
+            prepared[1].discard()
 
-    def _prepare(self, task: Task | None) -> None:
+    def prepare(self, task: Task | None) -> None:
         """Start the next trial's process, which builds what it can on the host and waits."""
         if task is None or self._prepared is not None:
             return
@@ -282,20 +275,6 @@ class Worker:
             "device": self._choice.to_mapping(),
             "slots": [dataclasses.asdict(slot) for slot in self.slots],
         }
-
-    def _observe(self, task: Task, upcoming: Task | None, t0_ns: int, observed: Observed) -> None:
-        self.read_before(task, observed)
-        deadline_ns = t0_ns + int(task.settings.timeout_s * 1e9)
-        run = self.follow(task, self._trial_of(task, observed), observed, deadline_ns, _TICK_S)
-        try:
-            while run.living:
-                event = run.step()
-                if event == "window":
-                    self._prepare(upcoming)
-                elif event in ENDINGS:
-                    run.dismiss()
-        finally:
-            run.close()
 
     def follow(
         self,
@@ -316,7 +295,7 @@ class Worker:
             sampled=self.device.sampled,
             partners=partners,
         )
-        return TrialRun(self.server(), trial, watch, observed, deadline_ns, tick_s)
+        return TrialRun(trial, watch, observed, deadline_ns, tick_s)
 
     def read_before(self, task: Task, observed: Observed) -> None:
         """Read the kernel's out-of-memory kills, and the memory in use on each GPU, before the trial is there."""
@@ -387,7 +366,7 @@ def run_group(worker: Worker, task: Task) -> RunResult:
     elif again is not None:  # a run alone lost its worker: the whole task is tried again
         lost = again.run.error or "a run alone was lost"
     else:
-        lost, clock = _together(worker, specs, records, alone)
+        lost, clock = _run_all(worker, specs, records, alone)
     results = [worker.concluded(spec, observed, lost, clock) for spec, observed in zip(specs, records, strict=True)]
     sharing = "mig" if worker.slots[0].mig_profile is not None else task.settings.sharing
     finished = labelled_group(
@@ -433,21 +412,26 @@ def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Run 
     return [known.get(config_hash(spec.config)) for spec in specs], results
 
 
-def _together(
-    worker: Worker, specs: Sequence[Task], records: Sequence[Observed], alone: Sequence[Run | None]
+def _run_all(
+    worker: Worker,
+    specs: Sequence[Task],
+    records: Sequence[Observed],
+    alone: Sequence[Run | None] = (),
+    upcoming: Task | None = None,
 ) -> tuple[str | None, RunClock]:
-    """Run the members side by side; return why the server was lost, None if it was not, and the clock."""
+    """Run one trial, or several side by side; return why the server was lost, None if it was not, and the clock."""
     lost, clock = None, RunClock.started()
     try:
         worker.ready()
-        worker.drop_prepared()
-        clock = RunClock.started()
-        _run_members(worker, specs, records, alone, clock)
+        if len(specs) > 1:
+            worker.drop_prepared()
+        clock = RunClock.started()  # again: a server's start is not on the trials' clock
+        _run_members(worker, specs, records, alone, upcoming, clock)
     except ServerLost as error:
         lost = str(error)
         worker.discard_server()
     except BaseException:
-        worker.discard_server()  # members may still run on it
+        worker.discard_server()  # trials may still run on it
         raise
     return lost, clock
 
@@ -457,24 +441,34 @@ def _run_members(
     specs: Sequence[Task],
     records: Sequence[Observed],
     alone: Sequence[Run | None],
+    upcoming: Task | None,
     clock: RunClock,
 ) -> None:
-    """Run all members to their end, listening to them in turns. Raises `ServerLost`."""
-    timeout_ns = int(specs[0].settings.timeout_s * 1e9)
+    """Run all trials to their end, listening to them in turns. Raises `ServerLost`.
+
+    `upcoming` gets ready once a window has begun."""
+    is_group, timeout_ns = len(specs) > 1, int(specs[0].settings.timeout_s * 1e9)
+    tick_s = _MEMBER_TICK_S if is_group else _TICK_S
     trials: list[RunningTrial] = []
     runs: list[TrialRun] = []
     try:
         for place, (spec, observed) in enumerate(zip(specs, records, strict=True)):
             worker.read_before(spec, observed)
-            described = {**worker.described(spec), "together": _together_of(worker, specs, place, alone)}
-            trials.append(worker.start_trial(spec, described, members=len(specs)))
+            if is_group:
+                described = {**worker.described(spec), "together": _together_of(worker, specs, place, alone)}
+                trials.append(worker.start_trial(spec, described, members=len(specs)))
+            else:
+                trials.append(worker.trial_of(spec, observed))
         for spec, observed, trial in zip(specs, records, trials, strict=True):
             partners = [other.pid for other in trials if other is not trial]
-            runs.append(worker.follow(spec, trial, observed, clock.t0_ns + timeout_ns, _MEMBER_TICK_S, partners))
-        is_open = not worker.device.sampled  # virtual time knows no waiting
+            runs.append(worker.follow(spec, trial, observed, clock.t0_ns + timeout_ns, tick_s, partners))
+        is_open = not (is_group and worker.device.sampled)  # one trial waits for nobody, nor does virtual time
         while any(run.living for run in runs):
-            for run in runs:
-                if run.living and run.step() == "failed":
+            for run in [run for run in runs if run.living]:
+                event = run.step()
+                if event == "window":
+                    worker.prepare(upcoming)
+                elif event == "failed":
                     run.dismiss()
             is_open = _direct(runs, is_open, clock.t0_ns + int(_WARM_BY * timeout_ns))
     finally:
@@ -485,7 +479,7 @@ def _run_members(
 
 
 def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
-    """Open the windows once all living members are warm, and dismiss all once each has reported.
+    """Open the windows once all living trials are warm, and dismiss all once each has reported.
 
     Returns whether the windows are open.
     """
@@ -495,7 +489,7 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
         if not cold:
             is_open = True
             for run in waiting:
-                run.tell("open")
+                run.trial.tell("open")
         elif time.monotonic_ns() > warm_by_ns:
             for run in cold:
                 run.trial.leave_by_ns = time.monotonic_ns()

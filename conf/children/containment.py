@@ -235,6 +235,13 @@ class ControlGroup:
         return not self.path.exists()
 
 
+def line_of(path: str, name: str) -> str | None:
+    """Return what follows a name and its colon in the first line of a file of /proc that begins with it, or None."""
+    with contextlib.suppress(OSError), open(path) as lines:
+        return next((line.removeprefix(name).strip(": \t\n") for line in lines if line.startswith(name)), None)
+    return None
+
+
 def _own_group() -> Path | None:
     """Return this process's control group of version 2, None if no such file system is mounted."""
     try:

@@ -174,6 +174,43 @@ class ChildServer:
             ours.close()
             raise
 
+    def ask(
+        self,
+        function: str,
+        arguments: Any,
+        question: bytes,
+        *,
+        time_limit_s: float = math.inf,
+        memory_limit_bytes: float = math.inf,
+        has_folder: bool = False,
+    ) -> tuple[bytes, Ended | None]:
+        """Have a child read a question to its end and write an answer; return what it wrote, and how it ended.
+
+        None in place of the latter: its keeper or the server was killed. The arguments are those of `start`. Raises
+        `ServerLost` where no child is started.
+        """
+        ours, theirs = socket.socketpair()
+        with ours, ours.makefile("rb") as answer:
+            with theirs:
+                child = self.start(
+                    function,
+                    arguments,
+                    theirs,
+                    time_limit_s=time_limit_s,
+                    memory_limit_bytes=memory_limit_bytes,
+                    has_folder=has_folder,
+                )
+            with contextlib.suppress(OSError):  # it has ended: its line says how
+                ours.sendall(question)
+                ours.shutdown(socket.SHUT_WR)
+            written = b""
+            with contextlib.suppress(ConnectionResetError):
+                written = answer.read()
+            try:
+                return written, child.wait()
+            except ServerLost:
+                return written, None
+
     def close(self) -> None:
         """End the server and all processes under it."""
         with contextlib.suppress(OSError):  # a process that was forked from this one may hold the socket open
@@ -261,15 +298,22 @@ class ChildRunner:
             raise _not_run(error) from error
 
 
-def local_server(prepare: str, environment: Mapping[str, str] | None = None, *, folder_base: str = "") -> ChildServer:
-    """Return a server that runs under this Python, from this project's own files.
+def local_server(
+    prepare: str,
+    environment: Mapping[str, str] | None = None,
+    *,
+    folder_base: str = "",
+    python: str = sys.executable,
+) -> ChildServer:
+    """Return a server that runs from this project's own files.
 
     Args:
         prepare: `module:function` that imports what children need; empty for nothing.
         environment: Environment of the server and its children; None: this process's.
         folder_base: Where it makes a folder that lives as long as the server; empty for none.
+        python: Runs it.
     """
-    return ChildServer([sys.executable, str(_FILE), prepare, folder_base], environment)
+    return ChildServer([python, str(_FILE), prepare, folder_base], environment)
 
 
 def _not_run(why: object) -> EnvironmentProblem:

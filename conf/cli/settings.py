@@ -107,11 +107,6 @@ class Kind:
                 raise ValueError(f"unknown kind {alternative!r} of {declared!r}")
         return cls(declared, tuple(names), _bound(low), _bound(high), above, tuple(choices))
 
-    @property
-    def optional(self) -> bool:
-        """Return whether the key may be null."""
-        return "null" in self.names
-
     def stands_as_typed(self, written: str) -> bool:
         """Return whether an argument is plain text: not in quotes, not null, no list where a list is allowed."""
         if written in ("", "null") or written[0] in "'\"" or _TEXTS.isdisjoint(self.names):

@@ -3,7 +3,7 @@
 Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all; links are followed;
 devices, pipes and descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are
 refused. `new_folder` makes a folder that appears whole. `read_json` reads an untrusted file: every fault of its content
-is a `ValueError`. `open_own_folder` opens what only this user can change.
+is a `ValueError`. `own_folder` opens what only this user can change.
 """
 
 from __future__ import annotations
@@ -279,9 +279,10 @@ def _statuses(root: Path) -> Iterator[os.stat_result]:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write one of the program's own files, whole and durable or not at all; its folder is made if missing."""
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sync(path.parent.parent)
+    missing = [folder for folder in path.parents if not folder.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
     with _replaced(path) as file:
         file.write(content)
 
@@ -407,8 +408,9 @@ def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict)]
 
 
-def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | None:
-    """Return a descriptor of a real folder of this user; None for a link, another user's folder, or none.
+@contextlib.contextmanager
+def own_folder(path: str | os.PathLike[str], *, private: bool) -> Iterator[int | None]:
+    """Open a real folder of this user and yield its descriptor; None for a link, another user's folder, or none.
 
     Args:
         path: the folder.
@@ -417,12 +419,14 @@ def open_own_folder(path: str | os.PathLike[str], *, private: bool) -> int | Non
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
     except OSError:
-        return None
-    status = os.fstat(descriptor)
-    if status.st_uid == os.geteuid() and not (private and stat.S_IMODE(status.st_mode) & _OTHERS_MAY):
-        return descriptor
-    os.close(descriptor)
-    return None
+        yield None
+        return
+    try:
+        status = os.fstat(descriptor)
+        is_own = status.st_uid == os.geteuid() and not (private and stat.S_IMODE(status.st_mode) & _OTHERS_MAY)
+        yield descriptor if is_own else None
+    finally:
+        os.close(descriptor)
 
 
 def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: bool = False) -> int:

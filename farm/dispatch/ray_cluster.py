@@ -26,6 +26,7 @@ from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import alive, identity
 from conf.plain_text import error_line
+from workers.telemetry.sampler import CallInThread
 
 if TYPE_CHECKING:
     from featurize.job.layout import Parallel
@@ -233,25 +234,17 @@ class HeadWatch:
 
         The function runs in a thread of its own, which is left behind when the head is lost.
         """
-        results: list[Result] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(function())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="ray-call", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(_LOOK_EVERY_S)
-            if thread.is_alive():
+        call = CallInThread("ray-call", function)
+        call.start()
+        while call.is_alive():
+            call.join(_LOOK_EVERY_S)
+            if call.is_alive():
                 self.check()
-        if errors:
+        if call.error is not None:
             self.check()
-            raise errors[0]
-        return results[0]
+            raise call.error
+        result: Result = call.answer
+        return result
 
     def started(self) -> None:
         """Record that Ray is up; from now on the main thread may be busy for longer."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from conf.files.outputs import open_own_file, open_own_folder
+from conf.files.outputs import open_own_file, own_folder
 from conf.plain_text import one_line
 from featurize.configs.trial import TrialConfig, code_entries, code_fields, refusal, trusting
 from featurize.job.code_names import CodeName, TrustedName
@@ -133,12 +133,8 @@ def _state_folder(create: bool = False) -> Iterator[int | None]:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700)
-    folder = None if path is None else open_own_folder(path, private=True)
-    try:
+    with contextlib.nullcontext() if path is None else own_folder(path, private=True) as folder:
         yield folder
-    finally:
-        if folder is not None:
-            os.close(folder)
 
 
 def _entries(data: bytes) -> Iterator[str]:

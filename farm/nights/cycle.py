@@ -297,7 +297,7 @@ class NightWork:
         job_id = self.cycle.job("pairs")
         if not share or (self._queued(job_id) and self.queue.counts(job_id).cancelled):
             return "all"  # none are wanted, or their time was up before the night was interrupted
-        from farm.sampling.collocating import Groups, pool_of
+        from farm.sampling.forecast import Groups, pool_of
 
         seed = int(self.cycle.token, 16)  # other pairs each night, and the same where the night is resumed
         pool = pool_of(

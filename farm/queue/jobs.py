@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from farm.queue.queue_values import (
     JOB_COLUMNS,
     MIXED_FAMILY,
     TASK_COLUMNS,
-    Added,
     Counts,
     Job,
     JobProgress,
@@ -113,8 +113,8 @@ class Queue:
         configs: Iterable[tuple[int, str]],
         now: float,
         on_interrupt: Callable[[], None] = lambda: None,
-    ) -> Added:
-        """Add the job and the tasks `(index, config JSON)` that it does not hold yet.
+    ) -> int:
+        """Add the job and the tasks `(index, config JSON)` that it does not hold yet; return how many were added.
 
         The same submission again adds nothing; a larger n adds the difference; cancelled tasks are revived. Killed
         in the middle, it leaves the tasks of whole chunks, and the same call completes it. After Ctrl-C it leaves the
@@ -124,13 +124,13 @@ class Queue:
         with self._file.transaction(durable=True):
             submission = Submission(self._file, job.job_id)
             seq = self._upsert_job(job)
-            revived = self._file.change(
+            self._file.change(
                 "UPDATE tasks SET state = 'queued', attempt = 0, due = NULL, error = NULL, error_at = NULL "
                 "WHERE job_seq = ? AND state = 'cancelled'",
                 (seq,),
             )
             self._file.change("UPDATE jobs SET cancelled_at = NULL, ready = 1 WHERE seq = ?", (seq,))
-        added = existing = 0
+        added = 0
         pairs = iter(configs)
         try:
             while chunk := list(islice(pairs, SUBMIT_CHUNK)):
@@ -138,18 +138,18 @@ class Queue:
                     # Cancelled since by another command? Then the rest is cancelled, too.
                     (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
                     state = "queued" if runs else "cancelled"
-                    submission.adds([index for index, _ in chunk])
-                    new = self._file.many(
-                        "INSERT INTO tasks (job_seq, task_index, state) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
-                        [(seq, index, state) for index, _ in chunk],
+                    new = self._file.all(
+                        "INSERT INTO tasks (job_seq, task_index, state) SELECT ?, value, ? FROM json_each(?) "
+                        "WHERE true ON CONFLICT DO NOTHING RETURNING task_index",  # WHERE: else ON would begin a join
+                        (seq, state, json.dumps([index for index, _ in chunk])),
                     )
+                    submission.note(index for (index,) in new)
+                    added += len(new)
                     self._file.many(
                         "INSERT INTO configs VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                         [(seq, index, text) for index, text in chunk],
                     )
                     self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (runs, seq))
-                added += new
-                existing += len(chunk) - new
             with self._file.transaction(durable=True):
                 self._file.change(
                     "UPDATE jobs SET complete = ((SELECT sum(count) FROM tallies WHERE job_seq = seq) >= n) "
@@ -160,7 +160,7 @@ class Queue:
             on_interrupt()
             submission.undo()
             raise
-        return Added(added=added, existing=existing, revived=revived)
+        return added
 
     def _upsert_job(self, job: Job) -> int:
         row = self._file.one(
@@ -561,14 +561,6 @@ class Queue:
         ):
             counts.setdefault(job_id, {}).setdefault(quality, {})[reason] = count
         return counts
-
-    def next_due(self, now: float) -> float | None:
-        """Return when `lease` or `expired` next returns a task: `now` if at once, None if none will."""
-        for state in ("queued", "exhausted"):
-            if self._file.one(f"SELECT 1 FROM tasks INDEXED BY tasks_{state} WHERE state = '{state}' LIMIT 1"):
-                return now
-        (due,) = self._file.only("SELECT min(due) FROM tasks INDEXED BY tasks_due WHERE state IN ('waiting', 'leased')")
-        return None if due is None else max(due, now)
 
     def _seq(self, job_id: str) -> int:
         if job_id not in self._seqs:  # a job keeps its number, so this never goes stale

@@ -33,7 +33,7 @@ import psutil
 from conf.children.keeper import FOLDER_PREFIX
 from conf.errors import EnvironmentProblem
 from conf.files.identity import OWNER_FILE, alive, identity
-from conf.files.outputs import open_own_file, open_own_folder
+from conf.files.outputs import open_own_file, own_folder
 from warehouse.files.plain_file import is_held, locked, read_lock
 
 _MARKER = re.compile(r"([1-9][0-9]{0,9})@([0-9]{1,20})@([0-9a-f]{8})\.[0-9]{1,20}")
@@ -103,19 +103,14 @@ def recorded_processes() -> set[str]:
     """
     recorded: set[str] = set()
     for path in _folders(temporary_folders()):
-        descriptor = open_own_folder(path, private=True)
-        if descriptor is None:
-            continue
-        try:
-            owner = _owner_of(descriptor)
+        with own_folder(path, private=True) as folder:
+            owner = None if folder is None else _owner_of(folder)
             begun = parse_marker(owner)
-            if begun is not None and has_ended(owner):
-                markers = {text: parse_marker(text) for text in _recorded_in(descriptor)}
+            if folder is not None and begun is not None and has_ended(owner):
+                markers = {text: parse_marker(text) for text in _recorded_in(folder)}
                 recorded |= {
                     text for text, process in markers.items() if process and process.start_ticks >= begun.start_ticks
                 }
-        finally:
-            os.close(descriptor)
     return recorded
 
 
@@ -139,13 +134,10 @@ def temporary_folders() -> list[str]:
 
 def delete_folder(path: Path) -> bool:
     """Delete a folder of this user with its contents, following no link; return whether it is gone."""
-    descriptor = open_own_folder(path, private=False)
-    if descriptor is None:
-        return False
-    try:
-        _empty(descriptor)
-    finally:
-        os.close(descriptor)
+    with own_folder(path, private=False) as folder:
+        if folder is None:
+            return False
+        _empty(folder)
     with contextlib.suppress(OSError):
         os.rmdir(path)  # never a folder that was put in its place: that one is not empty, or not worth keeping
         return True
@@ -170,13 +162,10 @@ def _recorded_in(folder: int) -> list[str]:
 
 
 def _delete_if_abandoned(path: Path, now: float) -> bool:
-    descriptor = open_own_folder(path, private=False)
-    if descriptor is None:
-        return False
-    try:
-        owner, age_s = _owner_of(descriptor), now - os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)
+    with own_folder(path, private=False) as folder:
+        if folder is None:
+            return False
+        owner, age_s = _owner_of(folder), now - os.fstat(folder).st_mtime
     marker, ours = parse_marker(owner), parse_marker(identity(os.getpid()))
     if marker is not None and ours is not None and marker.boot == ours.boot:
         abandoned = has_ended(owner)

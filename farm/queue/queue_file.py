@@ -12,7 +12,7 @@ import os
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -276,27 +276,13 @@ class Submission:
         self._job_before = file.one(f"SELECT {_JOB} FROM jobs WHERE job_id = ?", (job_id,))
         self._ranges: list[tuple[int, int]] = []  # first and last index
 
-    def adds(self, indices: Sequence[int]) -> None:
-        """Record those of the indices that the job lacks, which this submission adds.
-
-        Call in the transaction that adds them, before it does.
-        """
-        first, last = min(indices), max(indices)
-        held = self._file.all(
-            "SELECT task_index FROM tasks WHERE task_index BETWEEN ? AND ? "
-            "AND job_seq = (SELECT seq FROM jobs WHERE job_id = ?)",
-            (first, last, self._job_id),
-        )
-        if not held and len(indices) == last - first + 1:
-            self._note(first, last)
-            return
-        for index in sorted(set(indices).difference(index for (index,) in held)):
-            self._note(index, index)
-
-    def _note(self, first: int, last: int) -> None:
-        if self._ranges and self._ranges[-1][1] + 1 == first:
-            first = self._ranges.pop()[0]
-        self._ranges.append((first, last))
+    def note(self, indices: Iterable[int]) -> None:
+        """Record the tasks that were added."""
+        for index in sorted(indices):
+            first = index
+            if self._ranges and self._ranges[-1][1] + 1 == index:
+                first = self._ranges.pop()[0]
+            self._ranges.append((first, index))
 
     def undo(self) -> None:
         """Remove the added tasks and restore the job. Started tasks, and so their job, stay."""

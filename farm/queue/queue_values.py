@@ -58,15 +58,6 @@ class UnreadableTask(Lease):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
-    """Result of `Queue.submit`: counts of its tasks."""
-
-    added: int
-    existing: int
-    revived: int = 0  # tasks, of those existing, that a cancel had taken out
-
-
-@dataclass(frozen=True, kw_only=True)
 class Counts:
     """Tasks by state; `by_status` are the done ones by their run's status, only those that occur."""
 

@@ -9,38 +9,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from conf.errors import CommandError, UsageError
 from farm.sampling.coverage import DIMENSIONS, Known, Map, fill
 from farm.sampling.dimensions import Space
 from farm.sampling.draws import NO_LIMITS, Limits, sample_range
+from farm.sampling.forecast import Forecaster, Outlook
 from featurize.configs.trial import TrialConfig, config_hash, problem_of
 from featurize.families import get_family
 from learn.estimators.protocol import from_space, to_space
 from learn.rows.data import get_target
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from farm.sampling.forecast import Outlook
-
-
 POLICIES = ("uniform", "stratified", "coverage", "active")
 _LOOKING = ("coverage", "active")  # those that look at every candidate
 TAKES_FIRST = ("uniform", "stratified")  # those that take the first ones
 _UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is unsure of, as far as they are measured
-
-
-class CandidateForecaster(Protocol):
-    """Forecasts that `choose` needs of candidates. `forecast.Forecaster` implements it."""
-
-    def look(self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = ...) -> Outlook: ...
-
-    @property
-    def capacity_mib(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +53,6 @@ class Chosen:
     bins          dimension -> the cell that it probably falls into (`farm.sampling.coverage.DIMENSIONS`)
     rows          dimension -> rows that were known of that cell before this choice
     uncertainty   for `active`: 1 is the candidates' mean; disagreement: its own, in the logarithm of memory
-    distance      for `active`: distance to the nearest row known or chosen before, in standard deviations of features
     figures       target -> what is expected, in the target's unit
     """
 
@@ -79,7 +64,6 @@ class Chosen:
     figures: Mapping[str, float]
     uncertainty: float | None = None
     disagreement: float | None = None
-    distance: float | None = None
 
     @property
     def why(self) -> str:
@@ -149,7 +133,7 @@ def choose(
     pool: CandidatePool,
     known: Known,
     n: int,
-    estimator: CandidateForecaster,
+    estimator: Forecaster,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Selection:
@@ -186,16 +170,13 @@ def choose(
         for target, doubt in doubts.items():
             figures[target][new] = _shift(outlook.figures[target][new], doubt.shift, target)
     cells = Map.of([*asked, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
-    distances: np.ndarray | None = None
     if doubts:
-        places, distances = _draw_places(
-            cells, outlook, doubts, figures["memory"], new, old, n, estimator.capacity_mib, seed
-        )
+        places = _draw_places(cells, doubts, figures["memory"], new, n, estimator.capacity_mib, seed)
     elif policy in _LOOKING:
         places = fill(cells, old, new, n, seed)
     else:
         places = new[:n]
-    chosen = _list_chosen(pool, fresh.places, places, cells, old, figures, doubts, distances)
+    chosen = _list_chosen(pool, fresh.places, places, cells, old, figures, doubts)
     return Selection(
         policy=policy,
         chosen=chosen,
@@ -255,7 +236,7 @@ def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Net
 
 
 def _look(
-    estimator: CandidateForecaster,
+    estimator: Forecaster,
     fresh: _Fresh,
     pool: CandidatePool,
     known: Known,
@@ -310,22 +291,19 @@ def _shift(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
 
 def _draw_places(
     cells: Map,
-    outlook: Outlook,
     doubts: Mapping[str, Doubts],
     memory: np.ndarray,
     new: np.ndarray,
-    old: np.ndarray,
     n: int,
     capacity: float,
     seed: int,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     scores = {target: doubt.score for target, doubt in doubts.items()}
     of_target = {target: cells.codes[new, DIMENSIONS.index(target)] for target in doubts}
     fits = np.ones(len(new))
     if "memory" in doubts:
         fits = chance_to_fit(memory[new], doubts["memory"].disagreement, capacity)
-    places = draw(worth(scores, of_target, fits), n, seed)
-    return places, nearest_distances(outlook.table[places], outlook.table[old])
+    return draw(worth(scores, of_target, fits), n, seed)
 
 
 def _list_chosen(
@@ -336,13 +314,12 @@ def _list_chosen(
     old: np.ndarray,
     figures: Mapping[str, np.ndarray],
     doubts: Mapping[str, Doubts],
-    distances: np.ndarray | None,
 ) -> tuple[Chosen, ...]:
     before = cells.counts(old)
     score = np.mean([doubt.score for doubt in doubts.values()], axis=0) if doubts else None
     memory = doubts.get("memory")
     chosen = []
-    for rank, place in enumerate(places.tolist()):
+    for place in places.tolist():
         candidate = fresh[place]
         chosen.append(
             Chosen(
@@ -354,7 +331,6 @@ def _list_chosen(
                 figures={name: float(column[place]) for name, column in figures.items()},
                 uncertainty=None if score is None else float(score[place]),
                 disagreement=None if memory is None else float(memory.disagreement[place]),
-                distance=None if distances is None else float(distances[rank]),
             )
         )
     return tuple(chosen)
@@ -391,7 +367,6 @@ MEMBERS, TREES = 8, 8  # forests that are each grown on a sample of the rows of 
 _POWER = 1.5  # exponent of the doubt
 _LOG_ERROR = 0.15  # at least, of a memory figure: standard deviation of its logarithm
 _FITTING_AT_LEAST = 0.1  # so that figures that are wrong about what does not fit are found out
-_BLOCK = 512  # rows whose distances to all chosen ones are held together
 
 
 @dataclass(frozen=True)
@@ -497,18 +472,3 @@ def draw(worth: np.ndarray, n: int, seed: int) -> np.ndarray:
     """
     noise = np.random.default_rng(seed).gumbel(size=len(worth))
     return np.argsort(-(np.log(worth) + noise), kind="stable")[:n]
-
-
-def nearest_distances(chosen: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Return (n,) distances of each chosen row's features to the nearest row known or chosen before; inf if none."""
-    nearest: NDArray[np.float64] = np.full(len(chosen), np.inf)
-    rows = chosen.astype(np.float64)
-    square = (rows**2).sum(1)
-    for start in range(0, len(known), _BLOCK):
-        block = known[start : start + _BLOCK].astype(np.float64)
-        gaps = square[:, None] - 2 * rows @ block.T + (block**2).sum(1)
-        nearest = np.minimum(nearest, gaps.min(1))
-    for i in range(1, len(rows)):
-        gaps = square[i] - 2 * rows[:i] @ rows[i] + square[:i]
-        nearest[i] = min(nearest[i], gaps.min())
-    return np.sqrt(np.maximum(nearest, 0.0))

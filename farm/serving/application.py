@@ -54,7 +54,6 @@ from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
 from farm.serving.gate import (
     CLIENT,
     Gate,
-    GateRules,
     Places,
     RequestLog,
     ServiceMetrics,
@@ -65,6 +64,7 @@ from farm.serving.kubernetes import reviewed
 from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_store import DONE, FAILED, QuestionLimits, QuestionRow, RemoteQuestions, TraceStore
+from learn.estimation.estimating import estimate, estimate_many
 from learn.estimation.job_estimate import Estimate
 from warehouse.files.folder import DataFolder
 
@@ -119,18 +119,7 @@ def make_application(settings: ServeSettings, questions: RemoteQuestions | None 
     if settings.explorer:
         add_pages(app, pages)
     _add_problems(app)
-    limits = settings.limits
-    hosts = {"localhost", "127.0.0.1", "[::1]", settings.host.lower()} if not settings.tokens else set()
-    rules = GateRules(
-        tokens=settings.tokens,
-        hosts=frozenset(hosts),
-        body_bytes=1024 * limits.body_kib,
-        inline_s=limits.inline_s,
-        wait_s=limits.wait_s,
-        pages=READERS - 1,
-        open_metrics=settings.open_metrics,
-    )
-    return Gate(app, rules, service.working, service.log, service.metrics)
+    return Gate(app, settings, READERS - 1, service.working, service.log, service.metrics)
 
 
 def _add_routes(app: FastAPI, service: EstimationService) -> None:
@@ -147,7 +136,7 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.post("/v1/fit", response_model=FitAnswer, responses=_POLLED, tags=["estimates"])
     async def fit(body: FitRequest, request: Request) -> Response:
         """Return the GPU models that a job fits, or the largest batch that fits one."""
-        return await service.fit(body, service.caller(request))
+        return await service.traced(fit_question(body, service.policy), service.caller(request))
 
     @app.post("/v1/admit", response_model=AdmitAnswer, responses=_REFUSALS, tags=["sharing"])
     async def admit(body: AdmitRequest, request: Request) -> Response:
@@ -157,7 +146,7 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
     @app.post("/v1/plan", response_model=PlanAnswer, responses=_POLLED, tags=["several GPUs"])
     async def plan(body: PlanRequest, request: Request) -> Response:
         """Return which layouts of a job on several GPUs fit, the quickest first."""
-        return await service.plan(body, service.caller(request))
+        return await service.traced(plan_question(body, service.policy), service.caller(request))
 
     @app.post("/v1/kubernetes/mutate", responses=_REFUSALS, tags=["schedulers"])
     async def mutate(body: dict[str, Any], request: Request) -> dict[str, Any]:
@@ -293,7 +282,7 @@ class EstimationService:
             return _json(await self._fast(question))
         if caller.wait_s is None and question.config is not None:
             caller = replace(caller, wait_s=_CONFIG_WAIT_S)
-        return await self._queue_and_wait(question, caller)
+        return await self.traced(question, caller)
 
     async def batch(self, jobs: list[dict[str, Any]], caller: Caller) -> Response:
         """Return one result for each job. Works on few at a time: others have their turns in between."""
@@ -305,14 +294,6 @@ class EstimationService:
                 turn = enumerate(jobs[start : start + _TOGETHER], start)
                 results += await asyncio.gather(*(self._of_batch(job, place, caller) for place, job in turn))
         return _json({"results": results})
-
-    async def fit(self, request: FitRequest, caller: Caller) -> Response:
-        """Return what fits, or where it will be. Raises `Problem`."""
-        return await self._queue_and_wait(fit_question(request, self.policy), caller)
-
-    async def plan(self, request: PlanRequest, caller: Caller) -> Response:
-        """Return the layouts, or where they will be. Raises `Problem`."""
-        return await self._queue_and_wait(plan_question(request, self.policy), caller)
 
     async def admit(self, request: AdmitRequest, caller: Caller) -> Response:
         """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
@@ -405,7 +386,6 @@ class EstimationService:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _load(self) -> None:
-        from learn.estimation.estimating import estimate_many
         from learn.sharing import admitting  # noqa: F401
 
         estimate_many([MLP_EXAMPLE], method="fast", data=self.data)
@@ -422,8 +402,6 @@ class EstimationService:
             self.working.give_back(caller.client, more)
 
     async def _fast(self, question: ClientQuestion) -> dict[str, Any]:
-        from learn.estimation.estimating import estimate
-
         values, config = question.values, question.config
         assert config is not None
         answer = await self._in_thread(
@@ -463,7 +441,8 @@ class EstimationService:
             self.metrics.answered("cache")
         return row
 
-    async def _queue_and_wait(self, question: ClientQuestion, caller: Caller) -> Response:
+    async def traced(self, question: ClientQuestion, caller: Caller) -> Response:
+        """Return a question's answer, or where it will be. Raises `Problem`."""
         return await self._respond(question.kind, await self._ask(question, caller), caller)
 
     async def _wait_for_row(self, row: QuestionRow, caller: Caller) -> QuestionRow:

@@ -22,8 +22,8 @@ from conf.errors import CommandError, UsageError
 from conf.files.identity import version_of
 from farm.serving.problems import Problem, invalid
 from featurize.configs.features import FEATURES_STAMP
-from featurize.configs.trial import TrialConfig, config_of_row
-from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
+from featurize.configs.trial import TrialConfig, config_of_row, refusal
+from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device, device_names
 from warehouse.files.folder import DataFolder
 
 Text = Annotated[str, StringConstraints(max_length=512)]
@@ -405,8 +405,6 @@ def fit_question(request: FitRequest, policy: Policy) -> ClientQuestion:
         raise invalid("find is of a job given by config, model or hf_config", "/script")
     values: dict[str, Any] = {**job, **_how(request), "find": request.find, "by": request.by}
     if request.find == "devices":
-        from featurize.device.device_spec import device_names
-
         names = device_names() if request.devices is None else request.devices
         devices = [device_at(name, f"/devices/{place}") for place, name in enumerate(names)]
         if not devices:
@@ -450,8 +448,6 @@ def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfi
 
 
 def _of_config(request: JobFields, policy: Policy, parallel: str | None) -> tuple[dict[str, Any], TrialConfig | None]:
-    from featurize.configs.trial import refusal
-
     assert request.config is not None
     config = config_at(request.config, "/config", policy.trust)
     if problem := refusal(config):

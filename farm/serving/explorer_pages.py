@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
 import pyarrow as pa
@@ -22,6 +22,14 @@ from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import first_few
+from farm.serving.problems import Scrubber
+from farm.serving.settings import LimitSettings
+from featurize.configs.trial import TrialConfig, config_of_one_gpu, config_of_row
+from featurize.device.device_spec import DESCRIBED, describe_device, known_device
+from learn.estimation.estimating import estimate_many
+from learn.estimation.job_estimate import Estimate
+from learn.estimation.notes import LEGEND, loop_of_source
+from learn.rows.data import get_target
 from warehouse.explorer.filters import LISTINGS, Filters, ListedTable
 from warehouse.explorer.limited_query import (
     CSV,
@@ -47,14 +55,9 @@ from warehouse.explorer.pages import (
     run_page,
 )
 from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RUN_RATIOS
 from warehouse.reading.connection import connect
-
-if TYPE_CHECKING:
-    from farm.serving.problems import Scrubber
-    from farm.serving.settings import LimitSettings
-    from featurize.configs.trial import TrialConfig
-    from learn.estimation.job_estimate import Estimate
-
+from warehouse.reading.pairing import shift_of
 
 READERS = 4  # pages at the same time, and as many queries of users, each in a process; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
@@ -197,8 +200,6 @@ class ExplorerPages:
 
     def _estimated(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
         """Return the estimates of one device's runs by `method=fast`, None where it has none."""
-        from featurize.configs.trial import config_of_one_gpu
-        from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
         estimates: list[dict[str, float | None] | None] = [None] * len(runs)
@@ -228,14 +229,10 @@ class ExplorerPages:
         return estimates
 
     def _fast(self, configs: Sequence[TrialConfig], device: str, machine: str | None) -> list[Estimate]:
-        from learn.estimation.estimating import estimate_many
-
         return estimate_many(configs, method="fast", device=device, machine=machine, data=self._folder)
 
     def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
         """Return the estimate of `method=fast` beside the measurement, and notes: also why there is none."""
-        from featurize.configs.trial import config_of_row
-        from featurize.device.device_spec import describe_device, known_device
         from learn.estimation.fast_estimates import fast_problem
 
         trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
@@ -337,19 +334,12 @@ def _machine_of(run: Mapping[str, Any]) -> str | None:
 
     Simulated devices have what their description says, and descriptions follow the published measurements.
     """
-    from featurize.device.device_spec import DESCRIBED
-
     return None if run["source"] == "measured" else DESCRIBED
 
 
 def _other_loops(source: str) -> dict[str, str]:
     """Return the targets that `method=fast` estimates for another training loop than runs of the source had."""
     from learn.estimation.fast_estimates import FAST_LOOPS
-    from learn.estimation.notes import (
-        LEGEND,
-        loop_of_source,
-    )
-    from learn.rows.data import get_target
 
     own_loop = loop_of_source(source)
     text = f"Not the same loop. In these runs, {LEGEND[own_loop]}; in the estimate, {{}}."
@@ -362,8 +352,6 @@ def _other_loops(source: str) -> dict[str, str]:
 
 def _facts(name: str) -> list[tuple[str, Any]]:
     """Return the description of a device model; nothing for an unknown one."""
-    from featurize.device.device_spec import describe_device, known_device
-
     described = known_device(name)
     if described is None:
         return []
@@ -373,11 +361,10 @@ def _facts(name: str) -> list[tuple[str, Any]]:
 
 def _difference(name: str, estimated: float | None, known: float | None) -> str:
     """Return how far the estimate is off: in percent, of ratios in hundredths."""
-    if estimated is None or known is None or not math.isfinite(known):
+    shift = shift_of(name, known, estimated)
+    if shift is None or not math.isfinite(shift):
         return ""
-    if name in ("smact", "smocc", "drama"):
-        return f"{100 * (estimated - known):+.1f} points"
-    return f"{100 * (estimated / known - 1):+.1f} %" if known else ""
+    return f"{100 * shift:+.1f} {'points' if name in RUN_RATIOS else '%'}"
 
 
 _LONGEST_CHOICE = 12  # values of a field that are listed

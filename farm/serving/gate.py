@@ -24,7 +24,6 @@ import uuid
 from base64 import b64decode
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import IO, TYPE_CHECKING, Any
 
@@ -33,6 +32,8 @@ from farm.serving.problems import PROBLEM_TYPE, Problem, busy
 
 if TYPE_CHECKING:
     from starlette.responses import Response
+
+    from farm.serving.settings import ServeSettings
 
 
 def is_within_share(held: float, wanted: float, held_by_all: float, limit: float) -> bool:
@@ -92,21 +93,6 @@ _JSON = "application/json"
 _NO_ROUTE = "unmatched"
 
 
-@dataclass(frozen=True)
-class GateRules:
-    """tokens: none lets everybody in. hosts: names that requests may give the service; none takes any. inline_s: does
-    not count what a client asked to wait for. pages: of the explorer, that one client has made at a time; its others
-    wait. open_metrics: /metrics needs no token."""
-
-    tokens: tuple[str, ...]
-    hosts: frozenset[str]
-    body_bytes: int
-    inline_s: float
-    wait_s: float
-    pages: int
-    open_metrics: bool = False
-
-
 class _ClientGone(Exception):
     """The client has closed its connection before the answer."""
 
@@ -114,16 +100,26 @@ class _ClientGone(Exception):
 class Gate:
     """Lets requests through to `inner`, and answers with a problem document what may not pass.
 
-    `scope[CLIENT]` names the client to `inner`; the request holds one of that client's `places`.
+    `scope[CLIENT]` names the client to `inner`; the request holds one of that client's `places`. Of the explorer one
+    client has `pages` made at a time; its others wait. `limits.inline_s` does not count what a client asked to wait
+    for. Without tokens everybody is let in, but may name the service by this machine's own names alone.
     """
 
     def __init__(
-        self, inner: Application, rules: GateRules, places: Places, log: RequestLog, metrics: ServiceMetrics
+        self,
+        inner: Application,
+        settings: ServeSettings,
+        pages: int,
+        places: Places,
+        log: RequestLog,
+        metrics: ServiceMetrics,
     ) -> None:
-        self._inner, self._rules, self._places, self._log, self._metrics = inner, rules, places, log, metrics
-        self._digests = [hashlib.sha256(token.encode()).digest() for token in rules.tokens]
+        self._inner, self._places, self._log, self._metrics = inner, places, log, metrics
+        self._limits, self._open_metrics = settings.limits, settings.open_metrics
+        self._digests = [hashlib.sha256(token.encode()).digest() for token in settings.tokens]
+        self._hosts = set() if self._digests else {"localhost", "127.0.0.1", "[::1]", settings.host.lower()}
         self._of_webhook = max(1, places.limit // _WEBHOOK_SHARE)
-        self._page_turns: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(rules.pages))
+        self._page_turns: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(pages))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -142,9 +138,9 @@ class Gate:
             if scope["path"] not in _UNCOUNTED:
                 self._take_place(client)
                 holder = client
-            wait_s = wait_asked(headers.get(b"prefer", ""), self._rules.wait_s) or 0.0
-            async with asyncio.timeout(self._rules.inline_s + wait_s):
-                body = await _whole_body(receive, self._rules.body_bytes, headers.get(b"content-length", ""))
+            wait_s = wait_asked(headers.get(b"prefer", ""), self._limits.wait_s) or 0.0
+            async with asyncio.timeout(self._limits.inline_s + wait_s):
+                body = await _whole_body(receive, 1024 * self._limits.body_kib, headers.get(b"content-length", ""))
                 if body and headers.get(b"content-type", "").partition(";")[0].strip().lower() != _JSON:
                     detail = f"Send the body as {_JSON}."
                     raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported-media-type", detail)
@@ -155,7 +151,7 @@ class Gate:
             answer.status = answer.status or _CLIENT_GONE
         except TimeoutError:
             advice = "; ask with method full, which is traced and polled" if scope["path"].startswith(_API) else ""
-            detail = f"No answer within {self._rules.inline_s:g} s{advice}."
+            detail = f"No answer within {self._limits.inline_s:g} s{advice}."
             await answer.problem(Problem(HTTPStatus.SERVICE_UNAVAILABLE, "too-slow", detail))
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
@@ -196,7 +192,7 @@ class Gate:
 
     def _check_host(self, headers: dict[bytes, str]) -> None:
         host = _host_name(headers.get(b"host", ""))
-        if self._rules.hosts and host not in self._rules.hosts:
+        if self._hosts and host not in self._hosts:
             detail = "Without tokens, only this machine's own names are answered, as in http://localhost."
             raise Problem(HTTPStatus.MISDIRECTED_REQUEST, "host-not-allowed", detail)
 
@@ -204,7 +200,7 @@ class Gate:
         """Return who asks: a token by its place in the file, an address where there are no tokens. Raises `Problem`."""
         path, authorization = scope["path"], headers.get(b"authorization", "")
         address = (scope.get("client") or ("",))[0]
-        if not self._digests or path in OPEN_PATHS or (path == _METRICS and self._rules.open_metrics):
+        if not self._digests or path in OPEN_PATHS or (path == _METRICS and self._open_metrics):
             return address
         if path == _WEBHOOK and not authorization:
             return _NO_TOKEN

@@ -16,12 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import wait  # as `select.select`, for any number of descriptors
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.children.keeper import MEMORY, TIME, receive
-from conf.children.running import Child, ChildServer, ServerLost, local_server
+from conf.children.keeper import MEMORY, TIME, Ended
+from conf.children.running import ChildServer, ServerLost, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.leftovers import sweep_leftovers
@@ -34,11 +33,9 @@ if TYPE_CHECKING:
 
 
 _LOOK_EVERY_S = 0.05
-_END_S = 15.0  # for a child to end its own children, which takes milliseconds
 _BEAT_EVERY_S = 1.0
 _STARTS, _START_AGAIN_S = 40, 0.25
 _UNUSABLE = (EnvironmentProblem, QueueError)  # the file of questions, as on a full disk
-_RECEIVE_BYTES = 1 << 18
 
 
 class TracePool:
@@ -72,10 +69,11 @@ class TracePool:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        with self._starting:
+            if self._server is not None:
+                self._server.close()  # with the children, for which threads wait
         for thread in self._threads:
             thread.join()
-        if self._server is not None:
-            self._server.close()
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_EVERY_S):
@@ -105,13 +103,11 @@ class TracePool:
 
     def _run_question(self, key: str, question: str) -> str:
         """Run one question in a child and store what came of it. Returns that in a word or two, for the log."""
-        started = self._started(question)
-        if started is None:
+        asked = self._asked(question)
+        if asked is None:
             self._store.interrupted(key, "the process that traces are forked from does not start")
             return "not started"
-        child, channel = started
-        with channel, child.line:
-            reply, limit_reached = self._reply(child, channel)
+        reply, ended = asked
         if reply.endswith(b"\n"):
             content = json.loads(reply)
             if "answer" in content:
@@ -119,7 +115,7 @@ class TracePool:
                 return "answered"
             self._store.failed(key, content["problem"])
             return "refused"
-        if (limit := self._in_words(limit_reached)) is not None:
+        if ended is not None and (limit := self._in_words(ended.limit)) is not None:
             self._store.failed(key, limit)
             return limit
         if self._ended.is_set():
@@ -128,32 +124,27 @@ class TracePool:
         self._store.interrupted(key, "its process was killed")
         return "killed"
 
-    def _started(self, question: str) -> tuple[Child, socket.socket] | None:
-        """Start a child. Where the process that children are forked from was killed, another one takes its place."""
+    def _asked(self, question: str) -> tuple[bytes, Ended | None] | None:
+        """Return what a child answers and how it ended; None where none starts, also from another server."""
         for _ in range(_STARTS):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    child = self._living_server().start(
-                        "farm.serving.trace_pool:answer_question",
-                        asdict(self._limits),
-                        theirs,
-                        time_limit_s=self._limits.seconds,
-                        memory_limit_bytes=self._limits.memory_bytes,
-                        has_folder="script" in json.loads(question),
-                    )
-                except ServerLost:
-                    ours.close()
-                    if self._ended.wait(_START_AGAIN_S):
-                        break
-                    continue
-            with contextlib.suppress(OSError):  # it has ended: its line says how
-                ours.sendall(question.encode() + b"\n")
-            return child, ours
+            try:
+                return self._living_server().ask(
+                    "farm.serving.trace_pool:answer_question",
+                    asdict(self._limits),
+                    question.encode() + b"\n",
+                    time_limit_s=self._limits.seconds,
+                    memory_limit_bytes=self._limits.memory_bytes,
+                    has_folder="script" in json.loads(question),
+                )
+            except ServerLost:
+                if self._ended.wait(_START_AGAIN_S):
+                    break
         return None
 
     def _living_server(self) -> ChildServer:
         with self._starting:
+            if self._ended.is_set():
+                raise ServerLost("the service ends")
             if self._server is not None and not self._server.lives():
                 self._server.close()
                 self._server = None
@@ -161,21 +152,6 @@ class TracePool:
                 self._server = local_server("farm.serving.trace_pool:prepare")
             self._server.hello()
             return self._server
-
-    def _reply(self, child: Child, channel: socket.socket) -> tuple[bytes, str | None]:
-        """Return the child's reply once it has ended, with all that it started, and the limit it reached."""
-        reply = b""
-        while not reply.endswith(b"\n") and not self._ended.is_set():
-            if wait([channel], _LOOK_EVERY_S):
-                data = receive(channel, _RECEIVE_BYTES)
-                if not data:
-                    break
-                reply += data
-        child.end()
-        try:
-            return reply, child.wait(_END_S).limit
-        except ServerLost:
-            return reply, None
 
     def _in_words(self, limit: str | None) -> str | None:
         """Return the sentence for a limit that a child has reached."""

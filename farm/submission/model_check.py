@@ -1,8 +1,8 @@
 """Refuses a submission whose models do not exist: mistyped factories, modules that cannot be imported here.
 
-Start reading at `require_models`, which asks a child process (`python -m farm.submission.model_check`). Only the child
-imports torch, libraries and the user's own modules. Models of the family's own search space are checked only where
-their library is not installed, or where the space changes their `arguments` or `image_size`.
+Start reading at `require_models`, which asks a child process (`conf.children`). Only the child imports torch, libraries
+and the user's own modules. Models of the family's own search space are checked only where their library is not
+installed, or where the space changes their `arguments` or `image_size`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
+import socket
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from conf.children.keeper import TIME, Ended
+from conf.children.running import ServerLost, local_server
 from conf.cli.own_packages import search_working_folder
-from conf.errors import CommandError, UsageError
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import version_of
 from conf.plain_text import exception_line, one_line, shown
 from farm.sampling.dimensions import Choice, Constant, Space, own_space
@@ -143,55 +145,32 @@ def _ask(
 ) -> list[str | None]:
     """Return each model's problem; None: none, or not checked in time; "": importing it ended the child."""
     python, variables = environment
+    answers: list[str | None] = []
+    ended: Ended | None = None
+    long = "checking that the models exist; this imports what they name"
+    note = threading.Timer(_QUIET_S, print, [long], {"file": sys.stderr})
+    if sys.stderr.isatty():
+        note.start()
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
-    with subprocess.Popen(
-        [python, "-m", "farm.submission.model_check"],
-        env={**os.environ, **variables},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, in_time = _answer(process, asked, patience_s), True
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            output, in_time = process.communicate()[0], False
-        except BaseException:  # Ctrl-C: the child has a session of its own, so the terminal does not reach it
-            _kill(process)
-            raise
-    started, answers = bool(output), _read(output)[1:]
-    ended = in_time and started and len(answers) < len(models)
+    try:
+        with (
+            contextlib.suppress(ServerLost, EnvironmentProblem),
+            contextlib.closing(local_server("", {**os.environ, **variables}, python=python)) as server,
+        ):
+            written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=patience_s)
+            answers = [json.loads(line) for line in written.split(b"\n")[:-1]]
+    finally:
+        note.cancel()
+    started, answers = bool(answers), answers[1:]
     unchecked = len(models) - len(answers)
     which = f"{unchecked} of {len(models)} {'is' if unchecked == 1 else 'are'} queued unchecked"
-    if not in_time:
+    if ended is not None and ended.limit == TIME:
         print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
     elif not started:  # not a model's fault; the trials say what is missing
         print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
-    if ended:
+    elif unchecked:
         answers.append("")
     return [*answers, *[None] * (len(models) - len(answers))]
-
-
-def _answer(process: subprocess.Popen[bytes], asked: bytes, patience_s: float) -> bytes:
-    """Return the child's output. A long check prints a message on a terminal."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.communicate(asked, timeout=min(_QUIET_S, patience_s))[0]
-    if sys.stderr.isatty():
-        print("checking that the models exist; this imports what they name", file=sys.stderr)
-    return process.communicate(timeout=max(0.0, patience_s - _QUIET_S))[0]
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the child and its processes."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _read(output: bytes) -> list[str | None]:
-    """Return the child's complete lines: null when it starts, then each model's problem."""
-    return [json.loads(line) for line in output.decode(errors="replace").split("\n")[:-1]]
 
 
 def problem_of(model: Mapping[str, Any]) -> str | None:
@@ -239,23 +218,16 @@ def _name_in_timm(config: TrialConfig) -> str | None:
     return name
 
 
-def main() -> None:
-    """Write null, read models, a JSON object a line, and answer each with its problem or null."""
+def answer(_: None, channel: int) -> None:
+    """Write null, read models, a JSON object a line, and answer each with its problem or null; a child's function."""
     search_working_folder()
     without_compiler()  # a model is looked up or built without memory, and not compiled
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a module prints while it is imported must not spoil the answers
-    answers.write("null\n")
-    answers.flush()
-    for line in sys.stdin:
-        model = json.loads(line)
-        try:
-            problem = problem_of(model)
-        except (SystemExit, KeyboardInterrupt) as error:
-            problem = f"importing {shown(model['name'])} raises {type(error).__name__}"
-        answers.write(json.dumps(problem) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+    with socket.socket(fileno=channel) as ours, ours.makefile("rwb") as stream:
+        stream.write(b"null\n")
+        for model in [json.loads(line) for line in stream]:
+            stream.flush()
+            try:
+                problem = problem_of(model)
+            except (SystemExit, KeyboardInterrupt) as error:
+                problem = f"importing {shown(model['name'])} raises {type(error).__name__}"
+            stream.write(json.dumps(problem).encode() + b"\n")

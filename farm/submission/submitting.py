@@ -28,8 +28,8 @@ from farm.queue.queue_values import (
     text_of_group,
     text_of_settings,
 )
-from farm.sampling.collocating import SIZES, Groups, pool_of
 from farm.sampling.draws import sample_range
+from farm.sampling.forecast import SIZES, Groups, pool_of
 from farm.submission.settings import SubmitSettings, spec_of
 from featurize.configs.trial import canonical_json
 from warehouse.files.folder import DataFolder
@@ -92,10 +92,10 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
         }
     )
     total = queue.counts(job_id).total
-    known = f"{total - added.added} were queued before" if total > added.added else "new"
+    known = f"{total - added} were queued before" if total > added else "new"
     for rule, count in rejections.most_common(_RULES_SHOWN):  # a misspelt choice would lose its share in silence
         print(f"{job_id}: {count} sampled points were drawn again: {rule}")
-    print(f"{job_id}: {added.added} trials added ({known}), {total} in all")
+    print(f"{job_id}: {added} trials added ({known}), {total} in all")
     return job_id
 
 

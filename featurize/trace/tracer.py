@@ -155,30 +155,8 @@ def trace_step(
     elif optimizer is not None or precision is not None:
         raise TypeError("optimizer and precision are part of settings: give either")
     spec = describe_device(device)
-    if parallel is not None and parallel.pp > 1 and every_pass is None:
-        from featurize.training.pipeline import built_once, trace_ranks
-
-        built = built_once(model)
-
-        def of_rank(number: int, every_pass: bool) -> StepTrace:
-            return trace_step(
-                built,
-                inputs,
-                target,
-                loss,
-                device=spec,
-                settings=settings,
-                training_loop=training_loop,
-                batches=batches,
-                parallel=parallel,
-                rank=number,
-                every_pass=every_pass,
-            )
-
-        return trace_ranks(of_rank, parallel, rank)
-    traced = functools.partial(
+    trace = functools.partial(
         _trace,
-        model,
         inputs=inputs,
         target=target,
         loss=loss,
@@ -187,18 +165,26 @@ def trace_step(
         training_loop=training_loop,
         batches=batches,
         parallel=parallel,
-        rank=rank or 0,
-        every_pass=every_pass is not False,
+        every_pass=every_pass,
     )
-    had_compiler = "torch._dynamo" in sys.modules
-    trace = traced()
-    if not had_compiler and "torch._dynamo" in sys.modules:
-        # A first checkpoint imported it in the midst of the step, and frames that this keeps held tensors alive.
-        trace = traced()
-    return trace
+    if parallel is not None and parallel.pp > 1 and rank is None and every_pass is None:
+        from featurize.training.pipeline import built_once, trace_ranks
+
+        built = built_once(model)
+        return trace_ranks(lambda number: trace(built, rank=number), parallel)
+    return trace(model, rank=rank or 0)
 
 
 def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
+    had_compiler = "torch._dynamo" in sys.modules
+    trace = _attempt(model, request)
+    if not had_compiler and "torch._dynamo" in sys.modules:
+        # A first checkpoint imported it in the midst of the step, and frames that this keeps held tensors alive.
+        trace = _attempt(model, request)
+    return trace
+
+
+def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]) -> StepTrace:
     while True:
         with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
             tracing = Tracing(entered=entered, **request)
@@ -207,10 +193,15 @@ def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTr
                     tracing.build(model)
                     tracing.run()
                     return tracing.result()
-            except (CommandError, TraceError, DoesNotRepeat):
+            except (CommandError, TraceError):
                 raise
+            except DoesNotRepeat:
+                if request["every_pass"] is not None:
+                    raise
+                request = {**request, "every_pass": True}
+                del tracing
             except TraceAgain as again:  # at most once for each of its reasons
-                request |= again.request
+                request = {**request, **again.request}
                 del tracing  # its tensors end before the next attempt's begin
             except Exception as error:  # a model may raise anything
                 operator, module = origin(error)
@@ -241,7 +232,7 @@ class Tracing:
     batches: Sequence[Tensor | Inputs | Callable[..., Any]]
     parallel: Parallel | None
     rank: int
-    every_pass: bool
+    every_pass: bool | None
     entered: contextlib.ExitStack
     targets: Sequence[Tensor | None] | None = None
     repeats: bool = True
@@ -258,7 +249,7 @@ class Tracing:
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
         training = self._training = settings_of_ranks(self.parallel, self.settings)
-        rank = played_rank(self.parallel, training, self.rank, every_pass=self.every_pass)
+        rank = played_rank(self.parallel, training, self.rank, every_pass=bool(self.every_pass))
         self._rank = self.entered.enter_context(rank)
         if self._rank.needs_factory and isinstance(model, nn.Module):
             raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")

@@ -39,7 +39,6 @@ from featurize.training.stages import (
     BACKWARD,
     FORWARD,
     LOSS,
-    DoesNotRepeat,
     RepeatedPasses,
     Stage,
     Survey,
@@ -405,26 +404,16 @@ def _look_of(member: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
     return repr(member), [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
 
 
-def trace_ranks(of_rank: Callable[[int, bool], StepTrace], parallel: Parallel, rank: int | None = None) -> StepTrace:
+def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel) -> StepTrace:
     """Return the trace of the rank with the most bytes alive, with those of all others in its `pipeline.groups`.
 
     Ranks are of one kind whose stages hold modules that are alike. The first of them has the most micro-batches in
     flight, whatever the schedule.
 
     Args:
-        of_rank: Returns the trace of one of all ranks; its second argument is `every_pass` of `trace_step`.
+        trace_rank: Returns the trace of one of all ranks.
         parallel: The job, with a pipeline.
-        rank: The only one that is wanted, of all ranks. None: all of them.
     """
-
-    def trace_rank(number: int) -> StepTrace:
-        try:
-            return of_rank(number, False)
-        except DoesNotRepeat:
-            return of_rank(number, True)
-
-    if rank is not None:
-        return trace_rank(rank)
     first = trace_rank(0)
     assert first.pipeline is not None, "a rank of a pipeline"
     members: dict[Hashable, list[int]] = {}

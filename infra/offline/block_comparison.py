@@ -1,7 +1,7 @@
 """A recorded allocator history beside our trace of the same job, block by block: which of the two is off, and why.
 
 Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU,
-`featurize.memory.replay` replays one through the allocator simulator.
+`featurize.memory.replay` replays one through the allocator simulator, and keeps that of a trace.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from conf.errors import UsageError, shown
 from conf.plain_text import counted
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping
-from featurize.device.device_spec import DeviceSpec, known_device, load_device
+from featurize.device.device_spec import known_device, load_device
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.memory.replay import replay, replay_history
-from featurize.operators.library_calls import CUBLAS, workspace_bytes
+from featurize.memory.replay import GIVEN_BACK, TAKEN, MemoryProfile, replay, replay_history
 from featurize.recording.step_trace import StepTrace
 from workers.probes.children import Measured
 
@@ -121,7 +120,7 @@ class BlockComparison:
 class _Held(NamedTuple):
     """A block: its rounded size, and the numbers of the events that took it and freed it (None: nothing did).
 
-    A recorded block counts as a workspace where it is given back before the next request: the recording cannot say.
+    A block counts as a workspace where it is given back before the next request: a recording cannot say.
     """
 
     nbytes: int
@@ -172,11 +171,10 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
     if count := recorded.unmatched_frees:
         freed = counted(count, "freed block has", "freed blocks have")
         raise UsageError(f"history {shown(history['name'])} is incomplete: {freed} no recorded request")
-    measured = _measured_side(history["trace"], _last_step(history), round_up)
+    measured = _side(history["trace"], _last_step(history), round_up)
     trace = trace_config(config, device=spec)
     profile = replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings, timeline=True)
-    reserved = [moment.reserved for moment in profile.timeline]
-    traced = _traced_side(trace, reserved, spec, round_up)
+    traced = _traced_side(trace, profile, round_up)
 
     measured_peak, traced_peak = _peak(measured), _peak(traced)
     alive = _alive(measured, measured_peak[0]), _alive(traced, traced_peak[0])
@@ -218,7 +216,8 @@ def _last_step(history: Mapping[str, Any]) -> range:
     return range(marks[-2], marks[-1])
 
 
-def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: Callable[[int], int]) -> _Side:
+def _side(entries: Sequence[Mapping[str, Any]], step: range, round_up: Callable[[int], int]) -> _Side:
+    """Return a side from the entries of a history."""
     blocks: list[_Held] = []
     live: dict[int, int] = {}  # address -> its block
     moments = []
@@ -234,9 +233,9 @@ def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: 
             held = blocks[number]
             blocks[number] = held._replace(end=index, is_workspace=number == len(blocks) - 1)
             allocated -= held.nbytes
-        elif action in ("segment_alloc", "segment_map"):
+        elif action in TAKEN:
             reserved += size
-        elif action in ("segment_free", "segment_unmap"):
+        elif action in GIVEN_BACK:
             reserved -= size
         else:
             continue
@@ -244,37 +243,23 @@ def _measured_side(entries: Sequence[Mapping[str, Any]], step: range, round_up: 
     return _Side(blocks, moments, step)
 
 
-def _traced_side(trace: StepTrace, reserved: Sequence[int], spec: DeviceSpec, round_up: Callable[[int], int]) -> _Side:
-    """Return the trace's blocks. A convolution's workspace lives for its own event, cuBLAS's to the end."""
-    blocks: list[_Held] = []
-    live: dict[int, int] = {}
-    moments = []
-    allocated = 0
-    last = trace.events[-1].step if trace.events else 0
-    for index, event in enumerate(trace.events):
-        made = trace.blocks[event.block]
-        where = " ".join(filter(None, (made.kind, made.operator, made.module)))
-        brief = 0
-        if event.nbytes > 0:
-            live[event.block] = len(blocks)
-            blocks.append(_Held(round_up(event.nbytes), index, None, where, False))
-            allocated += blocks[-1].nbytes
-        elif event.nbytes < 0:
-            number = live.pop(event.block)
-            blocks[number] = blocks[number]._replace(end=index)
-            allocated -= blocks[number].nbytes
-        elif made.call is not None and (nbytes := workspace_bytes(made.call, spec)):
-            is_kept = made.call.kind == CUBLAS
-            end = None if is_kept else index + 1
-            where = f"workspace {made.call.kind} {made.module}".rstrip()
-            blocks.append(_Held(round_up(nbytes), index, end, where, True))
-            if is_kept:
-                allocated += blocks[-1].nbytes
-            else:
-                brief = blocks[-1].nbytes
-        moments.append((index, allocated + brief, reserved[index]))
-    first = next((i for i, event in enumerate(trace.events) if event.step == last), 0)
-    return _Side(blocks, moments, range(first, len(trace.events)))
+def _traced_side(trace: StepTrace, profile: MemoryProfile, round_up: Callable[[int], int]) -> _Side:
+    """Return the side of a trace, from the history that its replay has kept."""
+    assert profile.snapshot is not None, "the replay has a timeline"
+    entries = [{**entry, "where": _where(entry)} for entry in profile.snapshot["device_traces"][0]]
+    last = f"step {trace.events[-1].step}" if trace.events else ""
+    phases = (entry["frames"][-1]["filename"] if entry["frames"] else "" for entry in entries)
+    first = next((index for index, phase in enumerate(phases) if phase == last), 0)
+    return _side(entries, range(first, len(entries)), round_up)
+
+
+def _where(entry: Mapping[str, Any]) -> str:
+    """Return the kind, operator and module of a traced request."""
+    if not entry["frames"]:
+        return ""
+    made = entry["frames"][0]
+    module = "" if made["filename"] == "model" else made["filename"]
+    return " ".join(filter(None, dict.fromkeys((entry["category"], made["name"], module))))
 
 
 def _peak(side: _Side) -> tuple[int, int]:

@@ -154,21 +154,16 @@ def newest(results: Path) -> Archive | None:
 
 
 def _summary(results: Path) -> tuple[Series, dict[str, str]] | None:
-    """Return the series, and each slice's digest by its name; None without a summary.
-
-    Raises `UsageError` for a damaged summary, and one of a former format.
-    """
+    """Return the series, and each slice's digest by its name; None without a summary. Raises `UsageError` for a damaged
+    one."""
     path = results / SUMMARY
     try:
         summary = json.loads(path.read_text())
-        series, slices = Series(str(summary["series"]), int(summary["generation"])), summary["slices"]
-        if not isinstance(slices, list):
-            return series, dict(slices)
+        return Series(str(summary["series"]), int(summary["generation"])), dict(summary["slices"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is damaged: {exception_line(error)}") from error
-    raise UsageError(f"{path} is of a former format; begin with an empty results=")
 
 
 def prepare(work: Path, results: Path) -> None:
@@ -224,7 +219,7 @@ def _archive(work: Path) -> bytes:
     content = io.BytesIO()
     with tarfile.open(None, "w:xz", content, preset=_XZ_PRESET) as packed, contextlib.ExitStack() as held:
         if (work / DATA / "format.json").is_file():
-            held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), wait=True))
+            held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), lambda line: None))
         for name, path in _files(work, Path(held.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-pack-")))):
             with contextlib.suppress(FileNotFoundError):  # a temporary file, or one replaced since
                 data = path.read_bytes()

@@ -233,7 +233,7 @@ def refused_values(name: str) -> Iterator[Case]:
         if key not in known:
             continue
         refused = [set(REFUSED[alternative]) for alternative in kind.names if alternative != "null"]
-        for value in sorted(set.intersection(*refused) - ({"null"} if kind.optional else set())):
+        for value in sorted(set.intersection(*refused) - ({"null"} if "null" in kind.names else set())):
             yield Case(name, (f"{key}={value}",), key)
     for group, default in defaults.items():
         for value in (*NO_GROUP_CHOICE, *(() if default == "null" else ("null",))):

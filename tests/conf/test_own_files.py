@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from conf.files.outputs import open_own_file, open_own_folder
+from conf.files.outputs import open_own_file, own_folder
 
 
 @pytest.fixture
@@ -15,10 +15,8 @@ def place(tmp_path):
 
 
 def opened(path, private=True):
-    descriptor = open_own_folder(path, private=private)
-    if descriptor is not None:
-        os.close(descriptor)
-    return descriptor is not None
+    with own_folder(path, private=private) as descriptor:
+        return descriptor is not None
 
 
 def test_a_folder_that_others_may_look_into_is_this_users_but_not_private(place):
@@ -42,8 +40,7 @@ def test_a_file_is_read_if_it_is_plain_and_private_if_only_this_user_writes_to_i
     (place / "file").chmod(0o664)
     (place / "link").symlink_to("file")
     os.mkfifo(place / "pipe")
-    folder = open_own_folder(place, private=True)
-    try:
+    with own_folder(place, private=True) as folder:
         with os.fdopen(open_own_file(folder, "file"), "rb") as file:
             assert file.read() == b"text"
         for name, private in (("file", True), ("link", False), ("pipe", False), ("nothing", False)):
@@ -55,5 +52,3 @@ def test_a_file_is_read_if_it_is_plain_and_private_if_only_this_user_writes_to_i
         assert os.listdir("/proc/self/fd") == descriptors
         os.close(open_own_file(folder, "new", os.O_WRONLY | os.O_CREAT, private=True))
         assert (place / "new").stat().st_mode & 0o777 == 0o600
-    finally:
-        os.close(folder)

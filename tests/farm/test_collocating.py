@@ -30,7 +30,7 @@ from farm.queue.queue_values import (
     text_of_group,
     text_of_settings,
 )
-from farm.sampling.collocating import BEYOND_MEMORY_EVERY, Groups, PoolMember
+from farm.sampling.forecast import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from featurize.families import get_family
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder

@@ -409,15 +409,17 @@ def test_environments_need_to_be_told_what_to_run(tmp_path, capsys):
 
 
 def test_a_model_that_no_environment_has_is_refused_and_one_that_a_side_lacks_is_not(tmp_path, capsys, monkeypatch):
-    """The environments' own Pythons are asked. Here they are shells, which answer at once."""
-    problem = "lib.nets has no attribute 'fatcory'; near names: factory"
-    for name, answer in (("old", problem), ("new", problem), ("has it", None)):
+    """The environments' own Pythons are asked. Here they are this one, each with a module of its own."""
+    problem = "model=lib.nets:fatcory: lib.nets has no attribute 'fatcory'; near names: factory"
+    for name, factory in (("old", "factory"), ("new", "factory"), ("has it", "fatcory")):
         script(
             tmp_path / name / "bin" / "python",
             '#!/bin/sh\nif [ "$1" = -c ]; then '
             f"""echo 'PROBE{{"torch_version": "{name}"}}'; exit; fi\n"""
-            f"echo null; while read -r model; do cat <<'ANSWER'\n{json.dumps(answer)}\nANSWER\ndone\n",
+            f'PYTHONPATH="{tmp_path / name}:$PYTHONPATH" exec {sys.executable} "$@"\n',
         )
+        (tmp_path / name / "lib").mkdir()
+        (tmp_path / name / "lib" / "nets.py").write_text(f"def {factory}(): pass\n")
     monkeypatch.setattr(run_module, "_run_set", lambda *_: (_ for _ in ()).throw(run_module.Interrupted))
     home = tmp_path / "a'; echo home"
     job = [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
-from farm.queue.queue_values import Added, Job, UnreadableTask, device_key, job_id_for, text_of_config, text_of_settings
+from farm.queue.queue_values import Job, UnreadableTask, device_key, job_id_for, text_of_config, text_of_settings
 from featurize.families import get_family
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
@@ -69,11 +69,11 @@ def queue(path):
 
 
 def test_submitting_again_adds_nothing_and_a_larger_n_the_difference(queue):
-    assert submit(queue, n=5) == Added(added=5, existing=0)
-    assert submit(queue, n=5) == Added(added=0, existing=5)
+    assert submit(queue, n=5) == 5
+    assert submit(queue, n=5) == 0
     assert queue.next_index("cnn-1") == 5
-    assert queue.submit(a_job(n=8), configs(8, start=5), 2000.0) == Added(added=3, existing=0)
-    assert submit(queue, n=2) == Added(added=0, existing=2)
+    assert queue.submit(a_job(n=8), configs(8, start=5), 2000.0) == 3
+    assert submit(queue, n=2) == 0
     assert (queue.counts("cnn-1").queued, queue.job("cnn-1").n) == (8, 8)
     assert queue.job("cnn-1").submitted_at == 1000.0
 
@@ -113,7 +113,7 @@ def test_a_submission_that_failed_keeps_its_chunks_and_is_completed_by_the_next(
     (progress,) = queue.progress(1000.0)
     assert (progress.state, progress.counts.queued) == ("submitting", 4000)
     assert len(queue.lease("w", 1, 1000.0, LEASE_S)) == 1
-    assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == Added(added=5000, existing=4000)
+    assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == 5000
     assert queue.progress(1000.0)[0].state == "running"
 
 
@@ -129,7 +129,7 @@ def test_ctrl_c_takes_out_what_was_added_and_gives_the_disk_back(queue, path):
         queue.submit(a_job(n=90_000), until(KeyboardInterrupt(), 50_000), 1000.0, lambda: announced.append(1))
     assert announced == [1] and contents(queue) == [[], [], [], []]
     assert path.stat().st_size < 2**17 and queue.next_index("cnn-1") == 0
-    assert submit(queue, n=5) == Added(added=5, existing=0)
+    assert submit(queue, n=5) == 5
     assert queue.progress(1000.0)[0].state == "queued"
 
 
@@ -143,13 +143,13 @@ def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
     with pytest.raises(KeyboardInterrupt):
         queue.submit(a_job(n=9000, priority=7), until(KeyboardInterrupt(), 5000, start=3000), 1000.0)
     assert contents(queue) == before
-    assert queue.submit(a_job(n=6000), configs(6000, start=3000), 2000.0).added == 3000
+    assert queue.submit(a_job(n=6000), configs(6000, start=3000), 2000.0) == 3000
     assert queue.counts("cnn-1").queued == 6000
 
 
 @pytest.mark.parametrize("held", [slice(500), slice(700, None, 3)], ids=["the first", "every third"])
 def test_ctrl_c_takes_out_no_more_and_no_less_than_was_added_among_tasks_that_were_there(queue, held):
-    assert queue.submit(a_job(n=5000), list(configs(5000))[held], 1000.0).existing == 0
+    assert queue.submit(a_job(n=5000), list(configs(5000))[held], 1000.0) == len(range(5000)[held])
     before = contents(queue)
     with pytest.raises(KeyboardInterrupt):
         queue.submit(a_job(n=9000), until(KeyboardInterrupt(), 8000), 1000.0)
@@ -160,7 +160,7 @@ def test_ctrl_c_leaves_what_another_command_added_since(queue, path):
     def joined_by_another():
         yield from itertools.islice(configs(9000), 4001)
         with Queue.open(path) as other:
-            assert other.submit(a_job(n=9000), configs(9000), 1000.0) == Added(added=5000, existing=4000)
+            assert other.submit(a_job(n=9000), configs(9000), 1000.0) == 5000
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -180,7 +180,7 @@ def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
         queue.submit(a_job(n=9000), worked_on(), 1000.0)
     counts = queue.counts("cnn-1")
     assert (counts.done, counts.leased, counts.queued) == (1, 1, 0)
-    assert queue.submit(a_job(n=9000), configs(9000), 1000.0).added == 8998
+    assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == 8998
     assert queue.progress(1000.0)[0].counts.total == 9000
 
 
@@ -267,7 +267,6 @@ def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
         assert task.attempt == attempt
         assert queue.lease("w", 1, attempt * 100.0 + 59, LEASE_S) == []
         assert queue.expired(attempt * 100.0 + 59) == []
-    assert queue.next_due(310.0) == 360.0
     assert queue.lease("w", 1, 400.0, LEASE_S) == []
     assert queue.expired(400.0) == queue.expired(500.0) == [task]
     assert queue.pending() == 1
@@ -340,7 +339,6 @@ def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(qu
         (task,) = queue.lease("w", 1, now, LEASE_S)
         assert queue.retry(task, now, "Traceback ...\nRayActorError")
         assert queue.counts().waiting == queue.counts().queued == 1
-        assert queue.next_due(now) == now + delay_s
         assert queue.lease("w", 1, now + delay_s - 0.001, LEASE_S) == []
         now += delay_s
     (task,) = queue.lease("w", 1, now, LEASE_S)
@@ -372,26 +370,6 @@ def test_mark_done_takes_runs_that_are_durable_already(queue):
     assert queue.counts().by_status == {"ok": 1, "oom": 1}
 
 
-def test_next_due_is_now_with_ready_tasks_and_none_with_nothing_on_its_way(queue):
-    assert queue.next_due(5.0) is None
-    submit(queue, n=1)
-    assert queue.next_due(5.0) == 5.0
-    (task,) = queue.lease("w", 1, 5.0, LEASE_S)
-    assert queue.next_due(6.0) == 65.0
-    queue.finish(task, "ok", 7.0)
-    assert queue.next_due(8.0) is None
-
-
-def test_next_due_is_now_while_an_exhausted_task_is_not_landed(path):
-    with Queue.open(path, max_attempts=1) as queue:
-        submit(queue, n=1)
-        (task,) = queue.lease("w", 1, 0.0, LEASE_S)
-        assert queue.lease("w", 1, 100.0, LEASE_S) == []  # sets it aside
-        assert queue.next_due(100.0) == 100.0
-        queue.finish(task, "crashed", 101.0)
-        assert queue.next_due(101.0) is None
-
-
 # Cancelling
 
 
@@ -406,8 +384,8 @@ def test_cancel_takes_waiting_tasks_and_a_later_submission_revives_them(queue):
     assert queue.finish(running, "ok", 2.0)
     counts = queue.counts("cnn-1")
     assert (counts.done, counts.cancelled, counts.pending) == (1, 4, 0)
-    assert queue.progress(2.0)[0].state == "cancelled" and queue.next_due(2.0) is None
-    assert submit(queue, n=5) == Added(added=0, existing=5, revived=4)
+    assert queue.progress(2.0)[0].state == "cancelled"
+    assert submit(queue, n=5) == 0
     assert [task.attempt for task in queue.lease("w", 9, 3.0, LEASE_S)] == [1, 1, 1, 1]
 
 
@@ -508,7 +486,7 @@ def test_a_queue_held_for_too_long_says_so(path):
             submit(second)
         holder.execute("ROLLBACK")
         holder.close()
-        assert submit(second).added == 5
+        assert submit(second) == 5
 
 
 def test_a_full_disk_is_an_os_error_with_its_errno_and_undoes_the_whole_chunk(queue):
@@ -602,7 +580,7 @@ def test_a_killed_submission_is_completed_by_the_same_one(path):
     with Queue.open(path) as queue:
         assert queue.progress(0.0)[0].state == "submitting"
         assert queue.next_index("cnn-1") == queue.counts().queued == 4000
-        assert submit(queue, n=9000) == Added(added=5000, existing=4000)
+        assert submit(queue, n=9000) == 5000
         assert queue.progress(0.0)[0].state == "queued"
 
 
@@ -652,9 +630,7 @@ def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, ste
             assert queue_counts == {(state, status): count for state, status, count in kept}
         submit(queue, n=n)  # revives what was cancelled
         for _ in range(n * (max_attempts + 1) + 1):
-            if (due := queue.next_due(now)) is None:
-                break
-            now = due
+            now += 10_000.0  # every lease and every backoff is over
             for task in queue.lease("w", 100, now, LEASE_S):
                 assert queue.finish(task, "ok", now)
             for task in queue.expired(now):

@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import signal
-import subprocess
 import sys
 
+import psutil
 import pytest
 
+from conf.children.running import ChildServer
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import grow as grow_module
@@ -164,16 +164,15 @@ def test_a_check_that_takes_a_while_says_so_on_a_terminal(here, capsys, monkeypa
 def test_ctrl_c_ends_the_child_that_checks_models(here, monkeypatch):
     children = []
 
-    class Interrupted(subprocess.Popen):
-        def communicate(self, *_, **__):
-            children.append(self)
+    class Interrupted(ChildServer):
+        def start(self, *arguments, **options):
+            children.extend([self.pid, super().start(*arguments, **options).pid])
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr("conf.children.running.ChildServer", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         require_models([zoo("checked_nets.small:factory")])
-    (child,) = children
-    assert child.returncode == -signal.SIGKILL
+    assert len(children) == 2 and not any(map(psutil.pid_exists, children))
 
 
 def test_a_night_of_a_mistyped_model_does_not_begin(here, capsys, monkeypatch):

@@ -23,7 +23,6 @@ from farm.sampling.selection import (
     draw,
     estimate_doubts,
     merge_pools,
-    nearest_distances,
     worth,
 )
 from farm.sampling.space import parse_space
@@ -241,7 +240,7 @@ def test_active_asks_where_the_known_rows_disagree_with_the_rough_figures(pool):
     choice = choose("active", pool, known, 40, FORECASTER)
     share = np.mean([one.config.topology == "uniform" and one.config.batch_norm for one in choice.chosen])
     assert share > 1.5 * erratic[100:].mean()
-    assert all(one.uncertainty > 0 and one.distance >= 0 for one in choice.chosen)
+    assert all(one.uncertainty > 0 for one in choice.chosen)
 
 
 def test_doubt_needs_rows_and_is_where_they_are_few():
@@ -298,12 +297,6 @@ def test_what_will_probably_not_fit_is_rarely_worth_a_run(pool):
     known = known_of(pool.configs[:60], figures[:60], out=figures[:60] >= capacity)
     choice = choose("active", pool, known, 60, small)
     assert np.mean([one.figures["memory"] > 1.1 * capacity for one in choice.chosen]) < 0.15
-
-
-def test_distances_are_to_the_nearest_known_or_earlier_row():
-    rows = np.array([[0.0, 3.0], [0.0, 0.0], [0.0, 1.0]])
-    assert nearest_distances(rows, np.array([[4.0, 0.0]])).tolist() == [5.0, 3.0, 1.0]
-    assert nearest_distances(rows, np.zeros((0, 2))).tolist() == [np.inf, 3.0, 1.0]
 
 
 def test_active_without_rows_says_that_it_covers(pool):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import types
 
 import pytest
 
-from farm.serving.gate import CLIENT, Gate, GateRules, Places, RequestLog, ServiceMetrics
+from farm.serving.gate import CLIENT, Gate, Places, RequestLog, ServiceMetrics
+from farm.serving.settings import LimitSettings
 from farm.serving.trace_store import DONE, QUEUED, QuestionLimits, TraceStore
 
 LIMITS = QuestionLimits(waiting=100, stored_bytes=4 * 2**20, fresh_s=60.0)
@@ -148,7 +150,7 @@ class Asked:
         self._disconnected = asyncio.Event()
         self._body = [{"type": "http.request", "body": b"{}", "more_body": False}]
         self.status = None
-        headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
         headers += [(b"authorization", f"Bearer {token}".encode())] if token else []
         scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": (address, 1)}
         self.task = asyncio.ensure_future(gate(scope, self._receive, self._send))
@@ -171,8 +173,9 @@ class Work:
     """An application whose answers come when `ended` is set."""
 
     def __init__(self, gate_of, metrics, tokens=TOKENS, places=64):
-        rules = GateRules(tokens, frozenset(), 1024, inline_s=30.0, wait_s=1.0, pages=3)
-        self.gate = gate_of(self, rules, Places(places), RequestLog("none"), metrics)
+        limits = LimitSettings(body_kib=1, inline_s=30.0, wait_s=1.0)
+        settings = types.SimpleNamespace(tokens=tokens, limits=limits, open_metrics=False, host="127.0.0.1")
+        self.gate = gate_of(self, settings, 3, Places(places), RequestLog("none"), metrics)
         self.running, self.stopped, self.ended = [], [], asyncio.Event()
 
     async def __call__(self, scope, _receive, send):

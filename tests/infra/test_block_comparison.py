@@ -28,7 +28,7 @@ def test_larger_workspaces_are_found_and_named():
     assert larger.verdict == "workspaces"
     (measured,), (traced,) = larger.at_peak.only_measured, larger.at_peak.only_traced
     assert measured.nbytes == 3 * traced.nbytes
-    assert traced.where.startswith("workspace conv_backward_weight")
+    assert traced.where.startswith("workspace aten::convolution_backward")
     assert larger.gap_bytes["workspaces"] == 2 * traced.nbytes
     assert "workspaces or other short-lived blocks that only one side has" in larger.sentence
 

@@ -177,12 +177,12 @@ def test_torn_results_of_another_series_or_of_a_newer_work_folder_are_not_replac
     assert torn.exists()
 
 
-def test_results_of_a_former_format_are_named_so(work, tmp_path):
+def test_a_damaged_summary_is_named_so(work, tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps({"series": "s", "generation": 1, "slices": ["a.slice"]}))
     for read in (results.newest, lambda path: results.prepare(work, path)):
-        with pytest.raises(UsageError, match=r"^\S+summary.json is of a former format"):
+        with pytest.raises(UsageError, match=r"^\S+summary.json is damaged: ValueError"):
             read(folder)
 
 

@@ -146,7 +146,7 @@ def test_a_line_without_an_end_is_not_waited_for(worker):
 def test_of_a_flood_of_readings_a_part_is_kept_and_the_run_says_so(worker, monkeypatch):
     monkeypatch.setattr("workers.trial.server_client._GOODBYE_S", 0.5)
     monkeypatch.setattr("workers.trial.reports.READINGS_KEPT", 2000)
-    monkeypatch.setattr("workers.trial.outcome.READINGS_KEPT", 2000)
+    monkeypatch.setattr("workers.trial.server_client.READINGS_KEPT", 2000)
     assert READINGS_KEPT >= 36_000, "an hour of steps is no flood"
     result = ends_well(worker, hostile("flood_of_steps", 20_000))
     assert result.run.status == "ok", result.run.error

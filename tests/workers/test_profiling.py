@@ -16,6 +16,7 @@ from workers.labels.run_labels import table_of_rows
 from workers.settings import KernelSettings, TrialSettings, WindowSettings
 from workers.task import Task
 from workers.trial.reports import BROKEN, KERNEL_COLUMNS, ReportReader
+from workers.trial.server_client import RunningTrial
 
 MLP = {"family": "mlp", "batch_size": 8, "input_size": 32, "classes": 4, "depth": 2}
 
@@ -247,9 +248,7 @@ def test_a_trial_lands_the_operators_of_its_steps_after_its_labels(either):
 
 
 def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(worker, monkeypatch):
-    worker.ready()
-    server = worker._server
-    tell = server.tell
+    tell = RunningTrial.tell
 
     def kill_instead(trial, word):
         if word == "bye":  # the labels are taken
@@ -257,7 +256,7 @@ def test_a_trial_that_dies_under_the_profiler_keeps_its_labels(worker, monkeypat
         else:
             tell(trial, word)
 
-    monkeypatch.setattr(server, "tell", kill_instead)
+    monkeypatch.setattr(RunningTrial, "tell", kill_instead)
     result = worker.run(task(2))
     assert result.run.status == "ok" and result.run.step_time_ms > 0 and result.kernels is None
     assert "SIGKILL" in result.run.telemetry_missing["kernels"]

@@ -74,23 +74,18 @@ class Link(Protocol):
 
     def report(self, event: str, **values: Any) -> None:
         """Send an event to the worker (see `workers.trial.body`)."""
-        ...
 
     def received(self, word: str) -> bool:
         """Return whether the worker has sent this word; never waits."""
-        ...
 
     def awaits(self, word: str) -> bool:
         """Return whether the worker has not sent this word and still may; never waits."""
-        ...
 
     def labels_taken(self) -> bool:
         """Wait until the worker has taken its last sample, after `result`. Return False if the worker goes away."""
-        ...
 
     def wait_for_go(self) -> bool:
         """Wait until it is this trial's turn. Return False at once if the trial was not prepared ahead."""
-        ...
 
 
 class DeviceUnavailable(RuntimeError):
@@ -165,11 +160,9 @@ class Device(Protocol):
 
     def slots(self) -> tuple[Slot, ...]:
         """Return the slots of this machine. Raises `DeviceUnavailable` with the reason if there are none."""
-        ...
 
     def environment(self, *slots: Slot) -> dict[str, str]:
         """Return the environment variables that pin a trial server to its devices."""
-        ...
 
     def measure(
         self,
@@ -181,7 +174,6 @@ class Device(Protocol):
         place: Place | None = None,
     ) -> None:
         """Build, warm up and measure one trial, or one rank of it; `link.report` each event (see `workers.trial`)."""
-        ...
 
 
 def software_environment() -> dict[str, str | None]:

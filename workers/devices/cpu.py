@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING
 
+from conf.children.containment import line_of
 from workers.devices import DeviceChoice, Link, Place, Slot, core_count, host_memory_share_mib
 
 if TYPE_CHECKING:
@@ -75,14 +76,7 @@ def limit_memory(limit_mib: float | None) -> None:
 
 
 def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 class CpuMeter:
@@ -108,11 +102,4 @@ class CpuMeter:
 
 def _peak_resident_mib() -> float:
     """Return VmHWM, the kernel's own high-water mark, in MiB; it includes peaks between two readings."""
-    try:
-        with open("/proc/self/status") as lines:
-            for line in lines:
-                if line.startswith("VmHWM"):
-                    return int(line.split()[1]) / 1024
-    except OSError:
-        pass
-    return 0.0
+    return int((line_of("/proc/self/status", "VmHWM") or "0").split()[0]) / 1024

@@ -22,8 +22,8 @@ from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
 from workers.task import RunResult, Task
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
-from workers.trial.outcome import failed_rank
 from workers.trial.reports import Observed
+from workers.trial.server_client import failed_rank
 
 # metric -> sensors that read it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
 MEANS = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-_hanging: dict[str, _Call] = {}  # name -> the call that has not come back
+_hanging: dict[str, CallInThread] = {}  # name -> the call that has not come back
 _log = logging.getLogger(__name__)
 # source -> its sensor
 SENSORS = {
@@ -40,11 +40,11 @@ _START_S = 5.0  # for a driver or an exporter to be opened and pointed at a tria
 _READ_ON_S = 1.0  # longest wait for a source that lags
 
 
-class _Call(threading.Thread):
-    """A thread that makes one call."""
+class CallInThread(threading.Thread):
+    """A thread that makes one call, and does not hold up the process's end where that never returns."""
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        super().__init__(name="telemetry-call", daemon=True)
+    def __init__(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
+        super().__init__(name=name, daemon=True)
         self._call, self._arguments = function, arguments
         self._lock = threading.Lock()
         self._given_up = False
@@ -77,7 +77,7 @@ def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *a
     """
     if (earlier := _hanging.get(name)) is not None and earlier.is_alive():
         raise SensorUnavailable(f"{name} has not returned from an earlier call")
-    call = _Call(function, arguments)
+    call = CallInThread("telemetry-call", function, *arguments)
     call.start()
     call.join(timeout_s)
     if not call.is_back and call.give_up():

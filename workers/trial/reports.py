@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from conf.children.keeper import Ended
 from conf.plain_text import ERROR_CHARACTERS, quoted, safe_text
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
 from workers.telemetry.base import Sample
@@ -82,18 +83,6 @@ class Failure:
 
 
 @dataclass
-class TrialExit:
-    """The end of a trial's process: `code` is negative for a signal, and None where a limit or the worker ended it."""
-
-    code: int | None = None
-    timed_out: bool = False
-    killed_for: str | None = None  # why it was killed, other than the deadline
-    output: str = ""  # its standard output and error: the beginning and the end
-    left: int = 0  # processes that it left behind and that had to be killed
-    stayed: int = 0  # those of them that could not be
-
-
-@dataclass
 class Observed:
     """Reports and samples of one trial. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
 
@@ -135,7 +124,9 @@ class Observed:
     warmup_ns: int | None = None
     window_ns: int | None = None
     window_end_ns: int | None = None
-    exit: TrialExit = field(default_factory=TrialExit)
+    exit: Ended = Ended(None)  # noqa: RUF009  a tuple
+    timed_out: bool = False
+    killed_for: str | None = None  # why it was killed, other than the deadline
 
 
 BROKEN = "broken"  # the event of a trial that broke the rules

@@ -1,7 +1,8 @@
-"""The worker's side of a trial server: starts it, sends it trials, reads their reports, kills it.
+"""The worker's side of trials: their server, a trial under way with the sensors on it, and how it ended.
 
 Start reading at `TrialServer.start_trial`. A server that dies or stops answering raises `ServerLost`; the caller starts
-another.
+another. `TrialRun` listens to one trial, `TrialWatch` has the sensors on its process and on each of its ranks,
+`Observed` (of `reports`) is the record of both, and `outcome_of` derives the status.
 
 `MpsDaemon` is CUDA's multi-process service (MPS), started for one worker's GPU and ended with its trial server. Under
 MPS kernels of several processes run side by side; without it they take turns. The service comes with the driver:
@@ -11,23 +12,33 @@ NVIDIA's program `nvidia-cuda-mps-control`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conf.children.containment import descendants_of, line_of
 from conf.children.keeper import MEMORY, Ended, receive
 from conf.children.running import Child, ChildServer, ServerLost
 from conf.files.identity import OWNER_FILE, identity
-from conf.plain_text import safe_text
-from workers.trial.reports import BROKEN, ReportReader, TrialExit
+from conf.plain_text import OUTPUT_STARTS, safe_text
+from workers.devices import Slot
+from workers.devices.steadiness import TargetFollower
+from workers.settings import TrialSettings
+from workers.telemetry.base import Sample, Sensor, WatchTarget
+from workers.telemetry.nvml import NvmlSensor
+from workers.telemetry.sampler import TelemetrySampler, make_sensors
+from workers.trial.body import is_device_fault
+from workers.trial.reports import ENDINGS, READINGS_KEPT, Observed, ReportReader
 from workers.trial.trial_server import modules_of_trace
 
 __all__ = ["RunningTrial", "ServerLost", "TrialServer"]
@@ -48,11 +59,11 @@ FOLDER_PREFIX = "gpufarm-trial-mps-"
 class RunningTrial:
     """A trial in flight: its process, and the socket on which it reports."""
 
+    server: TrialServer
     child: Child
     channel: socket.socket
     memory_limit_mib: float
     reader: ReportReader = field(default_factory=ReportReader)
-    broken: bool = False  # it broke the rules of its socket, and is killed
     leave_by_ns: int | None = None  # monotonic; set it, and a trial that is still there then is killed
 
     @property
@@ -70,20 +81,64 @@ class RunningTrial:
             self.child.has_ended()
         return self.child.ended is not None and self.child.ended.limit == MEMORY
 
-    def exit_of(self, ended: Ended, timed_out: bool) -> TrialExit:
-        """Return how the trial ended."""
-        killed_for = None
-        if ended.used_bytes is not None:
-            limit = f"trial.host_memory_limit_mib={self.memory_limit_mib:.0f}"
-            killed_for = f"its {ended.used_bytes / 2**20:.0f} MiB of host memory exceed {limit}"
-        return TrialExit(
-            code=ended.code,
-            timed_out=timed_out,
-            killed_for=killed_for,
-            output=safe_text(ended.output).strip(),
-            left=ended.left,
-            stayed=ended.stayed,
-        )
+    def events(self, deadline_ns: int, tick_s: float) -> Iterator[str | Ended | None]:
+        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last how it ended.
+
+        At `deadline_ns` or `leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
+        started. So is any that has not ended half a minute after `bye`.
+        """
+        channel_open, over, killed, reads_after_exit = True, False, False, 0
+        next_tick_ns = time.monotonic_ns()
+        while True:
+            now_ns = time.monotonic_ns()
+            if not killed and self.leave_by_ns is not None:
+                deadline_ns = min(deadline_ns, self.leave_by_ns)
+            overdue = now_ns >= deadline_ns
+            observed = self.reader.observed
+            if not killed and (observed.broken is not None or overdue):
+                killed, observed.timed_out = True, overdue
+                self.child.end()
+                deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
+            elif killed and overdue and not over:
+                raise ServerLost("a killed trial did not end")
+            if now_ns >= next_tick_ns:  # also while the trial talks without a pause
+                next_tick_ns = now_ns + int(tick_s * 1e9)
+                yield None
+            waiting: list[Any] = [*([self.channel] if channel_open else []), *([] if over else [self.child])]
+            timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
+            readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
+            if channel_open and self.channel in readable:
+                data = receive(self.channel, _RECEIVE_BYTES)
+                reads_after_exit += over
+                channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
+                yield from self.reader.feed(data)  # the trial's reports come before its exit
+            elif self.child in readable:
+                over = self._has_ended()
+            elif over:
+                assert self.child.ended is not None
+                yield self.child.ended
+                return
+
+    def tell(self, word: str) -> None:
+        """Send `go`, `steady`, `open` or `bye` to a trial (see `body`); no effect on one that has ended."""
+        if word == "bye":
+            self.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
+        with contextlib.suppress(OSError):
+            self.channel.sendall(word.encode() + b"\n")
+
+    def discard(self) -> None:
+        """Kill a prepared trial that is not needed, and wait until it is gone. Raises `ServerLost`."""
+        self.child.end()
+        try:
+            self.child.wait(_ANSWER_TIMEOUT_S)
+        finally:
+            self.close()
+
+    def _has_ended(self) -> bool:
+        try:
+            return self.child.has_ended()
+        except ServerLost as lost:
+            raise ServerLost(f"{lost}{self.server.output_suffix()}") from lost
 
 
 class TrialServer(ChildServer):
@@ -103,7 +158,7 @@ class TrialServer(ChildServer):
     ) -> RunningTrial:
         """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
 
-        With `trial["ahead"]` it gets ready and waits; `tell(trial, "go")` lets it run. Beyond `memory_limit_mib`
+        With `trial["ahead"]` it gets ready and waits; `tell("go")` lets it run. Beyond `memory_limit_mib`
         of host memory it is ended.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -119,67 +174,7 @@ class TrialServer(ChildServer):
         except BaseException:
             ours.close()
             raise
-        return RunningTrial(child, ours, memory_limit_mib, reader or ReportReader())
-
-    def events(self, trial: RunningTrial, deadline_ns: int, tick_s: float) -> Iterator[str | TrialExit | None]:
-        """Yield the names of the trial's recorded events, None at least every `tick_s`, and last its `TrialExit`.
-
-        At `deadline_ns` or `trial.leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
-        started. So is any that has not ended half a minute after `bye`.
-        """
-        channel_open, over, killed, timed_out, reads_after_exit = True, False, False, False, 0
-        next_tick_ns = time.monotonic_ns()
-        while True:
-            now_ns = time.monotonic_ns()
-            if not killed and trial.leave_by_ns is not None:
-                deadline_ns = min(deadline_ns, trial.leave_by_ns)
-            overdue = now_ns >= deadline_ns
-            if not killed and (trial.broken or overdue):
-                killed, timed_out = True, overdue
-                trial.child.end()
-                deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
-            elif killed and overdue and not over:
-                raise ServerLost("a killed trial did not end")
-            if now_ns >= next_tick_ns:  # also while the trial talks without a pause
-                next_tick_ns = now_ns + int(tick_s * 1e9)
-                yield None
-            waiting: list[Any] = [*([trial.channel] if channel_open else []), *([] if over else [trial.child])]
-            timeout_s = max(0.0, (min(next_tick_ns, deadline_ns) - time.monotonic_ns()) / 1e9)
-            readable = select.select(waiting, [], [], 0.0 if over else timeout_s)[0]
-            if channel_open and trial.channel in readable:
-                data = receive(trial.channel, _RECEIVE_BYTES)
-                reads_after_exit += over
-                channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
-                for event in trial.reader.feed(data):  # the trial's reports come before its exit
-                    trial.broken = event == BROKEN
-                    yield event
-            elif trial.child in readable:
-                over = self._has_ended(trial.child)
-            elif over:
-                assert trial.child.ended is not None
-                yield trial.exit_of(trial.child.ended, timed_out)
-                return
-
-    def tell(self, trial: RunningTrial, word: str) -> None:
-        """Send `go`, `steady`, `open` or `bye` to a trial (see `body`); no effect on one that has ended."""
-        if word == "bye":
-            trial.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
-        with contextlib.suppress(OSError):
-            trial.channel.sendall(word.encode() + b"\n")
-
-    def discard(self, trial: RunningTrial) -> None:
-        """Kill a prepared trial that is not needed, and wait until it is gone. Raises `ServerLost`."""
-        trial.child.end()
-        try:
-            trial.child.wait(_ANSWER_TIMEOUT_S)
-        finally:
-            trial.close()
-
-    def _has_ended(self, child: Child) -> bool:
-        try:
-            return child.has_ended()
-        except ServerLost as lost:
-            raise ServerLost(f"{lost}{self.output_suffix()}") from lost
+        return RunningTrial(self, child, ours, memory_limit_mib, reader or ReportReader())
 
 
 class MpsUnavailable(RuntimeError):
@@ -234,3 +229,283 @@ class MpsDaemon:
         if completed.returncode:
             text = output.read_text(errors="replace").strip() or "no output"
             raise MpsUnavailable(f"{_PROGRAM} ended with code {completed.returncode}: {text[:500]}")
+
+
+_OF_TREE = "process"  # the source that reads a trial of several ranks as a whole
+
+
+def startup_s(observed: Observed, t0_ns: int | None) -> float | None:
+    """Return the seconds from the task's start to its first step; None in virtual time, or without a step."""
+    if t0_ns is None or observed.warmup_ns is None:
+        return None
+    return (observed.warmup_ns - t0_ns) / 1e9
+
+
+def kernels_missing(observed: Observed) -> str | None:
+    """Return why a finished trial that was to report its kernels has none; None if it has."""
+    if observed.profiled:
+        return observed.profile_problem
+    if observed.broken is not None:
+        return f"the trial reported {observed.broken}"
+    ended = observed.exit
+    if ended.code is None:
+        return f"the trial was killed before it had reported them: {observed.killed_for or 'it was not done in time'}"
+    how = signal_name(-ended.code) if ended.code < 0 else f"code {ended.code}"
+    return f"the trial's process ended with {how} before it had reported them"
+
+
+def failed_rank(observed: Observed) -> int | None:
+    """Return the rank that ended the trial; None if none did, and of a trial that runs alone."""
+    if observed.rank_ended is not None:
+        return observed.rank_ended.rank
+    return None if observed.failure is None else observed.failure.rank
+
+
+def exit_code(observed: Observed) -> int | None:
+    """Return the exit code of the trial, or of the rank that ended it; negative for a signal."""
+    return observed.exit.code if observed.rank_ended is None else observed.rank_ended.code
+
+
+def kernel_oom_kills() -> int:
+    """Return how many processes the kernel's out-of-memory killer has killed since boot (0 if not reported)."""
+    return int(line_of("/proc/vmstat", "oom_kill ") or "0")
+
+
+def outcome_of(
+    observed: Observed, settings: TrialSettings, lost: str | None, backend: str, ranks: int = 1
+) -> tuple[dict[str, Any], bool]:
+    """Return (status, oom_kind, error_type, error) of a run, and whether another attempt may end differently.
+
+    `backend` is the device's; a trial's claims about a device that it did not have are ignored. Of `ranks` processes
+    the error names the one that ended the trial.
+    """
+    rank = failed_rank(observed)
+    who, prefix = ("the trial", "") if rank is None else (f"rank {rank} of {ranks}", f"rank {rank} of {ranks}: ")
+
+    def outcome(
+        status: str,
+        oom_kind: str | None = None,
+        error_type: str | None = None,
+        error: str | None = None,
+        retryable: bool = False,
+    ) -> tuple[dict[str, Any], bool]:
+        text, output = None if error is None else safe_text(error), safe_text(observed.exit.output).strip()
+        if text is not None and output and output not in text:
+            text = f"{text}{OUTPUT_STARTS}\n{output}"
+        return {"status": status, "oom_kind": oom_kind, "error_type": error_type, "error": text}, retryable
+
+    if observed.finished:
+        return outcome("ok")
+    if observed.failure is not None:
+        failure = observed.failure
+        faulty = failure.device_fault and is_device_fault(backend, failure.error_type, failure.error)
+        return outcome(failure.status, failure.oom_kind, failure.error_type, prefix + failure.error, faulty)
+    if observed.broken is not None:
+        return outcome("crashed", error_type="BrokenReport", error=f"the trial reported {observed.broken}")
+    if lost is not None:
+        return outcome("crashed", error_type="ServerLost", error=lost, retryable=True)
+    if observed.killed_for is not None:
+        kind = "device" if backend == "cpu" else "host"
+        return outcome("oom", kind, "HostOutOfMemory", f"{prefix}killed: {observed.killed_for}")
+    if observed.timed_out:
+        return outcome(
+            "timeout", error_type="Timeout", error=f"not done after trial.timeout_s={settings.timeout_s:g} s"
+        )
+    code = exit_code(observed)
+    if code == -signal.SIGKILL:
+        return outcome("crashed", error_type="SIGKILL", error=f"{who} was killed from outside", retryable=True)
+    if code is not None and code < 0:
+        name = signal_name(-code)
+        return outcome("crashed", error_type=name, error=f"{who} died of {name}")
+    return outcome("crashed", error_type="Exit", error=f"{who} exited with code {code} and no result")
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, as `SIGSEGV`; `SIG40` for one without a name, as real-time signals."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+class TrialRun:
+    """Listens to one trial, and keeps what comes of it.
+
+    Args:
+        trial: Its process.
+        watch: Its sensors.
+        observed: Takes what it reports and what the sensors read.
+        deadline_ns: When it is killed, by the monotonic clock.
+        tick_s: How long `step` waits at most.
+    """
+
+    def __init__(
+        self,
+        trial: RunningTrial,
+        watch: TrialWatch,
+        observed: Observed,
+        deadline_ns: int,
+        tick_s: float,
+    ) -> None:
+        self.trial, self._watch, self.observed = trial, watch, observed
+        trial.reader.observed = observed
+        self._events = trial.events(deadline_ns, tick_s)
+        self._steady_sent = self._dismissed = False
+        self.living = True
+
+    @property
+    def reported(self) -> bool:
+        """Return whether it has said how it went, or cannot any more."""
+        observed = self.observed
+        endings = (observed.failure, observed.broken, observed.rank_ended)
+        return not self.living or observed.finished or any(ending is not None for ending in endings)
+
+    def step(self) -> str | Ended | None:
+        """Take the trial's next event and return its name; None: there was none. Raises `ServerLost`."""
+        event, observed, watch = next(self._events), self.observed, self._watch
+        if isinstance(event, Ended):
+            observed.exit, self.living = event, False
+            if event.used_bytes is not None:
+                limit = f"trial.host_memory_limit_mib={self.trial.memory_limit_mib:.0f}"
+                observed.killed_for = f"its {event.used_bytes / 2**20:.0f} MiB of host memory exceed {limit}"
+            elif -signal.SIGKILL in (event.code, exit_code(observed)) and kernel_oom_kills() > observed.oom_kills:
+                observed.killed_for = "the kernel's out-of-memory killer"
+            return event
+        if event == "ranks":
+            watch.ranks_started(observed.rank_pids)
+        elif event == "window":
+            watch.follower.begin(observed.window_ns or 0, observed.warmup_ns)
+        elif event == "step" and not (step := observed.samples[-1][1]).rank:
+            watch.follower.mark_step(step.t_ns)
+        elif event in ENDINGS and not observed.shared:
+            observed.half_widths |= watch.half_widths()
+        if event in (None, "window") and not self._steady_sent:
+            self._steady_sent = watch.steady(time.monotonic_ns())
+            if self._steady_sent:
+                self.trial.tell("steady")
+        return event
+
+    def dismiss(self) -> None:
+        """Dismiss the trial; the last sample still sees its memory."""
+        if self.living and not self._dismissed:
+            self._dismissed = True
+            self._watch.wind_up(self.observed.window_end_ns)
+            self.trial.tell("bye")
+
+    def close(self) -> None:
+        """End the sensors, and keep what they have read."""
+        self._watch.stop(self.observed.window_end_ns)
+        self.trial.close()
+        reader = self.trial.reader
+        if reader.readings_left_out:
+            source = "simulated" if reader.virtual else "torch"
+            self.observed.missing[source] = f"kept {READINGS_KEPT:,} of {reader.readings:,} readings of the trial"
+
+
+class TrialWatch:
+    """Samples a trial while it runs, and notes when what it samples is steady.
+
+    Of several ranks each has sensors of its own, whose samples carry its number, and the whole process tree one more.
+    The first rank's figures decide on the window, as it does itself.
+
+    Args:
+        settings: The trial's settings.
+        slots: The worker's slots: one, or one for each rank.
+        ranks: Processes that train.
+        pid: Process of the trial.
+        observed: Takes the reasons why sensors read nothing, and in the end the samples.
+        sampled: Whether the device is sampled at all.
+        partners: Processes of trials that run beside it, which do not count as strangers on the device.
+    """
+
+    def __init__(
+        self,
+        settings: TrialSettings,
+        slots: Sequence[Slot],
+        ranks: int,
+        pid: int,
+        observed: Observed,
+        *,
+        sampled: bool,
+        partners: Sequence[int] = (),
+    ) -> None:
+        self._settings, self._slots, self._pid, self._observed = settings, slots, pid, observed
+        self._sampled, self._several, self._partners = sampled, ranks > 1, tuple(partners)
+        self._of_ranks: list[TelemetrySampler] = []
+        observed.missing = {}
+        sources = settings.telemetry.sources
+        if self._several:
+            sources = tuple(source for source in sources if source == _OF_TREE)
+        self._whole = self._started(sources, slots[0].device_uuid, pid)
+        self.follower = self._made_follower()
+
+    def ranks_started(self, pids: Sequence[int]) -> None:
+        """Watch the ranks' processes, as far as they are the trial's."""
+        descendants = set(descendants_of(self._pid)) if self._sampled else set()
+        for rank, pid in enumerate(pids):
+            if pid not in descendants:  # it has ended, or is another's
+                self._observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
+                pid = self._pid
+            uuid = self._slots[rank % len(self._slots)].device_uuid
+            self._of_ranks.append(self._started(self._settings.telemetry.sources, uuid, pid))
+        self.follower = self._made_follower()
+
+    def _made_follower(self) -> TargetFollower:
+        telemetry = self._settings.telemetry
+        return TargetFollower(self._settings.window, self._decisive.sensor_names, telemetry.period_s)
+
+    def steady(self, now_ns: int) -> bool:
+        """Return whether every sampled figure of the window is steady."""
+        self.follower.add(self._decisive.new_samples())
+        return self.follower.steady(now_ns)
+
+    def half_widths(self) -> dict[str, float]:
+        """Return the half-width of each figure's interval, as far as the window has come."""
+        self.follower.add(self._decisive.new_samples())
+        return self.follower.half_widths()
+
+    def wind_up(self, until_ns: int | None) -> None:
+        """Take the last samples, while the trial still holds its memory."""
+        for sampler in self._samplers:
+            sampler.wind_up(until_ns)
+
+    def stop(self, until_ns: int | None) -> None:
+        """End all sensors, and pass their samples to `observed`."""
+        observed = self._observed
+        for sampler in self._samplers:
+            rank = self._of_ranks.index(sampler) if sampler in self._of_ranks else None
+            observed.samples += [(name, _of_rank(sample, rank)) for name, sample in sampler.stop(until_ns)]
+            for name, reason in sampler.missing.items():
+                observed.missing.setdefault(name, reason)
+        with_memory = any("process_memory_mib" in sample.values for _, sample in observed.samples)
+        if self._slots[0].device_uuid is not None and self._sampled and not with_memory:
+            observed.missing.setdefault(
+                "nvml.process_memory_mib",
+                "NVML never listed the trial's process; in a container the host's pids are needed (--pid=host)",
+            )
+
+    @property
+    def _samplers(self) -> list[TelemetrySampler]:
+        return [self._whole, *self._of_ranks]
+
+    @property
+    def _decisive(self) -> TelemetrySampler:
+        return self._of_ranks[0] if self._of_ranks else self._whole
+
+    def _started(self, sources: Sequence[str], uuid: str | None, pid: int) -> TelemetrySampler:
+        telemetry = dataclasses.replace(self._settings.telemetry, sources=tuple(sources))
+        sensors: tuple[Sensor, ...] = ()
+        if self._sampled:
+            sensors, missing = make_sensors(telemetry, WatchTarget(uuid, pid))
+            for name, reason in missing.items():
+                self._observed.missing.setdefault(name, reason)
+        for sensor in sensors:
+            if self._partners and isinstance(sensor, NvmlSensor):
+                sensor.ignore(self._partners)
+        sampler = TelemetrySampler(sensors, telemetry.period_s)
+        sampler.start()
+        return sampler
+
+
+def _of_rank(sample: Sample, rank: int | None) -> Sample:
+    return sample if rank is None else dataclasses.replace(sample, rank=rank)
