@@ -219,7 +219,7 @@ def _archive(work: Path) -> bytes:
     content = io.BytesIO()
     with tarfile.open(None, "w:xz", content, preset=_XZ_PRESET) as packed, contextlib.ExitStack() as held:
         if (work / DATA / "format.json").is_file():
-            held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), wait=True))
+            held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), lambda line: None))
         for name, path in _files(work, Path(held.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-pack-")))):
             with contextlib.suppress(FileNotFoundError):  # a temporary file, or one replaced since
                 data = path.read_bytes()

@@ -343,7 +343,7 @@ def test_a_kill_between_the_two_files_leaves_no_run_and_the_next_ingest_complete
 
 
 def test_an_export_that_was_killed_between_two_files_doubles_no_sample(filled, out, monkeypatch):
-    write = exporting.write_bytes
+    write = exporting.write_file
 
     def killed(path, content):
         if path.name.endswith("-runs.parquet"):

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, unknown_name
-from conf.files.outputs import folder_problems, sync, write_file
+from conf.files.outputs import folder_problems, write_file
 from warehouse.exchange.dataset import (
     ALWAYS_THERE,
     CARD,
@@ -213,25 +213,17 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
             f"written; the largest files: {largest_files}. "
             "Choose families=, thin the telemetry with hz=, leave kernels out with kernels=false, or raise max_mb"
         )
-    new_files: list[Path] = []
-    new_folders: list[Path] = []
+    paths = [root / name for name in contents]
+    new_files = [path for path in paths if not path.exists()]
+    new_folders = {folder for path in paths for folder in path.parents if not folder.exists()}
     try:
-        for name, content in contents.items():
-            path = root / name
-            if path.exists() and path.read_bytes() == content:
-                continue
-            missing = [parent for parent in (path.parent, *path.parent.parents) if not parent.exists()]
-            for parent in reversed(missing):
-                parent.mkdir()
-                new_folders.append(parent)
-                sync(parent.parent)
-            if not path.exists():
-                new_files.append(path)
-            write_file(path, content)
+        for path, content in zip(paths, contents.values(), strict=True):
+            if not path.exists() or path.read_bytes() != content:
+                write_file(path, content)
     except OSError:  # the disk is full: nothing half-done stays; files that were replaced are whole, old or new
         for path in new_files:
             path.unlink(missing_ok=True)
-        for parent in reversed(new_folders):
+        for folder in sorted(new_folders, reverse=True):
             with contextlib.suppress(OSError):
-                parent.rmdir()
+                folder.rmdir()
         raise

@@ -316,11 +316,12 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
                 raise UsageError(
                     f"two files are called {file.stem}: {files[file.stem].path} and {file}; read one at a time"
                 )
-            try:
-                files[file.stem] = _read_file(file)
-            except _UnknownHeader:
-                if stems or root.is_file():
-                    raise
+            read = _read_file(file)
+            if isinstance(read, PublishedFile):
+                files[file.stem] = read
+            elif stems or root.is_file():
+                raise UsageError(read)
+            else:
                 others.append(file)
     where = ", ".join(map(str, roots))
     if missing := sorted(set(stems) - set(files)):
@@ -353,9 +354,8 @@ def read_published_runs(path: Path, device_name: str | None, *, source: str) -> 
     A run's identity is its configuration, card and memory. So measurements that are published again, with other
     columns or in another file, are the same runs. `device_name` None stands for the card of these files.
     """
-    try:
-        file = _read_file(path)
-    except _UnknownHeader:
+    file = _read_file(path)
+    if isinstance(file, str):
         return f"unknown header; known: {known_headers()}"
     if file.form == "models":
         return "well-known models by name: no configurations of a family that could be rebuilt"
@@ -394,20 +394,17 @@ def _columns(row: PublishedRow) -> Columns:
     }
 
 
-class _UnknownHeader(UsageError):
-    pass
-
-
-def _read_file(path: Path) -> PublishedFile:
+def _read_file(path: Path) -> PublishedFile | str:
+    """Return the file's rows, or why it is not of a known form."""
     try:
         header, rows = read_csv(path)
     except UsageError as error:
-        raise _UnknownHeader(f"published={path} is not a CSV file: {error.__cause__}") from error
+        return f"published={path} is not a CSV file: {error.__cause__}"
     for form, (columns, read) in _FORMS.items():
         if columns <= set(header):
             return PublishedFile(path=path, form=form, rows=tuple(read(path.stem, rows)), columns=header)
     shown = ", ".join(sorted(header)[:12]) or "nothing"
-    raise _UnknownHeader(f"published={path}: unknown header ({shown}); known: {known_headers()}")
+    return f"published={path}: unknown header ({shown}); known: {known_headers()}"
 
 
 def known_headers() -> str:

@@ -347,14 +347,20 @@ def is_open_somewhere(folder: DataFolder) -> bool:
 
 
 @contextlib.contextmanager
-def compaction_lock(folder: DataFolder, *, wait: bool = False) -> Iterator[bool]:
-    """Take the compaction lock and yield whether it was acquired; with `wait`, block until it is."""
+def compaction_lock(folder: DataFolder, tell: Callable[[str], None] | None = None) -> Iterator[bool]:
+    """Take the compaction lock and yield whether it was acquired.
+
+    With `tell`, which is told where another process holds it, block until it is.
+    """
     with open_lock(folder.compaction_lock) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
-            return
+            if tell is None:
+                yield False
+                return
+            tell("waiting for a compaction that is at work on this folder")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield True
 
 

@@ -399,18 +399,16 @@ def run_ids_of(path: Path) -> set[str]:
         raise Unreadable(first_line(error)) from error
 
 
-def unheld_ids(
-    folder: DataFolder, kind: str, family: str, ids: Iterable[str], listings: Sequence[Listing], but: Path | None = None
+def _unheld_ids(
+    folder: DataFolder, kind: str, family: str, ids: Iterable[str], listings: Sequence[Listing]
 ) -> set[str]:
-    """Return those of `ids` that no intact file of the partition holds, among files that count and are not `but`.
+    """Return those of `ids` that no intact file of the partition holds, among files that count.
 
     For telemetry, only samples of landed runs are reported: others belong to no visible run.
     """
     left = set(ids)
     merged: list[Path] = []
     for path in counting_files(folder, kind, family, listings):
-        if path == but:
-            continue
         if is_merged_name(path.name):
             merged.append(path)
         elif path.stem in left and checksum_problem(path) is None:
@@ -423,13 +421,8 @@ def unheld_ids(
         except (Unreadable, FileNotFoundError):
             continue
     if left and kind == "telemetry":
-        left &= _find_landed(folder, family, left)
+        left -= _unheld_ids(folder, "runs", family, left, read_listings(folder, "runs"))
     return left
-
-
-def _find_landed(folder: DataFolder, family: str, ids: set[str]) -> set[str]:
-    missing = unheld_ids(folder, "runs", family, ids, read_listings(folder, "runs"))
-    return ids - missing
 
 
 @dataclass
@@ -451,11 +444,8 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     family = path.parent.name.removeprefix("family=")
     partition = path.parent.name + "/"
     there = {f"{partition}{name}" for name in os.listdir(path.parent)}
-    unproven = Unproven()
+    unproven = Unproven(dict.fromkeys(_foreign(listing), "it is of another family"))
     for name in listing.hidden:
-        if not name.startswith(partition) or "/" in name.removeprefix(partition):
-            unproven.unheld[name] = "it is of another family"
-            continue
         if name not in there or Path(name).stem in held:
             continue
         try:
@@ -466,7 +456,7 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
             unproven.unreadable[name] = str(error)
             continue
         if missing:
-            missing = unheld_ids(folder, kind, family, missing, listings)
+            missing = _unheld_ids(folder, kind, family, missing, listings)
         if missing:
             unproven.unheld[name] = f"{len(missing):,} of its runs are not there"
     return unproven
@@ -543,7 +533,7 @@ def unlisted_problem(
             return None
         if not is_own_merge(path):
             return "no compaction wrote it, and no listing names it"
-        missing = unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
+        missing = _unheld_ids(folder, kind, family, run_ids_of(path), read_listings(folder, kind, lambda damaged: None))
     except FileNotFoundError:
         return None
     except (Unreadable, OSError) as error:

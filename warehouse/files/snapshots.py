@@ -112,7 +112,7 @@ def _is_below(root: Path, path: str) -> bool:
 
 
 def take_snapshot(
-    folder: DataFolder, name: str | None = None, *, tell: Callable[[str], None] | None = None
+    folder: DataFolder, name: str | None = None, *, tell: Callable[[str], None] = lambda line: None
 ) -> Snapshot:
     """Freeze the rows that the views show now under `name`, or the UTC day (`2026-11-20`, then `2026-11-20.2`).
 
@@ -125,7 +125,7 @@ def take_snapshot(
     folder.open()
     if name is not None:
         _check_new_name(folder, name)
-    with _lock(folder, tell), disk_errors_named():
+    with compaction_lock(folder, tell), disk_errors_named():
         folder.snapshots.mkdir(exist_ok=True)
         for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # left by a killed process
             shutil.rmtree(abandoned)
@@ -188,16 +188,6 @@ def _check_new_name(folder: DataFolder, name: str) -> None:
         raise UsageError(f"name={name}: there is a snapshot of that name")
 
 
-@contextlib.contextmanager
-def _lock(folder: DataFolder, tell: Callable[[str], None] | None) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if not stack.enter_context(compaction_lock(folder)):
-            if tell is not None:
-                tell("waiting for a compaction that is at work on this folder")
-            stack.enter_context(compaction_lock(folder, wait=True))
-        yield
-
-
 def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     """Link the files that count into `building`; return the damaged ones, which are left out.
 
@@ -256,8 +246,10 @@ def _link(source: Path, target: Path) -> None:
 def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime, left_out: list[str]) -> None:
     files = []
     for path in _parquet_files(building.root):
-        with _name_errors(path):
+        try:
             rows = pq.read_metadata(path).num_rows
+        except pa.ArrowException as error:
+            raise EnvironmentProblem(f"{path} cannot be read: {first_line(error)}") from error
         status = path.stat()
         file = SnapshotFile(
             str(path.relative_to(building.root)), status.st_size, rows, sha256_of(path), status.st_mtime_ns
@@ -289,14 +281,6 @@ def _view_rows(building: DataFolder) -> dict[str, int]:
             if is_disk_error(error):
                 raise
             raise EnvironmentProblem(f"the folder's files cannot be read: {first_line(error)}") from error
-
-
-@contextlib.contextmanager
-def _name_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except pa.ArrowException as error:
-        raise EnvironmentProblem(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _parquet_files(root: Path) -> list[Path]:
