@@ -6,7 +6,6 @@ Start reading at `canary_configs`, which lists them, then at `compare`, which re
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import re
@@ -16,7 +15,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import warehouse
 from conf.errors import UsageError
 from conf.plain_text import error_line, first_few
 from farm.nights.journal import CanariesPayload, ComparedLabel, DriftPayload, Environment
@@ -27,6 +25,7 @@ from featurize.job.layers import rough_memory_mib
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RUN_RATIOS
+from warehouse.reading.connection import select
 from warehouse.tables.run import reasons_of
 from warehouse.tables.schema import ENVIRONMENT
 from workers.labels.quality import REASONS
@@ -102,14 +101,14 @@ def read_nights(
     `forget`. A night's environment is that of its `ok` runs, since others may have ended before reporting it.
     """
     columns = (*_ABOUT, *ENVIRONMENT, *LABELS)
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(
-            f"SELECT {', '.join(columns)} FROM attempts WHERE source = ? AND (starts_with(job_id, ?) "
-            "OR list_contains(?::VARCHAR[], job_id)) ORDER BY coalesce(started_at, finished_at) NULLS FIRST, run_id",
-            [source, PREFIX, list(tonight)],
-        ).fetchall()
+    rows = select(
+        data,
+        f"SELECT {', '.join(columns)} FROM attempts WHERE source = ? AND (starts_with(job_id, ?) "
+        "OR list_contains(?::VARCHAR[], job_id)) ORDER BY coalesce(started_at, finished_at) NULLS FIRST, run_id",
+        [source, PREFIX, list(tonight)],
+    )
     jobs: dict[str, list[CanaryRun]] = {}
-    for row in (dict(zip(columns, values, strict=True)) for values in rows):
+    for row in rows:
         # A run that no worker brought back does not know its device; the jobs of tonight are all of this one.
         ours = row["job_id"] in tonight if row["device_name"] is None else same_device(row["device_name"], device_name)
         run = _run(row) if ours else None
@@ -218,16 +217,16 @@ def _slower(
 ) -> list[str]:
     """Return differences in clocks and temperatures between tonight's windows and earlier ones."""
     families = sorted({run.config.family for run in now})
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(
-            "SELECT is_now, median(clock_mhz), median(heat_c) FROM ("
-            "SELECT list_contains(?::VARCHAR[], run_id) AS is_now, median(sm_clock_mhz) AS clock_mhz, "
-            "max(temperature_c) AS heat_c FROM telemetry WHERE phase = 'window' "
-            f"AND family IN ({', '.join('?' * len(families))}) AND list_contains(?::VARCHAR[], run_id) "
-            "GROUP BY run_id) GROUP BY is_now",
-            [[run.run_id for run in now], *families, [run.run_id for run in (*now, *before)]],
-        ).fetchall()
-    by_side = {is_now: figures for is_now, *figures in rows}
+    rows = select(
+        data,
+        "SELECT is_now, median(clock_mhz) AS clock_mhz, median(heat_c) AS heat_c FROM ("
+        "SELECT list_contains(?::VARCHAR[], run_id) AS is_now, median(sm_clock_mhz) AS clock_mhz, "
+        "max(temperature_c) AS heat_c FROM telemetry WHERE phase = 'window' "
+        f"AND family IN ({', '.join('?' * len(families))}) AND list_contains(?::VARCHAR[], run_id) "
+        "GROUP BY run_id) GROUP BY is_now",
+        [[run.run_id for run in now], *families, [run.run_id for run in (*now, *before)]],
+    )
+    by_side = {row["is_now"]: (row["clock_mhz"], row["heat_c"]) for row in rows}
     (clock_now, heat_now), (clock_then, heat_then) = (by_side.get(side, (None, None)) for side in (True, False))
     sentences = []
     if clock_now is not None and clock_then is not None and clock_now < (1 - _CLOCK_SHARE) * clock_then:

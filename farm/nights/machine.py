@@ -5,7 +5,6 @@ Start reading at `machine_of` and `submit_listed`.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 import json
@@ -26,6 +25,7 @@ from featurize.configs.trial import TrialConfig, canonical_json, code_problem
 from featurize.device.device_spec import same_device
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
+from warehouse.reading.connection import select
 from warehouse.tables.schema import ENVIRONMENT
 from workers.devices import DeviceChoice, choose_device, make_device
 from workers.settings import TrialSettings
@@ -124,22 +124,21 @@ def submit_listed(
 
 def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | None:
     """Return the environment of the newest run of this device; None where there is none."""
-    rows = _ask(
+    rows = select(
         folder,
         f"SELECT device_name, {', '.join(ENVIRONMENT)} FROM attempts WHERE source = ? AND torch_version IS NOT NULL "
         "ORDER BY finished_at DESC",
         [machine.source],
     )
-    return next(
-        (dict(zip(ENVIRONMENT, row[1:], strict=True)) for row in rows if same_device(row[0], machine.device_name)), None
-    )
+    ours = (row for row in rows if same_device(row["device_name"], machine.device_name))
+    return next(({name: row[name] for name in ENVIRONMENT} for row in ours), None)
 
 
 def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
     """Return the seconds that a cycle has measured, over all attempts; a killed one counts up to its last run."""
     finished = [
-        row[0].replace(tzinfo=datetime.UTC)
-        for row in _ask(
+        row["finished_at"].replace(tzinfo=datetime.UTC)
+        for row in select(
             folder,
             "SELECT finished_at FROM attempts WHERE list_contains(?::VARCHAR[], job_id) AND finished_at IS NOT NULL",
             [list(jobs)],
@@ -159,24 +158,24 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
 
 def job_figures(folder: DataFolder, job_id: str) -> RunPayload:
     """Return a job's runs by status and family, their workers' seconds, and the energy of their windows."""
-    rows = _ask(
+    rows = select(
         folder,
-        "SELECT family, status, count(*), sum(wall_s), sum(energy_j) FROM runs WHERE job_id = ? "
-        "GROUP BY ALL ORDER BY ALL",
+        "SELECT family, status, count(*) AS runs, sum(wall_s) AS wall_s, sum(energy_j) AS energy_j FROM runs "
+        "WHERE job_id = ? GROUP BY ALL ORDER BY ALL",
         [job_id],
     )
     by_status: Counter[str] = Counter()
     by_family: Counter[str] = Counter()
-    for family, status, count, *_ in rows:
-        by_status[status] += count
-        by_family[family] += count
-    energies = [row[4] for row in rows if row[4] is not None]
+    for row in rows:
+        by_status[row["status"]] += row["runs"]
+        by_family[row["family"]] += row["runs"]
+    energies = [row["energy_j"] for row in rows if row["energy_j"] is not None]
     return RunPayload(
         job_id=job_id,
         runs=by_status.total(),
         by_status=dict(by_status),
         by_family=dict(by_family),
-        gpu_seconds=sum(row[3] or 0.0 for row in rows),
+        gpu_seconds=sum(row["wall_s"] or 0.0 for row in rows),
         energy_j=sum(energies) if energies else None,
     )
 
@@ -184,30 +183,22 @@ def job_figures(folder: DataFolder, job_id: str) -> RunPayload:
 def pair_figures(folder: DataFolder, job_id: str) -> PairsPayload:
     """Return the figures of a job's groups."""
     of_job = "FROM collocations WHERE starts_with(group_id, ? || '-')"
-    ((pairs, out_of_memory),) = _ask(
+    (counts,) = select(
         folder,
-        f"SELECT count(DISTINCT group_id), count(DISTINCT CASE WHEN status = 'oom' THEN group_id END) {of_job}",
+        "SELECT count(DISTINCT group_id) AS pairs, "
+        f"count(DISTINCT CASE WHEN status = 'oom' THEN group_id END) AS out_of_memory {of_job}",
         [job_id],
     )
-    ((median, p90),) = _ask(
-        folder, f"SELECT median(slowdown), quantile_cont(slowdown, 0.9) {of_job} AND doubt IS NULL", [job_id]
+    (slowdowns,) = select(
+        folder,
+        "SELECT median(slowdown) AS slowdown_median, quantile_cont(slowdown, 0.9) AS slowdown_p90 "
+        f"{of_job} AND doubt IS NULL",
+        [job_id],
     )
-    return PairsPayload(pairs=pairs, out_of_memory=out_of_memory, slowdown_median=median, slowdown_p90=p90)
+    return PairsPayload(**counts, **slowdowns)
 
 
 def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
     """Return the indices of a job's tasks that have a run."""
-    return {
-        index
-        for (index,) in _ask(
-            folder, "SELECT task_index FROM runs WHERE job_id = ? AND task_index IS NOT NULL", [job_id]
-        )
-    }
-
-
-def _ask(folder: DataFolder, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-    from warehouse.reading.connection import connect
-
-    with contextlib.closing(connect(folder)) as connection:
-        rows: list[tuple[Any, ...]] = connection.execute(query, list(values)).fetchall()
-    return rows
+    query = "SELECT task_index FROM runs WHERE job_id = ? AND task_index IS NOT NULL"
+    return {row["task_index"] for row in select(folder, query, [job_id])}

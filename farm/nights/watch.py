@@ -7,7 +7,6 @@ marks the rows that became stale (`warehouse.files.writer.write_marks`); `remeas
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 from collections import Counter
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import warehouse
 from conf.errors import UsageError
 from conf.plain_text import first_few
 from farm.nights.canaries import (
@@ -37,6 +35,7 @@ from featurize.device.device_spec import same_device
 from featurize.families import layers_of
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import Mark, write_marks
+from warehouse.reading.connection import select
 from warehouse.reading.pairing import shift_text
 from warehouse.tables.schema import ENVIRONMENT
 
@@ -230,14 +229,14 @@ def _rows(
     """Return the usable rows of that environment, with their configs."""
     columns = ("run_id", "family", "config", "device_name", "status", "oom_kind", *LABELS)
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(
-            f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND group_id IS NULL "
-            "AND quality IS DISTINCT FROM 'untrusted' "
-            f"AND (status = 'ok' OR (status = 'oom' AND oom_kind = 'device')) AND {same} ORDER BY run_id",
-            [verdict.source, *environment],
-        ).fetchall()
-    for row in (dict(zip(columns, values, strict=True)) for values in rows):
+    rows = select(
+        data,
+        f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND group_id IS NULL "
+        "AND quality IS DISTINCT FROM 'untrusted' "
+        f"AND (status = 'ok' OR (status = 'oom' AND oom_kind = 'device')) AND {same} ORDER BY run_id",
+        [verdict.source, *environment],
+    )
+    for row in rows:
         config = _config(row["config"]) if same_device(row["device_name"], verdict.device_name) else None
         if config is not None:
             yield row, config
@@ -330,19 +329,17 @@ def _stale_rows(
     values = [environment.get(name) for name in ENVIRONMENT]
     same = " AND ".join(f"{{}}.{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
     about = ("config_hash", "config", "device_name", "device_memory_mib", "parameters", "status", _MEMORY)
-    columns = ("label", "operators", *about, "measured")
-    with contextlib.closing(warehouse.connect(data)) as connection:
-        rows = connection.execute(
-            f"""SELECT label, operators, {", ".join(f"run.{name}" for name in about)}, run.config_hash IN (
-                SELECT again.config_hash FROM runs AS again
-                WHERE again.source = ? AND again.group_id IS NULL AND again.config_hash IS NOT NULL
-                AND {same.replace("{}", "again")}
-            )
-            FROM stale AS mark JOIN runs AS run USING (run_id)
-            WHERE mark.source = ? AND {same.replace("{}", "mark")} ORDER BY run_id, label""",
-            [source, *values, source, *values],
-        ).fetchall()
-    marks = [dict(zip(columns, row, strict=True)) for row in rows]
+    marks = select(
+        data,
+        f"""SELECT label, operators, {", ".join(f"run.{name}" for name in about)}, run.config_hash IN (
+            SELECT again.config_hash FROM runs AS again
+            WHERE again.source = ? AND again.group_id IS NULL AND again.config_hash IS NOT NULL
+            AND {same.replace("{}", "again")}
+        ) AS measured
+        FROM stale AS mark JOIN runs AS run USING (run_id)
+        WHERE mark.source = ? AND {same.replace("{}", "mark")} ORDER BY run_id, label""",
+        [source, *values, source, *values],
+    )
     return [row for row in marks if same_device(row["device_name"], device_name)]
 
 

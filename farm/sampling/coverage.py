@@ -70,7 +70,7 @@ def known_runs(
     count as rows. None: of any. `families`: only of these. Untrusted runs are measured, but teach nothing. Raises
     `UsageError` for an unknown column.
     """
-    import warehouse
+    from warehouse.reading.connection import select
 
     environment = dict(environment or {})
     if unknown := sorted(set(environment) - set(ENVIRONMENT)):
@@ -89,14 +89,8 @@ def known_runs(
         "wall_s",
     )
     columns = (*about, *ENVIRONMENT, *labels.values())
-    connection = warehouse.connect(data)
-    try:
-        rows = connection.execute(
-            f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND group_id IS NULL ORDER BY run_id", [source]
-        ).fetchall()
-    finally:
-        connection.close()
-    of_device = [dict(zip(columns, row, strict=True)) for row in rows]
+    query = f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND group_id IS NULL ORDER BY run_id"
+    of_device = select(data, query, [source])
     of_device = [row for row in of_device if row["device_name"] and same_device(row["device_name"], device_name)]
     if families is not None:
         of_device = [row for row in of_device if row["family"] in families]

@@ -55,7 +55,9 @@ from warehouse.explorer.pages import (
     run_page,
 )
 from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RUN_RATIOS
 from warehouse.reading.connection import connect
+from warehouse.reading.pairing import shift_of
 
 READERS = 4  # pages at the same time, and as many queries of users, each in a process; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
@@ -359,11 +361,10 @@ def _facts(name: str) -> list[tuple[str, Any]]:
 
 def _difference(name: str, estimated: float | None, known: float | None) -> str:
     """Return how far the estimate is off: in percent, of ratios in hundredths."""
-    if estimated is None or known is None or not math.isfinite(known):
+    shift = shift_of(name, known, estimated)
+    if shift is None or not math.isfinite(shift):
         return ""
-    if name in ("smact", "smocc", "drama"):
-        return f"{100 * (estimated - known):+.1f} points"
-    return f"{100 * (estimated / known - 1):+.1f} %" if known else ""
+    return f"{100 * shift:+.1f} {'points' if name in RUN_RATIOS else '%'}"
 
 
 _LONGEST_CHOICE = 12  # values of a field that are listed

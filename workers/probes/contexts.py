@@ -5,8 +5,6 @@ Start reading at `measure`. `numbers.csv` is what `python -m learn.calibrate mea
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,7 +61,8 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
     rows = [row for one in measured_in(folder / "contexts") for row in one.rows]
     for loading, name in zip(LOADINGS, ("numbers.csv", "numbers_eager.csv"), strict=True):
         if numbers := _numbers(rows, loading):
-            write_file(folder / name, _csv_text(numbers).encode())
+            lines = (",".join(map(str, line)) for line in (_CSV_COLUMNS, *numbers))
+            write_file(folder / name, ("\n".join(lines) + "\n").encode())
     return result
 
 
@@ -124,10 +123,3 @@ def _numbers(rows: list[Row], loading: str) -> list[tuple[Any, ...]]:
             lines += [("process", round(process_mib, 1), *job), ("card", round(row["card_mib"], 1), *job)]
     idle_mib = [row["card_mib"] for row in rows if row["stage"] == "idle" and row["card_mib"] is not None]
     return [("idle", round(mib, 1), "", "", "") for mib in idle_mib] + lines if lines else []
-
-
-def _csv_text(lines: list[tuple[Any, ...]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([_CSV_COLUMNS, *lines])
-    return text.getvalue()

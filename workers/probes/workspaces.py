@@ -136,27 +136,19 @@ def _measure(
     module = make_layer(layer, arguments).to(device, dtype)
     inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(_inputs(layer))]
     wanted = [*inputs, *module.parameters()]
-    before = _requests()
+    begin = len(recorded_entries())
     out = module(*inputs)
     torch.cuda.synchronize()
-    between = _requests()
+    end = len(recorded_entries())
     gradient = torch.ones_like(out)
+    given = len(recorded_entries())
     gradients = torch.autograd.grad(out, wanted, gradient)
     torch.cuda.synchronize()
     entries = recorded_entries()  # while the gradients are alive
-    requested = [index for index, entry in enumerate(entries) if entry["action"] == "alloc"]
-    begin, given = requested[before], requested[between]  # the first one of the forward pass, and `gradient`
     return {
-        "forward": requests_beside(entries[begin:given], [_nbytes(out)]),
-        "backward": requests_beside(entries[given + 1 :], [_nbytes(tensor) for tensor in gradients]),
+        "forward": requests_beside(entries[begin:end], [_nbytes(out)]),
+        "backward": requests_beside(entries[given:], [_nbytes(tensor) for tensor in gradients]),
     }
-
-
-def _requests() -> int:
-    """Return how many requests the allocator has served in this process; each is an `alloc` of the history."""
-    import torch
-
-    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
 def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]) -> dict[str, Any]:
