@@ -43,7 +43,6 @@ class BuildSettings(Checked):
         None, "data folder for the rows, their features and the fits; default a temporary one", "new path"
     )
     seed: int = key(0, "seed of splits and fits", "int >= 0")
-    configs: int = key(3360, "sampled configurations, whose estimates method=fast learns", "int >= 60")
 
     def problems(self) -> Iterator[str]:
         if not Path(self.path).exists():
@@ -63,7 +62,7 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
     with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch, new_folder(home) as building:
         data = settings.data or scratch
         _ingest(settings.path, data)
-        _fit(data, settings, building, progress)
+        _fit(data, settings.seed, building, progress)
         size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
         if size_mib > LIMIT_MIB:
             raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that are packaged")
@@ -85,9 +84,9 @@ def _ingest(path: str, data: str) -> None:
         ingest(IngestSettings(source="dataset", path=str(repository_folder()), data=data))
 
 
-def _fit(data: str, settings: BuildSettings, folder: Path, progress: Callable[[str, int, int], None]) -> None:
+def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> None:
     from learn.commands.fit import FitSettings, fit
-    from learn.estimation.fast_estimates import fit_config_models
+    from learn.estimation import fast_estimates
     from learn.fitting.artifacts import open_artifact, stamped
     from learn.judging.report import model_card
 
@@ -95,13 +94,14 @@ def _fit(data: str, settings: BuildSettings, folder: Path, progress: Callable[[s
     for target in TARGETS:
         # Sources that are named are mixed: what differs between their runs is in the features.
         sources = ("imported", "measured")
-        of_target = FitSettings(target=target, estimator="hybrid", source=sources, seed=settings.seed, data=data)
-        fitted = fit(of_target, progress=progress)
+        settings = FitSettings(target=target, estimator="hybrid", source=sources, seed=seed, data=data)
+        fitted = fit(settings, progress=progress)
         models[target] = open_artifact(fitted.path).estimator
         shutil.copytree(fitted.path / "model", folder / target / "model")
         metas[target] = stamped(folder / target, fitted.meta, "meta.json")
         (folder / target / "meta.json").write_text(json.dumps(metas[target], indent=1, sort_keys=True))
-    fit_config_models(folder / "fast", models, cases=settings.configs, seed=settings.seed, data=data, progress=progress)
+    cases = fast_estimates.CASES
+    fast_estimates.fit_config_models(folder / "fast", models, cases=cases, seed=seed, data=data, progress=progress)
     (folder / CARD.name).write_text(model_card(metas, CARD.read_text()))
 
 

@@ -265,19 +265,13 @@ def build(config: Config) -> torch.nn.Module:
     from featurize.recording.skeleton import build_on_meta
 
     def make() -> torch.nn.Module:
-        model = _create(config.model, config.arguments)
+        model = create(config.model, config.arguments)
         if config.activation_checkpointing:
             switch_on(model, f"zoo: {config.model}")
         return _hook(model, parse_tensors(config.inputs))
 
     # Constructors read small tensors back, which a default device without memory forbids.
     return build_on_meta(make) if torch.get_default_device().type == "meta" else make()
-
-
-def create(model: str, arguments: str) -> torch.nn.Module:
-    """Return the library's own module, without hooks, on the current default device. Errors as `layers` has them, and
-    `NotTrusted` for a model or arguments that data may not name."""
-    return _create(model, arguments)
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -329,8 +323,9 @@ def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
     return isinstance(value, nn.Module)
 
 
-def _create(model: str, arguments: str) -> torch.nn.Module:
-    """Return the model, on the current default device. `UsageError` as `layers` has it."""
+def create(model: str, arguments: str) -> torch.nn.Module:
+    """Return the library's own module, without hooks, on the current default device. Errors as `layers` has them, and
+    `NotTrusted` for a model or arguments that data may not name."""
     factory, given = _load(model, arguments), json.loads(arguments)
     try:
         config_class = getattr(factory, "config_class", None) if isinstance(factory, type) else None
@@ -421,7 +416,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
 
         def __init__(self) -> None:
             super().__init__()
-            self.model = build_on_meta(lambda: _hook(_create(model, arguments), tensors))
+            self.model = build_on_meta(lambda: _hook(create(model, arguments), tensors))
             self.targets = ""
             self.given: list[torch.Tensor] | None = None
 

@@ -24,7 +24,7 @@ from featurize.cudnn.oracle import OLDEST, CudnnOracle, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device.device_spec import DeviceSpec
 from featurize.memory.allocator import SMALL_REQUEST, CachingAllocator
-from featurize.operators.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
+from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.operators.torch_releases import cudnn_allows_tf32
 from featurize.recording.step_trace import StepTrace
 
@@ -263,18 +263,20 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     `settled` takes the guessed workspaces, as the replay does, and repeats the last step until reserved memory stays.
     The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
     """
-    return trace.remembered(("scenarios", guesses_of(spec)), lambda: _reserved_by_scenario(trace, spec))
+    guessed = trace.guessed_sizes(spec)
+    return trace.remembered(("scenarios", *guessed.values()), lambda: _reserved_by_scenario(trace, guessed))
 
 
-def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
-    calls, pools = trace.remembered("events", lambda: _by_pool(trace))
-    guessed = [workspace_bytes(call, spec) for call in calls]
+def _reserved_by_scenario(trace: StepTrace, sizes_of: Mapping[LibraryCall, int]) -> dict[str, int]:
+    calls, guessed = list(sizes_of), list(sizes_of.values())
+    pools = trace.remembered("events", lambda: _by_pool(trace, calls))
     reserved = {SETTLED: _settle(trace, pools, guessed)}
     for name, copies in SCENARIOS.items():
         sizes = [
             _spare_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)
         ]
-        reserved[name] = sum(_count_reserved(trace, pool, sizes) for pool in pools)
+        # GPU models differ in the guesses that a scenario replaces.
+        reserved[name] = sum(trace.remembered(pool.key(sizes), partial(next, pool.play(sizes))) for pool in pools)
     return reserved
 
 
@@ -291,11 +293,6 @@ def _settle(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> i
     return sum(now)
 
 
-def _count_reserved(trace: StepTrace, pool: _Pool, sizes: Sequence[int]) -> int:
-    # GPU models differ in the guesses that a scenario replaces.
-    return trace.remembered(pool.key(sizes), lambda: next(pool.play(sizes)))
-
-
 def _spare_workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, int, int]]) -> int:
     signature = call.convolution
     if signature is None or (signature.operation == "forward" and signature.image[1] <= _FEW_CHANNELS):
@@ -305,9 +302,8 @@ def _spare_workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[
     return call.element_bytes * sum(n * math.prod(shape) for n, shape in zip(numbers, shapes, strict=True))
 
 
-def _by_pool(trace: StepTrace) -> tuple[list[LibraryCall], tuple[_Pool, _Pool]]:
-    """Return the distinct library calls, and the events of the allocator's small and large pool, which never meet."""
-    calls = list(dict.fromkeys(block.call for block in trace.blocks if block.call is not None))
+def _by_pool(trace: StepTrace, calls: Sequence[LibraryCall]) -> tuple[_Pool, _Pool]:
+    """Return the events of the allocator's small and large pool, which never meet. `calls` are the distinct ones."""
     numbers = {call: number for number, call in enumerate(calls)}
     pools = _Pool(calls, small=True), _Pool(calls, small=False)
     last = max((event.step for event in trace.events), default=0)
@@ -317,7 +313,7 @@ def _by_pool(trace: StepTrace) -> tuple[list[LibraryCall], tuple[_Pool, _Pool]]:
         elif (call := trace.blocks[block].call) is not None:  # a scenario decides its size
             for pool in pools:
                 pool.add(~numbers[call], 0, step == last)
-    return calls, pools
+    return pools
 
 
 class _Pool:

@@ -18,7 +18,7 @@ from conf.units import MIB
 from featurize.device.device_spec import CUDNN_MIB, DeviceSpec
 from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory, SegmentEvent
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.operators.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
+from featurize.operators.library_calls import CUBLAS, LibraryCall
 from featurize.recording.step_trace import BLOCK_KINDS, Block, StepTrace
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def replay(
     if timeline or workspaces:
         profile = unlimited()
     else:
-        key = ("replay", guesses_of(spec), cudnn_benchmark, allocator)
+        key = ("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator)
         profile = trace.remembered(key, unlimited)
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
     capacity = int((spec.memory_mib - taken_mib) * MIB)
@@ -137,8 +137,9 @@ class _Run:
         workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None,
         timeline: bool,
     ) -> None:
-        self.trace, self.spec, self.cudnn_benchmark, self.timeline = trace, spec, cudnn_benchmark, timeline
+        self.trace, self.cudnn_benchmark, self.timeline = trace, cudnn_benchmark, timeline
         self.workspaces = workspaces or {}
+        self._sizes = trace.guessed_sizes(spec) | {call: answer.sizes[0] for call, answer in self.workspaces.items()}
         total = None if capacity is None else int(spec.memory_mib * MIB)
         self.moments: list[Moment] = []
         self.allocator = (
@@ -148,7 +149,6 @@ class _Run:
         )
         self.peak, self.peak_at, self.peak_workspace = 0, -1, 0
         self._tried: set[LibraryCall] = set()
-        self._sizes: dict[LibraryCall, int] = {}
 
     def play(self) -> None:
         allocator, blocks, timeline = self.allocator, self.trace.blocks, self.timeline
@@ -195,7 +195,7 @@ class _Run:
             block = trace.blocks[event.block]
             parts[block.kind] = parts.get(block.kind, 0) + event.nbytes
             if block.call is not None and block.call.kind == CUBLAS:
-                parts["workspace"] += self._size_of(block.call)
+                parts["workspace"] += self._sizes[block.call]
             if block.kind == "activation":
                 modules[block.module] += event.nbytes
         peak = trace.events[self.peak_at] if trace.events else None
@@ -220,19 +220,11 @@ class _Run:
         """Return the allocator's history and state, where the timeline was asked for."""
         return self.allocator.memory_snapshot() if isinstance(self.allocator, RecordingAllocator) else None
 
-    def _size_of(self, call: LibraryCall) -> int:
-        nbytes = self._sizes.get(call)
-        if nbytes is None:
-            answer = self.workspaces.get(call)
-            nbytes = workspace_bytes(call, self.spec) if answer is None else answer.sizes[0]
-            self._sizes[call] = nbytes
-        return nbytes
-
     def _take(self, call: LibraryCall) -> tuple[int, int]:
         """Take a workspace: the size that is tried first, where it does not fit the next, then none. Return the bytes
         that are then allocated, and those of the workspace."""
         answer = self.workspaces.get(call)
-        for size in (self._size_of(call), *(answer.sizes[1:] if answer is not None else ())):
+        for size in (self._sizes[call], *(answer.sizes[1:] if answer is not None else ())):
             try:
                 if call.kind != CUBLAS:
                     return self.allocator.touch(size), size

@@ -22,11 +22,12 @@ from torch import _VF, Tensor
 from torch.nn.modules.utils import _pair
 
 from featurize.device.device_spec import AttentionKernels
-from featurize.operators import attention, cudnn_rnn
+from featurize.operators import attention
 from featurize.operators.autocast import Autocast, casting
 from featurize.operators.library_calls import channels_last
 from featurize.operators.own_operators import liger_on_gpu
 from featurize.operators.replacing import replaced, replaced_if_imported
+from featurize.operators.table import time_steps
 
 PROPOSALS = "a detector keeps as many proposals as its limits allow"
 MATCHES = "every other box that a detector proposes matches an object, so that its samples reach their limits"
@@ -162,7 +163,7 @@ def as_on_cuda(
         replaced(torch, "dropout", functools.partial(_dropout, torch.dropout)),
         contextlib.ExitStack() as stack,
     ):
-        for name in cudnn_rnn.MODES:
+        for name in _MODES:
             recurrent = functools.partial(_recurrent, name, getattr(_VF, name), autocast)
             stack.enter_context(replaced(_VF, name, recurrent))
         yield autocast.enter
@@ -289,6 +290,131 @@ def _rms_norm_backward(
     return of_input, torch.empty_like(weight) if wanted[1] and weight is not None else None
 
 
+# Recurrent layers as CUDA runs them: one cuDNN call for all time steps and layers. What is modelled is memory: the
+# allocations of ATen/native/cudnn/RNN.cpp.
+_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
+
+# cuDNN does not say without a GPU what it keeps for the backward pass. Assumed, in values a time step, sample, layer
+# and hidden unit (each direction for itself), on top of the outputs between layers: LSTM 5 (its gates and the cell
+# state), GRU 6, plain ones 1. The first two explain, to the byte, the reserves that cuDNN 7 was seen to ask for:
+# github.com/pytorch/pytorch/issues/2895. The sizes of that model, 4 layers of 320 units on 123 inputs, 250 steps and
+# 100 samples, follow from its parameter counts and these figures. Nothing measured stood behind plain layers, both
+# directions and newer cuDNN. Masks of dropout between layers are left out.
+_KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
+
+
+def _recurrent(name: str, original: Callable[..., Any], autocast: Autocast, *args: Any) -> Any:
+    """Run `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` by cuDNN's operator; both of their overloads, padded and
+    packed.
+
+    CUDA's autocast knows only fp16 here. What cuDNN does not take (bfloat16 layers, batch sizes that have no values)
+    goes to `original`.
+    """
+    half = None if autocast.dtype is None else functools.partial(autocast.cast, dtype=torch.float16)
+    packed = isinstance(args[3], list | tuple)
+    x, state, weights = (args[0], args[2], args[3]) if packed else args[:3]
+    batch_sizes: Tensor | None = args[1] if packed else None
+    has_biases, layers, dropout, train, bidirectional = args[4:9] if packed else args[3:8]
+    batch_first = False if packed else args[8]
+    takes = x.is_meta and (half is not None or x.dtype in (torch.float32, torch.float16, torch.float64))
+    if not takes or (batch_sizes is not None and batch_sizes.is_meta):
+        return original(*args)
+    if half is not None:
+        x, state, weights = half(x), half(state), half(list(weights))
+    hx, cx = state if name == "lstm" else (state, None)
+    hidden = (hx if cx is None else cx).shape[2]
+    projection = hx.shape[2] if hx.shape[2] != hidden else 0
+    stride = (4 if has_biases else 2) + bool(projection)
+    output, hy, cy, _, _ = torch.ops.aten._cudnn_rnn(
+        x,
+        list(weights),
+        stride,
+        None,
+        hx,
+        cx,
+        _MODES[name],
+        hidden,
+        projection,
+        layers,
+        batch_first,
+        dropout,
+        train,
+        bidirectional,
+        [] if batch_sizes is None else batch_sizes.tolist(),
+        None,
+    )
+    return (output, hy, cy) if name == "lstm" else (output, hy)
+
+
+def _recurrent_forward(
+    x: Tensor,
+    weight: list[Tensor],
+    weight_stride0: int,
+    weight_buf: Tensor | None,
+    hx: Tensor,
+    cx: Tensor | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    dropout_state: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Meta kernel of `aten::_cudnn_rnn`. The weights count as one buffer's parts, as they are once on a GPU."""
+    directions = 2 if bidirectional else 1
+    width = (proj_size or hidden_size) * directions
+    if batch_sizes:
+        output = x.new_empty(x.shape[0], width)
+    else:
+        steps, samples = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+        output = x.new_empty(steps, samples, width)
+        output = output.transpose(0, 1) if batch_first else output
+    kept = time_steps(x) * hidden_size * directions * (_KEPT[mode] * num_layers + num_layers - 1)
+    reserve = torch.empty(kept * x.element_size() if train else 0, dtype=torch.uint8, device="meta")
+    cell = torch.empty_like(cx) if cx is not None else x.new_empty(0)
+    return output, torch.empty_like(hx), cell, reserve, x.new_empty(0)
+
+
+def _recurrent_backward(
+    x: Tensor,
+    weight: list[Tensor],
+    weight_stride0: int,
+    weight_buf: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    output: Tensor,
+    grad_output: Tensor | None,
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    mode: int,
+    hidden_size: int,
+    proj_size: int,
+    num_layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    dropout_state: Tensor | None,
+    reserve: Tensor,
+    output_mask: list[bool],
+) -> tuple[Tensor | list[Tensor] | None, ...]:
+    """Meta kernel of `aten::_cudnn_rnn_backward`: the weights' gradients are parts of one buffer."""
+    gradients = [
+        torch.empty_like(t) if t is not None and needed else None
+        for t, needed in zip((x, hx, cx), output_mask, strict=False)
+    ]
+    if not output_mask[3]:
+        return *gradients, []
+    flat = weight[0].new_empty(sum(w.numel() for w in weight))
+    parts = flat.split([w.numel() for w in weight])
+    return *gradients, [part.view(w.shape) for part, w in zip(parts, weight, strict=True)]
+
+
 _META: dict[str, Callable[..., Any]] = {
     "addmm": _added_product,
     "mish_backward": lambda grad, x: torch.empty_like(x),
@@ -296,8 +422,8 @@ _META: dict[str, Callable[..., Any]] = {
     "convolution_backward": _convolution_backward,
     "embedding": _embedding,
     "_grouped_mm": _grouped_product,
-    "_cudnn_rnn": cudnn_rnn.forward,
-    "_cudnn_rnn_backward": cudnn_rnn.backward,
+    "_cudnn_rnn": _recurrent_forward,
+    "_cudnn_rnn_backward": _recurrent_backward,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
 }
@@ -305,11 +431,6 @@ _META: dict[str, Callable[..., Any]] = {
 
 def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.channels_last if channels_last(x, weight) else torch.contiguous_format
-
-
-def _recurrent(name: str, original: Callable[..., Any], autocast: Autocast, *args: Any) -> Any:
-    half = functools.partial(autocast.cast, dtype=torch.float16) if autocast.dtype is not None else None
-    return cudnn_rnn.recurrent(name, original, half, *args)
 
 
 def _dropout(

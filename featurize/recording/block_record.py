@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,6 @@ class CudaGraphs:
     """The graphs of one trace. `Recorder` asks it of each operator and block while a graph runs."""
 
     def __init__(self) -> None:
-        self.blocks: set[int] = set()  # blocks that lie in the pool
         self._input_bytes: dict[Hashable, int] = {}
         self._launched: bool | None = None  # the graph that runs; None: none does
 
@@ -64,10 +63,10 @@ class CudaGraphs:
         finally:
             self._launched = before
 
-    def took(self, block: int) -> None:
-        """Note a block that is allocated: while a graph runs, it lies in the pool."""
-        if self._launched is not None:
-            self.blocks.add(block)
+    @property
+    def runs(self) -> bool:
+        """Return whether a graph runs: what is allocated lies in the pool."""
+        return self._launched is not None
 
     def is_launched(self) -> bool:
         """Return whether the operator that is noted now is launched with one before it."""
@@ -82,7 +81,8 @@ class CudaGraphs:
         return sum(self._input_bytes.values()) if self._input_bytes else None
 
 
-NOBODY = ("", "", None)
+Maker: TypeAlias = tuple[str, str, LibraryCall | None]  # operator, module, library call
+NOBODY: Maker = ("", "", None)
 
 
 class RecordMoment(NamedTuple):
@@ -119,11 +119,8 @@ class BlockRecord:
         self.graphs: CudaGraphs | None = None
         self.nowhere = 0  # > 0: what is taken now takes nothing of the device
         self.live_bytes = self.peak_live_bytes = 0
-        self.kinds: list[str | None] = []  # kind of each block; None: nobody named it
-        self._sizes: list[int] = []
-        self._storages: list[int] = []
-        self._makers: list[tuple[str, str, LibraryCall | None]] = []  # operator, module, library call
-        self._streams: list[int] = []
+        self.blocks: list[Block] = []  # so far: a kind is empty until somebody names it
+        self._storages: list[int] = []  # address of the storage that took each block; 0 of a workspace
         # storage -> its block, and the reference whose callback runs at its end
         self.live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         # Blocks that another stream may still use when they are given back, the allocator has again when that is over
@@ -166,7 +163,7 @@ class BlockRecord:
         def arrived(tensor: Tensor) -> None:
             storage = tensor.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
-            self._sizes[block], self._storages[block] = nbytes, key
+            self.blocks[block], self._storages[block] = self.blocks[block]._replace(nbytes=nbytes), key
             self.events[position] = self.events[position]._replace(nbytes=nbytes)
             self.live_bytes += nbytes
             self.live[key] = block, weakref.ref(storage)
@@ -178,9 +175,12 @@ class BlockRecord:
         """Name the kind of these tensors' blocks."""
         for tensor in meta_tensors(tensors):
             self.see(tensor.untyped_storage(), kind)
-            block = self.live[tensor.untyped_storage()._cdata][0]
-            if self.kinds[block] is None:
-                self.kinds[block] = kind
+            self.name_block(self.live[tensor.untyped_storage()._cdata][0], kind)
+
+    def name_block(self, block: int, kind: str) -> None:
+        """Name the kind of a block, if nobody did."""
+        if not self.blocks[block].kind:
+            self.blocks[block] = self.blocks[block]._replace(kind=kind)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Note that a storage frees its memory, and takes as much as it is resized to: one block after another
@@ -189,15 +189,18 @@ class BlockRecord:
         if key not in self.live:
             return
         block, _ = self.live[key]
-        if self._sizes[block] == nbytes:
+        taken = self.blocks[block]
+        if taken.nbytes == nbytes:
             return
         self.give_back(block)
-        self.live[key] = self.take(nbytes, self.kinds[block], self._makers[block], key), self._watched(storage)
+        maker = taken.operator, taken.module, taken.call
+        self.live[key] = self.take(nbytes, taken.kind, maker, key), self._watched(storage)
 
     def used_on(self, tensor: Tensor, stream: int) -> None:
         """Note that a stream uses a tensor (`record_stream`)."""
-        if (live := self.live.get(tensor.untyped_storage()._cdata)) is not None and stream != self._streams[live[0]]:
-            self._used.add(live[0])
+        block = self.block_in(tensor.untyped_storage()._cdata)
+        if block is not None and stream != self.blocks[block].stream:
+            self._used.add(block)
 
     def host_waited(self, until: int) -> None:
         """Note that the host has waited for all that came before an event, by its number."""
@@ -207,34 +210,18 @@ class BlockRecord:
 
     # -- what is known of blocks
 
-    def kind_of(self, block: int) -> str:
-        """Return the kind that a block was named so far; empty for an unnamed one."""
-        return self.kinds[block] or ""
-
-    def maker_of(self, block: int) -> tuple[str, str]:
-        """Return the operator and the module that made a block."""
-        return self._makers[block][:2]
-
     def block_of(self, tensor: Tensor) -> int:
         """Return the block of a tensor that is recorded."""
         return self.live[local_tensor(tensor).untyped_storage()._cdata][0]
-
-    def size_of(self, block: int) -> int:
-        """Return the bytes of a block."""
-        return self._sizes[block]
 
     def storage_of(self, block: int) -> int:
         """Return the address of the storage that took a block; 0 for a workspace."""
         return self._storages[block]
 
-    def signature(self, block: int) -> tuple[Any, ...]:
-        """Return the properties that interchangeable blocks share."""
-        return self._sizes[block], self.kinds[block], self._makers[block], self._streams[block]
-
     def stays(self, tensor: Tensor) -> bool:
         """Return whether a CUDA graph reads a tensor where it lies: parameters, buffers and the pool's blocks."""
-        live = self.live.get(tensor.untyped_storage()._cdata)
-        return live is not None and (self.kinds[live[0]] in ("parameter", "buffer") or live[0] in self._pooled)
+        block = self.block_in(tensor.untyped_storage()._cdata)
+        return block is not None and (self.blocks[block].kind in ("parameter", "buffer") or self.blocks[block].pooled)
 
     def block_in(self, storage: int) -> int | None:
         """Return the block that a storage holds, by its address; None where it does not live."""
@@ -248,14 +235,9 @@ class BlockRecord:
 
     def final_blocks(self) -> tuple[Block, ...]:
         """Return the blocks, those without a name classified by their lifetime."""
-        pooled = self._pooled
-        until = self._until | dict.fromkeys(self._waiting, len(self.events))  # 0: at once
-        blocks = [
-            Block(size, kind or "", *maker, block in pooled, stream, until.get(block, 0))
-            for block, (size, kind, maker, stream) in enumerate(
-                zip(self._sizes, self.kinds, self._makers, self._streams, strict=True)
-            )
-        ]
+        blocks = self.blocks.copy()
+        for block, until in (self._until | dict.fromkeys(self._waiting, len(self.events))).items():
+            blocks[block] = blocks[block]._replace(kept_until=until)
         return self.named_by_lifetime(blocks, self.events)
 
     def named_by_lifetime(self, blocks: Sequence[Block], events: Iterable[Event]) -> tuple[Block, ...]:
@@ -267,7 +249,7 @@ class BlockRecord:
                     kept[event.block] = event.step
                 elif kept.get(event.block) == event.step:
                     del kept[event.block]
-        unnamed = {place for place, kind in enumerate(self.kinds) if not kind}
+        unnamed = {place for place, block in enumerate(self.blocks) if not block.kind}
         return tuple(
             block._replace(kind="activation" if place in kept else "temporary") if place in unnamed else block
             for place, block in enumerate(blocks)
@@ -277,7 +259,7 @@ class BlockRecord:
 
     def mark(self) -> RecordMoment:
         """Return the present moment."""
-        return RecordMoment(len(self.events), len(self._sizes))
+        return RecordMoment(len(self.events), len(self.blocks))
 
     def since(self, mark: RecordMoment) -> Stretch:
         """Return the notes since a moment."""
@@ -289,7 +271,7 @@ class BlockRecord:
             leaving=tuple(
                 block
                 for block, count in times.items()
-                if block >= mark.blocks and count == 1 and self.kinds[block] != "workspace"
+                if block >= mark.blocks and count == 1 and self.blocks[block].kind != "workspace"
             ),
         )
 
@@ -303,18 +285,13 @@ class BlockRecord:
         Returns:
             Block of the stretch -> the one that stands for it, those of `entering` among them.
         """
-        known, stream = dict(entering), self.stream
-        pooled = self._pooled
+        known = dict(entering)
         for event in stretch.events:
             block, self.phase = event.block, event.phase
             if block in known:
                 self.give_back(known[block])
-            elif (maker := self._makers[block])[2] is None or maker[2].kind != CUBLAS:  # cuBLAS's handles take once
-                self.stream = self._streams[block]
-                known[block] = again = self.take(self._sizes[block], self.kinds[block], maker)
-                if block in pooled:
-                    pooled.add(again)
-        self.stream = stream
+            elif (call := self.blocks[block].call) is None or call.kind != CUBLAS:  # cuBLAS's handles take once
+                known[block] = self._enter(self.blocks[block], 0)
         return known
 
     def hold_in(self, storage: int, block: int) -> None:
@@ -327,14 +304,9 @@ class BlockRecord:
         self._storages[block] = storage._cdata
         self.live[storage._cdata] = block, self._watched(storage)
 
-    @property
-    def _pooled(self) -> set[int]:
-        """Blocks that lie in the pool of CUDA graphs."""
-        return set() if self.graphs is None else self.graphs.blocks
-
     # -- blocks come and go
 
-    def see(self, storage: torch.UntypedStorage, kind: str | None, maker: tuple[Any, ...] = NOBODY) -> bool:
+    def see(self, storage: torch.UntypedStorage, kind: str, maker: Maker = NOBODY) -> bool:
         """Register a storage on first sight; whether it was the first."""
         key = storage._cdata
         if key in self.live:
@@ -349,27 +321,27 @@ class BlockRecord:
 
         return weakref.ref(storage, died)
 
-    def take(self, nbytes: int, kind: str | None, maker: tuple[Any, ...], storage: int = 0) -> int:
-        """Note that a block is taken, and return it."""
-        nbytes = 0 if self.nowhere else nbytes
-        self._sizes.append(nbytes)
+    def take(self, nbytes: int, kind: str, maker: Maker, storage: int = 0) -> int:
+        """Note that a block is taken, and return it. `kind` is empty where nobody has named it."""
+        pooled = self.graphs is not None and self.graphs.runs
+        return self._enter(Block(0 if self.nowhere else nbytes, kind, *maker, pooled, self.stream), storage)
+
+    def _enter(self, block: Block, storage: int) -> int:
+        number = len(self.blocks)
+        self.blocks.append(block)
         self._storages.append(storage)
-        self.kinds.append(kind)
-        self._makers.append(maker)
-        self._streams.append(self.stream)
-        self.live_bytes += nbytes
+        self.live_bytes += block.nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-        if self.graphs is not None:
-            self.graphs.took(len(self._sizes) - 1)
-        self.events.append(Event(len(self._sizes) - 1, nbytes, self.step, self.phase))
-        return len(self._sizes) - 1
+        self.events.append(Event(number, block.nbytes, self.step, self.phase))
+        return number
 
     def give_back(self, block: int) -> None:
         """Note that a block's memory is given back."""
-        self.live_bytes -= self._sizes[block]
+        nbytes = self.blocks[block].nbytes
+        self.live_bytes -= nbytes
         if block in self._used:
             self._waiting[block] = len(self.events)
-        self.events.append(Event(block, -self._sizes[block], self.step, self.phase))
+        self.events.append(Event(block, -nbytes, self.step, self.phase))
 
 
 class Traits:
@@ -489,7 +461,7 @@ class OperatorRecord:
         for tensor in inputs:
             self._memory.see(tensor.untyped_storage(), "buffer")
         for tensor in made:
-            self._memory.see(tensor.untyped_storage(), None, maker)
+            self._memory.see(tensor.untyped_storage(), "", maker)
         if not self.keep_operators or not made:
             return into
         self.note(traits, maker[1], args, meta_tensors(inputs), made)
@@ -524,7 +496,7 @@ class OperatorRecord:
         live, phase = memory.live, memory.phase
         changed = [t for i in traits.written for t in meta_tensors(args[i : i + 1])]
         read = [live[tensor.untyped_storage()._cdata][0] for tensor in inputs]
-        sources = [made_by.get(block, BATCH if memory.kinds[block] == "batch" else -1) for block in read]
+        sources = [made_by.get(block, BATCH if memory.blocks[block].kind == "batch" else -1) for block in read]
         number = len(self.operators)
         for tensor in (*outputs, *changed):
             made_by[live[tensor.untyped_storage()._cdata][0]] = number

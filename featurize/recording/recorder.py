@@ -279,7 +279,7 @@ class Recorder(TorchDispatchMode):
 
     def made(self, tensor: Tensor, by: str) -> None:
         """Note a tensor that something other than an operator made."""
-        self.memory.see(tensor.untyped_storage(), None, (by, self.stack.now(), None))
+        self.memory.see(tensor.untyped_storage(), "", (by, self.stack.now(), None))
 
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
         """Begin a step with its forward pass."""
@@ -391,7 +391,7 @@ class Recorder(TorchDispatchMode):
             outputs = [t for t in outputs if t.untyped_storage()._cdata not in given]
         fresh = False
         for tensor in outputs:
-            fresh |= memory.see(tensor.untyped_storage(), None, maker)
+            fresh |= memory.see(tensor.untyped_storage(), "", maker)
         if traits.library_calls is not None:
             self._take_workspaces(traits, module, traits.library_calls(args, outputs))
         if self.log.keep_operators and traits.kernel and (fresh or traits.mutates):

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from featurize.cudnn.signature import ConvolutionSignature
-from featurize.operators.library_calls import LibraryCall
+from featurize.device.device_spec import DeviceSpec
+from featurize.operators.library_calls import LibraryCall, guesses_of, workspace_bytes
 
 Value = TypeVar("Value")
 
@@ -247,6 +248,15 @@ class StepTrace:
         """Return the operations that cuDNN is asked for, each once, in their order."""
         signatures = (call.convolution for call in self.convolution_calls)
         return tuple(dict.fromkeys(signature for signature in signatures if signature is not None))
+
+    def guessed_sizes(self, spec: DeviceSpec) -> dict[LibraryCall, int]:
+        """Return each distinct library call, and the bytes that it is taken to take on a GPU model. Models that agree
+        on these differ in a replay by their capacity alone."""
+        calls = (block.call for block in self.blocks if block.call is not None)
+        return self.remembered(
+            ("guessed sizes", guesses_of(spec)),
+            lambda: {call: workspace_bytes(call, spec) for call in dict.fromkeys(calls)},
+        )
 
     @cached_property
     def peak_live_bytes(self) -> int:

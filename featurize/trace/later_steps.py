@@ -25,7 +25,7 @@ from featurize.recording.block_record import RecordMoment, Stretch
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Event, Operator, StepTrace
 from featurize.recording.values import tensors_of
-from featurize.trace.fingerprint import State
+from featurize.trace.trace_cache import State
 from featurize.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
@@ -365,10 +365,11 @@ class StepSequence:
         """Return the blocks alive, by kind and age: optimizer state made in the first step stands where it stands
         later."""
         alive = {*before, *stretch.leaving}.difference(stretch.entering)
-        return sorted(alive, key=lambda block: (self._memory.kind_of(block), block))
+        return sorted(alive, key=lambda block: (self._memory.blocks[block].kind, block))
 
     def _left(self, blocks: Sequence[int]) -> Left:
-        return tuple((self._memory.kind_of(block), *self._memory.maker_of(block)) for block in blocks)
+        alive = map(self._memory.blocks.__getitem__, blocks)
+        return tuple((block.kind, block.operator, block.module) for block in alive)
 
 
 def _born_bytes(stretch: Stretch) -> int:

@@ -47,9 +47,9 @@ from featurize.recording.values import (
     shape_of,
     tensors_of,
 )
-from featurize.trace.fingerprint import State
 from featurize.trace.later_steps import SecondStep, StepSequence, StepsInALoop, TraceAgain, kept_by, undrawn
 from featurize.trace.light_imports import compiler_aside
+from featurize.trace.trace_cache import State
 from featurize.training.rank import Rank, ReplicatedRank
 from featurize.training.stages import DoesNotRepeat
 from featurize.training.training_step import (
@@ -145,7 +145,7 @@ def trace_step(
 
     Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
     for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.operators.library_calls` notes what
-    cuDNN and flash attention take on top. Of recurrent layers, `featurize.operators.cudnn_rnn` models the memory and
+    cuDNN and flash attention take on top. Of recurrent layers, `featurize.operators.cuda_policy` models the memory and
     counts the products; their many small kernels are one launch. Raises `TraceError`, for instance where a forward pass
     reads a value back (`.item()`), and `UsageError` for unknown names.
     """

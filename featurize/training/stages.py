@@ -444,7 +444,7 @@ class _Batch:
         """Keep blocks for a later pass."""
         for block in blocks:
             self.kept.append(block)
-            self.signatures.append(memory.signature(block))
+            self.signatures.append(memory.blocks[block])
 
 
 class _Memory(NamedTuple):
@@ -584,7 +584,9 @@ class RepeatedPasses:
         replaced_by = {block: batch.kept[place] for block, place in note.used.items()}
         replaced_by |= {held.before: memory.block_in(held.storage) for held in note.held}
         entering = {block: now for block, now in replaced_by.items() if now is not None}
-        if len(entering) < len(replaced_by) or any(memory.size_of(a) != memory.size_of(b) for a, b in entering.items()):
+        if len(entering) < len(replaced_by) or any(
+            memory.blocks[a].nbytes != memory.blocks[b].nbytes for a, b in entering.items()
+        ):
             raise DoesNotRepeat("there is nothing alike to give back")
         known = memory.repeat(note.stretch, entering)
         for storage, _before, after in note.held:
@@ -596,7 +598,7 @@ class RepeatedPasses:
 
     def _result(self, result: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         if block not in storages:
-            storages[block] = torch.UntypedStorage(self._recorder.memory.size_of(block), device="meta")
+            storages[block] = torch.UntypedStorage(self._recorder.memory.blocks[block].nbytes, device="meta")
             self._recorder.memory.stand_for(block, storages[block])
         return torch.empty(0, dtype=result.dtype, device="meta").set_(
             storages[block], result.offset, result.size, result.stride
@@ -629,7 +631,7 @@ def _memory_of(
     for place in used.values():
         batch.kept[place] = None
     if ends and left:
-        raise DoesNotRepeat(f"a backward pass leaves memory behind: {memory.maker_of(left[0])}")
+        raise DoesNotRepeat(f"a backward pass leaves memory behind: {memory.blocks[left[0]][2:4]}")
     if ends and any(block is not None for block in batch.kept):
         raise DoesNotRepeat("the backward pass leaves what the forward pass took")
     batch.keep(left, memory)
@@ -639,13 +641,13 @@ def _memory_of(
 def _hold(memory: BlockRecord, before: int, left: list[int]) -> _Held:
     """Return the storage whose block a pass frees, with the one that it takes in its place, which is taken out
     of those that it leaves."""
-    about, storage = memory.signature(before), memory.storage_of(before)
+    about, storage = memory.blocks[before], memory.storage_of(before)
     resized = (
         candidate
         for candidate in left
-        if memory.storage_of(candidate) == storage and memory.signature(candidate)[1:] == about[1:]
+        if memory.storage_of(candidate) == storage and memory.blocks[candidate][1:] == about[1:]
     )
-    after = next(resized, None) or next((candidate for candidate in left if memory.signature(candidate) == about), None)
+    after = next(resized, None) or next((candidate for candidate in left if memory.blocks[candidate] == about), None)
     if after is None:
         raise DoesNotRepeat("a pass gives back what another one took")
     left.remove(after)

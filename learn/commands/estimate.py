@@ -543,7 +543,8 @@ def print_fits(
         notes = [*problems, *{**of_amd, **shared}]
         _print(f"{title}, memory in MiB", heads, map(_row_of_device, fits), answers, notes, all_notes)
     else:
-        at_limit = _at_limit(largest)
+        at_limit = largest.estimate or largest.beyond
+        assert at_limit is not None  # one of both batches was estimated
         decided_by = POINT if at_limit.upper_mib is None else by
         least = "at least " if largest.is_lower_bound else ""
         line = f"{title}: the largest batch on {at_limit.device} is {least}{largest.batch:,}, by the {decided_by}"
@@ -579,12 +580,6 @@ def _print(
     if checks:
         screen.print(f"{bound_name(answers[0])}: {'; '.join(checks)}", soft_wrap=True, highlight=False, markup=False)
     print_notes(screen, notes, all_notes=all_notes)
-
-
-def _at_limit(largest: LargestBatch) -> Estimate:
-    nearest = largest.estimate or largest.beyond
-    assert nearest is not None  # one of both batches was estimated
-    return nearest
 
 
 def _rows_of_batches(largest: LargestBatch) -> Iterator[list[str]]:

@@ -20,12 +20,12 @@ from conf.errors import CommandError
 from conf.files.disk_cache import keep, recall
 from featurize.device.device_spec import UnsuitableDevice
 from featurize.operators.replacing import without_collection
-from learn.estimation.draft import Draft, in_loop
+from learn.estimation.draft import Draft
 from learn.estimation.fitted_models import FittedModels
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
 from learn.estimation.requests import Request, StepFiles
-from learn.job.traced import TracedStep, key_of, trace_of
+from learn.job.traced import TracedStep, key_of
 from learn.job.training_job import as_a_training_script
 from learn.rows.step_store import StepStore
 from warehouse.files.folder import DataFolder
@@ -89,14 +89,6 @@ def _make_estimates(
         (outcome if isinstance(outcome, CommandError) else replace(outcome, seconds=seconds), draft.traced)
         for outcome, draft in zip(outcomes, drafts, strict=True)
     ]
-
-
-@as_a_training_script()
-def traces_of(request: Request) -> Traces:
-    """Return the job's trace alone, as `make_estimate` takes it. Raises `UsageError` as `learn.job.traced.step_of`."""
-    traces: Traces = {}
-    trace_of(in_loop(request, request.job), request.platform.device, traces)
-    return traces
 
 
 def is_of_job(error: CommandError) -> bool:

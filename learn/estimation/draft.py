@@ -53,8 +53,8 @@ from learn.estimation.notes import (
 from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
 from learn.estimation.requests import Request
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
-from learn.job.traced import CannotTrace, TracedStep, step_of, wants_values
-from learn.job.training_job import Case, TrainingJob
+from learn.job.traced import CannotTrace, TracedStep, step_of, trace_of, wants_values
+from learn.job.training_job import Case, TrainingJob, as_a_training_script
 from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
 from learn.rows.data import get_target
 from learn.rows.step_store import StepRecord, StepStore, traced_column
@@ -499,6 +499,14 @@ class Draft:
 def in_loop(request: Request, job: TrainingJob) -> TrainingJob:
     """Return the job in the loop that is asked for."""
     return job if request.options.loop is None else replace(job, training_loop=request.options.loop == PIPELINE)
+
+
+@as_a_training_script()
+def traces_of(request: Request) -> Traces:
+    """Return the job's trace alone, for all that is asked of it. Raises `UsageError` as `learn.job.traced.step_of`."""
+    traces: Traces = {}
+    trace_of(in_loop(request, request.job), request.platform.device, traces)
+    return traces
 
 
 def _count_parameters(job: TrainingJob) -> int | None:

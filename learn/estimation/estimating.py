@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MANY = 100  # configs from which on it is worth naming the quick way
 METHODS = ("full", "fast")
-_TOGETHER = 32  # GPU models that are asked about at once: a step store has 64 records of modules, two of each
+_TOGETHER = 128  # GPU models that are asked about at once: a step store has 256 records of modules, two of each
 _OF_FAST = ("device", "machine", "data", "coverage", "trust", "name", "input_dtype", "settings")
 
 

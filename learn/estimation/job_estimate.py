@@ -23,6 +23,7 @@ from learn.estimators.protocol import LEVEL, HeldShare, MemoryBound, bound_share
 if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
     from featurize.operators.library_calls import LibraryCall
+    from featurize.recording.step_trace import StepTrace
     from learn.job.traced import TracedStep
 
 
@@ -144,19 +145,15 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
 
 def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
     """Return the largest workspace of a convolution, and the most bytes alive with `_WORKSPACES_AT_LIMIT` times it."""
-    from featurize.operators.library_calls import guesses_of
-
-    if traced.memory.workspaces:
-        return _largest_and_most_live(traced, device)
-    key = ("largest workspace", guesses_of(device))
-    return traced.trace.remembered(key, lambda: _largest_and_most_live(traced, device))
+    sizes = traced.trace.guessed_sizes(device)
+    sizes = sizes | {call: answer.sizes[0] for call, answer in traced.memory.workspaces.items()}
+    key = ("largest workspace", *sizes.values())
+    return traced.trace.remembered(key, lambda: _largest_and_most_live(traced.trace, sizes))
 
 
-def _largest_and_most_live(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
-    from featurize.operators.library_calls import CUBLAS, workspace_bytes
+def _largest_and_most_live(trace: StepTrace, sizes: Mapping[LibraryCall, int]) -> tuple[int, float]:
+    from featurize.operators.library_calls import CUBLAS
 
-    trace = traced.trace
-    sizes: dict[LibraryCall, int] = {}
     live = largest = 0
     most_live = 0.0
     for event in trace.events:
@@ -164,9 +161,6 @@ def _largest_and_most_live(traced: TracedStep, device: DeviceSpec) -> tuple[int,
         workspace = 0
         call = trace.blocks[event.block].call if event.nbytes == 0 else None
         if call is not None and call.kind != CUBLAS:
-            if call not in sizes:
-                answer = traced.memory.workspaces.get(call)
-                sizes[call] = workspace_bytes(call, device) if answer is None else answer.sizes[0]
             workspace = sizes[call]
             if call.spare:
                 largest = max(largest, workspace)

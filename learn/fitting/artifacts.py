@@ -490,9 +490,7 @@ def _open(path: Path, _written_ns: int) -> Artifact:
 
 def models_folder(data: DataPlace) -> Path:
     """Return the `models/` folder of a data folder (None: the default one)."""
-
-    folder = data if isinstance(data, DataFolder) else DataFolder.resolve(data)
-    return Path(folder.models)
+    return Path(DataFolder.resolve(data).models)
 
 
 def environment() -> dict[str, str | None]:

@@ -183,16 +183,28 @@ def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = Fal
 
 def holds_tensors(value: Any) -> bool:
     """Return whether a list or mapping holds tensors at any depth."""
-    if isinstance(value, Mapping):
-        return any(map(holds_tensors, value.values()))
-    return is_tensor(value) or (isinstance(value, list | tuple) and any(map(holds_tensors, value)))
+    return any(map(is_tensor, _leaves(value)))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the tensors and shapes of a value, at any depth of lists and mappings."""
+    if is_tensor(value) or is_shape(value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(item)
+
+
+def _sizes(value: Any) -> Sequence[int]:
+    """Return the sizes of a tensor or shape."""
+    sizes: Sequence[int] = value.shape if is_tensor(value) else value
+    return sizes
 
 
 def first_sizes(value: Any) -> Sequence[int]:
     """Return the sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
     if is_tensor(value) or is_shape(value):
-        sizes: Sequence[int] = value.shape if is_tensor(value) else value
-        return sizes
+        return _sizes(value)
     if isinstance(value, Mapping):
         value = list(value.values())
     for item in value if isinstance(value, list | tuple) else ():
@@ -300,23 +312,10 @@ def _draw(shares: Mapping[int, Any]) -> list[int]:
 def _length_of(inputs: Any) -> int:
     """Return the second size of the first input of two dimensions, as token ids have, else of the first with three."""
     for dims in (2, 3):
-        for sizes in _sizes(inputs):
+        for sizes in map(_sizes, _leaves(inputs)):
             if len(sizes) == dims:
                 return int(sizes[1])
     raise UsageError("batches= of sequence lengths needs an input with a second dimension, the sequence")
-
-
-def _sizes(value: Any) -> Iterator[Sequence[int]]:
-    if is_tensor(value):
-        yield value.shape
-    elif is_shape(value):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _sizes(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _sizes(item)
 
 
 def _at(value: Any, length: int, given: int) -> Any:

@@ -20,7 +20,7 @@ from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.trace import trace_cache
-from featurize.trace.fingerprint import Fingerprint, is_installed
+from featurize.trace.trace_cache import Fingerprint, is_installed
 from learn.job.training_job import TrainingJob, as_a_training_script
 
 if TYPE_CHECKING:
@@ -109,7 +109,6 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
     Raises:
         UsageError: As `step_of`.
     """
-    from featurize.trace import trace_cache
     from featurize.trace.tracer import TraceError, trace_step
     from featurize.training.training_step import multiplies_8_bits, require_8_bits
 

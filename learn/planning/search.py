@@ -17,7 +17,7 @@ from conf.plain_text import first_line
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import training_of
 from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
-from learn.estimation.answers import traces_of
+from learn.estimation.draft import traces_of
 from learn.estimation.job_estimate import Estimate
 from learn.planning.meshes import mesh_text, ranks_within, shards_of, within_text
 from learn.planning.plan_report import PlanRow

@@ -157,7 +157,7 @@ _START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
 FEW = 16  # cases that are not worth other processes
 _KEPT = 100_000
-_MODULES_KEPT = 64  # each keeps its workload, and so what that refers to
+_MODULES_KEPT = 256  # each keeps its workload, and so what that refers to
 
 
 class StepStore:

@@ -102,8 +102,7 @@ class ScriptRecorder(Recorder):
     def name_batches(self) -> None:
         """Name as a batch what was copied from the host and belongs to no model."""
         for block in self._copied:
-            if self.memory.kinds[block] is None:
-                self.memory.kinds[block] = "batch"
+            self.memory.name_block(block, "batch")
 
     def parameters(self) -> int:
         """Return the elements of the parameters of the models that have run."""
@@ -128,7 +127,7 @@ class ScriptRecorder(Recorder):
 
     def batch_size(self) -> int:
         """Return the commonest first dimension of what was copied from the host and belongs to no model."""
-        rows = Counter(rows for block, rows in self._copied.items() if self.memory.kinds[block] in (None, "batch"))
+        rows = Counter(rows for block, rows in self._copied.items() if self.memory.blocks[block].kind in ("", "batch"))
         return rows.most_common(1)[0][0] if rows else 1
 
     # -- the operators
@@ -162,10 +161,10 @@ class ScriptRecorder(Recorder):
 
     def name_updates_state(self) -> None:
         """Say that what an update without an optimizer of torch has taken, and keeps, is its state."""
-        kinds, live = self.memory.kinds, {block for block, _ in self.memory.live.values()}
+        live = {block for block, _ in self.memory.live.values()}
         for event in self.memory.events:
-            if event.phase == "optimizer" and event.block in live and kinds[event.block] is None:
-                kinds[event.block] = "optimizer_state"
+            if event.phase == "optimizer" and event.block in live:
+                self.memory.name_block(event.block, "optimizer_state")
 
     def _copied_from_host(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:  # what is on meta has no elements, and PyTorch no products of it

@@ -17,7 +17,7 @@ from featurize.families import get_family, loss_of
 from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import replay
 from featurize.trace import tracer
-from featurize.trace.fingerprint import State
+from featurize.trace.trace_cache import State
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_configs import small_config

@@ -17,6 +17,7 @@ from conf.cli import command_line as cli
 from featurize.families import mlp
 from learn import build_defaults
 from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
+from learn.estimation import fast_estimates
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
@@ -65,7 +66,8 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A build of seconds: fewer trees, and without the project's own data set."""
+    """A build of seconds: fewer trees and configurations, and without the project's own data set."""
+    monkeypatch.setattr(fast_estimates, "CASES", 60)
     monkeypatch.setattr(dataset, "repository_folder", lambda: ROOT / "nowhere")
     monkeypatch.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=10))
 
@@ -75,7 +77,7 @@ def test_the_command_writes_a_model_a_target_and_a_card_and_the_same_ones_again(
     published(place / "files")
     outs = place / "first" / "models", place / "second" / "models"
     for out in outs:
-        argv = f"path={place / 'files'}", f"out={out}", f"data={place / 'data'}", "configs=60"
+        argv = f"path={place / 'files'}", f"out={out}", f"data={place / 'data'}"
         assert shown(*argv, run=run).endswith(f"{out}\n")
         assert [path.name for path in out.parent.iterdir()] == ["models"], "nothing is left beside it"
     assert {path.name for path in outs[0].iterdir()} == {*TARGETS, "MODEL_CARD.md", "fast"}
@@ -121,7 +123,7 @@ def test_runs_of_the_data_set_are_fitted_on_beside_the_published_ones_and_the_ca
     )
     export(ExportSettings(data=str(runs), out=str(place / "set")))
     monkeypatch.setattr(dataset, "repository_folder", lambda: place / "set")
-    assert run(f"path={files}", f"out={out}", "configs=60") == 0
+    assert run(f"path={files}", f"out={out}") == 0
     assert "the models are fitted without it" in capsys.readouterr().out
     for target in TARGETS:
         rows = json.loads((out / target / "meta.json").read_text())["rows"]
@@ -157,7 +159,7 @@ def test_a_folder_without_the_files_is_told_where_they_are_and_may_have_any_name
 
 
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
-    def large(_data, _settings, folder, _progress):
+    def large(_data, _seed, folder, _progress):
         folder.mkdir()
         (folder / "model.txt").write_bytes(b"0" * (11 * 2**20))
 
