@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -278,17 +278,10 @@ def _is_name(name: str) -> bool:
     return bool(slash) and partition.startswith(PARTITION) and "/" not in file_name and file_name.endswith(".parquet")
 
 
-@dataclass(frozen=True)
-class FamilyPlan:
-    """Names of one family's files that count, and the runs of a merged file that another file already holds."""
-
-    family: str
-    names: tuple[str, ...]
-    doubled: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-
-def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool]) -> list[FamilyPlan]:
-    """Return the files of `runs` or `telemetry` that count now, by family, each run in one of them only.
+def counting_plan(
+    folder: DataFolder, kind: str, left_out: Callable[[Path], bool]
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield (family=F/NAME, runs that another file holds) of the files of one of `KINDS` that count now.
 
     `left_out` returns whether a file is known to be damaged. A listed merged file that is missing raises
     `EnvironmentProblem`, since its rows are lost. A listing that no compaction can have written hides nothing.
@@ -307,10 +300,8 @@ def counting_plan(folder: DataFolder, kind: str, left_out: Callable[[Path], bool
             break
     else:
         refuse_lost(folder, [kind])
-    return [
-        _family_plan(folder.root / kind / partition, names, judgement, is_left_out)
-        for partition, names in on_disk.items()
-    ]
+    for partition, names in on_disk.items():
+        yield from _partition_plan(folder.root / kind / partition, names, judgement, is_left_out)
 
 
 def counting_files(folder: DataFolder, kind: str, family: str, listings: Sequence[Listing] | None = None) -> list[Path]:
@@ -350,9 +341,9 @@ def _names_on_disk(root: Path) -> dict[str, list[str]]:
     }
 
 
-def _family_plan(
+def _partition_plan(
     partition: Path, names: Sequence[str], judgement: Judgement, left_out: Callable[[Path], bool]
-) -> FamilyPlan:
+) -> Iterator[tuple[str, frozenset[str]]]:
     unmerged: list[str] = []
     merged: list[str] = []
     for name in _counting_names(partition.name, names, judgement):
@@ -363,7 +354,8 @@ def _family_plan(
         unmerged = [name for name in unmerged if name.removesuffix(".parquet") not in held]
     key = ("doubled", *(file_key(partition / name) for name in merged))
     doubled = remember_by(key, lambda: _find_doubled(partition, merged))
-    return FamilyPlan(partition.name.removeprefix(PARTITION), (*unmerged, *merged), doubled)
+    for name in (*unmerged, *merged):
+        yield f"{partition.name}/{name}", doubled.get(name, frozenset())
 
 
 def _find_doubled(partition: Path, merged: Sequence[str]) -> dict[str, frozenset[str]]:

@@ -21,13 +21,11 @@ import pyarrow.parquet as pq
 
 from conf.files.outputs import sync, write_file
 from conf.plain_text import first_line, one_line
-from warehouse.files.folder import LISTING_SCHEMA, DataFolder, verify
+from warehouse.files.folder import LISTING_SCHEMA, DataFolder, frame_problem, verify
 from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
 from warehouse.tables.schema import KINDS, TABLES
 from warehouse.tables.sql_text import escaped_glob, sql_text
 
-_MAGIC = b"PAR1"
-_LEAST_BYTES = 12  # the magic twice, and the length of the footer
 _BATCH_ROWS = 64 * 2**10
 
 # The column without which a file of this kind is of no use, and the types of the others.
@@ -59,7 +57,8 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
     `pages`, every page is decoded too. Raises `FileNotFoundError` for a file that does not exist.
     """
     try:
-        reason = _frame_damage(path)
+        with open_binary(path) as file:
+            reason = frame_problem(file)
         if reason is not None:
             return reason
         with pq.ParquetFile(path) as file:
@@ -144,27 +143,6 @@ def warn_once(path: Path, line: str) -> None:
             return
         _warned.add((path, known))
     print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
-
-
-def _frame_damage(path: Path) -> str | None:
-    """Return the damage that shows in the file's size and first and last bytes, None if none does."""
-    with open_binary(path) as file:
-        file_bytes = os.fstat(file.fileno()).st_size
-        if file_bytes == 0:
-            return "it is empty"
-        if file_bytes < _LEAST_BYTES:
-            return f"it is cut short, {file_bytes} bytes are left"
-        head = file.read(len(_MAGIC))
-        file.seek(-8, os.SEEK_END)
-        footer_bytes = int.from_bytes(file.read(4), "little")
-        tail = file.read(len(_MAGIC))
-    if head != _MAGIC:
-        return "it is not a Parquet file: the first bytes are not PAR1"
-    if tail != _MAGIC:
-        return "it is cut short, or no Parquet file: the last bytes are not PAR1"
-    if footer_bytes + _LEAST_BYTES > file_bytes:
-        return f"its footer claims {footer_bytes:,} of {file_bytes:,} bytes"
-    return None
 
 
 def _schema_damage(path: Path, schema: pa.Schema) -> str | None:

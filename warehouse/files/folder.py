@@ -48,6 +48,7 @@ _KEY = CHECKSUM_KEY.encode()
 _VALUE = re.compile(re.escape(_VALUE_HEAD) + rb"[0-9a-f]{%d}" % _DIGEST_CHARACTERS)
 _MAGIC = b"PAR1"
 _ENDING_BYTES = 8  # the footer's length in 4 bytes, and the magic
+_LEAST_BYTES = len(_MAGIC) + _ENDING_BYTES
 _TAIL_BYTES = 64 * 2**10  # holds the whole footer of most files
 _CHUNK_BYTES = 2**20
 
@@ -334,20 +335,39 @@ def _digest(file: BinaryIO, place: int) -> str:
     return digest.hexdigest()
 
 
+def frame_problem(file: BinaryIO) -> str | None:
+    """Return the damage that shows in a file's size and first and last bytes, None if none does."""
+    file_bytes = file.seek(0, os.SEEK_END)
+    if file_bytes == 0:
+        return "it is empty"
+    if file_bytes < _LEAST_BYTES:
+        return f"it is cut short, {file_bytes} bytes are left"
+    file.seek(0)
+    head = file.read(len(_MAGIC))
+    file.seek(-_ENDING_BYTES, os.SEEK_END)
+    footer_bytes = int.from_bytes(file.read(4), "little")
+    tail = file.read(len(_MAGIC))
+    if head != _MAGIC:
+        return "it is not a Parquet file: the first bytes are not PAR1"
+    if tail != _MAGIC:
+        return "it is cut short, or no Parquet file: the last bytes are not PAR1"
+    if footer_bytes + _LEAST_BYTES > file_bytes:
+        return f"its footer claims {footer_bytes:,} of {file_bytes:,} bytes"
+    return None
+
+
 def _place(file: BinaryIO) -> int | None:
     """Return the offset of the digest, None if there is none. Raises `ValueError` if the entry is damaged.
 
     Searched from the end: statistics, which hold texts of runs, stand before the key-value pairs. Searched also before
     the footer, since a flipped bit in the footer's length makes it begin elsewhere.
     """
+    problem = frame_problem(file)
+    if problem is not None:
+        raise NoParquetFile(problem)
     size = file.seek(0, os.SEEK_END)
-    if size == 0:
-        raise NoParquetFile("it is empty")
-    file.seek(max(0, size - _ENDING_BYTES))
-    ending = file.read(_ENDING_BYTES)
-    footer_at = size - _ENDING_BYTES - int.from_bytes(ending[:-4], "little")
-    if ending[-4:] != _MAGIC or footer_at < len(_MAGIC):
-        raise NoParquetFile("it is not a Parquet file, or was cut short")
+    file.seek(size - _ENDING_BYTES)
+    footer_at = size - _ENDING_BYTES - int.from_bytes(file.read(4), "little")
     tail_at = max(0, min(footer_at, size - _TAIL_BYTES))
     file.seek(tail_at)
     tail = file.read()

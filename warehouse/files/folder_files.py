@@ -253,9 +253,7 @@ class FolderFiles(AbstractFileSystem):
     def _counting(self, kind: str) -> Iterator[tuple[str, frozenset[str]]]:
         """Yield (name below `kind`, runs that another file holds) of each file that counts."""
         if kind in KINDS:
-            for family in counting_plan(self._folder, kind, self._is_left_out):
-                for name in family.names:
-                    yield f"family={family.family}/{name}", family.doubled.get(name, frozenset())
+            yield from counting_plan(self._folder, kind, self._is_left_out)
             return
         root = self._folder.root / kind
         for name in sorted(os.listdir(root)) if root.is_dir() else ():
