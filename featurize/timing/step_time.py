@@ -170,7 +170,7 @@ def time_step(
         choices = settings.precision, settings.channels_last, settings.cudnn_benchmark, framework, gathers
         steps = _keeper(trace).remembered(("timed steps", *choices), dict[DeviceSpec, TimedStep])
         if spec not in steps:
-            steps |= make([spec, *(other for other in beside if other not in steps)])
+            steps |= make([one for one in dict.fromkeys((spec, *beside)) if one not in steps])
     else:
         steps = make([spec])
     step = steps[spec]
@@ -197,7 +197,7 @@ def _times_without_input(
 ) -> dict[DeviceSpec, TimedStep]:
     flags = uses_tf32(settings.precision)
     calls = _keeper(trace).remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
-    timed = timed_kernels(calls, specs, settings, learned)
+    timed = timed_kernels(calls, specs if len(specs) > 1 else specs[0], settings, learned)
     timed = replace(timed, seconds=timed.seconds * (learned.sharded if gathers and framework != MEGATRON else 1.0))
     return {spec: _summed(timed.row(place), spec, framework, learned) for place, spec in enumerate(specs)}
 

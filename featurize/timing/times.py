@@ -129,11 +129,12 @@ def per_device(spec: DeviceSpec | Sequence[DeviceSpec], figure: Callable[[Device
     return figure(spec) if isinstance(spec, DeviceSpec) else np.array([[figure(one)] for one in spec])
 
 
-def places_of(find: Callable[..., int], *columns: Any) -> np.ndarray:
-    """Return what `find` returns for each entry of the columns, which broadcast. Entries that are alike are looked up
-    once."""
-    shape = np.broadcast_shapes(*map(np.shape, columns))
-    entries = list(zip(*(np.broadcast_to(column, shape).ravel().tolist() for column in columns), strict=True))
+def places_of(find: Callable[..., int], kinds: tuple[str, ...], *columns: np.ndarray) -> np.ndarray:
+    """Return what `find` returns for each kernel's kind and its entries of the columns, which broadcast. Those that are
+    alike are looked up once."""
+    shape = np.broadcast_shapes((len(kinds),), *(column.shape for column in columns))
+    lists = (np.broadcast_to(column, shape).ravel().tolist() for column in columns)
+    entries = list(zip(kinds * math.prod(shape[:-1]), *lists, strict=True))
     places = {entry: find(*entry) for entry in set(entries)}
     return np.array([places[entry] for entry in entries], dtype=int).reshape(shape)
 
@@ -179,12 +180,15 @@ def kernels_on(
     l2_bytes = per_device(spec, lambda one: one.l2_mib * MIB)
     short = np.log1p(_LENGTH_HALF / np.maximum(calls.rows, 1.0))
     layouts = ("/channels_last", "") if channels_last else ("",)
+    of_compute, of_bandwidth = ({name: place for place, name in enumerate(known)} for known in names)
 
     def computing(kind: str, pipe: int, units: int) -> int:
-        return _first_known([f"{kind}{layout}/{of}" for of in units_names(pipe, units) for layout in layouts], names[0])
+        return _first_known(
+            [f"{kind}{layout}/{of}" for of in units_names(pipe, units) for layout in layouts], of_compute
+        )
 
     def moving(kind: str) -> int:
-        return _first_known([f"{kind}{layout}" for layout in layouts], names[1])
+        return _first_known([f"{kind}{layout}" for layout in layouts], of_bandwidth)
 
     return Kernels(
         compute=places_of(computing, calls.kind, pipe, tensor.astype(int)),
@@ -271,9 +275,9 @@ def units_names(pipe: int, units: int) -> tuple[str, ...]:
     return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
 
 
-def _first_known(wanted: Sequence[str], known: Sequence[str]) -> int:
-    """Return the index of the first name, the most special one first, that is known; else of `OTHER`."""
-    return known.index(next((name for name in wanted if name in known), OTHER))
+def _first_known(wanted: Sequence[str], known: Mapping[str, int]) -> int:
+    """Return the place of the first name, the most special one first, that is known; else of `OTHER`."""
+    return known[next((name for name in wanted if name in known), OTHER)]
 
 
 def clock_ghz(spec: DeviceSpec) -> float:

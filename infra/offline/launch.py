@@ -24,7 +24,6 @@ MANIFEST = "manifest.json"
 INSTALLED = "bundle.json"  # in the target: which bundle it is
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
 _SPARE_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 20
 USAGE = """usage: python3 offline.py install [target=DIR] [parts=DIR,DIR...]
        python3 offline.py STEP[,STEP...] [target=DIR] [parts=DIR,DIR...] [KEY=VALUE...]
 steps: {steps}
@@ -194,11 +193,8 @@ def check_archive(path: str, archive: "dict[str, Any]") -> None:
 
 
 def file_sha256(path: "str | os.PathLike[str]") -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for chunk in iter(lambda: file.read(_CHUNK_BYTES), b""):
-            digest.update(chunk)
-    return digest.hexdigest()
+    with open(path, "rb") as file:  # a part is at most some tens of MiB
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def check_machine(manifest: "dict[str, Any]") -> None:

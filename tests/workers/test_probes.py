@@ -422,6 +422,18 @@ def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
     assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_kernels_are_named_by_their_time_and_without_cupti_there_are_none(monkeypatch):
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "dur": duration_us, "ts": 0.0, "args": {}}
+        for name, duration_us in (("copy", 2.0), ("gemm", 9.0))
+    ]
+    monkeypatch.setattr(questions, "profiled_trace", lambda *arguments: events)
+    assert questions._kernels(lambda: None) == ["gemm", "copy"]
+    monkeypatch.undo()
+    assert questions._kernels(lambda: torch.ones(2) + 1) == []
+
+
 @pytest.mark.parametrize(
     ("smacts", "expected"),
     [

@@ -62,7 +62,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a measurement gave.
+    """The result of a measurement.
 
     Args:
         name: The measurement's.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.plain_text import counted, first_line
 from conf.units import MIB
+from workers.devices.profiling import kernels_of_trace, profiled_trace
 from workers.probes.children import Measurement, ProbeResult, Row, measure_all
 from workers.probes.gpu import first_gpu, memory_reading
 
@@ -99,14 +100,9 @@ def _time_ms(call: Callable[[], Any]) -> float:
 
 def _kernels(call: Callable[[], Any]) -> list[str]:
     """Return the names of the kernels, the longest first; none where CUPTI has none."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        call()
-    events = [event for event in profiled.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda event: -event.self_device_time_total)
-    return [event.key for event in events[:_KERNELS]]
+    rows = kernels_of_trace(profiled_trace(call, 1, "cuda"), 1)
+    names = [row["kernel"] for row in sorted(rows, key=lambda row: -row["duration_us"]) if row["timing"] == "cupti"]
+    return list(dict.fromkeys(names))[:_KERNELS]
 
 
 def answer_tf32(rows: Sequence[Row]) -> str:
