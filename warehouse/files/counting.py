@@ -244,9 +244,13 @@ def _hidden_and_not_held(root: Path, listing: Listing) -> Sequence[str]:
 
 
 def _foreign(listing: Listing) -> tuple[str, ...]:
-    """Return the hidden names outside the merged file's partition."""
-    partition = os.path.dirname(listing.merged)
-    return tuple(name for name in listing.hidden if not _is_name(name) or os.path.dirname(name) != partition)
+    """Return the hidden names that are not files right in the merged file's partition."""
+    prefix = f"{os.path.dirname(listing.merged)}/"
+    return tuple(
+        name
+        for name in listing.hidden
+        if not name.startswith(prefix) or not name.endswith(".parquet") or "/" in name.removeprefix(prefix)
+    )
 
 
 def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
@@ -269,13 +273,8 @@ def _is_held(path: Path, merged: Path, merged_key: Hashable) -> bool:
 
 
 def _ids(path: Path) -> frozenset[str]:
-    return frozenset(pq.ParquetFile(plain(path)).read(columns=["run_id"]).column("run_id").unique().to_pylist())
-
-
-def _is_name(name: str) -> bool:
-    """Return whether `name` has the form family=F/NAME.parquet and leads nowhere else."""
-    partition, slash, file_name = name.partition("/")
-    return bool(slash) and partition.startswith(PARTITION) and "/" not in file_name and file_name.endswith(".parquet")
+    file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
+    return frozenset(file.read(columns=["run_id"]).column("run_id").unique().to_pylist())
 
 
 def counting_plan(
