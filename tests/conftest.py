@@ -196,5 +196,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter collect what it kept for the session, of which extensions else say that it leaked."""
+    """Give back to the collector what was set aside for the session, which extensions else report as leaked."""
     gc.unfreeze()
