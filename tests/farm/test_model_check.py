@@ -198,4 +198,4 @@ def test_several_problems_are_told_together_and_the_same_once(monkeypatch):
     space = zoo([f"checked_nets.small:f{index}" for index in range(7)])
     with pytest.raises(UsageError) as refused:
         require_models([space])
-    assert str(refused.value) == "a; b; c; and 2 more"
+    assert str(refused.value) == "a; b; c; 2 more"
