@@ -19,8 +19,7 @@ import pyarrow as pa
 
 from conf.plain_text import safe_text
 from featurize.configs.trial import code_marks, config_hash
-from warehouse.tables.run import Run
-from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION
+from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION, Run
 from workers.devices import DeviceChoice, MemberAlone, Slot, Together, core_count, host_memory_share_mib, make_device
 from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group, table_of_rows
 from workers.settings import TrialSettings

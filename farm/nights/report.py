@@ -17,7 +17,7 @@ import duckdb
 
 import warehouse
 from conf.errors import CommandError
-from conf.plain_text import OUTPUT_STARTS, error_line, first_few
+from conf.plain_text import OUTPUT_STARTS, error_line, first_few, sql_text
 from conf.reports.blocks import Level
 from conf.reports.charts import Grid
 from conf.reports.page_text import short
@@ -42,7 +42,6 @@ from warehouse.reading.checks import Finding
 from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.reading.pairing import Difference, diff
-from warehouse.tables.sql_text import sql_text
 
 if TYPE_CHECKING:
     import pyarrow

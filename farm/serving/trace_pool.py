@@ -25,7 +25,7 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.leftovers import sweep_leftovers
 from farm.queue.queue_file import QueueError
-from farm.serving.problems import Scrubber
+from farm.serving.gate import Scrubber
 from farm.serving.trace_store import TraceStore
 
 if TYPE_CHECKING:

@@ -129,8 +129,8 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
     }
     if traced.trace.graph_pool_bytes:
         causes[GRAPHS] = traced.trace.graph_pool_bytes / MIB
-    if traced.communication_mib:
-        causes[COMMUNICATION] = traced.communication_mib
+    if buffers_mib := traced.step.communication.buffers_mib:
+        causes[COMMUNICATION] = buffers_mib
     shares = bound_shares()
     is_measured = not on_amd and causes.keys() <= {*MEASURED}
     causes = {cause: shares.of_causes.get(cause, 1.0) * mib for cause, mib in causes.items()}

@@ -26,7 +26,7 @@ from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem
 from farm import serve
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
-from farm.serving.problems import Problem
+from farm.serving.gate import Problem
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
 from farm.serving.trace_store import QuestionLimits, TraceStore
 from learn import Estimate, JobProfile, estimate, estimate_many
