@@ -445,7 +445,8 @@ def _run_members(
 ) -> None:
     """Run all trials to their end, listening to them in turns. Raises `ServerLost`.
 
-    `upcoming` gets ready once a window has begun."""
+    `upcoming` gets ready once a window has begun.
+    """
     is_group, timeout_ns = len(specs) > 1, int(specs[0].settings.timeout_s * 1e9)
     tick_s = _MEMBER_TICK_S if is_group else _TICK_S
     trials: list[RunningTrial] = []
@@ -494,7 +495,8 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
                 run.trial.leave_by_ns = time.monotonic_ns()
     if not waiting:
         for run in runs:
-            run.dismiss()
+            if run.observed.broken is None:  # it is killed anyway, and need not wind up
+                run.dismiss()
     return is_open
 
 

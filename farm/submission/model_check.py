@@ -167,6 +167,8 @@ def _ask(
         print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
     elif not started:  # not a model's fault; the trials say what is missing
         print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
+    elif unchecked and ended is None:  # not a model's fault either
+        print(f"the process that checks models was killed; {which}", file=sys.stderr)
     elif unchecked:
         answers.append("")
     return [*answers, *[None] * (len(models) - len(answers))]
