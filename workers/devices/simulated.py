@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from featurize.job.training_settings import TrialConfig
     from featurize.memory.replay import MemoryProfile
     from featurize.recording.step_trace import StepTrace
-    from featurize.timing.overlap import RankStep, SimulatedStep
+    from featurize.timing.overlap import SimulatedStep
     from workers.settings import TrialSettings
 
 
@@ -134,23 +134,18 @@ class SimulatedDevice:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
-        from featurize.timing.overlap import RankStep, ranks_of_stages, simulate, simulate_rank
+        from featurize.timing.overlap import ranks_of_stages, simulate
         from featurize.trace.tracer import trace_config
 
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
-        memory = _replay_limited(trace, self.spec, config, slot.memory_fraction)
-        layout, ranks = config.layout, dict[int, RankStep]()
-        if layout is None:
-            step = simulate(trace, self.spec, config, memory=memory)
-        else:
-            for stage, of_rank in ranks_of_stages(trace).items():
-                replayed = (
-                    memory if of_rank is trace else _replay_limited(of_rank, self.spec, config, slot.memory_fraction)
-                )
-                ranks[stage * layout.of_stage] = simulate_rank(of_rank, self.spec, config, layout, memory=replayed)
-            step = max((rank_step.step for rank_step in ranks.values()), key=lambda step: step.peak_memory_mib)
+        layout = config.layout
+        of_stages: dict[int, SimulatedStep] = {}
+        for stage, of_rank in ranks_of_stages(trace).items():
+            memory = _replay_limited(of_rank, self.spec, config, slot.memory_fraction)
+            of_stages[stage] = simulate(of_rank, self.spec, config, layout=layout, memory=memory)
+        step = max(of_stages.values(), key=lambda step: step.peak_memory_mib)
         link.wait_for_go()
         link.report("built", parameters=step.parameters)
         shown = step
@@ -172,11 +167,12 @@ class SimulatedDevice:
         ended = "fixed" if window.kind == "fixed" else "steady" if window_s >= window.min_seconds else "max_seconds"
         link.report("warmup", t_ns=0)
         link.report("window", t_ns=round(warmup_s * 1e9))
-        if not ranks:
+        if layout is None:
             self._report_samples(step, shown, warmup_s, window_s, link, rank={})
-        for rank, rank_step in ranks.items():
-            self._report_samples(rank_step.step, rank_step.step, warmup_s, window_s, link, rank={"rank": rank})
-        if layout is not None:
+        else:
+            ranks = {stage * layout.of_stage: rank_step for stage, rank_step in of_stages.items()}
+            for rank, rank_step in ranks.items():
+                self._report_samples(rank_step, rank_step, warmup_s, window_s, link, rank={"rank": rank})
             _report_ranks(layout.of_stage, ranks, steps, window_s, link)
         values = _labels(step, steps, window_s)
         link.report("result", window_end_ns=round((warmup_s + window_s) * 1e9), window_ended=ended, values=values)
@@ -305,17 +301,16 @@ def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float
     }
 
 
-def _report_ranks(of_stage: int, traced: Mapping[int, RankStep], steps: int, window_s: float, link: Link) -> None:
+def _report_ranks(of_stage: int, traced: Mapping[int, SimulatedStep], steps: int, window_s: float, link: Link) -> None:
     """Report each rank's labels, which are those of the traced one of its stage: all of them do the same."""
-    for first, rank_step in traced.items():
-        talk = rank_step.talk
+    for first, step in traced.items():
         waiting = {
-            "exposed_ms": talk.exposed_ms,
-            "communication_ms": talk.busy_ms,
-            "sent_mib": sum(talk.sent_mib.values()),
+            "exposed_ms": step.communication.exposed_ms,
+            "communication_ms": step.communication.busy_ms,
+            "sent_mib": sum(step.communication.sent_mib.values()),
         }
         for rank in range(first, first + of_stage):
-            link.report("rank", rank=rank, values={**_labels(rank_step.step, steps, window_s), **waiting})
+            link.report("rank", rank=rank, values={**_labels(step, steps, window_s), **waiting})
 
 
 def _replay_limited(
