@@ -1,7 +1,7 @@
-"""Makes text safe for terminals and for storage: escape sequences, control and direction characters are escaped.
+"""Makes text safe for terminals, storage and SQL: escape sequences, control and direction characters are escaped.
 
 Start reading at `printable`; `shown` is for values that a message quotes, `error_line` for stored errors, `safe_text`
-for what a trial sends.
+for what a trial sends, `sql_text` for a value in a query.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
+from pathlib import Path
 
 _LONGEST_LINE = 4000  # characters; some messages list every valid name
 _LONGEST_SHOWN = 200  # characters of a value that is quoted back
@@ -146,3 +147,13 @@ def quoted(data: bytes | str) -> str:
     text = ascii(kept.decode("utf-8", "backslashreplace") if isinstance(kept, bytes) else kept)
     unit = "bytes" if isinstance(data, bytes) else "characters"
     return text if len(kept) == len(data) else f"{text}... ({len(data):,} {unit})"
+
+
+def sql_text(value: str) -> str:
+    """Return the value as a string literal."""
+    return "'" + value.replace("'", "''") + "'"
+
+
+def escaped_glob(path: Path) -> str:
+    """Return the path as a glob that matches only itself."""
+    return re.sub(r"([\[*?])", r"[\1]", str(path))

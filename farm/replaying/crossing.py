@@ -28,9 +28,9 @@ from farm.replaying.traces import (
     read_trace,
 )
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
-from featurize.timing.shared_gpu import SHARING
 from learn.commands.estimate import described_device
 from learn.sharing.slowdowns import NoUtilization, SlowdownEstimator, default_slowdowns, packaged_slowdowns
+from workers.devices.simulated import SHARING
 from workers.devices.steadiness import student_t
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from farm.replaying.traces import ClusterTrace, JobType
-from featurize.timing.shared_gpu import GpuLoad, shared_speeds, stalled_share
+from workers.devices.simulated import GpuLoad, shared_speeds, stalled_share
 
 _NOISE = 0.10  # standard deviation of what a group's slowdown has beyond the model, as a share. Chosen
 

@@ -53,15 +53,19 @@ from farm.serving.bodies import (
 from farm.serving.explorer_pages import READERS, ExplorerPages, add_pages
 from farm.serving.gate import (
     CLIENT,
+    PROBLEM_TYPE,
     Gate,
     Places,
+    Problem,
     RequestLog,
+    Scrubber,
     ServiceMetrics,
+    busy,
+    invalid,
     problem_response,
     wait_asked,
 )
 from farm.serving.kubernetes import reviewed
-from farm.serving.problems import PROBLEM_TYPE, Problem, Scrubber, busy, invalid
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_store import DONE, FAILED, QuestionLimits, QuestionRow, RemoteQuestions, TraceStore
 from learn.estimation.estimating import estimate, estimate_many

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from conf.errors import CommandError, UsageError
 from conf.files.identity import version_of
-from farm.serving.problems import Problem, invalid
+from farm.serving.gate import Problem, invalid
 from featurize.configs.features import FEATURES_STAMP
 from featurize.configs.trial import TrialConfig, config_of_row, refusal
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device, device_names

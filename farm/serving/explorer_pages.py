@@ -22,7 +22,7 @@ from fastapi.responses import HTMLResponse
 
 from conf.errors import CommandError, UsageError
 from conf.plain_text import first_few
-from farm.serving.problems import Scrubber
+from farm.serving.gate import Scrubber
 from farm.serving.settings import LimitSettings
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, config_of_row
 from featurize.device.device_spec import DESCRIBED, describe_device, known_device

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from conf.errors import UsageError, unknown_name
 from farm.serving.bodies import EstimateRequest
-from farm.serving.problems import Problem
+from farm.serving.gate import Problem
 from farm.serving.scheduling import DEVICE, JOB, PREFIX, device_of, job_of_text, value_at
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.leftovers import sweep_leftovers
 from farm.queue.queue_file import QueueError
-from farm.serving.problems import Scrubber
+from farm.serving.gate import Scrubber
 from farm.serving.trace_store import TraceStore
 
 if TYPE_CHECKING:
@@ -104,10 +104,10 @@ class TracePool:
     def _run_question(self, key: str, question: str) -> str:
         """Run one question in a child and store what came of it. Returns that in a word or two, for the log."""
         asked = self._asked(question)
-        if asked is None:
+        if asked is None and not self._ended.is_set():
             self._store.interrupted(key, "the process that traces are forked from does not start")
             return "not started"
-        reply, ended = asked
+        reply, ended = asked or (b"", None)
         if reply.endswith(b"\n"):
             content = json.loads(reply)
             if "answer" in content:

@@ -227,7 +227,7 @@ _Lasting: TypeAlias = dict[tuple[str, int, int], float]
 
 def waits_of(
     part: PipelinePart, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel, step_ms: float
-) -> dict[str, float]:
+) -> tuple[float, float]:
     """Return `exposed_ms` and `bubble_ms` of one rank.
 
     All passes of the schedule are put into their order on all ranks. The bubble is what is left with messages and
@@ -259,7 +259,7 @@ def waits_of(
 
     computed_ms = max(finished_ms(orders, functools.partial(pass_ms, alone), lambda _: 0.0))
     whole_ms = max(finished_ms(orders, functools.partial(pass_ms, waiting), message_ms))
-    return {"exposed_ms": max(whole_ms - computed_ms, 0.0), "bubble_ms": max(computed_ms - step_ms, 0.0)}
+    return max(whole_ms - computed_ms, 0.0), max(computed_ms - step_ms, 0.0)
 
 
 def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> list[Item]:

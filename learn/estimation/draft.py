@@ -20,7 +20,8 @@ from featurize.memory.replay import loads_cudnn
 from featurize.recording.skeleton import build_on_meta
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import tensors_of
-from featurize.timing.overlap import SimulatedStep, lengthened, simulate
+from featurize.timing.collectives import communicators_mib
+from featurize.timing.overlap import SimulatedStep, simulate
 from featurize.timing.times import seconds_at_peak
 from learn.estimation.fitted_models import FittedModels, ModelQuestion
 from learn.estimation.job_estimate import (
@@ -50,7 +51,7 @@ from learn.estimation.notes import (
     loop_named,
     times,
 )
-from learn.estimation.platforms import SEVERAL_GPUS, buffers_mib, communication_of_step, ranks_of, workspace_notes
+from learn.estimation.platforms import SEVERAL_GPUS, ranks_of, workspace_notes
 from learn.estimation.requests import Request
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.job.traced import CannotTrace, TracedStep, step_of, trace_of, wants_values
@@ -119,7 +120,8 @@ class Draft:
         Raises:
             UsageError: A GPU model that the job cannot run on.
         """
-        buffers_mib(self.job, self.device)  # refuses a GPU model before anything is traced
+        if self.job.parallel is not None:
+            communicators_mib(self.device, self.job.parallel)  # refuses a GPU model before anything is traced
         self.platform.prepare_workspaces(self.job)
         try:
             if failure is not None and not isinstance(failure, UnsuitableDevice):
@@ -238,9 +240,9 @@ class Draft:
                 continue
             self._set(question.target, answer.figure, answer.by, answer.loop)
             notes += answer.notes
-            if self.memory is not None and question.target == "memory":
+            if question.target == "memory":
                 self.beyond_fit = question.packaged and answer.outside
-                self.memory = self.memory if answer.bound is None else self.memory.with_bound(answer.bound)
+                self.memory = answer.bounded or self.memory
         self.notes += _merge(notes)
         if absent:
             home = DataFolder.resolve(self.request.options.data).models
@@ -290,8 +292,7 @@ class Draft:
             uncertainty = uncertainty_of(traced, self.device, self.platform.machine)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
             limit_mib = self.platform.limit_mib(traced)
-            bound = uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib)
-            self.memory = self.memory.with_bound(bound)
+            self.memory = uncertainty.bound(self.memory, centre_mib, self.request.options.coverage, limit_mib)
 
     def _gather(self) -> Estimate:
         """Return what was gathered, and the trace's figures for the rest."""
@@ -331,8 +332,7 @@ class Draft:
     def _fill_from_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
-        talk = communication_of_step(traced, job, device)
-        step = lengthened(self._time_in_loop(traced, loop), talk, device)
+        step = self._time_in_loop(traced, loop)
         of_step: dict[str, Any] = {}
         notes: list[Note] = []
         for target in TARGETS:
@@ -347,7 +347,7 @@ class Draft:
                             text += "; for a module, framework= says what launches the kernels"
                         notes.append(Note("host-bound", INFO, text, (target,)))
         timed = step if self.loops["step_time"] == loop else self._time_in_loop(traced, PIPELINE)
-        ranks, sent, assumed = ranks_of(traced, job, device, talk)
+        ranks, sent, assumed = ranks_of(traced, job, device)
         notes += [*assumed, *(Note("trace", WARNING, text) for text in traced.trace.notes)]
         memory, largest = traced.memory, list(traced.memory.peak_modules.items())[:TOP_MODULES]
         assert self.memory is not None, "it is answered"
@@ -385,8 +385,10 @@ class Draft:
         """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
         if loop != PIPELINE:
             return traced.step
-        waits_ms, settings = loading_ms(traced, self.alone), self.alone.settings
-        timed = simulate(traced.trace, self.device, settings, memory=traced.memory, input_ms=waits_ms)
+        job, waits_ms = self.alone, loading_ms(traced, self.alone)
+        timed = simulate(
+            traced.trace, self.device, job.settings, layout=job.parallel, memory=traced.memory, input_ms=waits_ms
+        )
         return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
 
     def _notes_on_trace(self, traced: TracedStep, limit_mib: float) -> list[Note]:
@@ -420,7 +422,8 @@ class Draft:
                 f"{of_context}{of_layers if loads_cudnn(traced.trace) else ''}"
             )
             notes.append(Note(AMD_GPU, WARNING, text))
-        if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > traced.step.step_time_ms:
+        works_ms = traced.step.step_time_ms - traced.step.communication.waits_ms
+        if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > works_ms:
             text = (
                 "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. "
                 "Power and energy are of a GPU that waits; a loader with workers changes them"

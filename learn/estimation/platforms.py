@@ -30,7 +30,7 @@ from featurize.device.device_spec import (
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training, training_of
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.timing.collectives import PCIE, communicators_mib, fabric_of
+from featurize.timing.collectives import PCIE, fabric_of
 from learn.estimation.job_estimate import RankGroup
 from learn.estimation.notes import (
     INFO,
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from featurize.device.device_spec import DeviceSpec
     from featurize.memory.cudnn_workspaces import ConvolutionWorkspace
     from featurize.operators.library_calls import LibraryCall
-    from featurize.recording.step_trace import PipelinePart, RanksAlike, StepTrace
-    from featurize.timing.overlap import Communication
+    from featurize.recording.step_trace import PipelinePart, RanksAlike
     from learn.job.traced import TracedStep
     from learn.job.training_job import TrainingJob
     from warehouse.files.folder import DataFolder
@@ -54,31 +53,13 @@ if TYPE_CHECKING:
 SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
 
 
-def buffers_mib(job: TrainingJob, device: DeviceSpec, trace: StepTrace | None = None) -> float:
-    """Return the memory of communication libraries on a GPU, in MiB; 0 for a job on one GPU. `UsageError` where the GPU
-    model's description has no interconnect. A trace tells which groups of ranks the model made itself."""
-    if job.parallel is None:
-        return 0.0
-    axes = () if trace is None else (collective.axis for collective in trace.collectives)
-    return communicators_mib(device, job.parallel, axes)
-
-
-def communication_of_step(traced: TracedStep, job: TrainingJob, device: DeviceSpec) -> Communication | None:
-    """Return the step's communication; None for a job on one GPU. It is the same in any loop."""
-    from featurize.timing.overlap import communication_of
-
-    if job.parallel is None:
-        return None
-    return communication_of(traced.trace, device, job.settings, job.parallel, traced.step.step_time_ms)
-
-
 def ranks_of(
-    traced: TracedStep, job: TrainingJob, device: DeviceSpec, talk: Communication | None
+    traced: TracedStep, job: TrainingJob, device: DeviceSpec
 ) -> tuple[tuple[RankGroup, ...], dict[str, Any], list[Note]]:
     """Return the ranks of a job, the fields of `Timing` on their communication, and what was assumed of
     them; none of a job on one GPU."""
-    parallel = job.parallel
-    if parallel is None or talk is None:
+    parallel, communication = job.parallel, traced.step.communication
+    if parallel is None:
         return (), {}, []
     whole = RankGroup(
         first=0, count=parallel.ranks, peak_memory_mib=traced.step.peak_memory_mib, breakdown=dict(traced.breakdown)
@@ -86,15 +67,15 @@ def ranks_of(
     part = traced.trace.pipeline
     groups = tuple(_group(group, traced, job, whole) for group in (() if part is None else part.groups))
     sent = {
-        "communication_ms": talk.busy_ms,
-        "exposed_ms": talk.exposed_ms,
-        "sent_mib": talk.sent_mib,
-        "bubble_ms": None if part is None else talk.bubble_ms,
+        "communication_ms": communication.busy_ms,
+        "exposed_ms": communication.exposed_ms,
+        "sent_mib": communication.sent_mib,
+        "bubble_ms": None if part is None else communication.bubble_ms,
     }
     # A script's own wrappers say themselves what a micro-step sends.
     training = training_of(job.settings)
     training = training if job.recorded is None else replace(training, accumulation=1)
-    texts = _notes(parallel, device, traced.communication_mib, training)
+    texts = _notes(parallel, device, communication.buffers_mib, training)
     texts += [] if part is None else _notes_of_stages(parallel, part)
     return groups or (whole,), sent, [Note("several-gpus", INFO, text) for text in texts]
 
@@ -117,7 +98,7 @@ def _group(
         traced.of_ranks[alike.ranks[0]],
         traced.breakdown["context"],
         traced.breakdown.get("other users", 0.0),
-        traced.communication_mib,
+        traced.step.communication.buffers_mib,
     )
     return RankGroup(first=first, count=count, peak_memory_mib=sum(parts.values()), breakdown=parts)
 
@@ -266,7 +247,7 @@ class Platform:
         from learn.job.traced import breakdown
 
         device, on, benchmark = self.device, self.machine, job.settings.cudnn_benchmark
-        communication_mib = buffers_mib(job, device, traced.trace)
+        communication_mib = traced.step.communication.buffers_mib
         process_mib = on.outside_mib(loads_cudnn(traced.trace))
         memory = traced.memory
         taken_mib = process_mib + on.other_mib + communication_mib
@@ -290,7 +271,7 @@ class Platform:
             fits=memory.fits,
         )
         parts = breakdown(memory, process_mib, on.other_mib, communication_mib)
-        return replace(traced, memory=memory, step=step, breakdown=parts, communication_mib=communication_mib)
+        return replace(traced, memory=memory, step=step, breakdown=parts)
 
     def prepare_workspaces(self, job: TrainingJob) -> None:
         """Load cuDNN while the step is traced, where it will be asked and nothing of the device is known yet.

@@ -521,7 +521,7 @@ def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
 def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> Svg:
     """Return the picture. Everything lies above the context, so the scale is the process's memory on the card."""
     columns = columns_of(traced)
-    context = traced.breakdown["context"] + traced.communication_mib
+    context = traced.breakdown["context"] + traced.step.communication.buffers_mib
     highest = context + max((column.reserved for column in columns), default=0) / MIB
     off_scale = device.memory_mib > _OFF_SCALE * highest
     top_mib = 1.15 * highest if off_scale else 1.06 * max(highest, device.memory_mib)

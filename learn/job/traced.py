@@ -51,7 +51,6 @@ class TracedStep:
 
     breakdown   part -> MiB at the peak, which sum to `step.peak_memory_mib`. `fragmentation` is what the allocator
                 reserves at its peak beyond the live tensors' own bytes, their rounding included
-    communication_mib   what communication libraries keep outside the allocator
     of_ranks    number of a rank of a pipeline -> its memory; of the first one of each kind
     """
 
@@ -59,7 +58,6 @@ class TracedStep:
     memory: MemoryProfile
     step: SimulatedStep
     breakdown: Mapping[str, float]
-    communication_mib: float = 0.0
     of_ranks: Mapping[int, MemoryProfile] = field(default_factory=dict)
 
 
@@ -94,8 +92,9 @@ def step_of(
         worst = max(of_ranks, key=lambda rank: (of_ranks[rank].peak_reserved, of_ranks[rank].peak_allocated))
         trace = ranks_of_stages(trace)[worst]
     memory = replayed(trace, timeline) if timeline or not groups else of_ranks[worst]
-    step = simulate(trace, spec, job.settings, memory=memory, beside=beside)
-    return TracedStep(trace, memory, step, breakdown(memory, outside_mib(trace, spec)), of_ranks=of_ranks)
+    step = simulate(trace, spec, job.settings, layout=job.parallel, memory=memory, beside=beside)
+    parts = breakdown(memory, outside_mib(trace, spec), communication_mib=step.communication.buffers_mib)
+    return TracedStep(trace, memory, step, parts, of_ranks)
 
 
 def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:

@@ -25,10 +25,10 @@ from farm.replaying.traces import (
     load_catalogue,
     read_trace,
 )
-from featurize.timing.shared_gpu import SHARING
 from learn.sharing.admitting import MemoryNeed
 from learn.sharing.slowdowns import JobProfile
 from warehouse.files.folder import DataFolder
+from workers.devices.simulated import SHARING
 
 RULES = ClusterRules(gpus=2, memory_mib=10_000.0, idle_w=50.0, limit_w=400.0)
 COLLOCATING = [name for name in POLICIES if name != "exclusive"]

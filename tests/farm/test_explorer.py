@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from conf.errors import UsageError
 from farm.serving.explorer_pages import READERS, ExplorerPages
-from farm.serving.problems import Scrubber
+from farm.serving.gate import Scrubber
 from farm.serving.settings import LimitSettings
 from tests.farm.served import served
 from tests.learn.learn_rows import make_configs, write_batch
@@ -29,7 +29,7 @@ from warehouse.explorer.filters import LISTINGS, NULL, RUNS, Filters
 from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 
 HOSTILE = "<script>alert('x')</script>"
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
-from farm.serving.problems import Problem
+from farm.serving.gate import Problem
 from farm.serving.trace_pool import TraceLimits, _reply
 from warehouse.files.folder import DataFolder
 

@@ -72,7 +72,7 @@ def test_reductions_of_two_buckets_overlap_with_the_backward_pass():
     # No host hides what the GPU waits for.
     settings = Training(optimizer="adamw", framework="graphs")
     parallel = Parallel(ddp=RANKS, zero=2, network_gb_s=25)
-    waits = [communication_of(one, A100, settings, parallel, 10.0) for one in (alone, two)]
+    waits = [communication_of(one, A100, settings, parallel) for one in (alone, two)]
     assert waits[1].exposed_ms < waits[0].exposed_ms == pytest.approx(waits[0].busy_ms)
     assert waits[0].sent_mib == waits[1].sent_mib
 

@@ -15,7 +15,7 @@ from conf.cli import command_line as cli
 from conf.errors import UsageError
 from conf.files.identity import version_of
 from farm.serving.bodies import device_at
-from farm.serving.problems import Problem
+from farm.serving.gate import Problem
 from farm.submit import entry as submit_entry
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import describe_device, device_names, load_device

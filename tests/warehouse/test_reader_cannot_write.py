@@ -9,9 +9,9 @@ import pytest
 from warehouse_rows import run_row, samples
 
 import warehouse
+from conf.plain_text import sql_text
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.tables.sql_text import sql_text
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from test_hostile_trials import hostile
 from test_worker import LONG, InBackground, mlp, task
 
 from featurize.device.device_spec import load_device
-from featurize.timing.shared_gpu import GpuLoad, speeds_of_loads
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 from workers.devices import DeviceChoice
+from workers.devices.simulated import GpuLoad, speeds_of_loads
 from workers.settings import WindowSettings
 from workers.trial.reports import BROKEN, ReportReader
 from workers.worker import Worker

@@ -31,6 +31,7 @@ from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError
 from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, new_folder
+from conf.plain_text import sql_text
 from warehouse.exchange import load_example
 from warehouse.exchange.dataset import CARD, KINDS, naive, narrow, public_row, public_tables, scrub, writing
 from warehouse.exchange.dataset_card import SECTION_COLUMNS, croissant, levels, markdown_table, plain_markdown, sections
@@ -46,7 +47,6 @@ from warehouse.tables.columns import JOBS, TABLES, describe
 from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES, STALE_SCHEMA
 from warehouse.tables.schema import TABLES as TABLE_SCHEMAS
-from warehouse.tables.sql_text import sql_text
 
 PAGES_FOLDER = "pages"
 FIRST_PAGE = "index.html"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
 from conf.errors import UsageError, unknown_name
-from warehouse.tables.sql_text import sql_text
+from conf.plain_text import sql_text
 
 # A submission, or a published table that was imported. One that holds several families says `several`.
 _ONE = "CASE WHEN count(DISTINCT {0}) > 1 THEN 'several' ELSE min({0}) END AS {0}"

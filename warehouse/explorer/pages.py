@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from conf.errors import UsageError
+from conf.plain_text import sql_text
 from conf.reports.blocks import rendered as rendered_template
 from conf.reports.charts import Axis, Margins, Plot, Svg, against, columns, heat_map
 from conf.reports.page_text import figure
@@ -25,7 +26,6 @@ from warehouse.files.folder import DataFolder
 from warehouse.reading.coverage import USABLE, memory_grid
 from warehouse.reading.pairing import Pair, summed_up
 from warehouse.tables.schema import SOURCES
-from warehouse.tables.sql_text import sql_text
 
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")

@@ -40,7 +40,7 @@ import pyarrow.parquet as pq
 
 from conf.cli.settings import Checked, data_key, key
 from conf.files.outputs import TEMPORARY_SUFFIX, sync
-from conf.plain_text import first_line
+from conf.plain_text import escaped_glob, first_line, sql_text
 from warehouse.files.counting import (
     REDUNDANT,
     Unreadable,
@@ -64,7 +64,6 @@ from warehouse.files.merged import (
 from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, open_binary, open_lock
 from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.schema import KINDS, MERGED_PREFIX, OF_RUNS, TABLES
-from warehouse.tables.sql_text import escaped_glob, sql_text
 
 SORT_KEYS = {
     "runs": ["run_id"],

@@ -20,11 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.files.outputs import sync, write_file
-from conf.plain_text import first_line, one_line
+from conf.plain_text import escaped_glob, first_line, one_line, sql_text
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, frame_problem, verify
 from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
 from warehouse.tables.schema import KINDS, TABLES
-from warehouse.tables.sql_text import escaped_glob, sql_text
 
 _BATCH_ROWS = 64 * 2**10
 

@@ -16,6 +16,7 @@ import duckdb
 import pyarrow as pa
 
 from conf.files.outputs import write_file
+from conf.plain_text import escaped_glob, sql_text
 from warehouse.files.plain_file import remember
 from warehouse.tables.duckdb_access import existing_database, new_database
 from warehouse.tables.schema import (
@@ -30,7 +31,6 @@ from warehouse.tables.schema import (
     STATUSES,
     TABLES,
 )
-from warehouse.tables.sql_text import escaped_glob, sql_text
 
 if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder

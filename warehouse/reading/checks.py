@@ -13,7 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from conf.plain_text import first_line
+from conf.plain_text import first_line, sql_text
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import plain
@@ -34,7 +34,6 @@ from warehouse.tables.schema import (
     TABLES,
     Detail,
 )
-from warehouse.tables.sql_text import sql_text
 
 SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and need a look
 _EXAMPLES = 5

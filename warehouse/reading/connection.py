@@ -28,12 +28,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import duckdb
 
 from conf.errors import EnvironmentProblem
-from conf.plain_text import first_line
+from conf.plain_text import first_line, sql_text
 from warehouse.files import views
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import hold_shared
 from warehouse.tables.duckdb_access import has_setting
-from warehouse.tables.sql_text import sql_text
 
 if TYPE_CHECKING:
     from warehouse.files.folder_files import FolderFiles

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from conf.plain_text import sql_text
 from conf.reports.charts import Grid
-from warehouse.tables.sql_text import sql_text
 
 OUT_OF_MEMORY = "OOM"
 # What `farm.sampling.coverage` learns from: a label, or an out-of-memory of the device, and no doubt.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import duckdb
 
-from warehouse.tables.sql_text import sql_text
+from conf.plain_text import sql_text
 
 _ATTACHING = threading.Lock()
 _INSTANCES: dict[int, duckdb.DuckDBPyConnection] = {}  # by process: a child must not close its parent's

@@ -1,17 +1,20 @@
 """A simulated GPU: the same trial path, with one training step traced and modelled in virtual time.
 
 Start reading at `SimulatedDevice.measure`. Rows say so: `source` is `simulated`, the UUID begins with `SIM-`.
+`shared_speeds` models how much trials on one GPU slow each other down, from what each keeps busy alone. The replay of a
+cluster asks it too; no estimator does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from featurize.timing.shared_gpu import GpuLoad, speeds_of_loads
 from workers.devices import TRACES_ONLY, DeviceChoice, Link, MemberAlone, Place, Slot, Together
 
 if TYPE_CHECKING:
@@ -19,8 +22,72 @@ if TYPE_CHECKING:
     from featurize.job.training_settings import TrialConfig
     from featurize.memory.replay import MemoryProfile
     from featurize.recording.step_trace import StepTrace
-    from featurize.timing.overlap import RankStep, SimulatedStep
+    from featurize.timing.overlap import SimulatedStep
     from workers.settings import TrialSettings
+
+
+SHARING = ("mps", "time_slicing")
+_SWITCH = 0.05  # share of a kernel's time lost to a partner's: context switches or a shared L2. Chosen
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLoad:
+    """Load of a job that runs alone: shares of time with a kernel on the GPU, of SMs and of DRAM bandwidth, 0 to 1."""
+
+    busy: float
+    smact: float
+    drama: float
+
+
+def stalled_share(job: GpuLoad, partner: GpuLoad, sharing: str) -> float:
+    """Return the share of a partner's kernel time in which the job's kernels stand still.
+
+    Under time slicing kernels of two jobs take turns. Under MPS they run side by side as far as SMs and DRAM bandwidth
+    suffice for both.
+    """
+    if sharing == "time_slicing" or not job.busy or not partner.busy:
+        return 1.0
+    sms = job.smact / job.busy + partner.smact / partner.busy - 1.0
+    dram = job.drama / job.busy + partner.drama / partner.busy - 1.0
+    return min(1.0, _SWITCH + max(0.0, sms, dram))
+
+
+def shared_speeds(busy: Sequence[float], stalled: Sequence[Sequence[float]]) -> list[float]:
+    """Return the speed of each job of a group as a share of its speed alone.
+
+    A closed queueing network: each job is for 1 - `busy` of its time alone elsewhere, on the host, and for `busy` at
+    the GPU, which serves those that are there in turns. Mean value analysis solves it (Reiser and Lavenberg, J. ACM 27,
+    1980): what a job finds at the GPU is what would be there without it. With shared processors that is exact whatever
+    the lengths of kernels and pauses (Baskett et al., J. ACM 22, 1975). Where partners do not stall each other fully,
+    only that share of what it finds counts, which is an approximation.
+
+    Args:
+        busy: (n,) share of time with a kernel on the GPU, of each job alone.
+        stalled: (n, n) share of the kernel time of job j in which job i stands still; the diagonal is not read.
+    """
+    everyone = tuple(range(len(busy)))
+    at_gpu: dict[tuple[int, ...], dict[int, float]] = {(): {}}  # group -> mean number of each member at the GPU
+    speeds: dict[int, float] = {}
+    for size in everyone:
+        for group in itertools.combinations(everyone, size + 1):
+            speeds = {}
+            queued = {}
+            for job in group:
+                others = at_gpu[tuple(other for other in group if other != job)]
+                stay = busy[job] * (1.0 + sum(stalled[job][other] * mean for other, mean in others.items()))
+                speeds[job] = 1.0 / (1.0 - busy[job] + stay)
+                queued[job] = speeds[job] * stay
+            at_gpu[group] = queued
+    return [speeds[job] for job in everyone]
+
+
+def speeds_of_loads(loads: Sequence[GpuLoad], sharing: str) -> list[float]:
+    """Return the speed of each job of a group as a share of its speed alone; 1 for a job alone."""
+    if len(loads) < 2:
+        return [1.0] * len(loads)
+    stalled = [[stalled_share(job, partner, sharing) for partner in loads] for job in loads]
+    return shared_speeds([load.busy for load in loads], stalled)
+
 
 _SAMPLE_PERIOD_S = 0.1  # virtual time, as a real device is sampled by default
 
@@ -67,23 +134,18 @@ class SimulatedDevice:
         """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
         import torch
 
-        from featurize.timing.overlap import RankStep, ranks_of_stages, simulate, simulate_rank
+        from featurize.timing.overlap import ranks_of_stages, simulate
         from featurize.trace.tracer import trace_config
 
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         trace = trace_config(config, device=self.spec)
-        memory = _replay_limited(trace, self.spec, config, slot.memory_fraction)
-        layout, ranks = config.layout, dict[int, RankStep]()
-        if layout is None:
-            step = simulate(trace, self.spec, config, memory=memory)
-        else:
-            for stage, of_rank in ranks_of_stages(trace).items():
-                replayed = (
-                    memory if of_rank is trace else _replay_limited(of_rank, self.spec, config, slot.memory_fraction)
-                )
-                ranks[stage * layout.of_stage] = simulate_rank(of_rank, self.spec, config, layout, memory=replayed)
-            step = max((rank_step.step for rank_step in ranks.values()), key=lambda step: step.peak_memory_mib)
+        layout = config.layout
+        of_stages: dict[int, SimulatedStep] = {}
+        for stage, of_rank in ranks_of_stages(trace).items():
+            memory = _replay_limited(of_rank, self.spec, config, slot.memory_fraction)
+            of_stages[stage] = simulate(of_rank, self.spec, config, layout=layout, memory=memory)
+        step = max(of_stages.values(), key=lambda step: step.peak_memory_mib)
         link.wait_for_go()
         link.report("built", parameters=step.parameters)
         shown = step
@@ -105,11 +167,12 @@ class SimulatedDevice:
         ended = "fixed" if window.kind == "fixed" else "steady" if window_s >= window.min_seconds else "max_seconds"
         link.report("warmup", t_ns=0)
         link.report("window", t_ns=round(warmup_s * 1e9))
-        if not ranks:
+        if layout is None:
             self._report_samples(step, shown, warmup_s, window_s, link, rank={})
-        for rank, rank_step in ranks.items():
-            self._report_samples(rank_step.step, rank_step.step, warmup_s, window_s, link, rank={"rank": rank})
-        if layout is not None:
+        else:
+            ranks = {stage * layout.of_stage: rank_step for stage, rank_step in of_stages.items()}
+            for rank, rank_step in ranks.items():
+                self._report_samples(rank_step, rank_step, warmup_s, window_s, link, rank={"rank": rank})
             _report_ranks(layout.of_stage, ranks, steps, window_s, link)
         values = _labels(step, steps, window_s)
         link.report("result", window_end_ns=round((warmup_s + window_s) * 1e9), window_ended=ended, values=values)
@@ -238,17 +301,16 @@ def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float
     }
 
 
-def _report_ranks(of_stage: int, traced: Mapping[int, RankStep], steps: int, window_s: float, link: Link) -> None:
+def _report_ranks(of_stage: int, traced: Mapping[int, SimulatedStep], steps: int, window_s: float, link: Link) -> None:
     """Report each rank's labels, which are those of the traced one of its stage: all of them do the same."""
-    for first, rank_step in traced.items():
-        talk = rank_step.talk
+    for first, step in traced.items():
         waiting = {
-            "exposed_ms": talk.exposed_ms,
-            "communication_ms": talk.busy_ms,
-            "sent_mib": sum(talk.sent_mib.values()),
+            "exposed_ms": step.communication.exposed_ms,
+            "communication_ms": step.communication.busy_ms,
+            "sent_mib": sum(step.communication.sent_mib.values()),
         }
         for rank in range(first, first + of_stage):
-            link.report("rank", rank=rank, values={**_labels(rank_step.step, steps, window_s), **waiting})
+            link.report("rank", rank=rank, values={**_labels(step, steps, window_s), **waiting})
 
 
 def _replay_limited(
