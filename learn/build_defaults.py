@@ -102,10 +102,10 @@ def _ingest(path: str, data: str) -> None:
 def _packaged() -> dict[str, Estimator]:
     from learn.fitting.artifacts import default_artifact
 
-    found = {target: default_artifact(target) for target in TARGETS}
-    if lacking := [target for target, artifact in found.items() if artifact is None]:
+    packaged = [(target, default_artifact(target)) for target in TARGETS]
+    if lacking := [target for target, artifact in packaged if artifact is None]:
         raise UsageError(f"no model of {', '.join(lacking)} is packaged, so path= is needed; {WHERE}")
-    return {target: artifact.estimator for target, artifact in found.items() if artifact is not None}
+    return {target: artifact.estimator for target, artifact in packaged if artifact is not None}
 
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> dict[str, Estimator]:
