@@ -18,8 +18,7 @@ from farm.dispatch.monitoring import Service
 from farm.dispatch.working import EXIT_ALL_FAILED
 from farm.nights.cycle import Left, NightWork, begin_cycle, message_of, notify
 from farm.nights.journal import STEPS, CanariesPayload, Cycle, Journal, LandPayload, LearnPayload, RunPayload
-from farm.nights.machine import environment_now, machine_of
-from farm.nights.plan import choice_lines, make_plan
+from farm.nights.plan import choice_lines, environment_now, machine_of, make_plan
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue, queue_to_read
 from farm.submission.model_check import require_models

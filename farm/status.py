@@ -171,7 +171,8 @@ def _print_table(report: dict[str, Any]) -> None:
     if any(job["state"] == "submitting" for job in report["jobs"]):
         lines.append("The same command completes an interrupted submission.")
     lines += [line for job in report["jobs"] if "errors" in job for line in _detail(job)]
-    print_blocks(table(heads, rows, words=3), *map(Lead, map(printable, lines)))  # errors are whatever a trial printed
+    texts = map(Lead, map(printable, lines))  # errors are whatever a trial printed
+    print_blocks(table(heads, rows, words=3, copied="job"), *texts)
 
 
 def _doubt_text(job: dict[str, Any], reasons_shown: int | None = None) -> str:

@@ -15,7 +15,7 @@ ALLOWED = {
     "conf": set(),
     "warehouse": {"conf"},
     "featurize": {"conf"},
-    "workers": {"conf", "featurize", "warehouse.tables.schema", "warehouse.tables.run"},
+    "workers": {"conf", "featurize", "warehouse.tables.schema"},
     "learn": {"conf", "featurize", "warehouse"},
     "farm": {"conf", "featurize", "warehouse", "workers", "learn"},
 }

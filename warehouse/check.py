@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 
-from conf.cli.command_line import command, terminal_bar
+from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, data_key, format_key
 from warehouse.files.folder import DataFolder
 from warehouse.files.integrity import examine
@@ -34,9 +35,8 @@ class CheckSettings(Checked):
 def entry(settings: CheckSettings) -> int:
     """Print the damaged and missing files of the folder; return 1 if there are any, else 0."""
     folder = DataFolder.resolve(settings.data).open()
-    with terminal_bar("verifying", remaining=True) as update:
-        progress = None if update is None else lambda done, files: update(completed=done, total=files)
-        report = examine(folder, progress=progress)
+    with StepBar("verifying", remaining=True) as bar:
+        report = examine(folder, progress=partial(bar.update, ""))
     if settings.format == "json":
         print(json.dumps(report.as_json(folder.root), indent=2))
     else:

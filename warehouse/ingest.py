@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conf.cli.command_line import command, terminal_bar
+from conf.cli.command_line import StepBar, command
+from conf.plain_text import first_few
 from conf.reports.blocks import Cell, Lead, print_blocks, table
 from warehouse.exchange.ingesting import IngestReport, IngestSettings, ingest
 from warehouse.tables.duckdb_access import disk_errors_named
@@ -33,19 +34,13 @@ def print_report(report: IngestReport) -> None:
 
 
 def _places(name: str, rows: Sequence[int]) -> str:
-    more = ", ..." if len(rows) > _SHOWN_ROWS else ""
-    return f"{name}:{', '.join(map(str, rows[:_SHOWN_ROWS]))}{more}"
+    return f"{name}:{first_few(list(map(str, rows)), _SHOWN_ROWS, ', ')}"
 
 
 def entry(settings: IngestSettings) -> int:
     """Ingest the files and print the report."""
-    with terminal_bar("reading") as update, disk_errors_named():
-
-        def progress(label: str, completed: int, total: int) -> None:
-            assert update is not None
-            update(description=label, completed=completed, total=total)
-
-        report = ingest(settings, None if update is None else progress)
+    with StepBar("ingest") as bar, disk_errors_named():
+        report = ingest(settings, bar.update)
     print_report(report)
     return 0
 

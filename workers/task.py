@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from featurize.configs.trial import TrialConfig
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 

@@ -19,8 +19,7 @@ import pyarrow as pa
 
 from conf.plain_text import safe_text
 from featurize.configs.trial import code_marks, config_hash
-from warehouse.tables.run import Run
-from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION
+from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION, Run
 from workers.devices import DeviceChoice, MemberAlone, Slot, Together, core_count, host_memory_share_mib, make_device
 from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group, table_of_rows
 from workers.settings import TrialSettings
@@ -446,7 +445,8 @@ def _run_members(
 ) -> None:
     """Run all trials to their end, listening to them in turns. Raises `ServerLost`.
 
-    `upcoming` gets ready once a window has begun."""
+    `upcoming` gets ready once a window has begun.
+    """
     is_group, timeout_ns = len(specs) > 1, int(specs[0].settings.timeout_s * 1e9)
     tick_s = _MEMBER_TICK_S if is_group else _TICK_S
     trials: list[RunningTrial] = []
@@ -495,7 +495,8 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
                 run.trial.leave_by_ns = time.monotonic_ns()
     if not waiting:
         for run in runs:
-            run.dismiss()
+            if run.observed.broken is None:  # it is killed anyway, and need not wind up
+                run.dismiss()
     return is_open
 
 

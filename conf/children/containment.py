@@ -50,7 +50,7 @@ def run_as_child(body: Callable[[], None]) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            os._exit(code)
+            os._exit(code & 0xFF)  # any other is refused, and the child would go on
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

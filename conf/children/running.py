@@ -21,6 +21,7 @@ _FILE = Path(__file__).with_name("__main__.py")
 _START_TIMEOUT_S = 120.0  # importing torch from a cold disk takes long
 _ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
 _CLOSE_TIMEOUT_S = 15.0
+_PART_BYTES = 1 << 16
 
 
 class ServerLost(RuntimeError):
@@ -190,7 +191,7 @@ class ChildServer:
         `ServerLost` where no child is started.
         """
         ours, theirs = socket.socketpair()
-        with ours, ours.makefile("rb") as answer:
+        with ours:
             with theirs:
                 child = self.start(
                     function,
@@ -204,8 +205,9 @@ class ChildServer:
                 ours.sendall(question)
                 ours.shutdown(socket.SHUT_WR)
             written = b""
-            with contextlib.suppress(ConnectionResetError):
-                written = answer.read()
+            with contextlib.suppress(ConnectionResetError):  # it has not read the whole question
+                while part := ours.recv(_PART_BYTES):
+                    written += part
             try:
                 return written, child.wait()
             except ServerLost:

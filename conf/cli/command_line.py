@@ -4,7 +4,7 @@ Start reading at `command`; `conf.cli.overrides` reads the arguments and names t
 used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the first
 mistake; Hydra's compose API underneath is the same. Developers' commands, which are in no table, are run by
 `developer_command`.
-The progress bars of all commands are here too: `terminal_bar`, and `StepBar`, which names steps.
+The progress bar of all commands is here too: `StepBar`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from conf.cli.commands import COMMANDS, advice_for, description, settings_class
@@ -318,12 +318,15 @@ def developer_command(settings: str, entry: Entry, argv: Sequence[str], rewrite:
 
 
 class StepBar:
-    """Show a bar on stderr that names the running step; on a terminal only. A context manager."""
+    """Show a bar on stderr that names the running step; on a terminal only. A context manager.
 
-    def __init__(self, label: str) -> None:
+    The last column is the elapsed time, or with `remaining` the time left.
+    """
+
+    def __init__(self, label: str, *, remaining: bool = False) -> None:
         from rich.console import Console
 
-        self._label = label
+        self._label, self._remaining = label, remaining
         self._console = Console(stderr=True, highlight=False)
         self._running: tuple[Progress, TaskID] | None = None
 
@@ -334,36 +337,26 @@ class StepBar:
         if self._running is not None:
             self._running[0].stop()
 
+    @property
+    def is_shown(self) -> bool:
+        """Return whether stderr is a terminal."""
+        return self._console.is_terminal
+
     def update(self, step: str, completed: int, total: int) -> None:
-        """Show the running step and its progress, `completed` of `total`; 0 of 0 where the number is unknown."""
-        if not self._console.is_terminal:
+        """Show the running step and its progress, `completed` of `total`; 0 of 0 where the number is unknown.
+
+        An empty step is the only one: the label says what runs.
+        """
+        if not self.is_shown:
             return
         if self._running is None:  # not before there is something to show: another bar may be on the screen until then
-            from rich.progress import TimeElapsedColumn
+            from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
-            self._running = start_bar(self._console, self._label, TimeElapsedColumn())
+            column = TimeRemainingColumn() if self._remaining else TimeElapsedColumn()
+            self._running = start_bar(self._console, self._label, column)
         bar, task = self._running
-        bar.update(task, description=f"{self._label}: {step}", completed=completed, total=total or None)
-
-
-@contextlib.contextmanager
-def terminal_bar(label: str, *, remaining: bool = False) -> Iterator[Callable[..., None] | None]:
-    """Show a bar on stderr and yield its update function, `update(completed=, total=, description=)`.
-
-    The last column is the elapsed time, or with `remaining` the time left. Without a terminal there is no bar: None.
-    """
-    from rich.console import Console
-    from rich.progress import TimeElapsedColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    bar, task = start_bar(console, label, TimeRemainingColumn() if remaining else TimeElapsedColumn())
-    try:
-        yield lambda **changes: bar.update(task, **changes)
-    finally:
-        bar.stop()
+        description = f"{self._label}: {step}" if step else self._label
+        bar.update(task, description=description, completed=completed, total=total or None)
 
 
 def start_bar(console: Console, label: str, column: ProgressColumn, **fields: Any) -> tuple[Progress, TaskID]:

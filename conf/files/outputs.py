@@ -283,7 +283,8 @@ def write_file(path: Path, content: bytes) -> None:
         missing = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in missing:
-            sync(folder.parent)
+            with contextlib.suppress(PermissionError):  # one may write to a folder without being able to read it
+                sync(folder.parent)
     with _replaced(path) as file:
         file.write(content)
 

@@ -71,10 +71,11 @@ Cell: TypeAlias = str | int | float | Code | Swatch | ShareBar | None
 
 @dataclass(frozen=True)
 class TableColumn:
-    """One column of a table."""
+    """One column of a table. `is_copied`: a terminal never folds it, so that its words can be copied."""
 
     name: str
     kind: ColumnKind
+    is_copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,14 @@ def linked(sections: Mapping[str, Section | None]) -> tuple[Section, ...]:
     return tuple(replace(section, name=name) for name, section in sections.items() if section is not None)
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], words: int = 1, marked: Collection[int] = ()) -> Table:
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    words: int = 1,
+    marked: Collection[int] = (),
+    *,
+    copied: str | None = None,
+) -> Table:
     """Return a table.
 
     Args:
@@ -312,10 +320,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], words: int = 1, 
         rows: cells of each row, as many as there are heads.
         words: how many of the first columns hold words; the others hold figures.
         marked: indexes of rows that stand out.
+        copied: the column that a terminal never folds.
     """
+    kinds: list[ColumnKind] = [
+        "text" if name.startswith("*") else "word" if k < words else "figure" for k, name in enumerate(heads)
+    ]
     columns = tuple(
-        TableColumn(name.removeprefix("*"), "text" if name.startswith("*") else "word" if k < words else "figure")
-        for k, name in enumerate(heads)
+        TableColumn(name.removeprefix("*"), kind, name == copied) for name, kind in zip(heads, kinds, strict=True)
     )
     return Table(columns, tuple(Row(tuple(cells), "moved" if k in marked else "") for k, cells in enumerate(rows)))
 
@@ -456,7 +467,7 @@ def _print_table(screen: Console, table: Table) -> None:
     for column in table.columns:
         # Where a table is too wide, rich folds the widest columns first; one that may not fold would be cut off.
         justify: JustifyMethod = "right" if column.kind == "figure" else "left"
-        drawn.add_column(Text(column.name), justify=justify, overflow="fold")
+        drawn.add_column(Text(column.name), justify=justify, overflow="fold", no_wrap=column.is_copied)
     for place, row in enumerate(table.rows):
         if place and "first" in row.css.split():
             drawn.add_section()

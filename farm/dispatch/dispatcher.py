@@ -34,8 +34,7 @@ from farm.queue.queue_values import RunDoubt, UnreadableTask, device_from_key
 from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.tables.run import JSON_COLUMNS, Run
-from warehouse.tables.schema import RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
+from warehouse.tables.schema import JSON_COLUMNS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA, Run
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
 from workers.task import RunResult, Task

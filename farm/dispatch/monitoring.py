@@ -31,7 +31,7 @@ from conf.files.outputs import checked_output, checked_report, folder_problems
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
 from warehouse.files.folder import DataFolder
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 from workers.task import Lease
 
 _KEY = "log.file"

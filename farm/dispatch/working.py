@@ -29,8 +29,7 @@ from farm.queue.jobs import Queue
 from farm.queue.leftovers import DispatcherBusy, dispatcher_of, hold_dispatcher_lock
 from farm.queue.queue_values import MIXED_FAMILY, Job, RunDoubt, device_from_key, settings_of_text
 from warehouse.files.folder import DataFolder
-from warehouse.tables.run import Run, reasons_of
-from warehouse.tables.schema import STATUSES
+from warehouse.tables.schema import STATUSES, Run, reasons_of
 from workers.task import run_id_of
 
 if TYPE_CHECKING:

@@ -26,8 +26,7 @@ from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RUN_RATIOS
 from warehouse.reading.connection import select
-from warehouse.tables.run import reasons_of
-from warehouse.tables.schema import ENVIRONMENT
+from warehouse.tables.schema import ENVIRONMENT, reasons_of
 from workers.labels.quality import REASONS
 
 PREFIX = "canary-"  # prefix of the ids of the jobs that canaries run in

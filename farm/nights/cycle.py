@@ -45,16 +45,21 @@ from farm.nights.journal import (
     RunPayload,
     plain,
 )
-from farm.nights.machine import (
+from farm.nights.plan import (
     Machine,
+    Plan,
+    choice_lines,
+    code_names,
     environment_now,
     job_figures,
+    make_plan,
     measured_s,
     pair_figures,
+    read_plan,
+    skipped,
     submit_listed,
     tasks_run,
 )
-from farm.nights.plan import Plan, choice_lines, code_names, make_plan, read_plan, skipped
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE

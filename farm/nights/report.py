@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -120,7 +120,8 @@ def read_rows(
 ) -> ReportRows:
     """Read a report's facts about rows. `since`: the cycle's start; runs that finished later are tonight's.
 
-    Coverage is of the device, however it is spelled, and the source; None: not known, so that nothing is covered.
+    Coverage is of the device, however it is spelled, and the source; None: of that with the most rows tonight, else in
+    all.
     """
     began = since.astimezone(datetime.UTC).replace(tzinfo=None) if since.tzinfo else since
     tonight = f"coalesce(finished_at >= TIMESTAMP {sql_text(f'{began:%Y-%m-%d %H:%M:%S.%f}')}, false)"
@@ -155,11 +156,10 @@ def _read(
             "GROUP BY ALL ORDER BY ALL"
         ).fetchall()
     )
-    spelled = [count.device_name for count in counts if count.device_name]
-    names = sorted({name for name in spelled if device_name and same_device(name, device_name)})
+    names, source = _covered(counts, device_name, source)
     counted.execute(
         f"CREATE VIEW here AS SELECT * FROM rows WHERE device_name IN ({', '.join(map(sql_text, names)) or 'NULL'}) "
-        f"AND source = {sql_text(source or '')}"
+        f"AND source = {sql_text(source)}"
     )
     ((unusable, no_place),) = counted.execute(
         "SELECT count(*) FILTER (NOT usable), count(*) FILTER (usable AND NOT coalesce(batch_size > 0 AND "
@@ -176,8 +176,8 @@ def _read(
 
     return ReportRows(
         counts=counts,
-        device_names=tuple(names),
-        source=source or "",
+        device_names=names,
+        source=source,
         memory=memory_grid(execute, "here", families),
         levels=tuple(_levels(execute, families, name) for name in UTILIZATION_EDGES),
         regions=tuple(filter(None, (_region(counted, family) for family in families))),
@@ -191,6 +191,22 @@ def _read(
         doubts=doubts,
         doubted_tonight=doubted,
     )
+
+
+def _covered(counts: Sequence[RowCount], device_name: str | None, source: str | None) -> tuple[tuple[str, ...], str]:
+    """Return every spelling of the device that coverage is of, and the source."""
+    if device_name is None or source is None:
+        rows: dict[tuple[str, str], tuple[int, int]] = {}
+        for count in counts:
+            name = count.device_name
+            if name and (device_name is None or same_device(name, device_name)) and source in (None, count.source):
+                tonight, in_all = rows.get((name, count.source), (0, 0))
+                rows[name, count.source] = tonight + count.tonight, in_all + count.rows
+        if not rows:
+            return (), source or ""
+        device_name, source = max(sorted(rows), key=rows.__getitem__)
+    spelled = {count.device_name for count in counts if count.device_name}
+    return tuple(sorted(name for name in spelled if same_device(name, device_name))), source
 
 
 def _levels(execute: Execute, families: Sequence[str], label: str) -> Grid:
@@ -299,7 +315,9 @@ _BEGINNINGS = {
 }
 SIMULATED = "simulated"  # warehouse.tables.schema.SOURCES
 _SAID = 300  # characters of an error's sentence
+_NIGHT_SAID = 3000  # of a cycle's, which ends with the reason where every trial failed
 NEW_MODEL = ("promoted", "first")  # decisions that put the candidate into use
+_TOTALS = ("runs", "wall_s", "gpu_seconds", "energy_j")  # of `RunPayload`
 LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhead
 
 
@@ -339,7 +357,7 @@ def say(
     return Said(
         outcome=cycle.outcome,
         level=level,
-        sentence=f"{_BEGINNINGS[cycle.outcome]}: {_sentence_of(cycle.said)}",
+        sentence=f"{_BEGINNINGS[cycle.outcome]}: {_sentence_of(cycle.said, _NIGHT_SAID)}",
         advice=tuple(urgent + look) or (_calm(cycle.outcome, run),),
     )
 
@@ -349,9 +367,9 @@ def gist(error: str, most: int = _SAID) -> str:
     return error_line(error)[:most].strip()
 
 
-def _sentence_of(text: str) -> str:
+def _sentence_of(text: str, most: int = _SAID) -> str:
     """Return the gist of a text with a full stop."""
-    line = gist(text)
+    line = gist(text, most)
     return line if line.endswith(".") else line + "."
 
 
@@ -483,16 +501,27 @@ class Report:
         return _only_simulated(self.rows, self.canaries)
 
     def as_json(self) -> str:
-        return json.dumps(plain(self), indent=1, allow_nan=False)
+        """Return the report as JSON: of a score's models the figures, not the names; a night's totals beside it."""
+        report = plain(self)
+        for score in report["scores"]:
+            score.update({which: score["figures"].get(which) for which in ("current", "candidate")})
+        for night in report["nights"]:
+            night.update({name: (night["run"] or {}).get(name) for name in _TOTALS})
+        return json.dumps(report, indent=1, allow_nan=False)
 
 
 def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: ChoicePayload | None) -> Report:
     """Return the report of `cycle`, whose outcome is known."""
+    notes: list[str] = []
+    damaged: list[str] = []  # no file is: nothing that a repair would mend
     history = [
-        *(earlier for earlier in cycles if earlier.name != cycle.name and earlier.started_at <= cycle.started_at),
+        *(
+            _readable(earlier, damaged)
+            for earlier in cycles
+            if earlier.name != cycle.name and earlier.started_at <= cycle.started_at
+        ),
         cycle,
     ]
-    notes: list[str] = []
     canaries, landed = cycle.payload(CanariesPayload), cycle.payload(LandPayload)
     snapshot, before = landed.snapshot if landed else None, _before(history, landed)
     rows = _rows(folder, cycle, canaries, snapshot, notes)
@@ -509,7 +538,7 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
         started_at=cycle.started_at.astimezone(datetime.UTC).isoformat(timespec="seconds"),
         settings=cycle.settings,
         said=say(cycle, changed, rows, findings, notes),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys([*notes, *damaged])),
         snapshot=snapshot,
         before=before,
         changed=changed,
@@ -524,6 +553,18 @@ def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan:
         nights=tuple(map(_night, history)),
         next_plan=next_plan,
     )
+
+
+def _readable(cycle: Cycle, notes: list[str]) -> Cycle:
+    """Return an earlier cycle without the results of steps that cannot be read, which are noted."""
+    steps = dict(cycle.steps)
+    for kind in (CanariesPayload, RunPayload, LandPayload, LearnPayload):
+        unread = len(notes)
+        with _note_errors(notes, "an earlier night"):
+            cycle.payload(kind)
+        if len(notes) > unread:
+            steps[kind.step] = replace(steps[kind.step], state="failed")
+    return replace(cycle, steps=steps)
 
 
 def _only_simulated(rows: ReportRows | None, canaries: CanariesPayload | None) -> bool:

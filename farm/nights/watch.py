@@ -40,7 +40,7 @@ from warehouse.reading.pairing import shift_text
 from warehouse.tables.schema import ENVIRONMENT
 
 if TYPE_CHECKING:
-    from farm.nights.machine import Machine
+    from farm.nights.plan import Machine
 
 
 OTHER = "other"

@@ -104,10 +104,10 @@ class TracePool:
     def _run_question(self, key: str, question: str) -> str:
         """Run one question in a child and store what came of it. Returns that in a word or two, for the log."""
         asked = self._asked(question)
-        if asked is None:
+        if asked is None and not self._ended.is_set():
             self._store.interrupted(key, "the process that traces are forked from does not start")
             return "not started"
-        reply, ended = asked
+        reply, ended = asked or (b"", None)
         if reply.endswith(b"\n"):
             content = json.loads(reply)
             if "answer" in content:

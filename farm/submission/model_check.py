@@ -21,7 +21,7 @@ from conf.children.running import ServerLost, local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import version_of
-from conf.plain_text import exception_line, one_line, shown
+from conf.plain_text import exception_line, first_few, one_line, shown
 from farm.sampling.dimensions import Choice, Constant, Space, own_space
 from featurize.configs.trial import (
     TrialConfig,
@@ -81,8 +81,7 @@ def _refuse(models: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) 
         if problem is not None:
             problems.setdefault(problem or f"importing {shown(model['name'])} ends the process")
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise UsageError("; ".join(list(problems)[:_SHOWN]) + more)
+        raise UsageError(first_few(list(problems), _SHOWN))
 
 
 # ---- in the command: which models there are to check
@@ -168,6 +167,8 @@ def _ask(
         print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
     elif not started:  # not a model's fault; the trials say what is missing
         print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
+    elif unchecked and ended is None:  # not a model's fault either
+        print(f"the process that checks models was killed; {which}", file=sys.stderr)
     elif unchecked:
         answers.append("")
     return [*answers, *[None] * (len(models) - len(answers))]

@@ -81,8 +81,14 @@ def canonical_tensors(text: Any) -> Any:
 
 
 def _unread(text: str) -> str:
-    """Return the part of the text that is not a list of tensors."""
-    return _TENSOR.sub("", text).strip()
+    """Return the text from where it is not a list of tensors."""
+    position, end = 0, len(text.rstrip())
+    while position < end:  # linear time: clients of a service choose the text
+        match = _TENSOR.match(text, position)
+        if match is None:
+            return text[position:]
+        position = match.end()
+    return ""
 
 
 def tensor_problems(text: Any, single: bool) -> list[str]:

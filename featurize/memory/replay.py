@@ -3,7 +3,7 @@
 Start reading at `replay`. The allocator is `featurize.memory.allocator`; what libraries take,
 `featurize.operators.library_calls`. `RecordingAllocator` keeps a replay in the format that PyTorch's memory viewer
 opens (torch/csrc/cuda/Module.cpp, `THCPModule_memorySnapshot`, and torch/cuda/memory.py, of PyTorch 2.13).
-`replay_history` replays a history that `workers.probes.gpu` recorded of a real allocator.
+`replay_history` replays a history that `workers.probes.children` recorded of a real allocator.
 """
 
 from __future__ import annotations

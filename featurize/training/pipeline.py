@@ -242,7 +242,6 @@ class PipelineRank(ShardedRank):
             recorder.name_modules(part)
             with recorder.watched():
                 self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
-            recorder.name_modules(self._stages[-1].whole)  # it may have the address of a module that was cut away
         for stage in self._stages:
             stage.pause = lambda paused: setattr(recorder, "paused", paused)
         return model

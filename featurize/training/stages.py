@@ -9,7 +9,6 @@ return tensors that stand for what the stage would have computed.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 from collections import OrderedDict
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from conf.errors import UsageError
 from featurize.job.layout import EXAMPLE_STARTS, Parallel
 from featurize.nets.checkpointing import repeated_blocks
+from featurize.operators.replacing import replaced
 from featurize.recording.block_record import BlockRecord, Stretch
 from featurize.recording.deeper import container_of
 from featurize.recording.recorder import Recorder
@@ -289,7 +289,6 @@ class Stage:
 
     first, last   whether it is the first or the last one
     received, given   tensors like those that it receives and gives; the first stage receives none
-    whole   the model's whole forward pass, with the hooks of its own
     """
 
     def __init__(self, model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) -> None:
@@ -305,19 +304,29 @@ class Stage:
 
     def take_over(self) -> None:
         """Make the model run as this stage. What its own hooks see and change stays its whole forward pass."""
-        self.whole = copy.copy(self.model)  # the same modules and parameters
+        own = ("_forward_pre_hooks", "_forward_hooks", "forward")
+        self._own = {name: getattr(self.model, name) for name in own}
+        self._own |= {"_backward_hooks": {}, "_backward_pre_hooks": {}}  # these are the stage's
         vars(self.model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
+
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's whole forward pass, with its own hooks. No copy runs it: what a model keeps on itself, its
+        members and hooks may read."""
+        with contextlib.ExitStack() as entered:
+            for name, value in self._own.items():
+                entered.enter_context(replaced(self.model, name, value))
+            return self.model(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_grad_enabled()
         try:
             if self.first:
-                out = self.whole(*args, **kwargs)
+                out = self._whole(*args, **kwargs)
             else:
                 self._arriving = args[0]
                 self._stop()
                 inputs = self._inputs
-                out = self.whole(**inputs) if isinstance(inputs, dict) else self.whole(*inputs)
+                out = self._whole(**inputs) if isinstance(inputs, dict) else self._whole(*inputs)
             if not self.last:
                 return self._leaving
             self._output = out
@@ -340,9 +349,14 @@ class Stage:
         torch.set_grad_enabled(True)
         return arriving
 
-    def leave(self, example: Tensor, taken: Tensor | None) -> Tensor:
+    def leave(self, path: str, example: Tensor, taken: Tensor | None) -> Tensor:
         """Take the result that is passed on, and return what stands for the next member's: another stage runs from here
-        on."""
+        on. Raises `UsageError` with that member's path where it takes no tensor."""
+        if taken is None:
+            raise UsageError(
+                f"parallel: pp: {path} takes its tensor inside another argument, or none, and stages send each other "
+                "one tensor; let it take that as an argument of its own"
+            )
         self._leaving = taken
         self._stop()
         return example
@@ -375,8 +389,10 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
         example = survey.outputs[place].detach()
         if place == begin - 1:
             give: Callable[[Tensor | None], Tensor] = stage.arrived
+        elif place == end:
+            give = functools.partial(stage.leave, survey.paths[place], example)
         else:
-            give = functools.partial(stage.leave if place == end else _pass_by, example)
+            give = functools.partial(_pass_by, example)
         survey.container._modules[name] = _Placeholder(survey.forms[place], give)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

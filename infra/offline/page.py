@@ -7,6 +7,7 @@ off that something has to be fitted again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import sys
 from collections import Counter, defaultdict
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conf.cli.command_line import developer_command, terminal_bar
+from conf.cli.command_line import StepBar, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.files.outputs import write_output
@@ -191,8 +192,8 @@ def run(asked: PageSettings) -> None:
     if out.exists() and not out.is_dir():
         raise UsageError(f"out={out} is a file, not a folder")
     work = work_folder(results.absolute(), out)
-    with terminal_bar("estimates", remaining=True) as update:
-        of_work = read_results(work, lambda count, of: update(completed=count, total=of) if update else None)
+    with StepBar("estimates", remaining=True) as bar:
+        of_work = read_results(work, functools.partial(bar.update, ""))
     page = make_page(of_work, asked.datasets)
     out.mkdir(parents=True, exist_ok=True)
     write_output(out / PAGE, page_bytes(page))

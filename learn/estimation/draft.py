@@ -240,9 +240,9 @@ class Draft:
                 continue
             self._set(question.target, answer.figure, answer.by, answer.loop)
             notes += answer.notes
-            if self.memory is not None and question.target == "memory":
+            if question.target == "memory":
                 self.beyond_fit = question.packaged and answer.outside
-                self.memory = self.memory if answer.bound is None else self.memory.with_bound(answer.bound)
+                self.memory = answer.bounded or self.memory
         self.notes += _merge(notes)
         if absent:
             home = DataFolder.resolve(self.request.options.data).models
@@ -292,8 +292,7 @@ class Draft:
             uncertainty = uncertainty_of(traced, self.device, self.platform.machine)
             centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
             limit_mib = self.platform.limit_mib(traced)
-            bound = uncertainty.bound(centre_mib, self.request.options.coverage, limit_mib)
-            self.memory = self.memory.with_bound(bound)
+            self.memory = uncertainty.bound(self.memory, centre_mib, self.request.options.coverage, limit_mib)
 
     def _gather(self) -> Estimate:
         """Return what was gathered, and the trace's figures for the rest."""

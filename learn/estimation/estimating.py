@@ -8,13 +8,14 @@ Start reading at `estimate`; `learn.estimation.requests` checks its keywords, `l
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from conf.cli.command_line import terminal_bar
+from conf.cli.command_line import StepBar
 from conf.errors import CommandError, UsageError, unknown_name
 from conf.plain_text import first_line
 from featurize.configs.trial import TrialConfig, config_from_mapping
@@ -198,14 +199,11 @@ def _require_method(method: object) -> None:
 @contextlib.contextmanager
 def _bar(count: int) -> Iterator[Callable[[int, int], None]]:
     """Show a bar where standard error is a terminal, and name the quick way where there are many configs."""
-    with terminal_bar("estimates", remaining=True) as update:
-        if update is not None and count >= MANY:
+    with StepBar("estimates", remaining=True) as bar:
+        if bar.is_shown and count >= MANY:
             print(f'{count:,} configs are traced one by one; method="fast" answers thousands a second', file=sys.stderr)
-        if update is None:
-            yield lambda _done, _of: None
-            return
-        yield lambda completed, total: update(completed=completed, total=total)
-        update(completed=count)
+        yield functools.partial(bar.update, "")
+        bar.update("", count, count)
 
 
 def _configs(given: object) -> list[TrialConfig]:

@@ -241,12 +241,6 @@ def _of_family(
         upper = [max(mib + moved_mib, point) for mib, point in zip(bound.tolist(), memory, strict=True)]
     shared: dict[str, Any] = {
         "parameters": None,
-        "breakdown": {},
-        "peak_operator": None,
-        "peak_module": None,
-        "peak_phase": None,
-        "activations": {},
-        "trace_memory_mib": None,
         "device": device.name,
         "device_memory_mib": device.memory_mib,
         "estimator": "fast",

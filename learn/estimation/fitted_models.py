@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import CommandError, UsageError
 from featurize.configs.features import is_current
-from learn.estimation.job_estimate import COVERAGES, HELD_OUT
+from learn.estimation.job_estimate import COVERAGES, HELD_OUT, Memory
 from learn.estimation.notes import INFO, PIPELINE, TARGETS, WARNING, Note, loop_named, loops_of_sources
-from learn.estimators.protocol import LEVEL, MemoryBound
+from learn.estimators.protocol import LEVEL
 from learn.fitting.artifacts import (
     Artifact,
     StaleArtifact,
@@ -42,14 +42,14 @@ class ModelAnswer(NamedTuple):
 
     by        the model, as `Estimate.answered_by` names it
     loop      the loop that the figure is about
-    bound     of memory, where it is calibrated
+    bounded   memory with its bound, where that is calibrated
     outside   whether the model says that it does not know such jobs
     """
 
     figure: float
     by: str
     loop: str
-    bound: MemoryBound | None
+    bounded: Memory | None
     outside: bool
     notes: list[Note]
 
@@ -162,39 +162,39 @@ class FittedModels:
                 for question in alike:
                     question.answer = error
                 continue
-            bounds = self._bounds(artifact, prediction) if alike[0].target == "memory" else {}
+            bounded = self._bounded(artifact, prediction) if alike[0].target == "memory" else {}
             for row, question in enumerate(alike):
                 if (refusal := prediction.refusals.get(row)) is None:
-                    question.answer = _answer(question, artifact, prediction, row, bounds.get(row))
+                    question.answer = _answer(question, artifact, prediction, row, bounded.get(row))
                 elif question.target == "memory" and (named := self._options.estimator) is not None:
                     question.answer = UsageError(f"estimator={named} has no answer: {refusal}")
 
-    def _bounds(self, artifact: Artifact, prediction: Prediction) -> dict[int, MemoryBound]:
-        """Return the bound of each row, of left-out groups, or of held-out rows where its fit left out none. Empty
-        where it is not calibrated."""
+    def _bounded(self, artifact: Artifact, prediction: Prediction) -> dict[int, Memory]:
+        """Return each row's memory with its bound, of left-out groups, or of held-out rows where its fit left out none.
+        Empty where it is not calibrated."""
         coverage, quantiles = self._options.coverage, dict[float, list[float]]()
         for level in sorted({*COVERAGES, coverage}):
             values = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
             if values is None:
                 return {}
             quantiles[level] = values.tolist()
-        bounds = {}
+        bounded = {}
         for row, point in enumerate(prediction.point.tolist()):
             held_out: Mapping[str, Any] = {}
             if coverage == LEVEL:
                 held = prediction.held_of(row)
                 held_out = artifact.bound_held_out() if held is None else asdict(held)
-            bounds[row] = MemoryBound(
-                coverage=coverage,
-                quantiles_mib={level: values[row] for level, values in quantiles.items()},
-                causes_mib={HELD_OUT: quantiles[coverage][row] - point},
+            bounded[row] = Memory(peak_memory_mib=point).with_bound(
+                {level: values[row] for level, values in quantiles.items()},
+                coverage,
+                {HELD_OUT: quantiles[coverage][row] - point},
                 held_out=held_out,
             )
-        return bounds
+        return bounded
 
 
 def _answer(
-    question: ModelQuestion, artifact: Artifact, prediction: Prediction, row: int, bound: MemoryBound | None
+    question: ModelQuestion, artifact: Artifact, prediction: Prediction, row: int, bounded: Memory | None
 ) -> ModelAnswer:
     """Return the model's answer, which is in that row of its prediction."""
     target, name, meta = (question.target,), artifact.meta["estimator"], artifact.meta
@@ -216,7 +216,7 @@ def _answer(
         figure=float(prediction.point[row]),
         by=f"{name} (default)" if question.packaged else f"{name} {artifact.version}",
         loop=loop_named(question.case.training_loop),
-        bound=bound,
+        bounded=bounded,
         outside=row in prediction.outside,
         notes=notes,
     )

@@ -18,7 +18,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators.protocol import LEVEL, HeldShare, MemoryBound, bound_shares, least_held
+from learn.estimators.protocol import LEVEL, HeldShare, bound_shares, least_held
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
@@ -63,6 +63,10 @@ COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # points of the
 _WORKSPACES_AT_LIMIT, _OF_LIVE_AT_LIMIT = 2.0, 0.09
 
 
+Part = TypeVar("Part")
+MemoryT = TypeVar("MemoryT", bound="Memory")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Uncertainty:
     """How far above the traced figure a job's memory may lie.
@@ -77,11 +81,12 @@ class Uncertainty:
     needed_mib: float
     held: HeldShare | None = None
 
-    def bound(self, centre_mib: float, coverage: float, card_mib: float) -> MemoryBound:
-        """Return the bound of a job.
+    def bound(self, memory: MemoryT, centre_mib: float, coverage: float, card_mib: float) -> MemoryT:
+        """Return a job's memory with its bound.
 
         Args:
-            centre_mib: The estimate.
+            memory: The job's.
+            centre_mib: The estimate that the bound lies above.
             coverage: From 0.01 to 0.99.
             card_mib: What the job can take of the card. A job that runs there never takes more.
         """
@@ -89,14 +94,12 @@ class Uncertainty:
         above = {level: score_at(level) * margin_mib for level in sorted({*COVERAGES, coverage})}
         unlimited = {level: max(centre_mib + mib, 0.0) for level, mib in above.items()}
         least = {level: max(centre_mib, min(self.needed_mib, mib)) for level, mib in unlimited.items()}
-        return MemoryBound(
-            coverage=coverage,
-            quantiles_mib={
-                level: card_mib if least[level] <= card_mib < mib else mib for level, mib in unlimited.items()
-            },
-            causes_mib={cause: score_at(coverage) * mib for cause, mib in self.causes_mib.items() if mib >= 0.5},
+        return memory.with_bound(
+            {level: card_mib if least[level] <= card_mib < mib else mib for level, mib in unlimited.items()},
+            coverage,
+            {cause: score_at(coverage) * mib for cause, mib in self.causes_mib.items() if mib >= 0.5},
             least_card_mib=least[coverage],
-            held_out={} if self.held is None or coverage != LEVEL else asdict(self.held),
+            held_out=None if self.held is None or coverage != LEVEL else asdict(self.held),
         )
 
 
@@ -178,9 +181,6 @@ def widest(causes_mib: Mapping[str, float], above_mib: float) -> Note | None:
         text = "the bound is what can be taken of the card: without spare workspaces and caches the job surely fits it"
         return Note(BOUND, INFO, text)
     return Note(BOUND, INFO, f"the bound exceeds the estimate by {listed}; {NARROWED_BY[shares[0][1]]}")
-
-
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,19 +283,35 @@ class Memory:
         """Return whether the job fits into the empty card; None where its memory is not known."""
         return None if self.device_memory_mib is None else self.fits(self.device_memory_mib)
 
-    def with_bound(self, bound: MemoryBound) -> Self:
-        """Return the memory with a bound."""
-        probabilities = sorted(bound.quantiles_mib)
-        ascending = np.maximum.accumulate([bound.quantiles_mib[p] for p in probabilities]).tolist()
-        upper_mib = bound.quantiles_mib[bound.coverage]
+    def with_bound(
+        self,
+        quantiles_mib: Mapping[float, float],
+        coverage: float,
+        causes_mib: Mapping[str, float],
+        *,
+        least_card_mib: float | None = None,
+        held_out: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return the memory with a bound.
+
+        Args:
+            quantiles_mib: Probability -> MiB that memory stays below with it, or falls to below one half.
+            coverage: Share of jobs that stay below the bound, which is `quantiles_mib[coverage]`.
+            causes_mib: As `uncertain`.
+            least_card_mib: Memory of the smallest card that has room for the job. None: what the bound says.
+            held_out: As `bound_held_out`; None where nobody counted.
+        """
+        probabilities = sorted(quantiles_mib)
+        ascending = np.maximum.accumulate([quantiles_mib[p] for p in probabilities]).tolist()
+        upper_mib = quantiles_mib[coverage]
         return replace(
             self,
             distribution=tuple(zip(probabilities, ascending, strict=True)),
             upper_mib=upper_mib,
-            coverage=bound.coverage,
-            uncertain=dict(bound.causes_mib),
-            bound_held_out=dict(bound.held_out),
-            least_card_mib=upper_mib if bound.least_card_mib is None else bound.least_card_mib,
+            coverage=coverage,
+            uncertain=dict(causes_mib),
+            bound_held_out=dict(held_out or {}),
+            least_card_mib=upper_mib if least_card_mib is None else least_card_mib,
         )
 
     def shift(self, mib: float) -> Self:

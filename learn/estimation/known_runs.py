@@ -226,7 +226,7 @@ def move_by_runs(
         text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {estimate.device}"
         notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
     card_mib = math.inf if limit_mib is None else limit_mib
-    by_runs = replace(estimate, peak_memory_mib=peak_mib).with_bound(uncertain.bound(peak_mib, coverage, card_mib))
+    by_runs = uncertain.bound(replace(estimate, peak_memory_mib=peak_mib), peak_mib, coverage, card_mib)
     notes += filter(None, [widest(by_runs.uncertain, (by_runs.upper_mib or 0.0) - peak_mib)])
     return replace(
         by_runs,

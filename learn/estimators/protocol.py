@@ -68,25 +68,6 @@ class HeldShare:
     kind: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryBound:
-    """A bound that a job's memory stays below, from any estimator.
-
-    Args:
-        coverage: Share of jobs that stay below the bound, which is `quantiles_mib[coverage]`.
-        quantiles_mib: Probability -> MiB that memory stays below with it, or falls to below one half.
-        causes_mib: Cause -> MiB by which the bound lies above the estimate for it.
-        least_card_mib: Memory of the smallest card that has room for the job. None: what the bound says.
-        held_out: What such bounds held of left-out rows, as `Memory.bound_held_out` has it; empty where nobody counted.
-    """
-
-    coverage: float
-    quantiles_mib: Mapping[float, float]
-    causes_mib: Mapping[str, float]
-    least_card_mib: float | None = None
-    held_out: Mapping[str, Any] = field(default_factory=dict)
-
-
 def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
     """Return the score that `level` of the scores stay under, where each group counts alike, however many rows it has.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.cli.command_line import terminal_bar
+from conf.cli.command_line import StepBar
 from conf.errors import UsageError
 from conf.reports.blocks import (
     Block,
@@ -70,19 +70,18 @@ class BenchmarkProgress:
         self._label, self._clock = f"benchmark of {target}", clock
         self._relative = target in TARGETS and TARGETS[target].space == "log"
         self._began = self._printed = clock()
-        self._running = terminal_bar(self._label, remaining=True)
+        self._bar = StepBar(self._label, remaining=True)
 
     def __enter__(self) -> BenchmarkProgress:
-        self._bar = self._running.__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
-        self._running.__exit__(*raised)
+    def __exit__(self, *raised: object) -> None:
+        self._bar.__exit__(*raised)
 
     def update(self, done: int, of: int) -> None:
         """Show that `done` of `of` steps are taken."""
-        if self._bar is not None:
-            self._bar(completed=done, total=of)
+        if self._bar.is_shown:
+            self._bar.update("", done, of)
         elif done and (self._clock() - self._printed >= _PLAIN_EVERY_S or done == of):
             self._printed = self._clock()
             left = (self._printed - self._began) / done * (of - done)

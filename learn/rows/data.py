@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.plain_text import first_few
 from featurize.configs.trial import TrialConfig, config_of_one_gpu, printable, refusal
 from featurize.device.device_spec import known_device, load_device, plain_device, same_device
 from featurize.families import get_family
@@ -564,9 +565,8 @@ def named(run_ids: Sequence[str]) -> str:
 def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
     """Return a sentence: the number of rows, some of their ids, and the commonest reasons with their counts."""
     counts = Counter(reason for _, reason in rows)
-    shown = "; ".join(f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common(_REASONS))
-    more = "; ..." if len(counts) > _REASONS else ""
-    return f"{named([run_id for run_id, _ in rows])} {problem}: {shown}{more}"
+    reasons = [f"{reason} ({n})" if n > 1 else reason for reason, n in counts.most_common()]
+    return f"{named([run_id for run_id, _ in rows])} {problem}: {first_few(reasons, _REASONS)}"
 
 
 def module_of(config: TrialConfig) -> str:

@@ -1,6 +1,6 @@
 """The gain from choosing: rows that an estimator needs for a given error, by policy, of pools whose labels are known.
 
-Start reading at `run`; `python tests/bench/bench_selection.py [full=true] [data=FOLDER] [runs=FOLDER]`.
+Start reading at `run`; `python -m tests.bench.bench_selection [full=true] [data=FOLDER] [runs=FOLDER]`.
 Small by default; `full=true` takes a simulated pool of 5,000, whose traced steps are kept in `data`; `runs=FOLDER` is a
 data folder with imported rows, for two more pools.
 """
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from selection_curves import compared
 
 from farm.sampling.coverage import Known
 from farm.sampling.dimensions import Space
@@ -28,6 +27,7 @@ from learn.estimators.tabular import FeatureTable, LightGBMEstimator
 from learn.job.training_job import Case
 from learn.rows.data import Rows, Target, get_target, load_rows, utilization_bins
 from learn.rows.step_store import StepStore
+from tests.bench.selection_curves import compared
 from tests.learn.learn_rows import make_rows
 
 DEVICE = load_device("A100-SXM4-40GB")
@@ -76,43 +76,39 @@ class Looked:
         self._place = {config_hash(config): i for i, config in enumerate(labelled.rows.configs)}
 
     def look(self, configs, progress=None) -> Outlook:
-        return self._outlook.subset(np.array([self._place[config_hash(config)] for config in configs]))
+        places = np.array([self._place[config_hash(config)] for config in configs])
+        outlook = self._outlook
+        figures = {name: column[places] for name, column in outlook.figures.items()}
+        return Outlook(figures, outlook.parameters[places], outlook.table[places], outlook.ways[places])
 
 
 class Points(LightGBMEstimator):
     """The `lightgbm` estimator without its folds, which are for bounds only: a sixth of the time."""
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Points:
-        self.target, self._table = rows.target, FeatureTable.learn(rows.cases)
-        self._trees = self._train(self._table.matrix(rows.cases), to_space(rows.label, rows.target.space))
+        self.target, self.table = rows.target, FeatureTable.learn(rows.cases)
+        self.trees = self._train(self.table.matrix(rows.cases), to_space(rows.label, rows.target.space))
         return self
 
     def point(self, cases: Sequence[Case]) -> np.ndarray:
-        return from_space(self._centre(self._trees, self._table.matrix(cases)), self.target.space)
+        return from_space(self._within(self.trees.predict(self.table.matrix(cases))), self.target.space)
 
 
-class Corrected:
-    """The `hybrid`'s correction alone: its features, trees and monotone curve, without bounds."""
+class Hybrid:
+    """The `hybrid` estimator's points."""
 
-    def fit(self, rows: Rows, steps: StepStore | None = None) -> Corrected:
+    def fit(self, rows: Rows, steps: StepStore | None = None) -> Hybrid:
         from learn.estimators.hybrid import HybridEstimator
 
-        class OfPoints(HybridEstimator):
-            def _held_out(self, rows, table, correction, weight, base):
-                return base + correction  # as if it made no errors: only the bound is learned from them
-
-            def _calibrated(self, rows, table, gap):
-                return {}, [np.zeros(1)]
-
         self._steps = steps
-        self._inner = OfPoints().fit(rows, steps)
+        self._inner = HybridEstimator().fit(rows, steps)
         return self
 
     def point(self, cases: Sequence[Case]) -> np.ndarray:
         return self._inner.predict(cases, self._steps).point
 
 
-LEARNERS = {"lightgbm": Points, "hybrid": Corrected}
+LEARNERS = {"lightgbm": Points, "hybrid": Hybrid}
 
 
 def run(

@@ -22,7 +22,7 @@ from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
 from featurize.families import get_family
 from warehouse.files.folder import DataFolder
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult
 

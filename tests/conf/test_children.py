@@ -134,7 +134,7 @@ def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too_and_leaves_no_d
     assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))
 
 
-@pytest.mark.parametrize(("end", "code"), [(4, 4), (None, 0), ("why", 1)])
+@pytest.mark.parametrize(("end", "code"), [(4, 4), (-1, 255), (2**40, 0), (None, 0), ("why", 1)])
 def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
     server = running.local_server("")
     try:
@@ -142,6 +142,19 @@ def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
     finally:
         server.close()
     assert (ended.code, ended.output) == (code, "why\n" if end == "why" else "")
+
+
+def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
+    (tmp_path / "answering.py").write_text(
+        "import socket\ndef early(_, channel):\n    with socket.socket(fileno=channel) as ours:\n"
+        "        ours.recv(1, socket.MSG_PEEK)\n        ours.sendall(b'done')\n"
+    )
+    server = running.local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    try:
+        written, ended = server.ask("answering:early", None, b"question")
+    finally:
+        server.close()
+    assert (written, ended.code) == (b"done", 0)
 
 
 def test_output_that_is_shown_goes_to_standard_error(base, capfd):

@@ -12,7 +12,8 @@ import pytest
 
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files.outputs import checked_output, output_file, write_output
+from conf.files import outputs
+from conf.files.outputs import checked_output, output_file, write_file, write_output
 from farm.queue.jobs import Queue
 from farm.serving.trace_store import TraceStore
 from warehouse.files.folder import DataFolder, FolderPlace
@@ -188,3 +189,13 @@ def test_a_file_beside_a_damaged_data_folder_is_refused_or_written_without_a_tra
     (place / "runs").mkdir()
     with pytest.raises(UsageError, match="data folder"):
         checked_output(place / "runs" / "mine")
+
+
+def test_a_folder_of_our_own_is_made_in_one_that_may_be_written_to_and_not_read(place, monkeypatch):
+    def sync(path):
+        if path == place:
+            raise PermissionError
+
+    monkeypatch.setattr(outputs, "sync", sync)
+    write_file(place / "own" / "file", b"content")
+    assert (place / "own" / "file").read_bytes() == b"content"

@@ -11,7 +11,7 @@ from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, usual, where
 
 from farm.nights.canaries import canary_configs, compare, tolerance_of, unconfirmed
 from farm.nights.journal import Journal, plain
-from farm.nights.machine import Machine
+from farm.nights.plan import Machine
 from farm.nights.settings import NEED_LIBRARIES
 from farm.nights.watch import OPERATORS, OTHER, operator_of_kind, operators_of, watch
 from farm.sampling.dimensions import default_space

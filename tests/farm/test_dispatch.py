@@ -16,8 +16,7 @@ from featurize.configs.trial import canonical_json
 from featurize.families import get_family
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.writer import RunWriter
-from warehouse.tables.run import Run
-from warehouse.tables.schema import TELEMETRY_SCHEMA
+from warehouse.tables.schema import TELEMETRY_SCHEMA, Run
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult

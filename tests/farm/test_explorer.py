@@ -29,7 +29,7 @@ from warehouse.explorer.filters import LISTINGS, NULL, RUNS, Filters
 from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 
 HOSTILE = "<script>alert('x')</script>"
 

@@ -13,7 +13,7 @@ from tests.warehouse.warehouse_rows import run_row, samples
 from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")

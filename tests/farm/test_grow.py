@@ -285,7 +285,7 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
     from farm.dispatch.monitoring import Service
     from farm.dispatch.ray_cluster import ClusterSettings
     from farm.dispatch.working import run_job
-    from farm.nights.machine import machine_of, submit_listed
+    from farm.nights.plan import machine_of, submit_listed
     from farm.queue.leftovers import hold_dispatcher_lock
     from farm.queue.queue_values import device_key
     from featurize.families import get_family

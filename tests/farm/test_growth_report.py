@@ -317,6 +317,36 @@ def test_a_folder_with_a_file_that_cannot_be_read_is_reported_without_its_rows(n
     assert "torn.parquet" in page.text and "could not be read" in page.text
 
 
+def test_an_earlier_night_whose_records_cannot_be_read_is_noted_and_left_out(nights):
+    nights.night([nights.run_row()], learned(held_out=3.0))
+    nights.night([nights.run_row()], learned("kept"))
+    report, page = written(nights)
+    assert [score["cycle"] for score in report["scores"]] == ["2026-11-20"]
+    assert [night["seconds"]["learn"] for night in report["nights"]] == [360.0, 360.0]
+    (note,) = report["notes"]
+    assert "2026-11-19" in note and "held_out must be" in note and note in page.text
+    assert report["said"]["level"] == "good"
+
+
+def test_the_reason_at_the_end_of_a_long_sentence_is_kept(one_night):
+    report, page = written(one_night, sentence="5 runs; " + "cause " * 100 + "the reason")
+    assert report["said"]["sentence"].endswith("the reason.") and "the reason." in page.text
+
+
+@pytest.mark.parametrize("canaries", [None, {"device_name": None, "source": None}])
+def test_coverage_of_an_unknown_machine_is_of_the_device_with_most_rows_tonight(nights, canaries):
+    nights.begin()
+    nights.write(*(nights.run_row(device_name="NVIDIA T4", source="imported") for _ in range(3)))
+    cycle = nights.begin()
+    if canaries is not None:
+        nights.step(cycle, "canaries", canaries_payload(**canaries))
+    nights.write(nights.run_row("gpt"), nights.run_row("gpt", device_name=DEVICE.removeprefix("NVIDIA ")))
+    report, _ = written(nights, outcome="failed", sentence="canaries failed")
+    rows = report["rows"]
+    assert (rows["device_names"], rows["source"]) == ([DEVICE.removeprefix("NVIDIA "), DEVICE], "measured")
+    assert rows["memory"]["rows"] == ["gpt"] and sum(rows["memory"]["counts"][0]) == 2
+
+
 def test_a_snapshot_that_is_gone_is_replaced_by_the_folder_as_it_is(nights):
     cycle = nights.night([nights.run_row()])
     (nights.folder.snapshots / cycle / "manifest.json").unlink()
@@ -340,6 +370,8 @@ def test_scores_over_the_cycles_keep_what_is_in_use(nights):
     assert [one["decision"] for one in report["scores"]] == ["first", "kept", "promoted"]
     in_use = [one["in_use"]["mean_abs_error"] for one in report["scores"]]
     assert in_use == pytest.approx([100.0, 99.0 * 1.1, 98.0])
+    assert [one["candidate"]["mean_abs_error"] for one in report["scores"]] == [100.0, 99.0, 98.0]
+    assert report["scores"][1]["current"] == report["scores"][1]["in_use"]
     assert (
         "memory by hybrid: mean absolute error of the logarithm" in page.text and "promoted: better by 4 %" in page.text
     )
@@ -352,7 +384,7 @@ def test_time_is_told_by_step_and_over_the_cycles(nights):
     report, page = written(nights)
     assert [night["cycle"] for night in report["nights"]] == ["2026-11-19", "2026-11-20"]
     assert report["nights"][-1]["overhead_s"] == 240.0 and report["nights"][-1]["seconds"]["run"] == 3600.0
-    assert report["nights"][-1]["rows"] == 2 and report["nights"][-1]["run"]["energy_j"] == 9.0e5
+    assert report["nights"][-1]["rows"] == 2 and report["nights"][-1]["energy_j"] == 9.0e5
     assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.text
 
 

@@ -153,6 +153,12 @@ def test_models_that_take_too_long_to_check_are_queued_unchecked(here, capsys):
     assert "checking the models took more than 0.01 s; 1 of 1 is queued unchecked\n" in capsys.readouterr().err
 
 
+def test_models_are_not_blamed_where_the_process_that_checks_them_is_killed(here, capsys, monkeypatch):
+    monkeypatch.setattr(ChildServer, "ask", lambda *_, **__: (b"null\nnull\n", None))
+    require_models([zoo(["checked_nets.small:factory", "checked_nets.small:never_called"])])
+    assert "the process that checks models was killed; 1 of 2 is queued unchecked\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_check_that_takes_a_while_says_so_on_a_terminal(here, capsys, monkeypatch, terminal):
     monkeypatch.setattr(model_check, "_QUIET_S", 0.005)
@@ -198,4 +204,4 @@ def test_several_problems_are_told_together_and_the_same_once(monkeypatch):
     space = zoo([f"checked_nets.small:f{index}" for index in range(7)])
     with pytest.raises(UsageError) as refused:
         require_models([space])
-    assert str(refused.value) == "a; b; c; and 2 more"
+    assert str(refused.value) == "a; b; c; 2 more"

@@ -6,8 +6,7 @@ import pyarrow as pa
 import pytest
 
 from conf.errors import UsageError
-from farm.nights.machine import submit_listed
-from farm.nights.plan import code_names, read_plan
+from farm.nights.plan import code_names, read_plan, submit_listed
 from farm.queue.jobs import Queue
 from farm.sampling.coverage import known_runs
 from farm.sampling.draws import sample

@@ -25,7 +25,7 @@ from farm.dispatch.working import work
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.work import WorkSettings
 from featurize.families import get_family
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
 

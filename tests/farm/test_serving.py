@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -405,6 +406,15 @@ def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, tmp_path, se
             assert time.monotonic() < deadline, "the trace goes on"
             time.sleep(0.02)
         assert asked.problem == f"the trace took {reason}"
+
+
+def test_a_question_leased_just_as_the_service_ends_is_given_back(folder):
+    problems = []
+    store = types.SimpleNamespace(interrupted=lambda _, problem: problems.append(problem))
+    pool = TracePool(store, TraceLimits(str(folder.root), (), 60, 2**33), 1)
+    pool._ended.set()
+    assert pool._run_question("key", "{}") == "given back"
+    assert problems == ["the service ended while it was traced"]
 
 
 @pytest.mark.slow

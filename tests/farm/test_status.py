@@ -91,6 +91,13 @@ def test_an_empty_folder_says_how_to_submit(call, folder):
     assert not folder.queue.exists(), "asking leaves nothing behind"
 
 
+def test_a_narrow_terminal_folds_no_job_id(call, queue, dispatcher, monkeypatch):
+    submit(queue, "transformer-00c0ffee")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "transformer-00c0ffee" in call(status)[1]
+
+
 def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispatcher):
     submit(queue)
     submit(queue, "mlp-0badcafe", n=3000, given=2000)

@@ -1,8 +1,10 @@
 """Stages of a pipeline in a trace, against real ranks that run torch.distributed.pipelining over gloo: bytes and what
 is sent are the same."""
 
+import functools
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,6 +279,40 @@ def test_what_a_model_computes_around_its_blocks_runs_once_on_the_first_or_the_l
         assert counts[at] == 4 * alone > 0 and sum(counts) == counts[at], name
 
 
+class Keeping(Net):
+    """Its blocks, and what comes after them, read what a hook and the forward pass left on the model, or beside it."""
+
+    def __init__(self, beside=None, cleared=True):
+        super().__init__()
+        self.beside, self.cleared = beside, cleared
+        self.first.register_forward_pre_hook(self.keep)
+        for block in self.blocks:
+            block.register_forward_hook(self.mask)
+
+    def keep(self, _module, args):
+        (self.beside or self).kept = args[0]
+
+    def mask(self, _module, _args, out):
+        return out * (self.beside or self).mask
+
+    def forward(self, x):
+        keeper = self.beside or self
+        keeper.mask = x > 0
+        out = super().forward(x) + keeper.kept.mean()
+        if self.cleared:
+            keeper.mask = keeper.kept = None
+        return out
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_model_that_keeps_state_on_itself_is_cut_as_one_that_keeps_it_elsewhere(cleared):
+    for rank in range(2):
+        own = traced(rank, functools.partial(Keeping, cleared=cleared), pp=2)
+        beside = traced(rank, lambda: Keeping(SimpleNamespace(), cleared), pp=2)
+        assert own == beside and len(own.events) > 0
+        assert {one.module for one in own.operators if one.name == "aten::gt"} == ({"Keeping"} if rank == 0 else set())
+
+
 class Widening(nn.Module):
     """Changes what some blocks give before the next ones take it."""
 
@@ -296,8 +332,17 @@ class Pair(Block):
         return super().forward(x[0] if isinstance(x, tuple) else x), x
 
 
+class Wrapped(Pair):
+    def forward(self, x):
+        return super().forward(x)[0], None
+
+
 def gives_two():
     return Net(Pair)
+
+
+def passes_tuples():
+    return nn.Sequential(*(Wrapped() for _ in range(4)))
 
 
 def towers():
@@ -333,10 +378,11 @@ def test_members_of_a_plain_sequence_are_shared_out_and_send_what_the_last_one_g
             r"changes what blocks.1 gives \(\[6, 68\] float32\) before blocks.2 takes it \(\[6, 69\] ",
         ),
         (gives_two, {"pp": 2}, "blocks.0 gives the next block more than one tensor"),
+        (passes_tuples, {"pp": 2}, "pp: 2 takes its tensor inside another argument"),
         (towers, {"pp": 2}, "and this model has them in several"),
         (lambda: nn.Linear(WIDTH, 5), {"pp": 2}, "this model has none of 2 members or more"),
     ],
-    ids=["blocks", "batch", "start", "order", "between", "tensors", "containers", "none"],
+    ids=["blocks", "batch", "start", "order", "between", "tensors", "inside", "containers", "none"],
 )
 def test_what_cannot_be_cut_is_refused_with_what_can(model, options, message):
     with pytest.raises(UsageError, match=message):

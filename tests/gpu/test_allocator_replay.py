@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 RECORDER = """
 import json, random, sys
 import torch
-from workers.probes.gpu import recorded_history, start_recording
+from workers.probes.children import recorded_history, start_recording
 
 path, what, seed, fraction = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 start_recording()

@@ -11,8 +11,7 @@ import pytest
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import REQUIRED, RunWriter
-from warehouse.tables.run import JSON_COLUMNS, Run, reasons_of
-from warehouse.tables.schema import RUN_SCHEMA
+from warehouse.tables.schema import JSON_COLUMNS, RUN_SCHEMA, Run, reasons_of
 
 NO_SAMPLES = pa.table({"t_ms": pa.array([], pa.float64())})
 RUN = Run(

@@ -1,6 +1,7 @@
 """Damaged, planted, doubled and lost files: each costs its own rows, hides nothing, and is named in one line."""
 
 import contextlib
+import errno
 import os
 import random
 import subprocess
@@ -250,6 +251,51 @@ def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
             other = new_merged_name()
     assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
+
+
+@pytest.fixture
+def unopened(monkeypatch):
+    """A context in which the footers of merged files cannot be read, as where too many files are open."""
+
+    @contextlib.contextmanager
+    def context(folder):
+        for path in folder.partition("runs", "cnn").glob("merged-*.parquet"):
+            os.utime(path)  # so nothing is known of it
+        with monkeypatch.context() as failing:
+
+            def fail(*_arguments, **_options):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+            failing.setattr(pq, "read_metadata", fail)
+            yield
+
+    return context
+
+
+def test_a_listing_is_believed_while_its_merged_file_cannot_be_opened_and_afterwards(folder, unopened, capsys):
+    fill(folder, range(4))
+    merge(folder, grace_s=1e9)
+    older = only_merged(folder)
+    fill(folder, range(4, 8))
+    merge(folder, grace_s=1e9)
+    for path in folder.partition("runs", "cnn").glob("J-*.parquet"):  # as by a deletion that was killed
+        path.unlink()
+    assert older.exists()
+    with unopened(folder):
+        assert ask(folder, "SELECT count(*) FROM runs") == [(8,)]
+    assert ask(folder, "SELECT count(*) FROM runs") == [(8,)]
+    assert "ignoring" not in capsys.readouterr().err
+
+
+def test_doubled_runs_are_found_once_their_merged_files_can_be_opened_again(folder, unopened):
+    fill_and_merge(folder)
+    merged = only_merged(folder)
+    other = new_merged_name()
+    pq.write_table(pq.read_table(merged), merged.with_name(other), **COMPRESSION)
+    Listing(listing_file(folder, "runs", other), f"family=cnn/{other}", (), 2.0).write()
+    with unopened(folder):
+        ask(folder, "SELECT count(*) FROM runs")
+    assert ask(folder, "SELECT count(*) FROM runs") == [(10,)]
 
 
 @each_kind

@@ -305,6 +305,11 @@ def second_rank_says_junk(path: str) -> None:
         say(b"\x00\xff not a report\n")
 
 
+def second_rank_hangs(path: str) -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(3600)
+
+
 # What it may do to the trials beside it.
 
 

@@ -13,7 +13,7 @@ from test_hostile_trials import hostile
 from test_worker import LONG, InBackground, mlp, task
 
 from featurize.device.device_spec import load_device
-from warehouse.tables.run import Run
+from warehouse.tables.schema import Run
 from workers.devices import DeviceChoice
 from workers.devices.simulated import GpuLoad, speeds_of_loads
 from workers.settings import WindowSettings

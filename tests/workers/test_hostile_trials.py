@@ -236,7 +236,7 @@ def test_of_much_output_the_beginning_and_the_end_are_kept(worker):
         ("daemonizes_undoing_the_subreaper", 1, True),
         ("leaves_exec_without_environment", 1, False),
         ("daemonizes_undoing_the_subreaper", 1, False),
-        pytest.param("daemonizes", 1, False, marks=pytest.mark.wide),
+        ("daemonizes", 1, False),
         pytest.param("shell_that_starts_more", 3, False, marks=pytest.mark.wide),
     ],
 )

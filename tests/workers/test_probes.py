@@ -22,8 +22,7 @@ from infra.offline.block_comparison import compare_blocks
 from learn.calibrate import calibrate, measured_in_csv
 from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces
-from workers.probes.children import Measured, Measurement, measure_all, measured_in
-from workers.probes.gpu import memory_reading, trial_step
+from workers.probes.children import Measured, Measurement, measure_all, measured_in, memory_reading, trial_step
 from workers.telemetry import nvml as nvml_module
 
 PROBES = (contexts, workspaces, histories, questions)

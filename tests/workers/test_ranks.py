@@ -136,6 +136,11 @@ def test_what_one_rank_does_is_what_the_trial_ends_with(worker, act, words):
     assert worker.run(task(mlp())).run.status == "ok"
 
 
+def test_a_rank_that_hangs_is_a_timeout(worker):
+    assert worker.run(of_two(hostile("second_rank_hangs", timeout_s=6.0))).run.status == "timeout"
+    assert nothing_is_left(worker)
+
+
 def test_kernels_of_ranks_are_not_asked_for_and_the_run_says_so(worker):
     run = worker.run(task(mlp(parallel="ddp=2"), kernels=KernelSettings(steps=1))).run
     assert run.status == "ok" and "not profiled" in run.telemetry_missing["kernels"]

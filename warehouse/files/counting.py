@@ -269,7 +269,7 @@ def _is_held(path: Path, merged: Path, merged_key: Hashable) -> bool:
         ids = _ids(path)  # none where it has no rows
         if None in ids:  # which `held_ids` leaves out
             return ids <= _ids(merged)
-        return len(held_ids(merged.parent, [merged.name], ids)) == len(ids)
+        return len(held_ids(merged.parent, [merged.name], ids, strict=True)) == len(ids)
 
     try:
         return remember_by(("held", merged_key, file_key(path)), compare)
@@ -357,20 +357,23 @@ def _partition_plan(
         held = held_ids(partition, merged, (name.removesuffix(".parquet") for name in unmerged))
         unmerged = [name for name in unmerged if name.removesuffix(".parquet") not in held]
     key = ("doubled", *(file_key(partition / name) for name in merged))
-    doubled = remember_by(key, lambda: _find_doubled(partition, merged))
+    try:
+        doubled = remember_by(key, lambda: _find_doubled(partition, merged, strict=True))
+    except _UNREADABLE:  # perhaps readable at the next look, so this one is not kept
+        doubled = _find_doubled(partition, merged, strict=False)
     for name in (*unmerged, *merged):
         yield f"{partition.name}/{name}", doubled.get(name, frozenset())
 
 
-def _find_doubled(partition: Path, merged: Sequence[str]) -> dict[str, frozenset[str]]:
+def _find_doubled(partition: Path, merged: Sequence[str], strict: bool) -> dict[str, frozenset[str]]:
     """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs."""
     doubled: dict[str, frozenset[str]] = {}
-    ranges = {name: id_ranges(partition / name) for name in merged}
+    ranges = {name: id_ranges(partition / name, strict) for name in merged}
     for order, name in enumerate(merged):
         earlier = [entry for other in merged[:order] for entry in ranges[other]]
         for group, (least, most) in enumerate(ranges[name]):
             if any(low <= most and least <= high for low, high in earlier):
-                ids = held_ids(partition, merged[:order], group_ids(partition / name, group))
+                ids = held_ids(partition, merged[:order], group_ids(partition / name, group, strict), strict=strict)
                 doubled[name] = doubled.get(name, frozenset()) | ids
     return {name: ids for name, ids in doubled.items() if ids}
 

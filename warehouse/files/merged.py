@@ -312,23 +312,24 @@ def _merged_files_named(folder: DataFolder, kind: str, name: str) -> list[Path]:
     return [path for path in paths if os.path.lexists(path)]
 
 
-def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
+def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str], *, strict: bool = False) -> set[str]:
     """Return those of `run_ids` that one of the partition's merged files holds, by their names.
 
-    Content is read only of row groups whose statistics do not rule the runs out.
+    Content is read only of row groups whose statistics do not rule the runs out. What cannot be read holds nothing, as
+    it is reported elsewhere; with `strict`, for results that are kept, the error is raised.
     """
     left = sorted(run_id for run_id in run_ids if run_id is not None)  # a damaged file may have nulls
     held: set[str] = set()
     for name in merged:
-        for group, (least, most) in enumerate(id_ranges(partition / name)):
+        for group, (least, most) in enumerate(id_ranges(partition / name, strict)):
             within = left[bisect.bisect_left(left, least) : bisect.bisect_right(left, most)]
             if within:
-                held |= group_ids(partition / name, group).intersection(within)
+                held |= group_ids(partition / name, group, strict).intersection(within)
     return held
 
 
-def id_ranges(path: Path) -> list[tuple[str, str]]:
-    """Return (least, greatest) run_id of each row group; none for an unreadable file, which is reported elsewhere."""
+def id_ranges(path: Path, strict: bool = False) -> list[tuple[str, str]]:
+    """Return (least, greatest) run_id of each row group; none for an unreadable file, or its error with `strict`."""
 
     def read() -> list[tuple[str, str]]:
         metadata = pq.read_metadata(plain(path))
@@ -343,10 +344,12 @@ def id_ranges(path: Path) -> list[tuple[str, str]]:
     try:
         return remember(path, read, "ranges")
     except (pa.ArrowException, OSError, ValueError):
+        if strict:
+            raise
         return []
 
 
-def group_ids(path: Path, group: int) -> frozenset[str]:
+def group_ids(path: Path, group: int, strict: bool = False) -> frozenset[str]:
     def read() -> frozenset[str]:
         if sum(map(len, list(_group_memory.values()))) > _REMEMBERED_IDS:
             forget_all(_group_memory)
@@ -356,4 +359,6 @@ def group_ids(path: Path, group: int) -> frozenset[str]:
     try:
         return remember(path, read, group, _group_memory)
     except (pa.ArrowException, OSError):
+        if strict:
+            raise
         return frozenset()

@@ -23,7 +23,6 @@ import pyarrow.compute as pc
 from warehouse.files.counting import merged_file_with
 from warehouse.files.folder import DataFolder, check_name, write_parquet
 from warehouse.files.merged import is_merged_name, land_batch
-from warehouse.tables.run import Run
 from warehouse.tables.schema import (
     DETAILS,
     ENVIRONMENT,
@@ -38,6 +37,7 @@ from warehouse.tables.schema import (
     STALE_SCHEMA,
     STATUSES,
     TELEMETRY_SCHEMA,
+    Run,
 )
 
 if TYPE_CHECKING:

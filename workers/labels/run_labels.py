@@ -16,8 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from featurize.configs.trial import TrialConfig, config_hash
-from warehouse.tables.run import Run
-from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA
+from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA, Run
 from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
 from workers.task import RunResult, Task

@@ -12,8 +12,16 @@ from typing import Any
 
 from conf.files.outputs import write_file
 from conf.units import MIB
-from workers.probes.children import Measurement, ProbeResult, Row, measure_all, measured_in
-from workers.probes.gpu import first_gpu, memory_reading, trial_step
+from workers.probes.children import (
+    Measurement,
+    ProbeResult,
+    Row,
+    first_gpu,
+    measure_all,
+    measured_in,
+    memory_reading,
+    trial_step,
+)
 
 LOADINGS = ("lazy", "eager")
 # Stage -> whether it loads cuDNN. Each is a process of its own.

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.probes.children import Measurement, ProbeResult, Row, measure_all
-from workers.probes.gpu import (
+from workers.probes.children import (
+    Measurement,
+    ProbeResult,
+    Row,
     first_gpu,
     label_requests,
+    measure_all,
     recorded_entries,
     recorded_history,
     start_recording,

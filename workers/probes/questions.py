@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from conf.plain_text import counted, first_line
 from conf.units import MIB
 from workers.devices.profiling import kernels_of_trace, profiled_trace
-from workers.probes.children import Measurement, ProbeResult, Row, measure_all
-from workers.probes.gpu import first_gpu, memory_reading
+from workers.probes.children import Measurement, ProbeResult, Row, first_gpu, measure_all, memory_reading
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

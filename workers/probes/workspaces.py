@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.plain_text import first_line
-from workers.probes.children import Measurement, ProbeResult, Row, measure_all
-from workers.probes.gpu import first_gpu, recorded_entries, start_recording
+from workers.probes.children import (
+    Measurement,
+    ProbeResult,
+    Row,
+    first_gpu,
+    measure_all,
+    recorded_entries,
+    start_recording,
+)
 
 if TYPE_CHECKING:
     import torch
