@@ -19,7 +19,7 @@ from conf.cli.command_line import StepBar, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.files.outputs import write_output
-from conf.plain_text import counted, exception_line
+from conf.plain_text import count_of, counted, exception_line
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -35,7 +35,6 @@ from conf.reports.blocks import (
     page_bytes,
     print_page,
 )
-from conf.reports.page_text import count_of
 from infra.offline import probe_sections, run_sections
 from infra.offline.estimated_runs import RULES, Absent, Finding, Part, Results, read_results, work_folder
 from infra.offline.results import TESTS, outcomes_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from conf.errors import CommandError
 from conf.files.outputs import json_lines
-from conf.plain_text import exception_line, first_line
+from conf.plain_text import MISSING, count_of, duration, exception_line, first_line
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -37,7 +37,6 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import Axis, Margins, Plot, Svg, against
-from conf.reports.page_text import MISSING, count_of, duration
 from conf.units import MIB
 from featurize.device.device_spec import CURRENT, EAGER, PARTS, DeviceSpec, MachineProfile
 from infra.offline.block_comparison import (

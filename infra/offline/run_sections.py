@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from conf.errors import UsageError
+from conf.plain_text import MISSING, count_of, figure
 from conf.reports.blocks import (
     Bullets,
     Cell,
@@ -29,7 +30,6 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import against
-from conf.reports.page_text import MISSING, count_of, figure
 from infra.offline.estimated_runs import (
     FARTHER,
     FIGURES,
