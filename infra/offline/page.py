@@ -124,10 +124,14 @@ def summary(page: Page) -> Page:
 
 
 def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_judged: bool) -> tuple[Block, ...]:
-    runs, warning, tests = results.runs.traced, _OF_KIND[results.kind], None
-    with contextlib.suppress(OSError):  # the section on tests says so
-        tests = outcomes_of(results.work / TESTS)
-    is_tested = tests is None or not (tests.counts["failed"] or tests.not_run)
+    runs, warning = results.runs.traced, _OF_KIND[results.kind]
+    tests, is_tested, spreads = "", True, None
+    with contextlib.suppress(Exception):  # the section on tests says so
+        outcomes = outcomes_of(results.work / TESTS)
+        if outcomes is not None:
+            tests, is_tested = str(outcomes), not (outcomes.counts["failed"] or outcomes.not_run)
+    with contextlib.suppress(Exception):  # so do those on runs
+        spreads = run_sections.spreads(results) if runs else None
     level: Level = "good" if is_tested and is_judged and not (finding_count or warning) else "look"
     statuses = Counter(run["status"] for run in runs)
     versions = [
@@ -138,10 +142,9 @@ def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_jud
     leads = {
         "runs": ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none",
         "versions": ", ".join(versions),
-        "tests": str(tests or ""),
+        "tests": tests,
     }
     left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in results.runs.left_out.items()]
-    spreads = run_sections.spreads(results) if runs else None
     return (
         *((Callout(warning, "bad"),) if warning else ()),
         *((Callout(f"Runs cannot be read: {results.problem}", "bad"),) if results.problem else ()),
