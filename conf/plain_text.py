@@ -1,7 +1,8 @@
-"""Makes text safe for terminals, storage and SQL: escape sequences, control and direction characters are escaped.
+"""Makes text safe for terminals, pages, storage and SQL: escape sequences and control characters are escaped.
 
 Start reading at `printable`; `shown` is for values that a message quotes, `error_line` for stored errors, `safe_text`
-for what a trial sends, `sql_text` for a value in a query.
+for what a trial sends, `sql_text` for a value in a query, `clean_text` for a page; `count_of`, `duration`, `energy` and
+`figure` write figures out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ _HEAD_SHARE = 0.25  # share of the kept text; the rest is its end, where a trace
 _QUOTED_CHARACTERS = 200
 _TAB_OR_LINE_FEED = re.compile("([\t\n])")  # what is kept as it is
 _LINE_END = re.compile("\r\n?")
+MISSING = "–"  # how a page and a table show that there is no value
+_TERMINAL_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_LONGEST_ON_PAGE = 20_000  # characters of one text on a page
 
 
 def printable(text: str) -> str:
@@ -157,3 +162,56 @@ def sql_text(value: str) -> str:
 def escaped_glob(path: Path) -> str:
     """Return the path as a glob that matches only itself."""
     return re.sub(r"([\[*?])", r"[\1]", str(path))
+
+
+def clean_text(value: object, longest: int = _LONGEST_ON_PAGE) -> str:
+    """Return a value as text for a page, not yet escaped.
+
+    Terminal escapes are removed, control characters replaced, and of a text beyond `longest` characters the end is
+    kept. None becomes a dash.
+    """
+    text = MISSING if value is None else str(value)
+    if len(text) > longest:
+        text = f"… {len(text) - longest:,} characters left out …{text[-longest:]}"
+    return _CONTROL.sub("�", _TERMINAL_ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def count_of(count: int, noun: str) -> str:
+    """Return `1 row`, `12 rows`."""
+    return counted(count, noun, f"{noun}s")
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration in s, min or h, whichever reads best."""
+    if seconds is None:
+        return MISSING
+    if seconds < 99.5:
+        return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:,.1f} h"
+
+
+def energy(joule: float | None) -> str:
+    """Return an energy in J or kWh."""
+    if joule is None:
+        return MISSING
+    return f"{joule / 3.6e6:,.2f} kWh" if joule >= 36_000 else f"{joule:,.0f} J"
+
+
+def short(count: float) -> str:
+    """Return a count with two digits and a unit: 32k, 1M."""
+    rounded = float(f"{count:.2g}")
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rounded >= unit:
+            return f"{rounded / unit:.3g}{name}"
+    return f"{rounded:.3g}"
+
+
+def figure(value: float) -> str:
+    """Return a number with three digits and no power of ten."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 99_950:
+        return short(value)
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1g}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from conf.cli.command_line import EXIT_INTERRUPTED, StepBar, command
 from conf.files.outputs import checked_report, write_output
+from conf.plain_text import MISSING, count_of
 from conf.reports.blocks import (
     Block,
     Callout,
@@ -37,7 +38,6 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import Axis, Margins, Plot, Svg
-from conf.reports.page_text import MISSING, count_of
 from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison, Environment, RunSet, Side, error_of
 from farm.comparison.run import Change, CompareSettings, Interrupted, Operators, Result, run_comparison
 from warehouse.files.folder import DataFolder

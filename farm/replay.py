@@ -17,7 +17,7 @@ from typing import Any
 from conf.cli.command_line import StepBar, command
 from conf.files.identity import mapping_hash
 from conf.files.outputs import checked_report
-from conf.plain_text import first_few, table_lines
+from conf.plain_text import MISSING, count_of, first_few, table_lines
 from conf.reports.blocks import (
     Block,
     Callout,
@@ -35,7 +35,6 @@ from conf.reports.blocks import (
     write_page,
 )
 from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
-from conf.reports.page_text import MISSING, count_of
 from farm.replaying.crossing import NO_ESTIMATOR, CrossedReplays, Interval, ReplaySettings, Standing, run_crossing
 from farm.replaying.simulator import ReplayResult
 from warehouse.files.folder import DataFolder

@@ -23,7 +23,7 @@ from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
-from conf.reports.page_text import count_of
+from conf.plain_text import count_of
 from farm.dispatch.working import work
 from farm.queue.jobs import Queue
 from farm.sampling.dimensions import Choice, Range, Space, default_space, own_space

@@ -18,7 +18,7 @@ from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
 from conf.files.outputs import file_problems
-from conf.reports.page_text import count_of
+from conf.plain_text import count_of
 from learn.estimation.job_estimate import (
     CONTEXT,
     COVERAGES,

@@ -279,11 +279,12 @@ def _statuses(root: Path) -> Iterator[os.stat_result]:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write one of the program's own files, whole and durable or not at all; its folder is made if missing."""
-    missing = [folder for folder in path.parents if not folder.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        with contextlib.suppress(PermissionError):  # one may write to a folder without being able to read it
-            sync(folder.parent)
+    if not path.parent.exists():
+        missing = [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            with contextlib.suppress(PermissionError):  # one may write to a folder without being able to read it
+                sync(folder.parent)
     with _replaced(path) as file:
         file.write(content)
 

@@ -8,18 +8,19 @@ pictures, facts and what a reader unfolds are on the page alone. Jinja2 and rich
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import write_file, write_output
-from conf.plain_text import counted, one_line
-from conf.reports.charts import Svg
-from conf.reports.page_text import Markup, cell_text, clean_text, numeric_places, shown, wrapped
+from conf.plain_text import MISSING, clean_text, counted, one_line
+from conf.reports.charts import Markup, Svg
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 Level: TypeAlias = Literal["good", "look", "bad"]  # how urgent a note or an outcome is
 ColumnKind: TypeAlias = Literal["word", "text", "figure"]  # left-aligned; left-aligned and wrapped; right-aligned
+_LONGEST_CELL = 120  # characters of an explorer cell
 
 
 @dataclass(frozen=True)
@@ -392,7 +394,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "cell": cell_text,
-        "shown": shown,
+        "shown": _explorer_cell,
         "counted": counted,
         "wrapped": wrapped,
         "numeric": numeric_places,
@@ -473,3 +475,39 @@ def _print_table(screen: Console, table: Table) -> None:
             drawn.add_section()
         drawn.add_row(*(Text(cell.text if isinstance(cell, Code | Swatch) else cell_text(cell)) for cell in row.cells))
     screen.print(drawn)
+
+
+def cell_text(value: object) -> str:
+    """Return a table cell's text; integers get thousands separators."""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean_text(value)
+
+
+def _explorer_cell(value: object) -> str:
+    """Return a cell's text: numbers short, times to the second, long texts cut."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    if isinstance(value, datetime.datetime):
+        return value.strftime("%Y-%m-%d %H:%M:%S")
+    text = clean_text(value)
+    return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
+
+
+def wrapped(name: str) -> Markup:
+    """Return a column's name that may be broken behind its underscores, and nowhere else."""
+    return Markup(str(escape(clean_text(name))).replace("_", "_<wbr>"))
+
+
+def numeric_places(rows: Iterable[Iterable[object]]) -> frozenset[int]:
+    """Return the places of the columns that hold numbers."""
+    return frozenset(
+        place
+        for place, column in enumerate(zip(*rows, strict=True))
+        if all(isinstance(value, int | float) or value is None for value in column)
+        and any(value is not None for value in column)
+    )

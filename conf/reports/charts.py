@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal, NamedTuple, TypeAlias
 
-from conf.reports.page_text import Markup, clean_text, figure, short
+from conf.plain_text import clean_text, figure, short
 
 LETTER_PX = 7.7  # width of a digit at 12 pixels in the widest of the usual system fonts (DejaVu Sans, Verdana)
 Anchor: TypeAlias = Literal["start", "middle", "end"]
@@ -21,6 +21,15 @@ _LEAST_GAP = 10.0  # pixels between two texts
 _WIDEST_COLUMN = 40.0  # pixels
 SHADES = 6  # not counting the empty one
 DARK_SHADE = 4  # from this shade on, text is drawn light
+
+
+class Markup(str):
+    """Text that is HTML already, which a template inserts as it is: a picture, the style sheet, base64."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        return str(self)
 
 
 class Svg(Markup):

@@ -17,10 +17,9 @@ import duckdb
 
 import warehouse
 from conf.errors import CommandError
-from conf.plain_text import OUTPUT_STARTS, error_line, first_few, sql_text
+from conf.plain_text import OUTPUT_STARTS, error_line, first_few, short, sql_text
 from conf.reports.blocks import Level
 from conf.reports.charts import Grid
-from conf.reports.page_text import short
 from farm.nights.journal import (
     STEPS,
     CanariesPayload,

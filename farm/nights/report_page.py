@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.files.outputs import write_file
-from conf.plain_text import first_few
+from conf.plain_text import MISSING, clean_text, count_of, duration, energy, figure, first_few
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -38,7 +38,6 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import SHADES, Curve, Grid, columns, curves, heat_map
-from conf.reports.page_text import MISSING, clean_text, count_of, duration, energy, figure
 from farm.nights.journal import STEPS, ChoicePayload, ComparedLabel, Cycle, DriftPayload, RunPayload
 from farm.nights.plan import choice_lines
 from farm.nights.report import LOG_CHARACTERS, NEW_MODEL, Night, Report, RowCount, Score, gather, gist

@@ -357,10 +357,15 @@ class RecordingAllocator(CachingAllocator):
         """Return what every entry of the event under way has."""
         number = len(self._at)
         if number >= len(self._trace.events):
-            return {"stream": stream, "frames": [], "category": _OF_SEGMENTS}
+            return {"stream": stream, "frames": [], "category": _OF_SEGMENTS, "user_metadata": ""}
         event = self._trace.events[number]
         block = self._trace.blocks[event.block]
-        return {"stream": stream, "frames": _frames(block, event.step, event.phase), "category": block.kind}
+        return {
+            "stream": stream,
+            "frames": _frames(block, event.step, event.phase),
+            "category": block.kind,
+            "user_metadata": block.call.kind if block.call is not None else "",
+        }
 
     def _see_segments(self, shared: dict[str, Any]) -> None:
         """Record what the driver gave, took back or refused since the last time."""

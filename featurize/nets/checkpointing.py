@@ -5,7 +5,6 @@ Start reading at `checkpoint_blocks`; `repeated_blocks` says what counts as a bl
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections import Counter
@@ -112,15 +111,15 @@ def _is_block(module: nn.Module, nested: bool) -> bool:
 
 def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
     """Return whether the model, or else any of its members, has a switch that can do it, which is on now."""
-    variant = {"use_reentrant": reentrant}
+    variant = {"use_reentrant": reentrant}  # by position: models of one's own may call the argument otherwise
     if getattr(model, "supports_gradient_checkpointing", True):
         enable = getattr(model, "activation_checkpointing_enable", None)  # transformers has it from 5 on
         if callable(enable):
-            enable(activation_checkpointing_kwargs=variant, every_n_layers=every)
+            enable(variant, **({"every_n_layers": every} if every > 1 else {}))
             return True
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if callable(enable) and every == 1:
-            enable(gradient_checkpointing_kwargs=variant)
+            enable(variant)
             return True
     switch = getattr(model, "set_grad_checkpointing", None)
     if callable(switch) and every == 1 and not reentrant:
@@ -132,11 +131,13 @@ def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
 def switch_on(model: nn.Module, name: str) -> None:
     """Have a library's model recompute its blocks by its own switch. Raises `UsageError` that names it where it has
     none that works."""
-    switched = False
-    with contextlib.suppress(AttributeError, AssertionError, TypeError, ValueError):  # as libraries refuse it
+    refusal = UsageError(f"{name} has no activation_checkpointing")
+    try:
         switched = _by_own_switches(model, every=1, reentrant=False)
+    except (AttributeError, AssertionError, TypeError, ValueError) as error:  # as libraries refuse it
+        raise refusal from error
     if not switched:
-        raise UsageError(f"{name} has no activation_checkpointing")
+        raise refusal
 
 
 def _checkpoint(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:

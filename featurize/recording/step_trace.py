@@ -204,7 +204,7 @@ class StepTrace:
 
         Args:
             key: Everything besides the trace that the value depends on; a tuple that begins with the value's name.
-            compute: Returns the value, which nobody may change afterwards.
+            compute: Returns the value, which nobody may change afterwards; a dict may be given further keys.
         """
         if key not in self._computed:
             self._computed[key] = compute()

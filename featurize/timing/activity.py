@@ -303,7 +303,7 @@ class TimedKernels:
         def row_of(value: Any) -> Any:
             if isinstance(value, Kernels | KernelLoad):
                 return type(value)(**{name: row_of(column) for name, column in vars(value).items()})
-            return value[place] if isinstance(value, np.ndarray) and value.ndim > 1 else value
+            return value[place].copy() if isinstance(value, np.ndarray) and value.ndim > 1 else value
 
         return TimedKernels(**{name: row_of(value) for name, value in vars(self).items()})
 

@@ -196,7 +196,7 @@ class TrainingStep:
     those of the step before are let go, and `on_updated()` at the step's end. `on_phase(name)` is called as `forward`,
     `backward` and `optimizer` begin, `on_batch()` before every further micro-step of an accumulated step. Settings of
     `Training` that concern the model (precision, checkpointing, quantization) change it; `wrap` is given the changed
-    model, and returns what trains.
+    model, and returns what trains. Raises `UsageError` for `compile` on a real device: traces alone know it.
     """
 
     def __init__(
@@ -212,6 +212,8 @@ class TrainingStep:
     ) -> None:
         self.device = torch.device(device)
         self.settings = training_of(settings)
+        if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
+            raise UsageError(f"compile is a setting of traces; a step on {self.device} runs as it is, so leave it out")
         self.on_phase = on_phase or (lambda name: None)
         self.on_batch: Callable[[], None] = lambda: None
         self.loss = loss or cross_entropy

@@ -98,6 +98,7 @@ class BlockComparison:
             segment sizes.
         verdict: The cause that decides, or `none`: the two peaks are equal within 2 MiB or 1 %.
         sentence: The verdict in words.
+        cut_off: Why the recording ended before its last step; None where it did not.
     """
 
     name: str
@@ -115,12 +116,13 @@ class BlockComparison:
     gap_bytes: Mapping[str, int]
     verdict: str
     sentence: str
+    cut_off: str | None
 
 
 class _Held(NamedTuple):
     """A block: its rounded size, and the numbers of the events that took it and freed it (None: nothing did).
 
-    A block counts as a workspace where it is given back before the next request: a recording cannot say.
+    A recording cannot say which are workspaces: a block counts as one where it is given back before the next request.
     """
 
     nbytes: int
@@ -142,7 +144,7 @@ def history_of(measured: Measured) -> dict[str, Any]:
     """Return the history that a measurement recorded. Raises `UsageError` where it has none."""
     if not measured.rows:
         raise UsageError(measured.reason or "its process gave no history")
-    history = {**measured.rows[-1], "name": measured.name}
+    history = {**measured.rows[-1], "name": measured.name, "cut_off": measured.cut_off}
     if missing := [key for key in HISTORY_KEYS if key not in history]:
         raise UsageError(f"history {measured.name} is incomplete: missing {', '.join(missing)}")
     return history
@@ -174,6 +176,10 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
     measured = _side(history["trace"], _last_step(history), round_up)
     trace = trace_config(config, device=spec)
     profile = replay(trace, spec, cudnn_benchmark=config.cudnn_benchmark, allocator=settings, timeline=True)
+    if not profile.fits:
+        raise UsageError(
+            f"history {shown(history['name'])} has no counterpart: its traced step does not fit {spec.name}"
+        )
     traced = _traced_side(trace, profile, round_up)
 
     measured_peak, traced_peak = _peak(measured), _peak(traced)
@@ -206,6 +212,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         gap_bytes={cause: gap[cause] for cause in CAUSES},
         verdict=verdict,
         sentence=_sentence(verdict, apart_bytes, gap, difference, first_reordered),
+        cut_off=history.get("cut_off"),
     )
 
 
@@ -250,16 +257,18 @@ def _traced_side(trace: StepTrace, profile: MemoryProfile, round_up: Callable[[i
     last = f"step {trace.events[-1].step}" if trace.events else ""
     phases = (entry["frames"][-1]["filename"] if entry["frames"] else "" for entry in entries)
     first = next((index for index, phase in enumerate(phases) if phase == last), 0)
-    return _side(entries, range(first, len(entries)), round_up)
+    side = _side(entries, range(first, len(entries)), round_up)
+    known = [held._replace(is_workspace=entries[held.begin]["category"] == "workspace") for held in side.blocks]
+    return side._replace(blocks=known)
 
 
 def _where(entry: Mapping[str, Any]) -> str:
-    """Return the kind, operator and module of a traced request."""
+    """Return the kind, operator (of a workspace its library's call) and module of a traced request."""
     if not entry["frames"]:
         return ""
     made = entry["frames"][0]
     module = "" if made["filename"] == "model" else made["filename"]
-    return " ".join(filter(None, dict.fromkeys((entry["category"], made["name"], module))))
+    return " ".join(filter(None, dict.fromkeys((entry["category"], entry["user_metadata"] or made["name"], module))))
 
 
 def _peak(side: _Side) -> tuple[int, int]:

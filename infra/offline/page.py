@@ -19,7 +19,7 @@ from conf.cli.command_line import StepBar, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.files.outputs import write_output
-from conf.plain_text import counted, exception_line
+from conf.plain_text import count_of, counted, exception_line
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -35,7 +35,6 @@ from conf.reports.blocks import (
     page_bytes,
     print_page,
 )
-from conf.reports.page_text import count_of
 from infra.offline import probe_sections, run_sections
 from infra.offline.estimated_runs import RULES, Absent, Finding, Part, Results, read_results, work_folder
 from infra.offline.results import TESTS, outcomes_of
@@ -125,10 +124,14 @@ def summary(page: Page) -> Page:
 
 
 def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_judged: bool) -> tuple[Block, ...]:
-    runs, warning, tests = results.runs.traced, _OF_KIND[results.kind], None
-    with contextlib.suppress(OSError):  # the section on tests says so
-        tests = outcomes_of(results.work / TESTS)
-    is_tested = tests is None or not (tests.counts["failed"] or tests.not_run)
+    runs, warning = results.runs.traced, _OF_KIND[results.kind]
+    tests, is_tested, spreads = "", True, None
+    with contextlib.suppress(Exception):  # the section on tests says so
+        outcomes = outcomes_of(results.work / TESTS)
+        if outcomes is not None:
+            tests, is_tested = str(outcomes), not (outcomes.counts["failed"] or outcomes.not_run)
+    with contextlib.suppress(Exception):  # so do those on runs
+        spreads = run_sections.spreads(results) if runs else None
     level: Level = "good" if is_tested and is_judged and not (finding_count or warning) else "look"
     statuses = Counter(run["status"] for run in runs)
     versions = [
@@ -139,10 +142,9 @@ def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_jud
     leads = {
         "runs": ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none",
         "versions": ", ".join(versions),
-        "tests": str(tests or ""),
+        "tests": tests,
     }
     left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in results.runs.left_out.items()]
-    spreads = run_sections.spreads(results) if runs else None
     return (
         *((Callout(warning, "bad"),) if warning else ()),
         *((Callout(f"Runs cannot be read: {results.problem}", "bad"),) if results.problem else ()),

@@ -15,7 +15,7 @@ from typing import Any
 
 from conf.errors import CommandError
 from conf.files.outputs import json_lines
-from conf.plain_text import exception_line, first_line
+from conf.plain_text import MISSING, count_of, duration, exception_line, first_line
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -37,7 +37,6 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import Axis, Margins, Plot, Svg, against
-from conf.reports.page_text import MISSING, count_of, duration
 from conf.units import MIB
 from featurize.device.device_spec import CURRENT, EAGER, PARTS, DeviceSpec, MachineProfile
 from infra.offline.block_comparison import (
@@ -200,7 +199,10 @@ def workspaces(results: Results) -> Iterator[Part]:
         }
         for row in rows[:_SHOWN]
     ]
-    equal, missing = sum(row["measured_bytes"] == row["assumed_bytes"] for row in rows), len(all_rows) - len(rows)
+    equal = sum(row["measured_bytes"] == row["assumed_bytes"] for row in rows)
+    missing = len(all_rows) - len(rows) + reasons.total()  # a process that failed counts as one call
+    for reason, count in reasons.items():
+        yield Callout(f"Not measured ({count}): {reason}")
     lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
     yield Lead(f"{lead} The table has the largest differences, in MiB.")
     points = [(row["measured_bytes"] / MIB, row["assumed_bytes"] / MIB, str(row["operator"])) for row in rows]
@@ -275,6 +277,7 @@ def _group(comparison: BlockComparison) -> Group:
         (
             Outcome(level, "equal" if comparison.verdict == NONE else comparison.verdict, ""),
             Drawn(curves_svg(comparison)),
+            *((Lead(f"Recorded in part: {comparison.cut_off}."),) if comparison.cut_off else ()),
             Lead(comparison.sentence),
             Fold("figures and blocks", tuple(details)),
         ),

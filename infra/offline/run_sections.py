@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from conf.errors import UsageError
+from conf.plain_text import MISSING, count_of, figure
 from conf.reports.blocks import (
     Bullets,
     Cell,
@@ -29,7 +30,6 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import against
-from conf.reports.page_text import MISSING, count_of, figure
 from infra.offline.estimated_runs import (
     FARTHER,
     FIGURES,
@@ -85,7 +85,8 @@ _BOUNDS = """
     FROM estimates GROUP BY estimator ORDER BY estimator DESC"""
 _FURTHEST = """
     SELECT run_id AS run, family, CASE greatest(abs(tensors), abs(allocator), abs(context))
-            WHEN abs(tensors) THEN 'tensors' WHEN abs(allocator) THEN 'allocator' ELSE 'context' END AS "largest cause",
+            WHEN abs(tensors) THEN 'tensors' WHEN abs(allocator) THEN 'allocator'
+            WHEN abs(context) THEN 'context' END AS "largest cause",
         format('{:,.1f}', process_measured) AS measured, format('{:,.1f}', process_estimated) AS estimated,
         printf('%+.1f%%', 100 * process_error) AS error
     FROM solo LEFT JOIN (SELECT run_id, tensors, allocator, context FROM causes) USING (run_id)

@@ -34,8 +34,7 @@ from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.files.outputs import json_lines, write_file
-from conf.plain_text import exception_line, one_line, truncated
-from conf.reports.page_text import count_of
+from conf.plain_text import count_of, exception_line, one_line, truncated
 from farm.dispatch.dispatcher import StopRequest
 from farm.queue.jobs import Queue
 from featurize.families import family_names

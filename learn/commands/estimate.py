@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError
-from conf.reports.page_text import MISSING
+from conf.plain_text import MISSING
 from featurize.configs.trial import TrialConfig, config_from_mapping, config_of_user
 from featurize.device.device_spec import (
     DEFAULT_DEVICE,

@@ -24,8 +24,7 @@ import numpy as np
 from conf.cli.settings import Checked, data_key, format_key, key
 from conf.cli.settings import group as key_group
 from conf.errors import UsageError, shown
-from conf.plain_text import table_lines
-from conf.reports.page_text import MISSING
+from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
 from learn.judging.scores import Asked, Benchmark, Figures, Given, Scored, with_trusted

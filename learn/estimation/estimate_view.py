@@ -14,8 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import UsageError
-from conf.plain_text import one_line
-from conf.reports.page_text import MISSING, count_of
+from conf.plain_text import MISSING, count_of, one_line
 from featurize.configs.trial import TrialConfig, UnreadableConfig, config_of_row, printable
 from learn.estimation.notes import (
     TARGETS,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from conf.plain_text import MISSING, count_of
 from conf.reports.blocks import (
     Block,
     Branch,
@@ -44,7 +45,6 @@ from conf.reports.blocks import (
     write_page,
 )
 from conf.reports.charts import Axis, Drawing, Margins, Plot, Svg
-from conf.reports.page_text import MISSING, count_of
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of

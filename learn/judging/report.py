@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.plain_text import count_of
 from conf.reports.blocks import (
     Block,
     Callout,
@@ -31,7 +32,6 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
-from conf.reports.page_text import count_of
 from learn.judging.evaluate import PUBLISHED, TEST, Evaluation
 from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, estimated_classes, signed_errors
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from conf.plain_text import MISSING, count_of
 from conf.reports.blocks import (
     Block,
     Callout,
@@ -27,7 +28,6 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
-from conf.reports.page_text import MISSING, count_of
 from featurize.job.layout import Parallel
 from learn.estimation.estimate_view import rate
 from learn.planning.meshes import mesh_text

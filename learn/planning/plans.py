@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, shown, unknown_name
+from conf.plain_text import count_of
 from conf.reports.blocks import write_page
-from conf.reports.page_text import count_of
 from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
 from learn.estimation.answers import make_estimate

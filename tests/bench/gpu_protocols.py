@@ -17,6 +17,7 @@ from pathlib import Path
 
 from conf.cli.overrides import load_settings
 from conf.files.identity import mapping_hash
+from conf.files.outputs import json_lines
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job, device_key
 from farm.sampling.draws import NO_LIMITS, Limits, sample
@@ -102,8 +103,7 @@ def queue_trials(plan: Plan, queue: Queue, k: int, protocol: str, families: Sequ
 
 def published_trials(folder: Path) -> list[dict]:
     """Return the trials that were measured the published way, of every plan."""
-    path = folder / PUBLISHED_FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return json_lines(folder / PUBLISHED_FILE)
 
 
 def run_published(plan: Plan, folder: Path, k: int, family: str) -> None:
@@ -112,8 +112,10 @@ def run_published(plan: Plan, folder: Path, k: int, family: str) -> None:
     if any((trial["key"], trial["family"], trial["k"]) == own for trial in published_trials(folder)):
         return
     trial = {"key": plan.key, "family": family, "k": k, **_published_trial(plan, plan.config(family, k))}
-    with open(folder / PUBLISHED_FILE, "a") as file:
-        file.write(json.dumps(trial, sort_keys=True) + "\n")
+    path = folder / PUBLISHED_FILE
+    torn = path.exists() and not path.read_bytes().endswith(b"\n")  # by a kill: the next line begins anew
+    with open(path, "a") as file:
+        file.write(("\n" if torn else "") + json.dumps(trial, sort_keys=True) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -137,17 +139,18 @@ def _published_trial(plan: Plan, config: TrialConfig) -> dict:
     began = time.monotonic()
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
-        settings = TelemetrySettings(period_s=_PUBLISHED_PERIOD_S)
-        sensors, _ = make_sensors(settings, WatchTarget(slot.device_uuid, child.pid))
-        sampler = TelemetrySampler(sensors, _PUBLISHED_PERIOD_S)
-        sampler.start()
         try:
+            settings = TelemetrySettings(period_s=_PUBLISHED_PERIOD_S)
+            sensors, _ = make_sensors(settings, WatchTarget(slot.device_uuid, child.pid))
+            sampler = TelemetrySampler(sensors, _PUBLISHED_PERIOD_S)
+            sampler.start()
             child_output, _ = child.communicate(timeout=plan.seconds + _LIMIT_S)
             status = "ok" if child.returncode == 0 else "failed"
         except subprocess.TimeoutExpired:
-            child.kill()
-            child.communicate()
             child_output, status = b"", "timeout"
+        finally:
+            child.kill()  # which one that has ended does not notice
+            child.communicate()
         samples = sampler.stop()
         wall_s = time.monotonic() - began
         errors.seek(0)

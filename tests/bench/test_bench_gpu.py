@@ -2,9 +2,12 @@
 
 import datetime
 import json
+from types import SimpleNamespace
 
 import bench_gpu
 import gpu_figures
+import gpu_protocols
+import psutil
 import pytest
 
 from conf.errors import UsageError
@@ -114,6 +117,32 @@ def test_arguments_are_checked(capsys):
     assert "unknown key 'famlies'; did you mean families? valid keys: families, n, seconds" in capsys.readouterr().err
     with pytest.raises(UsageError, match="n must be an integer >= 1, got 0"):
         bench_gpu.BenchSettings(n=0)
+
+
+def test_a_line_that_a_kill_has_cut_off_is_left_out_and_spoils_no_other(tmp_path, monkeypatch):
+    path = tmp_path / gpu_protocols.PUBLISHED_FILE
+    path.write_text('{"key": "ab", "family": "mlp", "k": 0}\n{"key": "ab", "fam')
+    monkeypatch.setattr(gpu_protocols, "_published_trial", lambda plan, config: {"status": "ok"})
+    plan = SimpleNamespace(key="ab", config=lambda family, k: None)
+    for k in (0, 1, 1):
+        gpu_protocols.run_published(plan, tmp_path, k, "mlp")
+    assert [trial["k"] for trial in gpu_protocols.published_trials(tmp_path)] == [0, 1]
+
+
+def test_a_child_ends_where_its_sensors_cannot_be_made(monkeypatch):
+    def no_sensors(settings, target):
+        pids.append(target.pid)
+        raise RuntimeError("no sensors")
+
+    pids = []
+    monkeypatch.setattr(gpu_protocols, "make_sensors", no_sensors)
+    choice = DeviceChoice(backend="cpu", count=1)
+    plan = gpu_protocols.Plan(
+        choice=choice, families=("mlp",), n=1, repeats=1, seconds=0.1, seed=0, protocols=("published",)
+    )
+    with pytest.raises(RuntimeError, match="no sensors"):
+        gpu_protocols._published_trial(plan, plan.config("mlp", 0))
+    assert not psutil.pid_exists(pids[0])
 
 
 @pytest.mark.slow

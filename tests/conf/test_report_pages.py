@@ -7,10 +7,10 @@ from typing import get_args
 import jinja2
 import pytest
 
+from conf.plain_text import clean_text
 from conf.reports import blocks as b
 from conf.reports.blocks import _environment, print_blocks, render_for_notebook, render_page
 from conf.reports.charts import Axis, Drawing, nice_step
-from conf.reports.page_text import clean_text
 from tests.parsed_page import ParsedPage
 
 EVIL = "</title></style><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;{{ 7 * 7 }}"

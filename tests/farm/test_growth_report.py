@@ -9,8 +9,8 @@ import re
 import pytest
 from growth_nights import DEVICE, ENVIRONMENT, Nights, canaries_payload, compared, learned, next_plan
 
+from conf.plain_text import figure
 from conf.reports.charts import Curve, Grid, columns, curves, heat_map
-from conf.reports.page_text import figure
 from farm.nights.journal import ChoicePayload, payload_of
 from farm.nights.report import GROUPS_SHOWN, LOG_CHARACTERS
 from farm.nights.report_page import write_report

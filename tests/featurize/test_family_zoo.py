@@ -40,6 +40,15 @@ class Reads(nn.Linear):
     def forward(self, x):
         return super().forward(x if x.sum().item() > 0 else -x)
 
+class Switched(nn.Linear):
+    def __init__(self, blocks=1):
+        super().__init__(4, 3)
+        self.blocks = blocks
+    def gradient_checkpointing_enable(self, options):
+        if not self.blocks:
+            raise ValueError("no blocks here")
+        self.options = options
+
 def pixels(): return nn.Conv2d(3, 5, 1)
 def named(): return Named()
 def number(): return 3
@@ -232,6 +241,14 @@ def test_other_refusals_and_what_is_none(nets):
         zoo.build(config(f"{nets}:hungry"))
     with pytest.raises(UsageError, match=r"zoo_test_own.nets:Pair has no activation_checkpointing"):
         zoo.build(config(f"{nets}:Pair", activation_checkpointing=True))
+    with pytest.raises(UsageError, match="Switched has no activation_checkpointing") as refusal:
+        zoo.build(config(f"{nets}:Switched", activation_checkpointing=True, arguments={"blocks": 0}))
+    assert str(refusal.value.__cause__) == "no blocks here"
+
+
+def test_a_model_of_ones_own_switches_checkpointing_on_whatever_it_calls_the_argument(nets):
+    one = config(f"{nets}:Switched", activation_checkpointing=True)
+    assert zoo.build(one).options == {"use_reentrant": False}
 
 
 def test_a_missing_library_says_how_to_get_it(monkeypatch):

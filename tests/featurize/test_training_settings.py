@@ -359,6 +359,11 @@ def test_a_model_s_own_switch_is_used_for_full_checkpointing():
     assert step.model.asked is None
 
 
+def test_a_compiled_step_is_only_traced():
+    with pytest.raises(UsageError, match="compile is a setting of traces; a step on cpu runs as it is"):
+        TrainingStep(Net(), Training(compile=True), "cpu")
+
+
 def test_repeated_blocks_are_the_outermost_members_of_one_class():
     stages = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), Block()), nn.ReLU(), nn.Sequential(Block(), Block()))
     assert repeated_blocks(stages) == [stages[1][0], stages[1][1], stages[3][0], stages[3][1]]

@@ -213,8 +213,8 @@ def _plant_probes(probes: Path, histories: Mapping[str, Mapping]) -> None:
     plant(probes / "questions", "gpm_first_sample", [], "GPM is not supported")
 
 
-def plant(folder: Path, name: str, rows: Sequence[Mapping], reason: str | None = None) -> None:
+def plant(folder: Path, name: str, rows: Sequence[Mapping], reason: str | None = None, **kept: str) -> None:
     """Keep a measurement as `workers.probes.children` does."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({"rows": rows, "reason": reason}).encode()
+    content = json.dumps({"rows": rows, "reason": reason, **kept}).encode()
     (folder / f"{name}.json.xz").write_bytes(lzma.compress(content, preset=0))

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from planted_histories import planted_history
+from planted_histories import CNN, planted_history
 
 from conf.errors import UsageError
 from infra.offline.block_comparison import compare_blocks
@@ -28,9 +28,27 @@ def test_larger_workspaces_are_found_and_named():
     assert larger.verdict == "workspaces"
     (measured,), (traced,) = larger.at_peak.only_measured, larger.at_peak.only_traced
     assert measured.nbytes == 3 * traced.nbytes
-    assert traced.where.startswith("workspace aten::convolution_backward")
-    assert larger.gap_bytes["workspaces"] == 2 * traced.nbytes
+    assert traced.where.startswith("workspace conv_backward_")
+    assert traced.is_workspace and larger.gap_bytes["workspaces"] == 2 * traced.nbytes
     assert "workspaces or other short-lived blocks that only one side has" in larger.sentence
+
+
+def test_traced_workspaces_are_those_that_libraries_take_and_are_named_by_their_call():
+    def hold_no_memory_of_their_own(requests):
+        requests[:] = [request for request in requests if request[0] == "mark"]
+
+    empty = compare_blocks(planted_history(change=hold_no_memory_of_their_own))
+    named = {(" ".join(block.where.split()[:2]), block.is_workspace) for block in empty.in_step.only_traced}
+    assert {("workspace conv_backward_weight", True), ("workspace conv_backward_data", True)} <= named
+    assert {kind.split()[0] for kind, is_workspace in named if is_workspace} == {"workspace"}
+    assert any(kind.startswith("temporary") for kind, _ in named)
+    kept = [block for block in empty.at_peak.only_traced if block.where.startswith("workspace cublas")]
+    assert kept and all(block.is_workspace for block in kept)
+
+
+def test_a_job_whose_trace_does_not_fit_is_refused():
+    with pytest.raises(UsageError, match="its traced step does not fit H100"):
+        compare_blocks(planted_history({**CNN, "batch_size": 1_000_000}))
 
 
 def test_another_setting_of_the_allocator_is_the_allocators_difference():

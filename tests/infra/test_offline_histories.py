@@ -1,11 +1,13 @@
 """The section of recorded histories: each is compared for its own GPU, and one that cannot be costs itself alone."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from featurize.device.device_spec import load_device
 from featurize.trace import tracer as trace
 from featurize.trace.tracer import trace_config
-from infra.offline.probe_sections import comparisons_of
+from infra.offline.probe_sections import comparisons_of, histories
 from tests.infra.lent_results import plant
 from tests.planted_histories import planted_history
 
@@ -54,3 +56,10 @@ def test_a_job_without_a_history_and_a_damaged_file_have_their_reasons_and_cost_
     assert len(compared) == 1 and failed["out"] == "CUDA out of memory"
     assert failed["former"].startswith("history former is incomplete: missing config, conf")
     assert failed["torn"].startswith("torn.json.xz cannot be read")
+
+
+def test_a_recording_that_was_cut_off_is_compared_and_says_why(tmp_path):
+    plant(tmp_path / "probes" / "histories", "short", [planted_history()], cut_off="it took more than 60 s")
+    compared, failed = comparisons_of(tmp_path)
+    assert not failed and [one.cut_off for one in compared] == ["it took more than 60 s"]
+    assert "Recorded in part: it took more than 60 s." in str([*histories(SimpleNamespace(work=tmp_path))])

@@ -208,15 +208,37 @@ def test_rows_that_cannot_be_read_cost_only_the_sections_on_runs(planted, tmp_pa
     assert "conv2d forward" in ParsedPage((tmp_path / "out" / "page.html").read_text()).text
 
 
-def test_outcomes_that_cannot_be_read_cost_only_their_section(planted, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [PermissionError, TypeError])
+def test_outcomes_that_cannot_be_read_cost_only_their_section(planted, tmp_path, monkeypatch, error):
     def unreadable(path):
-        raise PermissionError(13, "Permission denied", str(path))
+        raise error(f"{path} cannot be read")
 
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.setattr(page, "outcomes_of", unreadable)
     monkeypatch.setattr(probe_sections, "outcomes_of", unreadable)
-    assert "Tests: cannot be shown: PermissionError" in in_terminal(make_page(read_results(work), None))
+    assert f"Tests: cannot be shown: {error.__name__}" in in_terminal(make_page(read_results(work), None))
+
+
+def test_a_warehouse_that_cannot_be_opened_costs_only_the_sections_on_runs(of_planted, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "format.json").write_text('{"format": "gpuf')
+    text = in_terminal(make_page(replace(of_planted, work=tmp_path), None))
+    assert "Memory: cannot be shown" in text and "runs: ok " in text
+
+
+def test_layers_whose_process_failed_are_counted_beside_those_that_were_measured(planted, tmp_path):
+    shutil.copytree(planted / "probes" / "workspaces", tmp_path / "probes" / "workspaces")
+    plant(tmp_path / "probes" / "workspaces", "lstm", [], "its process ended with code -9")
+    parts = str([*probe_sections.workspaces(results_of(tmp_path / "data"))])
+    assert "2 calls measured, 1 with exactly the assumed bytes, 1 not measured" in parts
+    assert "Not measured (1): its process ended with code -9" in parts
+
+
+def test_a_run_whose_parts_were_not_measured_has_no_largest_cause(of_planted):
+    estimates = tuple({**row, "allocated_measured": None} for row in of_planted.runs.estimates)
+    rows = replace(of_planted, runs=EstimatedRuns(estimates=estimates)).rows(run_sections._FURTHEST)
+    assert rows and {cause for _, _, cause, *_ in rows} == {None}
 
 
 def test_tests_that_failed_or_did_not_end_are_in_the_summary(planted, tmp_path):

@@ -15,12 +15,12 @@ from learn_rows import write_batch
 
 from conf.cli import command_line as cli
 from featurize.families import mlp
-from learn import build_defaults
 from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
 from learn.estimation import fast_estimates
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
+from learn.fitting.artifacts import default_artifact
 from learn.job.training_job import of_configs
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
@@ -158,15 +158,28 @@ def test_a_folder_without_the_files_is_told_where_they_are_and_may_have_any_name
     assert not list(Path("models").iterdir())
 
 
+def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_the_packaged_ones(tmp_path, monkeypatch):
+    def fitted(folder, models, *, seed, data, **_):
+        asked.append((models, seed, data))
+        folder.mkdir(parents=True)
+        (folder / "model.txt").touch()
+
+    asked = []
+    monkeypatch.setattr(fast_estimates, "fit_config_models", fitted)
+    assert run(f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
+    packaged = {target: default_artifact(target).estimator for target in TARGETS}
+    assert asked == [(packaged, 3, str(tmp_path / "data"))]
+    assert list(contents(tmp_path)) == ["models/fast/model.txt"]
+
+
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
-    def large(_data, _seed, folder, _progress):
-        folder.mkdir()
+    def large(folder, _models, **_):
+        folder.mkdir(parents=True)
         (folder / "model.txt").write_bytes(b"0" * (11 * 2**20))
 
-    monkeypatch.setattr(build_defaults, "_ingest", lambda *_: None)
-    monkeypatch.setattr(build_defaults, "_fit", large)
+    monkeypatch.setattr(fast_estimates, "fit_config_models", large)
     with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that are packaged"):
-        build(BuildSettings(path=str(tmp_path), out=str(tmp_path / "models")), print)
+        build(BuildSettings(out=str(tmp_path / "models")), print)
     assert not list(tmp_path.iterdir())
 
 

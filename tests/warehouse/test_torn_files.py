@@ -428,6 +428,16 @@ def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(fo
     assert capsys.readouterr().err.count(str(later)) == 1
 
 
+def test_a_merged_file_with_a_run_without_name_is_read_beside_one_of_the_same_runs(folder):
+    fill_and_merge(folder)
+    table = pq.read_table(only_merged(folder))
+    place = table.schema.get_field_index("run_id")
+    ids = pa.array([None, *table.column("run_id").to_pylist()[1:]], table.schema.field("run_id").type)
+    later = f"merged-99990101T000000-{'f' * 12}.parquet"
+    plant(folder, "runs", later, (), table.set_column(place, table.schema.field("run_id"), ids))
+    assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM runs WHERE run_id IS NOT NULL") == [(10, 10)]
+
+
 FEW_DESCRIPTORS = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from conf.reports.page_text import clean_text
+from conf.plain_text import clean_text
 from warehouse.tables.columns import describe
 from warehouse.tables.schema import DETAILS, SCHEMA_VERSION, STATUSES
 

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from conf.errors import UsageError
-from conf.plain_text import sql_text
+from conf.plain_text import figure, sql_text
 from conf.reports.blocks import rendered as rendered_template
 from conf.reports.charts import Axis, Margins, Plot, Svg, against, columns, heat_map
-from conf.reports.page_text import figure
 from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, Filters
 from warehouse.explorer.limited_query import ExplorerReader, QueryRows
 from warehouse.files.folder import DataFolder

@@ -205,6 +205,9 @@ def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) ->
 
 def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
     root = folder.root / kind
+    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
+    if all(os.path.lexists(root / listing.merged) for listing in listings):  # without a look into the files
+        return []
     believed, _ = _find_believed(folder, kind)
     gone = [listing for listing in believed if not os.path.lexists(root / listing.merged)]
     if not gone:
@@ -264,6 +267,8 @@ def _is_held(path: Path, merged: Path, merged_key: Hashable) -> bool:
 
     def compare() -> bool:
         ids = _ids(path)  # none where it has no rows
+        if None in ids:  # which `held_ids` leaves out
+            return ids <= _ids(merged)
         return len(held_ids(merged.parent, [merged.name], ids, strict=True)) == len(ids)
 
     try:

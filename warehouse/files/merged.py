@@ -34,7 +34,7 @@ from warehouse.files.folder import (
     write_parquet,
     write_sealed,
 )
-from warehouse.files.plain_file import file_key, plain, remember, remember_by
+from warehouse.files.plain_file import file_key, forget_all, plain, remember, remember_by
 from warehouse.tables.schema import MERGED_PREFIX
 
 SOURCES = b"gpufarm_sources"  # in a merged file's metadata: the files whose rows it has, as JSON
@@ -318,7 +318,7 @@ def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str], *, 
     Content is read only of row groups whose statistics do not rule the runs out. What cannot be read holds nothing, as
     it is reported elsewhere; with `strict`, for results that are kept, the error is raised.
     """
-    left = sorted(run_ids)
+    left = sorted(run_id for run_id in run_ids if run_id is not None)  # a damaged file may have nulls
     held: set[str] = set()
     for name in merged:
         for group, (least, most) in enumerate(id_ranges(partition / name, strict)):
@@ -352,7 +352,7 @@ def id_ranges(path: Path, strict: bool = False) -> list[tuple[str, str]]:
 def group_ids(path: Path, group: int, strict: bool = False) -> frozenset[str]:
     def read() -> frozenset[str]:
         if sum(map(len, list(_group_memory.values()))) > _REMEMBERED_IDS:
-            _group_memory.clear()
+            forget_all(_group_memory)
         file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
         return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
 

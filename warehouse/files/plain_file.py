@@ -117,6 +117,12 @@ def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any
     return value
 
 
+def forget_all(memory: dict[Hashable, Any]) -> None:
+    """Empty a memory of `remember_by`, which other threads may be reading."""
+    with _lock:
+        memory.clear()
+
+
 def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
     """Open a lock file for reading and writing, and create it if missing. The caller locks it.
 

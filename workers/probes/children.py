@@ -80,11 +80,13 @@ class Measured:
         name: The measurement's.
         rows: Its figures.
         reason: Why there are none, or not all; None where it ended well.
+        cut_off: Why its process ended early, where the last row is enough all the same.
     """
 
     name: str
     rows: list[Row]
     reason: str | None = None
+    cut_off: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,21 +145,21 @@ def measure_all(
         kept=[one.name for one in measurements if one not in missing], no_device=problem if missing else None
     )
     for measurement in missing:
-        rows, reason = list[Row](), problem
+        rows, reason, cut_off = list[Row](), problem, None
         if problem is None:
             if seconds_left() < _LEAST_S:
                 result.left.append(measurement.name)
                 continue
             rows, reason = run_child(measurement, slot, variables, min(_MOST_S, seconds_left()))
         if last_row and rows:
-            rows, reason = rows[-1:], None
+            rows, reason, cut_off = rows[-1:], None, reason
         if reason is None:
             result.measured.append(measurement.name)
         else:
             result.failed[measurement.name] = reason
         # An earlier attempt that ended early as well may have more.
         if reason is None or measurement.name not in before or len(rows) >= len(before[measurement.name].rows):
-            content = json.dumps({"rows": rows, "reason": reason}).encode()
+            content = json.dumps({"rows": rows, "reason": reason, "cut_off": cut_off}).encode()
             write_file(folder / f"{measurement.name}{_SUFFIX}", lzma.compress(content))
     return result
 
@@ -170,7 +172,8 @@ def measured_in(folder: Path) -> list[Measured]:
         try:
             text = lzma.LZMADecompressor(memlimit=_MOST_BYTES).decompress(path.read_bytes(), max_length=_MOST_BYTES)
             content = json.loads(text)
-            all_measured.append(Measured(name, [dict(row) for row in content["rows"]], content["reason"]))
+            rows = [dict(row) for row in content["rows"]]
+            all_measured.append(Measured(name, rows, content["reason"], content.get("cut_off")))
         except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, RecursionError) as error:
             all_measured.append(Measured(name, [], f"{path.name} cannot be read: {exception_line(error)}"))
     return all_measured
@@ -360,7 +363,9 @@ def measure(settings: ProbesSettings) -> int:
         probe = pkgutil.resolve_name(PROBES[name])
         result: ProbeResult = probe(Path(settings.out), settings.device, lambda: until_s - time.monotonic())
         results.append(result)
-        print(f"{name}: {len(result.measured)} measured, {len(result.kept)} before, {len(result.left)} left")
+        print(
+            f"{name}: {len(result.measured)} measured, {len(result.kept)} before, {len(result.left)} left", flush=True
+        )
         for failed, reason in result.failed.items():
             print(f"{name}: {failed}: {reason}", flush=True)
     failures = [failure for result in results for failure in result.failed.items()]
