@@ -75,16 +75,16 @@ def test_a_night_measures_lands_and_reports(root, capsys):
 
 
 @pytest.mark.parametrize(
-    ("source", "by_status", "said"),
+    ("source", "by_status", "sentence"),
     [
         ("simulated", {"ok": 1}, "1 run was simulated (ok 1); models: none fitted"),
         ("measured", {"ok": 1200, "oom": 34}, "1,234 runs were measured (ok 1,200, oom 34); models: none fitted"),
         ("simulated", {}, "nothing was simulated; models: none fitted"),
     ],
 )
-def test_the_sentence_of_a_night_has_the_number_of_its_runs_and_how_they_ran(source, by_status, said):
+def test_the_sentence_of_a_night_has_the_number_of_its_runs_and_how_they_ran(source, by_status, sentence):
     ran = RunPayload(runs=sum(by_status.values()), by_status=by_status)
-    assert _night_in_a_sentence(ChoicePayload(), ran, LearnPayload(), source) == said
+    assert _night_in_a_sentence(ChoicePayload(), ran, LearnPayload(), source) == sentence
 
 
 @pytest.mark.parametrize("policy", ["uniform", pytest.param("active", marks=pytest.mark.slow)])
