@@ -299,8 +299,9 @@ def test_a_damaged_listing_that_is_ignored_too_is_told_of_both(folder, capsys):
     listing.write_bytes(b"torn")
     for _ in range(2):
         ask(folder, "SELECT count(*) FROM runs")
-    told = [line for line in capsys.readouterr().err.splitlines() if str(listing) in line]
-    assert len(told) == 2 and "this listing is damaged" in told[0] and "ignoring this listing" in told[1]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if str(listing) in line]
+    assert len(warnings) == 2
+    assert "this listing is damaged" in warnings[0] and "ignoring this listing" in warnings[1]
 
 
 def test_doubled_runs_are_found_once_their_merged_files_can_be_opened_again(folder, unopened):
