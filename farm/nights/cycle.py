@@ -26,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import CommandError
-from conf.plain_text import error_line
+from conf.plain_text import counted, error_line
 from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
 from farm.dispatch.working import failed_job, run_job
@@ -166,8 +166,9 @@ class NightWork:
         learnt = self._step(LearnPayload, lambda: LearnPayload() if asked else self._learn(landed))
         all_failed = f"; {ran.failed}" if ran.failed else ""
         if asked:
-            return self._close("cut short", f"asked to leave; {ran.runs} runs are landed{_pairs(ran)}{all_failed}")
-        return self._close("done", _night_in_a_sentence(choice, ran, learnt) + all_failed)
+            landed_said = f"{counted(ran.runs, 'run is', 'runs are')} landed"
+            return self._close("cut short", f"asked to leave; {landed_said}{_pairs(ran)}{all_failed}")
+        return self._close("done", _night_in_a_sentence(choice, ran, learnt, self.machine.source) + all_failed)
 
     def _close(self, outcome: str, sentence: str) -> Cycle:
         self._step(ReportPayload, lambda: self._report(outcome, sentence))
@@ -402,12 +403,20 @@ class NightWork:
         return [cycle for cycle in self.journal.cycles() if cycle.name != self.cycle.name]
 
 
-def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPayload) -> str:
-    statuses = ", ".join(f"{status} {count}" for status, count in ran.by_status.items()) or "none"
+def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPayload, source: str) -> str:
+    """Return what the night brought. `source`: how its runs came about, `measured` or `simulated`."""
     decisions = ", ".join(f"{result.target} {result.decision}" for result in learnt.results)
-    stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured else ""
+    stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured and ran.runs else ""
     time_up = "; the time was up before all had run" if ran.ended == "time" else ""
-    return f"{ran.runs} runs ({statuses}){stale}{time_up}{_pairs(ran)}; models: {decisions or 'none fitted'}"
+    return f"{_ran(ran, source)}{stale}{time_up}{_pairs(ran)}; models: {decisions or 'none fitted'}"
+
+
+def _ran(ran: RunPayload, source: str) -> str:
+    if not ran.runs:
+        return f"nothing was {source}"
+    statuses = ", ".join(f"{status} {count:,}" for status, count in ran.by_status.items())
+    were = f"{counted(ran.runs, 'run was', 'runs were')} {source}"
+    return f"{were} ({statuses})" if statuses else were
 
 
 def _pairs(ran: RunPayload) -> str:

@@ -298,7 +298,8 @@ class TrainingStep:
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:
-            assert self.device.type == "meta", "farm trials, which train for real, have no such setting"
+            if self.device.type != "meta":
+                raise UsageError("offload_optimizer is only traced: no real device trains with it")
             return OptimizerOnHost()
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
             from featurize.training.sharding import LocalOptimizer  # its imports are heavy

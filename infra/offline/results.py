@@ -163,7 +163,7 @@ def _summary(results: Path) -> tuple[Series, dict[str, str]] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is damaged: {exception_line(error)}") from error
+        raise UsageError(f"{path} is damaged: {exception_line(error)}; begin with an empty results=") from error
 
 
 def prepare(work: Path, results: Path) -> None:
@@ -282,7 +282,8 @@ def outcomes_of(path: Path, start: int = 0) -> Outcomes | None:
     selected: list[str] | None = None
     tests: dict[str, tuple[str, str]] = {}
     for record in json_lines(path, start):
-        selected = record.get("selected", selected)
+        if "selected" in record:  # a number in results of a former format
+            selected = record["selected"] if isinstance(record["selected"], list) else []
         if {"test", "outcome", "reason"} <= record.keys():
             tests[record["test"]] = record["outcome"], record["reason"]
     return None if selected is None else Outcomes(tests, len(set(selected) - tests.keys()))

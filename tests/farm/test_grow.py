@@ -20,8 +20,8 @@ from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
 from farm.dispatch.executors import InlineExecutor
 from farm.grow import entry
-from farm.nights.cycle import NightStop, notify
-from farm.nights.journal import STEPS, Journal
+from farm.nights.cycle import NightStop, _night_in_a_sentence, notify
+from farm.nights.journal import STEPS, ChoicePayload, Journal, LearnPayload, RunPayload
 from farm.queue.jobs import Queue
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
@@ -69,8 +69,22 @@ def test_a_night_measures_lands_and_reports(root, capsys):
     assert snapshot_names(folder) == [cycle.name] and cycle.done("land")["findings"] == []
     page = folder.root / cycle.done("report")["html"]
     assert cycle.name in page.read_text() and (folder.reports / "latest.html").read_text() == page.read_text()
-    assert json.loads((folder.reports / "latest.json").read_text())
+    assert cycle.said.startswith("5 runs were simulated (")
+    assert cycle.said in json.loads((folder.reports / "latest.json").read_text())["said"]["sentence"]
     assert str(page) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "by_status", "sentence"),
+    [
+        ("simulated", {"ok": 1}, "1 run was simulated (ok 1); models: none fitted"),
+        ("measured", {"ok": 1200, "oom": 34}, "1,234 runs were measured (ok 1,200, oom 34); models: none fitted"),
+        ("simulated", {}, "nothing was simulated; models: none fitted"),
+    ],
+)
+def test_the_sentence_of_a_night_has_the_number_of_its_runs_and_how_they_ran(source, by_status, sentence):
+    ran = RunPayload(runs=sum(by_status.values()), by_status=by_status)
+    assert _night_in_a_sentence(ChoicePayload(), ran, LearnPayload(), source) == sentence
 
 
 @pytest.mark.parametrize("policy", ["uniform", pytest.param("active", marks=pytest.mark.slow)])

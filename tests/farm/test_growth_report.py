@@ -62,14 +62,14 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
         ],
         learned("kept", error=120.0),
     )
-    report, page = written(nights, plan=next_plan(), sentence="3 runs (ok 2, oom 1); models: memory kept")
+    report, page = written(nights, plan=next_plan(), sentence="3 runs were measured (ok 2, oom 1); models: memory kept")
     assert report["said"]["level"] == "good" and report["said"]["advice"] == ["Nothing to do."]
     assert report["snapshot"] == cycle and report["changed"]["rows_after"]["runs"] == 7
     counts = {(one["family"], one["status"]): (one["rows"], one["tonight"]) for one in report["rows"]["counts"]}
     assert counts == {("cnn", "ok"): (5, 1), ("gpt", "ok"): (1, 1), ("gpt", "oom"): (1, 1)}
     page_text = page.text
     for text in (
-        "The night is done: 3 runs (ok 2, oom 1); models: memory kept.",
+        "The night is done: 3 runs were measured (ok 2, oom 1); models: memory kept.",
         "Nothing to do.",
         "gpt 32–40",
         "Every check passed",

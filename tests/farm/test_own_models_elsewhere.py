@@ -102,7 +102,7 @@ def test_a_night_is_planned_measured_and_learnt_from(data, capsys):
     (line,) = [line for line in err.splitlines() if "choosing: " in line and "rows" in line]
     assert f"{ROWS} rows" in line and MODULE in line
     code, out, err = run("grow", grow_module, data, capsys, *NIGHT)
-    assert code == 0 and "done: 2 runs (ok 2); models: memory first" in out, err
+    assert code == 0 and "done: 2 runs were simulated (ok 2); models: memory first" in out, err
     assert "Traceback" not in err
 
 

@@ -418,6 +418,11 @@ def test_a_model_without_repeated_blocks_cannot_be_checkpointed_by_a_setting():
         trace_step(lambda: nn.Linear(WIDTH, CLASSES), batch, settings=Training(checkpointing="full"))
 
 
+def test_an_optimizer_on_the_host_is_traced_and_never_trains():
+    with pytest.raises(UsageError, match="offload_optimizer is only traced"):
+        real_step(offload_optimizer=True)
+
+
 def test_an_optimizer_of_a_package_that_needs_a_gpu_says_so_on_the_cpu():
     with pytest.raises(EnvironmentProblem, match="runs on CUDA only"):
         make_optimizer("adamw_8bit", nn.Linear(2, 2).parameters())

@@ -182,7 +182,9 @@ def test_a_damaged_summary_is_named_so(work, tmp_path):
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps({"series": "s", "generation": 1, "slices": ["a.slice"]}))
     for read in (results.newest, lambda path: results.prepare(work, path)):
-        with pytest.raises(UsageError, match=r"^\S+summary.json is damaged: ValueError"):
+        with pytest.raises(
+            UsageError, match=r"^\S+summary.json is damaged: ValueError: .*; begin with an empty results=$"
+        ):
             read(folder)
 
 
@@ -368,6 +370,8 @@ def test_tests_that_no_time_was_left_for_are_counted_and_earlier_outcomes_stay(t
         file.write("\n" + json.dumps(RECORDS[0]) + "\n" + json.dumps({**RECORDS[2], "outcome": "passed"}) + "\n")
     assert outcomes_of(path).counts == {"passed": 2, "failed": 0, "skipped": 0, "not run": 2}
     assert outcomes_of(path, start=earlier_bytes).counts == {"passed": 1, "failed": 0, "skipped": 0, "not run": 3}
+    path.write_text("".join(json.dumps(record) + "\n" for record in ({"selected": 4}, *RECORDS[1:])))
+    assert outcomes_of(path).counts == {"passed": 1, "failed": 1, "skipped": 0}, "of a former format"
 
 
 def test_only_tests_of_this_call_are_counted_and_pytest_has_its_own_plugins_only(tmp_path, monkeypatch):

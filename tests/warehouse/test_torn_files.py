@@ -287,6 +287,23 @@ def test_a_listing_is_believed_while_its_merged_file_cannot_be_opened_and_afterw
     assert "ignoring" not in capsys.readouterr().err
 
 
+def test_a_damaged_listing_that_is_ignored_too_is_told_of_both(folder, capsys):
+    fill(folder, range(4))
+    merge(folder, grace_s=1e9)
+    older = only_merged(folder)
+    fill(folder, range(4, 8))
+    merge(folder, grace_s=1e9)
+    (newer,) = set(older.parent.glob("merged-*.parquet")) - {older}
+    pq.write_table(pq.read_table(older.with_name("J-000000.parquet")).set_column(0, "run_id", [["K"]]), older)
+    listing = listing_file(folder, "runs", newer.name)
+    listing.write_bytes(b"torn")
+    for _ in range(2):
+        ask(folder, "SELECT count(*) FROM runs")
+    warnings = [line for line in capsys.readouterr().err.splitlines() if str(listing) in line]
+    assert len(warnings) == 2
+    assert "this listing is damaged" in warnings[0] and "ignoring this listing" in warnings[1]
+
+
 def test_doubled_runs_are_found_once_their_merged_files_can_be_opened_again(folder, unopened):
     fill_and_merge(folder)
     merged = only_merged(folder)

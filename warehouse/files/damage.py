@@ -32,7 +32,7 @@ _NEEDED = {
     **{table: ("job_id" if table == "jobs" else "run_id", schema) for table, schema in TABLES.items()},
     "compactions": ("path", LISTING_SCHEMA),
 }
-_warned: set[tuple[Path, tuple[int, ...]]] = set()
+_warned: set[tuple[Path, tuple[int, ...] | None, str]] = set()
 _warned_lock = threading.Lock()
 REASON_SUFFIX = ".reason.txt"
 
@@ -131,16 +131,20 @@ def parquet_files(folder: DataFolder) -> Iterator[Path]:
 def report(damaged: Iterable[DamagedFile]) -> None:
     """Print a line on stderr for each file, once in a process while the file stays as it is."""
     for file in damaged:
-        warn_once(file.path, file.line())
+        warn_once(file.path, file.line(), "damage")  # whose reason has other words by each reader
 
 
-def warn_once(path: Path, line: str) -> None:
-    """Print a line about a file on stderr, the first one in a process while the file stays as it is."""
+def warn_once(path: Path, line: str, about: str | None = None) -> None:
+    """Print a line about a file on stderr, once in a process while the file stays as it is.
+
+    `about` stands for all lines that say the same in other words, of which the first is printed.
+    """
     known = identity(path)
     with _warned_lock:
-        if known is None or (path, known) in _warned:
+        key = (path, known, about or line)
+        if known is None or key in _warned:
             return
-        _warned.add((path, known))
+        _warned.add(key)
     print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
 
 
