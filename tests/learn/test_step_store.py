@@ -180,13 +180,13 @@ def test_a_modules_features_are_at_hand_and_never_written(data, steps, traced):
     assert steps.record(case) is steps.record(case) and len(traced) == 1
 
 
-def test_of_modules_the_newest_64_are_at_hand_beside_all_configs(steps):
+def test_of_modules_the_newest_256_are_at_hand_beside_all_configs(steps):
     from torch import nn
 
-    cases = [Case(module=of_module(nn.Linear(8, width), [((4, 8), None)])) for width in range(1, 67)]
+    cases = [Case(module=of_module(nn.Linear(8, width), [((4, 8), None)])) for width in range(1, 259)]
     for case in (CASES[0], *cases, cases[2]):
         steps.keep(case, step_store.StepRecord(values={"rows": 1.0}))
-    assert [steps.features(case) is None for case in cases] == [True, True, *[False] * 64]
+    assert [steps.features(case) is None for case in cases] == [True, True, *[False] * 256]
     assert steps.features(CASES[0]) is not None
 
 
