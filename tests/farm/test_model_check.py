@@ -102,7 +102,7 @@ def test_a_factory_of_ones_own_is_looked_up_and_not_called(here):
 
 @installed("torchvision")
 def test_an_unknown_name_of_a_library_has_near_names(here):
-    assert "has no 'resnt18'; near names: resnet18" in problem(zoo("torchvision.models:resnt18"))
+    assert "has no attribute 'resnt18'; near names: resnet18" in problem(zoo("torchvision.models:resnt18"))
     assert problem(zoo("torchvision.models:resnet18", arguments="{num_classes: 7}")) is None
     assert "num_clases" in problem(zoo("torchvision.models:resnet18", arguments="{num_clases: 7}"))
 
