@@ -73,6 +73,7 @@ def simulate(
     *,
     layout: Parallel | None = None,
     memory: MemoryProfile | None = None,
+    communication: Communication | None = None,
     input_ms: float = 0.0,
     beside: Iterable[DeviceSpec] = (),
 ) -> SimulatedStep:
@@ -80,7 +81,8 @@ def simulate(
     run in TF32 where the precision allows it. With the `layout` of a job on several GPUs, the step is a rank's.
 
     Memory: live blocks rounded to 512 bytes (`peak_allocated_mib`), in the caching allocator's segments
-    (`peak_reserved_mib`), plus context and libraries (`peak_memory_mib`); `memory` is a replay that is at hand already.
+    (`peak_reserved_mib`), plus context and libraries (`peak_memory_mib`). `memory` is a replay that is at hand already,
+    and `communication` that of the same step in another loop.
     Time, utilization and power: `featurize.timing`, with `input_ms` a step for the input pipeline, and
     `beside` as `time_step` has it.
 
@@ -108,7 +110,7 @@ def simulate(
     )
     if layout is None:
         return step
-    communication = communication_of(trace, spec, settings, layout)
+    communication = communication or communication_of(trace, spec, settings, layout)
     total_ms = step.step_time_ms + communication.waits_ms
     share = step.step_time_ms / total_ms
     peak_mib = step.peak_memory_mib + communication.buffers_mib

@@ -387,7 +387,13 @@ class Draft:
             return traced.step
         job, waits_ms = self.alone, loading_ms(traced, self.alone)
         timed = simulate(
-            traced.trace, self.device, job.settings, layout=job.parallel, memory=traced.memory, input_ms=waits_ms
+            traced.trace,
+            self.device,
+            job.settings,
+            layout=job.parallel,
+            memory=traced.memory,
+            communication=traced.step.communication,
+            input_ms=waits_ms,
         )
         return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
 
