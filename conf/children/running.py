@@ -204,14 +204,13 @@ class ChildServer:
             with contextlib.suppress(OSError):  # it has ended: its line says how
                 ours.sendall(question)
                 ours.shutdown(socket.SHUT_WR)
-            written = b""
-            with contextlib.suppress(ConnectionResetError):  # it has not read the whole question
-                while part := ours.recv(_PART_BYTES):
-                    written += part
+            written = bytearray()
+            while part := receive(ours, _PART_BYTES):
+                written += part
             try:
-                return written, child.wait()
+                return bytes(written), child.wait()
             except ServerLost:
-                return written, None
+                return bytes(written), None
 
     def close(self) -> None:
         """End the server and all processes under it."""

@@ -28,7 +28,7 @@ from conf.children.running import ServerLost, local_server
 from conf.cli.command_line import developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
-from conf.files.outputs import write_file
+from conf.files.outputs import json_lines, write_file
 from conf.plain_text import counted, exception_line, one_line
 from conf.units import MIB
 from workers.devices import DeviceChoice, DeviceUnavailable, Slot, make_device
@@ -202,11 +202,9 @@ def run_child(
                 time_limit_s=time_limit_s,
                 memory_limit_bytes=memory_bytes,
             ).wait()
-            # A killed child's last line may be torn.
-            lines = rows_path.read_text().split("\n")[:-1] if rows_path.exists() else []
+            rows = json_lines(rows_path)
     except (EnvironmentProblem, ServerLost, OSError) as problem:
         return [], exception_line(problem)
-    rows = [json.loads(line) for line in lines]
     if ended.code == 0:
         return rows, None if rows else "its process gave no figures"
     limits = {TIME: f"it took more than {time_limit_s:.0f} s", MEMORY: "it took more than half of the host's memory"}
