@@ -119,8 +119,8 @@ _OLD_NAMES = {
 class PageReader:
     """Reads one GPU's rows, or those of one of its MIG slices, off a page with every GPU of the node.
 
-    After `read`, `seen` says whether any row was ours and `sliced` whether rows of the GPU's MIG slices were there while
-    the whole GPU was asked for.
+    After `read`, `seen` says whether any row was ours and `sliced` whether rows of the GPU's MIG slices were there
+    while the whole GPU was asked for.
     """
 
     def __init__(self, uuid: str, instance_id: int | None = None) -> None:
