@@ -33,6 +33,9 @@ sys.dont_write_bytecode = False
 # the disk, some milliseconds a file, shows nothing. Tests of a disk that is full put a failing one in this place.
 os.fsync = os.fstat
 
+# Collection keeps what it makes, and the collector would walk through all of it again and again.
+gc.disable()
+
 # Under `nohup` and in a background job of a script, Ctrl-C is ignored, also by the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -146,6 +149,7 @@ def pytest_collection_finish() -> None:
         _compose_once()
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)
 
 
