@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from conf.files.outputs import sync, write_file
 from conf.plain_text import escaped_glob, first_line, one_line, sql_text
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, frame_problem, verify
-from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
+from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, is_passing, open_binary
 from warehouse.tables.schema import KINDS, TABLES
 
 _BATCH_ROWS = 64 * 2**10
@@ -53,7 +53,7 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
     """Return why a Parquet file of the folder cannot be read, None if it can be.
 
     Size, magic, footer and column types are checked, which takes well under a millisecond for a run's file. With
-    `pages`, every page is decoded too. Raises `FileNotFoundError` for a file that does not exist.
+    `pages`, every page is decoded too. Raises `OSError` for a file that does not exist or cannot be read now.
     """
     try:
         with open_binary(path) as file:
@@ -69,6 +69,21 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:  # Arrow raises all three for garbage
+        if is_passing(error):
+            raise
+        return first_line(error)
+
+
+def damage_now(judge: Callable[[], str | None]) -> str | None:
+    """Return the damage that `judge` finds, or the disk's error, which may be gone at the next look.
+
+    Raises `FileNotFoundError` as `judge` does, and `OSError` where too many files are open.
+    """
+    try:
+        return judge()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
         if is_out_of_descriptors(error):
             raise
         return first_line(error)
@@ -112,7 +127,7 @@ def find_damaged(
 
     def check(path: Path) -> DamagedFile | None:
         try:
-            reason = damage_of(path, pages=pages) if judge is None else judge(path)
+            reason = damage_now(lambda: damage_of(path, pages=pages) if judge is None else judge(path))
         except FileNotFoundError:
             return None
         return None if reason is None else DamagedFile(path, reason)
