@@ -351,7 +351,7 @@ def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):
 
 
 @pytest.mark.parametrize(
-    "column, values, found",
+    "column, values, findings",
     [
         ("steps", pa.array([3], pa.int32()), 0),
         ("wall_s", pa.array([3], pa.int64()), 0),
@@ -360,12 +360,12 @@ def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):
         ("run_id", None, 1),
     ],
 )
-def test_a_column_of_a_type_that_the_schema_does_not_hold_is_found(folder, column, values, found):
+def test_a_column_of_a_type_that_the_schema_does_not_hold_is_found(folder, column, values, findings):
     fill(folder, range(2))
     path = folder.partition("runs", "cnn") / "J-000000.parquet"
     table = pq.ParquetFile(path).read().drop_columns([column])
     pq.write_table(table if values is None else table.append_column(column, values), path)
-    assert (damage_of(path) is not None) == found
+    assert (damage_of(path) is not None) == findings
     assert [finding.rule for finding in check(folder)].count("schema.column_type") == found
 
 
