@@ -366,7 +366,7 @@ def test_a_column_of_a_type_that_the_schema_does_not_hold_is_found(folder, colum
     table = pq.ParquetFile(path).read().drop_columns([column])
     pq.write_table(table if values is None else table.append_column(column, values), path)
     assert (damage_of(path) is not None) == findings
-    assert [finding.rule for finding in check(folder)].count("schema.column_type") == found
+    assert [finding.rule for finding in check(folder)].count("schema.column_type") == findings
 
 
 def test_a_query_leaves_out_a_file_whose_values_are_not_of_their_columns_type(folder, capsys):
