@@ -1,6 +1,6 @@
 """The farm: samples trial configs, queues them durably, hands them to workers, lands their runs.
 
-Start reading at `farm.queue.jobs` (the queue) and `farm.sampling.draws` (what is put into it).
+Start reading at `farm.queue.jobs` (the queue) and `featurize.configs.draws` (what is put into it).
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import MIXED_FAMILY, Job, device_key, text_of_settings, text_of_task
 from farm.sampling.coverage import Known, known_runs, thin
-from farm.sampling.dimensions import Space
 from farm.sampling.forecast import Forecaster
 from farm.sampling.selection import (
     TAKES_FIRST,
@@ -40,6 +39,7 @@ from farm.sampling.selection import (
     merge_pools,
 )
 from farm.submission.settings import spec_of
+from featurize.configs.dimensions import Space
 from featurize.configs.trial import (
     TrialConfig,
     canonical_json,

@@ -9,10 +9,10 @@ from typing import Any
 from conf.cli.settings import Checked, added_group, given_values, key, section
 from conf.errors import UsageError
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
-from farm.sampling.dimensions import Space, default_space, valid_keys
 from farm.sampling.selection import POLICIES
-from farm.sampling.space import parse_space, require_within_limits
 from farm.submission.settings import TrialsSettings
+from featurize.configs.dimensions import Space, default_space, valid_keys
+from featurize.configs.space import parse_space, require_within_limits
 from featurize.families import family_names
 from learn.estimators.protocol import ESTIMATORS
 from learn.rows.data import TARGETS

@@ -120,7 +120,7 @@ def job_id_for(
 
     `space` is `Space.to_mapping()`, `limits` is `Limits.to_mapping()`, all of them JSON-serialisable.
     """
-    from farm.sampling.draws import SAMPLER_VERSION
+    from featurize.configs.draws import SAMPLER_VERSION
 
     identity = [SAMPLER_VERSION, family, space, seed, policy, limits, settings]
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"))

@@ -1,5 +1,5 @@
-"""Trial configs to measure: search spaces, points drawn from them, and which of them are worth a run.
+"""Trial configs that are worth a run: forecasts of what they will show, and which of them cover most.
 
-Start reading at `draws`, a pure function of space, seed and index, and `selection`, which ranks candidates. Called by
-submissions and nights; it calls `featurize` and `learn`.
+Start reading at `selection`, which ranks candidates that `featurize.configs.draws` drew. Called by submissions and
+nights; it calls `featurize` and `learn`.
 """

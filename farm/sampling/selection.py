@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from conf.errors import CommandError, UsageError
 from farm.sampling.coverage import DIMENSIONS, Known, Map, fill
-from farm.sampling.dimensions import Space
-from farm.sampling.draws import NO_LIMITS, Limits, sample_range
 from farm.sampling.forecast import Forecaster, Outlook
+from featurize.configs.dimensions import Space
+from featurize.configs.draws import NO_LIMITS, Limits, sample_range
 from featurize.configs.trial import TrialConfig, config_hash, problem_of
 from featurize.families import get_family
 from learn.estimators.protocol import from_space, to_space
@@ -107,7 +107,7 @@ def candidates(
     """Return `count` configs of the space's sequence from index `start` on, where the last night ended.
 
     `uniform` draws independent points; every other policy continues with the low-discrepancy sequence. Errors as in
-    `farm.sampling.draws.sample_range`.
+    `featurize.configs.draws.sample_range`.
     """
     points = "uniform" if policy == "uniform" else "stratified"
     configs = tuple(sample_range(space, seed, start, start + count, points, limits, rejections))

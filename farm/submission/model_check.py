@@ -22,7 +22,7 @@ from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import version_of
 from conf.plain_text import exception_line, first_few, one_line, shown
-from farm.sampling.dimensions import Choice, Constant, Space, own_space
+from featurize.configs.dimensions import Choice, Constant, Space, own_space
 from featurize.configs.trial import (
     TrialConfig,
     code_fields,

@@ -16,10 +16,10 @@ from conf.errors import EnvironmentProblem, UsageError
 from conf.files.identity import version_of
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.dispatch.ray_cluster import ClusterSettings, gpu_problem
-from farm.sampling.dimensions import Choice, Constant, Dimension, Scalar, Space, default_space
-from farm.sampling.draws import POLICIES, Limits, checked_batch_sizes
 from farm.sampling.forecast import POOL, SIZES
-from farm.sampling.space import parse_space, require_within_limits, space_of_mapping
+from featurize.configs.dimensions import Choice, Constant, Dimension, Scalar, Space, default_space
+from featurize.configs.draws import POLICIES, Limits, checked_batch_sizes
+from featurize.configs.space import parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
 from featurize.job.layout import EXPERTS, MODES, OWN, WRAPPED, parse_parallel
 from featurize.job.training_settings import OPTIMIZERS

@@ -28,9 +28,9 @@ from farm.queue.queue_values import (
     text_of_group,
     text_of_settings,
 )
-from farm.sampling.draws import sample_range
 from farm.sampling.forecast import SIZES, Groups, pool_of
 from farm.submission.settings import SubmitSettings, spec_of
+from featurize.configs.draws import sample_range
 from featurize.configs.trial import canonical_json
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter

@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 
 from featurize.operators.replacing import all_replaced
 from featurize.operators.table import DECIDED_BY_VALUES
-from featurize.operators.tensor_parts import tensors_in
+from featurize.operators.tensor_parts import is_freed, tensors_in
 
 if TYPE_CHECKING:
     from featurize.recording.block_record import Traits
@@ -84,8 +84,8 @@ def name_tensor(tensor: Tensor, name: str) -> None:
 
 
 def remember(tensor: Tensor, values: Tensor) -> Tensor:
-    """Attach to a meta tensor the values that it stands for, if they are small enough to be kept. Return the tensor."""
-    if not values.is_meta and _is_small(values):
+    """Attach to a meta tensor the values that it stands for, if there are any and few. Return the tensor."""
+    if not values.is_meta and _is_small(values) and not is_freed(values):
         vars(tensor)["gpufarm_values"] = values.detach()
     return tensor
 
@@ -501,7 +501,13 @@ def shape_of(value: object) -> Hashable:
     if isinstance(value, Tensor):
         kind = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
         values = vars(value).get("gpufarm_values") if value.is_meta else value
-        if values is None or values.is_floating_point() or values.is_complex() or not values.numel():
+        if (
+            values is None
+            or values.is_floating_point()
+            or values.is_complex()
+            or not values.numel()
+            or is_freed(values)
+        ):
             return kind
         return kind, bool((values == 1).all()) if bool((values <= 1).all()) else None
     if isinstance(value, Mapping):

@@ -16,9 +16,9 @@ import numpy as np
 
 from farm.nights.journal import Journal
 from farm.nights.settings import NEED_LIBRARIES
-from farm.sampling.dimensions import default_space
-from farm.sampling.draws import sample_range
-from farm.sampling.space import parse_space
+from featurize.configs.dimensions import default_space
+from featurize.configs.draws import sample_range
+from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json, config_hash
 from featurize.families import family_names, layers_of
 from featurize.job.layers import rough_memory_mib, totals

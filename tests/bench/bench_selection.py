@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from farm.sampling.coverage import Known
-from farm.sampling.dimensions import Space
 from farm.sampling.forecast import Forecaster, Outlook
 from farm.sampling.selection import CandidatePool, candidates, choose, merge_pools
-from farm.sampling.space import space_of_mapping
+from featurize.configs.dimensions import Space
+from featurize.configs.space import space_of_mapping
 from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import load_device
 from learn.estimators.protocol import from_space, to_space

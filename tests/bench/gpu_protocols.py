@@ -20,8 +20,8 @@ from conf.files.identity import mapping_hash
 from conf.files.outputs import json_lines
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job, device_key
-from farm.sampling.draws import NO_LIMITS, Limits, sample
 from farm.submission.settings import SubmitSettings
+from featurize.configs.draws import NO_LIMITS, Limits, sample
 from featurize.configs.trial import TrialConfig, canonical_json
 from workers.devices import DeviceChoice, make_device
 from workers.settings import TrialSettings

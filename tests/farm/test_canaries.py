@@ -14,9 +14,9 @@ from farm.nights.journal import Journal, plain
 from farm.nights.plan import Machine
 from farm.nights.settings import NEED_LIBRARIES
 from farm.nights.watch import OPERATORS, OTHER, operator_of_kind, operators_of, watch
-from farm.sampling.dimensions import default_space
-from farm.sampling.draws import Limits, sample
-from farm.sampling.space import parse_space
+from featurize.configs.dimensions import default_space
+from featurize.configs.draws import Limits, sample
+from featurize.configs.space import parse_space
 from featurize.configs.trial import config_hash
 from featurize.device.device_spec import load_device
 from featurize.families import family_names, get_family, layers_of

@@ -10,9 +10,9 @@ import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, where
 
 from farm.nights.watch import EVERYTHING, drift_of, operators_of, remeasure
-from farm.sampling.dimensions import default_space
-from farm.sampling.draws import sample
-from farm.sampling.space import parse_space
+from featurize.configs.dimensions import default_space
+from featurize.configs.draws import sample
+from featurize.configs.space import parse_space
 from featurize.configs.trial import config_hash
 from learn.rows.data import load_rows
 from warehouse.files.writer import write_marks

@@ -11,8 +11,8 @@ from conf.errors import EnvironmentProblem, UsageError
 from farm.dispatch.dispatcher import make_executor
 from farm.dispatch.ray_cluster import ClusterSettings, RayNode, gpu_problem
 from farm.dispatch.ray_executor import RayExecutor, _Seat
-from farm.sampling.dimensions import own_space
 from farm.submission.settings import require_gpus, with_layouts
+from featurize.configs.dimensions import own_space
 from featurize.families import get_family
 from featurize.job.layout import Parallel
 from featurize.operators import torch_releases

@@ -107,9 +107,9 @@ def test_what_waits_in_the_queue_is_not_chosen_again(root):
     assert grow(root, "n=4") == 0
     # The plan of the first night, queued once more by hand and not run.
     with Queue.open(root / "queue.sqlite") as queue:
-        from farm.sampling.dimensions import default_space
-        from farm.sampling.draws import sample_range
-        from farm.sampling.space import parse_space
+        from featurize.configs.dimensions import default_space
+        from featurize.configs.draws import sample_range
+        from featurize.configs.space import parse_space
         from featurize.configs.trial import canonical_json
 
         job = queue.jobs()[0]

@@ -12,10 +12,10 @@ from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import grow as grow_module
 from farm import submit as submit_module
-from farm.sampling.dimensions import own_space
-from farm.sampling.space import parse_space
 from farm.submission import model_check
 from farm.submission.model_check import problem_of, require_models
+from featurize.configs.dimensions import own_space
+from featurize.configs.space import parse_space
 from warehouse.files.folder import DataFolder
 
 NETS = """

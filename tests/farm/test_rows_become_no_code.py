@@ -9,8 +9,8 @@ from conf.errors import UsageError
 from farm.nights.plan import code_names, read_plan, submit_listed
 from farm.queue.jobs import Queue
 from farm.sampling.coverage import known_runs
-from farm.sampling.draws import sample
-from farm.sampling.space import parse_space
+from featurize.configs.draws import sample
+from featurize.configs.space import parse_space
 from featurize.configs.trial import code_problem, config_of_row
 from featurize.families import mlp, zoo
 from featurize.job.code_names import CodeName

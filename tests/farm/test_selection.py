@@ -12,7 +12,6 @@ from conf.errors import UsageError
 from farm.nights.journal import plain
 from farm.nights.plan import choice_lines, summary
 from farm.sampling.coverage import DIMENSIONS, Known, Map, fill, known_runs, thin
-from farm.sampling.draws import Limits
 from farm.sampling.forecast import Forecaster
 from farm.sampling.selection import (
     POLICIES,
@@ -25,7 +24,8 @@ from farm.sampling.selection import (
     merge_pools,
     worth,
 )
-from farm.sampling.space import parse_space
+from featurize.configs.draws import Limits
+from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json, config_hash
 from featurize.device.device_spec import load_device
 from featurize.families import get_family, layers_of

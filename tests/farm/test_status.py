@@ -10,8 +10,8 @@ from farm import cancel, status
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, RunDoubt
-from farm.sampling.space import parse_space
 from farm.status import _print_table
+from featurize.configs.space import parse_space
 from warehouse.files.folder import DataFolder
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n[red]boom[/red]'

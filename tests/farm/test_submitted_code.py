@@ -13,8 +13,8 @@ from conf.errors import UsageError
 from farm.dispatch import submitted_code
 from farm.dispatch.submitted_code import SubmittedCode, record_code, record_submitted
 from farm.queue.queue_values import Job, configs_of_text
-from farm.sampling.draws import sample_range
-from farm.sampling.space import parse_space
+from featurize.configs.draws import sample_range
+from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json, code_marks, config_from_mapping
 from tests.warehouse.warehouse_rows import ask
 

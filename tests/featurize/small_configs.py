@@ -11,9 +11,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from farm.sampling.draws import Limits, sample
-from farm.sampling.space import parse_space
+from featurize.configs.draws import Limits, sample
 from featurize.configs.features import feature_columns
+from featurize.configs.space import parse_space
 from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 
 SHARE = 8  # every range is cut to its lower eighth

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from plan_checks import gradients, on_meta, parameters_of
 
 from conf.errors import UsageError
-from farm.sampling.draws import sample_range
-from farm.sampling.space import parse_space
+from featurize.configs.draws import sample_range
+from featurize.configs.space import parse_space
 from featurize.configs.trial import ACTIVATIONS, config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp, transformer
 from featurize.job.layers import totals

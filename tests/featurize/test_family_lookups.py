@@ -10,9 +10,9 @@ import torch
 from family_table import FAMILY
 from torch import nn
 
-from farm.sampling.draws import sample_range
-from farm.sampling.space import parse_space
+from featurize.configs.draws import sample_range
 from featurize.configs.features import group_key
+from featurize.configs.space import parse_space
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import load_device
 from featurize.families import dlrm, gnn

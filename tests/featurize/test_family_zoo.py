@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
-from farm.sampling.draws import sample
-from farm.sampling.space import parse_space
+from featurize.configs.draws import sample
 from featurize.configs.features import group_key
+from featurize.configs.space import parse_space
 from featurize.configs.trial import config_from_mapping, named_by_user
 from featurize.families import timm, zoo
 from featurize.job.layers import totals

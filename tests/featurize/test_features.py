@@ -7,10 +7,10 @@ from importlib import resources
 import pytest
 from omegaconf import OmegaConf
 
-from farm.sampling.draws import sample_range
-from farm.sampling.space import parse_space
 from featurize.configs import features
+from featurize.configs.draws import sample_range
 from featurize.configs.features import feature_columns, group_key
+from featurize.configs.space import parse_space
 from featurize.families import cnn, family_names, layers_of, mlp, transformer
 from featurize.job.layers import rough_memory_mib, totals
 from tests.featurize.small_configs import scalar_features

@@ -8,7 +8,7 @@ import pytest
 
 from conf.errors import UsageError
 from farm.queue.jobs import Queue
-from farm.sampling.space import space_of_mapping
+from featurize.configs.space import space_of_mapping
 from featurize.families import family_names
 from tests.warehouse.warehouse_rows import ask
 from warehouse.exchange.dataset import find_parts

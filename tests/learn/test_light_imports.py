@@ -137,9 +137,9 @@ without_compiler()
 from featurize.training.training_step import preload
 preload()
 import dataclasses
-from farm.sampling.draws import sample_range
-from farm.sampling.dimensions import default_space
-from farm.sampling.space import parse_space
+from featurize.configs.draws import sample_range
+from featurize.configs.dimensions import default_space
+from featurize.configs.space import parse_space
 from featurize.trace.tracer import trace_config
 for family in ("cnn", "gpt"):
     (config,) = sample_range(parse_space(family, default_space(family)), 0, 0, 1)

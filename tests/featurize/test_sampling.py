@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
-from farm.sampling.draws import POLICIES as POINTS_OF
-from farm.sampling.draws import Limits, sample, sample_range
-from farm.sampling.space import parse_space, space_of_mapping
 from farm.submission.settings import SubmitSettings
 from featurize import families
+from featurize.configs.draws import POLICIES as POINTS_OF
+from featurize.configs.draws import Limits, sample, sample_range
+from featurize.configs.space import parse_space, space_of_mapping
 from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_from_mapping
 from featurize.families import layers_of
 from featurize.job.layers import Layer, rough_memory_mib, totals

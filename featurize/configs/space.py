@@ -1,8 +1,8 @@
 """The search space of one family, as `conf/arch/NAME.yaml` defines it, checked as a whole and made canonical.
 
-Start reading at `parse_space`; `farm.sampling.dimensions` has the types. `require_within_limits` finds values that the
-family never takes: beyond its limits, or changed by its `repair`. Each is tried on configs of the family's own space,
-so that families say their limits once, in `Config.problems`.
+Start reading at `parse_space`; `featurize.configs.dimensions` has the types. `require_within_limits` finds values that
+the family never takes: beyond its limits, or changed by its `repair`. Each is tried on configs of the family's own
+space, so that families say their limits once, in `Config.problems`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any, TypeGuard
 
 from conf.errors import CommandError, UsageError
-from farm.sampling.dimensions import (
+from featurize import families
+from featurize.configs.dimensions import (
     Constant,
     Dimension,
     Range,
@@ -24,13 +25,12 @@ from farm.sampling.dimensions import (
     read_dimensions,
     require_valid,
 )
-from farm.sampling.draws import missing_fields, sample_range
-from featurize import families
+from featurize.configs.draws import missing_fields, sample_range
 from featurize.configs.trial import TrialConfig
 
 
 def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:
-    """Return the space of a YAML mapping name -> spec, see `farm.sampling.dimensions.read_dimensions`.
+    """Return the space of a YAML mapping name -> spec, see `featurize.configs.dimensions.read_dimensions`.
 
     Raises `UsageError` that reports every problem together: an unknown family or key, and a listed value that the
     family's config never takes (`optimizer: [adam, lion]`). `require_within_limits` checks numbers.

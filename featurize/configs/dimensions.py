@@ -1,6 +1,6 @@
 """The dimensions of a family's search space, and how a point of the unit cube becomes raw values.
 
-Start reading at `Space`; `read_dimensions` makes one of what YAML says. `farm.sampling.draws` makes the points.
+Start reading at `Space`; `read_dimensions` makes one of what YAML says. `featurize.configs.draws` makes the points.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ import numpy as np
 
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from farm.sampling.dimensions import Choice, Scalar, Space
 from featurize import families
+from featurize.configs.dimensions import Choice, Scalar, Space
 from featurize.configs.trial import TrialConfig, named_by_user
 from featurize.job.layers import rough_memory_mib, totals
 
