@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -70,38 +72,37 @@ def die_with_parent(parent: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process, zombies included; none if the process is gone.
-
-    The kernel lists them by thread (CONFIG_PROC_CHILDREN); without that list the whole process table is read.
-    """
+    """Return the children of a process, zombies included; none if the process is gone."""
+    if not _lists_children():
+        return _children_by_parent()[pid]
     children: list[int] = []
-    is_partial = False
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        threads, is_partial = [], True
-    for thread in threads:
-        try:
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as listed:
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with (
+                contextlib.suppress(OSError),  # the thread has ended since: its children are another's
+                open(f"/proc/{pid}/task/{thread}/children", "rb") as listed,
+            ):
                 children += map(int, listed.read().split())
-        except OSError:  # the thread has ended since: its children are another's
-            is_partial = True
-    if is_partial and not lists_children():
-        return [child for child, parent in _parents().items() if parent == pid]
     return children
 
 
-def lists_children() -> bool:
-    """Return whether the kernel lists each thread's children."""
+@functools.cache
+def _lists_children() -> bool:
+    """Return whether the kernel lists each thread's children (CONFIG_PROC_CHILDREN).
+
+    Without that list the whole process table is read, which takes milliseconds in place of microseconds.
+    """
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
     """Return all descendants of a process, without `spared` and their descendants."""
+    # Without the lists, one reading of the table is enough for all.
+    children = children_of if _lists_children() else _children_by_parent().__getitem__
     below: dict[int, None] = {}
     todo = [pid]
     while todo:
-        for child in children_of(todo.pop()):
+        for child in children(todo.pop()):
             if child not in spared and child not in below:
                 below[child] = None
                 todo.append(child)
@@ -163,15 +164,12 @@ def _stat(pid: int | str) -> list[bytes]:
         return stat.read().rpartition(b")")[2].split()
 
 
-def _parents() -> dict[int, int]:
-    parents = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                parents[int(name)] = int(_stat(name)[1])
-            except (OSError, IndexError):
-                continue
-    return parents
+def _children_by_parent() -> dict[int, list[int]]:
+    children: dict[int, list[int]] = defaultdict(list)
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError):
+            children[int(_stat(name)[1])].append(int(name))
+    return children
 
 
 class ControlGroup:

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 
+import pytest
 from recorded_nvml import Clock
 
+from conf.children import containment
+from conf.children.containment import descendants_of
 from workers.telemetry.base import WatchTarget
-from workers.telemetry.process import ProcessSensor, ProcessTree
+from workers.telemetry.process import ProcessSensor
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 SPAWNS = f"""
@@ -84,21 +87,22 @@ def test_cpu_time_of_reaped_children_counts_once():
 
 def test_memory_is_the_trees_and_survives_a_vanishing_child():
     with Program(SPAWNS) as program:
-        assert len(ProcessTree(program.pid).processes()) == 2
+        assert len(descendants_of(program.pid)) == 1
         sensor, _ = watched(program.pid)
         with_child = sensor.sample()[0].values["rss_mib"]
         program.tell()
         program.expect("child gone")
         alone = sensor.sample()[0].values["rss_mib"]
         assert 2 < alone < with_child - 2
-        assert len(ProcessTree(program.pid).processes()) == 1
+        assert descendants_of(program.pid) == []
 
 
-def test_tree_is_found_without_the_kernels_list_of_children():
+@pytest.mark.skipif(not containment._lists_children(), reason="this kernel does not list a thread's children")
+def test_tree_is_the_same_without_the_kernels_list_of_children(monkeypatch):
     with Program(SPAWNS) as program:
-        tree = ProcessTree(program.pid)
-        tree._listed = False
-        assert len(tree.processes()) == 2
+        listed = descendants_of(program.pid)
+        monkeypatch.setattr(containment, "_lists_children", lambda: False)
+        assert descendants_of(program.pid) == listed == containment.children_of(program.pid)
 
 
 def test_calls_too_close_for_the_kernels_ticks_give_memory_only():

@@ -25,10 +25,10 @@ from workers.telemetry.nvml import Nvml, as_text, find_gpu, open_nvml, ratio, re
 # lie above the one of floating-point numbers.
 _INT32_BLANK = 0x7FFFFFF0
 _FLOAT_BLANK = 140737488355328.0
-_KNOWN_LINES = 4096  # names of pods and jobs come and go in the labels
 _UUID_LABELS = ("uuid", "gpu_uuid")  # in small letters: versions differ
 _INSTANCE_LABEL = "gpu_i_id"
 _LABEL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+_LABELS = re.compile(rf"(?:{_LABEL.pattern})*")
 DEFAULT_URL = "http://localhost:9400/metrics"
 EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
 LAG_S = 0.3  # how old DCGM's figures are when they are served, as NVIDIA's issue tracker and users measured it
@@ -115,15 +115,12 @@ _OLD_NAMES = {
     "DCGM_ECC_DBE_VOLATILE_TOTAL": "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
 }
 
-_STRANGER, _OF_A_SLICE, _UNREAD = object(), object(), object()
-
 
 class PageReader:
-    """Reads one GPU's rows, or those of one of its MIG slices, off page after page.
+    """Reads one GPU's rows, or those of one of its MIG slices, off a page with every GPU of the node.
 
-    A page holds every GPU of the node, and only the numbers change from page to page: our lines are found by the UUID,
-    and what a line's name and labels mean is worked out once. After `read`, `seen` says whether any row was ours and
-    `sliced` whether rows of the GPU's MIG slices were there while the whole GPU was asked for.
+    After `read`, `seen` says whether any row was ours and `sliced` whether rows of the GPU's MIG slices were there
+    while the whole GPU was asked for.
     """
 
     def __init__(self, uuid: str, instance_id: int | None = None) -> None:
@@ -131,65 +128,36 @@ class PageReader:
         self.uuid = uuid
         self.instance_id = None if instance_id is None else str(instance_id)
         self.seen = self.sliced = False
-        self._heads: dict[str, object] = {}  # a line up to its number -> our field, or one of the marks above
 
     def read(self, page: str) -> dict[str, float]:
         """Return our fields as the exporter prints them, by today's names. Torn and foreign lines are skipped."""
         fields: dict[str, float] = {}
         self.seen = self.sliced = False
-        position = 0
-        while (hit := page.find(self.uuid, position)) >= 0:
-            start = page.rfind("\n", 0, hit) + 1
-            position = page.find("\n", hit)
-            if position < 0:
-                position = len(page)
-            head, brace, tail = page[start:position].rpartition("}")
-            if not brace:
+        for line in page.split("\n"):
+            if self.uuid not in line or line.startswith("#"):
                 continue
-            meaning = self._heads.get(head)
-            if meaning is None:
-                meaning = self._learn(head)
-            if meaning is _STRANGER:
+            head, _, tail = line.rpartition("}")
+            name, _, text = head.partition("{")
+            labels = _labels(text)
+            if self.uuid not in (labels.get(label) for label in _UUID_LABELS):
+                continue
+            if (labels.get(_INSTANCE_LABEL) or None) != self.instance_id:
+                if self.instance_id is None:
+                    self.seen = self.sliced = True
                 continue
             self.seen = True
-            if meaning is _OF_A_SLICE:
-                self.sliced = True
-            elif isinstance(meaning, str):
-                number = _number(tail)
-                if number is not None:
-                    fields[meaning] = number
+            name = name.strip().upper()
+            field, number = _OLD_NAMES.get(name, name), _number(tail)
+            if field in FIELDS and number is not None:
+                fields[field] = number
         return fields
 
-    def _learn(self, head: str) -> object:
-        if len(self._heads) >= _KNOWN_LINES:
-            self._heads.clear()
-        meaning = self._heads[head] = self._meaning(head)
-        return meaning
 
-    def _meaning(self, head: str) -> object:
-        name, brace, text = head.partition("{")
-        labels = _labels(text)
-        if not brace or name.startswith("#") or labels is None:
-            return _STRANGER
-        if all(labels.get(label) != self.uuid for label in _UUID_LABELS):
-            return _STRANGER
-        if labels.get(_INSTANCE_LABEL, "") != (self.instance_id or ""):
-            return _OF_A_SLICE if self.instance_id is None else _STRANGER
-        name = name.strip().upper()
-        name = _OLD_NAMES.get(name, name)
-        return name if name in FIELDS else _UNREAD
-
-
-def _labels(text: str) -> dict[str, str] | None:
-    """Return the labels by lower-case name; None if the text holds no labels."""
-    labels, position = {}, 0
-    while position < len(text):
-        match = _LABEL.match(text, position)
-        if match is None:
-            return None
-        labels[match[1].lower()] = match[2]
-        position = match.end()
-    return labels
+def _labels(text: str) -> dict[str, str]:
+    """Return the labels by lower-case name; none if the text holds anything else."""
+    if not _LABELS.fullmatch(text):
+        return {}
+    return {name.lower(): value for name, value in _LABEL.findall(text)}
 
 
 def _number(text: str) -> float | None:

@@ -25,6 +25,7 @@ NO_HOST_PIDS = (
     "NVML's pids are of another pid namespace or of a virtual machine's host; in a container the host's are needed "
     "(--pid=host)"
 )
+OF_PROCESSES = ("process_memory_mib", "other_processes", "other_memory_mib")
 _BYTES_PER_MIB = 1024**2
 _SLOW_PERIOD_NS = 1_000_000_000  # period of what rarely changes: ECC counts, processes that draw
 _MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer are more noise than figure
@@ -41,17 +42,6 @@ GONE = {1, 9, 12, 15, 16, 18, 28}
 Nvml = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Division of a GPU's processes. None: unknown; `reason` says why others cannot be counted."""
-
-    own_bytes: int | None
-    own_seen: bool
-    others: int | None
-    other_bytes: int | None
-    reason: str | None
-
-
 class GpuProcesses:
     """Sorts the pids that NVML lists for one trial's GPU. Each pid is looked up once while it stays listed.
 
@@ -64,31 +54,33 @@ class GpuProcesses:
     def __init__(self, root: int) -> None:
         self.root = root
         self.known_pids: frozenset[int] = frozenset()
-        self.seen_own = False
+        self._seen_own = False
         self.mps = False  # whether CUDA's multi-process service runs on this GPU
         self._kinds: dict[int, str] = {}
 
-    def share(self, listed: Mapping[int, int | None]) -> Share:
-        """Divide the processes. `listed`: pid -> bytes of device memory charged to it (None: not reported)."""
+    def figures(self, listed: Mapping[int, int | None]) -> tuple[dict[str, float], dict[str, str]]:
+        """Return the metrics of `OF_PROCESSES`, and for each that cannot be known here the reason.
+
+        `listed`: pid -> bytes of device memory charged to it (None: not reported).
+        """
         kinds = {pid: self._kinds.get(pid) or self._kind(pid) for pid in listed}
         self._kinds = {pid: kind for pid, kind in kinds.items() if kind != "unknown"}
         by_kind: dict[str, list[int | None]] = {}
         for pid, kind in kinds.items():
             by_kind.setdefault(kind, []).append(listed[pid])
-        own_processes, others = by_kind.get("own", []), by_kind.get("other", [])
+        own, others = by_kind.get("own", []), by_kind.get("other", [])
         self.mps = "service" in by_kind
-        self.seen_own = self.seen_own or bool(own_processes)
+        self._seen_own = self._seen_own or bool(own)
         if in_initial_pid_namespace():  # a pid that is not there has just ended
-            countable = self.seen_own or not others
+            countable = self._seen_own or not others
         else:
-            countable = self.seen_own and "unknown" not in by_kind
-        return Share(
-            own_bytes=_sum(own_processes) if own_processes else None,
-            own_seen=bool(own_processes),
-            others=len(others) if countable else None,
-            other_bytes=_sum(others) if countable else None,
-            reason=None if countable else NO_HOST_PIDS,
-        )
+            countable = self._seen_own and "unknown" not in by_kind
+        figures = {"process_memory_mib": _mib(own) if own else None}
+        if countable:
+            figures |= {"other_processes": len(others), "other_memory_mib": _mib(others)}
+        lacking = () if countable else OF_PROCESSES[1:] if self._seen_own else OF_PROCESSES
+        known = {name: figure for name, figure in figures.items() if figure is not None}
+        return known, dict.fromkeys(lacking, NO_HOST_PIDS)
 
     def _kind(self, pid: int) -> str:
         if belongs_to(pid, self.root):
@@ -143,9 +135,9 @@ def _name(pid: int) -> str | None:
         return None
 
 
-def _sum(charged: list[int | None]) -> int | None:
+def _mib(charged: list[int | None]) -> float | None:
     known = [bytes_ for bytes_ in charged if bytes_ is not None]
-    return sum(known) if len(known) == len(charged) else None
+    return sum(known) / _BYTES_PER_MIB if len(known) == len(charged) else None
 
 
 def open_nvml(given: Nvml | None = None) -> Nvml:
@@ -337,7 +329,7 @@ class NvmlSensor(Sensor):
         together = {
             "gpu_util": ("memory_util",),
             "pcie_tx_mib_s": ("pcie_rx_mib_s",),
-            "process_memory_mib": ("other_processes", "other_memory_mib"),
+            "process_memory_mib": OF_PROCESSES[1:],
         }
         self.dropped.update(dict.fromkeys((metric, *together.get(metric, ())), reason))
 
@@ -360,23 +352,10 @@ class NvmlSensor(Sensor):
             self._graphics = self._optional(nvml.nvmlDeviceGetGraphicsRunningProcesses)
         if self._processes.mps:  # its clients stand in a list of their own
             listed = self._optional(nvml.nvmlDeviceGetMPSComputeRunningProcesses) | listed
-        share = self._processes.share(self._graphics | listed)
-        values = {}
-        if share.own_bytes is not None:
-            values["process_memory_mib"] = share.own_bytes / _BYTES_PER_MIB
-        if share.others is not None:
-            values["other_processes"] = share.others
-        if share.other_bytes is not None:
-            values["other_memory_mib"] = share.other_bytes / _BYTES_PER_MIB
-        if share.own_seen:
-            self.dropped.pop("process_memory_mib", None)
-        elif share.reason is not None and not self._processes.seen_own:
-            self.dropped["process_memory_mib"] = share.reason
-        for name in ("other_processes", "other_memory_mib"):
-            if share.reason is None:
-                self.dropped.pop(name, None)
-            else:
-                self.dropped[name] = share.reason
+        values, lacking = self._processes.figures(self._graphics | listed)
+        for name in OF_PROCESSES:
+            self.dropped.pop(name, None)
+        self.dropped |= lacking
         return values
 
     def _optional(self, list_processes: Callable[[Any], list[Any]]) -> dict[int, int | None]:
