@@ -74,7 +74,7 @@ _MAY_HAVE_STAGE = Where(
 _STAGE_3 = Where("zero=3", lambda given: given.get("zero") == 3)
 
 
-class Values(NamedTuple):
+class Allowed(NamedTuple):
     """Values that a setting may have, in words. `read` makes them of what texts, YAML and JSON have in their place."""
 
     fit: Callable[[Any], bool]
@@ -82,15 +82,15 @@ class Values(NamedTuple):
     read: Callable[[Any], Any] = lambda value: value
 
 
-def _whole(least: int, most: float, words: str) -> Values:
-    return Values(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
+def _whole(least: int, most: float, words: str) -> Allowed:
+    return Allowed(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
 
 
-def _one_of(choices: tuple[str, ...]) -> Values:
-    return Values(lambda value: value in choices, f"one of {', '.join(choices)}")
+def _one_of(choices: tuple[str, ...]) -> Allowed:
+    return Allowed(lambda value: value in choices, f"one of {', '.join(choices)}")
 
 
-def _elements(least: int) -> Values:
+def _elements(least: int) -> Allowed:
     return _whole(least, math.inf, f"of elements, at least {least}")._replace(
         read=lambda value: int(value) if isinstance(value, float) and value.is_integer() else value  # 5e8
     )
@@ -109,23 +109,23 @@ def _are_names(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
 
 
-_ANY = Values(lambda _: True, "anything")
+_ANY = Allowed(lambda _: True, "anything")
 _RANKS = _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")
-_POSITIVE = Values(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0")
-_BOOLEAN = Values(lambda value: isinstance(value, bool), "true or false")
+_POSITIVE = Allowed(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0")
+_BOOLEAN = Allowed(lambda value: isinstance(value, bool), "true or false")
 _PREFETCH = _one_of(PREFETCHES)._replace(read=lambda value: "none" if value is None else value)  # as YAML reads it
-_CLASSES = Values(
+_CLASSES = Allowed(
     lambda value: value != () and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]", _tuple
 )
-_STARTS = Values(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}", _paths)
-_PLAN = Values(
+_STARTS = Allowed(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}", _paths)
+_PLAN = Allowed(
     lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
     f"module path -> style, as in {EXAMPLE_PLAN}",
 )
-_VERSION = Values(
+_VERSION = Allowed(
     lambda value: type(value) is int and value in FSDP_VERSIONS, "2 (fully_shard) or 1 (FullyShardedDataParallel)"
 )
-_STAGE = Values(
+_STAGE = Allowed(
     lambda value: type(value) is int and value in ZERO_STAGES,
     "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
 )
@@ -343,7 +343,7 @@ class Parallel:
         _require_known(settings)
         for part, kind in _PARTS.items():
             given = {
-                declared.field: declared.values.read(settings[name])
+                declared.field: declared.allowed.read(settings[name])
                 for name, declared in _DECLARED
                 if declared.part == part and name in settings
             }
@@ -479,7 +479,7 @@ class _Declared(NamedTuple):
     part: str
     field: str
     default: Any
-    values: Values
+    allowed: Allowed
     where: Where
 
 
@@ -490,7 +490,7 @@ def _declared() -> Iterator[tuple[str, _Declared]]:
         for own in dataclasses.fields(of_layout.__origin__):
             said = {type(about): about for about in getattr(hints[own.name], "__metadata__", ())}
             where = said.get(Where, *of_layout.__metadata__)
-            yield said.get(str, own.name), _Declared(part, own.name, own.default, said.get(Values, _BOOLEAN), where)
+            yield said.get(str, own.name), _Declared(part, own.name, own.default, said.get(Allowed, _BOOLEAN), where)
 
 
 _PARTS = get_type_hints(Parallel)
@@ -512,9 +512,9 @@ def _problems_of(layout: Parallel) -> Iterator[str]:
     wrong = set()
     for name, value in layout.settings().items():
         known = _SETTINGS[name]
-        if not (value is None and known.default is None) and not known.values.fit(value):
+        if not (value is None and known.default is None) and not known.allowed.fit(value):
             wrong.add(name)
-            yield f"{name} must be {known.values.words}, got {shown(value)}"
+            yield f"{name} must be {known.allowed.words}, got {shown(value)}"
     if not wrong.isdisjoint((*vars(layout.degrees), "gpus_per_node")):
         return
     chosen = layout.chosen()
