@@ -485,12 +485,12 @@ class _Declared(NamedTuple):
 
 def _declared() -> Iterator[tuple[str, _Declared]]:
     """Yield the settings of all parts, by the names that users write."""
-    for part, of_layout in get_type_hints(Parallel, include_extras=True).items():
-        hints = get_type_hints(of_layout.__origin__, include_extras=True)
-        for own in dataclasses.fields(of_layout.__origin__):
-            said = {type(about): about for about in getattr(hints[own.name], "__metadata__", ())}
-            where = said.get(Where, *of_layout.__metadata__)
-            yield said.get(str, own.name), _Declared(part, own.name, own.default, said.get(Allowed, _BOOLEAN), where)
+    for part, annotated in get_type_hints(Parallel, include_extras=True).items():
+        hints = get_type_hints(annotated.__origin__, include_extras=True)
+        for setting in dataclasses.fields(annotated.__origin__):
+            said = {type(about): about for about in getattr(hints[setting.name], "__metadata__", ())}
+            allowed, where = said.get(Allowed, _BOOLEAN), said.get(Where, *annotated.__metadata__)
+            yield said.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
 
 
 _PARTS = get_type_hints(Parallel)

@@ -139,11 +139,11 @@ class ShardedRank(ReplicatedRank):
     def collectives(self) -> tuple[Collective, ...]:
         """Return the ranks' collectives in the last step. Raises `UsageError` for a model of `own` that has nothing to
         do with other ranks."""
-        sent, own = self._streams.collectives(), self.parallel.degrees.own
+        sent, ranks = self._streams.collectives(), self.parallel.ranks
         if not (self._spreads or sent):
             raise UsageError(
-                f"parallel: own={own}: the factory spreads nothing: no parameter is a DTensor, and ranks send nothing; "
-                f"spread it there, as in own={own} with fully_shard(model), or give fsdp={own}"
+                f"parallel: own={ranks}: the factory spreads nothing: no parameter is a DTensor, and ranks send nothing; "
+                f"spread it there, as in own={ranks} with fully_shard(model), or give fsdp={ranks}"
             )
         reduced = super().collectives()
         return tuple(sorted((*reduced, *sent), key=lambda collective: collective.after)) if reduced else sent
