@@ -488,9 +488,9 @@ def _declared() -> Iterator[tuple[str, _Declared]]:
     for part, annotated in get_type_hints(Parallel, include_extras=True).items():
         hints = get_type_hints(annotated.__origin__, include_extras=True)
         for setting in dataclasses.fields(annotated.__origin__):
-            said = {type(about): about for about in getattr(hints[setting.name], "__metadata__", ())}
-            allowed, where = said.get(Allowed, _BOOLEAN), said.get(Where, *annotated.__metadata__)
-            yield said.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
+            annotations = {type(about): about for about in getattr(hints[setting.name], "__metadata__", ())}
+            allowed, where = annotations.get(Allowed, _BOOLEAN), annotations.get(Where, *annotated.__metadata__)
+            yield annotations.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
 
 
 _PARTS = get_type_hints(Parallel)

@@ -142,8 +142,8 @@ class ShardedRank(ReplicatedRank):
         sent, ranks = self._streams.collectives(), self.parallel.ranks
         if not (self._spreads or sent):
             raise UsageError(
-                f"parallel: own={ranks}: the factory spreads nothing: no parameter is a DTensor, and ranks send nothing; "
-                f"spread it there, as in own={ranks} with fully_shard(model), or give fsdp={ranks}"
+                f"parallel: own={ranks}: the factory spreads nothing: no parameter is a DTensor, and ranks send "
+                f"nothing; spread it there, as in own={ranks} with fully_shard(model), or give fsdp={ranks}"
             )
         reduced = super().collectives()
         return tuple(sorted((*reduced, *sent), key=lambda collective: collective.after)) if reduced else sent
