@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import json
 import sqlite3
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -113,6 +114,9 @@ def presence_of(folder: DataFolder) -> Presence:
     try:
         return compare(folder)
     except sqlite3.Error:
+        return Presence()
+    except OSError as error:
+        print(one_line(f"warning: the queue is not compared with the runs: {error}"), file=sys.stderr)
         return Presence()
 
 

@@ -1,7 +1,8 @@
 """`python -m learn.build_defaults`: fit the models that come with the project, on published measurements.
 
 Start reading at `build`. It writes what `learn/default_models/` holds: one artifact a target, those of `method=fast`,
-and a model card.
+and a model card. The latter's rows are sampled configurations (`drawn_cases`), labelled with the figures of a full
+estimate (`rows_of`): of a target's model, and of the trace where there is none.
 """
 
 from __future__ import annotations
@@ -9,18 +10,35 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
 
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
 from conf.files.outputs import new_folder
-
-if TYPE_CHECKING:
-    from learn.estimators.protocol import Estimator
+from featurize.configs.dimensions import Space, default_space
+from featurize.configs.draws import Limits, sample_range
+from featurize.configs.features import FEATURES_STAMP, group_key
+from featurize.configs.space import parse_space
+from featurize.configs.trial import TrialConfig
+from featurize.device.device_spec import DEFAULT_DEVICE
+from featurize.job.training_settings import FITTED_OPTIMIZERS, PRECISIONS
+from learn.commands.fit import FitSettings, fit
+from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
+from learn.estimators.protocol import LEVEL, OF_CONFIGS, Estimator, conformal_score
+from learn.estimators.tabular import LightGBMEstimator
+from learn.fitting.artifacts import FORMAT, default_artifact, environment, open_artifact, stamped
+from learn.job.training_job import Case
+from learn.judging.evaluate import hold_out
+from learn.judging.report import model_card
+from learn.rows.data import LabelledRow, Rows, get_target, module_of
+from learn.rows.step_store import StepStore
 
 TARGETS = ("memory", "smact", "smocc")  # the targets of an estimate that the files have
 LIMIT_MIB = 10.0
@@ -64,8 +82,6 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
     Their folder appears whole or not at all. Raises `UsageError` where files or packaged models are missing, or the
     models are too large.
     """
-    from learn.estimation import fast_estimates
-
     home = Path(settings.out).resolve()
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch, new_folder(home) as building:
@@ -75,9 +91,7 @@ def build(settings: BuildSettings, progress: Callable[[str, int, int], None]) ->
         else:
             _ingest(settings.path, data)
             models = _fit(data, settings.seed, building, progress)
-        fast_estimates.fit_config_models(
-            building / "fast", models, cases=fast_estimates.CASES, seed=settings.seed, data=data, progress=progress
-        )
+        fit_fast(building / "fast", models, settings.seed, data, progress)
         size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
         if size_mib > LIMIT_MIB:
             raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that are packaged")
@@ -100,8 +114,6 @@ def _ingest(path: str, data: str) -> None:
 
 
 def _packaged() -> dict[str, Estimator]:
-    from learn.fitting.artifacts import default_artifact
-
     packaged = [(target, default_artifact(target)) for target in TARGETS]
     if lacking := [target for target, artifact in packaged if artifact is None]:
         raise UsageError(f"no model of {', '.join(lacking)} is packaged, so path= is needed; {WHERE}")
@@ -110,10 +122,6 @@ def _packaged() -> dict[str, Estimator]:
 
 def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int], None]) -> dict[str, Estimator]:
     """Write an artifact for each target, and the model card; return target -> its estimator."""
-    from learn.commands.fit import FitSettings, fit
-    from learn.fitting.artifacts import open_artifact, stamped
-    from learn.judging.report import model_card
-
     metas, models = {}, {}
     for target in TARGETS:
         # Sources that are named are mixed: what differs between their runs is in the features.
@@ -126,6 +134,182 @@ def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int],
         (folder / target / "meta.json").write_text(json.dumps(metas[target], indent=1, sort_keys=True))
     (folder / CARD.name).write_text(model_card(metas, CARD.read_text()))
     return models
+
+
+FAMILIES = ("cnn", "mlp", "transformer")
+# GPU models of the sampled configurations: more would spread them thinner.
+DEVICES = (
+    "A100-SXM4-40GB",
+    "B200-SXM-180GB",
+    "H100-SXM5-80GB",
+    "H200-SXM-141GB",
+    "RTX-3090",
+    "RTX-4090",
+    "RTX-5090",
+    "T4",
+    "V100-SXM2-32GB",
+)
+CASES = 3360
+ROUNDS = 120  # trees of a model; all those of method=fast take less than 1.5 MB
+MOST_MIB = 120 * 1024  # limit of `featurize.job.layers.rough_memory_mib` in the wider spaces
+# Instead of what conf/arch says: a scheduler's jobs differ more in how they are trained than a published sweep does. A
+# value listed twice is drawn twice as often.
+_WIDER: Mapping[str, Any] = {
+    "batch_size": {"low": 1, "high": 1024},
+    "optimizer": ["adam", *FITTED_OPTIMIZERS],
+    "precision": ["fp32", "fp32", *PRECISIONS],
+    "activation_checkpointing": [False, False, False, True],
+    "cudnn_benchmark": [False, False, False, True],
+    "channels_last": [False, False, False, True],
+    "softmax": [False, True],
+    "use_dropout": [False, True],
+    "growth_rate": {"low": 12, "high": 64},
+}
+
+
+def fit_fast(
+    folder: Path, models: Mapping[str, Estimator], seed: int, data: str, progress: Callable[[str, int, int], None]
+) -> None:
+    """Write one artifact a target, and one of the memory bound, into `folder`; each configuration is traced once, in
+    0.1 to 0.3 s.
+
+    Args:
+        folder: Where a folder is made for each artifact.
+        models: Target -> its estimator; memory's has a bound.
+        seed: Seed of the configurations, splits and fits.
+        data: Data folder that keeps the traced steps.
+        progress: Is called with a step's name, what is done and the total.
+    """
+    steps, cases = StepStore(data), drawn_cases(CASES, seed)
+    steps.prepare(cases, progress=lambda completed, total: progress("tracing", completed, total))
+    for name, rows in rows_of(cases, steps, models).items():
+        progress(f"fitting {name} of configurations", 0, 1)
+        _write_fast(folder / name, name, rows, seed)
+
+
+def drawn_cases(n: int, seed: int) -> tuple[Case, ...]:
+    """Return about n cases in the usual training loop, as many of each family: half from its own space, half from wider
+    ones; half on the measured GPU model, the others in turn."""
+    others = [name for name in DEVICES if name != DEFAULT_DEVICE]
+    each = -(-n // len(FAMILIES) // 4)
+    cases = []
+    for family in FAMILIES:
+        own, *wider = _spaces(family)
+        drawn = [*sample_range(own, seed, 0, 2 * each)]
+        for space in wider:
+            drawn += sample_range(space, seed, 0, each, limits=Limits(max_memory_mib=MOST_MIB))
+        for place, config in enumerate(drawn):
+            cases.append(Case(config, others[place // 2 % len(others)] if place % 2 else DEFAULT_DEVICE, True))
+    return tuple(cases)
+
+
+def _spaces(family: str) -> Iterator[Space]:
+    """Yield the family's own search space, and a wider one: drawn evenly, and on a logarithmic scale."""
+    own = default_space(family) or {}
+    yield parse_space(family, own)
+    wider = {name: _WIDER.get(name, spec) for name, spec in own.items()}
+    for scale in ("uniform", "log"):
+        scaled = {name: {**spec, "scale": scale} if isinstance(spec, dict) else spec for name, spec in wider.items()}
+        yield parse_space(family, scaled)
+
+
+def rows_of(cases: Sequence[Case], steps: StepStore, models: Mapping[str, Estimator]) -> dict[str, Rows]:
+    """Return target -> rows, labelled with the figures of the models and of the trace. Cases that cannot be traced are
+    left out."""
+    traced = [case for case in cases if steps.record(case).error is None]
+    labels = _without_input([steps.record(case).values for case in traced])
+    for target, model in models.items():
+        prediction = model.predict(traced, steps)
+        labels[target] = prediction.point
+        if target == "memory" and (upper := prediction.upper(LEVEL)) is not None:
+            labels[BOUND] = upper
+
+    def row(place: int, label: float) -> LabelledRow:
+        case = traced[place]
+        assert case.config is not None and case.spec is not None, "it was drawn, on a GPU model of conf/device"
+        return LabelledRow(
+            run_id=f"row-{place:06d}",
+            case=case,
+            label=label,
+            family=case.family,
+            source="simulated",
+            device=case.device,
+            device_memory_mib=case.spec.memory_mib,
+            card_mib=case.spec.memory_mib,
+            group=group_key(case.config),
+            module=module_of(case.config),
+        )
+
+    return {
+        name: Rows(
+            get_target("memory" if name == BOUND else name),
+            tuple(row(place, label) for place, label in enumerate(labels[name].tolist()) if np.isfinite(label)),
+        )
+        for name in (*FAST_LOOPS, BOUND)
+    }
+
+
+def _without_input(records: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
+    """target -> the trace's DRAM activity and step time in ms, as in the farm's own trials: a step of the usual loop
+    runs the same kernels, and waits for its input before."""
+    names = ("job_step_time_ms", "job_input_share", "job_priced_drama")
+    step_ms, input_share, drama = np.array([[values[name] for name in names] for values in records]).T
+    return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
+
+
+def _write_fast(folder: Path, name: str, rows: Rows, seed: int) -> None:
+    """Fit, judge on held-out groups, fit on all rows, and write the artifact."""
+
+    def fitted(known: Rows) -> LightGBMEstimator:
+        estimator = LightGBMEstimator(seed)
+        estimator.rounds, estimator.times_rough = ROUNDS, True
+        return estimator.fit(known)
+
+    train, test = map(rows.subset, hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed))
+    point = fitted(train).predict(test.cases).point
+    off = np.abs(point - test.label) / (1.0 if rows.target.space == "ratio" else test.label)
+    meta: dict[str, Any] = {
+        "format": FORMAT,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "target": rows.target.name,
+        "unit": rows.target.unit,
+        "estimator": OF_CONFIGS,
+        "feature_version": FEATURES_STAMP,
+        "data_fingerprint": rows.fingerprint(),
+        "environment": environment(),
+        "rows": {
+            "fitted": len(rows),
+            "test": len(test),
+            **{column: rows.count(column) for column in ("family", "source", "device")},
+        },
+        "seed": seed,
+        "loop": FAST_LOOPS["memory" if name == BOUND else name],
+        "errors": {family: _quantiles(off[test.family == family]) for family in FAMILIES},
+        "known": {family: _known(rows.subset(rows.family == family).configs) for family in FAMILIES},
+    }
+    if name == BOUND:
+        times = test.label / point
+        meta["above"] = {
+            family: round(conformal_score(np.sort(times[test.family == family]), LEVEL), 4) for family in FAMILIES
+        }
+    (folder / "model").mkdir(parents=True)
+    fitted(rows).save(folder / "model")
+    (folder / "meta.json").write_text(json.dumps(stamped(folder, meta, "meta.json"), indent=1, sort_keys=True))
+
+
+def _quantiles(off: np.ndarray) -> dict[str, float]:
+    return {name: round(float(np.quantile(off, q)), 4) for name, q in (("median", 0.5), ("p90", 0.9))}
+
+
+def _known(configs: Sequence[TrialConfig | None]) -> dict[str, list[Any]]:
+    """Return field -> the least and the greatest number, or all words, of one family's configurations."""
+    mappings = [config.to_mapping() for config in configs if config is not None]
+    known: dict[str, list[Any]] = {}
+    for name in sorted(mappings[0].keys() - {"family"}):
+        values = [mapping[name] for mapping in mappings]
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        known[name] = [min(values), max(values)] if numbers else sorted(set(values), key=str)
+    return known
 
 
 def entry(settings: BuildSettings) -> None:

@@ -60,6 +60,8 @@ _ENVIRONMENT_ERRNOS = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.EFBIG,
+    errno.EMFILE,
+    errno.ENFILE,
     errno.EIO,
     errno.ENXIO,
     errno.ENODEV,

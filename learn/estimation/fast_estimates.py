@@ -1,31 +1,23 @@
 """Estimates from configuration features alone (`method=fast`): fitted trees; no model is built, nothing is traced.
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
-else those that come with the project. `fit_config_models` fits the latter to full estimates of sampled
-configurations, for `learn.build_defaults`.
+else those that come with the project, which `learn.build_defaults` fits to full estimates of sampled configurations.
 """
 
 from __future__ import annotations
 
-import importlib.resources
-import json
-import os
-import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from functools import cache, cached_property, lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 from featurize.configs.features import is_current
-from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 from featurize.device.device_spec import (
-    DEFAULT_DEVICE,
     DESCRIBED,
     NVIDIA,
     DeviceSpec,
@@ -33,8 +25,7 @@ from featurize.device.device_spec import (
     machine,
     plain_device,
 )
-from featurize.families import get_family, layers_of
-from featurize.job.layers import rough_memory_mib
+from featurize.job.training_settings import FITTED_OPTIMIZERS, TrialConfig
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import (
     MAY_RUN_OUT,
@@ -46,7 +37,7 @@ from learn.estimation.notes import (
     Note,
     loop_of_source,
 )
-from learn.estimators.protocol import LEVEL, OF_CONFIGS, conformal_score
+from learn.estimators.protocol import LEVEL, OF_CONFIGS
 from learn.estimators.tabular import FeatureTable, TabularEstimator, case_columns
 from learn.estimators.trees import Trees
 from learn.fitting.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
@@ -54,9 +45,7 @@ from learn.job.training_job import Case
 from learn.rows.data import get_target
 
 if TYPE_CHECKING:
-    from learn.estimators.protocol import Estimator
-    from learn.rows.data import Rows
-    from learn.rows.step_store import StepStore
+    from learn.estimators.protocol import ResidualPrediction
 
 
 STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
@@ -78,26 +67,18 @@ class ConfigModels:
             ((_, columns),) = case_columns(cases)
         except CommandError as error:
             raise UsageError(f"method=fast has no answer: {error}") from error
-        family, spec = cases[0].family, cases[0].spec
-        assert spec is not None
-        figures: dict[str, np.ndarray] = {}
-        bound = None
+        predictions: dict[str, ResidualPrediction] = {}
         for table, names, trees in self._tables:
             for name, sums in zip(names, trees.members(table.encoded(columns, len(cases))), strict=True):
-                artifact = self.artifacts[name]
-                estimator = _tabular(artifact)
-                prediction = estimator.prediction_of(estimator.trees.start + sums, {})
-                rough = artifact.meta.get("times_rough")
-                times = 1.0 if rough is None else rough_figures(rough, columns, spec.launch_overhead_us)
-                if name == BOUND:
-                    above = artifact.meta["above"]
-                    bound = prediction.point * times * above.get(family, max(above.values()))
-                    continue
-                figures[name] = prediction.point * times
-                if name == "memory" and BOUND not in self.artifacts:
-                    upper = prediction.upper(LEVEL)
-                    bound = None if upper is None else upper * times
-        return {name: figures[name] for name in self.artifacts if name in figures}, bound
+                estimator = _tabular(self.artifacts[name])
+                rough = estimator.rough_figures(cases, columns)
+                predictions[name] = estimator.prediction_of(estimator.trees.start + sums, rough)
+        if BOUND in predictions:
+            above = self.artifacts[BOUND].meta["above"]
+            bound = predictions[BOUND].point * above.get(cases[0].family, max(above.values()))
+        else:
+            bound = predictions["memory"].upper(LEVEL)
+        return {name: predictions[name].point for name in self.artifacts if name != BOUND}, bound
 
     @cached_property
     def _tables(self) -> list[tuple[FeatureTable, list[str], Trees]]:
@@ -296,218 +277,10 @@ def _notes_of_models(models: ConfigModels, device: DeviceSpec) -> list[Note]:
     return notes
 
 
-FAMILIES = ("cnn", "mlp", "transformer")
-# GPU models of the cases: more would spread them thinner.
-DEVICES = (
-    "A100-SXM4-40GB",
-    "B200-SXM-180GB",
-    "H100-SXM5-80GB",
-    "H200-SXM-141GB",
-    "RTX-3090",
-    "RTX-4090",
-    "RTX-5090",
-    "T4",
-    "V100-SXM2-32GB",
-)
 BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
 # Target -> the loop that a full estimate answers for: the fitted models' figures, and the trace's.
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
-ROUNDS = 120  # trees of a model; all packaged ones take less than 1.5 MB
-CASES = 3360
-LIMIT_MIB = 120 * 1024  # limit of `featurize.job.layers.rough_memory_mib`
-MAX_ATTEMPTS = 1000
 _SLACK = 0.05  # share of a range's width, beyond which a value is outside
-# Instead of what conf/arch says: a scheduler's jobs differ more in how they are trained than a published sweep does. A
-# value listed twice is drawn twice as often.
-_WIDER: Mapping[str, Any] = {
-    "batch_size": {"low": 1, "high": 1024},
-    "optimizer": ("adam", *FITTED_OPTIMIZERS),
-    "precision": ("fp32", "fp32", *PRECISIONS),
-    "activation_checkpointing": (False, False, False, True),
-    "cudnn_benchmark": (False, False, False, True),
-    "channels_last": (False, False, False, True),
-    "softmax": (False, True),
-    "use_dropout": (False, True),
-    "growth_rate": {"low": 12, "high": 64},
-}
-
-
-def fit_config_models(
-    folder: Path,
-    models: Mapping[str, Estimator],
-    *,
-    cases: int = CASES,
-    seed: int = 0,
-    data: str | os.PathLike[str] | None = None,
-    workers: int | None = None,
-    progress: Callable[[str, int, int], None] = lambda _step, _done, _of: None,
-) -> None:
-    """Write one artifact a target, and one of the memory bound, into `folder`.
-
-    Labels are the full estimates of sampled configurations: by a target's model, and by the trace where there is none.
-    Each artifact's `meta.json` has the errors on 30 % of the configurations, which their fit had not
-    seen.
-
-    Args:
-        folder: Where a folder is made for each artifact.
-        models: Target -> the fitted estimator, as `learn.build_defaults` makes them; memory's has a bound.
-        cases: Sampled configurations; each is traced once, in 0.1 to 0.3 s.
-        seed: Seed of the configurations, splits and fits.
-        data: Data folder that keeps the traced steps; None: the default one.
-        workers: As in `StepStore.prepare`.
-        progress: Is called with a step's name, what is done and the total.
-    """
-    from learn.rows.step_store import StepStore
-
-    steps = StepStore(data)
-    sampled = sampled_cases(cases, seed)
-    steps.prepare(sampled, workers=workers, progress=lambda completed, total: progress("tracing", completed, total))
-    for name, rows in rows_of(sampled, steps, models).items():
-        progress(f"fitting {name} of configurations", 0, 1)
-        _write_model(folder / name, name, rows, seed)
-
-
-def rows_of(cases: Sequence[Case], steps: StepStore, models: Mapping[str, Estimator]) -> dict[str, Rows]:
-    """Return target -> rows, labelled with the figures of the models and of the trace. Cases that cannot be traced are
-    left out."""
-    from featurize.configs.features import group_key
-    from learn.rows.data import LabelledRow, Rows, get_target, module_of
-
-    described = [
-        (case, case.config, case.spec)
-        for case in cases
-        if case.config is not None and case.spec is not None and steps.record(case).error is None
-    ]
-    traced = [case for case, _, _ in described]
-    labels: dict[str, np.ndarray] = _without_input([steps.record(case).values for case in traced])
-    for target, model in models.items():
-        prediction = model.predict(traced, steps)
-        labels[target] = prediction.point
-        if target == "memory" and (upper := prediction.upper(LEVEL)) is not None:
-            labels[BOUND] = upper
-    return {
-        name: Rows(
-            get_target("memory" if name == BOUND else name),
-            tuple(
-                LabelledRow(
-                    run_id=f"row-{place:06d}",
-                    case=case,
-                    label=float(label),
-                    family=case.family,
-                    source="simulated",
-                    device=case.device,
-                    device_memory_mib=spec.memory_mib,
-                    card_mib=spec.memory_mib,
-                    group=group_key(config),
-                    module=module_of(config),
-                )
-                for place, ((case, config, spec), label) in enumerate(zip(described, labels[name], strict=True))
-                if np.isfinite(label)
-            ),
-        )
-        for name in (*FAST_LOOPS, BOUND)
-    }
-
-
-def _without_input(records: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
-    """target -> the trace's DRAM activity and step time in ms, as in the farm's own trials: a step of the usual loop
-    runs the same kernels, and waits for its input before."""
-    names = ("job_step_time_ms", "job_input_share", "job_priced_drama")
-    step_ms, input_share, drama = np.array([[values[name] for name in names] for values in records]).T
-    return {"drama": np.minimum(drama / (1 - input_share), 1.0), "step_time": step_ms * (1 - input_share)}
-
-
-def rough_figures(name: str, columns: Mapping[str, np.ndarray], launch_us: np.ndarray | float) -> np.ndarray | float:
-    """Return (n,) rough figures from the features of cases, by whose multiple trees learn memory (MiB) and step time
-    (ms): they are flat beyond what they were fitted on, and this is not. 1 for ratios. launch_us: of the host."""
-    if name in _ROUGH_MEMORY:
-        return np.asarray(columns["rough_memory_mib"] + columns["gpu_context_mib"])
-    if name != "step_time":
-        return 1.0
-    of_type = [columns[f"gpu_{rate}_tflops"] for rate in ("fp32", "tf32", "half")]
-    tflops = np.select([columns["precision"] == "fp32", columns["precision"] == "tf32"], of_type[:2], of_type[2])
-    compute_us = 3 * columns["batch_flops"] / (1e6 * tflops)
-    moved = 24 * columns["batch_output_elements"] + 28 * columns["parameters"]  # bytes
-    launches_us = _LAUNCHES * columns["layers"] * launch_us
-    return np.asarray((compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3)
-
-
-_ROUGH_MEMORY = ("memory", BOUND)
-_LAUNCHES = 5  # launches of a layer in a step
-
-
-def _write_model(folder: Path, name: str, rows: Rows, seed: int) -> None:
-    """Fit, judge on held-out groups, fit on all rows, and write the artifact."""
-    from featurize.configs.features import FEATURES_STAMP
-    from learn.estimators.tabular import case_columns
-    from learn.fitting.artifacts import FORMAT, environment, stamped
-    from learn.judging.evaluate import hold_out
-
-    launch_us = np.array([case.spec.launch_overhead_us for case in rows.cases if case.spec is not None])
-    rough = np.empty(len(rows))
-    for places, columns in case_columns(rows.cases):
-        rough[places] = rough_figures(name, columns, launch_us[places])
-    records = zip(rows.records, rows.label / rough, strict=True)
-    multiples = replace(rows, records=tuple(replace(row, label=float(label)) for row, label in records))
-    train, test = hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed)
-    judged = _fit(multiples.subset(train), seed).predict([rows.cases[place] for place in test])
-    point = judged.point * rough[test]
-    meta = {
-        "format": FORMAT,
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "target": rows.target.name,
-        "unit": rows.target.unit,
-        "estimator": OF_CONFIGS,
-        "feature_version": FEATURES_STAMP,
-        "data_fingerprint": rows.fingerprint(),
-        "environment": environment(),
-        "rows": {"fitted": len(rows), "test": len(test)} | {of: rows.count(of) for of in _COUNTED},
-        "seed": seed,
-        "loop": PIPELINE if name == BOUND else FAST_LOOPS[name],
-        "times_rough": name,
-        "errors": _errors(point, rows.subset(test)),
-        "known": {family: _known(rows.subset(rows.family == family).cases) for family in FAMILIES},
-    }
-    if name == BOUND:
-        times, family_of = rows.label[test] / point, rows.family[test]
-        above = {family: conformal_score(np.sort(times[family_of == family]), LEVEL) for family in FAMILIES}
-        meta["above"] = {family: round(factor, 4) for family, factor in above.items()}
-    (folder / "model").mkdir(parents=True)
-    _fit(multiples, seed).save(folder / "model")
-    (folder / "meta.json").write_text(json.dumps(stamped(folder, meta, "meta.json"), indent=1, sort_keys=True))
-
-
-def _fit(rows: Rows, seed: int) -> Estimator:
-    from learn.estimators.tabular import LightGBMEstimator
-
-    estimator = LightGBMEstimator(seed)
-    estimator.rounds = ROUNDS
-    return estimator.fit(rows)
-
-
-def _errors(point: np.ndarray, rows: Rows) -> dict[str, dict[str, float]]:
-    """Return family -> `median` and `p90` of the error: relative, or absolute for ratios."""
-    off = np.abs(point - rows.label) / (1.0 if rows.target.space == "ratio" else rows.label)
-    families = sorted(set(rows.family))
-    return {
-        family: {name: round(float(np.quantile(off[rows.family == family], q)), 4) for name, q in _QUANTILES.items()}
-        for family in families
-    }
-
-
-_COUNTED = ("family", "source", "device")
-_QUANTILES = {"median": 0.5, "p90": 0.9}
-
-
-def _known(cases: Sequence[Case]) -> dict[str, list[Any]]:
-    """Return field -> the least and the greatest number, or all words, of one family's configurations."""
-    configs = [case.config for case in cases if case.config is not None]
-    known: dict[str, list[Any]] = {}
-    for name in sorted(configs[0].to_mapping().keys() - {"family"}):
-        values = [getattr(config, name) for config in configs]
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        known[name] = [min(values), max(values)] if numbers else sorted(set(values), key=str)
-    return known
 
 
 def unlike(configs: Sequence[TrialConfig], known: Mapping[str, Sequence[Any]]) -> list[list[str]]:
@@ -532,89 +305,3 @@ def unlike(configs: Sequence[TrialConfig], known: Mapping[str, Sequence[Any]]) -
 
 def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# ---- what is fitted on
-
-
-def sampled_cases(n: int, seed: int = 0) -> tuple[Case, ...]:
-    """Return `sampled_configs(n, seed)` in the usual training loop, on `DEVICES`.
-
-    Rounds over the families alternate in fours: four on the measured GPU model, then four on one of the others, in
-    turn.
-    """
-    others = [name for name in DEVICES if name != DEFAULT_DEVICE]
-    cases = []
-    for place, config in enumerate(sampled_configs(n, seed)):
-        turn = place // len(FAMILIES) // 4
-        device = others[turn // 2 % len(others)] if turn % 2 else DEFAULT_DEVICE
-        cases.append(Case(config, device, training_loop=True))
-    return tuple(cases)
-
-
-def sampled_configs(n: int, seed: int = 0, families: tuple[str, ...] = FAMILIES) -> tuple[TrialConfig, ...]:
-    """Return `n` configs, the families in turn; each depends on `seed` and its own place alone.
-
-    Every other round of the families draws from the search space of `conf/arch`, as `farm.submit` does by default. The
-    rest draw from a wider one, evenly or on a logarithmic scale in turn; a config whose rough need is above `LIMIT_MIB`
-    is drawn again there. Raises `UsageError` for n < 1 and unknown families.
-    """
-    if n < 1:
-        raise UsageError(f"n must be >= 1, got {n}")
-    for family in families:
-        if family not in FAMILIES:
-            raise unknown_name("family", family, FAMILIES)
-    return tuple(_config(families[i % len(families)], i // len(families), seed) for i in range(n))
-
-
-def _config(family: str, index: int, seed: int) -> TrialConfig:
-    module = get_family(family)
-    for attempt in range(MAX_ATTEMPTS):
-
-        def draw(name: str, attempt: int = attempt) -> float:
-            return random.Random(f"{seed} {family} {index} {attempt} {name}").random()
-
-        wider = index % 2 == 1
-        values = {
-            name: _value(spec, draw(name), log=index % 4 == 1 if wider else _drawn_on_log_scale(spec))
-            for name, spec in _space(family, wider=wider).items()
-        }
-        try:
-            config: TrialConfig = module.Config(**module.repair(values, draw))
-        except UsageError:  # a batch of 1 with batch norm
-            continue
-        if not wider or rough_memory_mib(layers_of(config), config.batch_size, config.optimizer) <= LIMIT_MIB:
-            return config
-    raise AssertionError(f"{family}: no config below {LIMIT_MIB} MiB in {MAX_ATTEMPTS} attempts")
-
-
-@cache
-def _space(family: str, *, wider: bool) -> Mapping[str, Any]:
-    """name -> a constant, a sequence of choices, or {low, high, step, scale}."""
-    import yaml
-
-    text = (importlib.resources.files("conf") / "arch" / f"{family}.yaml").read_text(encoding="utf-8")
-    space = yaml.safe_load(text)["space"]
-    return {name: _WIDER.get(name, spec) if wider else spec for name, spec in space.items()}
-
-
-def _drawn_on_log_scale(spec: Any) -> bool:
-    """Return whether the farm draws a range of `conf/arch` on a logarithmic scale, as the files' own comments say."""
-    if not isinstance(spec, Mapping):
-        return False
-    scale = spec.get("scale", "auto")
-    return bool(scale == "log" or (scale == "auto" and spec["low"] > 0 and spec["high"] / spec["low"] >= 100))
-
-
-def _value(spec: Any, u: float, *, log: bool) -> Any:
-    if isinstance(spec, list | tuple):
-        return spec[int(u * len(spec))]
-    if not isinstance(spec, Mapping):
-        return spec
-    low, high = spec["low"], spec["high"]
-    whole = isinstance(low, int) and isinstance(high, int)
-    top = high + 1 if whole else high
-    value = low * (top / low) ** u if log else low + (top - low) * u
-    if step := spec.get("step"):
-        value = low + (value - low) // step * step
-    return min(int(value), high) if whole else value

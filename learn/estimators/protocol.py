@@ -319,6 +319,7 @@ class ResidualPrediction:
     outside     rows that no held-out residuals speak for: their scale is wider, or no row of their family or their
                 module was fitted on
     held        index in `residuals` -> what the bound at `LEVEL` held of left-out rows
+    times       (n,) what the figures are multiples of, where they were learned as such
     """
 
     centre: np.ndarray
@@ -332,6 +333,7 @@ class ResidualPrediction:
     least: np.ndarray | float = 0.0
     outside: frozenset[int] = frozenset()
     held: Mapping[int, HeldShare] = field(default_factory=dict)
+    times: np.ndarray | float = 1.0
 
     @property
     def point(self) -> np.ndarray:
@@ -346,8 +348,9 @@ class ResidualPrediction:
         n = len(self.centre)
         edges = np.asarray(edges, dtype=float)
         edges = np.broadcast_to(edges, (n, edges.shape[-1]))
+        multiples = edges / np.broadcast_to(self.times, n)[:, None]
         scale, kind, least = (np.broadcast_to(values, n) for values in (self.scale, self.kind, self.least))
-        gap = (to_space(edges, self.space) - self.centre[:, None]) / scale[:, None]
+        gap = (to_space(multiples, self.space) - self.centre[:, None]) / scale[:, None]
         below = np.zeros(edges.shape)
         for index, residuals in enumerate(self._by_kind):
             known = residuals if residuals.size else np.zeros(1)
@@ -378,7 +381,7 @@ class ResidualPrediction:
         return self._figure(self.centre + self.scale * np.asarray(scores, dtype=float)[self.kind])
 
     def _figure(self, values: np.ndarray) -> np.ndarray:
-        return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space), self.least))
+        return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space) * self.times, self.least))
 
 
 def _quantile(ascending: np.ndarray, q: float) -> float:

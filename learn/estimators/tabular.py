@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -34,6 +35,7 @@ from learn.rows.data import Rows
 from learn.rows.step_store import StepStore
 
 FOLDS = 5
+_LAUNCHES = 5  # launches of a layer in a step
 
 
 class TabularEstimator(Estimator):
@@ -47,6 +49,7 @@ class TabularEstimator(Estimator):
     dtype: ClassVar[type[np.floating]] = np.float64  # type in which the trees compare features
     table: FeatureTable  # the columns that the model reads, once it is fitted or loaded
     trees: Trees  # which read it
+    times_rough = False  # whether they learn by what multiple a label exceeds `rough_figures`
 
     @abstractmethod
     def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
@@ -64,7 +67,7 @@ class TabularEstimator(Estimator):
         self.target = rows.target
         self.table = FeatureTable.learn(rows.cases)
         features = self.table.matrix(rows.cases).astype(self.dtype)
-        label = to_space(rows.label, rows.target.space)
+        label = to_space(rows.label / self._rough(rows.cases), rows.target.space)
         if rows.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
 
@@ -80,19 +83,47 @@ class TabularEstimator(Estimator):
         self.require_fitted()
         refusals = {i: reason for i, case in enumerate(cases) if (reason := why_not(case)) is not None}
         known = [i for i in range(len(cases)) if i not in refusals]
-        raw = np.full(len(cases), np.nan)
+        raw, rough = np.full(len(cases), np.nan), np.ones(len(cases))
         if known:
-            raw[known] = self.trees.predict(self.table.matrix([cases[i] for i in known]).astype(self.dtype))
-        return self.prediction_of(raw, refusals)
+            answered = [cases[i] for i in known]
+            raw[known] = self.trees.predict(self.table.matrix(answered).astype(self.dtype))
+            rough[known] = self._rough(answered)
+        return self.prediction_of(raw, rough, refusals)
 
-    def prediction_of(self, raw: np.ndarray, refusals: Mapping[int, str]) -> ResidualPrediction:
-        """Return the prediction for what the trees say, (n,); NaN for the rows of `refusals`."""
+    def prediction_of(
+        self, raw: np.ndarray, rough: np.ndarray | float = 1.0, refusals: Mapping[int, str] = MappingProxyType({})
+    ) -> ResidualPrediction:
+        """Return the prediction for what the trees say, (n,), and the rough figures; NaN for the rows of `refusals`."""
         warning = too_few_for(LEVEL, len(self._residuals))
-        centre = self._within(raw)
-        return ResidualPrediction(centre, self._residuals, self.target.space, (warning,) if warning else (), refusals)
+        warnings = (warning,) if warning else ()
+        return ResidualPrediction(
+            self._within(raw), self._residuals, self.target.space, warnings, refusals, times=rough
+        )
+
+    def rough_figures(self, cases: Sequence[Case], columns: Mapping[str, np.ndarray]) -> np.ndarray | float:
+        """Return (n,) rough memory (MiB) or step times (ms) of one family's cases with these features. Trees are flat
+        beyond what they were fitted on, and this is not. 1 for other targets, and where `times_rough` is False."""
+        if self.times_rough and self.target.name == "memory":
+            return np.asarray(columns["rough_memory_mib"] + columns["gpu_context_mib"])
+        if not self.times_rough or self.target.name != "step_time":
+            return 1.0
+        of_type = [columns[f"gpu_{rate}_tflops"] for rate in ("fp32", "tf32", "half")]
+        tflops = np.select([columns["precision"] == "fp32", columns["precision"] == "tf32"], of_type[:2], of_type[2])
+        compute_us = 3 * columns["batch_flops"] / (1e6 * tflops)
+        moved = 24 * columns["batch_output_elements"] + 28 * columns["parameters"]  # bytes
+        launch_us = np.array([case.spec.launch_overhead_us for case in cases if case.spec is not None])
+        launches_us = _LAUNCHES * columns["layers"] * launch_us
+        return np.asarray((compute_us + moved / (1e3 * columns["gpu_bandwidth_gb_s"]) + launches_us) / 1e3)
+
+    def _rough(self, cases: Sequence[Case]) -> np.ndarray:
+        rough = np.ones(len(cases))
+        for places, columns in case_columns(cases) if self.times_rough else ():
+            rough[places] = self.rough_figures([cases[place] for place in places], columns)
+        return rough
 
     def save(self, folder: Path) -> None:
-        write_state(folder, self, {"features": self.table.to_mapping(), "residuals": self._residuals.tolist()})
+        features, residuals = self.table.to_mapping(), self._residuals.tolist()
+        write_state(folder, self, {"features": features, "residuals": residuals, "times_rough": self.times_rough})
         self.trees.save(folder, self.model_name)
 
     @classmethod
@@ -101,6 +132,7 @@ class TabularEstimator(Estimator):
         loaded, state = open_state(cls, folder)
         loaded.table = FeatureTable.from_mapping(state["features"])
         loaded._residuals = np.asarray(state["residuals"], dtype=float)
+        loaded.times_rough = bool(state.get("times_rough"))
         loaded.trees = Trees.load(folder, cls.model_name)
         return loaded
 

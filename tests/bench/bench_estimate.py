@@ -39,8 +39,9 @@ def run() -> dict[str, float]:
     import torch
 
     import learn
+    from featurize.configs.dimensions import own_space
+    from featurize.configs.draws import sample_range
     from featurize.nets.vision import mend_torchvision
-    from learn.estimation.fast_estimates import sampled_configs
 
     mend_torchvision()
     threads = torch.get_num_threads()
@@ -48,7 +49,7 @@ def run() -> dict[str, float]:
     try:
         figures: dict[str, float] = {}
         for family in FAMILIES:
-            configs = sampled_configs(IN_BATCH, seed=2, families=(family,))
+            configs = list(sample_range(own_space(family), 2, 0, IN_BATCH))
             learn.estimate_many(configs[:2], device=DEVICE, method="fast")
             rounds = []
             for _ in range(ROUNDS):

@@ -1,9 +1,11 @@
 """`farm.doctor repair=true`: damaged files go aside with the reason, lost runs run again, nothing is deleted."""
 
 import dataclasses
+import errno
 import json
 import os
 
+import pyarrow.parquet as pq
 import pytest
 from test_dispatch import submit, work
 from test_lost_queue import submit_mixed
@@ -13,7 +15,9 @@ from conf.errors import EnvironmentProblem
 from farm import doctor
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
+from farm.status import presence_of
 from tests.warehouse.warehouse_rows import ask, flip
+from warehouse.files import plain_file
 from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import write_sealed
@@ -167,6 +171,48 @@ def test_the_old_samples_of_a_job_of_several_families_go_with_their_lost_runs(fo
     assert not list(folder.partition("telemetry", "mlp").glob("merged-*.parquet"))
     assert again(folder, queue) == list(range(N))
     assert is_well(folder, queue)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("part", ["runs", "compactions"])
+def test_what_cannot_be_opened_for_a_moment_is_neither_moved_nor_measured_again(ran, queue, monkeypatch, code, part):
+    merge(ran)
+    failures = []
+
+    def fail(opened, really_open=plain_file.open_plain):
+        if part in opened.parts and not failures:
+            failures.append(opened)
+            raise OSError(code, os.strerror(code), str(opened))
+        return really_open(opened)
+
+    monkeypatch.setattr(plain_file, "open_plain", fail)
+    try:
+        report = repair(ran)
+    except OSError as error:
+        assert error.errno == code
+    else:
+        assert report.moved == {} and report.queued == {}
+    assert failures
+    assert is_well(ran, queue)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_runs_of_a_merged_file_that_cannot_be_read_now_are_not_taken_for_missing(ran, queue, monkeypatch, code, capsys):
+    merge(ran)
+    path = one(ran, "runs")
+    with monkeypatch.context() as failing:
+
+        def fail(source, *arguments, really=pq.ParquetFile, **options):
+            if source == path:
+                raise OSError(code, os.strerror(code))
+            return really(source, *arguments, **options)
+
+        failing.setattr(pq, "ParquetFile", fail)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            compare(ran)
+        assert presence_of(ran).gone == {}
+        assert capsys.readouterr().err.count("\n") == 1
+    assert is_well(ran, queue)
 
 
 @pytest.mark.parametrize("kind", ["runs", "telemetry"])

@@ -15,8 +15,8 @@ from learn_rows import write_batch
 
 from conf.cli import command_line as cli
 from featurize.families import mlp
+from learn import build_defaults
 from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
-from learn.estimation import fast_estimates
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
@@ -67,7 +67,7 @@ def place(tmp_path_factory):
 @pytest.fixture
 def quick(monkeypatch):
     """A build of seconds: fewer trees and configurations, and without the project's own data set."""
-    monkeypatch.setattr(fast_estimates, "CASES", 60)
+    monkeypatch.setattr(build_defaults, "CASES", 60)
     monkeypatch.setattr(dataset, "repository_folder", lambda: ROOT / "nowhere")
     monkeypatch.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=10))
 
@@ -159,13 +159,13 @@ def test_a_folder_without_the_files_is_told_where_they_are_and_may_have_any_name
 
 
 def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_the_packaged_ones(tmp_path, monkeypatch):
-    def fitted(folder, models, *, seed, data, **_):
+    def fitted(folder, models, seed, data, _progress):
         asked.append((models, seed, data))
         folder.mkdir(parents=True)
         (folder / "model.txt").touch()
 
     asked = []
-    monkeypatch.setattr(fast_estimates, "fit_config_models", fitted)
+    monkeypatch.setattr(build_defaults, "fit_fast", fitted)
     assert run(f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
     packaged = {target: default_artifact(target).estimator for target in TARGETS}
     assert asked == [(packaged, 3, str(tmp_path / "data"))]
@@ -173,11 +173,11 @@ def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_th
 
 
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
-    def large(folder, _models, **_):
+    def large(folder, *_):
         folder.mkdir(parents=True)
         (folder / "model.txt").write_bytes(b"0" * (11 * 2**20))
 
-    monkeypatch.setattr(fast_estimates, "fit_config_models", large)
+    monkeypatch.setattr(build_defaults, "fit_fast", large)
     with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that are packaged"):
         build(BuildSettings(out=str(tmp_path / "models")), print)
     assert not list(tmp_path.iterdir())

@@ -1,23 +1,17 @@
 """The models of `method=fast`: what they are fitted to, and that a folder of one's own brings others."""
 
 import json
+from collections import Counter
 
 import pytest
 from learn_rows import make_configs, write_batch
 
 from featurize.families import mlp
-from learn import estimate, estimate_many
+from featurize.job.training_settings import PRECISIONS
+from learn import build_defaults, estimate, estimate_many
+from learn.build_defaults import DEVICES, FAMILIES, _without_input, fit_fast
 from learn.commands.fit import FitSettings, fit
-from learn.estimation.fast_estimates import (
-    BOUND,
-    DEVICES,
-    FAMILIES,
-    FAST_LOOPS,
-    _without_input,
-    fit_config_models,
-    sampled_cases,
-    sampled_configs,
-)
+from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.fitting.artifacts import default_artifact
 from learn.job.training_job import of_configs
 from learn.rows.step_store import compute
@@ -25,17 +19,18 @@ from learn.rows.step_store import compute
 CONFIG = mlp.Config(batch_size=64, input_size=300, classes=4, depth=2)
 
 
-def test_sampled_configurations_depend_on_the_seed_and_their_place_alone():
-    first = sampled_configs(12, seed=3)
-    assert first == sampled_configs(30, seed=3)[:12] and first != sampled_configs(12, seed=4)
-    assert {config.family for config in first} == set(FAMILIES)
-    cases = sampled_cases(400, seed=3)
-    assert {case.device for case in cases} == set(DEVICES)
-    assert sum(case.device == "A100-SXM4-40GB" for case in cases) > 150
+def test_drawn_cases_depend_on_the_seed_alone_and_are_of_all_families_and_gpu_models():
+    cases = build_defaults.drawn_cases(400, seed=3)
+    assert cases == build_defaults.drawn_cases(400, seed=3) != build_defaults.drawn_cases(400, seed=4)
+    assert Counter(case.family for case in cases) == dict.fromkeys(FAMILIES, len(cases) // 3)
+    assert {case.device for case in cases} == set(DEVICES) and all(case.training_loop for case in cases)
+    assert sum(case.device == "A100-SXM4-40GB" for case in cases) == len(cases) / 2
+    assert {case.config.precision for case in cases} == set(PRECISIONS)
+    assert any(case.config.batch_size == 1 for case in cases), "wider than a published sweep"
 
 
 def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
-    configs = sampled_configs(3, seed=5)
+    configs = [CONFIG, *make_configs(2)]
     apart, looped = (
         [compute(case).values for case in of_configs(configs, training_loop=loop)] for loop in (False, True)
     )
@@ -48,7 +43,8 @@ def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
 def test_a_fit_is_one_artifact_a_target(tmp_path, monkeypatch):
     folder = tmp_path / "a'; echo foo" / "fast"
     packaged = {target: default_artifact(target).estimator for target in ("memory", "smact", "smocc")}
-    fit_config_models(folder, packaged, cases=60, seed=1, data=tmp_path / "data", workers=0)
+    monkeypatch.setattr(build_defaults, "CASES", 60)
+    fit_fast(folder, packaged, 1, tmp_path / "data", lambda *_: None)
     assert {path.name for path in folder.iterdir()} == {*FAST_LOOPS, BOUND}
     for name, loop in {**FAST_LOOPS, BOUND: FAST_LOOPS["memory"]}.items():
         meta = json.loads((folder / name / "meta.json").read_text())

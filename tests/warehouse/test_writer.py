@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
-from warehouse.files.counting import merged_file_with
+from warehouse.files import plain_file
+from warehouse.files.counting import counting_merged_names
 from warehouse.files.folder import DataFolder
-from warehouse.files.merged import Listing, listing_file, new_merged_name
+from warehouse.files.merged import Listing, land_merged, listing_file, new_merged_name
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
@@ -215,14 +216,57 @@ def test_a_run_lands_though_a_file_that_does_not_count_claims_to_hold_it(folder,
     assert ask(folder, "SELECT run_id FROM runs ORDER BY 1") == [("J-000000",), ("J-000003",)]
 
 
-def test_a_merged_file_that_could_not_be_opened_once_is_looked_at_again(folder, monkeypatch):
-    RunWriter(folder).write(run_row(0), samples())
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("reader", ["read_metadata", "ParquetFile"])
+def test_a_run_does_not_land_while_a_merged_file_that_may_hold_it_cannot_be_read(folder, monkeypatch, code, reader):
+    writer = RunWriter(folder)
+    writer.write(run_row(0), samples())
     path = plant(folder, new_merged_name())
     with monkeypatch.context() as failing:
 
         def fail(*_arguments, **_options):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise OSError(code, os.strerror(code))
 
-        failing.setattr(pq, "read_metadata", fail)
-        assert merged_file_with(folder, "cnn", "J-000003") is None
-    assert merged_file_with(folder, "cnn", "J-000003") == path
+        failing.setattr(pq, reader, fail)
+        for land in (writer.write, lambda run, _: writer.has_landed("cnn", run["run_id"])):
+            with pytest.raises(OSError, match=os.strerror(code)):
+                land(run_row(3), samples())
+    assert writer.write(run_row(3), samples()) == path
+    assert ask(folder, "SELECT run_id FROM runs ORDER BY 1") == [("J-000000",), ("J-000003",)]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_a_run_does_not_land_while_a_listing_cannot_be_read(folder, monkeypatch, code):
+    writer = RunWriter(folder)
+    writer.write(run_row(0), samples())
+    path = plant(folder, new_merged_name())  # which does not say itself what it replaces
+    with monkeypatch.context() as failing:
+
+        def fail(opened, really_open=plain_file.open_plain):
+            if "compactions" in opened.parts:
+                raise OSError(code, os.strerror(code), str(opened))
+            return really_open(opened)
+
+        failing.setattr(plain_file, "open_plain", fail)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            writer.write(run_row(3), samples())
+    assert writer.write(run_row(3), samples()) == path
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_a_torn_listing_is_recovered_although_its_merged_file_could_not_be_opened_once(folder, monkeypatch, code):
+    RunWriter(folder).write(run_row(0), samples())
+    target = folder.partition("runs", "cnn") / new_merged_name()
+    land_merged(folder, "runs", target, pa.Table.from_pylist([run_row(3, run_id="J-000003")], RUN_SCHEMA), (), 1.0)
+    listing_file(folder, "runs", target.name).write_bytes(b"torn")
+    with monkeypatch.context() as failing:
+
+        def fail(opened, really_open=plain_file.open_plain):
+            if opened == target:
+                raise OSError(code, os.strerror(code), str(opened))
+            return really_open(opened)
+
+        failing.setattr(plain_file, "open_plain", fail)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            counting_merged_names(folder, "runs")
+    assert counting_merged_names(folder, "runs") == {f"family=cnn/{target.name}"}

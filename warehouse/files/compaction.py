@@ -57,11 +57,10 @@ from warehouse.files.merged import (
     is_merged_name,
     land_merged,
     listing_file,
-    names_in,
     new_merged_name,
     read_listings,
 )
-from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, open_binary, open_lock
+from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, names_in, open_binary, open_lock
 from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.schema import KINDS, MERGED_PREFIX, OF_RUNS, TABLES
 

@@ -42,11 +42,10 @@ from warehouse.files.merged import (
     is_own_merge,
     is_whole_listing,
     listing_file,
-    names_in,
     read_listings,
     sources_of,
 )
-from warehouse.files.plain_file import file_key, plain, remember, remember_by
+from warehouse.files.plain_file import file_key, is_out_of_descriptors, names_in, plain, remember, remember_by
 from warehouse.tables.schema import KINDS
 
 if TYPE_CHECKING:
@@ -87,15 +86,21 @@ def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None
 
 
 def counting_merged_names(folder: DataFolder, kind: str) -> frozenset[str]:
-    """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact."""
+    """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact.
+
+    Raises `OSError` where a file cannot be read now: whoever writes or merges runs would take it for one that is gone.
+    """
     root = folder.root / kind
     listings = [listing for listing in _find_believed(folder, kind)[0] if (root / listing.merged).exists()]
-    whole = Judgement.of(listing for listing in listings if not _is_damaged(root / listing.merged))
+    whole = Judgement.of(listing for listing in listings if _merged_damage(root / listing.merged) is None)
     return frozenset(whole.listed) - whole.hidden
 
 
 def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | None:
-    """Return the merged file that counts and holds a run, or None. Unreadable files hold no runs."""
+    """Return the merged file that counts and holds a run, or None. Damaged files hold no runs.
+
+    Raises `OSError` where a file cannot be read now, which is known neither to hold the run nor not to.
+    """
     partition = folder.partition("runs", family)
     while True:
         listings = names_in(folder.listings("runs"))  # few, while the partition may hold 100,000 small files
@@ -144,20 +149,20 @@ def refuse_lost(folder: DataFolder, kinds: Sequence[str] = KINDS) -> None:
 
 def is_damaged_merged(path: Path) -> bool:
     """Return whether a file is an unusable merged one, and report it on stderr, once while it stays the same."""
-    reason = _merged_damage(path) if is_merged_name(path.name) else None
+    reason = damage.damage_now(lambda: _merged_damage(path)) if is_merged_name(path.name) else None
     if reason is not None:
         damage.report([DamagedFile(path, reason)])
     return reason is not None
 
 
 def _is_damaged(path: Path) -> bool:
-    return _merged_damage(path) is not None
+    return damage.damage_now(lambda: _merged_damage(path)) is not None
 
 
 def _merged_damage(path: Path) -> str | None:
     """Return why a merged file cannot be used: no Parquet file, or columns of other types; None if it can, or is gone.
 
-    Only the footer is read, once while the file stays the same.
+    Only the footer is read, once while the file stays the same. Raises `OSError` where it cannot be read now.
     """
     try:
         return remember(path, lambda: damage.damage_of(path), "damage")
@@ -168,11 +173,14 @@ def _merged_damage(path: Path) -> str | None:
 def _find_believed(folder: DataFolder, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
     """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
 
-    Their content is read once while they stay the same. What they hide is judged again, as files come and go.
+    Their content is read once while they stay the same. What they hide is judged again, as files come and go. Raises
+    `OSError` where a listing and its merged file cannot be read now.
     """
     lost: list[DamagedListing] = []
 
     def on_damage(damaged: DamagedListing) -> None:
+        if damaged.error is not None:
+            raise damaged.error
         if damaged.merged is not None:
             lost.append(damaged)
         else:
@@ -269,7 +277,7 @@ def _is_held(path: Path, merged: Path, merged_key: Hashable) -> bool:
         ids = _ids(path)  # none where it has no rows
         if None in ids:  # which `held_ids` leaves out
             return ids <= _ids(merged)
-        return len(held_ids(merged.parent, [merged.name], ids, strict=True)) == len(ids)
+        return len(held_ids(merged.parent, [merged.name], ids)) == len(ids)
 
     try:
         return remember_by(("held", merged_key, file_key(path)), compare)
@@ -356,24 +364,23 @@ def _partition_plan(
     if merged:  # where a run's own file and a merged one exist, the merged one came first
         held = held_ids(partition, merged, (name.removesuffix(".parquet") for name in unmerged))
         unmerged = [name for name in unmerged if name.removesuffix(".parquet") not in held]
-    key = ("doubled", *(file_key(partition / name) for name in merged))
-    try:
-        doubled = remember_by(key, lambda: _find_doubled(partition, merged, strict=True))
-    except _UNREADABLE:  # perhaps readable at the next look, so this one is not kept
-        doubled = _find_doubled(partition, merged, strict=False)
+    doubled: Mapping[str, frozenset[str]] = {}
+    if len(merged) > 1:
+        key = ("doubled", *(file_key(partition / name) for name in merged))
+        doubled = remember_by(key, lambda: _find_doubled(partition, merged))
     for name in (*unmerged, *merged):
         yield f"{partition.name}/{name}", doubled.get(name, frozenset())
 
 
-def _find_doubled(partition: Path, merged: Sequence[str], strict: bool) -> dict[str, frozenset[str]]:
+def _find_doubled(partition: Path, merged: Sequence[str]) -> dict[str, frozenset[str]]:
     """Return, for each merged file, its runs that an earlier merged file holds. Statistics rule out most pairs."""
     doubled: dict[str, frozenset[str]] = {}
-    ranges = {name: id_ranges(partition / name, strict) for name in merged}
+    ranges = {name: id_ranges(partition / name) for name in merged}
     for order, name in enumerate(merged):
         earlier = [entry for other in merged[:order] for entry in ranges[other]]
         for group, (least, most) in enumerate(ranges[name]):
             if any(low <= most and least <= high for low, high in earlier):
-                ids = held_ids(partition, merged[:order], group_ids(partition / name, group, strict), strict=strict)
+                ids = held_ids(partition, merged[:order], group_ids(partition / name, group))
                 doubled[name] = doubled.get(name, frozenset()) | ids
     return {name: ids for name, ids in doubled.items() if ids}
 
@@ -386,7 +393,10 @@ class Unreadable(Exception):
 
 
 def run_ids_of(path: Path) -> set[str]:
-    """Return the run_ids of an intact file. Raises `Unreadable`, or `FileNotFoundError` if there is none."""
+    """Return the run_ids of an intact file.
+
+    Raises `Unreadable`, `FileNotFoundError` if there is none, `OSError` where too many files are open.
+    """
     try:
         problem = checksum_problem(path)
         if problem is not None:
@@ -395,6 +405,8 @@ def run_ids_of(path: Path) -> set[str]:
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:
+        if is_out_of_descriptors(error):
+            raise
         raise Unreadable(first_line(error)) from error
 
 

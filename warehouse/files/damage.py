@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from conf.files.outputs import sync, write_file
 from conf.plain_text import escaped_glob, first_line, one_line, sql_text
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, frame_problem, verify
-from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, open_binary
+from warehouse.files.plain_file import NoPlainFile, identity, is_out_of_descriptors, is_passing, open_binary
 from warehouse.tables.schema import KINDS, TABLES
 
 _BATCH_ROWS = 64 * 2**10
@@ -53,7 +53,7 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
     """Return why a Parquet file of the folder cannot be read, None if it can be.
 
     Size, magic, footer and column types are checked, which takes well under a millisecond for a run's file. With
-    `pages`, every page is decoded too. Raises `FileNotFoundError` for a file that does not exist.
+    `pages`, every page is decoded too. Raises `OSError` for a file that does not exist or cannot be read now.
     """
     try:
         with open_binary(path) as file:
@@ -61,7 +61,7 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
         if reason is not None:
             return reason
         with pq.ParquetFile(path) as file:
-            reason = _schema_damage(path, file.schema_arrow)
+            reason = _schema_damage(path, file.schema_arrow) or None
             if reason is None and pages:
                 for _ in file.iter_batches(_BATCH_ROWS):
                     pass
@@ -69,6 +69,21 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:  # Arrow raises all three for garbage
+        if is_passing(error):
+            raise
+        return first_line(error)
+
+
+def damage_now(judge: Callable[[], str | None]) -> str | None:
+    """Return the damage that `judge` finds, or the disk's error, which may be gone at the next look.
+
+    Raises `FileNotFoundError` as `judge` does, and `OSError` where too many files are open.
+    """
+    try:
+        return judge()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
         if is_out_of_descriptors(error):
             raise
         return first_line(error)
@@ -112,7 +127,7 @@ def find_damaged(
 
     def check(path: Path) -> DamagedFile | None:
         try:
-            reason = damage_of(path, pages=pages) if judge is None else judge(path)
+            reason = damage_now(lambda: damage_of(path, pages=pages) if judge is None else judge(path))
         except FileNotFoundError:
             return None
         return None if reason is None else DamagedFile(path, reason)
@@ -148,21 +163,22 @@ def warn_once(path: Path, line: str, about: str | None = None) -> None:
     print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
 
 
-def _schema_damage(path: Path, schema: pa.Schema) -> str | None:
-    """Return why the schema does not fit: it would change the types of a view, or give it rows without an id."""
+def _schema_damage(path: Path, schema: pa.Schema) -> str:
+    """Return why the schema does not fit: a view cannot read it, or would have rows without an id; empty if it does."""
     parent, above = path.parent.name, path.parent.parent.name
     kind = above if parent.startswith("family=") or above == "compactions" else parent
-    if kind not in _NEEDED:
-        return None
+    return "; ".join(column_problems(kind, schema)) if kind in _NEEDED else ""
+
+
+def column_problems(kind: str, schema: pa.Schema) -> list[str]:
+    """Return why a file of these columns cannot be read as rows of a table, or as a listing (`compactions`)."""
     needed, known = _NEEDED[kind]
-    if needed not in schema.names:
-        return f"it has no column {needed}"
-    wrong = [
+    missing = [] if needed in schema.names else [f"it has no column {needed}"]
+    return missing + [
         f"{field.name} is {field.type}, not {known.field(field.name).type}"
         for field in schema
         if field.name in known.names and not _fits(field.type, known.field(field.name).type)
     ]
-    return "; ".join(wrong) or None
 
 
 def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.outputs import DATA_FORMAT, MARKER_BYTES, OWN_FILES, OWN_FOLDERS, read_json, write_file
-from warehouse.files.plain_file import open_binary
+from warehouse.files.plain_file import names_in, open_binary
 from warehouse.tables.schema import JOB_SCHEMA, KINDS, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
@@ -189,8 +189,8 @@ class DataFolder:
     def families(self, kind: str) -> list[str]:
         """Return the families that have a partition."""
         prefix = "family="
-        names = [path.name.removeprefix(prefix) for path in (self.root / kind).glob(prefix + "*")]
-        return sorted(name for name in names if name != _ANCHOR_FAMILY)
+        families = [name.removeprefix(prefix) for name in names_in(self.root / kind) if name.startswith(prefix)]
+        return [family for family in families if family != _ANCHOR_FAMILY]
 
     def write_anchors(self) -> None:
         """Write the missing files without rows, so that every glob of the views matches a file."""

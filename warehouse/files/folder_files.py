@@ -69,7 +69,7 @@ class FolderFiles(AbstractFileSystem):
         self._whole: dict[str, tuple[int, ...]] = {}  # verified, page by page
         # Counts, as several cursors may be at work: each compares what there was before its query and after.
         self.failures = 0
-        self.failure: CommandError | None = None  # the last one
+        self.failure: CommandError | OSError | None = None  # the last one
         self.lost = 0
         self.unpinned = 0  # queries that open files by name
         self.opened: set[Path] = set()
@@ -111,7 +111,7 @@ class FolderFiles(AbstractFileSystem):
             if path == files_of(kind):
                 try:
                     return self._plan(kind)
-                except CommandError as error:
+                except (CommandError, OSError) as error:
                     self.failure = error
                     self.failures += 1
                     raise

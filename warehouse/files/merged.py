@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,7 +35,15 @@ from warehouse.files.folder import (
     write_parquet,
     write_sealed,
 )
-from warehouse.files.plain_file import file_key, forget_all, plain, remember, remember_by
+from warehouse.files.plain_file import (
+    file_key,
+    forget_all,
+    is_passing,
+    names_in,
+    plain,
+    remember,
+    remember_by,
+)
 from warehouse.tables.schema import MERGED_PREFIX
 
 SOURCES = b"gpufarm_sources"  # in a merged file's metadata: the files whose rows it has, as JSON
@@ -43,7 +52,9 @@ _PUBLISHED_AT = b"gpufarm_published_at"
 _CHECKSUM = b"gpufarm_merged_checksum"
 _ROWS = b"gpufarm_merged_rows"
 PARTITION = "family="
+T = TypeVar("T")
 _REMEMBERED_IDS = 3_200_000  # some 100 bytes each
+_range_memory: dict[Hashable, list[tuple[str, str]]] = {}
 _group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups, of which a compaction writes 100,000 into each
 
 
@@ -189,6 +200,7 @@ class DamagedListing(DamagedFile):
     """A listing that can be read neither itself nor from its merged file."""
 
     merged: Path | None = None  # the merged file of its name, if it exists and cannot replace the listing
+    error: OSError | None = None  # of reading one of them, which may pass
 
     def line(self) -> str:
         """Return the file and the reason as commands print them."""
@@ -224,7 +236,8 @@ def read_listings(folder: DataFolder, kind: str, on_damage: OnDamage | None = No
 def recover_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None:
     """Return the content of a damaged listing, from its merged file; None if that is damaged, or too old to hold it.
 
-    A listing is written whole, so a damaged one was there: its merged file counted.
+    A listing is written whole, so a damaged one was there: its merged file counted. Raises `OSError` where the merged
+    file cannot be read now.
     """
     candidates = _merged_files_named(folder, kind, file.name)
     if len(candidates) != 1:
@@ -241,7 +254,9 @@ def recover_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None
             checksum=recorded_checksum(path),
             rows=pq.read_metadata(path).num_rows,
         )
-    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError):
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
+        if is_passing(error):
+            raise
         return None
 
 
@@ -254,38 +269,31 @@ def is_whole_listing(file: Path) -> bool:
     return isinstance(content, Listing) and _lists_own_name(content)
 
 
-def names_in(path: Path) -> list[str]:
-    """Return the names in a folder, sorted; none where there is no folder."""
-    try:
-        return sorted(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing:
     """Return the listing, from its merged file if need be, or the damage. Raises `FileNotFoundError`."""
     if not has_own_name(path):
         return DamagedListing(path, "compaction creates no file of this name")
+    passing = None
     try:
         content = remember(path, lambda: _content(path), "listing")
     except FileNotFoundError:
         raise
-    except OSError as error:  # an error of the disk: it may be gone at the next look
-        content = first_line(error)
+    except OSError as error:
+        content, passing = first_line(error), error
     if isinstance(content, Listing):
         if _lists_own_name(content):
             return content
         return DamagedListing(path, f"it names {content.merged!r} instead of the merged file with its own name")
     merged = _merged_files_named(folder, kind, path.name)
     if not merged:
-        return DamagedListing(path, content)
+        return DamagedListing(path, content, error=passing)
     try:
         key = ("recovered", content, *map(file_key, merged))
         recovered = remember_by(key, lambda: recover_listing(folder, kind, path))
-    except OSError:  # a link to nothing, or gone since
-        recovered = None
+    except OSError as error:  # also of a link to nothing, or one that is gone since
+        recovered, passing = None, error if is_passing(error) else passing
     if recovered is None:
-        return DamagedListing(path, content, merged[0])
+        return DamagedListing(path, content, merged[0], passing)
     warn_once(path, f"{path}: this listing is damaged ({content}): reading its content from {merged[0]}")
     return recovered
 
@@ -312,24 +320,24 @@ def _merged_files_named(folder: DataFolder, kind: str, name: str) -> list[Path]:
     return [path for path in paths if os.path.lexists(path)]
 
 
-def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str], *, strict: bool = False) -> set[str]:
+def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
     """Return those of `run_ids` that one of the partition's merged files holds, by their names.
 
-    Content is read only of row groups whose statistics do not rule the runs out. What cannot be read holds nothing, as
-    it is reported elsewhere; with `strict`, for results that are kept, the error is raised.
+    Content is read only of row groups whose statistics do not rule the runs out. A file that is gone holds nothing, nor
+    does what is damaged, which is reported elsewhere. Raises `OSError` where a file cannot be read now.
     """
     left = sorted(run_id for run_id in run_ids if run_id is not None)  # a damaged file may have nulls
     held: set[str] = set()
-    for name in merged:
-        for group, (least, most) in enumerate(id_ranges(partition / name, strict)):
+    for name in merged if left else ():
+        for group, (least, most) in enumerate(id_ranges(partition / name)):
             within = left[bisect.bisect_left(left, least) : bisect.bisect_right(left, most)]
             if within:
-                held |= group_ids(partition / name, group, strict).intersection(within)
+                held |= group_ids(partition / name, group).intersection(within)
     return held
 
 
-def id_ranges(path: Path, strict: bool = False) -> list[tuple[str, str]]:
-    """Return (least, greatest) run_id of each row group; none for an unreadable file, or its error with `strict`."""
+def id_ranges(path: Path) -> list[tuple[str, str]]:
+    """Return (least, greatest) run_id of each row group; none where `held_ids` says that nothing is held."""
 
     def read() -> list[tuple[str, str]]:
         metadata = pq.read_metadata(plain(path))
@@ -341,24 +349,31 @@ def id_ranges(path: Path, strict: bool = False) -> list[tuple[str, str]]:
             ranges.append((statistics.min, statistics.max) if known else ("", "\U0010ffff"))
         return ranges
 
-    try:
-        return remember(path, read, "ranges")
-    except (pa.ArrowException, OSError, ValueError):
-        if strict:
-            raise
-        return []
+    return _remember_intact(path, read, "ranges", [], _range_memory)
 
 
-def group_ids(path: Path, group: int, strict: bool = False) -> frozenset[str]:
+def group_ids(path: Path, group: int) -> frozenset[str]:
     def read() -> frozenset[str]:
         if sum(map(len, list(_group_memory.values()))) > _REMEMBERED_IDS:
             forget_all(_group_memory)
         file = pq.ParquetFile(plain(path), read_dictionary=["run_id"])
         return frozenset(file.read_row_group(group, columns=["run_id"]).column("run_id").unique().to_pylist())
 
+    return _remember_intact(path, read, group, frozenset(), _group_memory)
+
+
+def _remember_intact(path: Path, read: Callable[[], T], part: Hashable, nothing: T, memory: dict[Hashable, Any]) -> T:
+    """Return what `remember` returns; `nothing` for a file that is gone or damaged. Raises `OSError` with its path."""
+
+    def read_intact() -> T:
+        try:
+            return read()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, OSError) and is_passing(error):
+                raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+            return nothing
+
     try:
-        return remember(path, read, group, _group_memory)
-    except (pa.ArrowException, OSError):
-        if strict:
-            raise
-        return frozenset()
+        return remember(path, read_intact, part, memory)
+    except FileNotFoundError:
+        return nothing

@@ -25,6 +25,7 @@ from conf.errors import EnvironmentProblem
 
 # Not of the file, but of this process or computer.
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_OF_THE_NAME = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # of a link to itself, a socket, a device that is gone
 T = TypeVar("T")
 _MOST = 4096
 _memory: dict[Hashable, Any] = {}
@@ -48,6 +49,10 @@ def open_plain(path: Path) -> int:
         if os.path.islink(path):
             raise NoPlainFile("it is a link to a file that does not exist") from error
         raise
+    except OSError as error:
+        if error.errno in _OF_THE_NAME:
+            raise NoPlainFile(f"it is not a plain file: {error.strerror}") from error
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise NoPlainFile("it is not a plain file")
@@ -68,6 +73,19 @@ def open_binary(path: Path) -> BinaryIO:
 def is_out_of_descriptors(error: BaseException) -> bool:
     """Return whether an error means that too many files are open, and so nothing about the file itself."""
     return isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS
+
+
+def is_passing(error: BaseException) -> bool:
+    """Return whether an error is of this machine or its disk: it tells nothing of what a file holds, and may pass."""
+    return isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
+
+
+def names_in(path: Path) -> list[str]:
+    """Return the names in a folder, sorted; none where there is no folder. Raises `OSError` where it cannot be read."""
+    try:
+        return sorted(os.listdir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def identity(path: Path) -> tuple[int, ...] | None:

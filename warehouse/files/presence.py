@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import is_merged_name
-from warehouse.files.plain_file import plain, queue_copy
+from warehouse.files.plain_file import is_passing, plain, queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
 _FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no queue has run
@@ -67,7 +67,8 @@ class Presence:
 def compare(folder: DataFolder) -> Presence:
     """Compare the queue with the files that count. A missing queue knows no tasks.
 
-    While a dispatcher runs, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue.
+    While a dispatcher runs, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue, `OSError`
+    where a merged file cannot be read now.
     """
     # Before the files: a task is done only after its run is durable.
     finished = queue_tasks(folder, "= 'done'")
@@ -82,7 +83,8 @@ def compare(folder: DataFolder) -> Presence:
 def landed_tasks(folder: DataFolder, families: set[str] | None = None) -> dict[str, np.ndarray]:
     """Return the tasks whose runs are in files that count, by job; only those of `families` if given.
 
-    File names decide, so damaged files count. Unreadable merged files hold no runs.
+    File names decide, so damaged files count; damaged merged files hold no runs. Raises `OSError` where a merged file
+    cannot be read now.
     """
     indexes: dict[str, list[np.ndarray]] = {}
     for family in folder.families("runs"):
@@ -141,13 +143,17 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 
 
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:
-    """Return the tasks of a merged file's runs; none of one that cannot be read. `FileNotFoundError` where it is
-    gone."""
+    """Return the tasks of a merged file's runs; none of a damaged one.
+
+    Raises `FileNotFoundError` where it is gone, another `OSError` where it cannot be read now.
+    """
     try:
         return _tasks_read_from(path)
     except FileNotFoundError:
         raise
-    except (pa.ArrowException, OSError, ValueError):
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if is_passing(error):
+            raise
         return {}
 
 

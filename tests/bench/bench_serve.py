@@ -4,8 +4,8 @@ Start reading at `main`. Requests are sent at fixed times whether or not earlier
 from those times, so that a slow service is not asked less. Every answer is compared with the library's own. Jobs are
 asked with `method=fast`: what is measured is the service, and no trace.
 
-  python infra/load_test.py rate=800 seconds=20              half of the jobs new, half asked before
-  python infra/load_test.py rate=800 seconds=20 kill=true    a process that answers is killed halfway
+  python -m tests.bench.bench_serve rate=800 seconds=20              half of the jobs new, half asked before
+  python -m tests.bench.bench_serve rate=800 seconds=20 kill=true    a process that answers is killed halfway
 """
 
 from __future__ import annotations
@@ -124,13 +124,16 @@ def _wrong(questions: Sequence[dict[str, Any]], answers: dict[int, bytes]) -> in
 
 def questions_of(n: int, seed: int) -> list[dict[str, Any]]:
     """Return questions, half of them asked before, of three families on two GPU models."""
-    from learn.estimation.fast_estimates import sampled_configs
+    from featurize.configs.dimensions import own_space
+    from featurize.configs.draws import sample_range
 
     draw = random.Random(seed)
     new = [
         {"config": config.to_mapping(), "device": draw.choice(_DEVICES), "method": "fast"}
-        for config in sampled_configs(n // 2, seed)
+        for family in ("cnn", "mlp", "transformer")
+        for config in sample_range(own_space(family), seed, 0, -(-n // 6))
     ]
+    draw.shuffle(new)
     questions: list[dict[str, Any]] = []
     for question in new:
         questions += [question, draw.choice(questions or [question])]
