@@ -24,7 +24,7 @@ _CLOSE_TIMEOUT_S = 15.0
 _PART_BYTES = 1 << 16
 
 
-class ServerLost(RuntimeError):
+class ServerLost(EnvironmentProblem):
     """The server died or did not answer. The child is not at fault."""
 
 
@@ -120,7 +120,7 @@ class ChildServer:
         if self._hello is None:
             message = self._answer(self._control, _START_TIMEOUT_S)
             if "problem" in message:
-                raise _not_run(message["problem"])
+                raise EnvironmentProblem(f"no child process can be run: {message['problem']}")
             self._hello = message["hello"]
         return self._hello
 
@@ -265,10 +265,8 @@ class ChildRunner:
         self._server = local_server("", self._environment, folder_base=tempfile.gettempdir())
         try:
             self.folder = Path(self._server.hello()["folder"])
-        except BaseException as error:
+        except BaseException:
             self._server.close()
-            if isinstance(error, ServerLost):
-                raise _not_run(error) from error
             raise
         return self
 
@@ -278,7 +276,7 @@ class ChildRunner:
     def run(
         self, program: Sequence[str], *, time_limit_s: float, memory_limit_bytes: float, shows_output: bool = False
     ) -> Ended:
-        """Run a program and end all that it started.
+        """Run a program and end all that it started. Raises `ServerLost`.
 
         Args:
             program: The path of a Python file, and its arguments.
@@ -286,17 +284,14 @@ class ChildRunner:
             memory_limit_bytes: Memory of all of its processes beyond which they are ended.
             shows_output: Whether its output goes to standard error, rather than into the result.
         """
-        try:
-            child = self._server.start(
-                "conf.children.keeper:run_program",
-                list(program),
-                time_limit_s=time_limit_s,
-                memory_limit_bytes=memory_limit_bytes,
-                keeps_output=not shows_output,
-            )
-            return child.wait()
-        except ServerLost as error:
-            raise _not_run(error) from error
+        child = self._server.start(
+            "conf.children.keeper:run_program",
+            list(program),
+            time_limit_s=time_limit_s,
+            memory_limit_bytes=memory_limit_bytes,
+            keeps_output=not shows_output,
+        )
+        return child.wait()
 
 
 def local_server(
@@ -315,7 +310,3 @@ def local_server(
         python: Runs it.
     """
     return ChildServer([python, str(_FILE), prepare, folder_base], environment)
-
-
-def _not_run(why: object) -> EnvironmentProblem:
-    return EnvironmentProblem(f"no child process can be run: {why}")

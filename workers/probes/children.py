@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ServerLost, local_server
+from conf.children.running import local_server
 from conf.cli.command_line import developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
@@ -203,7 +203,7 @@ def run_child(
                 memory_limit_bytes=memory_bytes,
             ).wait()
             rows = json_lines(rows_path)
-    except (EnvironmentProblem, ServerLost, OSError) as problem:
+    except (EnvironmentProblem, OSError) as problem:
         return [], exception_line(problem)
     if ended.code == 0:
         return rows, None if rows else "its process gave no figures"
