@@ -181,11 +181,12 @@ class _Work:
         compacted = False
         while not self.stop.requested:
             device_key = self.queue.next_device(job_id)
-            jobs = self.queue.jobs()
-            if job_ids := {job.job_id for job in jobs} - mended:
-                _mend(self.folder, self.queue, self.service)
-                mended |= job_ids
-            elif device_key is not None:
+            if device_key is not None:
+                jobs = self.queue.jobs()
+                if job_ids := {job.job_id for job in jobs} - mended:
+                    _mend(self.folder, self.queue, self.service)
+                    mended |= job_ids
+                    continue
                 jobs = [job for job in jobs if job.device == device_key and self.queue.pending(job.job_id)]
                 if jobs:  # none where all were cancelled just now
                     self.run_device(device_key, sorted(jobs, key=lambda job: job.job_id != job_id))
