@@ -247,13 +247,13 @@ class ChildServer:
 
 
 class ChildRunner:
-    """A temporary folder, and a Python program that may use it; a context manager.
+    """A temporary folder, and a Python program or a function that may use it; a context manager.
 
-    At its end, or when this process ends in whatever way, all processes that the program started are ended and the
-    folder is deleted.
+    At its end, or when this process ends in whatever way, all processes that were started are ended and the folder is
+    deleted.
 
     Args:
-        environment: The program's environment; None: this process's.
+        environment: The child's environment; None: this process's.
     """
 
     folder: Path
@@ -274,19 +274,26 @@ class ChildRunner:
         self._server.close()
 
     def run(
-        self, program: Sequence[str], *, time_limit_s: float, memory_limit_bytes: float, shows_output: bool = False
+        self,
+        arguments: Any,
+        *,
+        function: str = "conf.children.keeper:run_program",
+        time_limit_s: float,
+        memory_limit_bytes: float,
+        shows_output: bool = False,
     ) -> Ended:
-        """Run a program and end all that it started. Raises `ServerLost`.
+        """Run a program, or call a function, and end all that it started. Raises `ServerLost`.
 
         Args:
-            program: The path of a Python file, and its arguments.
+            arguments: Of a program, the path of a Python file, and its arguments; of another function, a JSON value.
+            function: `module:function`.
             time_limit_s: Seconds after which it is ended.
             memory_limit_bytes: Memory of all of its processes beyond which they are ended.
             shows_output: Whether its output goes to standard error, rather than into the result.
         """
         child = self._server.start(
-            "conf.children.keeper:run_program",
-            list(program),
+            function,
+            arguments,
             time_limit_s=time_limit_s,
             memory_limit_bytes=memory_limit_bytes,
             keeps_output=not shows_output,
