@@ -28,6 +28,7 @@ import os
 import pkgutil
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -284,13 +285,7 @@ def _delete(folder: str) -> None:
             if not os.path.islink(path):
                 with contextlib.suppress(OSError):
                     os.chmod(path, 0o700)
-    for parent, folders, files in os.walk(folder, topdown=False):
-        paths = [os.path.join(parent, name) for name in (*folders, *files)]
-        for path in paths:
-            with contextlib.suppress(OSError):
-                (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 PACKET_BYTES = 1 << 20
