@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -14,6 +13,7 @@ from conf.children import running
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
 from conf.errors import EnvironmentProblem
+from tests.surroundings import await_note
 
 GIB = 2**30
 WAIT = "import signal; signal.pause()"
@@ -73,9 +73,7 @@ def test_everything_ends_and_the_folder_goes_when_the_caller_is_killed(base, tmp
     program = tmp_path / "program.py"
     program.write_text(DAEMON + WAIT)
     with subprocess.Popen([sys.executable, "-c", CALLER, str(program), str(note)]) as caller:
-        while not note.exists() or not note.read_text():
-            assert caller.poll() is None
-            time.sleep(0.01)
+        await_note(note, caller)
         processes = psutil.Process(caller.pid).children(recursive=True)
         assert any(base.iterdir())
         caller.send_signal(number)
@@ -192,9 +190,7 @@ with ChildRunner() as child:
     {WAIT.replace("; ", chr(10) + "    ")}
 """
     caller = subprocess.Popen([sys.executable, "-c", code, str(note)])
-    while not note.exists() or not note.read_text():
-        time.sleep(0.05)
-    server, forked = (psutil.Process(int(pid)) for pid in note.read_text().split())
+    server, forked = (psutil.Process(int(pid)) for pid in await_note(note, caller).split())
     caller.kill()
     caller.wait()
     assert not psutil.wait_procs([server], timeout=30)[1]
