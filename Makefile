@@ -90,8 +90,8 @@ bench: venv
 	$(BIN)/python -m tests.bench $(if $(PUBLISHED),published=$(PUBLISHED)) $(if $(FULL),full=$(FULL))
 
 bench-serve: venv
-	$(BIN)/python infra/load_test.py $(ARGS)
-	$(BIN)/python infra/load_test.py $(ARGS) kill=true
+	$(BIN)/python -m tests.bench.bench_serve $(ARGS)
+	$(BIN)/python -m tests.bench.bench_serve $(ARGS) kill=true
 
 bench-gpu: venv
 	$(BIN)/python -m tests.bench.bench_gpu $(ARGS)

@@ -24,6 +24,16 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     return [part for item in held if isinstance(item, Tensor) for part in plain_parts(item)]
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor was given back (`resize_(0)` of its storage), so that it has no values."""
+    if type(tensor) not in _PLAIN or not tensor.numel():
+        return False
+    elements = tensor.numel()
+    if not tensor.is_contiguous():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + elements) * tensor.itemsize > tensor.untyped_storage().nbytes()
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return a rank's part of a distributed tensor; any other tensor unchanged."""
     return plain_parts(tensor)[0]

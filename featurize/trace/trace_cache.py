@@ -36,7 +36,7 @@ from conf.plain_text import one_line
 from featurize.configs.trial import code_fields, data_refusal
 from featurize.cudnn.signature import require_signature
 from featurize.device.device_spec import DeviceSpec
-from featurize.operators.tensor_parts import plain_parts
+from featurize.operators.tensor_parts import is_freed, plain_parts
 from featurize.recording.step_trace import (
     BLOCK_KINDS,
     BUCKET,
@@ -236,11 +236,14 @@ def _stamp(path: str) -> tuple[str, int, int]:
 
 
 def _content(value: Tensor) -> bytes:
-    laid_out = type(value) in (Tensor, nn.Parameter) and (value.data_ptr() or not value.numel())
-    if laid_out and value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
+    """Return a tensor's values as bytes. Raises `PicklingError` where its memory was given back."""
+    if is_freed(value):
+        raise PicklingError
+    is_laid_out = value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg())
+    if is_laid_out and type(value) in (Tensor, nn.Parameter):
         return ctypes.string_at(value.data_ptr(), value.nbytes)
-    held = value.detach().cpu()
-    return (held.float() if held.dtype in _NOT_OF_NUMPY else held).numpy().tobytes()
+    held = value.detach().cpu()  # copied below: a storage that NumPy shares can no longer be resized
+    return (held.float() if held.dtype in _NOT_OF_NUMPY else held.clone()).numpy().tobytes()
 
 
 def _attached(value: Tensor) -> Any:

@@ -78,10 +78,12 @@ def export_rows(results: Results, datasets: str | None) -> list[str]:
     try:
         return export(ExportSettings(out=datasets, data=str(results.data), source=results.kind)).lines()
     except Exception as error:  # the page is worth having without
-        wanted = {"data": str(results.data), "source": results.kind, "out": datasets}
-        keys = " ".join(f"{name}={shlex.quote(value)}" for name, value in wanted.items() if value is not None)
-        text = str(error) if isinstance(error, CommandError) else exception_line(error)
-        return [f"nothing is exported: {text}", f"python -m warehouse.export {keys}"]
+        out = "" if datasets is None else f" out={shlex.quote(datasets)}"
+        text = str(error) if isinstance(error, (CommandError, Absent)) else exception_line(error)
+        return [
+            f"nothing is exported: {text}",
+            f"python -m warehouse.export {results.data_key} source={results.kind}{out}",
+        ]
 
 
 def make_page(results: Results, datasets: str | None) -> Page:

@@ -190,7 +190,7 @@ def _key(request: Request) -> tuple[str | None, Request]:
         job.key,
         job.name,
         job.training_loop,
-        job.parallel and job.parallel.deepspeed,
+        job.parallel and job.parallel.zero.deepspeed,
         how.estimator,
         how.loop,
         how.coverage,

@@ -115,9 +115,9 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Tr
     sharing = parallel.ranks // parallel.replicas
     batch = "a batch each" if sharing == 1 else f"a batch for {sharing} ranks each"
     alike = "all ranks need the same, and the figures are those of each one"
-    if parallel.pp > 1:
+    if parallel.degrees.pp > 1:
         alike = "the figures are those of the rank that needs the most memory"
-    elif parallel.shards or parallel.zero:
+    elif parallel.shards or parallel.zero.stage:
         alike = "the figures are those of the first rank; others hold as much, or less where tensors do not divide"
     notes = [
         f"{where}, {batch} ({parallel.text()}): {alike}; throughput is of all ranks",
@@ -126,41 +126,42 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Tr
     ]
     if parallel.sharded > 1:
         notes.append("assumed: shards are made without the whole model on a GPU (from the meta device, or the host)")
-    if parallel.flat and not parallel.limit_all_gathers:
+    if parallel.flat and not parallel.fsdp.limit_all_gathers:
         notes.append(
             "assumed: without limit_all_gathers, the host runs a micro-step ahead of the GPU, which reserves memory"
         )
-    if parallel.cp > 1:
+    if parallel.degrees.cp > 1:
         notes.append(
             "assumed: inputs are divided along their second dimension before they are copied to the GPUs; positions "
             "that the model makes itself are as many as a rank's part has"
         )
-    if parallel.ep > 1:
+    if parallel.degrees.ep > 1:
         notes.append(
             "assumed: routers use all experts alike, so that each rank receives as many tokens as it sends; the bound "
             "holds nothing of experts that get more"
         )
-    if parallel.zero:
+    if parallel.zero.stage:
         notes += _notes_on_zero(parallel, training)
-    elif micro_steps > 1 and parallel.no_sync:
+    elif micro_steps > 1 and parallel.fsdp.no_sync:
         notes.append(
             "micro-steps before the last run under no_sync: each rank keeps whole gradients, also of frozen parts"
         )
     elif micro_steps > 1 and parallel.sharded > 1:
         aside = "; no_sync=true says that only the last one does" if parallel.flat else ""
         notes.append(f"assumed: each micro-step reduces its gradients{aside}")
-    elif micro_steps > 1 and parallel.ddp > 1 and parallel.pp == 1:
+    elif micro_steps > 1 and parallel.degrees.ddp > 1 and parallel.degrees.pp == 1:
         notes.append("assumed: micro-steps before the last run under no_sync")
     return notes
 
 
 def _notes_on_zero(parallel: Parallel, training: Training) -> list[str]:
-    notes = [f"assumed: DeepSpeed 0.19 runs stage {parallel.zero}, with all parameters in one group of its optimizer"]
-    if parallel.zero == 3:
+    zero = parallel.zero
+    notes = [f"assumed: DeepSpeed 0.19 runs stage {zero.stage}, with all parameters in one group of its optimizer"]
+    if zero.stage == 3:
         notes.append("assumed: the model is made in parts (deepspeed.zero.Init), and gathered as its modules run")
-    if parallel.cpu_offload or parallel.offload_param or training.offload_optimizer:
+    if zero.cpu_offload or zero.offload_param or training.offload_optimizer:
         notes.append("left out of the step time: transfers to and from the host, and what the optimizer takes there")
-    if (file := parallel.deepspeed) is not None and file.left_open:
+    if (file := zero.deepspeed) is not None and file.left_open:
         notes.append(f"auto in the DeepSpeed file, taken as its defaults or as given: {', '.join(file.left_open)}")
     return notes
 

@@ -255,7 +255,7 @@ def require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
 def _with_file(layout: Parallel | None, training: Mapping[str, Any]) -> dict[str, Any]:
     """Return training settings with those of the DeepSpeed file that a layout names. Raises `UsageError` where both say
     something else of the same setting."""
-    file = {} if layout is None or layout.deepspeed is None else layout.deepspeed.training
+    file = {} if layout is None or layout.zero.deepspeed is None else layout.zero.deepspeed.training
     if others := [name for name, value in file.items() if training.get(name, value) != value]:
         raise UsageError(
             f"the DeepSpeed file has {', '.join(f'{name}={file[name]}' for name in others)}, and the job "

@@ -1,6 +1,7 @@
 """The page of a lent GPU's results: every kind of result, what is missing, what to refit, and rows for the data set."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -29,7 +30,7 @@ from infra.offline.estimated_runs import (
     model_of,
     read_results,
 )
-from infra.offline.page import make_page, summary
+from infra.offline.page import export_rows, make_page, summary
 from infra.offline.results import Series, pack
 from learn import estimate
 from learn.estimation.notes import PIPELINE, RESIDENT
@@ -277,6 +278,11 @@ def test_an_out_of_memory_run_that_does_not_know_its_card_is_judged_by_the_descr
     full = _row({**run, "status": "oom", "device_memory_mib": None}, TRACE, estimate(CONFIGS[0], device=DEVICE))
     runs = EstimatedRuns(estimates=(*of_planted.runs.estimates, full))
     assert "'0 of 1'" in str([*run_sections.memory(replace(of_planted, runs=runs))])
+
+
+def test_a_data_folder_that_is_gone_costs_only_the_rows_for_the_data_set(of_planted, tmp_path):
+    refusal, command = export_rows(dataclasses.replace(of_planted, work=tmp_path), None)
+    assert refusal == "nothing is exported: The results have no data folder." and str(tmp_path) in command
 
 
 def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, tmp_path):

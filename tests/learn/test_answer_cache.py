@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sqlite3
+import subprocess
 import sys
 import threading
 import types
@@ -53,6 +54,28 @@ def test_no_cache_is_kept_where_it_is_off_or_the_user_has_no_home(monkeypatch):
     assert user_cache() is None
     monkeypatch.setenv("GPUFARM_CACHE", "~no-such-user/cache")
     assert user_cache() is None
+
+
+FREED = """
+import torch
+from learn import estimate
+
+small = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+small.register_buffer("part", torch.randn(4, 4)[1:])
+small.register_buffer("turned", torch.randn(4, 4).t()[1:])
+few = torch.ones(2, 4, dtype=torch.int64)
+whole = estimate(small, torch.randn(2, 8), device="A100-SXM4-40GB").peak_memory_mib
+for tensor in (*small.parameters(), *small.buffers(), few):
+    tensor.untyped_storage().resize_(0)
+print(whole == estimate(small, torch.randn(2, 8), device="A100-SXM4-40GB").peak_memory_mib)
+embedding = torch.nn.Embedding(4, 8)
+print(estimate(embedding, few, device="A100-SXM4-40GB").peak_memory_mib > 0)
+"""
+
+
+def test_tensors_whose_memory_was_given_back_are_not_read(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FREED], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True\nTrue\n", 0), done.stderr
 
 
 def as_another_process():

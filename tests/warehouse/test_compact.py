@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import random
 import signal
@@ -196,10 +197,9 @@ def test_replaced_files_outlive_an_open_warehouse_up_to_a_day(folder):
 
 
 COMPACT_AND_DIE = """
-import os, signal, sys
+import json, os, signal, sys
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
-left = int(sys.argv[3])
 def dying(call):
     def wrapped(*arguments, **keywords):
         global left
@@ -208,16 +208,29 @@ def dying(call):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*arguments, **keywords)
     return wrapped
-os.replace, os.unlink = dying(os.replace), dying(os.unlink)
-folder = DataFolder.resolve(sys.argv[1])
-compact(folder, now_s=float(sys.argv[2]), settings=CompactionSettings(min_files=2))
+for line in sys.stdin:
+    root, now_s, left = json.loads(line)
+    if (child := os.fork()) == 0:
+        os.replace, os.unlink = dying(os.replace), dying(os.unlink)
+        compact(DataFolder.resolve(root), now_s=now_s, settings=CompactionSettings(min_files=2))
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def kill_at(folder, now_s, step):
+@pytest.fixture(scope="module")
+def compactor():
+    """A process that forks those that are killed, as importing what they call takes longer than all else."""
+    command = [sys.executable, "-c", COMPACT_AND_DIE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.stdin.close()
+
+
+def kill_at(compactor, folder, now_s, step):
     """Compact in a process that kills itself before its `step`-th visible change; False if it needed fewer."""
-    arguments = [sys.executable, "-c", COMPACT_AND_DIE, str(folder.root), repr(now_s), str(step)]
-    code = subprocess.run(arguments, check=False).returncode
+    print(json.dumps([str(folder.root), now_s, step]), file=compactor.stdin, flush=True)
+    code = int(compactor.stdout.readline())
     assert code in (0, -signal.SIGKILL)
     return code != 0
 
@@ -240,18 +253,18 @@ def settle(folder, runs, families=("cnn",)):
         *((("cnn",), 4, (HALVES, EAGER), step) for step in (1, 2, 3, 4, 5)),  # which was merged twice
     ],
 )
-def test_killed_at_a_step_then_compacted_again(folder, families, runs, compactions, step):
+def test_killed_at_a_step_then_compacted_again(compactor, folder, families, runs, compactions, step):
     for number, family in enumerate(families):
         fill(folder, range(10 * number, 10 * number + runs), family)
     for number, settings in enumerate(compactions):
         compact_at(folder, 2 * number, settings)
-    assert kill_at(folder, NOW_S + 2 * len(compactions) * HOUR_S, step)
+    assert kill_at(compactor, folder, NOW_S + 2 * len(compactions) * HOUR_S, step)
     settle(folder, runs * len(families), families)
 
 
-def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(folder):
+def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(compactor, folder):
     fill(folder, range(3))
-    assert kill_at(folder, NOW_S, 4)  # the merged file of runs is there, not its listing
+    assert kill_at(compactor, folder, NOW_S, 4)  # the merged file of runs is there, not its listing
     fill_any(folder, [1], SAMPLES, attempt=2, status="timeout")
     settle(folder, 3)
     assert ask(folder, "SELECT status FROM runs WHERE run_id = 'J-000001'") == [("timeout",)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +21,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from warehouse.diff import entry as diff_entry
 from warehouse.diff import named_arguments
 from warehouse.files.compaction import compaction_lock
+from warehouse.files.damage import damage_of
 from warehouse.files.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import SEVERITIES, check
@@ -346,6 +348,37 @@ def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):
     path.write_bytes(b"torn")
     (only_finding,) = check(folder)
     assert only_finding.rule == "schema.unreadable_file" and "J-000000.parquet" in only_finding.line()
+
+
+@pytest.mark.parametrize(
+    "column, values, findings",
+    [
+        ("steps", pa.array([3], pa.int32()), 0),
+        ("wall_s", pa.array([3], pa.int64()), 0),
+        ("steps", pa.array([3.5]), 1),
+        ("wall_s", pa.array(["long"]), 1),
+        ("run_id", None, 1),
+    ],
+)
+def test_a_column_of_a_type_that_the_schema_does_not_hold_is_found(folder, column, values, findings):
+    fill(folder, range(2))
+    path = folder.partition("runs", "cnn") / "J-000000.parquet"
+    table = pq.ParquetFile(path).read().drop_columns([column])
+    pq.write_table(table if values is None else table.append_column(column, values), path)
+    assert (damage_of(path) is not None) == findings
+    assert [finding.rule for finding in check(folder)].count("schema.column_type") == findings
+
+
+def test_a_query_leaves_out_a_file_whose_values_are_not_of_their_columns_type(folder, capsys):
+    fill(folder, range(2))
+    path = folder.partition("runs", "cnn") / "J-000000.parquet"
+    table = pq.ParquetFile(path).read().drop_columns(["wall_s"])
+    pq.write_table(table.append_column("wall_s", [["long"]]), path)
+    assert ask(folder, "SELECT count(wall_s) FROM runs") == [(0,)]
+    assert ask(folder, "SELECT run_id, wall_s FROM runs") == [("J-000001", None)]
+    assert capsys.readouterr().err.count(str(path)) == 1
+    with pytest.raises(duckdb.ConversionException, match="long"):
+        ask(folder, "SELECT 'long'::INT FROM runs")
 
 
 def test_rows_that_no_writer_would_land_are_found(folder):

@@ -7,6 +7,7 @@ file back.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import sys
@@ -61,7 +62,7 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
         if reason is not None:
             return reason
         with pq.ParquetFile(path) as file:
-            reason = _schema_damage(path, file.schema_arrow)
+            reason = _schema_damage(path, file.schema_arrow) or None
             if reason is None and pages:
                 for _ in file.iter_batches(_BATCH_ROWS):
                     pass
@@ -113,6 +114,8 @@ def damage_for_duckdb(path: Path) -> str | None:
     except duckdb.Error as error:
         if not path.exists():
             raise FileNotFoundError(path) from error
+        if os.strerror(errno.EMFILE) in str(error):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path)) from error
         return first_line(error)
     return None
 
@@ -163,21 +166,22 @@ def warn_once(path: Path, line: str, about: str | None = None) -> None:
     print(one_line(f"warning: {line}"), file=sys.stderr, flush=True)
 
 
-def _schema_damage(path: Path, schema: pa.Schema) -> str | None:
-    """Return why the schema does not fit: it would change the types of a view, or give it rows without an id."""
+def _schema_damage(path: Path, schema: pa.Schema) -> str:
+    """Return why the schema does not fit: a view cannot read it, or would have rows without an id; empty if it does."""
     parent, above = path.parent.name, path.parent.parent.name
     kind = above if parent.startswith("family=") or above == "compactions" else parent
-    if kind not in _NEEDED:
-        return None
+    return "; ".join(column_problems(kind, schema)) if kind in _NEEDED else ""
+
+
+def column_problems(kind: str, schema: pa.Schema) -> list[str]:
+    """Return why a file of these columns cannot be read as rows of a table, or as a listing (`compactions`)."""
     needed, known = _NEEDED[kind]
-    if needed not in schema.names:
-        return f"it has no column {needed}"
-    wrong = [
+    missing = [] if needed in schema.names else [f"it has no column {needed}"]
+    return missing + [
         f"{field.name} is {field.type}, not {known.field(field.name).type}"
         for field in schema
         if field.name in known.names and not _fits(field.type, known.field(field.name).type)
     ]
-    return "; ".join(wrong) or None
 
 
 def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:

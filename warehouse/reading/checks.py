@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from conf.plain_text import first_line, sql_text
 from warehouse.files.counting import counting_files
+from warehouse.files.damage import column_problems
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import plain
 from warehouse.files.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
@@ -463,7 +464,6 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
     """Yield the problems of the files that count, before any row is read."""
     problems: dict[str, list[str]] = {"unreadable_file": [], "unknown_column": [], "column_type": []}
     for kind in KINDS:
-        schema = TABLES[kind]
         for family in folder.families(kind):
             for path in counting_files(folder, kind, family):
                 name = str(path.relative_to(folder.root))
@@ -472,15 +472,13 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
                 except (pa.ArrowException, OSError) as error:
                     problems["unreadable_file"].append(f"{name} ({first_line(error)})")
                     continue
-                for field in columns:
-                    if field.name not in schema.names:
-                        problems["unknown_column"].append(f"{name}: {field.name}")
-                    elif not _fits(field.type, schema.field(field.name).type):
-                        problems["column_type"].append(f"{name}: {field.name} is {field.type}")
+                unknown = [column for column in columns.names if column not in TABLES[kind].names]
+                problems["unknown_column"] += [f"{name}: {column}" for column in unknown]
+                problems["column_type"] += [f"{name}: {problem}" for problem in column_problems(kind, columns)]
     meaning = {
         "unreadable_file": "the file is damaged; no rows were checked",
         "unknown_column": "a column that is not in the schema, so no view shows it",
-        "column_type": "a column of another type than the schema's",
+        "column_type": "a column of a type that the schema's does not hold, or no run_id",
     }
     for rule, examples in problems.items():
         if examples:
@@ -491,8 +489,3 @@ def _files(folder: DataFolder) -> Iterator[Finding]:
                 examples=tuple(sorted(examples)[:_EXAMPLES]),
                 said=meaning[rule],
             )
-
-
-def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:
-    both_times = pa.types.is_timestamp(stored) and pa.types.is_timestamp(wanted)
-    return bool(stored == wanted or pa.types.is_null(stored) or both_times)

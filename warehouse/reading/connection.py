@@ -43,7 +43,8 @@ _MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary 
 T = TypeVar("T")
 _ATTEMPTS = 100  # at a query that loses its files each time
 # Of the statement unless they name what the files are made of.
-_OF_EITHER = (duckdb.InvalidInputException, duckdb.OutOfRangeException)
+_OF_EITHER = (duckdb.InvalidInputException, duckdb.OutOfRangeException, duckdb.ConversionException)
+_TEXTS_OF_EITHER = ("Invalid Input Error", "Out of Range Error", "Conversion Error")
 _OF_A_FILE = re.compile(
     r"gpufarm://|parquet|thrift|TProtocol|TTransport|snappy|zstd|gzip|lz4|brotli|decompress|"
     r"dictionary|bit.?pack|\brle\b|out of buffer|unicode|utf-?8",
@@ -223,7 +224,6 @@ _OF_THE_STATEMENT = (
     duckdb.BinderException,
     duckdb.CatalogException,
     duckdb.PermissionException,
-    duckdb.ConversionException,
     duckdb.ConnectionException,
     duckdb.TransactionException,
     duckdb.InterruptException,
@@ -476,7 +476,7 @@ def is_of_the_statement(error: Exception) -> bool:
     if isinstance(error, duckdb.Error) and not isinstance(error, _OF_EITHER):
         return isinstance(error, _OF_THE_STATEMENT)
     text = str(error)
-    if not isinstance(error, duckdb.Error) and not text.startswith(("Invalid Input Error", "Out of Range Error")):
+    if not isinstance(error, duckdb.Error) and not text.startswith(_TEXTS_OF_EITHER):
         return False
     return _OF_A_FILE.search(text) is None
 

@@ -4,8 +4,8 @@ Start reading at `main`. Requests are sent at fixed times whether or not earlier
 from those times, so that a slow service is not asked less. Every answer is compared with the library's own. Jobs are
 asked with `method=fast`: what is measured is the service, and no trace.
 
-  python infra/load_test.py rate=800 seconds=20              half of the jobs new, half asked before
-  python infra/load_test.py rate=800 seconds=20 kill=true    a process that answers is killed halfway
+  python -m tests.bench.bench_serve rate=800 seconds=20              half of the jobs new, half asked before
+  python -m tests.bench.bench_serve rate=800 seconds=20 kill=true    a process that answers is killed halfway
 """
 
 from __future__ import annotations
