@@ -1,5 +1,6 @@
 """A child process and everything below it: ended at its end, at its limits, and when its caller is gone."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 
 from conf.children import running
 from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ChildRunner
+from conf.children.running import ChildRunner, ChildServer, ServerLost
 from conf.errors import EnvironmentProblem
 from tests.surroundings import await_note
 
@@ -207,3 +208,11 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
     )
     with pytest.raises(EnvironmentProblem, match="no process can be started: Resource temporarily unavailable"):
         run("pass", environment={**os.environ, "PYTHONPATH": str(site)})
+
+
+def test_a_server_that_is_interrupted_while_it_imports_is_told_in_one_line():
+    command = [sys.executable, str(running._FILE), "_thread:interrupt_main", ""]
+    server = ChildServer(command, keeps_output=True)
+    with contextlib.closing(server), pytest.raises(ServerLost) as lost:
+        server.hello()
+    assert str(lost.value) == "the server of child processes died"
