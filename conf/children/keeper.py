@@ -303,7 +303,10 @@ def run_server(control: int, folder_base: str, prepare: Callable[[], Any]) -> No
     """
     os.set_inheritable(control, False)
     caller = os.getppid()
-    hello = prepare() or {}
+    try:
+        hello = prepare() or {}
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # its caller says that it died: where its imports were is of no use to anybody
     with socket.socket(fileno=control) as channel:
         try:
             with kept_folder(folder_base) if folder_base else contextlib.nullcontext() as folder:

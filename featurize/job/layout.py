@@ -4,15 +4,13 @@ Start reading at `Parallel`, whose parts hold the settings of one mode each, and
 or a mapping.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, Self
 
 from conf.errors import UsageError, shown
 from featurize.job.deepspeed_config import ZERO_STAGES, DeepSpeedFile, is_finite, read_deepspeed
@@ -68,9 +66,6 @@ _REPLICATED = Where(
 )
 _SHARDED = Where("fsdp, cp or zero", lambda given: _takes_part(given, "fsdp", "cp") or _has_stage(given))
 _FSDP1 = Where("fsdp_version=1", lambda given: given.get("fsdp_version") == FLAT)
-_MAY_HAVE_STAGE = Where(
-    "ddp without fsdp, cp, tp and own", lambda given: not _takes_part(given, "fsdp", "cp", "tp", OWN)
-)
 _STAGE_3 = Where("zero=3", lambda given: given.get("zero") == 3)
 
 
@@ -113,26 +108,11 @@ _ANY = Allowed(lambda _: True, "anything")
 _RANKS = _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")
 _POSITIVE = Allowed(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0")
 _BOOLEAN = Allowed(lambda value: isinstance(value, bool), "true or false")
-_PREFETCH = _one_of(PREFETCHES)._replace(read=lambda value: "none" if value is None else value)  # as YAML reads it
-_CLASSES = Allowed(
-    lambda value: value != () and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]", _tuple
-)
-_STARTS = Allowed(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}", _paths)
-_PLAN = Allowed(
-    lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
-    f"module path -> style, as in {EXAMPLE_PLAN}",
-)
-_VERSION = Allowed(
-    lambda value: type(value) is int and value in FSDP_VERSIONS, "2 (fully_shard) or 1 (FullyShardedDataParallel)"
-)
-_STAGE = Allowed(
-    lambda value: type(value) is int and value in ZERO_STAGES,
-    "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
-)
 
 
 # Annotations of the parts' fields say which values they may have, if not true and false, and which layouts have them,
 # if not all that have the part. A text is the name that users write, if that is not the field's.
+# `_declared` reads them, so this module evaluates its annotations as it is imported.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +204,25 @@ class FullyShard:
     param_dtype: Annotated[str | None, _one_of(DTYPES), _SHARDED] = None
     reduce_dtype: Annotated[str | None, _one_of(DTYPES)] = None
     cpu_offload: Annotated[bool, _SHARDED] = False
-    wrap: Annotated[tuple[str, ...] | None, _CLASSES] = None
-    fsdp_version: Annotated[int, _VERSION, _with("fsdp")] = FULLY_SHARD
-    backward_prefetch: Annotated[str, _PREFETCH, _FSDP1] = "pre"
+    wrap: Annotated[
+        tuple[str, ...] | None,
+        Allowed(
+            lambda value: value != () and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]", _tuple
+        ),
+    ] = None
+    fsdp_version: Annotated[
+        int,
+        Allowed(
+            lambda value: type(value) is int and value in FSDP_VERSIONS,
+            "2 (fully_shard) or 1 (FullyShardedDataParallel)",
+        ),
+        _with("fsdp"),
+    ] = FULLY_SHARD
+    backward_prefetch: Annotated[
+        str,
+        _one_of(PREFETCHES)._replace(read=lambda value: "none" if value is None else value),  # as YAML reads it
+        _FSDP1,
+    ] = "pre"
     limit_all_gathers: Annotated[bool, _FSDP1] = True
     use_orig_params: Annotated[bool, _FSDP1] = True
     no_sync: Annotated[bool, _FSDP1] = False
@@ -253,7 +249,13 @@ class TensorParallel:
              `colwise`, `rowwise` and others. None: the model's own plan
     """
 
-    tp_plan: Annotated[Mapping[str, str] | None, _PLAN] = field(default=None, hash=False)  # a mapping has no hash
+    tp_plan: Annotated[
+        Mapping[str, str] | None,
+        Allowed(
+            lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
+            f"module path -> style, as in {EXAMPLE_PLAN}",
+        ),
+    ] = field(default=None, hash=False)  # a mapping has no hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +283,15 @@ class Zero:
     stage3_param_persistence_threshold  smaller parameters stay gathered
     """
 
-    stage: Annotated[int | None, "zero", _STAGE, _MAY_HAVE_STAGE] = None
+    stage: Annotated[
+        int | None,
+        "zero",
+        Allowed(
+            lambda value: type(value) is int and value in ZERO_STAGES,
+            "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
+        ),
+        Where("ddp without fsdp, cp, tp and own", lambda given: not _takes_part(given, "fsdp", "cp", "tp", OWN)),
+    ] = None
     param_dtype: Annotated[str | None, _one_of(DTYPES), _SHARDED] = None
     cpu_offload: Annotated[bool, _SHARDED] = False
     reduce_bucket_size: Annotated[int, _elements(1)] = 500_000_000
@@ -313,7 +323,9 @@ class Pipeline:
     schedule: Annotated[str | None, _one_of(SCHEDULES)] = None
     micro_batches: Annotated[int | None, _RANKS] = None
     stages_per_rank: Annotated[int | None, _whole(2, MOST_RANKS, f"from 2 to {MOST_RANKS}")] = None
-    stage_starts: Annotated[tuple[str, ...] | None, _STARTS] = None
+    stage_starts: Annotated[
+        tuple[str, ...] | None, Allowed(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}", _paths)
+    ] = None
     drop_outputs: bool = False
 
 
@@ -359,9 +371,9 @@ class Parallel:
         """Return the settings that differ from their defaults."""
         return {name: value for name, value in self.settings().items() if value != _SETTINGS[name].default}
 
-    def changed(self, **settings: Any) -> Parallel:
+    def changed(self, **settings: Any) -> Self:
         """Return the layout with other values of some settings. Raises `UsageError` as the class."""
-        return Parallel(**{**self.settings(), **settings})
+        return type(self)(**{**self.settings(), **settings})
 
     def __repr__(self) -> str:
         return f"Parallel({self.text()})"
@@ -483,17 +495,18 @@ class _Declared(NamedTuple):
     where: Where
 
 
+_PARTS = {part: annotation.__origin__ for part, annotation in Parallel.__annotations__.items()}
+
+
 def _declared() -> Iterator[tuple[str, _Declared]]:
     """Yield the settings of all parts, by the names that users write."""
-    for part, annotated in get_type_hints(Parallel, include_extras=True).items():
-        hints = get_type_hints(annotated.__origin__, include_extras=True)
-        for setting in dataclasses.fields(annotated.__origin__):
-            annotations = {type(about): about for about in getattr(hints[setting.name], "__metadata__", ())}
-            allowed, where = annotations.get(Allowed, _BOOLEAN), annotations.get(Where, *annotated.__metadata__)
-            yield annotations.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
+    for part, annotation in Parallel.__annotations__.items():
+        for setting in dataclasses.fields(annotation.__origin__):
+            given: dict[type, Any] = {type(about): about for about in getattr(setting.type, "__metadata__", ())}
+            allowed, where = given.get(Allowed, _BOOLEAN), given.get(Where, annotation.__metadata__[0])
+            yield given.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
 
 
-_PARTS = get_type_hints(Parallel)
 _DECLARED = list(_declared())
 _SETTINGS = dict(_DECLARED)  # of a setting that parts share, one of its declarations
 

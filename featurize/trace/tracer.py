@@ -24,7 +24,7 @@ from conf.errors import CommandError, UsageError, kept_from_exit
 from conf.plain_text import exception_line
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.job.layout import Parallel
-from featurize.job.training_settings import Training, TrainingSettings, TrialConfig, training_of
+from featurize.job.training_settings import Training, TrainingSettings, TrialConfig, settings_of_ranks
 from featurize.operators import attention
 from featurize.operators.cuda_policy import as_on_cuda
 from featurize.operators.own_operators import replace_bitsandbytes
@@ -562,21 +562,3 @@ def played_rank(
             yield PipelineRank(parallel, mesh, streams, experts, rank, every_pass=every_pass)
         else:
             yield ReplicatedRank(parallel)
-
-
-def settings_of_ranks(parallel: Parallel | None, settings: TrainingSettings) -> Training:
-    """Return the settings as the ranks of a job train.
-
-    Raises:
-        UsageError: A setting that the job's wrapper does not have.
-    """
-    training = training_of(settings)
-    if parallel is not None and parallel.zero.stage:
-        from featurize.training.zero import settings_of_stage
-
-        training = settings_of_stage(parallel, training)
-    if training.float8_all_gather and (parallel is None or parallel.degrees.fsdp == 1 or parallel.flat):
-        raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N without fsdp_version=1")
-    if parallel is not None and (parallel.fsdp.cpu_offload or parallel.zero.cpu_offload):
-        training = replace(training, offload_optimizer=True, implementation=None)
-    return training

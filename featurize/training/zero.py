@@ -10,7 +10,6 @@ import abc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,42 +69,6 @@ class FlatPartition:
             (rank, sum(count for _, count in run))
             for rank, run in itertools.groupby(pieces, key=lambda piece: piece[0])
         ]
-
-
-# Type of the model -> precisions that say the same, or nothing
-_APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
-
-
-def settings_of_stage(parallel: Parallel, training: Training) -> Training:
-    """Return the settings as ZeRO's ranks train: with `param_dtype`, the whole model is of that type, and there is no
-    autocast (DeepSpeed 0.19, deepspeed/runtime/engine.py: `_cast_module_mixed_precision`).
-
-    Raises:
-        UsageError: `param_dtype` contradicts the precision; a setting that DeepSpeed does not have.
-    """
-    others = {
-        "clip_value": training.clip_value is not None,  # DeepSpeed clips the norm
-        "ema": training.ema,
-        "optimizer_in_backward": training.optimizer_in_backward,
-        "compile": bool(training.compile),
-        "float8": training.float8 is not None,
-        "quantize": training.quantize is not None
-        and parallel.zero.stage == 3,  # packed weights are not parameters to it
-        "offload_activations": training.offload_activations
-        and parallel.zero.stage == 3,  # it would move gathered weights
-        "grad_scaler": training.grad_scaler is True,  # DeepSpeed scales the loss itself
-    }
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise UsageError(f"parallel: zero={parallel.zero.stage} does not go with {', '.join(given)}; leave either out")
-    dtype = parallel.zero.param_dtype
-    if dtype is None:
-        return training
-    if training.precision not in _APT[dtype]:
-        raise UsageError(
-            f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision is "
-            f"one of {', '.join(_APT[dtype])}, or left out"
-        )
-    return replace(training, precision=training.precision if dtype == "fp32" else f"{dtype}-true")
 
 
 Make = Callable[..., torch.optim.Optimizer]

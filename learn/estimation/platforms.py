@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from featurize.memory.cudnn_workspaces import ConvolutionWorkspace
     from featurize.operators.library_calls import LibraryCall
     from featurize.recording.step_trace import PipelinePart, RanksAlike
-    from learn.job.traced import TracedStep
+    from featurize.timing.overlap import SimulatedStep
     from learn.job.training_job import TrainingJob
     from warehouse.files.folder import DataFolder
 
@@ -54,15 +54,15 @@ SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
 
 
 def ranks_of(
-    traced: TracedStep, job: TrainingJob, device: DeviceSpec
+    traced: SimulatedStep, job: TrainingJob, device: DeviceSpec
 ) -> tuple[tuple[RankGroup, ...], dict[str, Any], list[Note]]:
     """Return the ranks of a job, the fields of `Timing` on their communication, and what was assumed of
     them; none of a job on one GPU."""
-    parallel, communication = job.parallel, traced.step.communication
+    parallel, communication = job.parallel, traced.communication
     if parallel is None:
         return (), {}, []
     whole = RankGroup(
-        first=0, count=parallel.ranks, peak_memory_mib=traced.step.peak_memory_mib, breakdown=dict(traced.breakdown)
+        first=0, count=parallel.ranks, peak_memory_mib=traced.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
     part = traced.trace.pipeline
     groups = tuple(_group(group, traced, job, whole) for group in (() if part is None else part.groups))
@@ -82,24 +82,17 @@ def ranks_of(
 
 def _group(
     alike: RanksAlike,
-    traced: TracedStep,
+    traced: SimulatedStep,
     job: TrainingJob,
     worst: RankGroup,
 ) -> RankGroup:
     """Return the ranks of a pipeline with the memory of the first of them."""
-    from learn.job.traced import breakdown
-
     assert job.parallel is not None, "a pipeline"
     size = job.parallel.of_stage
     first, count = alike.ranks[0] * size, len(alike.ranks) * size
     if alike.trace.events is traced.trace.events:
         return replace(worst, first=first, count=count)
-    parts = breakdown(
-        traced.of_ranks[alike.ranks[0]],
-        traced.breakdown["context"],
-        traced.breakdown.get("other users", 0.0),
-        traced.step.communication.buffers_mib,
-    )
+    parts = replace(traced, memory=traced.of_ranks[alike.ranks[0]]).breakdown
     return RankGroup(first=first, count=count, peak_memory_mib=sum(parts.values()), breakdown=parts)
 
 
@@ -223,19 +216,19 @@ class Platform:
     workspaces: str | None = None
     torch_version: str | None = None
 
-    def limit_mib(self, traced: TracedStep | None) -> float:
+    def limit_mib(self, traced: SimulatedStep | None) -> float:
         """Return the limit of the whole card's figure. A share limits what the allocator reserves, to which
         comes what lies outside of it."""
         share = None if self.allocator is None else self.allocator.per_process_memory_fraction
         if share is None:
             return self.device.memory_mib
-        outside_mib = 0.0 if traced is None else traced.step.peak_memory_mib - traced.step.peak_reserved_mib
+        outside_mib = 0.0 if traced is None else traced.peak_memory_mib - traced.peak_reserved_mib
         return min(self.device.memory_mib, share * self.device.memory_mib + outside_mib)
 
     def place(
-        self, traced: TracedStep, job: TrainingJob, *, timeline: bool = False, workspaces: bool = False
-    ) -> TracedStep:
-        """Return the traced step on the machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
+        self, traced: SimulatedStep, job: TrainingJob, *, timeline: bool = False, workspaces: bool = False
+    ) -> SimulatedStep:
+        """Return the traced step on the machine: its memory is of the whole card.
 
         The step is replayed again only where the capacity that differs can matter, and with `workspaces`: cuDNN is then
         asked about its convolutions, as `job.search` says, or else as this process searches.
@@ -245,10 +238,9 @@ class Platform:
             UsageError: A GPU model that cuDNN cannot be asked about, with `workspaces="cudnn"`.
         """
         from featurize.memory.replay import loads_cudnn, replay
-        from learn.job.traced import breakdown
 
         device, on, benchmark = self.device, self.machine, job.settings.cudnn_benchmark
-        communication_mib = traced.step.communication.buffers_mib
+        communication_mib = traced.communication.buffers_mib
         process_mib = on.outside_mib(loads_cudnn(traced.trace))
         memory = traced.memory
         taken_mib = process_mib + on.other_mib + communication_mib
@@ -264,15 +256,7 @@ class Platform:
                 taken_mib=taken_mib,
                 workspaces=asked,
             )
-        step = replace(
-            traced.step,
-            peak_allocated_mib=memory.peak_allocated / MIB,
-            peak_reserved_mib=memory.peak_reserved / MIB,
-            peak_memory_mib=memory.peak_reserved / MIB + taken_mib,
-            fits=memory.fits,
-        )
-        parts = breakdown(memory, process_mib, on.other_mib, communication_mib)
-        return replace(traced, memory=memory, step=step, breakdown=parts)
+        return replace(traced, memory=memory, process_mib=process_mib, others_mib=on.other_mib)
 
     def prepare_workspaces(self, job: TrainingJob) -> None:
         """Load cuDNN while the step is traced, where it will be asked and nothing of the device is known yet.
@@ -299,7 +283,9 @@ class Platform:
         with contextlib.suppress(CommandError):  # it could not be asked in the first place
             oracle_for(self.device).close()
 
-    def _cudnn_answers(self, traced: TracedStep, job: TrainingJob) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
+    def _cudnn_answers(
+        self, traced: SimulatedStep, job: TrainingJob
+    ) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
         """Return cuDNN's answers about the trace's convolutions; None, with `auto`, where it cannot be asked."""
         from featurize.cudnn.oracle import oracle_for
         from featurize.memory.cudnn_workspaces import convolution_workspaces, for_release

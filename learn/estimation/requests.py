@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
     Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
     Data: TypeAlias = str | os.PathLike[str] | DataFolder
+    from featurize.timing.overlap import SimulatedStep
     from learn.estimation.job_estimate import Estimate
-    from learn.job.traced import TracedStep
 
 
 class JobKeywords(TrainingKeywords, total=False):
@@ -326,7 +326,7 @@ class StepFiles(NamedTuple):
             None if snapshot is None else check_path(Path(snapshot), "snapshot", "snapshot.pickle"),
         )
 
-    def write(self, request: Request, estimate: Estimate, traced: TracedStep | None) -> None:
+    def write(self, request: Request, estimate: Estimate, traced: SimulatedStep | None) -> None:
         """Write each file in one step, in place of what was there.
 
         Args:

@@ -23,7 +23,7 @@ from featurize.job.layout import (
     named_settings,
     parse_parallel,
 )
-from featurize.job.training_settings import Training
+from featurize.job.training_settings import Training, settings_of_ranks
 from featurize.operators.torch_releases import refused_modes, refused_note
 
 if TYPE_CHECKING:
@@ -170,8 +170,6 @@ def apt_for_training(
     """
     if not settings.get("zero"):
         return settings, ()
-    from featurize.trace.tracer import settings_of_ranks
-
     try:
         settings_of_ranks(layout_of({"ddp": gpus}, settings), training)
     except UsageError as error:
