@@ -35,7 +35,6 @@ from workers.trial.server_client import (
     ServerLost,
     TrialRun,
     TrialServer,
-    TrialWatch,
     kernel_oom_kills,
     kernels_missing,
     outcome_of,
@@ -285,16 +284,17 @@ class Worker:
         partners: Sequence[int] = (),
     ) -> TrialRun:
         """Begin to watch and listen to a process; `partners` are those of trials beside it."""
-        watch = TrialWatch(
+        return TrialRun(
+            trial,
             task.settings,
             self.slots,
             task.config.ranks,
-            trial.pid,
             observed,
+            deadline_ns,
+            tick_s,
             sampled=self.device.sampled,
             partners=partners,
         )
-        return TrialRun(trial, watch, observed, deadline_ns, tick_s)
 
     def read_before(self, task: Task, observed: Observed) -> None:
         """Read the kernel's out-of-memory kills, and the memory in use on each GPU, before the trial is there."""
