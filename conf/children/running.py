@@ -17,7 +17,7 @@ from typing import Any
 from conf.children.keeper import PACKET_BYTES, ChildOutput, Ended, receive
 from conf.errors import EnvironmentProblem
 
-_FILE = Path(__file__).with_name("__main__.py")
+_ROOT = Path(__file__).parents[2]  # the folder of this project's packages
 _START_TIMEOUT_S = 120.0  # importing torch from a cold disk takes long
 _ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
 _CLOSE_TIMEOUT_S = 15.0
@@ -307,6 +307,7 @@ def local_server(
     *,
     folder_base: str = "",
     python: str = sys.executable,
+    code: Path | None = None,
 ) -> ChildServer:
     """Return a server that runs from this project's own files.
 
@@ -315,5 +316,7 @@ def local_server(
         environment: Environment of the server and its children; None: this process's.
         folder_base: Where it makes a folder that lives as long as the server; empty for none.
         python: Runs it.
+        code: Folder of this project's packages; None: where they are installed, whose other packages then hide
+            those of `python`.
     """
-    return ChildServer([python, str(_FILE), prepare, folder_base], environment)
+    return ChildServer([python, str((code or _ROOT) / "conf/children/__main__.py"), prepare, folder_base], environment)

@@ -387,8 +387,7 @@ def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> C
     device, device_line = choose_device(submission.device)
     submission.cluster.check_address()
     environments = [side for side in sides if isinstance(side, Environment)]
-    pythons = [(str(side.python), trial_environment(side, code)) for side in environments]
-    require_models_in_any([submission.space], pythons)
+    require_models_in_any([submission.space], [(str(side.python), code) for side in environments])
     print(device_line)
     return dataclasses.replace(settings, device=device)
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from conf.children.keeper import TIME, Ended
@@ -41,7 +42,7 @@ _SHOWN = 3  # problems in a message
 _CHARACTERS = 400  # characters of a problem
 _FIELD, _ARGUMENTS = "model", "arguments"
 
-Environment = tuple[str, Mapping[str, str]]  # a Python, and variables to set for it
+Environment = tuple[str, Path]  # a Python, and a folder that holds this project's packages and nothing else
 
 
 def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> None:
@@ -60,8 +61,7 @@ def require_models_in_any(
 ) -> None:
     """Raise `UsageError` that names each model of the spaces that exists in none of the environments.
 
-    An environment is a Python and variables to set for it. A model that one of them alone lacks is not a mistake: a
-    comparison shows it.
+    A model that one of them alone lacks is not a mistake: a comparison shows it.
     """
     models = [model for space in spaces for model in _models_of(space)]
     answers: Sequence[str | None] = []
@@ -140,10 +140,11 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 
 
 def _ask(
-    models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment = (sys.executable, {})
+    models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment | None = None
 ) -> list[str | None]:
     """Return each model's problem; None: none, or not checked in time; "": importing it ended the child."""
-    python, variables = environment
+    python, code = environment or (sys.executable, None)
+    variables = None if code is None else {**os.environ, "PYTHONPATH": str(code)}
     answers: list[str | None] = []
     ended: Ended | None = None
     long = "checking that the models exist; this imports what they name"
@@ -154,7 +155,7 @@ def _ask(
     try:
         with (
             contextlib.suppress(EnvironmentProblem),
-            contextlib.closing(local_server("", {**os.environ, **variables}, python=python)) as server,
+            contextlib.closing(local_server("", variables, python=python, code=code)) as server,
         ):
             written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=patience_s)
             answers = [json.loads(line) for line in written.split(b"\n")[:-1]]

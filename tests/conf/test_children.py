@@ -211,7 +211,7 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
 
 
 def test_a_server_that_is_interrupted_while_it_imports_is_told_in_one_line():
-    command = [sys.executable, str(running._FILE), "_thread:interrupt_main", ""]
+    command = [sys.executable, str(running._ROOT / "conf/children/__main__.py"), "_thread:interrupt_main", ""]
     server = ChildServer(command, keeps_output=True)
     with contextlib.closing(server), pytest.raises(ServerLost) as lost:
         server.hello()

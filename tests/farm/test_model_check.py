@@ -7,13 +7,15 @@ import sys
 import psutil
 import pytest
 
+from conf.children import running
 from conf.children.running import ChildServer
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import grow as grow_module
 from farm import submit as submit_module
+from farm.comparison.pairs import code_folder
 from farm.submission import model_check
-from farm.submission.model_check import problem_of, require_models
+from farm.submission.model_check import problem_of, require_models, require_models_in_any
 from featurize.configs.dimensions import own_space
 from featurize.configs.space import parse_space
 from warehouse.files.folder import DataFolder
@@ -205,3 +207,15 @@ def test_several_problems_are_told_together_and_the_same_once(monkeypatch):
     with pytest.raises(UsageError) as refused:
         require_models([space])
     assert str(refused.value) == "a; b; c; 2 more"
+
+
+def test_another_environment_is_asked_without_the_packages_beside_this_projects_own(tmp_path, monkeypatch):
+    """Installed from a wheel, they are this environment's, perhaps of another Python."""
+    monkeypatch.chdir(tmp_path)
+    space = zoo("of_this_environment:build")
+    with code_folder() as installed_in, code_folder() as code:
+        (installed_in / "of_this_environment.py").write_text("build = print")
+        monkeypatch.setattr(running, "_ROOT", installed_in)
+        require_models([space])
+        with pytest.raises(UsageError, match="No module named 'of_this_environment'"):
+            require_models_in_any([space], [(sys.executable, code)])
