@@ -366,7 +366,7 @@ def left_out_errors(
 
 def judged_by_splits(
     fitted: Callable[[np.ndarray], Fitted],
-    errors_of: Callable[[Fitted], np.ndarray],
+    errors_by: Callable[[Fitted], np.ndarray],
     splits: Mapping[str, Collection[np.ndarray]],
     progress: Callable[[str, int, int], None] = lambda _text, _done, _of: None,
     label: str = "fitting",
@@ -375,7 +375,7 @@ def judged_by_splits(
 
     Args:
         fitted: Fits to the rows of a mask, (rows,).
-        errors_of: Errors of all rows by a fit, (rows, ...).
+        errors_by: Errors of all rows by a fit, (rows, ...).
         splits: Title -> masks of the rows that are left out in turn; at least one of them all.
         progress: Called before each fit with a text, the number of fits done and their total.
         label: How the text begins.
@@ -384,11 +384,11 @@ def judged_by_splits(
 
     def errors_without(split: str, mask: np.ndarray) -> np.ndarray:
         progress(f"{label}, {split}", next(fits), total)
-        return errors_of(fitted(~mask))
+        return errors_by(fitted(~mask))
 
     progress(label, next(fits), total)
     learned = fitted(np.ones_like(next(itertools.chain.from_iterable(splits.values()))))
-    errors = {LEARNED_FROM: errors_of(learned)}
+    errors = {LEARNED_FROM: errors_by(learned)}
     for split, masks in splits.items():
         errors[split] = left_out_errors(errors[LEARNED_FROM], masks, functools.partial(errors_without, split))
     return learned, errors
