@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 _LONGEST_LINE = 4000  # characters; some messages list every valid name
 _LONGEST_SHOWN = 200  # characters of a value that is quoted back
@@ -40,6 +41,12 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Return `text` in one line: as `printable`, with line feeds escaped too."""
     return printable(text).replace("\n", "\\n")
+
+
+def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
+    """Print lines on standard output or `file`, each as `one_line` writes it: they name files, whose names are any."""
+    for line in lines:
+        print(one_line(line), file=file)
 
 
 def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -23,6 +23,7 @@ from conf.cli.settings import Checked, data_key, format_key, group, key, section
 from conf.device_names import profiles_of
 from conf.errors import CommandError, EnvironmentProblem
 from conf.files.identity import version_of
+from conf.plain_text import print_lines
 from farm.submission.settings import DeviceKeys, device_choice
 from featurize.device.device_spec import device_from_mapping
 from warehouse.files.folder import DataFolder
@@ -104,7 +105,7 @@ def _repair(data: str | None, output_format: str) -> int:
             )
         )
     else:
-        print("\n".join(report.lines(folder.root)))
+        print_lines(report.lines(folder.root))
     return 1 if report.left else 0
 
 

@@ -278,11 +278,7 @@ def _alone(folder: DataFolder) -> Iterator[None]:
 @contextlib.contextmanager
 def _terminating() -> Iterator[None]:
     """Treat SIGTERM as Ctrl-C outside the steps that finish running trials; the cycle stays open."""
-
-    def leave(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

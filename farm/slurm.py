@@ -161,7 +161,7 @@ def _gpus_of(parallel: object) -> int:
     from featurize.job.layout import parse_parallel
 
     layout = parse_parallel(parallel)
-    return 1 if layout is None else min(layout.ranks, layout.gpus_per_node)
+    return 1 if layout is None else min(layout.ranks, layout.cluster.gpus_per_node)
 
 
 def read_table(path: Path) -> dict[str, DirectiveRow]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, key
-from conf.plain_text import error_line, one_line, printable
+from conf.plain_text import error_line, one_line, print_lines, printable
 from conf.reports.blocks import Lead, print_blocks, table
 from farm.queue.jobs import existing_queue, queue_to_read
 from farm.queue.leftovers import dispatcher_of
@@ -63,12 +63,11 @@ def entry(settings: StatusSettings) -> None:
     if settings.format == "json":
         print(json.dumps(report, indent=2))
         return
-    for line in presence.lines(folder.root):
-        print(line)
+    print_lines(presence.lines(folder.root))
     if report["jobs"]:
         _print_table(report)
     else:
-        print(f"no jobs in {folder.root} yet; start one with `python -m farm.submit +arch=cnn n=100`")
+        print_lines([f"no jobs in {folder.root} yet; start one with `python -m farm.submit +arch=cnn n=100`"])
 
 
 def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence | None = None) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def presence_of(folder: DataFolder) -> Presence:
     except sqlite3.Error:
         return Presence()
     except OSError as error:
-        print(one_line(f"warning: the queue is not compared with the runs: {error}"), file=sys.stderr)
+        print_lines([f"warning: the queue is not compared with the runs: {error}"], sys.stderr)
         return Presence()
 
 

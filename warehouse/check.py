@@ -12,6 +12,7 @@ from functools import partial
 
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, data_key, format_key
+from conf.plain_text import print_lines
 from warehouse.files.folder import DataFolder
 from warehouse.files.integrity import examine
 
@@ -40,7 +41,7 @@ def entry(settings: CheckSettings) -> int:
     if settings.format == "json":
         print(json.dumps(report.as_json(folder.root), indent=2))
     else:
-        print("\n".join(report.lines(folder.root)))
+        print_lines(report.lines(folder.root))
     return 0 if report.is_well else 1
 
 

@@ -6,6 +6,7 @@ Start reading at `entry`; `warehouse.files.compaction` does the work and says wh
 from __future__ import annotations
 
 from conf.cli.command_line import command
+from conf.plain_text import print_lines
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.folder import DataFolder
 
@@ -13,7 +14,7 @@ from warehouse.files.folder import DataFolder
 def entry(settings: CompactionSettings) -> int:
     """Compact the folder and print the report."""
     report = compact(DataFolder.resolve(settings.data), settings=settings)
-    print("\n".join(report.lines()))
+    print_lines(report.lines())
     return 1 if report.problems else 0
 
 

@@ -6,13 +6,14 @@ Start reading at `entry`; `warehouse.exchange.exporting` writes it.
 from __future__ import annotations
 
 from conf.cli.command_line import command
+from conf.plain_text import print_lines
 from warehouse.exchange.exporting import ExportSettings, export
 
 
 def entry(settings: ExportSettings) -> int:
     """Export the runs and print how many were added."""
     report = export(settings)
-    print("\n".join(report.lines()))
+    print_lines(report.lines())
     return 0
 
 

@@ -6,12 +6,13 @@ Start reading at `entry`; `warehouse.exchange.publishing` writes it.
 from __future__ import annotations
 
 from conf.cli.command_line import command
+from conf.plain_text import print_lines
 from warehouse.exchange.publishing import PublishSettings, publish
 
 
 def entry(settings: PublishSettings) -> int:
     """Publish the snapshot and print the report."""
-    print("\n".join(publish(settings).lines()))
+    print_lines(publish(settings).lines())
     return 0
 
 

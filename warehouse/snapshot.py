@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, key
+from conf.plain_text import print_lines
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import ALL, find_snapshot, snapshots, take_snapshot
 
@@ -47,7 +48,8 @@ def entry(settings: SnapshotSettings) -> int:
         for snapshot in chosen:
             problems = snapshot.problems()
             damaged += bool(problems)
-            print(f"{snapshot.name}: {'; '.join(problems) or f'{len(snapshot.files):,} files are as they were'}")
+            state = "; ".join(problems) or f"{len(snapshot.files):,} files are as they were"
+            print_lines([f"{snapshot.name}: {state}"])
         return 1 if damaged else 0
     print(take_snapshot(folder, settings.name, tell=print).line())
     return 0

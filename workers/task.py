@@ -43,7 +43,7 @@ class Task(Lease):
     part: str = ""  # which run of a task of several, as in `with-1`; the task's own run has none
     # Of `config` and each partner the run alone, against which its run beside the others is held; None, or nothing: it
     # is not known, and measured first.
-    alone: tuple[Run | None, ...] = ()
+    alone: tuple[RunAlone | None, ...] = ()
 
     @property
     def run_id(self) -> str:
@@ -68,6 +68,35 @@ class Task(Lease):
 def run_id_of(job_id: str, task_index: int) -> str:
     """Return the id of a task's run."""
     return f"{job_id}-{task_index:06d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunAlone:
+    """What is kept of a member's run alone. Figures are None where the run has none."""
+
+    run_id: str
+    status: str
+    step_ms: float | None
+    memory_mib: float | None
+    gpu_util: float | None
+    smact: float | None
+    smocc: float | None
+    drama: float | None
+    power_w: float | None
+
+    @classmethod
+    def of(cls, run: Run) -> RunAlone:
+        return cls(
+            run_id=run.run_id,
+            status=run.status,
+            step_ms=run.step_time_ms,
+            memory_mib=run.peak_memory_mib,
+            gpu_util=run.gpu_util,
+            smact=run.smact,
+            smocc=run.smocc,
+            drama=run.drama,
+            power_w=run.power_w,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

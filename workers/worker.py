@@ -23,7 +23,7 @@ from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION, Run
 from workers.devices import DeviceChoice, MemberAlone, Slot, Together, core_count, host_memory_share_mib, make_device
 from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group, table_of_rows
 from workers.settings import TrialSettings
-from workers.task import RunClock, RunResult, Task
+from workers.task import RunAlone, RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
 from workers.telemetry.sampler import call_within, to_table
@@ -35,7 +35,6 @@ from workers.trial.server_client import (
     ServerLost,
     TrialRun,
     TrialServer,
-    TrialWatch,
     kernel_oom_kills,
     kernels_missing,
     outcome_of,
@@ -285,16 +284,17 @@ class Worker:
         partners: Sequence[int] = (),
     ) -> TrialRun:
         """Begin to watch and listen to a process; `partners` are those of trials beside it."""
-        watch = TrialWatch(
+        return TrialRun(
+            trial,
             task.settings,
             self.slots,
             task.config.ranks,
-            trial.pid,
             observed,
+            deadline_ns,
+            tick_s,
             sampled=self.device.sampled,
             partners=partners,
         )
-        return TrialRun(trial, watch, observed, deadline_ns, tick_s)
 
     def read_before(self, task: Task, observed: Observed) -> None:
         """Read the kernel's out-of-memory kills, and the memory in use on each GPU, before the trial is there."""
@@ -395,10 +395,10 @@ def member_specs(task: Task) -> list[Task]:
     return [lone, *others]
 
 
-def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Run | None], list[RunResult]]:
+def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[RunAlone | None], list[RunResult]]:
     """Return each member's run alone, and the results of those that had to be run; None after one that was lost."""
     given = task.alone or (None,) * len(specs)
-    known: dict[str, Run] = {
+    known: dict[str, RunAlone] = {
         config_hash(spec.config): figures for spec, figures in zip(specs, given, strict=True) if figures is not None
     }
     results: list[RunResult] = []
@@ -407,7 +407,7 @@ def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[Run 
         if name not in known and not any(result.retryable for result in results):
             result = worker.run(dataclasses.replace(spec, part=f"alone-{place}"))
             results.append(result)
-            known[name] = result.run
+            known[name] = RunAlone.of(result.run)
     return [known.get(config_hash(spec.config)) for spec in specs], results
 
 
@@ -415,7 +415,7 @@ def _run_all(
     worker: Worker,
     specs: Sequence[Task],
     records: Sequence[Observed],
-    alone: Sequence[Run | None] = (),
+    alone: Sequence[RunAlone | None] = (),
     upcoming: Task | None = None,
 ) -> tuple[str | None, RunClock]:
     """Run one trial, or several side by side; return why the server was lost, None if it was not, and the clock."""
@@ -439,7 +439,7 @@ def _run_members(
     worker: Worker,
     specs: Sequence[Task],
     records: Sequence[Observed],
-    alone: Sequence[Run | None],
+    alone: Sequence[RunAlone | None],
     upcoming: Task | None,
     clock: RunClock,
 ) -> None:
@@ -500,7 +500,7 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
     return is_open
 
 
-def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[Run | None]) -> dict[str, Any]:
+def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Sequence[RunAlone | None]) -> dict[str, Any]:
     figures = [None if member is None else _figures_alone(member) for member in alone]
     together = Together(
         member=place,
@@ -511,10 +511,7 @@ def _together_of(worker: Worker, specs: Sequence[Task], place: int, alone: Seque
     return dataclasses.asdict(together)
 
 
-def _figures_alone(run: Run) -> MemberAlone | None:
+def _figures_alone(alone: RunAlone) -> MemberAlone | None:
     """Return a partner's figures for a simulated device; None for one without figures."""
-    figures = (run.peak_memory_mib, run.gpu_util, run.smact, run.smocc, run.drama, run.power_w)
-    if any(figure is None for figure in figures):
-        return None
-    memory_mib, gpu_util, smact, smocc, drama, power_w = (float(figure or 0.0) for figure in figures)
-    return MemberAlone(memory_mib=memory_mib, gpu_util=gpu_util, smact=smact, smocc=smocc, drama=drama, power_w=power_w)
+    figures = {field.name: getattr(alone, field.name) for field in dataclasses.fields(MemberAlone)}
+    return None if None in figures.values() else MemberAlone(**figures)

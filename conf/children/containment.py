@@ -27,6 +27,7 @@ from typing import NoReturn
 from conf.files.identity import alive
 
 _GROUP_PREFIX = "gpufarm-"
+_MOUNTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")  # the latter beside control groups of version 1
 _END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LOOK_PERIOD_NS = 1_000_000_000
@@ -241,21 +242,10 @@ def line_of(path: str, name: str) -> str | None:
 
 
 def _own_group() -> Path | None:
-    """Return this process's control group of version 2, None if no such file system is mounted."""
-    try:
-        with open("/proc/self/cgroup") as lines:
-            inside = next(line[3:].rstrip("\n") for line in lines if line.startswith("0::"))
-        with open("/proc/self/mountinfo") as lines:
-            for line in lines:
-                fields, _, kind = line.partition(" - ")
-                if kind.startswith("cgroup2 "):
-                    root, mounted_on = fields.split()[3:5]
-                    relative = os.path.relpath(inside, root)
-                    if not relative.startswith(".."):
-                        return Path(mounted_on, relative)
-    except (OSError, StopIteration):
-        pass
-    return None
+    """Return this process's control group of version 2; None if its file system is not mounted where it usually is."""
+    inside = line_of("/proc/self/cgroup", "0::")
+    groups = [Path(f"{mount}/{inside}") for mount in _MOUNTS if inside]
+    return next((group for group in groups if (group / "cgroup.procs").exists()), None)
 
 
 def resident_bytes(pids: Iterable[int]) -> dict[int, int]:

@@ -28,6 +28,7 @@ import os
 import pkgutil
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -284,13 +285,7 @@ def _delete(folder: str) -> None:
             if not os.path.islink(path):
                 with contextlib.suppress(OSError):
                     os.chmod(path, 0o700)
-    for parent, folders, files in os.walk(folder, topdown=False):
-        paths = [os.path.join(parent, name) for name in (*folders, *files)]
-        for path in paths:
-            with contextlib.suppress(OSError):
-                (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 PACKET_BYTES = 1 << 20
@@ -308,7 +303,10 @@ def run_server(control: int, folder_base: str, prepare: Callable[[], Any]) -> No
     """
     os.set_inheritable(control, False)
     caller = os.getppid()
-    hello = prepare() or {}
+    try:
+        hello = prepare() or {}
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # its caller says that it died: where its imports were is of no use to anybody
     with socket.socket(fileno=control) as channel:
         try:
             with kept_folder(folder_base) if folder_base else contextlib.nullcontext() as folder:

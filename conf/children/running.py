@@ -24,7 +24,7 @@ _CLOSE_TIMEOUT_S = 15.0
 _PART_BYTES = 1 << 16
 
 
-class ServerLost(RuntimeError):
+class ServerLost(EnvironmentProblem):
     """The server died or did not answer. The child is not at fault."""
 
 
@@ -120,7 +120,7 @@ class ChildServer:
         if self._hello is None:
             message = self._answer(self._control, _START_TIMEOUT_S)
             if "problem" in message:
-                raise _not_run(message["problem"])
+                raise EnvironmentProblem(f"no child process can be run: {message['problem']}")
             self._hello = message["hello"]
         return self._hello
 
@@ -247,13 +247,13 @@ class ChildServer:
 
 
 class ChildRunner:
-    """A temporary folder, and a Python program that may use it; a context manager.
+    """A temporary folder, and a Python program or a function that may use it; a context manager.
 
-    At its end, or when this process ends in whatever way, all processes that the program started are ended and the
-    folder is deleted.
+    At its end, or when this process ends in whatever way, all processes that were started are ended and the folder is
+    deleted.
 
     Args:
-        environment: The program's environment; None: this process's.
+        environment: The child's environment; None: this process's.
     """
 
     folder: Path
@@ -265,10 +265,8 @@ class ChildRunner:
         self._server = local_server("", self._environment, folder_base=tempfile.gettempdir())
         try:
             self.folder = Path(self._server.hello()["folder"])
-        except BaseException as error:
+        except BaseException:
             self._server.close()
-            if isinstance(error, ServerLost):
-                raise _not_run(error) from error
             raise
         return self
 
@@ -276,27 +274,31 @@ class ChildRunner:
         self._server.close()
 
     def run(
-        self, program: Sequence[str], *, time_limit_s: float, memory_limit_bytes: float, shows_output: bool = False
+        self,
+        arguments: Any,
+        *,
+        function: str = "conf.children.keeper:run_program",
+        time_limit_s: float,
+        memory_limit_bytes: float,
+        shows_output: bool = False,
     ) -> Ended:
-        """Run a program and end all that it started.
+        """Run a program, or call a function, and end all that it started. Raises `ServerLost`.
 
         Args:
-            program: The path of a Python file, and its arguments.
+            arguments: Of a program, the path of a Python file, and its arguments; of another function, a JSON value.
+            function: `module:function`.
             time_limit_s: Seconds after which it is ended.
             memory_limit_bytes: Memory of all of its processes beyond which they are ended.
             shows_output: Whether its output goes to standard error, rather than into the result.
         """
-        try:
-            child = self._server.start(
-                "conf.children.keeper:run_program",
-                list(program),
-                time_limit_s=time_limit_s,
-                memory_limit_bytes=memory_limit_bytes,
-                keeps_output=not shows_output,
-            )
-            return child.wait()
-        except ServerLost as error:
-            raise _not_run(error) from error
+        child = self._server.start(
+            function,
+            arguments,
+            time_limit_s=time_limit_s,
+            memory_limit_bytes=memory_limit_bytes,
+            keeps_output=not shows_output,
+        )
+        return child.wait()
 
 
 def local_server(
@@ -315,7 +317,3 @@ def local_server(
         python: Runs it.
     """
     return ChildServer([python, str(_FILE), prepare, folder_base], environment)
-
-
-def _not_run(why: object) -> EnvironmentProblem:
-    return EnvironmentProblem(f"no child process can be run: {why}")

@@ -307,9 +307,10 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         sync(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        _name_file(error, path)
         raise
     sync(path.parent)
 
@@ -336,10 +337,17 @@ def new_folder(path: Path, *, of_links: bool = False) -> Iterator[Path]:
             if made.is_dir() or not of_links:
                 sync(made)
         os.rename(building, path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(building, ignore_errors=True)
+        _name_file(error, path)
         raise
     sync(path.parent)
+
+
+def _name_file(error: BaseException, path: Path) -> None:
+    """Add the path to an error of writing, which does not say what it writes."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
 
 
 def sync(path: Path) -> None:

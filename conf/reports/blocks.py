@@ -15,7 +15,7 @@ from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import write_file, write_output
@@ -36,7 +36,6 @@ _LONGEST_CELL = 120  # characters of an explorer cell
 class Code:
     """Text in a fixed-width font, within a sentence or as a table cell."""
 
-    kind: ClassVar[str] = "code"
     text: str
 
 
@@ -44,7 +43,6 @@ class Code:
 class Swatch:
     """A table cell with a coloured square before its text. `css` is a colour class of the style sheet, as `k1`."""
 
-    kind: ClassVar[str] = "swatch"
     css: str
     text: str
 
@@ -62,7 +60,6 @@ class SharePart:
 class ShareBar:
     """A horizontal bar of coloured parts, also as a table cell. `share` is the bar's width, from 0 to 1."""
 
-    kind: ClassVar[str] = "stack"
     parts: tuple[SharePart, ...]
     share: float = 1.0
     tall: bool = False
@@ -92,7 +89,6 @@ class Row:
 class Table:
     """A table with a header row; every row has one cell for each column."""
 
-    kind: ClassVar[str] = "table"
     columns: tuple[TableColumn, ...]
     rows: tuple[Row, ...]
 
@@ -101,7 +97,6 @@ class Table:
 class Facts:
     """Rows that begin with a name; there is no header row."""
 
-    kind: ClassVar[str] = "facts"
     rows: tuple[tuple[Cell, ...], ...]
 
 
@@ -109,7 +104,6 @@ class Facts:
 class Lead:
     """A paragraph of plain text, in which `Code` may stand."""
 
-    kind: ClassVar[str] = "lead"
     parts: tuple[str | Code, ...]
 
     def __init__(self, *parts: str | Code) -> None:
@@ -120,7 +114,6 @@ class Lead:
 class Callout:
     """A paragraph with a coloured edge."""
 
-    kind: ClassVar[str] = "note"
     text: str
     level: Level = "look"
 
@@ -129,7 +122,6 @@ class Callout:
 class Outcome:
     """One word on a coloured pill, and the sentence that goes with it."""
 
-    kind: ClassVar[str] = "outcome"
     level: Level
     word: str
     sentence: str
@@ -139,7 +131,6 @@ class Outcome:
 class Heading:
     """A heading below that of the section."""
 
-    kind: ClassVar[str] = "heading"
     text: str
 
 
@@ -147,7 +138,6 @@ class Heading:
 class Preformatted:
     """Text whose line breaks count, such as a log."""
 
-    kind: ClassVar[str] = "preformatted"
     text: str
 
 
@@ -155,7 +145,6 @@ class Preformatted:
 class Bullets:
     """A list of sentences."""
 
-    kind: ClassVar[str] = "bullets"
     items: tuple[str, ...]
 
 
@@ -172,7 +161,6 @@ class Tile:
 class Tiles:
     """The main figures, as cards side by side."""
 
-    kind: ClassVar[str] = "tiles"
     tiles: tuple[Tile, ...]
 
 
@@ -180,7 +168,6 @@ class Tiles:
 class Legend:
     """Name -> colour class."""
 
-    kind: ClassVar[str] = "legend"
     items: Mapping[str, str]
 
 
@@ -188,7 +175,6 @@ class Legend:
 class Drawn:
     """An SVG picture as wide as the page."""
 
-    kind: ClassVar[str] = "drawn"
     svg: Svg
 
 
@@ -197,7 +183,6 @@ class Chart:
     """An SVG picture in its own size, with a title. `newest_first_seen`: time runs to the right, so a picture that is
     too wide for the page shows its right end."""
 
-    kind: ClassVar[str] = "chart"
     title: str
     svg: Svg
     below: tuple[Block, ...] = ()
@@ -208,7 +193,6 @@ class Chart:
 class Charts:
     """Charts side by side, as many as fit."""
 
-    kind: ClassVar[str] = "charts"
     charts: tuple[Chart, ...]
 
 
@@ -216,7 +200,6 @@ class Charts:
 class Fold:
     """Blocks that a reader unfolds by a click on `summary`."""
 
-    kind: ClassVar[str] = "fold"
     summary: str
     blocks: tuple[Block, ...]
     is_open: bool = False
@@ -237,7 +220,6 @@ class Branch:
 class Tree:
     """A tree that a reader unfolds; largest branches first."""
 
-    kind: ClassVar[str] = "tree"
     branches: tuple[Branch, ...]
 
 
@@ -253,7 +235,6 @@ class Group:
 class SideBySide:
     """Groups of blocks side by side, as many as fit."""
 
-    kind: ClassVar[str] = "side_by_side"
     groups: tuple[Group, ...]
 
 
@@ -393,6 +374,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {
+        "class_name": lambda value: type(value).__name__,
         "cell": cell_text,
         "shown": _explorer_cell,
         "counted": counted,

@@ -37,7 +37,7 @@ from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import JSON_COLUMNS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA, Run
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings
-from workers.task import RunResult, Task
+from workers.task import RunAlone, RunResult, Task
 
 if TYPE_CHECKING:
     from farm.dispatch.working import Progress
@@ -567,9 +567,9 @@ class RunsAlone:
     """Runs alone that have landed in this dispatcher's time, by worker: another GPU, or another night, differs."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, TrialSettings, str], Run] = {}
+        self._known: dict[tuple[str, TrialSettings, str], RunAlone] = {}
 
-    def of(self, task: Task, worker: str) -> tuple[Run | None, ...]:
+    def of(self, task: Task, worker: str) -> tuple[RunAlone | None, ...]:
         """Return the run alone of each member of a task's group, None where it has to be run; () without a group."""
         if not task.partners:
             return ()
@@ -580,4 +580,4 @@ class RunsAlone:
         """Remember those of a task's further runs that were alone and can be relied on."""
         for run in (result.run for result in results):
             if run.group_id is None and run.status in _TELLING and run.quality != "untrusted" and run.config_hash:
-                self._known[worker, task.settings, run.config_hash] = run
+                self._known[worker, task.settings, run.config_hash] = RunAlone.of(run)

@@ -91,7 +91,7 @@ class _Seat:
     node: RayNode
     gpus: int
     group: Any
-    state: Literal["unstarted", "starting", "unreached", "idle", "holding", "running"] = "unstarted"
+    state: Literal["unstarted", "starting", "unreached", "idle", "running"] = "unstarted"
     ref: Any = None
     task: Task | None = None
     failures: int = 0
@@ -105,7 +105,7 @@ class _Waiting:
     name: str
     node: RayNode
     task: Task
-    holder: _Seat | None
+    asked: str
 
 
 class RayExecutor:
@@ -126,8 +126,7 @@ class RayExecutor:
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
         self._waiting: list[_Waiting] = []  # on each node GPUs are gathered for the first one
-        self._free: Counter[str] = Counter()  # node -> GPUs whose workers have made room
-        self._workers_of: dict[str, int] = {}  # node -> its workers, while each has one GPU
+        self._gpus: Counter[str] = Counter()  # node -> GPUs that work: one for each worker at first
         self._added = 0  # tasks that waited, and workers that took the place of others
         self._head: HeadWatch | None = None
         self._folder: Path | None = None  # session folder of our own Ray
@@ -235,7 +234,7 @@ class RayExecutor:
             keys: list[str | None] = [None] * min(node.gpus, self._choice.count or node.gpus)
         else:
             keys = [str(slot.index) for slot in make_device(self._choice).slots()]
-        self._workers_of[node.node_id] = len(keys)
+        self._gpus[node.node_id] = len(keys)
         for index, slot_key in enumerate(keys):
             name = f"worker-{node.node_id[:6]}-{index}" if self._joined else f"worker-{index}"
             self._add_worker(node, name, slot_key)
@@ -257,7 +256,7 @@ class RayExecutor:
                 num_gpus=gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             )
-        shares = max(1, self._workers_of[node.node_id] // gpus)  # shares of the host's memory
+        shares = max(1, self._gpus[node.node_id] // gpus)  # shares of the host's memory
         actor = bound.remote(self._choice.to_mapping(), slot_key, self._environment, shares, gpus)
         seat = self._seats[name] = _Seat(name, actor, node, gpus, group)
         return seat
@@ -273,10 +272,16 @@ class RayExecutor:
     def _in(self, state: str) -> list[_Seat]:
         return [seat for seat in self._seats.values() if seat.state == state]
 
-    def _gpus_of(self, node: RayNode) -> int:
-        """Return the GPUs of a node that workers have, or that are gathered for a task."""
-        held = sum(seat.gpus for seat in self._seats.values() if seat.node.node_id == node.node_id)
-        return held + self._free[node.node_id]
+    def _free(self, node: RayNode) -> int:
+        """Return the GPUs of a node that no worker has."""
+        return self._gpus[node.node_id] - sum(
+            seat.gpus for seat in self._seats.values() if seat.node.node_id == node.node_id
+        )
+
+    def _offered(self) -> list[_Seat]:
+        """Return the idle workers that take a task, those that have been idle for longest first."""
+        asked = {trial.asked for trial in self._waiting}
+        return [seat for seat in self._in("idle") if seat.name not in asked]
 
     def _run(self, seat: _Seat, task: Task, upcoming: Task | None) -> None:
         seat.state, seat.task = "running", task
@@ -287,23 +292,19 @@ class RayExecutor:
 
         Once none waits, GPUs that are left get a worker each.
         """
-        while waiting := [trial for trial in self._waiting if trial.node.node_id == node.node_id]:
-            task = waiting[0].task
-            here = [seat for seat in self._in("idle") + self._in("holding") if seat.node.node_id == node.node_id]
-            seat = next((seat for seat in here if seat.gpus == task.config.ranks), None)
+        for trial in [trial for trial in self._waiting if trial.node.node_id == node.node_id]:
+            ranks = trial.task.config.ranks
+            here = [seat for seat in self._in("idle") if seat.node.node_id == node.node_id]
+            seat = next((seat for seat in here if seat.gpus == ranks), None)
             if seat is None:
-                for other in here:
-                    if self._free[node.node_id] < task.config.ranks:
-                        self._end_worker(other)
-                        self._free[node.node_id] += other.gpus
-                if self._free[node.node_id] < task.config.ranks:
+                while here and self._free(node) < ranks:
+                    self._end_worker(here.pop(0))
+                if self._free(node) < ranks:
                     return
-                self._free[node.node_id] -= task.config.ranks
-                seat = self._replace(node, task.config.ranks)
-            self._waiting.remove(waiting[0])
-            self._run(seat, task, None)
-            self._release(waiting[0])
-        for _ in range(self._free.pop(node.node_id, 0)):
+                seat = self._replace(node, ranks)
+            self._waiting.remove(trial)
+            self._run(seat, trial.task, None)
+        for _ in range(self._free(node)):
             self._replace(node, 1)
 
     def _replace(self, node: RayNode, gpus: int) -> _Seat:
@@ -311,18 +312,11 @@ class RayExecutor:
         self._added += 1
         return self._add_worker(node, f"worker-{node.node_id[:6]}-r{self._added}", None, gpus)
 
-    def _release(self, trial: _Waiting) -> None:
-        """Free the worker that was asked for a task for others, unless it has one or made room."""
-        seat = trial.holder
-        if seat is not None and seat.state == "holding" and self._seats.get(seat.name) is seat:
-            self._now_idle(seat)
-
     def _without_gpus(self) -> list[Completion]:
         """Return the tasks whose node has lost GPUs, so that they would wait forever."""
-        lost = [trial for trial in self._waiting if self._gpus_of(trial.node) < trial.task.config.ranks]
+        lost = [trial for trial in self._waiting if self._gpus[trial.node.node_id] < trial.task.config.ranks]
         self._waiting = [trial for trial in self._waiting if trial not in lost]
         for trial in lost:
-            self._release(trial)
             self._make_room(trial.node)
         return [
             Completion(
@@ -340,30 +334,28 @@ class RayExecutor:
         ]
         for seat in gone:
             self._end_worker(seat)
-        del self._free[node.node_id]
+        del self._gpus[node.node_id]
         if gone:
             rest = "" if self._seats else "; no worker is left, waiting for a node to join"
             self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
         return lost
 
     def idle(self) -> list[str]:
-        return [seat.name for seat in self._in("idle")]
+        return [seat.name for seat in self._offered()]
 
     def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
         """As in the Protocol, but that another idle worker may run it, which has as many GPUs as the task has ranks."""
         gpus = task.config.ranks if self._choice.backend == "cuda" else 1
-        idle = sorted(self._in("idle"), key=lambda seat: seat.name != worker)  # itself, unless it has made room since
+        idle = sorted(self._offered(), key=lambda seat: seat.name != worker)  # itself, unless it has made room since
         fitting = next((seat for seat in idle if seat.gpus == gpus), None)
         if fitting is not None:
             self._run(fitting, task, upcoming)
             return
-        near = next((seat.node for seat in idle if self._gpus_of(seat.node) >= gpus), None)
-        node = near or max(self._watch.nodes.values(), key=self._gpus_of)
+        near = next((seat.node for seat in idle if self._gpus[seat.node.node_id] >= gpus), None)
+        node = near or max(self._watch.nodes.values(), key=lambda node: self._gpus[node.node_id])
         self._added += 1
-        holder = next(iter(idle), None)
-        if holder is not None:
-            holder.state = "holding"
-        self._waiting.append(_Waiting(f"waiting-{self._added}", node, task, holder))
+        asked = next((seat.name for seat in idle), worker)
+        self._waiting.append(_Waiting(f"waiting-{self._added}", node, task, asked))
         self._make_room(node)
 
     def wait(self, timeout_s: float) -> list[Completion]:
@@ -400,7 +392,7 @@ class RayExecutor:
     def most_gpus(self) -> int | None:
         if self._choice.backend != "cuda":
             return None
-        return max(map(self._gpus_of, self._watch.nodes.values()), default=0) or None
+        return max(self._gpus.values(), default=0) or None
 
     def restart(self, worker: str) -> None:
         self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
@@ -485,12 +477,13 @@ class RayExecutor:
                 return
             self._notices.append(f"{seat.name} does not start and is left out: {plain_error(error)}")
             self._end_worker(seat)
-            if seat.gpus > 1:  # one of them may be broken: the others continue as workers of one GPU
+            if seat.gpus == 1:
+                self._gpus[seat.node.node_id] -= 1
+            else:  # one of them may be broken: the others continue as workers of one GPU
                 for _ in range(seat.gpus):
                     self._replace(seat.node, 1)
             # Of a cluster that did work, another node may still join.
-            held = bool(self._seats) or bool(self._free.total())
-            if not held and not (self._joined and self._was_ready):
+            if not self._gpus.total() and not (self._joined and self._was_ready):
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
             seat.failures = 0

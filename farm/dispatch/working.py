@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from conf.cli.command_line import EXIT_INTERRUPTED, start_bar
 from conf.errors import UsageError
-from conf.plain_text import error_line
+from conf.plain_text import error_line, one_line, print_lines
 from farm.dispatch.dispatcher import Dispatcher, StopRequest, doubt_of, make_executor
 from farm.dispatch.monitoring import PATIENCE_S, Service
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, ClusterSettings, lost_words
@@ -181,11 +181,12 @@ class _Work:
         compacted = False
         while not self.stop.requested:
             device_key = self.queue.next_device(job_id)
-            jobs = self.queue.jobs()
-            if job_ids := {job.job_id for job in jobs} - mended:
-                _mend(self.folder, self.queue, self.service)
-                mended |= job_ids
-            elif device_key is not None:
+            if device_key is not None:
+                jobs = self.queue.jobs()
+                if job_ids := {job.job_id for job in jobs} - mended:
+                    _mend(self.folder, self.queue, self.service)
+                    mended |= job_ids
+                    continue
                 jobs = [job for job in jobs if job.device == device_key and self.queue.pending(job.job_id)]
                 if jobs:  # none where all were cancelled just now
                     self.run_device(device_key, sorted(jobs, key=lambda job: job.job_id != job_id))
@@ -257,8 +258,7 @@ def _compact(folder: DataFolder, service: Service) -> None:
     from warehouse.files.compaction import compact
 
     service.pulse.beat("compacting")
-    for problem in compact(folder).problems:
-        print(f"warning: {problem}", file=sys.stderr)
+    print_lines((f"warning: {problem}" for problem in compact(folder).problems), sys.stderr)
 
 
 def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:
@@ -266,7 +266,7 @@ def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:
     by_status = ", ".join(f"{status} {count}" for status, count in counts.by_status.items() if count)
     cancelled = f"; {counts.cancelled} were cancelled" if counts.cancelled else ""
     wanted = counts.total - counts.cancelled
-    print(f"{job_id}: {counts.done} of {wanted} runs are in {folder.root} ({by_status}){cancelled}")
+    print_lines([f"{job_id}: {counts.done} of {wanted} runs are in {folder.root} ({by_status}){cancelled}"])
 
 
 def follow_hint(folder: DataFolder, job_id: str | None) -> str:
@@ -350,7 +350,7 @@ class Progress:
     ):
         from rich.console import Console
 
-        self._label = label
+        self._label = one_line(label)
         self._totals = totals
         self._clock = clock
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
@@ -379,7 +379,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
-        (self._bar.console if self._bar is not None else self._console).print(text, markup=False)
+        (self._bar.console if self._bar is not None else self._console).print(one_line(text), markup=False)
 
     def landed(self, _run: Run) -> None:
         """Count one run that has landed."""

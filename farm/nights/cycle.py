@@ -86,7 +86,7 @@ class NightStop(StopRequest):
 
     def install(self) -> None:
         super().install()
-        signal.signal(signal.SIGALRM, self._on_alarm)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[NightStop]:
@@ -114,9 +114,6 @@ class NightStop(StopRequest):
         )
         if not self._disarmed:
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-
-    def _on_alarm(self, *_: object) -> None:
-        raise KeyboardInterrupt
 
 
 _FAILURES_AT_MOST = 3  # failures of one step: then the cycle is over, so that the next night can begin another

@@ -34,6 +34,7 @@ from farm.queue.queue_values import (
     job_of,
     progress_of,
     task_of_row,
+    time_of,
 )
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import queue_copy
@@ -60,8 +61,8 @@ _TASKS = (  # INDEXED BY: without statistics SQLite takes the primary key, and r
     "JOIN configs USING (job_seq, task_index) "
     "JOIN jobs ON seq = job_seq "
 )
-# Of one job (?1), of one device (?2), or of all.
-_OF = "(?1 IS NULL OR seq = ?1) AND (?2 IS NULL OR device = ?2)"
+# Of one job (?1), of one device (?2), or of all. A range, for which SQLite looks one job up instead of reading all.
+_OF = "seq BETWEEN coalesce(?1, 1) AND coalesce(?1, 9223372036854775807) AND (?2 IS NULL OR device = ?2)"
 
 
 class Queue:
@@ -529,7 +530,7 @@ class Queue:
             if counts.pending:
                 recent, first_at = self._file.only(
                     "SELECT count(*), min(finished_at) FROM tasks INDEXED BY tasks_finished "
-                    "WHERE job_seq = ? AND finished_at >= ?",
+                    "WHERE job_seq = ? AND finished_at BETWEEN ? AND 1e12",  # texts are above all numbers
                     (seq, now - window_s),
                 )
             progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
@@ -549,7 +550,7 @@ class Queue:
             (self._seq(job_id), limit),
         )
         names = ("task_index", "attempt", "state", "status", "error", "error_at")
-        return [TaskError(**dict(zip(names, row, strict=True))) for row in rows]
+        return [TaskError(**dict(zip(names, (*row, time_of(at)), strict=True))) for *row, at in rows]
 
     def doubts(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return counts of untrusted runs: job id -> suspect, untrusted or repeated -> reason (empty: all) -> runs."""

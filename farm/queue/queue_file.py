@@ -241,7 +241,7 @@ def prepare_queue(file: QueueFile) -> None:
 def queue_error(error: sqlite3.Error, path: Path) -> Exception:
     """Return the vendor's error as one of ours: an `EnvironmentProblem`, or an `OSError` with the matching errno."""
     text = str(error)
-    if "not a database" in text or "malformed" in text:
+    if any(words in text for words in ("not a database", "malformed", "no such table", "no such column")):
         return EnvironmentProblem(f"{path} is damaged or not a queue: {text}")
     if "locked" in text:
         return EnvironmentProblem(f"{path} is held by another process for too long; end that one or try again")

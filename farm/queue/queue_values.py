@@ -7,11 +7,12 @@ folder can come from anybody, so a row may hold any text.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conf.errors import UsageError
@@ -128,7 +129,17 @@ def job_id_for(
 
 
 def job_of(row: Sequence[Any]) -> Job:
-    return Job(**dict(zip(JOB_COLUMNS.split(", "), row, strict=True)))
+    job = Job(**dict(zip(JOB_COLUMNS.split(", "), row, strict=True)))
+    return replace(job, submitted_at=time_of(job.submitted_at))
+
+
+def time_of(value: Any) -> float:
+    """Return a time that the queue holds, in seconds since the epoch; 0 for what is no time."""
+    try:
+        datetime.datetime.fromtimestamp(value, datetime.UTC)
+    except (TypeError, ValueError, OverflowError, OSError):
+        return 0.0
+    return float(value)
 
 
 def counts_of(tallies: Iterable[tuple[str, str | None, int]]) -> Counts:

@@ -229,8 +229,8 @@ class ReplaySettings(Checked):
         None, "GPU model, whose memory and power count; by default A100-SXM4-40GB", described_device
     )
     trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
-    policy: str | tuple[str, ...] = key(POLICIES, f"which of {', '.join(POLICIES)}", "text | list of text", POLICIES)
-    estimator: str | tuple[str, ...] = key(
+    policy: tuple[str, ...] = key(POLICIES, f"which of {', '.join(POLICIES)}", "text | list of text", POLICIES)
+    estimator: tuple[str, ...] = key(
         tuple(name for name in ESTIMATORS if name != "none"),
         f"which of {', '.join(ESTIMATORS)}",
         "text | list of text",
@@ -260,7 +260,7 @@ class ReplaySettings(Checked):
     data: str | None = data_key()
 
     def problems(self) -> Iterator[str]:
-        for name in ("policies", "estimators", "seeds"):
+        for name in ("policy", "estimator", "seeds"):
             if not getattr(self, name):
                 yield f"{name} must not be empty"
         if len(self.seeds) > MOST_SEEDS or not all(0 <= seed < 2**31 for seed in self.seeds):
@@ -269,14 +269,6 @@ class ReplaySettings(Checked):
             yield "seeds must differ"
         if self.warmup_s > self.window_s:
             yield f"warmup_s must be from 0 to window_s, got {self.warmup_s!r}"
-
-    @property
-    def policies(self) -> tuple[str, ...]:
-        return (self.policy,) if isinstance(self.policy, str) else self.policy
-
-    @property
-    def estimators(self) -> tuple[str, ...]:
-        return (self.estimator,) if isinstance(self.estimator, str) else self.estimator
 
     @property
     def spec(self) -> DeviceSpec:
@@ -388,8 +380,8 @@ def run_crossing(
 def _combinations(settings: ReplaySettings) -> list[tuple[str, str]]:
     pairs = [
         (policy, NO_ESTIMATOR if policy == "exclusive" else estimator)
-        for policy in settings.policies
-        for estimator in settings.estimators
+        for policy in settings.policy
+        for estimator in settings.estimator
     ]
     return list(dict.fromkeys(pairs))
 

@@ -80,7 +80,6 @@ class GpuPool:
         self._closed = [False] * count
         self._reserved: list[int] = []
         self._idle = list(range(count))
-        self._is_idle = [True] * count
         self.idle_count = count
 
     def idle_gpus(self, count: int) -> list[int] | None:
@@ -90,7 +89,7 @@ class GpuPool:
         taken: list[int] = []
         while len(taken) < count:
             gpu = heapq.heappop(self._idle)
-            if self._is_idle[gpu] and gpu not in taken:
+            if not self.kinds[gpu] and gpu not in taken:
                 taken.append(gpu)
         for gpu in taken:
             heapq.heappush(self._idle, gpu)
@@ -99,9 +98,7 @@ class GpuPool:
     def add(self, gpu: int, job: int, kind: int, *, alone: bool) -> tuple[float, ...]:
         """Put a job on a GPU, for itself where `alone`; return the speeds of all its jobs, in their order."""
         kinds = self.kinds[gpu]
-        if self._is_idle[gpu]:
-            self._is_idle[gpu] = False
-            self.idle_count -= 1
+        self.idle_count -= not kinds
         place = bisect_left(kinds, kind)
         self.jobs[gpu].insert(place, job)
         self._closed[gpu] = alone
@@ -116,7 +113,6 @@ class GpuPool:
         rest = (*kinds[:place], *kinds[place + 1 :])
         self.used_mib[gpu] = self.used_mib[gpu] - used_mib if rest else 0.0
         if not rest:
-            self._is_idle[gpu] = True
             self.idle_count += 1
             heapq.heappush(self._idle, gpu)
             self.ready_s[gpu] = 0.0

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from conf.children.keeper import TIME, Ended
-from conf.children.running import ServerLost, local_server
+from conf.children.running import local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import version_of
@@ -153,7 +153,7 @@ def _ask(
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
     try:
         with (
-            contextlib.suppress(ServerLost, EnvironmentProblem),
+            contextlib.suppress(EnvironmentProblem),
             contextlib.closing(local_server("", {**os.environ, **variables}, python=python)) as server,
         ):
             written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=patience_s)

@@ -21,7 +21,7 @@ from featurize.configs.dimensions import Choice, Constant, Dimension, Scalar, Sp
 from featurize.configs.draws import POLICIES, Limits, checked_batch_sizes
 from featurize.configs.space import parse_space, require_within_limits, space_of_mapping
 from featurize.families import family_names
-from featurize.job.layout import EXPERTS, MODES, OWN, WRAPPED, parse_parallel
+from featurize.job.layout import WRAPPED, parse_parallel
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.operators.torch_releases import require_torch, require_traceable
 from workers.devices import DeviceChoice, Slot, make_device
@@ -263,26 +263,27 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
             require_traceable(layout)
         return
     for layout in layouts:
-        if not_run := [mode for mode in (*MODES, EXPERTS, OWN) if mode not in WRAPPED and getattr(layout, mode) > 1]:
+        if not_run := [mode for mode in layout.modes if mode not in WRAPPED]:
             raise UsageError(
                 f"parallel={layout.text()}: {', '.join(not_run)} does not run on real devices yet; modes that do: "
                 f"{', '.join(WRAPPED)}; simulate it with device=A100-SXM4-40GB"
             )
-        if layout.fsdp > 1 and choice.backend == "cpu":
+        if layout.degrees.fsdp > 1 and choice.backend == "cpu":
             require_torch("2.8", "parallel: fsdp with device=cpu")
-        if layout.replicates and layout.tp > 1:
+        if layout.replicates and layout.degrees.tp > 1:
             raise UsageError(
                 f"parallel={layout.text()}: on real devices ddp with tp needs fsdp, as in ddp=2,fsdp=4,tp=2; simulate "
                 "it with device=A100-SXM4-40GB"
             )
-        if layout.zero:
+        if layout.zero.stage:
             raise UsageError(
                 f"parallel={layout.text()}: real ranks do not run DeepSpeed; simulate it with device=A100-SXM4-40GB"
             )
         if layout.nodes > 1:
             raise UsageError(
-                f"parallel={layout.text()}: {layout.ranks} ranks fill {layout.nodes} nodes of {layout.gpus_per_node}, "
-                "and a trial runs on one; set gpus_per_node, or simulate it with device=A100-SXM4-40GB"
+                f"parallel={layout.text()}: {layout.ranks} ranks fill {layout.nodes} nodes of "
+                f"{layout.cluster.gpus_per_node}, and a trial runs on one; set gpus_per_node, or simulate it with "
+                "device=A100-SXM4-40GB"
             )
     if choice.backend == "cuda" and cluster.address is None:
         gpus = 1 if cluster.kind == "inline" else len(make_device(choice).slots())

@@ -18,19 +18,25 @@ from typing import Any, TypeGuard
 from conf.errors import UsageError, shown
 
 ZERO_STAGES = (1, 2, 3)
-# Settings of `Parallel` that count elements.
-COUNTS = (
-    "reduce_bucket_size",
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_param_persistence_threshold",
-)
 AUTO = "auto"
 _ZERO = "zero_optimization"
-# Keys of zero_optimization that are settings of `Parallel`, by the same name.
-_OF_LAYOUT = (*COUNTS, "overlap_comm", "contiguous_gradients")
+# Keys of zero_optimization that are fields of `featurize.job.layout.Zero`, by the same name: the stages that read them,
+# and what Hugging Face's Trainer fills in for "auto", by the model's width; None: it leaves that to DeepSpeed.
+_FIELDS: Mapping[str, tuple[tuple[int, ...], Callable[[int], int] | None]] = {
+    "reduce_bucket_size": (ZERO_STAGES, lambda width: width * width),
+    "sub_group_size": ((3,), None),
+    "stage3_prefetch_bucket_size": ((3,), lambda width: int(0.9 * width * width)),
+    "stage3_max_live_parameters": ((3,), None),
+    "stage3_max_reuse_distance": ((3,), None),
+    "stage3_param_persistence_threshold": ((3,), lambda width: 10 * width),
+    "overlap_comm": (ZERO_STAGES, None),
+    "contiguous_gradients": (ZERO_STAGES, None),
+}
+# Keys of what can lie in host memory: the field of `Zero`, the stages that read them, and older keys.
+_OFFLOADED: Mapping[str, tuple[str, tuple[int, ...], str]] = {
+    "offload_optimizer": ("cpu_offload", ZERO_STAGES, "cpu_offload"),
+    "offload_param": ("offload_param", (3,), "cpu_offload_param"),
+}
 # Keys that change neither memory nor operators of a step.
 _NO_MATTER = frozenset(
     {
@@ -117,16 +123,7 @@ _ONLY: Mapping[str, Any] = {
     "mics_shard_size": -1,
 }
 _KNOWN_OF_ZERO = frozenset(
-    {
-        *_OF_LAYOUT,
-        *_ONLY,
-        *_NO_MATTER_OF_ZERO,
-        "stage",
-        "cpu_offload",
-        "cpu_offload_param",
-        "offload_optimizer",
-        "offload_param",
-    }
+    {"stage", *_FIELDS, *_OFFLOADED, "cpu_offload", "cpu_offload_param", *_ONLY, *_NO_MATTER_OF_ZERO}
 )
 # DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW unless set otherwise.
 _OPTIMIZERS = {
@@ -138,19 +135,13 @@ _OPTIMIZERS = {
     "lion": "lion",
     "rmsprop": "rmsprop",
 }
-# Sizes that Hugging Face's Trainer fills in, by the model's width.
-_OF_WIDTH: Mapping[str, Callable[[int], int]] = {
-    "reduce_bucket_size": lambda width: width * width,
-    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
-    "stage3_param_persistence_threshold": lambda width: 10 * width,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedFile:
     """The settings of one file.
 
-    zero          settings of `featurize.job.layout.Parallel`, `zero` among them, without the number of GPUs
+    zero          settings of `featurize.job.layout.Zero`, as users write them
     training      settings of `featurize.job.training_settings.Training`
     micro_batch   samples of a rank's micro-step; None: it does not say
     left_open     keys that are "auto", and are taken as DeepSpeed's defaults, or as the job has them
@@ -177,13 +168,7 @@ def read_deepspeed(
         UsageError: The file cannot be read; a key is unknown, has a wrong value, or one that is not estimated; all of
             them are named.
     """
-    reader = _Reader(settings_of(given), ranks, hidden_size)
-    micro_batch = reader.read()
-    if reader.problems:
-        raise UsageError(f"deepspeed: {'; '.join(reader.problems)}")
-    return DeepSpeedFile(
-        zero=reader.zero, training=reader.training, micro_batch=micro_batch, left_open=tuple(reader.left_open)
-    )
+    return _Reader(settings_of(given), ranks, hidden_size).read()
 
 
 def hidden_size_of(config: object) -> int | None:
@@ -230,8 +215,8 @@ class _Reader:
         self.left_open: list[str] = []
         self.problems: list[str] = []
 
-    def read(self) -> int | None:
-        """Read all settings. Returns the samples of a micro-step; None where they do not say."""
+    def read(self) -> DeepSpeedFile:
+        """Return all settings. Raises `UsageError` with every problem."""
         self._read_types()
         self._read_zero(self._block(_ZERO))
         self._read_optimizer(self._block("optimizer"))
@@ -244,7 +229,11 @@ class _Reader:
                 f"not estimated: {', '.join(map(str, wanted))}; read: {', '.join(sorted(_READ))}; ignored, as no "
                 f"memory depends on it: {', '.join(sorted(_NO_MATTER))}"
             )
-        return micro_batch
+        if self.problems:
+            raise UsageError(f"deepspeed: {'; '.join(self.problems)}")
+        return DeepSpeedFile(
+            zero=self.zero, training=self.training, micro_batch=micro_batch, left_open=tuple(self.left_open)
+        )
 
     def _read_types(self) -> None:
         enabled = []
@@ -277,20 +266,15 @@ class _Reader:
             self.problems.append(f"{_ZERO}.stage must be 1, 2 or 3 to be estimated, got {shown(stage)}")
             return
         self.zero["zero"] = stage
-        for name in _OF_LAYOUT:
-            if name.startswith(("stage3_", "sub_group")) and stage != 3:
-                continue  # DeepSpeed does not read them
-            value = block.get(name)
-            if value == AUTO and name in _OF_WIDTH and (width := self._hidden_size()) is not None:
-                value = _OF_WIDTH[name](width)
-            elif value == AUTO:
-                self.left_open.append(f"{_ZERO}.{name}")
-            if value not in (None, AUTO):
+        for name in (name for name, (stages, _) in _FIELDS.items() if stage in stages):
+            of_width = _FIELDS[name][1]
+            if block.get(name) == AUTO and of_width and (width := self._hidden_size()) is not None:
+                self.zero[name] = of_width(width)
+            elif (value := self._value(block, name, _ZERO)) is not None:
                 self.zero[name] = int(value) if isinstance(value, float) and value.is_integer() else value
-        if self._offloads(block, "offload_optimizer", "cpu_offload"):
-            self.zero["cpu_offload"] = True
-        if self._offloads(block, "offload_param", "cpu_offload_param") and stage == 3:
-            self.zero["offload_param"] = True
+        for name, (ours, stages, old_name) in _OFFLOADED.items():
+            if self._offloads(block, name, old_name) and stage in stages:
+                self.zero[ours] = True
         for name, only in _ONLY.items():
             if block.get(name, only) not in (only, AUTO):
                 self.problems.append(f"{_ZERO}.{name}={shown(block[name])} is not estimated; leave it out")

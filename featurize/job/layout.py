@@ -1,20 +1,19 @@
 """How a job is spread over several GPUs, as its user says it: modes, settings, and which go together. Torch-free.
 
-Start reading at `Parallel`, and at `parse_parallel`, which reads a text or a mapping.
+Start reading at `Parallel`, whose parts hold the settings of one mode each, and at `parse_parallel`, which reads a text
+or a mapping.
 """
-
-from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple, Self
 
 from conf.errors import UsageError, shown
-from featurize.job.deepspeed_config import COUNTS, ZERO_STAGES, DeepSpeedFile, is_finite, read_deepspeed
+from featurize.job.deepspeed_config import ZERO_STAGES, DeepSpeedFile, is_finite, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
 WRAPPED = ("ddp", "fsdp", "tp")  # those among them that real ranks run in
@@ -38,272 +37,402 @@ EXAMPLE_STARTS = "stage_starts=[layers.8,layers.16]"
 EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
 
-class OfMode(NamedTuple):
-    """Settings that a layout has only where `applies(degrees, stage and version)`, which `words` say."""
+class Where(NamedTuple):
+    """Layouts that have a setting, in words, and by the degrees, `zero` and `fsdp_version` that are given."""
 
-    names: tuple[str, ...]
     words: str
-    applies: Callable[[Mapping[str, Any]], bool]
+    holds: Callable[[Mapping[str, Any]], bool]
 
 
-OF_MODES = (
-    OfMode(
-        ("reshard_after_forward", "reduce_dtype", "wrap"),
-        "fsdp or cp",
-        lambda degrees: _takes_part(degrees, "fsdp", "cp"),
-    ),
-    OfMode(
-        ("gradient_as_bucket_view", "bucket_cap_mb", "static_graph", "find_unused_parameters"),
-        "ddp without fsdp, cp, tp and zero",
-        lambda degrees: (
-            not (_takes_part(degrees, "fsdp", "cp", "tp") or _stage(degrees))
-            and (_takes_part(degrees, "ddp") or not _takes_part(degrees, "pp", OWN))
-        ),
-    ),
-    OfMode(("fsdp_version",), "fsdp", lambda degrees: _takes_part(degrees, "fsdp")),
-    OfMode(
-        ("backward_prefetch", "limit_all_gathers", "use_orig_params", "no_sync"),
-        "fsdp_version=1",
-        lambda degrees: degrees.get("fsdp_version") == FLAT,
-    ),
-    OfMode(("cp_rotate", "cp_load_balance"), "cp", lambda degrees: _takes_part(degrees, "cp")),
-    OfMode(("tp_plan",), "tp", lambda degrees: _takes_part(degrees, "tp")),
-    OfMode(
-        ("schedule", "micro_batches", "stages_per_rank", "stage_starts", "drop_outputs"),
-        "pp",
-        lambda degrees: _takes_part(degrees, "pp"),
-    ),
-    OfMode(
-        ("zero",), "ddp without fsdp, cp, tp and own", lambda degrees: not _takes_part(degrees, "fsdp", "cp", "tp", OWN)
-    ),
-    OfMode(
-        ("param_dtype", "cpu_offload"),
-        "fsdp, cp or zero",
-        lambda degrees: _takes_part(degrees, "fsdp", "cp") or _stage(degrees),
-    ),
-    OfMode(("reduce_bucket_size", "overlap_comm", "contiguous_gradients"), "zero", lambda degrees: _stage(degrees)),
-    OfMode(
-        (
-            "offload_param",
-            "sub_group_size",
-            "stage3_prefetch_bucket_size",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_param_persistence_threshold",
-        ),
-        "zero=3",
-        lambda degrees: _stage(degrees) and degrees["zero"] == 3,
+def _takes_part(given: Mapping[str, Any], *modes: str) -> bool:
+    return any(given.get(mode, 1) != 1 for mode in modes)
+
+
+def _has_stage(given: Mapping[str, Any]) -> bool:
+    return given.get("zero") is not None
+
+
+def _with(*modes: str) -> Where:
+    return Where(" or ".join(modes), lambda given: _takes_part(given, *modes))
+
+
+_EVERYWHERE = Where("all", lambda _: True)
+_REPLICATED = Where(
+    "ddp without fsdp, cp, tp and zero",
+    lambda given: (
+        not (_takes_part(given, "fsdp", "cp", "tp") or _has_stage(given))
+        and (_takes_part(given, "ddp") or not _takes_part(given, "pp", OWN))
     ),
 )
+_SHARDED = Where("fsdp, cp or zero", lambda given: _takes_part(given, "fsdp", "cp") or _has_stage(given))
+_FSDP1 = Where("fsdp_version=1", lambda given: given.get("fsdp_version") == FLAT)
+_STAGE_3 = Where("zero=3", lambda given: given.get("zero") == 3)
 
 
-def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
-    """Return those of several settings that are not of a mode that these degrees leave out."""
-    kept = dict(given)
-    for _ in range(2):  # settings of a stage and of a version go with it
-        chosen = {**degrees, "zero": kept.get("zero"), "fsdp_version": kept.get("fsdp_version")}
-        left_out = {
-            name for mode_setting in OF_MODES if not mode_setting.applies(chosen) for name in mode_setting.names
-        }
-        kept = {name: value for name, value in kept.items() if name not in left_out}
-    return kept
+class Allowed(NamedTuple):
+    """Values that a setting may have, in words. `read` makes them of what texts, YAML and JSON have in their place."""
+
+    fit: Callable[[Any], bool]
+    words: str
+    read: Callable[[Any], Any] = lambda value: value
 
 
-def _takes_part(degrees: Mapping[str, Any], *modes: str) -> bool:
-    return any(degrees.get(mode, 1) != 1 for mode in modes)
+def _whole(least: int, most: float, words: str) -> Allowed:
+    return Allowed(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
 
 
-def _stage(degrees: Mapping[str, Any]) -> bool:
-    return degrees.get("zero") is not None
+def _one_of(choices: tuple[str, ...]) -> Allowed:
+    return Allowed(lambda value: value in choices, f"one of {', '.join(choices)}")
+
+
+def _elements(least: int) -> Allowed:
+    return _whole(least, math.inf, f"of elements, at least {least}")._replace(
+        read=lambda value: int(value) if isinstance(value, float) and value.is_integer() else value  # 5e8
+    )
+
+
+def _tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+def _paths(value: Any) -> Any:
+    several = _tuple(value)  # in which YAML reads members of an nn.Sequential as numbers
+    return tuple(str(p) if type(p) is int else p for p in several) if isinstance(several, tuple) else several
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
+
+
+_ANY = Allowed(lambda _: True, "anything")
+_RANKS = _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")
+_POSITIVE = Allowed(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0")
+_BOOLEAN = Allowed(lambda value: isinstance(value, bool), "true or false")
+
+
+# Annotations of the parts' fields say which values they may have, if not true and false, and which layouts have them,
+# if not all that have the part. A text is the name that users write, if that is not the field's.
+# `_declared` reads them, so this module evaluates its annotations as it is imported.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallel:
-    """A job's ranks, one GPU each. A mode is a field that holds its degree; the degrees multiply.
+class Degrees:
+    """Ranks of each mode.
 
-    Degrees:
-        pp: Ranks of a pipeline, each with a part of the model (one stage or several). The batch is that of a whole
-            step of the pipeline, which `schedule.step` of torch.distributed.pipelining divides into micro-batches.
-        ddp: Replicas of the model, each with its own batch: under DistributedDataParallel, or of all shards of `fsdp`
-            (HSDP).
-        fsdp: Ranks over which FSDP2 (`fully_shard`) spreads each replica, each with its own batch.
-        cp: Ranks that share a batch, each with its part of the sequence (context parallelism): attention gathers or
-            rotates keys and values among them. FSDP2 spreads over `fsdp` and `cp` together.
-        tp: Ranks that share a batch and each module of a plan (tensor parallelism).
-        ep: Neighbours among the ranks of `fsdp`, `cp` and `tp` that divide the experts of each mixture among them and
-            exchange tokens (expert parallelism). It adds no ranks: FSDP2 spreads each expert over the other ranks.
-        own: Ranks over which the model's own code spreads it: the factory calls `init_device_mesh`, `fully_shard`,
-            `parallelize_module` or `distribute_tensor`, and is used unchanged. Each rank counts with its own batch.
-
-    Nodes:
-        gpus_per_node: GPUs of a node. More ranks than that take several nodes, all of them full.
-        network_gb_s: Each GPU's share of the network between nodes, in GB/s per direction. None: one adapter a GPU,
-            as fast as its PCIe: 100 Gb/s on PCIe 3.0, 200 on 4.0, 400 on 5.0.
-
-    Pipelines (`pp`):
-        schedule: Order in which a rank runs its micro-batches, one of `SCHEDULES`. None: 1f1b.
-        micro_batches: Number of micro-batches that the batch is divided into, along the first dimension. None: two for
-            each rank of `pp`.
-        stages_per_rank: Stages of each rank, for `interleaved` only. None: 2 there.
-        stage_starts: Paths of the modules at which all stages but the first begin, in order. None: blocks are spread
-            evenly, where the parts before and after them count as a block each.
-        drop_outputs: The last stage does not keep the outputs of its micro-batches to return them as one
-            (`return_outputs=False` of `schedule.step`).
-
-    DistributedDataParallel (`ddp`):
-        gradient_as_bucket_view: Gradients are views of the buckets in which they are reduced, not copies.
-        bucket_cap_mb: Size at which a bucket of gradients is full, in MiB. None: torch's own, 25 (the first bucket 1).
-        static_graph: Every step runs the same operators.
-        find_unused_parameters: Parameters may go without a gradient. Buckets then keep the order of the parameters.
-        broadcast_buffers: The first rank's buffers are sent to all others before each step.
-
-    FSDP2, and FSDP1 (`fsdp`):
-        reshard_after_forward: Gathered parameters are freed after the forward pass and gathered again for the backward
-            pass; a number: they are spread over this many ranks in between. None: FSDP2's choice, all but the root's.
-        param_dtype: Type in which FSDP2 gathers parameters and computes, one of `DTYPES`. None: their own.
-        reduce_dtype: Type in which it reduces gradients. None: `param_dtype`.
-        cpu_offload: Shards, their gradients and the optimizer are in host memory.
-        wrap: Classes of the modules whose parameters are gathered together. None: the repeated blocks.
-        fsdp_version: 2: `fully_shard`. 1: `FullyShardedDataParallel`, with flat parameters: FULL_SHARD or
-            SHARD_GRAD_OP, as `reshard_after_forward` is true or false, and HYBRID_SHARD and its variant with `ddp`.
-        backward_prefetch: When FSDP1 gathers the next unit of the backward pass, one of `PREFETCHES`: before this
-            one's gradients are computed, after that, or not ahead at all.
-        limit_all_gathers: The host waits before it gathers more than two units ahead of FSDP1's kernels.
-        use_orig_params: FSDP1 keeps the original parameters. False: the optimizer gets flat ones, and each unit's
-            parameters all train or are all frozen. Lightning, Composer and accelerate set true; torch's own is false.
-        no_sync: All micro-steps but the last run under FSDP1's `no_sync`: each rank keeps whole gradients during them.
-
-    Context and tensor parallelism (`cp`, `tp`):
-        cp_rotate: How keys and values go around, one of `ROTATIONS`. None: PyTorch's choice, allgather.
-        cp_load_balance: Each rank has a part of the sequence's head and one of its tail, so that a causal mask leaves
-            all ranks the same work. None: PyTorch's choice, true. False is for attention without a causal mask.
-        tp_plan: Path of a module, with `*` for any part of it -> how it is split, as in plans of transformers' models:
-            `colwise`, `rowwise` and others. None: the model's own plan.
-
-    DeepSpeed's ZeRO (`zero`):
-        zero: Stage, in place of DistributedDataParallel: 1 spreads the optimizer over the ranks of `ddp`, 2 also
-            gradients, 3 also parameters. None: no ZeRO. `param_dtype` is then the type of the model itself, whose
-            master weights are in fp32; `cpu_offload` is DeepSpeed's `offload_optimizer`.
-        reduce_bucket_size: Elements of the buffer in which gradients are reduced.
-        overlap_comm: Gradients are reduced on their own stream, in two alternating buffers. None: DeepSpeed's choice,
-            only in stage 3.
-        contiguous_gradients: Gradients are copied into that buffer as they come.
-        offload_param: Stage 3 keeps the partitions of parameters in host memory.
-        sub_group_size: Elements of a partition that stage 3 updates at a time.
-        stage3_prefetch_bucket_size: Elements that stage 3 gathers ahead of use.
-        stage3_max_live_parameters: Gathered elements beyond which stage 3 frees parameters and gathers no more ahead.
-        stage3_max_reuse_distance: Stage 3 keeps gathered parameters that are used again within this many elements.
-        stage3_param_persistence_threshold: Stage 3 keeps smaller parameters gathered.
-        deepspeed: DeepSpeed's own file, from which `parse_parallel` made this layout.
-
-    Raises:
-        UsageError: A value out of range; all of them are named.
+    pp    ranks of a pipeline, each with a part of the model (one stage or several). The batch is that of a whole step
+          of the pipeline, which `schedule.step` of torch.distributed.pipelining divides into micro-batches
+    ddp   replicas of the model, each with its own batch: under DistributedDataParallel, or of all shards of `fsdp`
+          (HSDP)
+    fsdp  ranks over which FSDP2 (`fully_shard`) spreads each replica, each with its own batch
+    cp    ranks that share a batch, each with its part of the sequence (context parallelism): attention gathers or
+          rotates keys and values among them. FSDP2 spreads over `fsdp` and `cp` together
+    tp    ranks that share a batch and each module of a plan (tensor parallelism)
+    ep    neighbours among the ranks of `fsdp`, `cp` and `tp` that divide the experts of each mixture among them and
+          exchange tokens (expert parallelism). It adds no ranks: FSDP2 spreads each expert over the other ranks
+    own   ranks over which the model's own code spreads it: the factory calls `init_device_mesh`, `fully_shard`,
+          `parallelize_module` or `distribute_tensor`, and is used unchanged. Each rank counts with its own batch
     """
 
-    pp: int = 1
-    ddp: int = 1
-    fsdp: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    own: int = 1
-    gpus_per_node: int = 8
-    network_gb_s: float | None = None
+    pp: Annotated[int, _RANKS] = 1
+    ddp: Annotated[int, _RANKS] = 1
+    fsdp: Annotated[int, _RANKS] = 1
+    cp: Annotated[int, _RANKS] = 1
+    tp: Annotated[int, _RANKS] = 1
+    ep: Annotated[int, _RANKS] = 1
+    own: Annotated[int, _RANKS] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes that the ranks fill.
+
+    gpus_per_node  GPUs of a node. More ranks than that take several nodes, all of them full
+    network_gb_s   each GPU's share of the network between nodes, in GB/s per direction. None: one adapter a GPU, as
+                   fast as its PCIe: 100 Gb/s on PCIe 3.0, 200 on 4.0, 400 on 5.0
+    """
+
+    gpus_per_node: Annotated[int, _RANKS] = 8
+    network_gb_s: Annotated[float | None, _POSITIVE] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """Arguments of DistributedDataParallel (`ddp`).
+
+    gradient_as_bucket_view  gradients are views of the buckets in which they are reduced, not copies
+    bucket_cap_mb            size at which a bucket of gradients is full, in MiB. None: torch's own, 25 (the first
+                             bucket 1)
+    static_graph             every step runs the same operators
+    find_unused_parameters   parameters may go without a gradient. Buckets then keep the order of the parameters
+    broadcast_buffers        the first rank's buffers are sent to all others before each step
+    """
+
     gradient_as_bucket_view: bool = False
-    bucket_cap_mb: float | None = None
+    bucket_cap_mb: Annotated[float | None, _POSITIVE] = None
     static_graph: bool = False
     find_unused_parameters: bool = False
-    broadcast_buffers: bool = True
-    reshard_after_forward: bool | int | None = None
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
-    cpu_offload: bool = False
-    wrap: tuple[str, ...] | None = None
-    fsdp_version: int = 2
-    backward_prefetch: str = "pre"
-    limit_all_gathers: bool = True
-    use_orig_params: bool = True
-    no_sync: bool = False
-    cp_rotate: str | None = None
+    broadcast_buffers: Annotated[bool, _EVERYWHERE] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyShard:
+    """Arguments of FSDP2 (`fsdp`, and `cp`, over whose ranks it spreads too), and of FSDP1.
+
+    reshard_after_forward  gathered parameters are freed after the forward pass and gathered again for the backward
+                           pass; a number: they are spread over this many ranks in between. None: FSDP2's choice, all
+                           but the root's
+    param_dtype            type in which FSDP2 gathers parameters and computes, one of `DTYPES`. None: their own
+    reduce_dtype           type in which it reduces gradients. None: `param_dtype`
+    cpu_offload            shards, their gradients and the optimizer are in host memory
+    wrap                   classes of the modules whose parameters are gathered together. None: the repeated blocks
+    fsdp_version           2: `fully_shard`. 1: `FullyShardedDataParallel`, with flat parameters: FULL_SHARD or
+                           SHARD_GRAD_OP, as `reshard_after_forward` is true or false, and HYBRID_SHARD and its variant
+                           with `ddp`
+
+    FSDP1 alone (`fsdp_version=1`):
+
+    backward_prefetch      when it gathers the next unit of the backward pass, one of `PREFETCHES`: before this one's
+                           gradients are computed, after that, or not ahead at all
+    limit_all_gathers      the host waits before it gathers more than two units ahead of the kernels
+    use_orig_params        the original parameters are kept. False: the optimizer gets flat ones, and each unit's
+                           parameters all train or are all frozen. Lightning, Composer and accelerate set true; torch's
+                           own is false
+    no_sync                all micro-steps but the last run under `no_sync`: each rank keeps whole gradients during them
+    """
+
+    reshard_after_forward: Annotated[bool | int | None, _ANY] = None  # what it may be depends on the degrees
+    param_dtype: Annotated[str | None, _one_of(DTYPES), _SHARDED] = None
+    reduce_dtype: Annotated[str | None, _one_of(DTYPES)] = None
+    cpu_offload: Annotated[bool, _SHARDED] = False
+    wrap: Annotated[
+        tuple[str, ...] | None,
+        Allowed(
+            lambda value: value != () and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]", _tuple
+        ),
+    ] = None
+    fsdp_version: Annotated[
+        int,
+        Allowed(
+            lambda value: type(value) is int and value in FSDP_VERSIONS,
+            "2 (fully_shard) or 1 (FullyShardedDataParallel)",
+        ),
+        _with("fsdp"),
+    ] = FULLY_SHARD
+    backward_prefetch: Annotated[
+        str,
+        _one_of(PREFETCHES)._replace(read=lambda value: "none" if value is None else value),  # as YAML reads it
+        _FSDP1,
+    ] = "pre"
+    limit_all_gathers: Annotated[bool, _FSDP1] = True
+    use_orig_params: Annotated[bool, _FSDP1] = True
+    no_sync: Annotated[bool, _FSDP1] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel:
+    """Ring attention of context parallelism (`cp`).
+
+    cp_rotate        how keys and values go around, one of `ROTATIONS`. None: PyTorch's choice, allgather
+    cp_load_balance  each rank has a part of the sequence's head and one of its tail, so that a causal mask leaves all
+                     ranks the same work. None: PyTorch's choice, true. False is for attention without a causal mask
+    """
+
+    cp_rotate: Annotated[str | None, _one_of(ROTATIONS)] = None
     cp_load_balance: bool | None = None
-    tp_plan: Mapping[str, str] | None = dataclasses.field(default=None, hash=False)  # a mapping has no hash
-    # Defaults as of DeepSpeed 0.19 (deepspeed/runtime/zero/config.py)
-    zero: int | None = None
-    reduce_bucket_size: int = 500_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """How modules are split (`tp`).
+
+    tp_plan  path of a module, with `*` for any part of it -> how it is split, as in plans of transformers' models:
+             `colwise`, `rowwise` and others. None: the model's own plan
+    """
+
+    tp_plan: Annotated[
+        Mapping[str, str] | None,
+        Allowed(
+            lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
+            f"module path -> style, as in {EXAMPLE_PLAN}",
+        ),
+    ] = field(default=None, hash=False)  # a mapping has no hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """DeepSpeed's ZeRO (`zero`), with defaults of release 0.19 (deepspeed/runtime/zero/config.py).
+
+    stage                  `zero`, in place of DistributedDataParallel: 1 spreads the optimizer over the ranks of `ddp`,
+                           2 also gradients, 3 also parameters. None: no ZeRO
+    param_dtype            type of the model itself, whose master weights are in fp32. None: its own
+    cpu_offload            DeepSpeed's `offload_optimizer`
+    reduce_bucket_size     elements of the buffer in which gradients are reduced
+    overlap_comm           gradients are reduced on their own stream, in two alternating buffers. None: DeepSpeed's
+                           choice, only in stage 3
+    contiguous_gradients   gradients are copied into that buffer as they come
+    deepspeed              DeepSpeed's own file, from which `parse_parallel` made the layout
+
+    Stage 3 alone:
+
+    offload_param          partitions of parameters are in host memory
+    sub_group_size         elements of a partition that are updated at a time
+    stage3_prefetch_bucket_size         elements that are gathered ahead of use
+    stage3_max_live_parameters          gathered elements beyond which parameters are freed, and no more are gathered
+                                        ahead
+    stage3_max_reuse_distance           gathered parameters are kept that are used again within this many elements
+    stage3_param_persistence_threshold  smaller parameters stay gathered
+    """
+
+    stage: Annotated[
+        int | None,
+        "zero",
+        Allowed(
+            lambda value: type(value) is int and value in ZERO_STAGES,
+            "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
+        ),
+        Where("ddp without fsdp, cp, tp and own", lambda given: not _takes_part(given, "fsdp", "cp", "tp", OWN)),
+    ] = None
+    param_dtype: Annotated[str | None, _one_of(DTYPES), _SHARDED] = None
+    cpu_offload: Annotated[bool, _SHARDED] = False
+    reduce_bucket_size: Annotated[int, _elements(1)] = 500_000_000
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
-    offload_param: bool = False
-    sub_group_size: int = 1_000_000_000
-    stage3_prefetch_bucket_size: int = 50_000_000
-    stage3_max_live_parameters: int = 1_000_000_000
-    stage3_max_reuse_distance: int = 1_000_000_000
-    stage3_param_persistence_threshold: int = 100_000
-    deepspeed: DeepSpeedFile | None = dataclasses.field(default=None, hash=False, compare=False, repr=False)
-    schedule: str | None = None
-    micro_batches: int | None = None
-    stages_per_rank: int | None = None
-    stage_starts: tuple[str, ...] | None = None
+    offload_param: Annotated[bool, _STAGE_3] = False
+    sub_group_size: Annotated[int, _elements(1), _STAGE_3] = 1_000_000_000
+    stage3_prefetch_bucket_size: Annotated[int, _elements(0), _STAGE_3] = 50_000_000
+    stage3_max_live_parameters: Annotated[int, _elements(0), _STAGE_3] = 1_000_000_000
+    stage3_max_reuse_distance: Annotated[int, _elements(0), _STAGE_3] = 1_000_000_000
+    stage3_param_persistence_threshold: Annotated[int, _elements(0), _STAGE_3] = 100_000
+    deepspeed: Annotated[DeepSpeedFile | None, _ANY] = field(default=None, hash=False, compare=False, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages and schedule of a pipeline (`pp`).
+
+    schedule         order in which a rank runs its micro-batches, one of `SCHEDULES`. None: 1f1b
+    micro_batches    number of micro-batches that the batch is divided into, along the first dimension. None: two for
+                     each rank of `pp`
+    stages_per_rank  stages of each rank, for `interleaved` only. None: 2 there
+    stage_starts     paths of the modules at which all stages but the first begin, in order. None: blocks are spread
+                     evenly, where the parts before and after them count as a block each
+    drop_outputs     the last stage does not keep the outputs of its micro-batches to return them as one
+                     (`return_outputs=False` of `schedule.step`)
+    """
+
+    schedule: Annotated[str | None, _one_of(SCHEDULES)] = None
+    micro_batches: Annotated[int | None, _RANKS] = None
+    stages_per_rank: Annotated[int | None, _whole(2, MOST_RANKS, f"from 2 to {MOST_RANKS}")] = None
+    stage_starts: Annotated[
+        tuple[str, ...] | None, Allowed(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}", _paths)
+    ] = None
     drop_outputs: bool = False
 
-    def __post_init__(self) -> None:
+
+@dataclass(frozen=True, init=False, repr=False)
+class Parallel:
+    """A job's ranks, one GPU each, and how they share it. The degrees of modes multiply, except that of `ep`.
+
+    It is made of settings by the names that users write, as `Parallel(fsdp=8, cpu_offload=True)`, and holds them by
+    mode, as in `layout.fsdp.cpu_offload`: an annotation says which layouts have a part. What several modes share is in
+    the parts of all of them.
+
+    Raises:
+        UsageError: An unknown setting, with the known ones; a value out of range, or a setting of a mode that the
+            layout does not have; all of them are named.
+    """
+
+    degrees: Annotated[Degrees, _EVERYWHERE]
+    cluster: Annotated[Cluster, _EVERYWHERE]
+    ddp: Annotated[DataParallel, _REPLICATED]
+    fsdp: Annotated[FullyShard, _with("fsdp", "cp")]
+    context: Annotated[ContextParallel, _with("cp")]
+    tensor: Annotated[TensorParallel, _with("tp")]
+    zero: Annotated[Zero, Where("zero", _has_stage)]
+    pipeline: Annotated[Pipeline, _with("pp")]
+
+    def __init__(self, **settings: Any) -> None:
+        _require_known(settings)
+        for part, kind in _PARTS.items():
+            given = {
+                declared.field: declared.allowed.read(settings[name])
+                for name, declared in _DECLARED
+                if declared.part == part and name in settings
+            }
+            object.__setattr__(self, part, kind(**given))
         if bad := list(_problems_of(self)):
             raise UsageError(f"parallel: {'; '.join(bad)}")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the value of every setting, by the name that users write."""
+        return {name: getattr(getattr(self, declared.part), declared.field) for name, declared in _DECLARED}
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults."""
+        return {name: value for name, value in self.settings().items() if value != _SETTINGS[name].default}
+
+    def changed(self, **settings: Any) -> Self:
+        """Return the layout with other values of some settings. Raises `UsageError` as the class."""
+        return type(self)(**{**self.settings(), **settings})
+
+    def __repr__(self) -> str:
+        return f"Parallel({self.text()})"
+
+    @property
+    def modes(self) -> dict[str, int]:
+        """The degrees above 1."""
+        return {mode: degree for mode, degree in vars(self.degrees).items() if degree > 1}
 
     @property
     def order(self) -> str:
         """The schedule of a pipeline, of `SCHEDULES`."""
-        return self.schedule or ONE_F_ONE_B
+        return self.pipeline.schedule or ONE_F_ONE_B
 
     @property
     def chunks(self) -> int:
         """Micro-batches into which a pipeline divides its batch; 1 where there is none."""
-        return 1 if self.pp == 1 else self.micro_batches or 2 * self.pp
+        return 1 if self.degrees.pp == 1 else self.pipeline.micro_batches or 2 * self.degrees.pp
 
     @property
     def parts(self) -> int:
         """Stages of each rank of a pipeline."""
-        return (self.stages_per_rank or 2) if self.order == INTERLEAVED else 1
+        return (self.pipeline.stages_per_rank or 2) if self.order == INTERLEAVED else 1
 
     @property
     def stages(self) -> int:
         """Stages of a pipeline: those of rank 0 are 0, `pp`, and so on."""
-        return self.pp * self.parts
+        return self.degrees.pp * self.parts
 
     @property
     def of_stage(self) -> int:
         """Ranks that have the same stages."""
-        return self.ranks // self.pp
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The degree of each mode whose degrees multiply, the outermost first."""
-        return {name: getattr(self, name) for name in (*MODES, OWN)}
+        return self.ranks // self.degrees.pp
 
     @property
     def sharded(self) -> int:
         """Ranks over which FSDP2 spreads each replica."""
-        return self.fsdp * self.cp
+        return self.degrees.fsdp * self.degrees.cp
 
     @property
     def replicates(self) -> bool:
         """Each replica holds all of its gradients, which are reduced in buckets."""
-        return self.ddp > 1 and self.sharded == 1
+        return self.degrees.ddp > 1 and self.sharded == 1
 
     @property
     def flat(self) -> bool:
         """FullyShardedDataParallel spreads flat parameters."""
-        return self.fsdp > 1 and self.fsdp_version == FLAT
+        return self.degrees.fsdp > 1 and self.fsdp.fsdp_version == FLAT
 
     @property
     def expert_shards(self) -> int:
         """Ranks over which FSDP2 spreads the same experts."""
-        return self.sharded * self.tp // self.ep
+        return self.sharded * self.degrees.tp // self.degrees.ep
 
     @property
     def axes(self) -> dict[str, int]:
         """The dimensions of the mesh of wrappers, the outermost first: `fsdp` is all that FSDP2 spreads over."""
-        sizes = {"pp": self.pp, "ddp": self.ddp, "fsdp": self.sharded, "tp": self.tp, OWN: self.own}
-        return {name: degree for name, degree in sizes.items() if degree > 1}
+        sizes = {**vars(self.degrees), "fsdp": self.sharded}
+        return {name: sizes[name] for name in ("pp", "ddp", "fsdp", "tp", OWN) if sizes[name] > 1}
 
     @property
     def groups(self) -> dict[str, tuple[int, int]]:
@@ -312,13 +441,13 @@ class Parallel:
         for name, degree in self.axes.items():
             stride //= degree
             groups[name] = degree, stride
-        if self.cp > 1:
-            groups["cp"] = self.cp, self.tp
-        if self.ep > 1:
-            if self.ddp > 1:
+        if self.degrees.cp > 1:
+            groups["cp"] = self.degrees.cp, self.degrees.tp
+        if self.degrees.ep > 1:
+            if self.degrees.ddp > 1:
                 groups[EXPERT_REPLICAS] = groups["ddp"]
-            groups[EXPERTS] = self.ep, 1
-            groups[EXPERT_SHARDS] = self.expert_shards, self.ep
+            groups[EXPERTS] = self.degrees.ep, 1
+            groups[EXPERT_SHARDS] = self.expert_shards, self.degrees.ep
         # A dimension that is the whole mesh talks within the default group (torch/distributed/device_mesh.py).
         whole = [name for name, (degree, _) in groups.items() if degree == self.ranks]
         return {name: group for name, group in groups.items() if group[0] > 1 and name not in whole[1:]}
@@ -326,30 +455,26 @@ class Parallel:
     @property
     def ranks(self) -> int:
         """All GPUs of the job."""
-        return math.prod(self.degrees.values())
+        return math.prod(degree for mode, degree in self.modes.items() if mode != EXPERTS)
 
     @property
     def replicas(self) -> int:
         """How many batches a step takes: one for each rank that has its own."""
-        return self.ddp * self.fsdp * self.own
+        return self.degrees.ddp * self.degrees.fsdp * self.degrees.own
 
     @property
     def shards(self) -> bool:
         """PyTorch's own wrappers spread tensors over ranks, except what a pipeline does."""
-        return self.fsdp > 1 or self.cp > 1 or self.tp > 1 or self.own > 1
+        return self.sharded > 1 or self.degrees.tp > 1 or self.degrees.own > 1
 
     @property
     def nodes(self) -> int:
         """Nodes that the ranks fill."""
-        return -(-self.ranks // self.gpus_per_node)
+        return -(-self.ranks // self.cluster.gpus_per_node)
 
     def text(self) -> str:
         """Return the settings that differ from their defaults, as `ddp=8, static_graph=true`."""
-        return ", ".join(
-            f"{field.name}={_write(value)}"
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default and field.name != "deepspeed"
-        )
+        return ", ".join(f"{name}={_write(value)}" for name, value in self.chosen().items() if name != DEEPSPEED)
 
 
 def _write(value: object) -> str:
@@ -360,93 +485,68 @@ def _write(value: object) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
-class _Value(NamedTuple):
-    """Values that a setting may have, in words."""
+class _Declared(NamedTuple):
+    """A setting as a part of a layout declares it."""
 
-    fits: Callable[[Any], bool]
-    words: str
-
-
-def _whole(least: int, most: float, words: str) -> _Value:
-    return _Value(lambda value: type(value) is int and least <= value <= most, f"a whole number {words}")
-
-
-def _one_of(choices: tuple[str, ...]) -> _Value:
-    return _Value(lambda value: value in choices, f"one of {', '.join(choices)}")
+    part: str
+    field: str
+    default: Any
+    allowed: Allowed
+    where: Where
 
 
-def _are_names(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(name, str) and name for name in value)
+_PARTS = {part: annotation.__origin__ for part, annotation in Parallel.__annotations__.items()}
 
 
-_DEGREES = (*MODES, EXPERTS, OWN, "gpus_per_node")
-_VALUES: Mapping[str, _Value] = {
-    **dict.fromkeys((*_DEGREES, "micro_batches"), _whole(1, MOST_RANKS, f"from 1 to {MOST_RANKS}")),
-    "stages_per_rank": _whole(2, MOST_RANKS, f"from 2 to {MOST_RANKS}"),
-    **dict.fromkeys(
-        ("network_gb_s", "bucket_cap_mb"),
-        _Value(lambda value: is_finite(value) and 0 < value < 1e9, "a number > 0"),
-    ),
-    **{
-        field.name: _Value(lambda value: isinstance(value, bool), "true or false")
-        for field in dataclasses.fields(Parallel)
-        if field.type in ("bool", "bool | None")
-    },
-    **dict.fromkeys(("param_dtype", "reduce_dtype"), _one_of(DTYPES)),
-    "backward_prefetch": _one_of(PREFETCHES),
-    "cp_rotate": _one_of(ROTATIONS),
-    "schedule": _one_of(SCHEDULES),
-    "wrap": _Value(lambda value: bool(value) and _are_names(value), "names of classes, as in wrap=[LlamaDecoderLayer]"),
-    "tp_plan": _Value(
-        lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
-        f"module path -> style, as in {EXAMPLE_PLAN}",
-    ),
-    "stage_starts": _Value(_are_names, f"paths of modules, as in {EXAMPLE_STARTS}"),
-    "fsdp_version": _Value(
-        lambda value: type(value) is int and value in FSDP_VERSIONS,
-        "2 (fully_shard) or 1 (FullyShardedDataParallel)",
-    ),
-    "zero": _Value(
-        lambda value: type(value) is int and value in ZERO_STAGES,
-        "a stage of DeepSpeed's ZeRO, 1, 2 or 3, as in ddp=8,zero=2",
-    ),
-    **{
-        name: _whole(least, math.inf, f"of elements, at least {least}")
-        for name in COUNTS
-        for least in [0 if name.startswith("stage3_") else 1]
-    },
-}
+def _declared() -> Iterator[tuple[str, _Declared]]:
+    """Yield the settings of all parts, by the names that users write."""
+    for part, annotation in Parallel.__annotations__.items():
+        for setting in dataclasses.fields(annotation.__origin__):
+            given: dict[type, Any] = {type(about): about for about in getattr(setting.type, "__metadata__", ())}
+            allowed, where = given.get(Allowed, _BOOLEAN), given.get(Where, annotation.__metadata__[0])
+            yield given.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
+
+
+_DECLARED = list(_declared())
+_SETTINGS = dict(_DECLARED)  # of a setting that parts share, one of its declarations
+
+
+def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
+    """Return those of several settings that a layout with these degrees has."""
+    kept = dict(given)
+    for name in ("zero", "fsdp_version", *given):  # on the first two depends where others belong
+        if name in kept and name in _SETTINGS and not _SETTINGS[name].where.holds({**kept, **degrees}):
+            del kept[name]
+    return kept
 
 
 def _problems_of(layout: Parallel) -> Iterator[str]:
     """Yield each thing that is wrong with a layout, in words; what follows from a wrong value is left out."""
-    fields = {field.name: field for field in dataclasses.fields(layout)}
     wrong = set()
-    for name, known in _VALUES.items():
-        value = getattr(layout, name)
-        if not (value is None and fields[name].default is None) and not known.fits(value):
+    for name, value in layout.settings().items():
+        known = _SETTINGS[name]
+        if not (value is None and known.default is None) and not known.allowed.fit(value):
             wrong.add(name)
-            yield f"{name} must be {known.words}, got {shown(value)}"
-    if not wrong.isdisjoint(_DEGREES):
+            yield f"{name} must be {known.allowed.words}, got {shown(value)}"
+    if not wrong.isdisjoint((*vars(layout.degrees), "gpus_per_node")):
         return
-    chosen = {**layout.degrees, "zero": layout.zero, "fsdp_version": layout.fsdp_version}
-    for mode_setting in OF_MODES:
-        set_too = [name for name in mode_setting.names if getattr(layout, name) != fields[name].default]
-        if set_too and not mode_setting.applies(chosen):
-            yield f"{', '.join(set_too)}: of {mode_setting.words} only"
+    chosen = layout.chosen()
+    misplaced = {name: where.words for name in chosen if not (where := _SETTINGS[name].where).holds(chosen)}
+    for words in dict.fromkeys(misplaced.values()):
+        yield f"{', '.join(name for name in misplaced if misplaced[name] == words)}: of {words} only"
     rules = _rules_of_modes(layout)
-    if layout.pp > 1 and wrong.isdisjoint({"schedule", "micro_batches", "stages_per_rank", "stage_starts"}):
+    if layout.degrees.pp > 1 and wrong.isdisjoint({"schedule", "micro_batches", "stages_per_rank", "stage_starts"}):
         rules = (*rules, *_rules_of_pipelines(layout))
     yield from (problem for broken, problem in rules if broken)
-    if layout.ranks > layout.gpus_per_node and layout.ranks % layout.gpus_per_node:
-        yield f"{layout.ranks} ranks do not fill nodes of {layout.gpus_per_node}; change gpus_per_node"
 
 
 def _rules_of_modes(layout: Parallel) -> tuple[tuple[bool, str], ...]:
     """Return whether each rule is broken, and the rule in words."""
-    kept, among, is_flat = layout.reshard_after_forward, layout.sharded * layout.tp, layout.fsdp_version == FLAT
+    degrees, stage, kept = layout.degrees, layout.zero.stage, layout.fsdp.reshard_after_forward
+    among, is_flat = layout.sharded * degrees.tp, layout.fsdp.fsdp_version == FLAT
+    of_node = layout.cluster.gpus_per_node
     divides = type(kept) is int and 1 < kept < layout.sharded and not layout.sharded % kept
-    others = [name for name in (*MODES, EXPERTS) if getattr(layout, name) != 1]
+    others = [mode for mode in layout.modes if mode != OWN]
     beside_flat = [name for name in others if name not in ("ddp", "fsdp")]
     return (
         (
@@ -454,7 +554,7 @@ def _rules_of_modes(layout: Parallel) -> tuple[tuple[bool, str], ...]:
             f"reshard_after_forward must be true, false or a divisor of fsdp times cp, got {shown(kept)}",
         ),
         (
-            is_flat and layout.cpu_offload,
+            is_flat and layout.fsdp.cpu_offload,
             "cpu_offload with fsdp_version=1 is not estimated yet; leave it out, or use fsdp_version=2",
         ),
         (
@@ -466,41 +566,45 @@ def _rules_of_modes(layout: Parallel) -> tuple[tuple[bool, str], ...]:
             "reshard_after_forward of fsdp_version=1 is true (FULL_SHARD) or false (SHARD_GRAD_OP), not a number",
         ),
         (
-            layout.zero is not None and layout.ranks == 1,
-            f"zero={layout.zero} is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero={layout.zero}",
+            stage is not None and layout.ranks == 1,
+            f"zero={stage} is a stage, not a number of GPUs: give these as ddp, as in ddp=8,zero={stage}",
         ),
         (
-            layout.ep > 1 and among % layout.ep > 0,
-            f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {layout.ep} does not; "
+            degrees.ep > 1 and among % degrees.ep > 0,
+            f"ep divides the ranks of fsdp, cp and tp, of which there are {among}: {degrees.ep} does not; "
             "as in fsdp=8,ep=4",
         ),
         (
-            layout.ep > 1 and among % layout.ep == 0 and layout.ep % layout.tp > 0,
-            f"ep must be a multiple of tp, which shares tokens: {layout.ep} of {layout.tp}; as in fsdp=4,tp=2,ep=4",
+            degrees.ep > 1 and among % degrees.ep == 0 and degrees.ep % degrees.tp > 0,
+            f"ep must be a multiple of tp, which shares tokens: {degrees.ep} of {degrees.tp}; as in fsdp=4,tp=2,ep=4",
         ),
         (
-            layout.own != 1 and bool(others),
+            degrees.own != 1 and bool(others),
             f"own goes with no other mode ({', '.join((*MODES, EXPERTS))}): the model's own code says how it is spread",
+        ),
+        (
+            layout.ranks > of_node and layout.ranks % of_node > 0,
+            f"{layout.ranks} ranks do not fill nodes of {of_node}; change gpus_per_node",
         ),
     )
 
 
 def _rules_of_pipelines(layout: Parallel) -> tuple[tuple[bool, str], ...]:
     """Return the rules of torch's schedules, and of the number of stages, in the same form."""
-    starts, chunks = layout.stage_starts, layout.chunks
+    pp, starts, chunks = layout.degrees.pp, layout.pipeline.stage_starts, layout.chunks
     return (
-        (layout.zero is not None, "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"),
+        (layout.zero.stage is not None, "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"),
         (
-            layout.stages_per_rank is not None and layout.schedule != INTERLEAVED,
+            layout.pipeline.stages_per_rank is not None and layout.pipeline.schedule != INTERLEAVED,
             "stages_per_rank: of schedule=interleaved only",
         ),
         (
-            layout.order == ONE_F_ONE_B and chunks < layout.pp,
-            f"micro_batches must be at least pp ({layout.pp}) with schedule={layout.order}, got {chunks}",
+            layout.order == ONE_F_ONE_B and chunks < pp,
+            f"micro_batches must be at least pp ({pp}) with schedule={layout.order}, got {chunks}",
         ),
         (
-            layout.order == INTERLEAVED and chunks % max(chunks // layout.pp, 1) > 0,
-            f"micro_batches of schedule=interleaved must divide into rounds of pp ({layout.pp}) or more, all of a "
+            layout.order == INTERLEAVED and chunks % max(chunks // pp, 1) > 0,
+            f"micro_batches of schedule=interleaved must divide into rounds of pp ({pp}) or more, all of a "
             f"size, got {chunks}",
         ),
         (
@@ -516,7 +620,7 @@ def parse_parallel(
     """Return how a job is spread over GPUs; None for a job on one GPU, which no wrapper changes.
 
     Args:
-        given: A `Parallel`, a mapping of its fields, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
+        given: A `Parallel`, a mapping of settings, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
         files: `deepspeed=FILE` may name DeepSpeed's own settings: where they are, as a job's config holds no files.
         hidden_size: Returns the model's, where such a file leaves sizes to it.
 
@@ -564,25 +668,15 @@ def _with_file(given: dict[Any, Any], hidden_size: Callable[[], int | None] | No
     return {**given, **file.zero, DEEPSPEED: file}
 
 
+def _require_known(settings: Mapping[Any, Any]) -> None:
+    if unknown := [shown(name) for name in settings if name not in _SETTINGS]:
+        raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(_SETTINGS)}")
+
+
 def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
-    known = [field.name for field in dataclasses.fields(Parallel)]
-    given = dict(given)
     if HYBRID in given:
-        given = {**given, **_hybrid(given)}
-        del given[HYBRID]
-    for name in ("wrap", "stage_starts"):
-        if isinstance(given.get(name), list | str):
-            given[name] = (given[name],) if isinstance(given[name], str) else tuple(given[name])
-    if isinstance(starts := given.get("stage_starts"), tuple):
-        # Members of an nn.Sequential are numbers, as YAML reads them.
-        given["stage_starts"] = tuple(str(start) if type(start) is int else start for start in starts)
-    if given.get("backward_prefetch", "") is None:
-        given["backward_prefetch"] = "none"  # as YAML reads it
-    if unknown := [shown(name) for name in given if name not in known]:
-        raise UsageError(f"parallel: unknown {', '.join(unknown)}; known: {', '.join(known)}")
-    for name in COUNTS:
-        if isinstance(number := given.get(name), float) and number.is_integer():
-            given[name] = int(number)  # 5e8, as DeepSpeed's files have it
+        given = {name: value for name, value in {**given, **_hybrid(given)}.items() if name != HYBRID}
+    _require_known(given)
     if not any(name in (*MODES, EXPERTS, OWN, "zero") for name in given):
         raise UsageError(f"parallel names no mode; give one of {', '.join((*MODES, OWN, HYBRID))}, as in {EXAMPLE}")
     return Parallel(**given)
@@ -590,7 +684,7 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
 
 def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
     """Return the degrees of shards within nodes and replicas across them."""
-    ranks, of_node = given[HYBRID], given.get("gpus_per_node", Parallel.gpus_per_node)
+    ranks, of_node = given[HYBRID], given.get("gpus_per_node", Cluster.gpus_per_node)
     if both := [name for name in ("ddp", "fsdp") if name in given]:
         raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")
     if not all(type(size) is int and size > 0 for size in (ranks, of_node)) or ranks % of_node or ranks == of_node:

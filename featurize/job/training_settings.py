@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias, TypedDict
 
@@ -98,8 +98,7 @@ class TrialConfig:
 
     def __post_init__(self) -> None:
         with contextlib.suppress(UsageError):  # `problems` says what is wrong with it
-            layout = parse_parallel(self.parallel)
-            object.__setattr__(self, "parallel", None if layout is None else layout.text())
+            object.__setattr__(self, "parallel", None if self.layout is None else self.layout.text())
         if problems := self.problems():
             raise UsageError(f"{self.family}: " + "; ".join(problems))
 
@@ -113,7 +112,7 @@ class TrialConfig:
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} must be true or false, got {getattr(self, name)!r}")
         try:
-            layout = parse_parallel(self.parallel)
+            layout = self.layout
             if self.optimizer in tuple(OPTIMIZERS) and (problem := sharing_problem(self.optimizer, layout)):
                 problems.append(problem)
         except UsageError as error:
@@ -121,7 +120,7 @@ class TrialConfig:
             problems.append(f"parallel cannot be {shown(self.parallel)}: {rule}")
         return problems
 
-    @property
+    @functools.cached_property
     def layout(self) -> Parallel | None:
         """How the trial is spread over GPUs; None: it runs on one."""
         return parse_parallel(self.parallel)
@@ -465,6 +464,45 @@ def _of_trial(optimizer: str, precision: str, cudnn_benchmark: bool, channels_la
     return Training(
         optimizer=optimizer, precision=precision, cudnn_benchmark=cudnn_benchmark, channels_last=channels_last
     )
+
+
+# Type of ZeRO's model -> precisions that say the same, or nothing
+_APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
+
+
+def settings_of_ranks(layout: Parallel | None, settings: TrainingSettings) -> Training:
+    """Return the settings as the ranks of a job train. With `param_dtype` of ZeRO, the whole model is of that type, and
+    there is no autocast (DeepSpeed 0.19, deepspeed/runtime/engine.py: `_cast_module_mixed_precision`).
+
+    Raises:
+        UsageError: A setting that the job's wrapper does not have; `param_dtype` of ZeRO contradicts the precision.
+    """
+    training = training_of(settings)
+    if layout is not None and (stage := layout.zero.stage):
+        others = {
+            "clip_value": training.clip_value is not None,  # DeepSpeed clips the norm
+            "ema": training.ema,
+            "optimizer_in_backward": training.optimizer_in_backward,
+            "compile": bool(training.compile),
+            "float8": training.float8 is not None,
+            "quantize": training.quantize is not None and stage == 3,  # packed weights are not parameters
+            "offload_activations": training.offload_activations and stage == 3,  # moves gathered weights
+            "grad_scaler": training.grad_scaler is True,  # DeepSpeed scales the loss itself
+        }
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise UsageError(f"parallel: zero={stage} does not go with {', '.join(given)}; leave either out")
+        if (dtype := layout.zero.param_dtype) is not None and training.precision not in _APT[dtype]:
+            raise UsageError(
+                f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision "
+                f"is one of {', '.join(_APT[dtype])}, or left out"
+            )
+        if dtype in ("bf16", "fp16"):
+            training = replace(training, precision=f"{dtype}-true")
+    if training.float8_all_gather and (layout is None or layout.degrees.fsdp == 1 or layout.flat):
+        raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N without fsdp_version=1")
+    if layout is not None and (layout.fsdp.cpu_offload or layout.zero.cpu_offload):
+        training = replace(training, offload_optimizer=True, implementation=None)
+    return training
 
 
 def uses_tf32(precision: str) -> dict[str, bool]:

@@ -67,11 +67,13 @@ class Piece:
     """A run of bytes of a segment, with its neighbours there.
 
     free   True: cached in `pool`; False: handed out; None: address space of an expandable segment without memory
-    key    where it stands in `pool.keys`; only valid while `free`
+    key    where it stands in `pool.keys`, and `born`, the count of large requests when it became free: both are only
+           valid while `free`
     """
 
-    __slots__ = ("address", "before", "behind", "free", "key", "pool", "requested", "size")
+    __slots__ = ("address", "before", "behind", "born", "free", "key", "pool", "requested", "size")
     key: int
+    born: int
 
     def __init__(
         self,
@@ -123,11 +125,10 @@ class Pool:
     keys, by_key   the free pieces, sorted
     unmapped       address -> free address space of expandable segments
     ranges         those segments' address ranges, base -> size
-    born           key -> count of large requests when the piece became free; only kept for garbage collection
     least_rest     what must be left over, at least, for a piece to be split
     """
 
-    __slots__ = ("born", "by_key", "keys", "least_rest", "ranges", "small", "stream", "unmapped")
+    __slots__ = ("by_key", "keys", "least_rest", "ranges", "small", "stream", "unmapped")
 
     def __init__(self, *, small: bool, stream: int, least_rest: int) -> None:
         self.small, self.stream, self.least_rest = small, stream, least_rest
@@ -135,10 +136,9 @@ class Pool:
         self.by_key: dict[int, Piece] = {}
         self.unmapped: dict[int, Piece] = {}
         self.ranges: dict[int, int] = {}
-        self.born: dict[int, int] = {}
 
-    def put(self, piece: Piece) -> None:
-        piece.free = True
+    def put(self, piece: Piece, large_requests: int = 0) -> None:
+        piece.free, piece.born = True, large_requests
         piece.key = key = (piece.size << KEY_SHIFT) | (piece.address >> ADDRESS_SHIFT)
         insort(self.keys, key)
         self.by_key[key] = piece
@@ -292,7 +292,7 @@ class CachingAllocator:
         piece = pool.by_key.pop(keys.pop(position)) if position < len(keys) else self._acquire(pool, size)
         rest = piece.size - size
         if rest >= pool.least_rest and size < self._split_below:
-            self._put(piece.split(size))  # the front is handed out
+            pool.put(piece.split(size), self._large_requests)  # the front is handed out
         else:
             size += rest
         piece.free, piece.requested = False, nbytes
@@ -321,7 +321,7 @@ class CachingAllocator:
             self.requested_bytes -= piece.requested
         piece.free = True
         piece.merge_neighbours()
-        self._put(piece)
+        piece.pool.put(piece, self._large_requests)
 
     def touch(self, nbytes: int, stream: int = 0) -> int:
         """Take a block and give it back at once. Return `allocated_bytes` of the moment between.
@@ -392,12 +392,6 @@ class CachingAllocator:
         segment = self._segment_bytes(size)
         missing = self._missing_bytes(pool, size) if self._expandable else segment
         return not (self._is_allowed(segment) and self._fits(missing))
-
-    def _put(self, piece: Piece) -> None:
-        """Make a piece free in its pool."""
-        piece.pool.put(piece)
-        if self._picky:
-            piece.pool.born[piece.key] = self._large_requests
 
     # ---- the rules of a request that the default best fit does not settle
 
@@ -514,7 +508,7 @@ class CachingAllocator:
             return
         pools = [self._pools[stream][1] for stream in sorted(self._pools)]
         whole = [] if self._expandable else [p for pool in pools for p in pool.pieces() if not p.is_split()]
-        ages = {piece.key: self._large_requests - piece.pool.born[piece.key] for piece in whole}
+        ages = {piece.key: self._large_requests - piece.born for piece in whole}
         total_age, freed_any = sum(ages.values()), True
         while excess > 0 and freed_any and whole:
             threshold = total_age / len(whole)

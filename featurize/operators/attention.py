@@ -7,7 +7,6 @@ of the same kernels, which keep the same tensors: query, key, value, output, the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -22,7 +21,7 @@ from torch import Tensor
 from conf.errors import UsageError
 from featurize.device.device_spec import AttentionKernels
 from featurize.operators.autocast import Autocast
-from featurize.operators.replacing import replaced, replaced_if_imported
+from featurize.operators.replacing import Change, all_replaced, if_imported
 from featurize.operators.tensor_parts import is_shared
 
 _IMPLEMENTATION = "flash_attention_2"
@@ -48,18 +47,18 @@ def building(build: Callable[[], T]) -> T:
     """Call `build()` as if flash-attn were installed, even if that call is the first to import transformers."""
     known = _transformers() is not None
     try:
-        with as_installed():
+        with all_replaced(as_installed()):
             return build()
     except ImportError:
         if known or _transformers() is None:
             raise
-    with as_installed():
+    with all_replaced(as_installed()):
         return build()
 
 
-@contextlib.contextmanager
-def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[int], None]) -> Iterator[None]:
-    """Within, attention on meta tensors calls the kernels that a GPU would run, of packages where they are imported.
+def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[int], None]) -> Iterator[Change]:
+    """Yield the changes with which attention on meta tensors calls the kernels that a GPU would run, of packages where
+    they are imported.
 
     Args:
         autocast: Casts the arguments of PyTorch's own function.
@@ -68,22 +67,18 @@ def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[
     """
     attend = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
     xformers = functools.partial(functools.partial, _attend_xformers)
-    with (
-        as_installed(),
-        replaced_if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers),
-        replaced(F, "scaled_dot_product_attention", attend),
-    ):
-        yield
+    yield from as_installed()
+    yield from if_imported("xformers.ops.fmha", _XFORMERS_RUN, xformers)
+    yield F, "scaled_dot_product_attention", attend
 
 
-@contextlib.contextmanager
-def as_installed() -> Iterator[None]:
-    """Within, transformers finds flash-attn, if transformers is imported and keeps to the names known here."""
+def as_installed() -> Iterator[Change]:
+    """Yield the changes with which transformers finds flash-attn, if transformers is imported and keeps to the names
+    known here."""
     library = _transformers()
     matrix = getattr(library, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
     imports = getattr(library, "_lazy_imports", None)
     if library is None or imports is None or not isinstance(matrix, dict) or 2 not in matrix:
-        yield
         return
 
     def lazy_imports(implementation: str | None, *args: object, **kwargs: object) -> Any:
@@ -97,10 +92,8 @@ def as_installed() -> Iterator[None]:
         (_LIBRARY, "_lazy_imports", lazy_imports),
         *((_LIBRARY, name, None) for name in _STATE),
     ]
-    with contextlib.ExitStack() as stack:
-        for module, name, value in instead:
-            stack.enter_context(replaced_if_imported(module, name, functools.partial(lambda given, _: given, value)))
-        yield
+    for module, name, value in instead:
+        yield from if_imported(module, name, functools.partial(lambda given, _: given, value))
 
 
 # transformers reads from these two signatures which options the package has.

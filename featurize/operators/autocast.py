@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from featurize.operators.replacing import replaced
+from featurize.operators.replacing import Change, all_replaced
 
 # The lists of ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE) under
 # the names that Python code calls. Operators outside both lists run in their inputs' type, as with real autocast.
@@ -95,23 +95,24 @@ class Autocast:
         if self._installed:
             yield
             return
-        with contextlib.ExitStack() as stack:
-            for names, wide in ((_LOWER, None), (_FP32, torch.float32)):
-                for owner, listed in names.items():
-                    for name in listed.split():
-                        if function := getattr(owner, name, None):
-                            wrapped = self._wrap(function, wide)
-                            if name in _HALF_TO_FLOAT:
-                                wrapped = self._wrap_softmax(function, _HALF_TO_FLOAT[name])
-                            stack.enter_context(replaced(owner, name, wrapped))
-            for owner in (torch, Tensor):
-                for name in _AS_FP32.split():
-                    stack.enter_context(replaced(owner, name, self._wrap_dtype(getattr(owner, name))))
+        with all_replaced(self._changes()):
             self._installed = True
             try:
                 yield
             finally:
                 self._installed = False
+
+    def _changes(self) -> Iterator[Change]:
+        for names, wide in ((_LOWER, None), (_FP32, torch.float32)):
+            for owner, listed in names.items():
+                for name in listed.split():
+                    if function := getattr(owner, name, None):
+                        halves = _HALF_TO_FLOAT.get(name)
+                        instead = self._wrap_softmax(function, halves) if halves else self._wrap(function, wide)
+                        yield owner, name, instead
+        for owner in (torch, Tensor):
+            for name in _AS_FP32.split():
+                yield owner, name, self._wrap_dtype(getattr(owner, name))
 
     def _wrap(self, function: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
         """Cast the arguments to a type; None: to autocast's."""
@@ -183,9 +184,7 @@ def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
     def of_cuda(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> ModelAutocast:
         return ModelAutocast("cuda", dtype, enabled, cache_enabled)
 
-    with _lock, contextlib.ExitStack() as stack:
-        for owner in (torch, torch.amp, torch.amp.autocast_mode):
-            stack.enter_context(replaced(owner, "autocast", ModelAutocast))
+    with _lock:
         # Asked for the type of a tensor's device, which PyTorch knows no autocast of.
         enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -197,11 +196,12 @@ def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
         def autocast_dtype(device_type: str) -> torch.dtype:
             return autocast.dtype or torch.float16 if device_type == "meta" else dtype_of(device_type)
 
-        stack.enter_context(replaced(torch, "is_autocast_enabled", is_enabled))
-        stack.enter_context(replaced(torch, "get_autocast_dtype", autocast_dtype))
-        stack.enter_context(replaced(torch, "get_autocast_gpu_dtype", lambda: autocast_dtype("meta")))
-        for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
-            stack.enter_context(replaced(owner, "autocast", of_cuda))
-        if autocast.dtype is not None:
-            stack.enter_context(autocast.installed())
-        yield autocast
+        changes = (
+            *((owner, "autocast", ModelAutocast) for owner in (torch, torch.amp, torch.amp.autocast_mode)),
+            (torch, "is_autocast_enabled", is_enabled),
+            (torch, "get_autocast_dtype", autocast_dtype),
+            (torch, "get_autocast_gpu_dtype", lambda: autocast_dtype("meta")),
+            *((owner, "autocast", of_cuda) for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode)),
+        )
+        with all_replaced(changes), autocast.switched(dtype):
+            yield autocast

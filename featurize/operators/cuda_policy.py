@@ -26,7 +26,7 @@ from featurize.operators import attention
 from featurize.operators.autocast import Autocast, casting
 from featurize.operators.library_calls import channels_last
 from featurize.operators.own_operators import liger_on_gpu
-from featurize.operators.replacing import replaced, replaced_if_imported
+from featurize.operators.replacing import Change, all_replaced, if_imported
 from featurize.operators.table import time_steps
 
 PROPOSALS = "a detector keeps as many proposals as its limits allow"
@@ -35,10 +35,9 @@ MATCHES = "every other box that a detector proposes matches an object, so that i
 _EVERY = 2
 
 
-@contextlib.contextmanager
-def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[None]:
-    """Within, torchvision's detectors run on meta tensors, if torchvision's operators are imported at all. `assume`
-    is notified of what is taken for granted."""
+def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[Change]:
+    """Yield the changes with which torchvision's detectors run on meta tensors, if torchvision's operators are imported
+    at all. `assume` is notified of what is taken for granted."""
     instead: list[tuple[str, str, Callable[[Any], Any]]] = [
         *((where, "nms", lambda original: functools.partial(_nms, original, assume)) for where in ("ops.boxes", "ops")),
         *(
@@ -53,10 +52,8 @@ def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> I
             lambda original: functools.partialmethod(_matches, original, assume),
         ),
     ]
-    with contextlib.ExitStack() as stack:
-        for module, path, make in instead:
-            stack.enter_context(replaced_if_imported(f"torchvision.{module}", path, make))
-        yield
+    for module, path, make in instead:
+        yield from if_imported(f"torchvision.{module}", path, make)
 
 
 def _nms(
@@ -153,20 +150,16 @@ def as_on_cuda(
     each phase that begins. `kernels` are PyTorch's for fused attention. `assume` is notified of what is taken for
     granted of values that only computing the step would show, `attends` the width of a head of each call of
     attention."""
-    with (
-        casting(autocast_dtype) as autocast,  # holds a lock: one trace at a time
-        fused_kernels(),
-        detection_as_trained(autocast, assume),
-        attention.as_on_gpu(autocast, kernels, attends),
-        liger_on_gpu(),
-        replaced(F, "dropout", functools.partial(_dropout, F.dropout)),
-        replaced(torch, "dropout", functools.partial(_dropout, torch.dropout)),
-        contextlib.ExitStack() as stack,
-    ):
-        for name in _MODES:
-            recurrent = functools.partial(_recurrent, name, getattr(_VF, name), autocast)
-            stack.enter_context(replaced(_VF, name, recurrent))
-        yield autocast.enter
+    with casting(autocast_dtype) as autocast, fused_kernels():  # the first holds a lock: one trace at a time
+        changes = (
+            *detection_as_trained(autocast, assume),
+            *attention.as_on_gpu(autocast, kernels, attends),
+            *liger_on_gpu(),
+            *((owner, "dropout", functools.partial(_dropout, owner.dropout)) for owner in (F, torch)),
+            *((_VF, name, functools.partial(_recurrent, name, getattr(_VF, name), autocast)) for name in _MODES),
+        )
+        with all_replaced(changes):
+            yield autocast.enter
 
 
 @contextlib.contextmanager

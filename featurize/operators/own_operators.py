@@ -8,7 +8,6 @@ layers 4- or 8-bit weights; `replace_bitsandbytes` does the same for layers that
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from conf.errors import UsageError
-from featurize.operators.replacing import replaced_if_imported
+from featurize.operators.replacing import Change, if_imported
 
 _META = {
     # bitsandbytes
@@ -66,14 +65,11 @@ OPS = torch.ops.gpufarm
 MULTIPROCESSORS = 128
 
 
-@contextlib.contextmanager
-def liger_on_gpu() -> Iterator[None]:
-    """Within, Liger's autograd functions run on meta tensors, if the package is imported."""
-    with contextlib.ExitStack() as stack:
-        for (module, name), (instead, arguments) in _FUNCTIONS.items():
-            applied = functools.partial(_apply_on_meta, instead=instead, arguments=arguments)
-            stack.enter_context(replaced_if_imported(f"liger_kernel.ops.{module}", f"{name}.apply", applied))
-        yield
+def liger_on_gpu() -> Iterator[Change]:
+    """Yield the changes with which Liger's autograd functions run on meta tensors, if the package is imported."""
+    for (module, name), (instead, arguments) in _FUNCTIONS.items():
+        applied = functools.partial(_apply_on_meta, instead=instead, arguments=arguments)
+        yield from if_imported(f"liger_kernel.ops.{module}", f"{name}.apply", applied)
 
 
 def _apply_on_meta(

@@ -1,6 +1,6 @@
 """Changes the process: attributes of modules and classes are others, no garbage is collected.
 
-Start reading at `replaced`, for a while, or at `replace_in`, for the rest of the process.
+Start reading at `all_replaced`, for a while, or at `replace_in`, for the rest of the process.
 """
 
 from __future__ import annotations
@@ -9,38 +9,48 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Change: TypeAlias = tuple[object, str, object]  # module or class, name of its attribute, what stands there instead
 
 
 @contextlib.contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """An attribute of a module or class is another while this lasts."""
-    is_own = name in vars(owner)  # Tensor inherits most methods from its C base: what was set is deleted again
-    before = getattr(owner, name)
-    setattr(owner, name, value)
+def all_replaced(changes: Iterable[Change]) -> Iterator[None]:
+    """Attributes of modules and classes are others while this lasts. Each change is made before the next one is asked
+    for."""
+    before: list[tuple[object, str, bool, object]] = []
     try:
+        for owner, name, value in changes:
+            # Tensor inherits most methods from its C base: what was set is deleted again.
+            held = owner, name, name in vars(owner), getattr(owner, name)
+            setattr(owner, name, value)
+            before.append(held)
         yield
     finally:
-        if is_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
+        for owner, name, is_own, value in reversed(before):
+            if is_own:
+                setattr(owner, name, value)
+            else:
+                delattr(owner, name)
 
 
-@contextlib.contextmanager
-def replaced_if_imported(module: str, path: str, instead: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace what stands at a path within a module, as `nms` or `Matcher.__call__`, by what `instead` makes of it,
-    while this lasts; nothing where the module is not imported or has no such attribute."""
-    owners, _, name = path.rpartition(".")
+def replaced(owner: object, name: str, value: object) -> contextlib.AbstractContextManager[None]:
+    """An attribute of a module or class is another while this lasts."""
+    return all_replaced([(owner, name, value)])
+
+
+def if_imported(module: str, path: str, instead: Callable[[Any], Any]) -> list[Change]:
+    """Return the change of what stands at a path within a module, as `nms` or `Matcher.__call__`, to what `instead`
+    makes of it; none where the module is not imported or has no such attribute."""
     owner: Any = sys.modules.get(module)
+    if owner is None:
+        return []
+    owners, _, name = path.rpartition(".")
     if owners:
         owner = getattr(owner, owners, None)
-    has_it = hasattr(owner, name)
-    with replaced(owner, name, instead(getattr(owner, name))) if has_it else contextlib.nullcontext():
-        yield
+    return [(owner, name, instead(getattr(owner, name)))] if hasattr(owner, name) else []
 
 
 def replace_attribute(owner: object, name: str, value: object) -> None:

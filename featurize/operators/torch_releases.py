@@ -124,7 +124,7 @@ def refused_note(modes: Iterable[str]) -> str | None:
 def require_traceable(layout: Parallel) -> None:
     """Raise `EnvironmentProblem` for a layout with a mode that is not traced under the installed release."""
     for mode, why in refused_modes().items():
-        if getattr(layout, mode) > 1:
+        if mode in layout.modes:
             raise EnvironmentProblem(why)
 
 

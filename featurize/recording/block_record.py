@@ -506,8 +506,8 @@ class OperatorRecord:
                 traits.name,
                 phase,
                 _type_name((*outputs, *inputs)),
-                tuple(tuple(t.shape) for t in inputs),
-                tuple(tuple(t.shape) for t in outputs),
+                tuple([tuple(t.shape) for t in inputs]),
+                tuple([tuple(t.shape) for t in outputs]),
                 flops(traits.name, args, outputs, elements),
                 reads,
                 writes,
@@ -525,19 +525,11 @@ class OperatorRecord:
         return self._again or bool(self._stack.running) or torch.is_grad_enabled()
 
 
-class _Traffic(NamedTuple):
-    """`elements` are those of the largest tensor, or of all that a for-each operator goes over."""
-
-    reads: int
-    writes: int
-    elements: int
-    launches: int = 1
-
-
 def _traffic(
     traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
-) -> _Traffic:
-    """Return the bytes that an operator moves: each tensor once, however often it is given.
+) -> tuple[int, int, int, int]:
+    """Return the bytes that an operator reads and writes, each tensor once, however often it is given; the elements of
+    the largest tensor, or of all that a for-each operator goes over; its launches.
 
     Args:
         traits: The operator's traits.
@@ -546,13 +538,12 @@ def _traffic(
         outputs: On meta, of its results.
         changed: The inputs that it writes to.
     """
-    read = {id(tensor): tensor for tensor in inputs}
-    made = [tensor for tensor in outputs if id(tensor) not in read]
-    nbytes = {key: bytes_read(tensor) for key, tensor in read.items()}
-    changed_bytes = sum(nbytes[key] for key in {id(tensor) for tensor in changed} & nbytes.keys())
+    nbytes = {id(tensor): bytes_read(tensor) for tensor in inputs}
+    made = [tensor for tensor in outputs if id(tensor) not in nbytes]
+    changed_bytes = sum(nbytes.get(key, 0) for key in {id(tensor) for tensor in changed}) if changed else 0
     reads = sum(nbytes.values()) - (changed_bytes if traits.write_only else 0)
     writes = changed_bytes + sum(map(bytes_read, made))
-    elements = max((tensor.numel() for tensor in (*read.values(), *made)), default=0)
+    elements = max([tensor.numel() for tensor in (*inputs, *made)], default=0)
     if traits.gathers and isinstance(args[0], Tensor):
         source = bytes_read(args[0])
         reads += min(source, gathered_bytes(traits.name, args, writes)) - source
@@ -562,11 +553,11 @@ def _traffic(
         reads, writes = reads + bytes_read(rows) - target, writes + bytes_read(rows) - target
         elements = rows.numel()
     if not traits.foreach:
-        return _Traffic(reads, writes, elements)
+        return reads, writes, elements, 1
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     sizes = [t.numel() for t in lists[0]]
     launches = foreach_launches(len(lists) - (traits.name in WITH_STEPS), sizes)
-    return _Traffic(reads, writes, sum(sizes), launches)
+    return reads, writes, sum(sizes), launches
 
 
 def _type_name(tensors: Sequence[Tensor]) -> str:
@@ -575,6 +566,7 @@ def _type_name(tensors: Sequence[Tensor]) -> str:
     return _dtype_name(floating.dtype)
 
 
+@functools.cache
 def _dtype_name(dtype: torch.dtype) -> str:
     """Return a type's name without `torch.`."""
     return str(dtype).removeprefix("torch.")

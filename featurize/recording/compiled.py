@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
 from conf.plain_text import exception_line
 from featurize.nets.checkpointing import repeated_blocks
 from featurize.operators.own_operators import DEQUANTIZATIONS
-from featurize.operators.replacing import replaced, replaced_if_imported
+from featurize.operators.replacing import all_replaced, if_imported, replaced
 from featurize.recording.block_record import GRAPHED, CudaGraphs
 from featurize.recording.compiled_graph import GraphReplay
 from featurize.recording.skeleton import compiled_function, compiled_functions, is_compiled, uncompiled_copy
@@ -320,14 +320,17 @@ def _capturable() -> Iterator[None]:
         made = made_of_data(*args, **kwargs)
         return torch.empty(made.shape, dtype=made.dtype, device="meta") if made.is_meta else made
 
-    with (
-        replaced(functions, "cross_entropy_loss", cross_entropy),
-        replaced(functions, "nll_loss_nd", nll_loss),
-        replaced(torch, "tensor", tensor),
-        replaced(torch.compiler, "_is_compiling_flag", True),
+    changes = (
+        (functions, "cross_entropy_loss", cross_entropy),
+        (functions, "nll_loss_nd", nll_loss),
+        (torch, "tensor", tensor),
+        (torch.compiler, "_is_compiling_flag", True),
         # Without a GPU, CUDA builds of 2.11 keep a guard of the thread that captures, and the next one's use of it
         # crashes the process. Graphs of meta tensors need none.
-        replaced_if_imported("torch._C", "_ensureCUDADeviceGuardSet", lambda _: lambda: None),
+        *if_imported("torch._C", "_ensureCUDADeviceGuardSet", lambda _: lambda: None),
+    )
+    with (
+        all_replaced(changes),
         marked(),
         _use_lazy_graph_module(True),  # no one runs the Python code of the graphs
     ):

@@ -97,30 +97,29 @@ def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy with every parameter and buffer on the meta device, ties kept; the original is untouched and
     unread."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = _empty(tensor)
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = _empty(tensor)
+        # Most of what a module holds is empty collections of hooks, and `copy.deepcopy` is slow at each of them.
+        memo |= {id(held): type(held)() for held in vars(module).values() if type(held) in _COLLECTIONS and not held}
     for result in kept_results(model):  # results of earlier passes: copy.deepcopy takes no tensor with a history
         memo.setdefault(id(result), _empty(result))
-    # Most of what a module holds is empty collections of hooks, and `copy.deepcopy` is slow at each of them.
-    memo |= {
-        id(held): type(held)()
-        for module in model.modules()
-        for held in vars(module).values()
-        if type(held) in _COLLECTIONS and not held
-    }
     return copy.deepcopy(model, memo)
 
 
 _COLLECTIONS = frozenset({dict, list, set, OrderedDict})
+_SEQUENCES = (list, tuple)
 
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
     """Tensors with a history that modules hold as plain attributes, or in a list or dict of theirs."""
     for module in model.modules():
         for value in vars(module).values():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-            yield from (result for result in held if isinstance(result, Tensor) and result.grad_fn is not None)
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, _SEQUENCES) else (value,)
+            for result in held:
+                if isinstance(result, Tensor) and result.grad_fn is not None:
+                    yield result
 
 
 def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:

@@ -24,7 +24,7 @@ import torch.utils._device
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from featurize.operators.replacing import replaced
+from featurize.operators.replacing import all_replaced
 from featurize.operators.table import DECIDED_BY_VALUES
 from featurize.operators.tensor_parts import is_freed, tensors_in
 
@@ -165,9 +165,10 @@ class Values:
         # torch lists these functions once, for `with torch.device(...)`: not while others stand in their place.
         if list_once := getattr(torch.utils._device, "_device_constructors", None):
             list_once()
-        with contextlib.ExitStack() as stack:
-            for owner, name, first_value in ((torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)):
-                stack.enter_context(replaced(owner, name, with_values(getattr(owner, name), first_value)))
+        made_of_data = (torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)
+        with all_replaced(
+            [(owner, name, with_values(getattr(owner, name), first)) for owner, name, first in made_of_data]
+        ):
             yield
 
     def of(self, tensor: Tensor) -> Tensor | None:
@@ -255,17 +256,19 @@ class Values:
         if traits.mutates:
             self._follow_writes(func, args, kwargs, traits)
             return
-        outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
         if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
             return
+        first = next(tensors_in(args), None)  # nearly always it decides
+        unknown = name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None
+        if unknown and name != "aten::topk":
+            return
+        outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
         if not outputs or not all(
             isinstance(output, Tensor) and output.is_meta and _is_small(output) for output in outputs
         ):
             return
-        first = next(tensors_in(args), None)  # nearly always it decides
-        if name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None:
-            if name == "aten::topk":
-                self._spread(outputs[1], args)
+        if unknown:
+            self._spread(outputs[1], args)
             return
         if name in _FILLED:
             fill = _FILLED[name]

@@ -162,7 +162,7 @@ def fabric_of_axis(
         nodes=_nodes(parallel, degree, stride),
         kind=kind,
         node_gb_s=link_gb_s or joined.pcie_gb_s,
-        network_gb_s=parallel.network_gb_s or _OF_ADAPTER * joined.pcie_gb_s,
+        network_gb_s=parallel.cluster.network_gb_s or _OF_ADAPTER * joined.pcie_gb_s,
         links=fitted if fits else replace(fitted, reached=_REACHED[kind], copy_gb_s=math.inf),
         switch_share=next((share for least, share in _OF_SWITCH.items() if (capability or (0, 0)) >= least), 0.0),
     )
@@ -173,15 +173,16 @@ def _rings_gb_s(joined: Interconnect, parallel: Parallel, degree: int, stride: i
     links join them all."""
     if joined.link_gb_s is None or joined.mesh is None:
         return joined.link_gb_s or 0.0
-    if min(parallel.gpus_per_node, parallel.ranks) > len(joined.mesh):
+    of_node = parallel.cluster.gpus_per_node
+    if min(of_node, parallel.ranks) > len(joined.mesh):
         raise UsageError(
-            f"gpus_per_node={parallel.gpus_per_node}: nodes of this GPU model have {len(joined.mesh)} GPUs; give at "
+            f"gpus_per_node={of_node}: nodes of this GPU model have {len(joined.mesh)} GPUs; give at "
             "most that many, or a description with another interconnect.mesh"
         )
     in_node: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in range(parallel.ranks):
         group = rank // (degree * stride) * stride + rank % stride
-        in_node[group, rank // parallel.gpus_per_node].append(rank % parallel.gpus_per_node)
+        in_node[group, rank // of_node].append(rank % of_node)
     links = max(map(sum, joined.mesh))
     rings = min((_rings(joined.mesh, gpus) for gpus in in_node.values() if len(gpus) > 1), default=links)
     return joined.link_gb_s * rings / links
@@ -236,15 +237,15 @@ def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] 
         axes: Axes of collectives. Groups that the model made itself have communicators of their own; where its own code
             spreads it, all ranks together have one only if they talk as such.
     """
-    all_ranks = OWN if parallel.own > 1 else next(iter(parallel.groups), "")
-    of_mesh = () if parallel.own > 1 else parallel.groups
+    all_ranks = OWN if parallel.degrees.own > 1 else next(iter(parallel.groups), "")
+    of_mesh = () if parallel.degrees.own > 1 else parallel.groups
     names = {*of_mesh, *(axis or all_ranks for axis in axes)} or {all_ranks}
     fabrics = fabrics_of(spec, parallel, names)
     return sum(communicator_mib(fabrics[name]) for name in sorted(names))
 
 
 def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
-    size = parallel.gpus_per_node
+    size = parallel.cluster.gpus_per_node
     if stride >= size:
         return degree
     blocks = max(parallel.ranks // (degree * stride), 1)

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training, TrainingSettings
 from featurize.memory.replay import MemoryProfile, outside_mib, replay
-from featurize.recording.step_trace import StepTrace
+from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED, StepTrace
+from featurize.timing.activity import StepActivity
 from featurize.timing.collectives import collective_s, communicators_mib, fabrics_of, sent_bytes
-from featurize.timing.step_time import begin_moments_ms, delays_ms, overlapped, time_step
+from featurize.timing.step_time import TimedStep, begin_moments_ms, delays_ms, overlapped, time_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,27 +45,102 @@ class Communication:
         return self.exposed_ms + self.bubble_ms
 
 
+_OF_RANKS = {
+    "gathered parameters": GATHERED,
+    "unreduced gradients": UNREDUCED,
+    "communication buffers": COMMUNICATION,
+    "gradient buckets": BUCKET,
+    "master weights": MASTER,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """MiB, ms, W; ratios in [0, 1]. Memory is the need, also where it does not fit; `fits` False means `oom`.
+    """A traced step on one GPU model: its replay, its time, and what a rank waits for others. MiB, ms, W; ratios in
+    [0, 1]. Memory is the need, also where it does not fit.
 
-    A rank's step also waits for its `communication`, during which the GPU's units are taken to be idle.
+    process_mib  the process's memory outside the allocator; others_mib: what others hold on the card
+    of_ranks     number of a rank of a pipeline -> its memory; of the first one of each kind
     """
 
-    parameters: int
-    peak_allocated_mib: float
-    peak_reserved_mib: float
-    peak_memory_mib: float
-    fits: bool
-    step_time_ms: float
-    step_time_upper_ms: float  # what 90 of 100 measured steps stay below
-    smact: float
-    smocc: float
-    drama: float
-    gpu_util: float
-    power_w: float
-    bound_by: str = "gpu"  # or the host, the input, communication: what takes the longest
+    trace: StepTrace
+    spec: DeviceSpec
+    memory: MemoryProfile
+    timed: TimedStep
+    process_mib: float
+    others_mib: float = 0.0
     communication: Communication = field(default_factory=Communication)
+    of_ranks: Mapping[int, MemoryProfile] = field(default_factory=dict)
+
+    @property
+    def peak_allocated_mib(self) -> float:
+        """Live blocks, rounded to 512 bytes."""
+        return self.memory.peak_allocated / MIB
+
+    @property
+    def peak_reserved_mib(self) -> float:
+        """The caching allocator's segments."""
+        return self.memory.peak_reserved / MIB
+
+    @property
+    def peak_memory_mib(self) -> float:
+        """The whole card's memory."""
+        return self.peak_reserved_mib + (self.process_mib + self.others_mib + self.communication.buffers_mib)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the step runs; if not, it ends as `oom`."""
+        return self.memory.fits and (not self.communication.buffers_mib or self.peak_memory_mib <= self.spec.memory_mib)
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Part -> MiB at the peak, which sum to `peak_memory_mib`. `fragmentation` is what the allocator reserves at
+        its peak beyond the live tensors' own bytes, their rounding included. What others hold, what communication
+        libraries keep and what wrappers of several ranks keep are parts only where they are more than nothing."""
+        live = {kind: nbytes / MIB for kind, nbytes in self.memory.peak_parts.items()}
+        outside = {"communication": self.communication.buffers_mib, "other users": self.others_mib}
+        return {
+            "parameters": live["parameter"],
+            "gradients": live["gradient"],
+            **{name: live[kind] for name, kind in _OF_RANKS.items() if kind in live},
+            "optimizer state": live["optimizer_state"],
+            "activations": live["activation"],
+            "temporaries": live["temporary"],
+            "buffers and batch": live["buffer"] + live["batch"],
+            "workspace": live["workspace"],
+            "fragmentation": self.peak_reserved_mib - sum(live.values()),
+            "context": self.process_mib,
+            **{name: mib for name, mib in outside.items() if mib},
+        }
+
+    @property
+    def step_time_ms(self) -> float:
+        """The step's time, waits for other ranks included."""
+        return self.timed.step_time_ms + self.communication.waits_ms
+
+    @property
+    def step_time_upper_ms(self) -> float:
+        """What 90 of 100 measured steps stay below."""
+        return self.timed.upper_ms() + self.communication.waits_ms
+
+    @property
+    def bound_by(self) -> str:
+        """What takes the longest: `gpu`, `host`, `input` or `communication`."""
+        return "communication" if self.communication.exposed_ms > self.timed.step_time_ms else self.timed.bound_by
+
+    @property
+    def activity(self) -> StepActivity:
+        """What the step keeps busy; while a rank waits for others, the GPU's units are taken to be idle."""
+        if not self.communication.waits_ms:
+            return self.timed.activity
+        share = self.timed.step_time_ms / self.step_time_ms
+        ratios = {name: ratio * share for name, ratio in vars(self.timed.activity).items()}
+        idle_w = self.spec.idle_power_w
+        return StepActivity(**{**ratios, "power_w": idle_w + (self.timed.activity.power_w - idle_w) * share})
+
+    def figure(self, column: str) -> float:
+        """Return the figure that a column of `runs` holds: the activity's, else the step's own."""
+        return float(getattr(self.activity if hasattr(self.activity, column) else self, column))
 
 
 def simulate(
@@ -73,60 +150,23 @@ def simulate(
     *,
     layout: Parallel | None = None,
     memory: MemoryProfile | None = None,
-    communication: Communication | None = None,
-    input_ms: float = 0.0,
     beside: Iterable[DeviceSpec] = (),
 ) -> SimulatedStep:
-    """Price a traced step on one GPU model. `settings` are the trace's own, fp32 by default: operators on fp32 tensors
-    run in TF32 where the precision allows it. With the `layout` of a job on several GPUs, the step is a rank's.
-
-    Memory: live blocks rounded to 512 bytes (`peak_allocated_mib`), in the caching allocator's segments
-    (`peak_reserved_mib`), plus context and libraries (`peak_memory_mib`). `memory` is a replay that is at hand already,
-    and `communication` that of the same step in another loop.
-    Time, utilization and power: `featurize.timing`, with `input_ms` a step for the input pipeline, and
-    `beside` as `time_step` has it.
+    """Price a traced step on one GPU model, where its description was measured. `settings` are the trace's own, fp32 by
+    default: operators on fp32 tensors run in TF32 where the precision allows it. With the `layout` of a job on several
+    GPUs, the step is a rank's. `memory` is a replay that is at hand already, and `beside` as `time_step` has it.
 
     Raises:
         UsageError: The GPU model's description says nothing of what joins the GPUs of a layout.
     """
-    if memory is None:
-        memory = replay(trace, spec, cudnn_benchmark=settings is not None and settings.cudnn_benchmark)
     settings = settings or Training()
-    timed = time_step(trace, spec, settings, input_ms=input_ms, beside=beside)
-    step = SimulatedStep(
-        parameters=trace.parameters,
-        peak_allocated_mib=memory.peak_allocated / MIB,
-        peak_reserved_mib=memory.peak_reserved / MIB,
-        peak_memory_mib=memory.peak_reserved / MIB + outside_mib(trace, spec),
-        fits=memory.fits,
-        step_time_ms=timed.step_time_ms,
-        step_time_upper_ms=timed.upper_ms(),
-        smact=timed.activity.smact,
-        smocc=timed.activity.smocc,
-        drama=timed.activity.drama,
-        gpu_util=timed.activity.gpu_util,
-        power_w=timed.activity.power_w,
-        bound_by=timed.bound_by,
-    )
-    if layout is None:
-        return step
-    communication = communication or communication_of(trace, spec, settings, layout)
-    total_ms = step.step_time_ms + communication.waits_ms
-    share = step.step_time_ms / total_ms
-    peak_mib = step.peak_memory_mib + communication.buffers_mib
-    return replace(
-        step,
-        peak_memory_mib=peak_mib,
-        fits=step.fits and peak_mib <= spec.memory_mib,
-        step_time_ms=total_ms,
-        step_time_upper_ms=step.step_time_upper_ms + communication.waits_ms,
-        smact=step.smact * share,
-        smocc=step.smocc * share,
-        drama=step.drama * share,
-        gpu_util=step.gpu_util * share,
-        power_w=spec.idle_power_w + (step.power_w - spec.idle_power_w) * share,
-        bound_by="communication" if communication.exposed_ms > step.step_time_ms else step.bound_by,
-        communication=communication,
+    return SimulatedStep(
+        trace=trace,
+        spec=spec,
+        memory=memory or replay(trace, spec, cudnn_benchmark=settings.cudnn_benchmark),
+        timed=time_step(trace, spec, settings, beside=beside),
+        process_mib=outside_mib(trace, spec),
+        communication=Communication() if layout is None else communication_of(trace, spec, settings, layout),
     )
 
 

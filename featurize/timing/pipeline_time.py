@@ -108,7 +108,7 @@ def schedule_class(parallel: Parallel) -> type:
 
 def orders_of(parallel: Parallel) -> tuple[tuple[Item, ...], ...]:
     """Return the items of each rank of `pp`, in the order in which it comes to them."""
-    return _orders(parallel.order, parallel.pp, parallel.chunks, parallel.parts)
+    return _orders(parallel.order, parallel.degrees.pp, parallel.chunks, parallel.parts)
 
 
 @functools.lru_cache(maxsize=8)
@@ -251,7 +251,7 @@ def waits_of(
     moves_ms = _moves_ms(part.sent, spec, parallel)
 
     def pass_ms(of_rank: Mapping[int, _Lasting], computed: Compute) -> float:
-        number, rank = divmod(computed.stage, parallel.pp)
+        number, rank = divmod(computed.stage, parallel.degrees.pp)
         return of_rank[rank][computed.phase, number, computed.micro_batch]
 
     def message_ms(message: Message) -> float:
@@ -297,7 +297,7 @@ def _time_passes(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings,
     runs: dict[tuple[str, int, int], int] = {}
     keys = [(_BEFORE, 0, 0)]
     for part_pass in part.passes:
-        pass_key = part_pass.phase, part_pass.stage // parallel.pp, part_pass.micro_batch
+        pass_key = part_pass.phase, part_pass.stage // parallel.degrees.pp, part_pass.micro_batch
         run = runs[pass_key] = runs.get(pass_key, -1) + 1
         keys.append((*pass_key[:2], part_pass.micro_batch + run * parallel.chunks))
     keys.append((_AFTER, 0, 0))
@@ -316,8 +316,8 @@ def _moves_ms(sent: Sequence[int], spec: DeviceSpec, parallel: Parallel) -> list
     """How long a message takes from each stage to the next one, and back."""
     fabric, times = replace(fabric_of(spec, parallel), ranks=2), []
     for stage, nbytes in enumerate(sent):
-        firsts = [number % parallel.pp * parallel.of_stage for number in (stage, stage + 1)]
+        firsts = [number % parallel.degrees.pp * parallel.of_stage for number in (stage, stage + 1)]
         ends = [(first, first + parallel.of_stage - 1) for first in firsts]
-        nodes = [{rank // parallel.gpus_per_node for rank in pair} for pair in zip(*ends, strict=True)]
+        nodes = [{rank // parallel.cluster.gpus_per_node for rank in pair} for pair in zip(*ends, strict=True)]
         times.append(collective_s(SEND, nbytes, replace(fabric, nodes=max(map(len, nodes)))) * 1e3)
     return times

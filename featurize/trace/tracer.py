@@ -24,7 +24,7 @@ from conf.errors import CommandError, UsageError, kept_from_exit
 from conf.plain_text import exception_line
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.job.layout import Parallel
-from featurize.job.training_settings import Training, TrainingSettings, TrialConfig, training_of
+from featurize.job.training_settings import Training, TrainingSettings, TrialConfig, settings_of_ranks
 from featurize.operators import attention
 from featurize.operators.cuda_policy import as_on_cuda
 from featurize.operators.own_operators import replace_bitsandbytes
@@ -167,7 +167,7 @@ def trace_step(
         parallel=parallel,
         every_pass=every_pass,
     )
-    if parallel is not None and parallel.pp > 1 and rank is None and every_pass is None:
+    if parallel is not None and parallel.degrees.pp > 1 and rank is None and every_pass is None:
         from featurize.training.pipeline import built_once, trace_ranks
 
         built = built_once(model)
@@ -539,21 +539,21 @@ def played_rank(
     with contextlib.ExitStack() as stack:
         if parallel is None:
             yield Rank()
-        elif parallel.zero == 3:
+        elif parallel.zero.stage == 3:
             from featurize.training.zero3 import ZeroShardedRank, frugal_linear
 
             stack.enter_context(frugal_linear())
             yield ZeroShardedRank(parallel, rank, training)
-        elif parallel.zero:
+        elif parallel.zero.stage:
             from featurize.training.zero import PartitionedRank
 
             yield PartitionedRank(parallel, rank, training)
-        elif parallel.shards or parallel.pp > 1:
+        elif parallel.shards or parallel.degrees.pp > 1:
             require_traceable(parallel)
             from featurize.training.sharded_rank import ShardedRank, pretended_ranks  # their imports take half a second
 
             mesh, streams, experts = stack.enter_context(pretended_ranks(parallel, rank))
-            if parallel.pp == 1:
+            if parallel.degrees.pp == 1:
                 yield ShardedRank(parallel, mesh, streams, experts)
                 return
             from featurize.training.pipeline import PipelineRank, schedules_on_meta  # their imports take a second
@@ -562,21 +562,3 @@ def played_rank(
             yield PipelineRank(parallel, mesh, streams, experts, rank, every_pass=every_pass)
         else:
             yield ReplicatedRank(parallel)
-
-
-def settings_of_ranks(parallel: Parallel | None, settings: TrainingSettings) -> Training:
-    """Return the settings as the ranks of a job train.
-
-    Raises:
-        UsageError: A setting that the job's wrapper does not have.
-    """
-    training = training_of(settings)
-    if parallel is not None and parallel.zero:
-        from featurize.training.zero import settings_of_stage
-
-        training = settings_of_stage(parallel, training)
-    if training.float8_all_gather and (parallel is None or parallel.fsdp == 1 or parallel.flat):
-        raise UsageError("float8_all_gather is FSDP2's: it needs parallel=fsdp=N without fsdp_version=1")
-    if parallel is not None and parallel.cpu_offload:
-        training = replace(training, offload_optimizer=True, implementation=None)
-    return training

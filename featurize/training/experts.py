@@ -126,8 +126,8 @@ _KNOWN = (
 def expert_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
     """Return the ranks as experts are divided among them: replicas, shards of an expert, ranks with different experts;
     those of each stage of a pipeline among themselves. Every rank of the job has to call it."""
-    sizes = {EXPERT_REPLICAS: parallel.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.ep}
-    return mesh_of_sizes(mesh, {"stages": parallel.pp, **sizes})[tuple(sizes)]
+    sizes = {EXPERT_REPLICAS: parallel.degrees.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.degrees.ep}
+    return mesh_of_sizes(mesh, {"stages": parallel.degrees.pp, **sizes})[tuple(sizes)]
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> list[list[nn.Module]]:

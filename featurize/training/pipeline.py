@@ -165,7 +165,7 @@ def example_of(tensor: Tensor | None, parallel: Parallel) -> Tensor | tuple[()]:
     if tensor is None:
         return ()
     casts = parallel.sharded > 1 and tensor.is_floating_point()
-    return like(tensor, DTYPES[parallel.param_dtype] if casts else None)
+    return like(tensor, DTYPES[parallel.fsdp.param_dtype] if casts else None)
 
 
 class Parts(nn.Module):
@@ -204,7 +204,7 @@ class PipelineRank(ShardedRank):
     ) -> None:
         super().__init__(parallel, mesh, streams, experts)
         self._place, self._every_pass = rank // parallel.of_stage, every_pass
-        self._numbers = [self._place + part * parallel.pp for part in range(parallel.parts)]
+        self._numbers = [self._place + part * parallel.degrees.pp for part in range(parallel.parts)]
         self._stages: list[Stage] = []
         self._begun: list[StagePass] = []
         self._part = PipelinePart(kinds=(), starts=(), sent=(), passes=(), end=0)
@@ -249,11 +249,11 @@ class PipelineRank(ShardedRank):
     def _stage(self, model: nn.Module, number: int, inputs: Inputs) -> Stage:
         parallel = self.parallel
         mixtures = split_modules(model, parallel, self._mesh, self._experts)
-        computed = DTYPES[parallel.param_dtype] if parallel.sharded > 1 else None
+        computed = DTYPES[parallel.fsdp.param_dtype] if parallel.sharded > 1 else None
         with torch.enable_grad():
             survey = surveyed(model, inputs, parallel.stages, computed)
         starts = starts_of(survey, parallel)
-        gathered = units(model, parallel.wrap) if parallel.sharded > 1 else []
+        gathered = units(model, parallel.fsdp.wrap) if parallel.sharded > 1 else []
         if not self._stages:
             given = [example_of(survey.outputs[start - 1], parallel) for start in starts[1:-1]]
             self._part = replace(
@@ -358,7 +358,7 @@ class PipelineRank(ShardedRank):
 
     def _scheduled(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
         """Run PyTorch's schedule. Errors of a stage are its own: PyTorch wraps them, with all shapes."""
-        target, returns = self._targets if self._stages[-1].last else None, not self.parallel.drop_outputs
+        target, returns = self._targets if self._stages[-1].last else None, not self.parallel.pipeline.drop_outputs
         cause: BaseException | None = None
         try:
             return self._schedule.step(*args, target=target, losses=losses, return_outputs=returns, **kwargs)
@@ -416,8 +416,8 @@ def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel) -> S
     first = trace_rank(0)
     assert first.pipeline is not None, "a rank of a pipeline"
     members: dict[Hashable, list[int]] = {}
-    for place in range(parallel.pp):
-        members.setdefault(first.pipeline.kinds[place :: parallel.pp], []).append(place)
+    for place in range(parallel.degrees.pp):
+        members.setdefault(first.pipeline.kinds[place :: parallel.degrees.pp], []).append(place)
     groups = tuple(
         RanksAlike(tuple(places), trace_rank(places[0] * parallel.of_stage) if places[0] else first)
         for places in members.values()

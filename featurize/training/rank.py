@@ -113,7 +113,7 @@ class ReplicatedRank(Rank):
 
     def __init__(self, parallel: Parallel, *, axis: str = "") -> None:
         self.parallel, self._axis = parallel, axis
-        self.bucket_limits = limits_of(parallel.bucket_cap_mb)
+        self.bucket_limits = limits_of(parallel.ddp.bucket_cap_mb)
         self._replicas: list[Replica] = []
         self._passes = 0  # forward passes so far
 
@@ -132,7 +132,7 @@ class ReplicatedRank(Rank):
         replica.synchronizes = self._passes % micro_steps == 0
         if first:
             replica.rebuild()
-            if self.parallel.broadcast_buffers:
+            if self.parallel.ddp.broadcast_buffers:
                 replica.broadcast_buffers()
 
     def begin_step(self) -> None:
@@ -165,9 +165,9 @@ class Replica:
         self, model: nn.Module, recorder: Recorder, parallel: Parallel, *, kind: str = BUCKET, axis: str = ""
     ) -> None:
         self._model, self._recorder, self._parallel, self._axis = model, recorder, parallel, axis
-        self._kind, self._as_view = kind, parallel.gradient_as_bucket_view
-        self._limits = limits_of(parallel.bucket_cap_mb)
-        self._rebuilds = parallel.static_graph or not parallel.find_unused_parameters
+        self._kind, self._as_view = kind, parallel.ddp.gradient_as_bucket_view
+        self._limits = limits_of(parallel.ddp.bucket_cap_mb)
+        self._rebuilds = parallel.ddp.static_graph or not parallel.ddp.find_unused_parameters
         self.synchronizes = True
         self._sent: list[Collective] = []  # collectives of buffers
         self._complete: dict[int, Tensor] = {}  # parameter -> itself, in the order of the first step's gradients
@@ -275,7 +275,7 @@ class Replica:
     def without_gradient(self) -> list[str]:
         """Return the names of the parameters that no gradient came for so far, where torch stops at them in its second
         step."""
-        if self._parallel.find_unused_parameters or self._parallel.static_graph:
+        if self._parallel.ddp.find_unused_parameters or self._parallel.ddp.static_graph:
             return []
         missing = {id(p) for p in self._parameters} - self._complete.keys()
         return [name for name, p in self._model.named_parameters() if id(p) in missing]

@@ -75,11 +75,11 @@ class ShardedRank(ReplicatedRank):
         self, parallel: Parallel, mesh: DeviceMesh, streams: Streams, experts: DeviceMesh | None = None
     ) -> None:
         super().__init__(parallel, axis="ddp")
-        self.bucket_limits, self.needs_factory = None, parallel.own > 1
+        self.bucket_limits, self.needs_factory = None, parallel.degrees.own > 1
         self._mesh, self._streams, self._experts = mesh, streams, experts
         self._spreads = True
         self._length = 0  # length of the sequence that ranks share
-        self._sequence = sequence_mesh(mesh, parallel) if parallel.cp > 1 else None
+        self._sequence = sequence_mesh(mesh, parallel) if parallel.degrees.cp > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
         if self._sequence is None:
@@ -120,11 +120,11 @@ class ShardedRank(ReplicatedRank):
         step.take(self._wrapped(step.model, inputs))
         if step.model is not before:
             self.recorder.name_modules(step.model)  # a wrapper runs operators of its own
-        if self.parallel.cpu_offload:
+        if self.parallel.fsdp.cpu_offload:
             self.recorder.memory.hold_on_host(step.model.parameters())
 
     def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        if self.parallel.own == 1:
+        if self.parallel.degrees.own == 1:
             return shard(model, self.parallel, self._mesh, self._experts)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -139,12 +139,11 @@ class ShardedRank(ReplicatedRank):
     def collectives(self) -> tuple[Collective, ...]:
         """Return the ranks' collectives in the last step. Raises `UsageError` for a model of `own` that has nothing to
         do with other ranks."""
-        sent = self._streams.collectives()
+        sent, ranks = self._streams.collectives(), self.parallel.ranks
         if not (self._spreads or sent):
             raise UsageError(
-                f"parallel: own={self.parallel.own}: the factory spreads nothing: no parameter is a DTensor, and "
-                f"ranks send nothing; spread it there, as in own={self.parallel.own} with fully_shard(model), or give "
-                f"fsdp={self.parallel.own}"
+                f"parallel: own={ranks}: the factory spreads nothing: no parameter is a DTensor, and ranks send "
+                f"nothing; spread it there, as in own={ranks} with fully_shard(model), or give fsdp={ranks}"
             )
         reduced = super().collectives()
         return tuple(sorted((*reduced, *sent), key=lambda collective: collective.after)) if reduced else sent
@@ -163,7 +162,7 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
     """
     streams = Streams()
     with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
-        yield mesh, streams, expert_mesh(mesh, parallel) if parallel.ep > 1 else None
+        yield mesh, streams, expert_mesh(mesh, parallel) if parallel.degrees.ep > 1 else None
 
 
 @contextlib.contextmanager
@@ -185,7 +184,8 @@ _ATTENTION = "scaled_dot_product_attention"
 
 def sequence_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
     """Return the ranks that share a batch's sequence with this one. Every rank of the job has to call it."""
-    sizes = {"batches": parallel.ranks // (parallel.cp * parallel.tp), "cp": parallel.cp, "tp": parallel.tp}
+    cp, tp = parallel.degrees.cp, parallel.degrees.tp
+    sizes = {"batches": parallel.ranks // (cp * tp), "cp": cp, "tp": tp}
     return mesh_of_sizes(mesh, sizes)["cp"]
 
 
@@ -202,7 +202,8 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring  # takes a while to import
 
-    method = ring._RotateMethod.ALL_TO_ALL if parallel.cp_rotate == ROTATIONS[1] else ring._RotateMethod.ALL_GATHER
+    methods = ring._RotateMethod
+    method = methods.ALL_TO_ALL if parallel.context.cp_rotate == ROTATIONS[1] else methods.ALL_GATHER
     local, calls = getattr(F, _ATTENTION), 0
 
     def attend(
@@ -272,13 +273,14 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
     Raises:
         UsageError: As `sequence_length`; the parts are not of the same length.
     """
-    length, parts = sequence_length(inputs), parallel.cp * (2 if _is_balanced(parallel) else 1)
+    length, cp = sequence_length(inputs), parallel.degrees.cp
+    parts = cp * (2 if _is_balanced(parallel) else 1)
     if length % parts:
         why = "two parts for each rank" if _is_balanced(parallel) else "a part for each rank"
         shorter, longer = length - length % parts, length - length % parts + parts
         lengths = f"the next lengths that do are {shorter} and {longer}" if shorter else f"the shortest one is {longer}"
         raise UsageError(
-            f"parallel: cp={parallel.cp}: a sequence of {length} does not divide into {parts} parts ({why}); {lengths}"
+            f"parallel: cp={cp}: a sequence of {length} does not divide into {parts} parts ({why}); {lengths}"
         )
     place = mesh.get_local_rank()
     chosen = [place, parts - 1 - place] if _is_balanced(parallel) else [place]
@@ -293,7 +295,7 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
 
 
 def _is_balanced(parallel: Parallel) -> bool:
-    return parallel.cp_load_balance is not False
+    return parallel.context.cp_load_balance is not False
 
 
 _META = torch.device("meta")

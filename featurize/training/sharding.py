@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from conf.errors import UsageError, shown
-from featurize.job.layout import EXAMPLE_PLAN, EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, MODES, OWN, WRAPPED, Parallel
+from featurize.job.layout import EXAMPLE_PLAN, EXPERT_REPLICAS, EXPERT_SHARDS, EXPERTS, WRAPPED, Parallel
 from featurize.nets.checkpointing import repeated_blocks
 from featurize.operators.tensor_parts import local_tensor, own_part
 from featurize.training.experts import divide_experts
@@ -83,19 +83,19 @@ def shard_flat(
             parameters of several types.
     """
     shards = mesh.get_group("fsdp")
-    replicas = parallel.ddp > 1
+    replicas = parallel.degrees.ddp > 1
     members = {id(member) for member in chosen}
     device = next(model.parameters()).device
     try:
         wrapper = FlatShards(
             model,
             process_group=(shards, mesh.get_group("ddp")) if replicas else shards,
-            sharding_strategy=_STRATEGIES[parallel.reshard_after_forward is not False, replicas],
+            sharding_strategy=_STRATEGIES[parallel.fsdp.reshard_after_forward is not False, replicas],
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in members),
-            backward_prefetch=_PREFETCHES[parallel.backward_prefetch],
+            backward_prefetch=_PREFETCHES[parallel.fsdp.backward_prefetch],
             mixed_precision=types,
-            limit_all_gathers=parallel.limit_all_gathers,
-            use_orig_params=parallel.use_orig_params,
+            limit_all_gathers=parallel.fsdp.limit_all_gathers,
+            use_orig_params=parallel.fsdp.use_orig_params,
             device_id=torch.device("cpu") if device.type == "cpu" else None,
         )
     except ValueError as error:
@@ -108,7 +108,7 @@ def shard_flat(
         raise UsageError(
             f"parallel: FullyShardedDataParallel does not flatten what a unit holds ({reason}); {way_out}"
         ) from error
-    wrapper.accumulates = parallel.no_sync
+    wrapper.accumulates = parallel.fsdp.no_sync
     return wrapper
 
 
@@ -134,11 +134,13 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
         UsageError: There is no module of a class that `wrap` names; the plan or `ep` does not fit the model.
     """
     if parallel.flat:
-        types = MixedPrecision(param_dtype=DTYPES[parallel.param_dtype], reduce_dtype=DTYPES[parallel.reduce_dtype])
-        return shard_flat(model, parallel, mesh, units(model, parallel.wrap), types)
+        types = MixedPrecision(
+            param_dtype=DTYPES[parallel.fsdp.param_dtype], reduce_dtype=DTYPES[parallel.fsdp.reduce_dtype]
+        )
+        return shard_flat(model, parallel, mesh, units(model, parallel.fsdp.wrap), types)
     mixtures = split_modules(model, parallel, mesh, experts)
     if parallel.sharded > 1:
-        shard_units(model, parallel, mesh, units(model, parallel.wrap), experts, mixtures)
+        shard_units(model, parallel, mesh, units(model, parallel.fsdp.wrap), experts, mixtures)
     return model
 
 
@@ -153,11 +155,11 @@ def split_modules(
     Returns:
         Modules with the experts of each mixture, as `featurize.training.experts.divide_experts` does.
     """
-    if parallel.tp > 1:
-        apply_plan(model, parallel.tp_plan, mesh["tp"], whole_experts=parallel.ep > 1)
+    if parallel.degrees.tp > 1:
+        apply_plan(model, parallel.tensor.tp_plan, mesh["tp"], whole_experts=parallel.degrees.ep > 1)
     if experts is None:
         return []
-    return divide_experts(model, experts[EXPERTS], mesh["tp"] if parallel.tp > 1 else None)
+    return divide_experts(model, experts[EXPERTS], mesh["tp"] if parallel.degrees.tp > 1 else None)
 
 
 def shard_units(
@@ -182,15 +184,15 @@ def shard_units(
         return
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[parallel.param_dtype], reduce_dtype=DTYPES[parallel.reduce_dtype]
+            param_dtype=DTYPES[parallel.fsdp.param_dtype], reduce_dtype=DTYPES[parallel.fsdp.reduce_dtype]
         ),
-        "offload_policy": CPUOffloadPolicy() if parallel.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if parallel.fsdp.cpu_offload else OffloadPolicy(),
     }
-    if parallel.reshard_after_forward is not None:  # torch 2.6 does not take None for its own choice
-        options["reshard_after_forward"] = parallel.reshard_after_forward
+    if parallel.fsdp.reshard_after_forward is not None:  # torch 2.6 does not take None for its own choice
+        options["reshard_after_forward"] = parallel.fsdp.reshard_after_forward
     if experts is not None:
         _shard_experts(mixtures, parallel, experts, options)
-    unit_mesh = mesh["ddp", "fsdp"] if parallel.ddp > 1 else mesh["fsdp"]
+    unit_mesh = mesh["ddp", "fsdp"] if parallel.degrees.ddp > 1 else mesh["fsdp"]
     for unit in (*chosen, model):
         fully_shard(unit, mesh=unit_mesh, **options)
 
@@ -199,10 +201,10 @@ def _shard_experts(
     mixtures: Sequence[list[nn.Module]], parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
     """Spread each rank's experts over those that have the same ones, in units of their own."""
-    kept = parallel.reshard_after_forward
+    kept = parallel.fsdp.reshard_after_forward
     if isinstance(kept, int) and not isinstance(kept, bool):
         options = {**options, "reshard_after_forward": True}
-    expert_mesh = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.ddp > 1 else mesh[EXPERT_SHARDS]
+    expert_mesh = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.degrees.ddp > 1 else mesh[EXPERT_SHARDS]
     ranks = parallel.expert_shards
 
     def place(parameter: nn.Parameter) -> Shard | None:
@@ -215,7 +217,7 @@ def _shard_experts(
         for part in unit:
             if isinstance(part, FSDPModule):
                 # Of an expert's gradients, all ranks' batches are the mean: a sum, divided by itself.
-                part.set_gradient_divide_factor(float(parallel.ddp * parallel.sharded))
+                part.set_gradient_divide_factor(float(parallel.degrees.ddp * parallel.sharded))
                 part.set_force_sum_reduction_for_comms(ranks > 1)
 
 
@@ -248,14 +250,14 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
     Raises:
         UsageError: A mode that real ranks do not run in yet; a plan or a class that the model does not have.
     """
-    unknown = [name for name in (*MODES, EXPERTS, OWN) if name not in WRAPPED and getattr(parallel, name, 1) > 1]
+    unknown = [mode for mode in parallel.modes if mode not in WRAPPED]
     if unknown:
         raise UsageError(f"parallel: {', '.join(unknown)}: not run yet; modes that ranks run in: {', '.join(WRAPPED)}")
-    if parallel.replicates and parallel.tp > 1:
+    if parallel.replicates and parallel.degrees.tp > 1:
         raise UsageError("parallel: ddp with tp: real ranks need fsdp there, as in ddp=2,fsdp=4,tp=2")
-    if parallel.zero:
+    if parallel.zero.stage:
         raise UsageError(
-            f"parallel: zero={parallel.zero}: real ranks do not run DeepSpeed; estimate it, or simulate it with "
+            f"parallel: zero={parallel.zero.stage}: real ranks do not run DeepSpeed; estimate it, or simulate it with "
             "device=A100-SXM4-40GB"
         )
     if parallel.shards:
@@ -263,13 +265,13 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
         names = tuple(parallel.axes)
         return shard(model, parallel, init_device_mesh(device, tuple(parallel.axes.values()), mesh_dim_names=names))
     # torch 2.13 warns of the argument, whatever it is, and has no other that means the same.
-    buffers: dict[str, Any] = {} if parallel.broadcast_buffers else {"broadcast_buffers": False}
+    buffers: dict[str, Any] = {} if parallel.ddp.broadcast_buffers else {"broadcast_buffers": False}
     return nn.parallel.DistributedDataParallel(
         model,
-        bucket_cap_mb=parallel.bucket_cap_mb,
-        find_unused_parameters=parallel.find_unused_parameters,
-        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
-        static_graph=parallel.static_graph,
+        bucket_cap_mb=parallel.ddp.bucket_cap_mb,
+        find_unused_parameters=parallel.ddp.find_unused_parameters,
+        gradient_as_bucket_view=parallel.ddp.gradient_as_bucket_view,
+        static_graph=parallel.ddp.static_graph,
         **buffers,
     )
 

@@ -135,8 +135,8 @@ def _describe(tensor: Tensor) -> str:
 
 def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
     stages, count = parallel.stages, len(survey.blocks)
-    if parallel.stage_starts is not None:
-        return [BEFORE + 1, *_named_starts(survey, parallel.stage_starts), len(survey.names)]
+    if parallel.pipeline.stage_starts is not None:
+        return [BEFORE + 1, *_named_starts(survey, parallel.pipeline.stage_starts), len(survey.names)]
     if count < stages:
         raise UsageError(
             f"parallel: pp: {stages} stages need as many blocks at least, and the model has {count} "

@@ -10,7 +10,6 @@ import abc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,40 +71,6 @@ class FlatPartition:
         ]
 
 
-# Type of the model -> precisions that say the same, or nothing
-_APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
-
-
-def settings_of_stage(parallel: Parallel, training: Training) -> Training:
-    """Return the settings as ZeRO's ranks train: with `param_dtype`, the whole model is of that type, and there is no
-    autocast (DeepSpeed 0.19, deepspeed/runtime/engine.py: `_cast_module_mixed_precision`).
-
-    Raises:
-        UsageError: `param_dtype` contradicts the precision; a setting that DeepSpeed does not have.
-    """
-    others = {
-        "clip_value": training.clip_value is not None,  # DeepSpeed clips the norm
-        "ema": training.ema,
-        "optimizer_in_backward": training.optimizer_in_backward,
-        "compile": bool(training.compile),
-        "float8": training.float8 is not None,
-        "quantize": training.quantize is not None and parallel.zero == 3,  # packed weights are not parameters to it
-        "offload_activations": training.offload_activations and parallel.zero == 3,  # it would move gathered weights
-        "grad_scaler": training.grad_scaler is True,  # DeepSpeed scales the loss itself
-    }
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise UsageError(f"parallel: zero={parallel.zero} does not go with {', '.join(given)}; leave either out")
-    dtype = parallel.param_dtype
-    if dtype is None:
-        return training
-    if training.precision not in _APT[dtype]:
-        raise UsageError(
-            f"parallel: param_dtype={dtype} of zero contradicts precision={training.precision}; with it precision is "
-            f"one of {', '.join(_APT[dtype])}, or left out"
-        )
-    return replace(training, precision=training.precision if dtype == "fp32" else f"{dtype}-true")
-
-
 Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
 
@@ -121,7 +86,8 @@ class ZeroRank(Rank, abc.ABC):
     """
 
     def __init__(self, parallel: Parallel, rank: int, settings: Training) -> None:
-        self._parallel, self._rank, self._settings = parallel, rank, settings
+        self._zero, self._ranks = parallel.zero, parallel.degrees.ddp
+        self._rank, self._settings = rank, settings
         self._streams = Streams()
         self._passes = 0  # forward passes of the step so far
         self._in_backward = False
@@ -135,7 +101,7 @@ class ZeroRank(Rank, abc.ABC):
     def prepare(self, model: nn.Module) -> nn.Module:
         if any(map(is_float8, model.modules())):
             raise UsageError(
-                f"parallel: zero={self._parallel.zero} does not go with float8: the model holds linear layers that "
+                f"parallel: zero={self._zero.stage} does not go with float8: the model holds linear layers that "
                 "torchao converted; leave either out"
             )
         return model
@@ -221,12 +187,12 @@ class PartitionedRank(ZeroRank):
 
     @torch.no_grad()
     def wrapped(self, model: nn.Module) -> nn.Module:
-        trained, parallel, streams = one_type(model), self._parallel, self._streams
+        trained, streams = one_type(model), self._streams
         self._trained, self._places = trained, {id(p): place for place, p in enumerate(trained)}
-        self._partition = FlatPartition([p.numel() for p in trained], parallel.ddp)
+        self._partition = FlatPartition([p.numel() for p in trained], self._ranks)
         self._own = self._partition.of_rank(self._rank)
-        self._contiguous = parallel.contiguous_gradients or self._offloads
-        self._beside = streams.Stream() if parallel.overlap_comm else streams.main
+        self._contiguous = self._zero.contiguous_gradients or self._offloads
+        self._beside = streams.Stream() if self._zero.overlap_comm else streams.main
         self._buffers: list[Tensor] = []
         self._turn = 0  # which of them has the bucket
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
@@ -268,14 +234,14 @@ class PartitionedRank(ZeroRank):
         """Take a complete gradient."""
         self._take_buffers()
         self._streams.name([_gradient(parameter)], UNREDUCED)
-        if self._parallel.zero == 2 or (self._parallel.overlap_comm and self.is_boundary()):
+        if self._zero.stage == 2 or (self._zero.overlap_comm and self.is_boundary()):
             self._add(parameter)
 
     def _end_backward(self) -> None:
-        partitions, last = self._parallel.zero == 2, self.is_boundary()
+        partitions, last = self._zero.stage == 2, self.is_boundary()
         if not (partitions or last):
             return
-        if not (partitions or self._parallel.overlap_comm):
+        if not (partitions or self._zero.overlap_comm):
             for parameter in self._trained:
                 if parameter.grad is not None:
                     self._add(parameter)
@@ -292,7 +258,7 @@ class PartitionedRank(ZeroRank):
 
     def _add(self, parameter: Tensor) -> None:
         """Put a gradient into the bucket, which is reduced first where it has no room for it."""
-        size, most = parameter.numel(), self._parallel.reduce_bucket_size
+        size, most = parameter.numel(), self._zero.reduce_bucket_size
         if not size:
             return
         self._take_buffers()
@@ -306,7 +272,7 @@ class PartitionedRank(ZeroRank):
 
     def _take_buffers(self) -> None:
         if self._contiguous and not self._buffers:
-            size, count = self._parallel.reduce_bucket_size, 2 if self._parallel.overlap_comm else 1
+            size, count = self._zero.reduce_bucket_size, 2 if self._zero.overlap_comm else 1
             self._buffers, self._turn = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)], 0
 
     @torch.no_grad()
@@ -324,7 +290,7 @@ class PartitionedRank(ZeroRank):
                 gradients = [_gradient(p) for p in self._waiting]
                 self._all_reduce(gradients, [True] * len(gradients), divides=True)
                 del gradients
-            elif self._elements <= self._parallel.reduce_bucket_size:
+            elif self._elements <= self._zero.reduce_bucket_size:
                 self._reduce_pieces(self._buffers[self._turn][: self._elements])
             else:
                 self._reduce_pieces(_gradient(self._waiting[0]).view(-1))
@@ -338,7 +304,7 @@ class PartitionedRank(ZeroRank):
         groups: list[list[tuple[int, Tensor]]] = [[]]
         position = elements = 0
         for rank, count in self._partition.slices([self._places[id(p)] for p in self._waiting]):
-            if elements > self._parallel.reduce_bucket_size:
+            if elements > self._zero.reduce_bucket_size:
                 groups.append([])
                 elements = 0
             groups[-1].append((rank, whole.narrow(0, position, count)))
@@ -366,8 +332,8 @@ class PartitionedRank(ZeroRank):
                 self._kept = self._streams.empty(size, parameter, "gradient")
             _move_gradient(parameter, self._kept, self._filled)
             self._filled += parameter.numel()
-        elif not is_own and self._parallel.zero == 2:
-            if self._parallel.overlap_comm and not self._contiguous:
+        elif not is_own and self._zero.stage == 2:
+            if self._zero.overlap_comm and not self._contiguous:
                 self._late.append(parameter)
             else:
                 parameter.grad = None

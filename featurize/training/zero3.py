@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from featurize.job.layout import Parallel
+from featurize.job.layout import Zero
 from featurize.operators.replacing import replaced
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -34,15 +34,15 @@ class ZeroShardedRank(ZeroRank):
 
     @torch.no_grad()
     def wrapped(self, model: nn.Module) -> nn.Module:
-        parallel, streams = self._parallel, self._streams
+        zero, streams = self._zero, self._streams
         one_type(model)
-        overlaps = parallel.overlap_comm is not False
+        overlaps = zero.overlap_comm is not False
         gathers, self._reduces = ((streams.Stream() if overlaps else streams.main) for _ in range(2))
         self._waiting: list[Shared] = []  # parameters whose gradients wait in the bucket
         with self.recorder:
-            self._shared = SharedParameters(model, parallel, streams, gathers)
+            self._shared = SharedParameters(model, zero, self._ranks, streams, gathers)
             self._trained = [shared for shared in self._shared.all if shared.parameter.requires_grad]
-            self._flat = None if parallel.offload_param else self._make_parts()
+            self._flat = None if zero.offload_param else self._make_parts()
         for shared in self._trained:
             shared.parameter.register_post_accumulate_grad_hook(self._arrived)
         self._shared.follow(model)
@@ -66,8 +66,8 @@ class ZeroShardedRank(ZeroRank):
         self._bucket: Tensor | None = None
         self._parts: dict[Shared, Tensor] = {}
         with self.recorder:
-            if self._parallel.contiguous_gradients:
-                self._bucket = self._streams.empty(self._parallel.reduce_bucket_size, first, BUCKET)
+            if self._zero.contiguous_gradients:
+                self._bucket = self._streams.empty(self._zero.reduce_bucket_size, first, BUCKET)
             if not self._offloads:
                 self._gradients = torch.zeros(sum(counts), dtype=first.dtype, device=first.device)
                 self._streams.name([self._gradients], "gradient")
@@ -78,7 +78,7 @@ class ZeroShardedRank(ZeroRank):
         self._groups: list[list[Shared]] = [[]]  # parameters that are updated together (`_create_fp16_sub_groups`)
         count = 0
         for shared in self._trained:
-            if count >= self._parallel.sub_group_size:
+            if count >= self._zero.sub_group_size:
                 self._groups.append([])
                 count = 0
             self._groups[-1].append(shared)
@@ -95,7 +95,7 @@ class ZeroShardedRank(ZeroRank):
         gradient = parameter.grad
         assert gradient is not None
         self._streams.name([gradient], UNREDUCED)
-        size, most = gradient.numel(), self._parallel.reduce_bucket_size
+        size, most = gradient.numel(), self._zero.reduce_bucket_size
         if self._elements and self._elements + size > most:
             self._reduce()
         self._reduces.wait_stream(self._streams.current_stream())
@@ -130,7 +130,7 @@ class ZeroShardedRank(ZeroRank):
 
     def _scattered(self, several: Sequence[Shared]) -> Tensor:
         """Return the parts that the rank receives, padded."""
-        ranks, count = self._parallel.ddp, sum(shared.count for shared in several)
+        ranks, count = self._ranks, sum(shared.count for shared in several)
         gradient = several[0].parameter.grad
         assert gradient is not None
         if len(several) == 1 and not several[0].numel % ranks:
@@ -234,14 +234,15 @@ class SharedParameters:
 
     Args:
         model: The model. Its parameters are empty from now on.
-        parallel: The ranks that share them, and stage 3's settings.
+        zero: Stage 3's settings.
+        ranks: How many ranks share them.
         streams: The streams of the rank's GPU.
         stream: The stream on which parameters are gathered.
     """
 
-    def __init__(self, model: nn.Module, parallel: Parallel, streams: Streams, stream: OneStream) -> None:
-        self._parallel, self._streams, self._stream = parallel, streams, stream
-        ranks, threshold = parallel.ddp, parallel.stage3_param_persistence_threshold
+    def __init__(self, model: nn.Module, zero: Zero, ranks: int, streams: Streams, stream: OneStream) -> None:
+        self._zero, self._ranks, self._streams, self._stream = zero, ranks, streams, stream
+        threshold = zero.stage3_param_persistence_threshold
         self.all = [
             Shared(p, number, p.numel(), p.shape, -(-p.numel() // ranks), p.numel() <= threshold)
             for number, p in enumerate(model.parameters())
@@ -275,7 +276,7 @@ class SharedParameters:
     def _gather(self, wanted: Iterable[Shared]) -> Gathering:
         """Begin to gather parameters that are away, on the current stream."""
         several = sorted(wanted, key=lambda shared: shared.number)
-        first, ranks = several[0].parameter, self._parallel.ddp
+        first, ranks = several[0].parameter, self._ranks
         count = sum(shared.count for shared in several)
         sources = [self._source(shared) for shared in several]
         flat = torch.empty(count * ranks, dtype=first.dtype, device=first.device)
@@ -312,7 +313,7 @@ class SharedParameters:
         away = [shared for shared in wanted if shared.state == AWAY]
         sources = [self._source(shared) for shared in away]
         wholes = [
-            torch.empty(shared.count * self._parallel.ddp, dtype=shared.parameter.dtype, device=shared.parameter.device)
+            torch.empty(shared.count * self._ranks, dtype=shared.parameter.dtype, device=shared.parameter.device)
             for shared in away
         ]
         for shared, whole in zip(away, wholes, strict=True):
@@ -332,7 +333,7 @@ class SharedParameters:
 
     def _source(self, shared: Shared) -> Tensor | None:
         """Return the rank's part, which is copied from host memory where it lies there."""
-        if not self._parallel.offload_param:
+        if not self._zero.offload_param:
             return shared.part
         copy = self._streams.empty(shared.count, shared.parameter, COMMUNICATION)
         self._streams.copied(copy)
@@ -430,7 +431,7 @@ class SharedParameters:
         following = bisect.bisect_left(uses, self._at)
         if following == len(uses):
             return True
-        return self._before[uses[following]] - self._before[self._at] >= self._parallel.stage3_max_reuse_distance
+        return self._before[uses[following]] - self._before[self._at] >= self._zero.stage3_max_reuse_distance
 
     def _fetch_ahead(self, wanted: list[Shared]) -> None:
         missing = {shared for shared in wanted if self._fetched_for.get(shared, _LONG_AGO) < self._at}
@@ -439,8 +440,8 @@ class SharedParameters:
             shared, place = self._to_come.popleft()
             self._fetched_for[shared] = place
             seen.add(shared)
-        room = self._parallel.stage3_max_live_parameters - self._gathered
-        most = min(room, self._parallel.stage3_prefetch_bucket_size)
+        room = self._zero.stage3_max_live_parameters - self._gathered
+        most = min(room, self._zero.stage3_prefetch_bucket_size)
         ahead: list[Shared] = []
         elements = 0
         while self._to_come and elements < most:

@@ -20,12 +20,13 @@ from conf.errors import CommandError
 from conf.files.disk_cache import keep, recall
 from featurize.device.device_spec import UnsuitableDevice
 from featurize.operators.replacing import without_collection
+from featurize.timing.overlap import SimulatedStep
 from learn.estimation.draft import Draft
 from learn.estimation.fitted_models import FittedModels
 from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import Note
 from learn.estimation.requests import Request, StepFiles
-from learn.job.traced import TracedStep, key_of
+from learn.job.traced import key_of
 from learn.job.training_job import as_a_training_script
 from learn.rows.step_store import StepStore
 from warehouse.files.folder import DataFolder
@@ -40,7 +41,7 @@ _answers: dict[str, Estimate] = {}  # oldest first
 
 def make_estimate(
     request: Request, *, timeline: bool = False, traces: Traces | None = None
-) -> tuple[Estimate, TracedStep | None]:
+) -> tuple[Estimate, SimulatedStep | None]:
     """Make an estimate, whether or not the cache has it. Return it, and the traced step where there is one.
 
     Args:
@@ -62,7 +63,7 @@ def make_estimate(
 @without_collection()
 def _make_estimates(
     requests: Sequence[Request], timeline: bool, traces: Traces | None
-) -> list[tuple[Estimate | CommandError, TracedStep | None]]:
+) -> list[tuple[Estimate | CommandError, SimulatedStep | None]]:
     """Return the estimates of requests that differ in their platform alone, or why there is none, with their traced
     steps. Each fitted model is asked once for all."""
     began = time.monotonic_ns()
@@ -189,7 +190,7 @@ def _key(request: Request) -> tuple[str | None, Request]:
         job.key,
         job.name,
         job.training_loop,
-        job.parallel and job.parallel.deepspeed,
+        job.parallel and job.parallel.zero.deepspeed,
         how.estimator,
         how.loop,
         how.coverage,

@@ -21,7 +21,8 @@ from featurize.recording.skeleton import build_on_meta
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import tensors_of
 from featurize.timing.collectives import communicators_mib
-from featurize.timing.overlap import SimulatedStep, simulate
+from featurize.timing.overlap import SimulatedStep
+from featurize.timing.step_time import time_step
 from featurize.timing.times import seconds_at_peak
 from learn.estimation.fitted_models import FittedModels, ModelQuestion
 from learn.estimation.job_estimate import (
@@ -54,7 +55,7 @@ from learn.estimation.notes import (
 from learn.estimation.platforms import SEVERAL_GPUS, ranks_of, workspace_notes
 from learn.estimation.requests import Request
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
-from learn.job.traced import CannotTrace, TracedStep, step_of, trace_of, wants_values
+from learn.job.traced import CannotTrace, step_of, trace_of, wants_values
 from learn.job.training_job import Case, TrainingJob, as_a_training_script
 from learn.peers.base import TRACE_HAS_NO_BOUND, Peer, analyse
 from learn.rows.data import get_target
@@ -90,7 +91,7 @@ class Draft:
         self.job = in_loop(request, request.job)
         self.alone = self.job.alone(self.job.longest) if self.job.batches else self.job
         self.case = self._case()
-        self.traced: TracedStep | None = None
+        self.traced: SimulatedStep | None = None
         self.failure: CommandError | None = None
         self.questions: list[ModelQuestion] = []
         self.memory: Memory | None = None
@@ -146,16 +147,16 @@ class Draft:
             self.case = self._case()
             self.traced = self._with_longest(self.traced, self.traced.trace.mix)
 
-    def _with_longest(self, mixed: TracedStep, mix: BatchMix) -> TracedStep:
+    def _with_longest(self, mixed: SimulatedStep, mix: BatchMix) -> SimulatedStep:
         """Return the traced mix, or its longest batch alone where that takes more: the caches that the other batches
         leave can suit it better than its own, in the order that was given."""
         longest = step_of(self.alone, self.device, allocator=self.platform.allocator, timeline=self._timeline)
-        if longest.step.peak_memory_mib <= mixed.step.peak_memory_mib:
+        if longest.peak_memory_mib <= mixed.peak_memory_mib:
             return mixed
         text = (
             f"memory is of the longest batch alone, {self.alone.shape_text()}: the {mix.given} steps on batches of "
-            f"{mix.shapes} shapes reserve {mixed.step.peak_reserved_mib:,.1f} MiB in their order, the longest alone "
-            f"{longest.step.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
+            f"{mix.shapes} shapes reserve {mixed.peak_reserved_mib:,.1f} MiB in their order, the longest alone "
+            f"{longest.peak_reserved_mib:,.1f} MiB; utilization and step time are of the longest"
         )
         self.notes.append(Note("batch-mix", INFO, text, ("memory",)))
         self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
@@ -273,24 +274,24 @@ class Draft:
         text = "figures of the trace are those stored in the data folder, since it cannot be repeated here"
         self.notes.append(Note("stored-trace", INFO, text))
 
-    def _place(self, traced: TracedStep) -> None:
+    def _place(self, traced: SimulatedStep) -> None:
         """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
-        described_mib = traced.step.peak_memory_mib
+        described_mib = traced.peak_memory_mib
         traced = self.platform.place(traced, self.job, timeline=self._timeline)
-        shift_mib = traced.step.peak_memory_mib - described_mib
+        shift_mib = traced.peak_memory_mib - described_mib
         if self.platform.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
             traced = self.platform.place(traced, self.job, timeline=self._timeline, workspaces=True)
             if self.beyond_fit:  # there the trace's own figure stands
-                shift_mib = traced.step.peak_memory_mib - described_mib
-        self.traced, step = traced, traced.step
+                shift_mib = traced.peak_memory_mib - described_mib
+        self.traced = traced
         if self.memory is None:
-            self._set("memory", step.peak_memory_mib, "trace", loop_named(self.alone.training_loop))
+            self._set("memory", traced.peak_memory_mib, "trace", loop_named(self.alone.training_loop))
         elif self.by["memory"].endswith("(default)"):  # its rows were measured on another machine
             self.memory = self.memory.shift(shift_mib)
         if self.beyond_fit or self.by["memory"] == "trace":
             assert self.memory is not None
             uncertainty = uncertainty_of(traced, self.device, self.platform.machine)
-            centre_mib = max(self.memory.peak_memory_mib, step.peak_memory_mib)
+            centre_mib = max(self.memory.peak_memory_mib, traced.peak_memory_mib)
             limit_mib = self.platform.limit_mib(traced)
             self.memory = uncertainty.bound(self.memory, centre_mib, self.request.options.coverage, limit_mib)
 
@@ -307,7 +308,7 @@ class Draft:
         else:
             timing, energy, ranks, notes = self._fill_from_trace(traced)
             notes += self._notes_on_trace(traced, limit_mib)
-            parameters = traced.step.parameters
+            parameters = traced.trace.parameters
         assert self.memory is not None, "it is answered"
         first, of_memory = self._notes_on_memory(self.memory, limit_mib)
         memory = replace(self.memory, device_memory_mib=device.memory_mib, limit_mib=limit_mib)
@@ -329,7 +330,7 @@ class Draft:
             seconds=0.0,
         )
 
-    def _fill_from_trace(self, traced: TracedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
+    def _fill_from_trace(self, traced: SimulatedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
         """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
         step = self._time_in_loop(traced, loop)
@@ -337,7 +338,7 @@ class Draft:
         notes: list[Note] = []
         for target in TARGETS:
             if target not in self.by:
-                self._set(target, getattr(step, get_target(target).column), "trace", loop)
+                self._set(target, step.figure(get_target(target).column), "trace", loop)
                 if target == "step_time":
                     of_step = {"step_time_upper_ms": step.step_time_upper_ms, "bound_by": step.bound_by}
                     if step.bound_by == "host":
@@ -379,25 +380,16 @@ class Draft:
             tokens_per_s=None if tokens is None else passes * tokens / step_s,
             mfu=None if at_peak_s is None else at_peak_s / step_s,
         )
-        return timing, Energy(energy_j=timed.power_w * step_s), ranks, notes
+        return timing, Energy(energy_j=timed.activity.power_w * step_s), ranks, notes
 
-    def _time_in_loop(self, traced: TracedStep, loop: str) -> SimulatedStep:
+    def _time_in_loop(self, traced: SimulatedStep, loop: str) -> SimulatedStep:
         """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
         if loop != PIPELINE:
-            return traced.step
-        job, waits_ms = self.alone, loading_ms(traced, self.alone)
-        timed = simulate(
-            traced.trace,
-            self.device,
-            job.settings,
-            layout=job.parallel,
-            memory=traced.memory,
-            communication=traced.step.communication,
-            input_ms=waits_ms,
-        )
-        return replace(timed, peak_memory_mib=traced.step.peak_memory_mib)  # on this machine
+            return traced
+        waits_ms = loading_ms(traced, self.alone)
+        return replace(traced, timed=time_step(traced.trace, self.device, self.alone.settings, input_ms=waits_ms))
 
-    def _notes_on_trace(self, traced: TracedStep, limit_mib: float) -> list[Note]:
+    def _notes_on_trace(self, traced: SimulatedStep, limit_mib: float) -> list[Note]:
         """Return whether the traced step fits into `limit_mib`, and what was assumed of it."""
         memory, by, device, job = traced.memory, self.by["memory"], self.device, self.alone
         notes: list[Note] = []
@@ -428,7 +420,7 @@ class Draft:
                 f"{of_context}{of_layers if loads_cudnn(traced.trace) else ''}"
             )
             notes.append(Note(AMD_GPU, WARNING, text))
-        works_ms = traced.step.step_time_ms - traced.step.communication.waits_ms
+        works_ms = traced.step_time_ms - traced.communication.waits_ms
         if self.loops.get("step_time") == PIPELINE and loading_ms(traced, job) > works_ms:
             text = (
                 "the input bounds the step: a plain loop loads a batch longer than the GPU and the host work on it. "
@@ -484,7 +476,7 @@ class Draft:
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
 
-        def trace_at(batch_size: int) -> TracedStep:
+        def trace_at(batch_size: int) -> SimulatedStep:
             if batch_size == self.job.batch_size:
                 return traced
             job = in_loop(self.request, self.job.with_samples(batch_size))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
     from featurize.operators.library_calls import LibraryCall
     from featurize.recording.step_trace import StepTrace
-    from learn.job.traced import TracedStep
+    from featurize.timing.overlap import SimulatedStep
 
 
 WORKSPACES = "convolution workspaces"
@@ -109,13 +109,13 @@ def score_at(coverage: float) -> float:
     return float(np.interp(coverage, list(scores), list(scores.values())))
 
 
-def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
+def uncertainty_of(traced: SimulatedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
     """Return how far above its figure the memory of a traced step may lie, which is placed on a machine."""
     from featurize.memory.cudnn_workspaces import SETTLED, reserved_by_scenario
 
     largest, most_live = _workspaces(traced, device)
-    reserved_mib = traced.step.peak_reserved_mib
-    outside_mib = traced.step.peak_memory_mib - reserved_mib
+    reserved_mib = traced.peak_reserved_mib
+    outside_mib = traced.peak_memory_mib - reserved_mib
     on_amd = device.architecture.vendor == AMD
     context_mib = _OF_CONTEXT_MIB.get(on.name, _OF_OWN_CONTEXT_MIB)
     if on_amd and on.name in _OF_CONTEXT_MIB:
@@ -132,7 +132,7 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
     }
     if traced.trace.graph_pool_bytes:
         causes[GRAPHS] = traced.trace.graph_pool_bytes / MIB
-    if buffers_mib := traced.step.communication.buffers_mib:
+    if buffers_mib := traced.communication.buffers_mib:
         causes[COMMUNICATION] = buffers_mib
     shares = bound_shares()
     is_measured = not on_amd and causes.keys() <= {*MEASURED}
@@ -146,7 +146,7 @@ def uncertainty_of(traced: TracedStep, device: DeviceSpec, on: MachineProfile) -
     )
 
 
-def _workspaces(traced: TracedStep, device: DeviceSpec) -> tuple[int, float]:
+def _workspaces(traced: SimulatedStep, device: DeviceSpec) -> tuple[int, float]:
     """Return the largest workspace of a convolution, and the most bytes alive with `_WORKSPACES_AT_LIMIT` times it."""
     sizes = traced.trace.guessed_sizes(device)
     sizes = sizes | {call: answer.sizes[0] for call, answer in traced.memory.workspaces.items()}

@@ -43,7 +43,7 @@ from warehouse.files.folder import DataFolder
 if TYPE_CHECKING:
     import os
 
-    from learn.job.traced import TracedStep
+    from featurize.timing.overlap import SimulatedStep
 
     MeasuredRow: TypeAlias = tuple[str, int, float]  # GPU model, batch size, MiB of the process
 
@@ -173,7 +173,7 @@ def _from_json(text: str) -> Any:
 def move_by_runs(
     estimate: Estimate,
     runs: Sequence[KnownRun],
-    trace_of: Callable[[int], TracedStep],
+    trace_of: Callable[[int], SimulatedStep],
     coverage: float,
     without: Uncertainty,
 ) -> Estimate:
@@ -284,20 +284,19 @@ def _of_another_job(traced: OnTrace) -> Note | None:
     return Note("runs-left-out", WARNING, text)
 
 
-def _on_trace(run: KnownRun, traced: TracedStep, estimate: Estimate) -> OnTrace:
+def _on_trace(run: KnownRun, traced: SimulatedStep, estimate: Estimate) -> OnTrace:
     other_mib = (estimate.card_mib or 0.0) - (estimate.process_mib or 0.0)
-    step = traced.step
     by_kind = {
-        "card": step.peak_memory_mib,
-        "process": step.peak_memory_mib - other_mib,
-        "reserved": step.peak_reserved_mib,
-        "allocated": step.peak_allocated_mib,
+        "card": traced.peak_memory_mib,
+        "process": traced.peak_memory_mib - other_mib,
+        "reserved": traced.peak_reserved_mib,
+        "allocated": traced.peak_allocated_mib,
     }
-    cached_mib = 0.0 if run.kind == "allocated" else step.peak_reserved_mib - step.peak_allocated_mib
+    cached_mib = 0.0 if run.kind == "allocated" else traced.peak_reserved_mib - traced.peak_allocated_mib
     return OnTrace(
         run=run,
-        reserved_mib=max(step.peak_reserved_mib, 1.0),
-        card_mib=step.peak_memory_mib,
+        reserved_mib=max(traced.peak_reserved_mib, 1.0),
+        card_mib=traced.peak_memory_mib,
         live_mib=_LIVE * (by_kind[run.kind] - cached_mib),
         difference_mib=run.memory_mib - by_kind[run.kind],
     )

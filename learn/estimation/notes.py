@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from featurize.job.training_settings import training_of
 
 if TYPE_CHECKING:
-    from learn.job.traced import TracedStep
+    from featurize.timing.overlap import SimulatedStep
     from learn.job.training_job import TrainingJob
 
 PROBLEM, WARNING, INFO = SEVERITIES = ("problem", "warning", "info")  # the most urgent first
@@ -82,7 +82,7 @@ def legend(loops: Iterable[str]) -> str:
     return "; ".join(f"loop {loop}: {LEGEND[loop]}" for loop in LOOPS if loop in named)
 
 
-def loading_ms(traced: TracedStep, job: TrainingJob) -> float:
+def loading_ms(traced: SimulatedStep, job: TrainingJob) -> float:
     """Return how long a plain loop takes to load the batches of a step, in ms."""
     from featurize.timing.step_time import input_ms
 

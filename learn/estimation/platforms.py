@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from featurize.memory.cudnn_workspaces import ConvolutionWorkspace
     from featurize.operators.library_calls import LibraryCall
     from featurize.recording.step_trace import PipelinePart, RanksAlike
-    from learn.job.traced import TracedStep
+    from featurize.timing.overlap import SimulatedStep
     from learn.job.training_job import TrainingJob
     from warehouse.files.folder import DataFolder
 
@@ -54,15 +54,15 @@ SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
 
 
 def ranks_of(
-    traced: TracedStep, job: TrainingJob, device: DeviceSpec
+    traced: SimulatedStep, job: TrainingJob, device: DeviceSpec
 ) -> tuple[tuple[RankGroup, ...], dict[str, Any], list[Note]]:
     """Return the ranks of a job, the fields of `Timing` on their communication, and what was assumed of
     them; none of a job on one GPU."""
-    parallel, communication = job.parallel, traced.step.communication
+    parallel, communication = job.parallel, traced.communication
     if parallel is None:
         return (), {}, []
     whole = RankGroup(
-        first=0, count=parallel.ranks, peak_memory_mib=traced.step.peak_memory_mib, breakdown=dict(traced.breakdown)
+        first=0, count=parallel.ranks, peak_memory_mib=traced.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
     part = traced.trace.pipeline
     groups = tuple(_group(group, traced, job, whole) for group in (() if part is None else part.groups))
@@ -82,24 +82,17 @@ def ranks_of(
 
 def _group(
     alike: RanksAlike,
-    traced: TracedStep,
+    traced: SimulatedStep,
     job: TrainingJob,
     worst: RankGroup,
 ) -> RankGroup:
     """Return the ranks of a pipeline with the memory of the first of them."""
-    from learn.job.traced import breakdown
-
     assert job.parallel is not None, "a pipeline"
     size = job.parallel.of_stage
     first, count = alike.ranks[0] * size, len(alike.ranks) * size
     if alike.trace.events is traced.trace.events:
         return replace(worst, first=first, count=count)
-    parts = breakdown(
-        traced.of_ranks[alike.ranks[0]],
-        traced.breakdown["context"],
-        traced.breakdown.get("other users", 0.0),
-        traced.step.communication.buffers_mib,
-    )
+    parts = replace(traced, memory=traced.of_ranks[alike.ranks[0]]).breakdown
     return RankGroup(first=first, count=count, peak_memory_mib=sum(parts.values()), breakdown=parts)
 
 
@@ -122,9 +115,9 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Tr
     sharing = parallel.ranks // parallel.replicas
     batch = "a batch each" if sharing == 1 else f"a batch for {sharing} ranks each"
     alike = "all ranks need the same, and the figures are those of each one"
-    if parallel.pp > 1:
+    if parallel.degrees.pp > 1:
         alike = "the figures are those of the rank that needs the most memory"
-    elif parallel.shards or parallel.zero:
+    elif parallel.shards or parallel.zero.stage:
         alike = "the figures are those of the first rank; others hold as much, or less where tensors do not divide"
     notes = [
         f"{where}, {batch} ({parallel.text()}): {alike}; throughput is of all ranks",
@@ -133,41 +126,42 @@ def _notes(parallel: Parallel, device: DeviceSpec, nccl_mib: float, training: Tr
     ]
     if parallel.sharded > 1:
         notes.append("assumed: shards are made without the whole model on a GPU (from the meta device, or the host)")
-    if parallel.flat and not parallel.limit_all_gathers:
+    if parallel.flat and not parallel.fsdp.limit_all_gathers:
         notes.append(
             "assumed: without limit_all_gathers, the host runs a micro-step ahead of the GPU, which reserves memory"
         )
-    if parallel.cp > 1:
+    if parallel.degrees.cp > 1:
         notes.append(
             "assumed: inputs are divided along their second dimension before they are copied to the GPUs; positions "
             "that the model makes itself are as many as a rank's part has"
         )
-    if parallel.ep > 1:
+    if parallel.degrees.ep > 1:
         notes.append(
             "assumed: routers use all experts alike, so that each rank receives as many tokens as it sends; the bound "
             "holds nothing of experts that get more"
         )
-    if parallel.zero:
+    if parallel.zero.stage:
         notes += _notes_on_zero(parallel, training)
-    elif micro_steps > 1 and parallel.no_sync:
+    elif micro_steps > 1 and parallel.fsdp.no_sync:
         notes.append(
             "micro-steps before the last run under no_sync: each rank keeps whole gradients, also of frozen parts"
         )
     elif micro_steps > 1 and parallel.sharded > 1:
         aside = "; no_sync=true says that only the last one does" if parallel.flat else ""
         notes.append(f"assumed: each micro-step reduces its gradients{aside}")
-    elif micro_steps > 1 and parallel.ddp > 1 and parallel.pp == 1:
+    elif micro_steps > 1 and parallel.degrees.ddp > 1 and parallel.degrees.pp == 1:
         notes.append("assumed: micro-steps before the last run under no_sync")
     return notes
 
 
 def _notes_on_zero(parallel: Parallel, training: Training) -> list[str]:
-    notes = [f"assumed: DeepSpeed 0.19 runs stage {parallel.zero}, with all parameters in one group of its optimizer"]
-    if parallel.zero == 3:
+    zero = parallel.zero
+    notes = [f"assumed: DeepSpeed 0.19 runs stage {zero.stage}, with all parameters in one group of its optimizer"]
+    if zero.stage == 3:
         notes.append("assumed: the model is made in parts (deepspeed.zero.Init), and gathered as its modules run")
-    if parallel.cpu_offload or parallel.offload_param or training.offload_optimizer:
+    if zero.cpu_offload or zero.offload_param or training.offload_optimizer:
         notes.append("left out of the step time: transfers to and from the host, and what the optimizer takes there")
-    if (file := parallel.deepspeed) is not None and file.left_open:
+    if (file := zero.deepspeed) is not None and file.left_open:
         notes.append(f"auto in the DeepSpeed file, taken as its defaults or as given: {', '.join(file.left_open)}")
     return notes
 
@@ -222,19 +216,19 @@ class Platform:
     workspaces: str | None = None
     torch_version: str | None = None
 
-    def limit_mib(self, traced: TracedStep | None) -> float:
+    def limit_mib(self, traced: SimulatedStep | None) -> float:
         """Return the limit of the whole card's figure. A share limits what the allocator reserves, to which
         comes what lies outside of it."""
         share = None if self.allocator is None else self.allocator.per_process_memory_fraction
         if share is None:
             return self.device.memory_mib
-        outside_mib = 0.0 if traced is None else traced.step.peak_memory_mib - traced.step.peak_reserved_mib
+        outside_mib = 0.0 if traced is None else traced.peak_memory_mib - traced.peak_reserved_mib
         return min(self.device.memory_mib, share * self.device.memory_mib + outside_mib)
 
     def place(
-        self, traced: TracedStep, job: TrainingJob, *, timeline: bool = False, workspaces: bool = False
-    ) -> TracedStep:
-        """Return the traced step on the machine: `breakdown` and `step.peak_memory_mib` are of the whole card.
+        self, traced: SimulatedStep, job: TrainingJob, *, timeline: bool = False, workspaces: bool = False
+    ) -> SimulatedStep:
+        """Return the traced step on the machine: its memory is of the whole card.
 
         The step is replayed again only where the capacity that differs can matter, and with `workspaces`: cuDNN is then
         asked about its convolutions, as `job.search` says, or else as this process searches.
@@ -244,10 +238,9 @@ class Platform:
             UsageError: A GPU model that cuDNN cannot be asked about, with `workspaces="cudnn"`.
         """
         from featurize.memory.replay import loads_cudnn, replay
-        from learn.job.traced import breakdown
 
         device, on, benchmark = self.device, self.machine, job.settings.cudnn_benchmark
-        communication_mib = traced.step.communication.buffers_mib
+        communication_mib = traced.communication.buffers_mib
         process_mib = on.outside_mib(loads_cudnn(traced.trace))
         memory = traced.memory
         taken_mib = process_mib + on.other_mib + communication_mib
@@ -263,15 +256,7 @@ class Platform:
                 taken_mib=taken_mib,
                 workspaces=asked,
             )
-        step = replace(
-            traced.step,
-            peak_allocated_mib=memory.peak_allocated / MIB,
-            peak_reserved_mib=memory.peak_reserved / MIB,
-            peak_memory_mib=memory.peak_reserved / MIB + taken_mib,
-            fits=memory.fits,
-        )
-        parts = breakdown(memory, process_mib, on.other_mib, communication_mib)
-        return replace(traced, memory=memory, step=step, breakdown=parts)
+        return replace(traced, memory=memory, process_mib=process_mib, others_mib=on.other_mib)
 
     def prepare_workspaces(self, job: TrainingJob) -> None:
         """Load cuDNN while the step is traced, where it will be asked and nothing of the device is known yet.
@@ -298,7 +283,9 @@ class Platform:
         with contextlib.suppress(CommandError):  # it could not be asked in the first place
             oracle_for(self.device).close()
 
-    def _cudnn_answers(self, traced: TracedStep, job: TrainingJob) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
+    def _cudnn_answers(
+        self, traced: SimulatedStep, job: TrainingJob
+    ) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
         """Return cuDNN's answers about the trace's convolutions; None, with `auto`, where it cannot be asked."""
         from featurize.cudnn.oracle import oracle_for
         from featurize.memory.cudnn_workspaces import convolution_workspaces, for_release

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     Inputs: TypeAlias = Tensors | Sequence[Any] | Mapping[str, Any]
     Batches: TypeAlias = Sequence[Inputs] | Sequence[int] | Mapping[int, float]
     Data: TypeAlias = str | os.PathLike[str] | DataFolder
+    from featurize.timing.overlap import SimulatedStep
     from learn.estimation.job_estimate import Estimate
-    from learn.job.traced import TracedStep
 
 
 class JobKeywords(TrainingKeywords, total=False):
@@ -255,7 +255,7 @@ def require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
 def _with_file(layout: Parallel | None, training: Mapping[str, Any]) -> dict[str, Any]:
     """Return training settings with those of the DeepSpeed file that a layout names. Raises `UsageError` where both say
     something else of the same setting."""
-    file = {} if layout is None or layout.deepspeed is None else layout.deepspeed.training
+    file = {} if layout is None or layout.zero.deepspeed is None else layout.zero.deepspeed.training
     if others := [name for name, value in file.items() if training.get(name, value) != value]:
         raise UsageError(
             f"the DeepSpeed file has {', '.join(f'{name}={file[name]}' for name in others)}, and the job "
@@ -326,7 +326,7 @@ class StepFiles(NamedTuple):
             None if snapshot is None else check_path(Path(snapshot), "snapshot", "snapshot.pickle"),
         )
 
-    def write(self, request: Request, estimate: Estimate, traced: TracedStep | None) -> None:
+    def write(self, request: Request, estimate: Estimate, traced: SimulatedStep | None) -> None:
         """Write each file in one step, in place of what was there.
 
         Args:

@@ -50,6 +50,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
+from featurize.timing.overlap import SimulatedStep
 from featurize.timing.times import precision_in_words
 from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
 from learn.estimation.notes import (
@@ -62,7 +63,6 @@ from learn.estimation.notes import (
     most_important,
     times,
 )
-from learn.job.traced import TracedStep
 
 if TYPE_CHECKING:
     from featurize.timing.step_time import TimedStep
@@ -78,7 +78,7 @@ def write_step_report(
     job: TrainingJob,
     platform: Platform,
     estimate: Estimate,
-    traced: TracedStep | None,
+    traced: SimulatedStep | None,
 ) -> None:
     """Write the page in one step, in place of what was there. `traced` with its timeline, None: there is no trace."""
     write_page(path, step_page(job, platform, estimate, traced))
@@ -88,7 +88,7 @@ def step_page(
     job: TrainingJob,
     platform: Platform,
     estimate: Estimate,
-    traced: TracedStep | None,
+    traced: SimulatedStep | None,
 ) -> Page:
     """Return the page's contents. `traced` has its timeline; None: the model could not be traced."""
     device = platform.device
@@ -198,7 +198,7 @@ def _note(note: Note) -> Callout:
     return Callout(note.text, "bad" if note.code == OUT_OF_MEMORY else "look")
 
 
-def _timeline(device: DeviceSpec, estimate: Estimate, traced: TracedStep) -> Section:
+def _timeline(device: DeviceSpec, estimate: Estimate, traced: SimulatedStep) -> Section:
     memory = traced.memory
     when = "" if memory.peak_phase == "setup" else f" (step {memory.peak_step})"
     remark = ""
@@ -258,7 +258,7 @@ def _breakdown(estimate: Estimate) -> Section | None:
     return Section("parts", f"What the peak consists of, by {by}", tuple(blocks))
 
 
-def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: TracedStep) -> Section | None:
+def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: SimulatedStep) -> Section | None:
     """Show where the time of the traced step goes, in the loop that the estimate's step time is about."""
     from featurize.timing.step_time import time_step
 
@@ -298,7 +298,7 @@ def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: Trac
     )
 
 
-def _activations(traced: TracedStep) -> Section:
+def _activations(traced: SimulatedStep) -> Section:
     title = "Activations by module"
     if not traced.memory.peak_modules:
         return Section("activations", title, (Lead("None are alive at the peak."),))
@@ -306,7 +306,7 @@ def _activations(traced: TracedStep) -> Section:
     return Section("activations", title, (intro, module_tree(traced.memory.peak_modules)))
 
 
-def _tensors(traced: TracedStep) -> Section:
+def _tensors(traced: SimulatedStep) -> Section:
     """Return the largest blocks alive at the peak; equal ones are counted together."""
     live: dict[int, None] = {}
     highest = -1
@@ -335,7 +335,7 @@ def _tensors(traced: TracedStep) -> Section:
     return Section("tensors", "Largest tensors at the peak", (tensors,))
 
 
-def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: TracedStep | None) -> Section:
+def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: SimulatedStep | None) -> Section:
     device, allocator = platform.device, platform.allocator
     settings: dict[str, object] = {}
     if job.config is not None:
@@ -487,7 +487,7 @@ class Column(NamedTuple):
     is_peak: bool
 
 
-def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
+def columns_of(traced: SimulatedStep, most: int = _MOST_COLUMNS) -> list[Column]:
     """Return about `most` columns at most, none across phases, the peak among them. Needs the replay's timeline."""
     blocks, timeline = traced.trace.blocks, traced.memory.timeline
     band_of = {kind: i for i, (kinds, _) in enumerate(BANDS.values()) for kind in kinds}
@@ -518,10 +518,10 @@ def columns_of(traced: TracedStep, most: int = _MOST_COLUMNS) -> list[Column]:
     return columns
 
 
-def timeline_svg(traced: TracedStep, device: DeviceSpec, peak_text: str) -> Svg:
+def timeline_svg(traced: SimulatedStep, device: DeviceSpec, peak_text: str) -> Svg:
     """Return the picture. Everything lies above the context, so the scale is the process's memory on the card."""
     columns = columns_of(traced)
-    context = traced.breakdown["context"] + traced.step.communication.buffers_mib
+    context = traced.breakdown["context"] + traced.communication.buffers_mib
     highest = context + max((column.reserved for column in columns), default=0) / MIB
     off_scale = device.memory_mib > _OFF_SCALE * highest
     top_mib = 1.15 * highest if off_scale else 1.06 * max(highest, device.memory_mib)

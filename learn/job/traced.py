@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from conf.errors import UsageError, kept_from_exit
-from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.trace import trace_cache
 from featurize.trace.trace_cache import Fingerprint, is_installed
 from learn.job.training_job import TrainingJob, as_a_training_script
@@ -45,22 +43,6 @@ class CannotTrace(UsageError):
         self.limit = limit
 
 
-@dataclass(frozen=True)
-class TracedStep:
-    """One traced step on one GPU model.
-
-    breakdown   part -> MiB at the peak, which sum to `step.peak_memory_mib`. `fragmentation` is what the allocator
-                reserves at its peak beyond the live tensors' own bytes, their rounding included
-    of_ranks    number of a rank of a pipeline -> its memory; of the first one of each kind
-    """
-
-    trace: StepTrace
-    memory: MemoryProfile
-    step: SimulatedStep
-    breakdown: Mapping[str, float]
-    of_ranks: Mapping[int, MemoryProfile] = field(default_factory=dict)
-
-
 def step_of(
     job: TrainingJob,
     device: str | DeviceSpec,
@@ -69,14 +51,14 @@ def step_of(
     timeline: bool = False,
     traces: Traces | None = None,
     beside: Iterable[DeviceSpec] = (),
-) -> TracedStep:
+) -> SimulatedStep:
     """Trace a job's training step, replay its memory and price it on `device`.
 
     `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are those of the job that
     the caller has at hand, and keeps. `beside`, as `time_step` has it. Raises `CannotTrace`, and
     `UsageError` for an invalid job: an unknown device, a factory that returns no module, an output without logits.
     """
-    from featurize.memory.replay import outside_mib, replay
+    from featurize.memory.replay import replay
     from featurize.timing.overlap import ranks_of_stages, simulate
 
     spec = describe_device(device)
@@ -93,8 +75,7 @@ def step_of(
         trace = ranks_of_stages(trace)[worst]
     memory = replayed(trace, timeline) if timeline or not groups else of_ranks[worst]
     step = simulate(trace, spec, job.settings, layout=job.parallel, memory=memory, beside=beside)
-    parts = breakdown(memory, outside_mib(trace, spec), communication_mib=step.communication.buffers_mib)
-    return TracedStep(trace, memory, step, parts, of_ranks)
+    return replace(step, of_ranks=of_ranks)
 
 
 def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:
@@ -134,38 +115,6 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
     if multiplies_8_bits(trace.operators):
         require_8_bits(spec)
     return trace
-
-
-_OF_RANKS = {
-    "gathered parameters": GATHERED,
-    "unreduced gradients": UNREDUCED,
-    "communication buffers": COMMUNICATION,
-    "gradient buckets": BUCKET,
-    "master weights": MASTER,
-}
-
-
-def breakdown(
-    memory: MemoryProfile, outside_mib: float, others_mib: float = 0.0, communication_mib: float = 0.0
-) -> dict[str, float]:
-    """Return part -> MiB at the peak. `outside_mib`: the process's memory outside the allocator. `others_mib`, what
-    others hold on the card, `communication_mib`, what communication libraries hold, and what wrappers of several ranks
-    keep are parts only where they are more than nothing."""
-    live = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
-    return {
-        "parameters": live["parameter"],
-        "gradients": live["gradient"],
-        **{name: live[kind] for name, kind in _OF_RANKS.items() if kind in live},
-        "optimizer state": live["optimizer_state"],
-        "activations": live["activation"],
-        "temporaries": live["temporary"],
-        "buffers and batch": live["buffer"] + live["batch"],
-        "workspace": live["workspace"],
-        "fragmentation": memory.peak_reserved / MIB - sum(live.values()),
-        "context": outside_mib,
-        **({"communication": communication_mib} if communication_mib else {}),
-        **({"other users": others_mib} if others_mib else {}),
-    }
 
 
 def _explain(error: TraceError) -> CannotTrace:

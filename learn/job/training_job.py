@@ -125,8 +125,8 @@ def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
         "offload_activations": training.offload_activations,
         "zero_grad=after_forward": training.zero_grad == "after_forward",
     }
-    refused = [name for name, value in by_stages.items() if value and parallel.pp > 1]
-    mode = "tp" if parallel.tp > 1 else "cp" if parallel.cp > 1 else None
+    refused = [name for name, value in by_stages.items() if value and parallel.degrees.pp > 1]
+    mode = "tp" if parallel.degrees.tp > 1 else "cp" if parallel.degrees.cp > 1 else None
     problems = (
         "batches: of jobs on one GPU only; leave it out, or leave parallel out" if job.batches else None,
         "optimizer_in_backward frees gradients before ranks reduce them: not estimated with parallel"
@@ -134,7 +134,7 @@ def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
         else None,
         f"{', '.join(refused)} with parallel=pp is not estimated yet; leave either out" if refused else None,
         "compile with parallel=ep is not estimated yet; leave either out"
-        if parallel.ep > 1 and training.compile
+        if parallel.degrees.ep > 1 and training.compile
         else None,
         sharing_problem(training.optimizer, parallel),
         f"offload_activations cannot move activations that {mode} splits; leave either out"
@@ -143,7 +143,7 @@ def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
     )
     if problem := next(filter(None, problems), None):
         raise UsageError(problem)
-    if (file := parallel.deepspeed) is not None and file.micro_batch not in (None, job.batch_size):
+    if (file := parallel.zero.deepspeed) is not None and file.micro_batch not in (None, job.batch_size):
         raise UsageError(
             f"the DeepSpeed file has train_micro_batch_size_per_gpu={file.micro_batch}, and the inputs hold "
             f"{job.batch_size} samples"

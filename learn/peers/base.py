@@ -428,7 +428,7 @@ class Trace(Peer):
 
     def figure(self, case: Case) -> float:
         try:
-            step = step_of(case.job, described(case)).step
+            step = step_of(case.job, described(case))
         except CommandError as error:
             raise CannotEstimate(str(error)) from error
-        return float(getattr(step, self.require_fitted().column))
+        return step.figure(self.require_fitted().column)

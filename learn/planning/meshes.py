@@ -5,7 +5,6 @@ Start reading at `meshes_of`. Torch-free.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from featurize.job.layout import (
     HYBRID,
     MODES,
     OWN,
+    Cluster,
     Parallel,
     apt_settings,
     named_settings,
     parse_parallel,
 )
-from featurize.job.training_settings import Training
+from featurize.job.training_settings import Training, settings_of_ranks
 from featurize.operators.torch_releases import refused_modes, refused_note
 
 if TYPE_CHECKING:
@@ -170,8 +170,6 @@ def apt_for_training(
     """
     if not settings.get("zero"):
         return settings, ()
-    from featurize.trace.tracer import settings_of_ranks
-
     try:
         settings_of_ranks(layout_of({"ddp": gpus}, settings), training)
     except UsageError as error:
@@ -210,7 +208,7 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
         modes: As `modes_of` returns them.
     """
     modes = modes or Modes()
-    of_node = settings.get("gpus_per_node", Parallel.gpus_per_node)
+    of_node = settings.get("gpus_per_node", Cluster.gpus_per_node)
     layouts: list[Parallel] = []
     notes: dict[str, None] = dict.fromkeys(_notes_on(modes))
     for named in _all_degrees(gpus, modes, of_node):
@@ -283,7 +281,7 @@ def in_search_order(layout: Parallel) -> tuple[Any, ...]:
 def ranks_within(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide the work on a sample, in the order of the modes: all but those of replicas and of
     their shards."""
-    return tuple(getattr(layout, mode, 1) for mode in (*MODES, EXPERTS) if mode not in _OF_DATA)
+    return tuple(getattr(layout.degrees, mode) for mode in (*MODES, EXPERTS) if mode not in _OF_DATA)
 
 
 def within_text(degrees: tuple[int, ...]) -> str:
@@ -294,22 +292,20 @@ def within_text(degrees: tuple[int, ...]) -> str:
 
 def mesh_text(layout: Parallel) -> str:
     """Return a layout's degrees, as `ddp=8, fsdp=8`."""
-    degrees = {**layout.degrees, EXPERTS: getattr(layout, EXPERTS, 1)}
-    return ", ".join(f"{mode}={degree}" for mode, degree in degrees.items() if degree > 1)
+    return ", ".join(f"{mode}={degree}" for mode, degree in layout.modes.items())
 
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:
     """Return the degrees that divide what a rank holds, in the order of the modes."""
-    return tuple(getattr(layout, mode) for mode in MODES if mode != _REPLICAS)
+    return tuple(getattr(layout.degrees, mode) for mode in MODES if mode != _REPLICAS)
 
 
 def traced_as(layout: Parallel) -> Hashable:
     """Return what a rank's trace depends on: it is the same over any network, and with any number of replicas that
     share nothing."""
-    values = dataclasses.asdict(layout)
     return tuple(
-        (name, min(value, 2) if name == _REPLICAS and not layout.zero else value)
-        for name, value in values.items()
+        (name, min(value, 2) if name == _REPLICAS and not layout.zero.stage else value)
+        for name, value in layout.settings().items()
         if name not in ("gpus_per_node", "network_gb_s")
     )
 

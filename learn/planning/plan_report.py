@@ -129,7 +129,15 @@ class LayoutPlan:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the fields, each row with `mesh` and whether it is on the `frontier`."""
-        rows = [{"mesh": row.mesh, **asdict(row), "frontier": row in self.frontier} for row in self.rows]
+        rows = [
+            {
+                "mesh": row.mesh,
+                **asdict(row),
+                "parallel": row.parallel.settings(),
+                "frontier": row in self.frontier,
+            }
+            for row in self.rows
+        ]
         return {**{name: getattr(self, name) for name in _PLAIN}, "notes": list(self.notes), "rows": rows}
 
 

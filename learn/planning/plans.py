@@ -146,15 +146,15 @@ class _PlannedJob:
         """Return the micro-batches of a layout; None where its replicas do not divide the global batch."""
         given = self.request.job.batch_size
         if self.global_batch is None:
-            return MicroBatches(given=given, micro_steps=self.settings.accumulation, pipelined=layout.pp)
+            return MicroBatches(given=given, micro_steps=self.settings.accumulation, pipelined=layout.degrees.pp)
         if self.global_batch % layout.replicas:
             return None
-        return MicroBatches(given=given, per_replica=self.global_batch // layout.replicas, pipelined=layout.pp)
+        return MicroBatches(given=given, per_replica=self.global_batch // layout.replicas, pipelined=layout.degrees.pp)
 
     def of(self, layout: Parallel, size: int, count: int, way: str | None) -> Request:
         """Return the request for one layout with one micro-batch."""
-        if layout.pp > 1:  # its micro-steps are micro-batches of one schedule
-            layout, size, count = replace(layout, micro_batches=count), size * count, 1
+        if layout.degrees.pp > 1:  # its micro-steps are micro-batches of one schedule
+            layout, size, count = layout.changed(micro_batches=count), size * count, 1
         without: dict[str, Any] = {} if way is not None else {"checkpoint_every": 1, "checkpoint_reentrant": False}
         settings = replace(self.settings, accumulation=count, checkpointing=way, **without)
         job = replace(self.request.job.with_samples(size), settings=settings, parallel=layout)

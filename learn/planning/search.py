@@ -65,7 +65,7 @@ class Screening:
         parallel, training = request.job.parallel, training_of(request.job.settings)
         # Buckets of gradients hold parts of several blocks, stages of a pipeline have blocks of their own, and FSDP1's
         # host waits for those before.
-        if parallel is None or not parallel.shards or parallel.flat or parallel.pp > 1:
+        if parallel is None or not parallel.shards or parallel.flat or parallel.degrees.pp > 1:
             return {}
         kind = tuple(parallel.groups), training.checkpointing
         period = training.checkpoint_every if training.checkpointing else 1
@@ -216,10 +216,12 @@ class Findings:
     def bubble_too_long(self, layout: Parallel, batches: MicroBatches) -> str | None:
         """Return why a pipeline is not tried: with its bubble alone, it is slower than the best layout so far. None
         where it may be quicker."""
-        if layout.pp == 1 or not self._computed or layout.ranks not in self._best:
+        if layout.degrees.pp == 1 or not self._computed or layout.ranks not in self._best:
             return None
         passes = layout.parts * batches.accumulation(1)
-        rate = _BEYOND_COMPUTED * max(self._computed.values()) * layout.ranks * passes / (passes + layout.pp - 1)
+        rate = (
+            _BEYOND_COMPUTED * max(self._computed.values()) * layout.ranks * passes / (passes + layout.degrees.pp - 1)
+        )
         if rate >= self._best[layout.ranks]:
             return None
         return "not tried: if it waited for its bubble alone, it would be slower than the best without pp"
@@ -315,7 +317,7 @@ class LayoutSearch:
     def row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
         """Return the row of one micro-batch; `reason`: why it cannot fit, as far as is known."""
         count, alike = self._batches.accumulation(size), _ALIKE
-        if self._layout.pp > 1:  # all run in one schedule
+        if self._layout.degrees.pp > 1:  # all run in one schedule
             alike = count
         about: dict[str, Any] = {
             "parallel": self._layout,
@@ -355,7 +357,8 @@ class LayoutSearch:
 def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
     """Return whether a layout has as many shards of each kind as another one or fewer, and so holds as much or more.
     Stages of ZeRO share among replicas."""
-    if (layout.zero, layout.ep) != (other.zero, other.ep) or (layout.zero and layout.ddp > other.ddp):
+    stage, degrees = layout.zero.stage, layout.degrees
+    if (stage, degrees.ep) != (other.zero.stage, other.degrees.ep) or (stage and degrees.ddp > other.degrees.ddp):
         return False
     return all(fewer <= more for fewer, more in zip(shards_of(layout), shards_of(other), strict=True))
 

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from conf.children.running import ChildServer, ServerLost, local_server
-from conf.errors import EnvironmentProblem
+from conf.children.running import ChildServer, local_server
 from featurize.trace.light_imports import without_compiler
 
 _NOTHING_KEPT = 64  # items after which a child is replaced: what models and libraries leave behind adds up
@@ -89,8 +88,6 @@ def in_processes(
             if isinstance(given, Exception):
                 raise given
             yield places[future], given
-    except ServerLost as error:
-        raise EnvironmentProblem(f"no child process can be run: {error}") from error
     finally:
         server.close()
         threads.shutdown(cancel_futures=True)

@@ -38,7 +38,7 @@ from learn.rows.data import Rows, Target
 if TYPE_CHECKING:
     from featurize.configs.step_features import OpGraph
     from featurize.device.device_spec import DeviceSpec
-    from learn.job.traced import TracedStep
+    from featurize.timing.overlap import SimulatedStep
     from warehouse.files.folder import DataFolder
 
 
@@ -125,7 +125,7 @@ def compute(case: Case) -> StepRecord:
     return StepRecord(error=error, seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
 
 
-def record_of(traced: TracedStep, job: TrainingJob, spec: DeviceSpec) -> StepRecord:
+def record_of(traced: SimulatedStep, job: TrainingJob, spec: DeviceSpec) -> StepRecord:
     """Return the record of a traced step that was replayed with the default allocator. Its graph is packed when
     somebody reads it."""
     from featurize.configs.step_features import opgraph, step_features
@@ -251,7 +251,7 @@ class StepStore:
         self._records[key] = record, case.module
 
     @contextlib.contextmanager
-    def override(self, case: Case, traced: TracedStep | None) -> Iterator[None]:
+    def override(self, case: Case, traced: SimulatedStep | None) -> Iterator[None]:
         """Use this trace, replayed with the default allocator, for the case's record inside the block.
 
         On exit the trace is dropped, and for a module its record. `traced` is None where no trace is at hand. The

@@ -20,7 +20,7 @@ from typing import NoReturn
 from conf.cli.own_packages import users_environment
 from conf.errors import UsageError
 from conf.plain_text import one_line
-from featurize.job.layout import Parallel
+from featurize.job.layout import Cluster, Parallel
 
 FORM = "python SCRIPT.py ARGUMENTS or python -m MODULE ARGUMENTS"
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
@@ -60,7 +60,7 @@ class ScriptCommand:
             ranks: All processes; None: those that the launcher starts.
         """
         ranks = ranks or self.nodes * self.per_node
-        full = self.per_node if self.nodes > 1 else max(ranks, Parallel.gpus_per_node)
+        full = self.per_node if self.nodes > 1 else max(ranks, Cluster.gpus_per_node)
         return Parallel(own=ranks, gpus_per_node=full)
 
 

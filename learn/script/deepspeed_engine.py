@@ -140,25 +140,25 @@ class DeepSpeedEngine(nn.Module):
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": clip or 0.0,
             "zero_optimization": True,
-            "zero_optimization_stage": layout.zero,
-            "zero_optimization_partition_weights": layout.zero == 3,
-            "fp16_enabled": layout.param_dtype == "fp16",
-            "bfloat16_enabled": layout.param_dtype == "bf16",
+            "zero_optimization_stage": layout.zero.stage,
+            "zero_optimization_partition_weights": layout.zero.stage == 3,
+            "fp16_enabled": layout.zero.param_dtype == "fp16",
+            "bfloat16_enabled": layout.zero.param_dtype == "bf16",
             "get_global_grad_norm": 1.0,
             "was_step_applied": True,
             "train_micro_batch_size_per_gpu": micro_batch,
             "train_batch_size": micro_batch * accumulation * ranks,
         }.items():
             setattr(self, name, giving(value))
-        training = Training(accumulation=accumulation, clip_norm=clip, offload_optimizer=layout.cpu_offload)
-        job.note(f"DeepSpeed does not run here: its stage {layout.zero} is followed as release 0.19 has it")
+        training = Training(accumulation=accumulation, clip_norm=clip, offload_optimizer=layout.zero.cpu_offload)
+        job.note(f"DeepSpeed does not run here: its stage {layout.zero.stage} is followed as release 0.19 has it")
         if len(basic.param_groups) > 1:
             job.note("assumed: all groups of the optimizer's parameters are updated as one")
-        _place(model, _TYPES.get(layout.param_dtype or ""), rank.recorder, in_parts=layout.zero == 3)
+        _place(model, _TYPES.get(layout.zero.param_dtype or ""), rank.recorder, in_parts=layout.zero.stage == 3)
         whole = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
         played = rank.play(layout, training, elements(model))
         self.module = played.wrapped(model)
-        if layout.zero == 3:  # parameters say what they are as a whole
+        if layout.zero.stage == 3:  # parameters say what they are as a whole
             for number, (name, parameter) in enumerate(model.named_parameters()):
                 shape, count = whole[name]
                 vars(parameter).update(ds_id=number, ds_shape=shape, ds_numel=count)

@@ -110,7 +110,7 @@ def estimate_script(
         raise UsageError("known=runs is for trial configs; for a script give its measured runs")
     platform, answer_options = platform_and_options(options)
     network, device = _network_of(parallel), platform.device
-    if (layout := parsed.layout()).own > 1:
+    if (layout := parsed.layout()).degrees.own > 1:
         fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
     files, key = StepFiles.check(report, snapshot), records.key_of(parsed, device)
 
@@ -123,7 +123,7 @@ def estimate_script(
         _require_batch_of_script(answer_options.known, job.batch_size)
         if record.parallel is None and network:
             raise UsageError("parallel: the script runs on one GPU; start it with torchrun, or leave parallel out")
-        job = replace(job, parallel=record.parallel and replace(record.parallel, **network))
+        job = replace(job, parallel=record.parallel and record.parallel.changed(**network))
         return Request(job=job, platform=platform, options=answer_options), _notes(record)
 
     return answer_and_write(recorded_request, files)

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +82,7 @@ class RankZero:
 
     def settings(self, **given: Any) -> Parallel:
         """Return the layout of a replica with these settings of DistributedDataParallel, or of ZeRO."""
-        return replace(self._command.layout(self.launched), own=1, ddp=self.launched, **given)
+        return self._command.layout(self.launched).changed(own=1, ddp=self.launched, **given)
 
     def add(self, replica: Replica, settings: Parallel | None) -> None:
         """Add a wrapped model; replicas on some of the ranks come with None."""

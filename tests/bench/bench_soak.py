@@ -18,30 +18,23 @@ from farm.dispatch.executors import Completion
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, Service
 from farm.dispatch.working import Progress
 from farm.queue.jobs import Queue
-from farm.queue.queue_values import Job, text_of_settings
-from featurize.configs.trial import canonical_json
-from featurize.families import get_family
+from tests.farm.test_dispatch import DEVICE, ScriptedExecutor, Stop, submit
 from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import Run
-from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult
 
-DEVICE = '{"backend":"simulated","count":4,"memory_limit_mib":null,"spec":null}'
-SETTINGS = text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0)))
 WORKERS = 4
 POINTS = 50
 
 
-class ScriptedExecutor:
-    """Four workers whose trials end at once; every 97th task loses its worker the first time."""
+class FourWorkers(ScriptedExecutor):
+    """Workers whose trials end at once; every 97th task loses its worker the first time."""
 
     def __init__(self, landed) -> None:
+        super().__init__(clock=None)
         self._landed = landed
         self._tasks = {}
         self._table = pa.table({"t_ms": [0.0, 100.0], "smact": [0.5, 0.6], "memory_used_mib": [1e3, 2e3]})
-
-    def start(self) -> None:
-        pass
 
     def idle(self) -> list[str]:
         return [name for name in map(str, range(WORKERS)) if name not in self._tasks]
@@ -78,25 +71,6 @@ class ScriptedExecutor:
     def running(self) -> dict:
         return dict(self._tasks)
 
-    def restart(self, worker: str) -> None:
-        pass
-
-    def notices(self) -> list[str]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-
-class _Stop:
-    requested = False
-
-    def install(self) -> None:
-        pass
-
-    def disarm(self) -> None:
-        pass
-
 
 def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
     """`rss_mib` after a tenth of the tasks and at the end, their difference, and tasks a second."""
@@ -121,28 +95,14 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
             Queue.open(data.queue, backoff_s=0.01) as queue,
             Events.open(LogSettings(file=str(Path(folder, "farm.jsonl")), max_mib=1)) as events,
         ):
-            config = canonical_json(
-                get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping()
-            )
-            job = Job(
-                job_id="mlp-00000001",
-                family="mlp",
-                space_json="{}",
-                n=tasks,
-                seed=0,
-                policy="uniform",
-                device=DEVICE,
-                settings_json=SETTINGS,
-                submitted_at=0.0,
-            )
-            queue.submit(job, ((index, config) for index in range(tasks)), now=0.0)
+            submit(queue, tasks)
             service = Service(events=events, quiet=True)
             metrics = service.metrics = FarmMetrics(data.queue, service.pulse)
             events.listen(metrics.on_event)
             started = time.monotonic()
             with Progress("soak", lambda: ({"ok": done}, tasks), quiet=True) as progress:
-                executor = ScriptedExecutor(landed)
-                Dispatcher(data, queue, executor, DEVICE, progress, service=service).run(_Stop())
+                executor = FourWorkers(landed)
+                Dispatcher(data, queue, executor, DEVICE, progress, service=service).run(Stop())
             took_s = time.monotonic() - started
             assert queue.counts().by_status == {"ok": tasks}
     early = points[len(points) // 10][1]

@@ -1,19 +1,20 @@
 """A child process and everything below it: ended at its end, at its limits, and when its caller is gone."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from conf.children import running
 from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ChildRunner
+from conf.children.running import ChildRunner, ChildServer, ServerLost
 from conf.errors import EnvironmentProblem
+from tests.surroundings import await_note
 
 GIB = 2**30
 WAIT = "import signal; signal.pause()"
@@ -73,9 +74,7 @@ def test_everything_ends_and_the_folder_goes_when_the_caller_is_killed(base, tmp
     program = tmp_path / "program.py"
     program.write_text(DAEMON + WAIT)
     with subprocess.Popen([sys.executable, "-c", CALLER, str(program), str(note)]) as caller:
-        while not note.exists() or not note.read_text():
-            assert caller.poll() is None
-            time.sleep(0.01)
+        await_note(note, caller)
         processes = psutil.Process(caller.pid).children(recursive=True)
         assert any(base.iterdir())
         caller.send_signal(number)
@@ -192,9 +191,7 @@ with ChildRunner() as child:
     {WAIT.replace("; ", chr(10) + "    ")}
 """
     caller = subprocess.Popen([sys.executable, "-c", code, str(note)])
-    while not note.exists() or not note.read_text():
-        time.sleep(0.05)
-    server, forked = (psutil.Process(int(pid)) for pid in note.read_text().split())
+    server, forked = (psutil.Process(int(pid)) for pid in await_note(note, caller).split())
     caller.kill()
     caller.wait()
     assert not psutil.wait_procs([server], timeout=30)[1]
@@ -211,3 +208,11 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
     )
     with pytest.raises(EnvironmentProblem, match="no process can be started: Resource temporarily unavailable"):
         run("pass", environment={**os.environ, "PYTHONPATH": str(site)})
+
+
+def test_a_server_that_is_interrupted_while_it_imports_is_told_in_one_line():
+    command = [sys.executable, str(running._FILE), "_thread:interrupt_main", ""]
+    server = ChildServer(command, keeps_output=True)
+    with contextlib.closing(server), pytest.raises(ServerLost) as lost:
+        server.hello()
+    assert str(lost.value) == "the server of child processes died"

@@ -57,7 +57,7 @@ def test_every_block_is_among_those_that_these_tests_draw():
     assert {type(block) for block in BLOCKS} == set(get_args(b.Block))
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.kind)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: type(block).__name__)
 def test_a_block_shows_hostile_text_and_obeys_none_of_it(block):
     parsed = ParsedPage(render_for_notebook(block))
     shown = [*parsed.texts, *(value for _, value in parsed.attributes)]

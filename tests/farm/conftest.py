@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
+from conf.files.identity import alive, identity
 from farm.queue.jobs import Queue
 from tests.farm.served import served
+from tests.surroundings import waiting_process
 from warehouse.files.folder import DataFolder
 from workers import worker
 from workers.trial.server_client import TrialServer
@@ -24,6 +26,15 @@ def folder(tmp_path):
 def queue(folder):
     with Queue.open(folder.queue, backoff_s=5.0) as queue:
         yield queue
+
+
+@pytest.fixture
+def dead():
+    """The identity of a process that has ended."""
+    with waiting_process() as process:
+        marker = identity(process.pid)
+    assert not alive(marker)
+    return marker
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import os
+import pickle
 import signal
 
 import pytest
@@ -143,6 +144,7 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
     known = RunsAlone()
     known.landed(task, "w", done.others)
     assert [one.run_id[14:] for one in known.of(task, "w")] == ["-alone-0", "-alone-1"]
+    assert len(pickle.dumps(known.of(task, "w"))) < 1000, "figures, not whole runs"
     assert known.of(task, "another") == (None, None), "another GPU differs"
     stranger = dataclasses.replace(result.others[0].run, run_id="elsewhere-000001")
     forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))

@@ -373,6 +373,12 @@ def test_a_result_that_comes_after_the_task_was_done_by_another_is_dropped(folde
     assert queue.counts().by_status == {"timeout": 1}
 
 
+def test_the_dispatchers_memory_is_measured_over_many_tasks():
+    from tests.bench import bench_soak
+
+    assert bench_soak.run(100)["tasks"] == 100
+
+
 def test_one_dispatcher_at_a_time(folder):
     with hold_dispatcher_lock(folder.dispatcher_lock), pytest.raises(DispatcherBusy, match="already works on"):
         hold_dispatcher_lock(folder.dispatcher_lock).__enter__()

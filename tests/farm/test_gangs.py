@@ -123,11 +123,13 @@ def test_no_more_tasks_wait_than_there_are_idle_workers():
     executor = RayExecutor(CUDA, ClusterSettings(kind="ray"), {})
     small, large = (RayNode(node_id=name, host=name, cpus=1, gpus=gpus) for name, gpus in (("a", 1), ("b", 4)))
     executor._watch = types.SimpleNamespace(nodes={"a": small, "b": large})
+    executor._gpus.update(a=1, b=4)
     for name, node, state in [("a0", small, "idle"), *((f"b{index}", large, "running") for index in range(4))]:
         executor._seats[name] = _Seat(name, None, node, 1, None, state)
     executor.submit("a0", task(0, "ddp=4"))
     assert executor.idle() == [] and len(executor.waiting()) == 1
     del executor._seats["b0"]
+    executor._gpus["b"] -= 1
     (lost,) = executor._without_gpus()
     assert lost.task.task_index == 0 and executor.idle() == ["a0"]
 

@@ -426,6 +426,23 @@ def test_an_unknown_job_lists_the_known_ones(queue, method):
 # Progress
 
 
+def test_one_job_s_counts_cost_the_same_among_many_jobs(queue):
+    """SQLite's steps, as a bar asks for each of its jobs at every turn of the dispatcher."""
+    steps = []
+
+    def counted(job_id):
+        before = len(steps)
+        queue.counts(job_id)
+        return len(steps) - before
+
+    submit(queue, "cnn-1")
+    queue._file._db.set_progress_handler(lambda: steps.append(1), 10)
+    alone = counted("cnn-1")
+    for index in range(2, 102):
+        submit(queue, f"cnn-{index}", n=1)
+    assert counted("cnn-1") <= alone + 2 and queue.counts("cnn-101").queued == 1
+
+
 def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
     submit(queue, n=30)
     now = 1000.0

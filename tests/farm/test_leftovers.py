@@ -1,23 +1,14 @@
 """Temporary folders of dead processes go; those of the living, of others, and what links lead to stay."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from conf.files.identity import OWNER_FILE, identity
+from conf.files.identity import OWNER_FILE
 from farm.queue.leftovers import delete_folder, make_folder, make_ray_folder, sweep_folders
 
 DAY_S = 86_400.0
 LATER = 4e9  # seconds since the epoch: long after any folder of this test was made
-
-
-@pytest.fixture
-def dead():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        marker = identity(process.pid)
-    return marker
 
 
 @pytest.fixture

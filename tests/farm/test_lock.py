@@ -1,11 +1,9 @@
 """The dispatcher's lock in a hostile or copied data folder: no process is ended, no other file is written."""
 
-import contextlib
 import fcntl
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
@@ -25,11 +23,10 @@ from farm.queue.leftovers import (
     record_processes,
     sweep_orphans,
 )
+from tests.surroundings import waiting_process
 from warehouse.exchange import ingesting
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.folder import DataFolder
-
-WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
@@ -39,29 +36,6 @@ def runtime(tmp_path, monkeypatch):
     path.mkdir(mode=0o700)
     monkeypatch.setattr("tempfile.tempdir", str(path))
     return path
-
-
-@contextlib.contextmanager
-def waiting_process(**environment):
-    """A process that waits until it is ended."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **environment},
-    ) as process:
-        assert process.stdout.readline() == b"up\n"
-        yield process
-        process.stdin.close()
-
-
-@pytest.fixture
-def dead():
-    """The identity of a process that has ended."""
-    with waiting_process() as process:
-        marker = identity(process.pid)
-    assert not alive(marker)
-    return marker
 
 
 def record_of(runtime, dispatcher, processes):

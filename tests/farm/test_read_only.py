@@ -1,6 +1,5 @@
 """Commands that only look, on folders that cannot be written to; and a disk without room."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,20 +13,8 @@ from farm import grow, status
 from farm.nights.journal import Journal
 from farm.queue.jobs import Queue, queue_to_read
 from farm.queue.queue_file import QueueError
+from tests.surroundings import small_disk
 from warehouse.files.folder import DataFolder
-
-
-@contextlib.contextmanager
-def small_disk(path, size):
-    """A file system of its own at `path`; skips where it cannot be mounted."""
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.fixture

@@ -15,8 +15,11 @@ from conf.errors import EnvironmentProblem
 from farm import doctor
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
+from farm.status import entry as status_entry
 from farm.status import presence_of
 from tests.warehouse.warehouse_rows import ask, flip
+from warehouse.check import entry as check_entry
+from warehouse.compact import entry as compact_entry
 from warehouse.files import plain_file
 from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
 from warehouse.files.counting import counting_files
@@ -339,6 +342,23 @@ def test_it_refuses_beside_a_dispatcher_or_a_compaction_and_changes_nothing(ran,
         assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=true"]) == 2
     assert "a compaction is at work" in capsys.readouterr().err
     assert not ran.damaged.exists()
+
+
+def test_names_of_files_are_text_in_one_line_each(ran, capsys):
+    for name in ("evil\x1b[31m\nname.parquet", "merged-\x1b[31m\nname.parquet"):
+        (ran.partition("runs", "mlp") / name).write_bytes(b"torn")
+        (ran.listings("runs") / name).write_bytes(b"torn")
+    data = f"data='{escaped(ran)}'"
+    for name, entry, keys in (
+        ("check", check_entry, []),
+        ("compact", compact_entry, ["min_files=2"]),
+        ("status", status_entry, []),
+        ("doctor", doctor.entry, ["repair=true"]),
+    ):
+        assert run(name, entry, [data, *keys]) in (None, 0, 1)
+        printed = "".join(capsys.readouterr())
+        assert "\x1b" not in printed and "\nname" not in printed, name
+        assert "\\x1b[31m\\nname.parquet" in printed or name == "status"
 
 
 def test_without_repair_the_doctor_counts_and_changes_nothing(ran, queue, capsys):

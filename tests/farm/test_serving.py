@@ -36,6 +36,7 @@ from learn.job.training_job import load_factory
 from learn.sharing.admitting import GpuState, admit
 from tests.conf.test_children import DAEMON, WAIT
 from tests.farm.served import JSON, MLP, SMALL_LLAMA, served, wait_until_ready
+from tests.surroundings import await_note
 from warehouse.files.folder import DataFolder
 
 MLP_TEXT = ", ".join(f"{name}: {value}" for name, value in MLP.items())
@@ -432,8 +433,7 @@ def test_what_a_script_starts_counts_and_ends_with_its_trace_and_with_a_killed_s
         assert not psutil.pid_exists(int(notes[0].read_text()))
         assert not list(temporary.glob("gpufarm-child-*"))
         service.post("/v1/estimate", {"script": DAEMON + WAIT, "script_arguments": [str(notes[1])]})
-        while not notes[1].exists() or not notes[1].read_text():
-            time.sleep(0.05)
+        await_note(notes[1], service.process)
         processes = psutil.Process(service.process.pid).children(recursive=True)
         service.stop(signal.SIGKILL)
     assert int(notes[1].read_text()) in [process.pid for process in processes]

@@ -1,12 +1,14 @@
 """`farm.status` and `farm.cancel` as a user calls them."""
 
 import json
+import sqlite3
 import unicodedata
 
 import pytest
 
 from conf.cli.command_line import run
 from farm import cancel, status
+from farm.dispatch.working import Progress
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, RunDoubt
@@ -278,6 +280,43 @@ def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):
     printed = capsys.readouterr().out
     assert "\\x1b[2J" in printed
     assert not [c for c in printed if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
+
+
+@pytest.mark.parametrize("time_s", ["'soon'", "1e300", "-1e300", "x'00'"])
+def test_a_queue_with_times_that_are_none_and_names_with_escape_sequences_is_shown(call, folder, queue, time_s):
+    submit(queue)
+    work(queue, ["crashed", "ok"])
+    connection = sqlite3.connect(folder.queue)
+    name = "'mlp-00c0ffee' || char(10, 27) || '[31m'"
+    connection.execute(f"UPDATE jobs SET job_id = {name}, submitted_at = {time_s}")
+    connection.execute(f"UPDATE tasks SET finished_at = {time_s}, error_at = {time_s} WHERE state = 'done'")
+    connection.commit()
+    connection.close()
+    for arguments in ([], ["format=json"]):
+        code, out, err = call(status, *arguments)
+        assert code == 0 and "\x1b" not in out + err and "mlp-00c0ffee\\" in out
+    with Progress("mlp-00c0ffee\n\x1b[31m", lambda: ({}, 1)):
+        _, _, err = call(status)
+        assert "\x1b" not in err and "mlp-00c0ffee\\n" in err
+
+
+def test_an_error_at_a_time_that_is_none_is_shown(call, folder, queue):
+    submit(queue)
+    work(queue, ["crashed"])
+    connection = sqlite3.connect(folder.queue)
+    connection.execute("UPDATE tasks SET error_at = 'soon' WHERE state = 'done'")
+    connection.commit()
+    connection.close()
+    code, out, _ = call(status, "job=mlp-00c0ffee")
+    assert code == 0 and "boom" in out
+
+
+def test_an_sqlite_file_without_the_queue_s_tables_is_named(call, folder):
+    connection = sqlite3.connect(folder.create().queue)
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    code, _, err = call(status)
+    assert code == 2 and "queue.sqlite is damaged or not a queue" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b" " * 100_000], ids=["deep", "no UTF-8", "long"])

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -24,6 +23,7 @@ from farm.queue.jobs import Queue
 from farm.submission.submitting import _show_progress, queue_bytes
 from featurize.families import family_names
 from featurize.job.training_settings import OPTIMIZERS
+from tests.surroundings import small_disk
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -241,16 +241,9 @@ def test_more_than_a_million_trials_are_not_queued_unasked(data, capsys):
 
 
 def test_a_queue_that_the_disk_cannot_hold_is_refused_also_with_yes(tmp_path, capsys):
-    small = tmp_path / "a'; echo small"
-    small.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)]
-    if shutil.which("mount") is None or subprocess.run(mounting, capture_output=True).returncode:
-        pytest.skip("this user may not mount a disk of its own")
-    try:
+    with small_disk(tmp_path / "a'; echo small", "8m") as small:
         assert submit(small / "data", "n=2000000", "yes=true") == 2
         assert "(8 MiB are free); take a smaller n" in capsys.readouterr().err and not list(small.iterdir())
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 @pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 2), (b"\n", 2), (b"\x04", 2)])

@@ -141,49 +141,49 @@ def train(case, parallel, mesh, place):
     """Steps of one rank of a case, of which `place` is that among the ranks of `pp`."""
     with contextlib.ExitStack() as entered:
         batch, target = torch.randn(case.shape), torch.randn(*case.shape[:-1], CLASSES)
-        if parallel.cp > 1:
+        if parallel.degrees.cp > 1:
             sequence = sequence_mesh(mesh, parallel)
             (batch,), target = part_of_sequence((batch,), target, sequence, parallel)
             entered.enter_context(efficient_attention_on_cpu())
             entered.enter_context(ring_attention(sequence, parallel))
         elif case.make_block is not Block:
             entered.enter_context(efficient_attention_on_cpu())
-        numbers = range(place, parallel.stages, parallel.pp)
+        numbers = range(place, parallel.stages, parallel.degrees.pp)
         models = nn.ModuleList(case.net(case.blocks[n], first=n == 0, last=n == parallel.stages - 1) for n in numbers)
-        experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
+        experts = expert_mesh(mesh, parallel) if parallel.degrees.ep > 1 else None
         for model in models:
             mixtures = split_modules(model, parallel, mesh, experts)
             shard_units(model, parallel, mesh, model.blocks, experts, mixtures)
-        held = [*([batch] if place == 0 else []), *([target] if place == parallel.pp - 1 else [])]
+        held = [*([batch] if place == 0 else []), *([target] if place == parallel.degrees.pp - 1 else [])]
 
         def steps(watch):
             wrapped = list(models)
-            if parallel.ddp > 1:
+            if parallel.degrees.ddp > 1:
                 wrapped = [reduced_buckets(replicated(model, parallel, mesh), watch) for model in models]
             return one_step(models, wrapped, parallel, mesh, place, batch, target)
 
         # Of replicas, what says how the buckets were made anew is sent in the second step alone.
-        return watched_steps(models, held, steps=3 if parallel.ddp > 1 else 2, made_by=steps)
+        return watched_steps(models, held, steps=3 if parallel.degrees.ddp > 1 else 2, made_by=steps)
 
 
 def replicated(model, parallel, mesh):
     return DistributedDataParallel(
         model,
         process_group=mesh.get_group("ddp"),
-        bucket_cap_mb=parallel.bucket_cap_mb,
-        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+        bucket_cap_mb=parallel.ddp.bucket_cap_mb,
+        gradient_as_bucket_view=parallel.ddp.gradient_as_bucket_view,
     )
 
 
 def stage_of(model, number, parallel, mesh, shape):
     """PyTorch's stage of so many; `shape` is that of a micro-batch."""
-    dtype = torch.bfloat16 if parallel.param_dtype else torch.float32
+    dtype = torch.bfloat16 if parallel.fsdp.param_dtype else torch.float32
     first, last = number == 0, number == parallel.stages - 1
     given = torch.empty(shape, device="meta", requires_grad=not first, dtype=torch.float32 if first else dtype)
     made = torch.empty(*shape[:-1], CLASSES if last else shape[-1], device="meta", requires_grad=True, dtype=dtype)
     # With tp, PyTorch's own search for shapes leaves a result that nobody waits for, and that stays; with ddp, it makes
     # the reducer count its parameters twice.
-    searched = parallel.of_stage == 1 or (parallel.fsdp == parallel.of_stage and parallel.ep == 1)
+    searched = parallel.of_stage == 1 or (parallel.degrees.fsdp == parallel.of_stage and parallel.degrees.ep == 1)
     return PipelineStage(
         model,
         number,
@@ -196,11 +196,11 @@ def stage_of(model, number, parallel, mesh, shape):
 
 def one_step(models, wrapped, parallel, mesh, place, batch, target):
     shape = len(batch) // parallel.chunks, *batch.shape[1:]
-    numbers = range(place, parallel.stages, parallel.pp)
+    numbers = range(place, parallel.stages, parallel.degrees.pp)
     stages = [stage_of(model, n, parallel, mesh, shape) for n, model in zip(numbers, wrapped, strict=True)]
     run = schedule_class(parallel)(stages if parallel.parts > 1 else stages[0], parallel.chunks, loss_fn=loss_of)
     step = TrainingStep(models, training(), "cpu")
-    first, last = place == 0, place == parallel.pp - 1
+    first, last = place == 0, place == parallel.degrees.pp - 1
 
     def one():
         step.zero_grad()
@@ -208,7 +208,7 @@ def one_step(models, wrapped, parallel, mesh, place, batch, target):
             *([batch] if first else []),
             target=target if last else None,
             losses=[],
-            return_outputs=not parallel.drop_outputs,
+            return_outputs=not parallel.pipeline.drop_outputs,
         )
         step.update()
 

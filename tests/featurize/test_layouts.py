@@ -1,6 +1,5 @@
 """Layouts: their values, how it is written, and a real model in its wrapper."""
 
-import dataclasses
 import math
 import random
 
@@ -19,7 +18,7 @@ from featurize.configs.trial import (
     config_of_row,
 )
 from featurize.families import get_family
-from featurize.job.layout import Parallel, apt_settings, parse_parallel
+from featurize.job.layout import DataParallel, Degrees, FullyShard, Parallel, apt_settings, parse_parallel
 from featurize.training.sharding import wrapped
 from featurize.training.training_step import TrainingStep
 
@@ -178,6 +177,17 @@ def test_a_stage_and_its_settings_go_to_the_layouts_that_have_them():
     assert apt_settings(given, {"ddp": 2, "fsdp": 4}) == {"param_dtype": "bf16", "wrap": ["Block"]}
 
 
+def test_settings_lie_in_the_part_of_their_mode():
+    layout = parse_parallel("ddp=2,fsdp=4,param_dtype=bf16,cpu_offload=true,gpus_per_node=4")
+    assert layout.degrees == Degrees(ddp=2, fsdp=4) and layout.cluster.gpus_per_node == 4
+    assert layout.fsdp == FullyShard(param_dtype="bf16", cpu_offload=True) and layout.ddp == DataParallel()
+    assert layout.chosen() == {"ddp": 2, "fsdp": 4, "gpus_per_node": 4, "param_dtype": "bf16", "cpu_offload": True}
+    assert layout.changed(cpu_offload=False, tp=2).text() == "ddp=2, fsdp=4, tp=2, gpus_per_node=4, param_dtype=bf16"
+    assert repr(layout) == f"Parallel({layout.text()})"
+    with pytest.raises(UsageError, match="unknown 'color'; known: pp, ddp"):
+        Parallel(ddp=2, color="red")
+
+
 def test_text_mapping_and_object_mean_the_same():
     wanted = Parallel(ddp=16, gpus_per_node=4, gradient_as_bucket_view=True, bucket_cap_mb=12.5)
     text = "ddp=16, gpus_per_node=4,gradient_as_bucket_view=true,bucket_cap_mb=12.5"
@@ -188,14 +198,14 @@ def test_text_mapping_and_object_mean_the_same():
     assert parse_parallel(None) is None and parse_parallel("ddp=1") is None
     numbered = parse_parallel({"pp": 2, "stage_starts": [4]})
     assert numbered == parse_parallel("pp=2,stage_starts=[4]") == Parallel(pp=2, stage_starts=("4",))
-    assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").backward_prefetch == "none"
-    assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).backward_prefetch == "none"
+    assert parse_parallel("fsdp=2,fsdp_version=1,backward_prefetch=none").fsdp.backward_prefetch == "none"
+    assert parse_parallel({"fsdp": 2, "fsdp_version": 1, "backward_prefetch": None}).fsdp.backward_prefetch == "none"
 
 
 def test_no_value_of_any_setting_makes_a_traceback():
     """2,000 layouts with a fixed seed, each as a text and as a mapping with values of any shape."""
     chance = random.Random(37)
-    names = [field.name for field in dataclasses.fields(Parallel)] + ["hybrid", "nope"]
+    names = [*Parallel().settings(), "hybrid", "nope"]
     texts = (
         "8",
         "0",

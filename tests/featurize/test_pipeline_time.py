@@ -29,7 +29,7 @@ def step_ms(parallel, message_ms=0.0, forward_ms=1.0, backward_ms=2.0):
 def test_the_bubble_of_equal_stages_is_the_published_one(options):
     """Narayanan et al., arXiv:2104.04473: (p - 1) / (v m) of the ideal time."""
     parallel = Parallel(**options)
-    p, m, v = parallel.pp, parallel.chunks, parallel.parts
+    p, m, v = parallel.degrees.pp, parallel.chunks, parallel.parts
     whole = step_ms(parallel)
     assert 1 - 3.0 * m / whole == pytest.approx((p - 1) / (v * m + p - 1))
 
@@ -39,7 +39,7 @@ def test_every_rank_runs_each_pass_once(options):
     parallel = Parallel(**options)
     for rank, items in enumerate(orders_of(parallel)):
         passes = [item for item in items if isinstance(item, Compute)]
-        stages = range(rank, parallel.stages, parallel.pp)
+        stages = range(rank, parallel.stages, parallel.degrees.pp)
         wanted = {
             (phase, stage, chunk)
             for phase in ("forward", "backward")

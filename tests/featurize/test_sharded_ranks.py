@@ -144,10 +144,10 @@ def outputs_of_divided(rank, make, shared=False):
 
 def train_part(make, parallel, settings):
     mesh = init_device_mesh("cpu", tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes))
-    experts = expert_mesh(mesh, parallel) if parallel.ep > 1 else None
+    experts = expert_mesh(mesh, parallel) if parallel.degrees.ep > 1 else None
     batch = torch.randn(SEQUENCES)
     model = shard(make(), parallel, mesh, experts)
-    if parallel.cp == 1:
+    if parallel.degrees.cp == 1:
         return train(model, batch, settings)
     sequence = sequence_mesh(mesh, parallel)
     (batch,), _ = part_of_sequence((batch,), None, sequence, parallel)

@@ -45,7 +45,7 @@ def test_memory_is_allocated_within_reserved_within_charged():
     assert 0 < step.peak_allocated_mib <= step.peak_reserved_mib
     assert step.peak_reserved_mib % 2 == 0  # whole segments
     assert step.peak_memory_mib == step.peak_reserved_mib + A100.context_mib
-    assert step.fits and step.parameters == 2022010
+    assert step.fits and step.trace.parameters == 2022010
 
 
 def test_a_card_too_small_does_not_fit_and_the_need_is_still_told():
@@ -79,9 +79,9 @@ def test_a_faster_card_takes_no_longer_and_lower_precision_is_faster_on_large_pr
 def test_tiny_work_leaves_the_gpu_idle_and_large_work_fills_it():
     tiny = simulate(mlp_trace(batch=1, widths=(8, 8, 8)), A100)
     large = simulate(mlp_trace(batch=16384, widths=(4096, 4096, 4096)), A100)
-    assert tiny.gpu_util < 0.8 and tiny.smact < 0.1
-    assert large.gpu_util > 0.95 and large.smact > 0.9
-    assert tiny.power_w < large.power_w
+    assert tiny.activity.gpu_util < 0.8 and tiny.activity.smact < 0.1
+    assert large.activity.gpu_util > 0.95 and large.activity.smact > 0.9
+    assert tiny.activity.power_w < large.activity.power_w
 
 
 @pytest.mark.spread(3)
@@ -95,7 +95,7 @@ def test_figures_stay_in_their_ranges_on_every_device(family):
             traces[kernels] = trace_config(config, device=spec)
         trace = traces[kernels]
         step = simulate(trace, spec, config)
-        assert_ratios_hold(step, spec, ("smact", "smocc", "drama", "gpu_util"))
+        assert_ratios_hold(step.activity, spec, ("smact", "smocc", "drama", "gpu_util"))
         assert 0 < step.step_time_ms < step.step_time_upper_ms and step.fits
         assert trace.peak_live_bytes / 2**20 <= step.peak_allocated_mib <= step.peak_reserved_mib
 

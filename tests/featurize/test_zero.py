@@ -1,7 +1,6 @@
 """The memory of a rank in the stages of DeepSpeed's ZeRO, and its communication."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -130,7 +129,7 @@ def test_every_rank_of_an_uneven_model_is_traced_with_the_state_of_any_optimizer
 
     for rank in range(3):
         settings, parallel = Training(optimizer="adagrad", precision="fp16"), Parallel(ddp=3, zero=stage)
-        parallel = replace(parallel, param_dtype="fp16", reduce_bucket_size=1000, gpus_per_node=3)
+        parallel = parallel.changed(param_dtype="fp16", reduce_bucket_size=1000, gpus_per_node=3)
         inputs = torch.empty(4, WIDTH, device="meta")
         end = held(trace_step(uneven, inputs, settings=settings, parallel=parallel, rank=rank))
         elements = sum(p.numel() for p in uneven().parameters())
@@ -237,7 +236,7 @@ def test_a_layout_takes_a_file_where_one_job_is_estimated(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(FILE))
     text = f"deepspeed={tmp_path}/ds.json,ddp=16,gpus_per_node=4"
     layout = parse_parallel(text, files=True)
-    assert (layout.zero, layout.ddp, layout.nodes, layout.offload_param) == (3, 16, 4, True)
+    assert (layout.zero.stage, layout.degrees.ddp, layout.nodes, layout.zero.offload_param) == (3, 16, 4, True)
     assert "ds.json" not in layout.text() and parse_parallel(layout.text()) == layout
     with pytest.raises(UsageError, match="zero=2 contradicts the DeepSpeed file, which has zero=3"):
         parse_parallel(f"{text},zero=2", files=True)

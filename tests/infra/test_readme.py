@@ -112,5 +112,5 @@ def test_the_readme_s_simulated_figures_are_those_of_this_code():
         if len(row := [cell.strip() for cell in line.strip().strip("│").split("│")]) == 6
     }
     assert cells["peak memory"] == f"{step.peak_memory_mib:,.0f} MiB", "make readme"
-    assert cells["smact (SM activity)"] == f"{step.smact:.3f}", "make readme"
+    assert cells["smact (SM activity)"] == f"{step.activity.smact:.3f}", "make readme"
     assert cells["step time"] == f"{step.step_time_ms:,.3f} ms", "make readme"

@@ -12,8 +12,8 @@ from tests.learn.learn_rows import run_estimate
 @pytest.fixture(autouse=True, scope="module")
 def few_trees():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tabular.LightGBMEstimator, "rounds", 100)
-        patch.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=120))
+        patch.setattr(tabular.LightGBMEstimator, "rounds", 50)
+        patch.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=60))
         yield
 
 

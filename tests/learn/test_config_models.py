@@ -1,17 +1,21 @@
 """The models of `method=fast`: what they are fitted to, and that a folder of one's own brings others."""
 
+import dataclasses
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
-from learn_rows import make_configs, write_batch
+from learn_rows import make_configs, make_rows, write_batch
 
+from featurize.configs.features import feature_columns
 from featurize.families import mlp
 from featurize.job.training_settings import PRECISIONS
 from learn import build_defaults, estimate, estimate_many
 from learn.build_defaults import DEVICES, FAMILIES, _without_input, fit_fast
 from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
+from learn.estimators.tabular import LightGBMEstimator
 from learn.fitting.artifacts import default_artifact
 from learn.job.training_job import of_configs
 from learn.rows.step_store import compute
@@ -37,6 +41,23 @@ def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
     derived = _without_input(looped)
     assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
     assert derived["drama"] == pytest.approx([values["job_priced_drama"] for values in apart])
+
+
+def test_trees_that_learn_multiples_of_a_rough_figure_follow_it_beyond_what_they_were_fitted_on(tmp_path):
+    configs = [mlp.Config(batch_size=8 + i, input_size=64 + 16 * i, classes=10, depth=1 + i % 4) for i in range(40)]
+    cases, larger = of_configs(configs), of_configs([dataclasses.replace(CONFIG, input_size=16_384)])
+    plain, multiples = LightGBMEstimator(1), LightGBMEstimator(1)
+    multiples.times_rough = True
+    rough_mib = feature_columns(configs)["rough_memory_mib"] + cases[0].spec.context_mib
+    for estimator in (plain, multiples):
+        estimator.fit(make_rows("memory", configs, 1.5 * rough_mib))
+    wanted = 1.5 * (feature_columns([larger[0].config])["rough_memory_mib"][0] + larger[0].spec.context_mib)
+    assert plain.predict(larger).point[0] < 0.5 * wanted, "trees are flat there"
+    multiples.save(tmp_path)
+    for estimator in (multiples, LightGBMEstimator.load(tmp_path)):
+        prediction = estimator.predict(larger)
+        assert prediction.point[0] == pytest.approx(wanted, rel=0.02) and prediction.upper(0.99)[0] >= wanted
+        assert prediction.bin_probabilities(np.array([0.5 * wanted, 2 * wanted])).tolist() == [[0, 1, 0]]
 
 
 @pytest.mark.slow

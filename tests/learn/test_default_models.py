@@ -1,6 +1,7 @@
 """The models that come with the project: whole, small, safe to load, of this code's features, true to their card."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_no_estimate_is_below_what_the_parameters_take(device, optimizer):
         cnn.Config(batch_size=2, image_size=8, channels=1, classes=100_000, base_filters=512, depth=10),
     ]
     for config in configs:
-        config = type(config)(**{**vars(config), "optimizer": optimizer})
+        config = replace(config, optimizer=optimizer)
         parameters = totals(layers_of(config)).parameters
         done = estimate(config, device=device)
         assert done.parameters == parameters

@@ -51,7 +51,7 @@ def planned(gpus=8, model=net, batch=1024, inputs=None, **options):
 
 def replicas_of(gpus, settings, _modes=()):
     layouts, notes = meshes.meshes_of(gpus, settings)
-    return [one for one in layouts if one.ddp == one.ranks], notes
+    return [one for one in layouts if one.degrees.ddp == one.ranks], notes
 
 
 @pytest.fixture(autouse=True)
@@ -260,7 +260,7 @@ def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(monkeypatc
     done = planned(gpus=2, modes=["pp"], batch=512, checkpointing="none")
     assert {row.mesh for row in done.rows} == {"pp=2"} and {row.accumulation for row in done.rows} == {8}
     best = done.best
-    layout, batch = replace(best.parallel, micro_batches=8), [8 * best.micro_batch, WIDTH]
+    layout, batch = best.parallel.changed(micro_batches=8), [8 * best.micro_batch, WIDTH]
     again = estimate(net, batch, device=CARD, parallel=layout)
     assert (best.peak_memory_mib, best.upper_mib) == (again.peak_memory_mib, again.upper_mib)
     assert best.step_time_ms == pytest.approx(again.step_time_ms)
@@ -273,7 +273,7 @@ def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(monkeypatc
 def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(monkeypatch):
     monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
     done = planned(gpus=4, modes=["ddp", "pp"], batch=4096, checkpointing="none")
-    reasons = {row.mesh: row.why for row in done.rows if row.parallel.pp > 1 and not row.fits}
+    reasons = {row.mesh: row.why for row in done.rows if row.parallel.degrees.pp > 1 and not row.fits}
     assert "slower than the best without pp" in reasons["pp=4"] and done.best.mesh == "ddp=4"
     findings, layout = Findings(limit_mib=1000.0), Parallel(pp=2, fsdp=32)
     assert findings.bubble_too_long(layout, MicroBatches(given=1, pipelined=2)) is None  # nothing is known yet
@@ -303,12 +303,14 @@ def test_wrong_modes_and_settings_are_refused(call, message):
 @pytest.mark.needs_mode("pp")
 def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     layouts, notes = meshes.meshes_of(64, {})
-    assert len({(one.pp, one.ddp, one.fsdp, one.tp) for one in layouts}) == len(layouts)
-    assert {one.ranks for one in layouts} == {64} and max(one.tp for one in layouts) == 8
-    pipelines = [one for one in layouts if one.pp > 1]
-    layouts = [one for one in layouts if one.pp == 1]
+    assert len({(one.degrees.pp, one.degrees.ddp, one.degrees.fsdp, one.degrees.tp) for one in layouts}) == len(layouts)
+    assert {one.ranks for one in layouts} == {64} and max(one.degrees.tp for one in layouts) == 8
+    pipelines = [one for one in layouts if one.degrees.pp > 1]
+    layouts = [one for one in layouts if one.degrees.pp == 1]
     assert len(layouts) == 7 + 5 + 4 + 3  # tp of 1, 2, 4 and 8, which goes with ddp only where fsdp is there, too
-    assert {one.pp for one in pipelines} == {2, 4, 8, 16, 32, 64} and all(1 in (one.ddp, one.fsdp) for one in pipelines)
+    assert {one.degrees.pp for one in pipelines} == {2, 4, 8, 16, 32, 64} and all(
+        1 in (one.degrees.ddp, one.degrees.fsdp) for one in pipelines
+    )
     left_out, *others = notes
     assert left_out == "cp: left out of this plan; modes= names what is tried, as in modes=[pp,ddp,fsdp,tp,cp]"
     assert any("ddp with tp needs fsdp" in note for note in others)
@@ -321,7 +323,11 @@ def test_all_degrees_that_multiply_to_the_gpus_are_tried():
 def test_modes_that_nobody_names_are_tried_beside_shards_alone():
     modes = meshes.modes_of(None, length=32_768, experts={8})
     layouts, notes = meshes.meshes_of(64, {}, modes)
-    unasked = [(one.ddp, one.fsdp, one.cp, one.tp, one.ep) for one in layouts if one.cp > 1 or one.ep > 1]
+    unasked = [
+        (one.degrees.ddp, one.degrees.fsdp, one.degrees.cp, one.degrees.tp, one.degrees.ep)
+        for one in layouts
+        if one.degrees.cp > 1 or one.degrees.ep > 1
+    ]
     assert sorted(unasked) == sorted([(1, 64 // n, n, 1, 1) for n in (2, 4, 8)] + [(1, 64, 1, 1, n) for n in (2, 4, 8)])
     assert "cp, ep: tried beside fsdp alone, within a node; with all other modes where modes= names it" in notes
     assert meshes.modes_of(None, length=32_767) == meshes.Modes(("pp", "ddp", "fsdp", "tp"))
@@ -330,7 +336,7 @@ def test_modes_that_nobody_names_are_tried_beside_shards_alone():
 @pytest.mark.needs_mode("fsdp")
 def test_named_experts_are_divided_over_ranks_that_divide_them():
     layouts, notes = meshes.meshes_of(12, {"gpus_per_node": 12}, meshes.modes_of(["fsdp", "tp", "ep"], 0, {6}))
-    assert {(one.fsdp, one.tp, one.ep) for one in layouts if one.tp < 3} == {
+    assert {(one.degrees.fsdp, one.degrees.tp, one.degrees.ep) for one in layouts if one.degrees.tp < 3} == {
         (12, 1, 1),
         (12, 1, 2),
         (12, 1, 3),
@@ -366,12 +372,12 @@ def test_a_model_with_experts_is_planned_with_ep(monkeypatch):
     )
     assert {row.mesh for row in done.fitting} >= {"fsdp=4", "fsdp=4, ep=2"}
     assert {row.mesh for row in done.rows} >= {"fsdp=4, ep=4"}
-    assert not any(row.parallel.ep > 1 and row.parallel.ddp > 1 for row in done.rows)
+    assert not any(row.parallel.degrees.ep > 1 and row.parallel.degrees.ddp > 1 for row in done.rows)
 
 
 def test_layouts_of_replicas_run_without_zero_where_deepspeed_does_not_go_with_the_training():
     done = planned(gpus=2, parallel="zero=2", ema=True, checkpointing="none", global_batch=2048)
-    assert {(row.mesh, row.parallel.zero) for row in done.fitting} == {("ddp=2", None)}
+    assert {(row.mesh, row.parallel.zero.stage) for row in done.fitting} == {("ddp=2", None)}
     assert any("tried without zero: parallel: zero=2 does not go with ema" in note for note in done.notes)
 
 
@@ -544,8 +550,16 @@ def test_the_command_refuses_in_one_line(refused, arguments, problem):
 def test_settings_of_a_mode_go_to_the_layouts_that_have_it():
     settings = meshes.layout_settings(8, "param_dtype=bf16,wrap=[Block,Head],static_graph=true,network_gb_s=50")
     layouts, _ = meshes.meshes_of(8, settings)
-    assert {one.network_gb_s for one in layouts} == {50}
+    assert {one.cluster.network_gb_s for one in layouts} == {50}
     for one in layouts:
-        assert (one.param_dtype, one.wrap) == (("bf16", ("Block", "Head")) if one.fsdp > 1 else (None, None))
-        assert one.static_graph == (one.ddp > 1 and one.fsdp == one.tp == 1)
-    assert {(one.ddp, one.fsdp, one.tp) for one in layouts} >= {(8, 1, 1), (1, 8, 1), (2, 4, 1), (1, 4, 2), (1, 1, 8)}
+        assert (one.fsdp.param_dtype, one.fsdp.wrap) == (
+            ("bf16", ("Block", "Head")) if one.degrees.fsdp > 1 else (None, None)
+        )
+        assert one.ddp.static_graph == (one.degrees.ddp > 1 and one.degrees.fsdp == one.degrees.tp == 1)
+    assert {(one.degrees.ddp, one.degrees.fsdp, one.degrees.tp) for one in layouts} >= {
+        (8, 1, 1),
+        (1, 8, 1),
+        (2, 4, 1),
+        (1, 4, 2),
+        (1, 1, 8),
+    }

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import psutil
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from learn import estimate_script
 from tests.conf.test_children import DAEMON, WAIT
 from tests.learn.test_script_failures import LOOP
+from tests.surroundings import await_note
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +34,7 @@ def test_sigterm_of_the_command_ends_the_script_with_its_daemon_and_leaves_no_fo
     command = [sys.executable, "-m", "learn.estimate", "--", "python", "train.py", str(note)]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as estimating:
-        while not note.exists() or not note.read_text():
-            assert estimating.poll() is None
-            time.sleep(0.05)
+        await_note(note, estimating)
         processes = psutil.Process(estimating.pid).children(recursive=True)
         estimating.terminate()
     assert estimating.returncode == -signal.SIGTERM

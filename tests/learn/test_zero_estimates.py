@@ -126,9 +126,9 @@ def test_a_plan_traces_each_number_of_ranks_that_share_the_optimizer():
     settings = "zero=2,reduce_bucket_size=1e6,param_dtype=bf16"
     done = plan(net, INPUTS, gpus=[2, 8], optimizer="adamw", parallel=settings, device="T4", checkpointing="none")
     taken = {
-        (row.parallel.ddp, row.micro_batch): row.peak_memory_mib
+        (row.parallel.degrees.ddp, row.micro_batch): row.peak_memory_mib
         for row in done.rows
-        if row.parallel.zero and row.peak_memory_mib is not None
+        if row.parallel.zero.stage and row.peak_memory_mib is not None
     }
     sizes = {size for ranks, size in taken if ranks == 2} & {size for ranks, size in taken if ranks == 8}
     assert sizes and all(taken[8, size] < taken[2, size] for size in sizes)
@@ -137,7 +137,7 @@ def test_a_plan_traces_each_number_of_ranks_that_share_the_optimizer():
 def test_a_plan_gives_its_stage_to_replicas():
     options = {"modes": ["ddp", "fsdp"], "checkpointing": "none", "device": "T4", "optimizer": "adamw"}
     done = plan(net, INPUTS, gpus=4, parallel="zero=2,reduce_bucket_size=1e7,param_dtype=bf16", **options)
-    stages = {(row.parallel.ddp, row.parallel.fsdp): row.parallel.zero for row in done.rows}
+    stages = {(row.parallel.degrees.ddp, row.parallel.degrees.fsdp): row.parallel.zero.stage for row in done.rows}
     assert stages[4, 1] == 2 and stages[1, 4] is None
     with pytest.raises(UsageError, match="give zero and its settings, not deepspeed"):
         plan(net, INPUTS, gpus=4, parallel={"deepspeed": FILE})

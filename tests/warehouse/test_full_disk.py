@@ -92,6 +92,7 @@ def test_a_command_without_space_says_so_and_works_again_with_space(disk, capsys
             break
         refused += 1
         assert code == 2 and len(err.splitlines()) == 1 and "No space left" in err, (kib, out, err)
+        assert str(disk) in err, (kib, "which disk")
         new = places(disk) - before
         whole = {path for path in new if name == "compact" and path.name.startswith("merged-")}  # with its listing
         assert new == whole and len(whole) % 2 == 0, (kib, new)

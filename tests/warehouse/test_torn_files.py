@@ -462,6 +462,30 @@ def test_many_queries_of_many_files_need_few_descriptors(folder):
     assert done.stdout.splitlines() == ["[(50, 100, 50, 100, 50)]", "50"] * 2 + [str(4 * 100)]
 
 
+HARDLY_ANY_DESCRIPTORS = """
+import os, resource, sys
+from conf.cli.command_line import run
+from warehouse.query import entry
+arguments = [f"data='{sys.argv[1]}'", "sql='SELECT count(*), count(DISTINCT run_id) FROM runs'", "format=csv"]
+run("query", entry, arguments)
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+for limit in range(4, 24):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    run("query", entry, arguments)
+"""
+
+
+def test_a_query_without_descriptors_fails_in_one_line_and_leaves_no_file_out(folder):
+    fill_and_merge(folder)
+    fill(folder, range(10, 20))
+    program = [sys.executable, "-c", HARDLY_ANY_DESCRIPTORS, str(folder.root).replace("'", "\\'")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    answers = [line for line in done.stdout.splitlines() if not line.startswith("count")]
+    problems = done.stderr.splitlines()
+    assert set(answers) == {"20,20"} and len(answers) + len(problems) == 21
+    assert problems and all(line.startswith("error: ") and "Too many open files" in line for line in problems)
+
+
 def test_a_file_that_is_being_closed_is_not_handed_to_another_query(folder, monkeypatch):
     fill(folder, range(1))
     close, again, is_closing = os.close, [], []

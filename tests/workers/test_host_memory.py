@@ -44,7 +44,6 @@ def tree(request):
         for _ in range(children + 1):
             assert root.stdout.read(1) == b"."
         yield psutil.Process(root.pid)
-        root.stdin.close()
 
 
 def processes(root):

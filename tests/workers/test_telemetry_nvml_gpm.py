@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
-import sys
 
 import pynvml
 import pytest
@@ -21,6 +19,7 @@ from recorded_nvml import (
     RecordedNvml,
 )
 
+from tests.surroundings import waiting_process
 from workers.devices import cuda
 from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import SensorUnavailable, WatchTarget
@@ -72,8 +71,7 @@ def test_readings_come_in_our_units():
 
 
 def test_process_memory_is_the_trials_tree_only_and_absent_while_it_has_no_context():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
+    with waiting_process() as child:
         nvml = RecordedNvml(pids={"trial": os.getpid(), "child": child.pid})
         sensor = watched(nvml)
         seen = []
@@ -83,8 +81,6 @@ def test_process_memory_is_the_trials_tree_only_and_absent_while_it_has_no_conte
             nvml.advance()
         # before, alone, grown, with a child; then the driver does not say; then gone
         assert seen == [None, 423.0, 8701.0, 9001.0, None, None]
-    finally:
-        child.communicate(b"\n")
 
 
 def test_processes_of_another_pid_namespace_are_reported_as_such_and_not_counted(monkeypatch):
@@ -128,8 +124,7 @@ def test_others_are_not_counted_before_the_trials_own_process_was_listed_so_that
 
 def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monkeypatch):
     nvml, clock = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()}), Clock()
-    draws = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    try:
+    with waiting_process(start_new_session=True) as draws:
         monkeypatch.setattr(nvml_module, "belongs_to", lambda pid, root: pid == root)  # else both are ours
         nvml.answers[0]["nvmlDeviceGetGraphicsRunningProcesses"] = [
             {"pid": draws.pid, "usedGpuMemory": 16 * MIB},
@@ -145,8 +140,6 @@ def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monke
         assert sensor.sample()[0].values["other_processes"] == 2  # asked once a second
         clock.pass_s(1)
         assert sensor.sample()[0].values["other_processes"] == 1
-    finally:
-        draws.communicate(b"\n")
 
 
 def test_processes_of_the_farm_are_not_others():
@@ -284,14 +277,11 @@ def test_pcie_traffic_comes_from_counters_and_a_counter_that_wrapped_says_nothin
 
 
 def test_session_members_and_descendants_belong_to_a_trial_and_strangers_do_not():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    try:
+    with waiting_process(start_new_session=True) as child:
         assert belongs_to(child.pid, child.pid)
         assert belongs_to(child.pid, os.getpid())
         assert not belongs_to(os.getpid(), child.pid)
         assert not belongs_to(999_999_999, os.getpid())
-    finally:
-        child.communicate(b"\n")
 
 
 def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():

@@ -7,6 +7,7 @@ file back.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import sys
@@ -113,6 +114,8 @@ def damage_for_duckdb(path: Path) -> str | None:
     except duckdb.Error as error:
         if not path.exists():
             raise FileNotFoundError(path) from error
+        if os.strerror(errno.EMFILE) in str(error):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path)) from error
         return first_line(error)
     return None
 

@@ -112,8 +112,7 @@ class FolderFiles(AbstractFileSystem):
                 try:
                     return self._plan(kind)
                 except (CommandError, OSError) as error:
-                    self.failure = error
-                    self.failures += 1
+                    self._fail(error)
                     raise
         return [path] if _PATH.fullmatch(path) else []
 
@@ -133,9 +132,20 @@ class FolderFiles(AbstractFileSystem):
             if path in self._altered:
                 raise FileNotFoundError(errno.ENOENT, "the query has to be planned again", path)
             return _OpenFile(self._shared_file(real, _descriptors() // 2) or _NamedFile(real, self))
-        except FileNotFoundError:
-            self.lost += 1
+        except OSError as error:
+            self.note(error)
             raise
+
+    def note(self, error: OSError) -> None:
+        """Count a file that could not be read as it is gone, or because too many are open."""
+        if isinstance(error, FileNotFoundError):
+            self.lost += 1
+        elif is_out_of_descriptors(error):
+            self._fail(error)
+
+    def _fail(self, error: CommandError | OSError) -> None:
+        self.failure = error
+        self.failures += 1
 
     def exists(self, path: str, **_options: Any) -> bool:
         return _PATH.fullmatch(path) is not None
@@ -315,8 +325,8 @@ class _NamedFile(_SharedFile):
             file = _SharedFile(open_plain(self._path))
             if file.identity != self.identity:
                 raise FileNotFoundError(errno.ENOENT, "another file has taken its place", str(self._path))
-        except FileNotFoundError:
-            self._files.lost += 1
+        except OSError as error:
+            self._files.note(error)
             raise
         return file.read(at, size)
 

@@ -147,8 +147,8 @@ class SimulatedDevice:
             of_stages[stage] = simulate(of_rank, self.spec, config, layout=layout, memory=memory)
         step = max(of_stages.values(), key=lambda step: step.peak_memory_mib)
         link.wait_for_go()
-        link.report("built", parameters=step.parameters)
-        shown = step
+        link.report("built", parameters=step.trace.parameters)
+        shown = alone_of(step)
         if not step.fits:
             raise SimulatedOutOfMemoryError(
                 f"{self.spec.name} (simulated): the step needs {step.peak_memory_mib:.0f} MiB, "
@@ -172,7 +172,7 @@ class SimulatedDevice:
         else:
             ranks = {stage * layout.of_stage: rank_step for stage, rank_step in of_stages.items()}
             for rank, rank_step in ranks.items():
-                self._report_samples(rank_step, rank_step, warmup_s, window_s, link, rank={"rank": rank})
+                self._report_samples(rank_step, alone_of(rank_step), warmup_s, window_s, link, rank={"rank": rank})
             _report_ranks(layout.of_stage, ranks, steps, window_s, link)
         values = _labels(step, steps, window_s)
         link.report("result", window_end_ns=round((warmup_s + window_s) * 1e9), window_ended=ended, values=values)
@@ -210,7 +210,7 @@ class SimulatedDevice:
     def _report_samples(
         self,
         step: SimulatedStep,
-        shown: SimulatedStep,
+        shown: MemberAlone,
         warmup_s: float,
         window_s: float,
         link: Link,
@@ -221,7 +221,7 @@ class SimulatedDevice:
         `step` has the trial's own figures, `shown` those of the whole device, partners included.
         """
         steady = {
-            "memory_used_mib": shown.peak_memory_mib,
+            "memory_used_mib": shown.memory_mib,
             "process_memory_mib": step.peak_memory_mib,
             "gpu_util": shown.gpu_util,
             "smact": shown.smact,
@@ -237,8 +237,21 @@ class SimulatedDevice:
             link.report("sample", sensor="simulated", t_ns=round(t_s * 1e9), values=steady, **rank)
 
 
-def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[SimulatedStep, SimulatedStep]:
-    """Return a member's step beside its partners, and a step with what the device shows of all of them.
+def alone_of(step: SimulatedStep) -> MemberAlone:
+    """Return what a device shows of a step that runs alone."""
+    busy = step.activity
+    return MemberAlone(
+        memory_mib=step.peak_memory_mib,
+        gpu_util=busy.gpu_util,
+        smact=busy.smact,
+        smocc=busy.smocc,
+        drama=busy.drama,
+        power_w=busy.power_w,
+    )
+
+
+def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[SimulatedStep, MemberAlone]:
+    """Return a member's step beside its partners, and what the device shows of all of them.
 
     Members take their memory in the order of their numbers; those for whom it does not suffice end, and the others go
     on. Energy and power above idle follow the speeds.
@@ -246,14 +259,7 @@ def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[S
     Raises:
         SimulatedOutOfMemoryError: The memory that is left does not suffice for this one.
     """
-    alone = MemberAlone(
-        memory_mib=step.peak_memory_mib,
-        gpu_util=step.gpu_util,
-        smact=step.smact,
-        smocc=step.smocc,
-        drama=step.drama,
-        power_w=step.power_w,
-    )
+    alone = alone_of(step)
     members = [alone if place == together.member else member for place, member in enumerate(together.alone)]
     staying: dict[int, MemberAlone] = {}
     used_mib = 0.0
@@ -277,17 +283,16 @@ def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[S
     power_w = spec.idle_power_w + sum(
         (member.power_w - spec.idle_power_w) * speeds[place] for place, member in staying.items()
     )
-    slower = dataclasses.replace(step, step_time_ms=step.step_time_ms / speeds[together.member])
-    shown = dataclasses.replace(
-        slower,
-        peak_memory_mib=used_mib,
+    slower_ms = step.timed.step_time_ms / speeds[together.member]
+    shown = MemberAlone(
+        memory_mib=used_mib,
         gpu_util=shared("gpu_util"),
         smact=shared("smact"),
         smocc=shared("smocc"),
         drama=shared("drama"),
         power_w=min(power_w, spec.power_limit_w),
     )
-    return slower, shown
+    return dataclasses.replace(step, timed=dataclasses.replace(step.timed, step_time_ms=slower_ms)), shown
 
 
 def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float]:
@@ -297,7 +302,7 @@ def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float
         "peak_allocated_mib": step.peak_allocated_mib,
         "step_time_ms": step.step_time_ms,
         "steps": steps,
-        "energy_j": step.power_w * window_s,
+        "energy_j": step.activity.power_w * window_s,
     }
 
 

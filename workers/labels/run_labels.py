@@ -16,10 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from featurize.configs.trial import TrialConfig, config_hash
-from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA, Run
+from warehouse.tables.schema import COLLOCATION_SCHEMA, QUALITIES, RANK_OF_RUN, RANK_SCHEMA, RUN_SCHEMA
 from workers.devices import Slot
 from workers.labels.quality import CROSS_CHECKS, SPOILS, Samples, count_qualities, judge, judge_run, split_by_sensor
-from workers.task import RunResult, Task
+from workers.task import RunAlone, RunResult, Task
 from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_interval_ns, window_mean
 from workers.trial.reports import Observed
 from workers.trial.server_client import failed_rank
@@ -255,7 +255,7 @@ class EndedMember:
     spec: Task
     result: RunResult
     observed: Observed
-    alone: Run | None
+    alone: RunAlone | None
 
     @property
     def ok(self) -> bool:
@@ -315,25 +315,15 @@ def _how_ended(members: Sequence[EndedMember], place: int) -> str:
     return f"member {place} ended as {members[place].result.run.status}"
 
 
-def _figures_alone(alone: Run | None) -> dict[str, Any]:
-    if alone is None:
-        return {}
-    return {
-        "solo_run_id": alone.run_id,
-        "solo_step_ms": alone.step_time_ms,
-        "solo_memory_mib": alone.peak_memory_mib,
-        "solo_gpu_util": alone.gpu_util,
-        "solo_smact": alone.smact,
-        "solo_smocc": alone.smocc,
-        "solo_drama": alone.drama,
-        "solo_power_w": alone.power_w,
-    }
+def _figures_alone(alone: RunAlone | None) -> dict[str, Any]:
+    kept = {} if alone is None else dataclasses.asdict(alone)
+    return {f"solo_{name}": value for name, value in kept.items() if name != "status"}
 
 
 def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[int]) -> dict[str, Any]:
     """Return a member's figures beside the others; where there is no slowdown, `doubt` says why."""
     member, run = members[place], members[place].result.run
-    alone_ms = None if member.alone is None else member.alone.step_time_ms
+    alone_ms = None if member.alone is None else member.alone.step_ms
     values: dict[str, Any] = {"status": run.status}
     if run.status == "oom" and run.oom_kind == "device":
         values["died_of"] = _memory_culprit(members, place)
@@ -362,7 +352,7 @@ def _memory_culprit(members: Sequence[EndedMember], place: int) -> int:
 
 def _member_memory_mib(member: EndedMember) -> float:
     run = member.result.run
-    known = run.peak_memory_mib or run.peak_reserved_mib or (member.alone and member.alone.peak_memory_mib)
+    known = run.peak_memory_mib or run.peak_reserved_mib or (member.alone and member.alone.memory_mib)
     return known or 0.0
 
 

@@ -10,13 +10,11 @@ it, readings of memory, and the allocator's requests from its first on. `featuri
 
 from __future__ import annotations
 
-import contextlib
 import json
 import lzma
 import os
 import pkgutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ServerLost, local_server
+from conf.children.running import ChildRunner
 from conf.cli.command_line import developer_command
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
@@ -187,23 +185,22 @@ def run_child(
     environment |= {**variables, **measurement.environment}
     memory_bytes = _HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        server = local_server("", environment, folder_base=tempfile.gettempdir())
-        with contextlib.closing(server):
-            rows_path = Path(server.hello()["folder"], "rows.jsonl")
+        with ChildRunner(environment) as child:
+            rows_path = child.folder / "rows.jsonl"
             request = {
                 "function": measurement.function,
                 "arguments": dict(measurement.arguments),
                 "device_uuid": None if slot is None else slot.device_uuid,
                 "rows": str(rows_path),
             }
-            ended = server.start(
-                "workers.probes.children:write_rows",
+            ended = child.run(
                 request,
+                function="workers.probes.children:write_rows",
                 time_limit_s=time_limit_s,
                 memory_limit_bytes=memory_bytes,
-            ).wait()
+            )
             rows = json_lines(rows_path)
-    except (EnvironmentProblem, ServerLost, OSError) as problem:
+    except (EnvironmentProblem, OSError) as problem:
         return [], exception_line(problem)
     if ended.code == 0:
         return rows, None if rows else "its process gave no figures"

@@ -45,7 +45,6 @@ _WORD_BYTES = 256
 _SETTLE_S = 1.0  # when one rank reports losing its peers, wait this long for a peer to report the cause
 _GOODBYE_S = 5.0
 _PAUSE_S = 0.005
-_RECEIVE_BYTES = 1 << 16
 _OF_FIRST = ("built", "environment", "window")  # events in which all ranks say the same
 # What a rank says that only lost another one.
 _LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset", "distbackenderror", "distnetworkerror")
@@ -244,7 +243,6 @@ class _Rank:
     number: int
     pid: int
     channel: socket.socket
-    buffer: bytes = b""
     open: bool = True
     result: dict[str, Any] | None = None
     failure: dict[str, Any] | None = None
@@ -291,7 +289,7 @@ def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank
     """Start the ranks one by one; those that run already are in `ranks` where a further one cannot be started."""
     parent = os.getpid()
     for number in range(count):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a report is a packet
         pid = os.fork()
         if pid:
             theirs.close()
@@ -362,20 +360,12 @@ class _RankMonitor:
         return False
 
     def _hear(self, rank: _Rank) -> None:
-        data = receive(rank.channel, _RECEIVE_BYTES)
-        if not data:
+        """Forward what a rank reports; the worker judges it as it judges what any trial sends."""
+        line = receive(rank.channel, LINE_BYTES).rstrip(b"\n")
+        if not line:
             rank.open = False
             _reap(rank, _SETTLE_S)
             return
-        *lines, rank.buffer = (rank.buffer + data).split(b"\n")
-        if len(rank.buffer) > LINE_BYTES:
-            lines.append(rank.buffer)
-            rank.buffer = b""
-        for line in lines:
-            self._take(rank, line)
-
-    def _take(self, rank: _Rank, line: bytes) -> None:
-        """Forward what a rank reports; the worker judges it as it judges what any trial sends."""
         try:
             message = json.loads(line)
             event = message.pop("event")

@@ -1,8 +1,8 @@
 """The worker's side of trials: their server, a trial under way with the sensors on it, and how it ended.
 
 Start reading at `TrialServer.start_trial`. A server that dies or stops answering raises `ServerLost`; the caller starts
-another. `TrialRun` listens to one trial, `TrialWatch` has the sensors on its process and on each of its ranks,
-`Observed` (of `reports`) is the record of both, and `outcome_of` derives the status.
+another. `TrialRun` listens to one trial and has the sensors on its process and on each of its ranks, `Observed` (of
+`reports`) is the record of both, and `outcome_of` derives the status.
 
 `MpsDaemon` is CUDA's multi-process service (MPS), started for one worker's GPU and ended with its trial server. Under
 MPS kernels of several processes run side by side; without it they take turns. The service comes with the driver:
@@ -329,26 +329,45 @@ def signal_name(number: int) -> str:
 
 
 class TrialRun:
-    """Listens to one trial, and keeps what comes of it.
+    """Listens to one trial while sensors sample its processes, and keeps what comes of both.
+
+    Of several ranks each has sensors of its own, whose samples carry its number, and the whole process tree one more.
+    The first rank's figures decide on the window, as it does itself.
 
     Args:
         trial: Its process.
-        watch: Its sensors.
-        observed: Takes what it reports and what the sensors read.
+        settings: Its settings.
+        slots: The worker's slots: one, or one for each rank.
+        ranks: Processes that train.
+        observed: Takes what it reports, and what the sensors read or why they read nothing.
         deadline_ns: When it is killed, by the monotonic clock.
         tick_s: How long `step` waits at most.
+        sampled: Whether the device is sampled at all.
+        partners: Processes of trials that run beside it, which do not count as strangers on the device.
     """
 
     def __init__(
         self,
         trial: RunningTrial,
-        watch: TrialWatch,
+        settings: TrialSettings,
+        slots: Sequence[Slot],
+        ranks: int,
         observed: Observed,
         deadline_ns: int,
         tick_s: float,
+        *,
+        sampled: bool,
+        partners: Sequence[int] = (),
     ) -> None:
-        self.trial, self._watch, self.observed = trial, watch, observed
+        self.trial, self.observed = trial, observed
+        self._settings, self._slots, self._sampled, self._partners = settings, slots, sampled, tuple(partners)
         trial.reader.observed = observed
+        observed.missing = {}
+        of_tree = tuple(source for source in settings.telemetry.sources if source == _OF_TREE)
+        sources = of_tree if ranks > 1 else settings.telemetry.sources
+        self._whole = self._started(sources, slots[0].device_uuid, trial.pid)
+        self._of_ranks: list[TelemetrySampler] = []
+        self._follower = self._made_follower()
         self._events = trial.events(deadline_ns, tick_s)
         self._steady_sent = self._dismissed = False
         self.living = True
@@ -362,7 +381,7 @@ class TrialRun:
 
     def step(self) -> str | Ended | None:
         """Take the trial's next event and return its name; None: there was none. Raises `ServerLost`."""
-        event, observed, watch = next(self._events), self.observed, self._watch
+        event, observed = next(self._events), self.observed
         if isinstance(event, Ended):
             observed.exit, self.living = event, False
             if event.used_bytes is not None:
@@ -372,109 +391,34 @@ class TrialRun:
                 observed.killed_for = "the kernel's out-of-memory killer"
             return event
         if event == "ranks":
-            watch.ranks_started(observed.rank_pids)
+            self._watch_ranks()
         elif event == "window":
-            watch.follower.begin(observed.window_ns or 0, observed.warmup_ns)
+            self._follower.begin(observed.window_ns or 0, observed.warmup_ns)
         elif event == "step" and not (step := observed.samples[-1][1]).rank:
-            watch.follower.mark_step(step.t_ns)
+            self._follower.mark_step(step.t_ns)
         elif event in ENDINGS and not observed.shared:
-            observed.half_widths |= watch.half_widths()
+            observed.half_widths |= self._followed().half_widths()
         if event in (None, "window") and not self._steady_sent:
-            self._steady_sent = watch.steady(time.monotonic_ns())
+            self._steady_sent = self._followed().steady(time.monotonic_ns())
             if self._steady_sent:
                 self.trial.tell("steady")
         return event
 
     def dismiss(self) -> None:
-        """Dismiss the trial; the last sample still sees its memory."""
+        """Dismiss the trial; the last samples still see its memory."""
         if self.living and not self._dismissed:
             self._dismissed = True
-            self._watch.wind_up(self.observed.window_end_ns)
+            for sampler in (self._whole, *self._of_ranks):
+                sampler.wind_up(self.observed.window_end_ns)
             self.trial.tell("bye")
 
     def close(self) -> None:
         """End the sensors, and keep what they have read."""
-        self._watch.stop(self.observed.window_end_ns)
-        self.trial.close()
-        reader = self.trial.reader
-        if reader.readings_left_out:
-            source = "simulated" if reader.virtual else "torch"
-            self.observed.missing[source] = f"kept {READINGS_KEPT:,} of {reader.readings:,} readings of the trial"
-
-
-class TrialWatch:
-    """Samples a trial while it runs, and notes when what it samples is steady.
-
-    Of several ranks each has sensors of its own, whose samples carry its number, and the whole process tree one more.
-    The first rank's figures decide on the window, as it does itself.
-
-    Args:
-        settings: The trial's settings.
-        slots: The worker's slots: one, or one for each rank.
-        ranks: Processes that train.
-        pid: Process of the trial.
-        observed: Takes the reasons why sensors read nothing, and in the end the samples.
-        sampled: Whether the device is sampled at all.
-        partners: Processes of trials that run beside it, which do not count as strangers on the device.
-    """
-
-    def __init__(
-        self,
-        settings: TrialSettings,
-        slots: Sequence[Slot],
-        ranks: int,
-        pid: int,
-        observed: Observed,
-        *,
-        sampled: bool,
-        partners: Sequence[int] = (),
-    ) -> None:
-        self._settings, self._slots, self._pid, self._observed = settings, slots, pid, observed
-        self._sampled, self._several, self._partners = sampled, ranks > 1, tuple(partners)
-        self._of_ranks: list[TelemetrySampler] = []
-        observed.missing = {}
-        sources = settings.telemetry.sources
-        if self._several:
-            sources = tuple(source for source in sources if source == _OF_TREE)
-        self._whole = self._started(sources, slots[0].device_uuid, pid)
-        self.follower = self._made_follower()
-
-    def ranks_started(self, pids: Sequence[int]) -> None:
-        """Watch the ranks' processes, as far as they are the trial's."""
-        descendants = set(descendants_of(self._pid)) if self._sampled else set()
-        for rank, pid in enumerate(pids):
-            if pid not in descendants:  # it has ended, or is another's
-                self._observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
-                pid = self._pid
-            uuid = self._slots[rank % len(self._slots)].device_uuid
-            self._of_ranks.append(self._started(self._settings.telemetry.sources, uuid, pid))
-        self.follower = self._made_follower()
-
-    def _made_follower(self) -> TargetFollower:
-        telemetry = self._settings.telemetry
-        return TargetFollower(self._settings.window, self._decisive.sensor_names, telemetry.period_s)
-
-    def steady(self, now_ns: int) -> bool:
-        """Return whether every sampled figure of the window is steady."""
-        self.follower.add(self._decisive.new_samples())
-        return self.follower.steady(now_ns)
-
-    def half_widths(self) -> dict[str, float]:
-        """Return the half-width of each figure's interval, as far as the window has come."""
-        self.follower.add(self._decisive.new_samples())
-        return self.follower.half_widths()
-
-    def wind_up(self, until_ns: int | None) -> None:
-        """Take the last samples, while the trial still holds its memory."""
-        for sampler in self._samplers:
-            sampler.wind_up(until_ns)
-
-    def stop(self, until_ns: int | None) -> None:
-        """End all sensors, and pass their samples to `observed`."""
-        observed = self._observed
-        for sampler in self._samplers:
-            rank = self._of_ranks.index(sampler) if sampler in self._of_ranks else None
-            observed.samples += [(name, _of_rank(sample, rank)) for name, sample in sampler.stop(until_ns)]
+        observed, reader = self.observed, self.trial.reader
+        ranks: list[int | None] = [None, *range(len(self._of_ranks))]
+        for sampler, rank in zip((self._whole, *self._of_ranks), ranks, strict=True):
+            samples = sampler.stop(observed.window_end_ns)
+            observed.samples += [(name, _of_rank(sample, rank)) for name, sample in samples]
             for name, reason in sampler.missing.items():
                 observed.missing.setdefault(name, reason)
         with_memory = any("process_memory_mib" in sample.values for _, sample in observed.samples)
@@ -483,10 +427,30 @@ class TrialWatch:
                 "nvml.process_memory_mib",
                 "NVML never listed the trial's process; in a container the host's pids are needed (--pid=host)",
             )
+        self.trial.close()
+        if reader.readings_left_out:
+            source = "simulated" if reader.virtual else "torch"
+            observed.missing[source] = f"kept {READINGS_KEPT:,} of {reader.readings:,} readings of the trial"
 
-    @property
-    def _samplers(self) -> list[TelemetrySampler]:
-        return [self._whole, *self._of_ranks]
+    def _watch_ranks(self) -> None:
+        """Watch the ranks' processes, as far as they are the trial's."""
+        descendants = set(descendants_of(self.trial.pid)) if self._sampled else set()
+        for rank, pid in enumerate(self.observed.rank_pids):
+            if pid not in descendants:  # it has ended, or is another's
+                self.observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
+                pid = self.trial.pid
+            uuid = self._slots[rank % len(self._slots)].device_uuid
+            self._of_ranks.append(self._started(self._settings.telemetry.sources, uuid, pid))
+        self._follower = self._made_follower()
+
+    def _made_follower(self) -> TargetFollower:
+        telemetry = self._settings.telemetry
+        return TargetFollower(self._settings.window, self._decisive.sensor_names, telemetry.period_s)
+
+    def _followed(self) -> TargetFollower:
+        """Return what says whether the sampled figures are steady, with all samples so far."""
+        self._follower.add(self._decisive.new_samples())
+        return self._follower
 
     @property
     def _decisive(self) -> TelemetrySampler:
@@ -498,7 +462,7 @@ class TrialWatch:
         if self._sampled:
             sensors, missing = make_sensors(telemetry, WatchTarget(uuid, pid))
             for name, reason in missing.items():
-                self._observed.missing.setdefault(name, reason)
+                self.observed.missing.setdefault(name, reason)
         for sensor in sensors:
             if self._partners and isinstance(sensor, NvmlSensor):
                 sensor.ignore(self._partners)

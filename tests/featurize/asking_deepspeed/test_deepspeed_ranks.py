@@ -20,7 +20,7 @@ SCALARS = 64  # bytes of norms, flags and scales, which are not all in the trace
 
 def traced(case, rank):
     parallel = parse_parallel({"ddp": case["ranks"], "deepspeed": case["config"]}, files=True)
-    settings = Training(optimizer="momentum", implementation="foreach", **parallel.deepspeed.training)
+    settings = Training(optimizer="momentum", implementation="foreach", **parallel.zero.deepspeed.training)
     return trace_step(
         lambda: NETS[case["net"]](case["again"]),
         batch_of(case, "meta"),

@@ -1,0 +1,50 @@
+"""What stands around a command that is tested: processes that wait, notes that come late, disks of a few MiB."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@contextlib.contextmanager
+def waiting_process(start_new_session: bool = False, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a process that waits until the block ends; `environment` adds to its variables."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+        start_new_session=start_new_session,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        yield process
+
+
+def await_note(path: Path, process: subprocess.Popen[Any]) -> str:
+    """Wait until a file holds something, and return it; fail where the process ends before."""
+    while not path.exists() or not path.read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    return path.read_text()
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of its own at `path`, "8m" large for example; skip the test where none can be mounted."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs takes root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
