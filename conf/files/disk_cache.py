@@ -12,6 +12,7 @@ import json
 import os
 import sqlite3
 import sys
+import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -65,6 +66,7 @@ class DiskCache:
 
     def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self.path, self._most_bytes = path, most_bytes
+        self._here = threading.local()  # a thread's connection, and the process and file that it is of
 
     def read(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Return the contents that are there, by key."""
@@ -72,7 +74,8 @@ class DiskCache:
         there: dict[str, bytes] = {}
         if not self.path.is_file():
             return there
-        with contextlib.suppress(sqlite3.Error, OSError, zlib.error), self._opened() as database:
+        with contextlib.suppress(sqlite3.Error, OSError, zlib.error):
+            database = self._opened()
             for start in range(0, len(wanted), _AT_ONCE):
                 some = wanted[start : start + _AT_ONCE]
                 query = f"SELECT key, sha256, content FROM entries WHERE key IN ({','.join('?' * len(some))})"
@@ -95,14 +98,15 @@ class DiskCache:
                 self._write(rows)
 
     def _write(self, rows: list[tuple[str, bytes, bytes]]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._opened() as database:
-            database.execute("PRAGMA synchronous = OFF")  # what a crash of the machine damages is computed again
-            with database:  # one transaction
-                database.execute(_TABLE)
-                if self._most_bytes is not None and self._used_bytes(database) > self._most_bytes:
-                    database.execute("DELETE FROM entries WHERE rowid <= (SELECT avg(rowid) FROM entries)")
-                database.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", rows)
+        if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()
+        with self._opened() as database:  # one transaction
+            database.execute(_TABLE)
+            limit = self._most_bytes
+            if limit is not None and self.path.stat().st_size > limit and self._used_bytes(database) > limit:
+                database.execute("DELETE FROM entries WHERE rowid <= (SELECT avg(rowid) FROM entries)")
+            database.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", rows)
 
     @staticmethod
     def _used_bytes(database: sqlite3.Connection) -> int:
@@ -110,14 +114,26 @@ class DiskCache:
         used: int = database.execute(f"{query} pragma_page_size").fetchone()[0]
         return used
 
-    def _opened(self) -> contextlib.closing[sqlite3.Connection]:
-        return contextlib.closing(sqlite3.connect(self.path, timeout=_BUSY_S))
+    def _opened(self) -> sqlite3.Connection:
+        """Return this thread's connection to the file that lies there now: opening one takes longer than a query."""
+        status = self.path.stat()
+        place = os.getpid(), status.st_dev, status.st_ino
+        if vars(self._here).get("place") != place:
+            database = sqlite3.connect(self.path, timeout=_BUSY_S)
+            database.execute("PRAGMA synchronous = OFF")  # what a crash of the machine damages is computed again
+            vars(self._here).update(place=place, database=database)
+        opened: sqlite3.Connection = self._here.database
+        return opened
 
 
 def user_cache() -> DiskCache | None:
     """Return the cache of this user: `traces.sqlite` in `$GPUFARM_CACHE`, else in `$XDG_CACHE_HOME/gpufarm`, else in
     `~/.cache/gpufarm`. None with `GPUFARM_CACHE=off`, and for a user without a home."""
-    given = os.environ.get("GPUFARM_CACHE")
+    return _cache_at(*map(os.environ.get, ("GPUFARM_CACHE", "XDG_CACHE_HOME", "HOME")))
+
+
+@functools.cache
+def _cache_at(given: str | None, *_: str | None) -> DiskCache | None:
     if given == "off":
         return None
     with contextlib.suppress(RuntimeError):

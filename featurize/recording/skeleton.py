@@ -343,9 +343,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+_FUNCTIONS = (FunctionType, MethodType)
+
+
 def compiled_function(value: object) -> Callable[..., Any] | None:
     """Return the function that torch.compile made this one of; None for what it did not make."""
-    return getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType | MethodType) else None
+    return getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, _FUNCTIONS) else None
 
 
 def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
@@ -353,11 +356,11 @@ def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
     also in a copy."""
     functions: dict[str, Callable[..., Any]] = {}
     for name, value in vars(module).items():
-        function = compiled_function(value) if name != _COMPILED_CALL else None
+        if type(value) not in _FUNCTIONS or name == _COMPILED_CALL or (function := compiled_function(value)) is None:
+            continue
         if isinstance(function, MethodType) and isinstance(module, type(function.__self__)):
             function = MethodType(function.__func__, module)
-        if function is not None:
-            functions[name] = function
+        functions[name] = function
     return functions
 
 

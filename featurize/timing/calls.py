@@ -210,7 +210,8 @@ _EMPTY = stream("launch", 0.0, 1.0)
 
 def _without_origin(op: Operator) -> Operator:
     """Return the operator without what differs from layer to layer and no kernel knows."""
-    return op._replace(module="", sources=(), phase="backward" if op.phase == "backward" else "", recomputed=False)
+    from_type_to_launches = op[2:9]
+    return Operator(op.name, "backward" if op.phase == "backward" else "", *from_type_to_launches, graphed=op.graphed)
 
 
 @functools.lru_cache(maxsize=20_000)

@@ -197,9 +197,12 @@ def _times_without_input(
 ) -> dict[DeviceSpec, TimedStep]:
     flags = uses_tf32(settings.precision)
     calls = _keeper(trace).remembered(("kernels", *flags.values()), lambda: kernel_calls(trace.operators, **flags))
-    timed = timed_kernels(calls, specs if len(specs) > 1 else specs[0], settings, learned)
-    timed = replace(timed, seconds=timed.seconds * (learned.sharded if gathers and framework != MEGATRON else 1.0))
-    return {spec: _summed(timed.row(place), spec, framework, learned) for place, spec in enumerate(specs)}
+    several = len(specs) > 1
+    timed = timed_kernels(calls, specs if several else specs[0], settings, learned)
+    if gathers and framework != MEGATRON:
+        timed = replace(timed, seconds=timed.seconds * learned.sharded)
+    rows = map(timed.row, range(len(specs))) if several else [timed]
+    return {spec: _summed(row, spec, framework, learned) for spec, row in zip(specs, rows, strict=True)}
 
 
 def _summed(timed: TimedKernels, spec: DeviceSpec, framework: str, learned: LearnedEfficiencies) -> TimedStep:

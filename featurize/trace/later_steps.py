@@ -186,7 +186,8 @@ class SecondStep:
         forward, rest, _update, end = self._stretches
         left = {*forward.leaving, *rest.leaving}
         given_back = {*forward.entering, *rest.entering, *end.entering}
-        kept = recorder.memory.blocks_in(gradients) | self._held()
+        self._held = self._blocks_held()
+        kept = recorder.memory.blocks_in(gradients) | self._held
         memory = given_back <= left and left - given_back == kept and not end.leaving
         return memory and self._before.stays(kept_by(self._step))
 
@@ -204,7 +205,7 @@ class SecondStep:
             recorder.memory.give_back(block)
         passes = len(recorder.memory.events)
         known = recorder.memory.repeat(forward, {})
-        held = [recorder.memory.storage_of(block) for block in self._held()]
+        held = [recorder.memory.storage_of(block) for block in self._held]
         step.hold()
         if any(recorder.memory.block_in(storage) is not None for storage in held):
             raise TraceAgain(repeats=False)
@@ -217,7 +218,7 @@ class SecondStep:
         if self._loop is not None:
             self._loop.repeat(begins, known, self._moved(known, passes, updated))
 
-    def _held(self) -> set[int]:
+    def _blocks_held(self) -> set[int]:
         """Return the blocks that a loop's variables hold, also within objects, as caches of keys and values are."""
         held = state_of(self._step.held)
         tensors = () if held is None else (tensor for reference in held.tensors if (tensor := reference()) is not None)

@@ -151,10 +151,11 @@ class Fingerprint(Pickler):
         """Return what is written of a tensor. Raises `PicklingError` for one that is not simply laid out."""
         if is_lazy(value) or value.layout is not torch.strided or value.is_quantized:
             raise PicklingError
-        largest = _LARGEST_PARAMETER if isinstance(value, nn.Parameter) else _LARGEST_TENSOR
+        kind = type(value)
+        largest = _LARGEST_TENSOR if kind is Tensor or not isinstance(value, nn.Parameter) else _LARGEST_PARAMETER
         content = None if value.is_meta or value.numel() > largest else _content(value)
         shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
-        return _rebuild_marker, (type(value).__qualname__, shape, content), _attached(value)
+        return _rebuild_marker, (kind.__qualname__, shape, content), _attached(value)
 
     def installed(self, code: type | types.FunctionType) -> Any:
         """Return what is written of a class or function of an installed library."""
