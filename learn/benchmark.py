@@ -12,11 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from conf.cli.command_line import command
+from conf.cli.command_line import StepBar, command
 from conf.errors import UsageError
 from conf.files.disk_cache import user_folder
 from conf.files.outputs import write_output
@@ -34,11 +35,11 @@ from learn.commands.benchmark_rows import (
 from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.judging.benchmark_view import (
     OTHERS,
-    BenchmarkProgress,
     benchmark_mapping,
     benchmark_page,
     paper_mapping,
     paper_page,
+    print_figures,
     reproduce,
 )
 from learn.judging.evaluate import Part, classes_of, keys_of, parts_of
@@ -249,8 +250,9 @@ def entry(settings: BenchmarkSettings) -> int:
     """Print the tables of the benchmark, and write the files that are asked for."""
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
-        with BenchmarkProgress(settings.target) as progress:
-            return benchmark(settings, progress=progress.update, finished=progress.show, widths_gb=widths_gb)
+        show = partial(print_figures, settings.target)
+        with StepBar(f"benchmark of {settings.target}", remaining=True, lines=True) as bar:
+            return benchmark(settings, progress=partial(bar.update, ""), finished=show, widths_gb=widths_gb)
 
     if settings.paper:
         tables, notes = reproduce(settings, ask)

@@ -28,6 +28,7 @@ from learn.estimation.job_estimate import (
     WORKSPACES,
 )
 from learn.estimators.protocol import LEVEL, BoundShares, bound_shares, group_score, held_of, packaged_path
+from learn.judging.evaluate import held_out_by, left_out_errors
 
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
 LEAST_ROWS = 30
@@ -166,12 +167,12 @@ def fit_bound(answers: Answers) -> BoundShares:
 
 def _needs(answers: Answers, names: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """Return (n,) how many times its margin each row took, by shares that were fitted without its group."""
-    need = np.zeros(len(names))
-    for name in sorted(set(names)):
-        mine = names == name
-        margin_mib = answers.causes_mib[mine] @ _fit(answers, seen & ~mine)
-        need[mine] = answers.above_mib[mine] / np.maximum(margin_mib, 1.0)
-    return need
+
+    def without(mask: np.ndarray) -> np.ndarray:
+        margin_mib = answers.causes_mib @ _fit(answers, seen & ~mask)
+        return np.asarray(answers.above_mib / np.maximum(margin_mib, 1.0))
+
+    return left_out_errors(answers.above_mib, held_out_by(names), without)
 
 
 def _fit(answers: Answers, inside: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
 
+_LINE_EVERY_S = 10.0
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, continues
@@ -320,15 +322,17 @@ def developer_command(settings: str, entry: Entry, argv: Sequence[str], rewrite:
 
 
 class StepBar:
-    """Show a bar on stderr that names the running step; on a terminal only. A context manager.
+    """Show a bar on stderr that names the running step, on a terminal. A context manager.
 
-    The last column is the elapsed time, or with `remaining` the time left.
+    The last column is the elapsed time, or with `remaining` the time left. With `lines`, a line every ten seconds says
+    it where there is no terminal.
     """
 
-    def __init__(self, label: str, *, remaining: bool = False) -> None:
+    def __init__(self, label: str, *, remaining: bool = False, lines: bool = False) -> None:
         from rich.console import Console
 
-        self._label, self._remaining = label, remaining
+        self._label, self._remaining, self._lines = label, remaining, lines
+        self._began_s = self._printed_s = time.monotonic()
         self._console = Console(stderr=True, highlight=False)
         self._running: tuple[Progress, TaskID] | None = None
 
@@ -350,6 +354,8 @@ class StepBar:
         An empty step is the only one: the label says what runs.
         """
         if not self.is_shown:
+            if self._lines and completed:
+                self._print_line(completed, total)
             return
         if self._running is None:  # not before there is something to show: another bar may be on the screen until then
             from rich.progress import TimeElapsedColumn, TimeRemainingColumn
@@ -359,6 +365,13 @@ class StepBar:
         bar, task = self._running
         description = f"{self._label}: {step}" if step else self._label
         bar.update(task, description=description, completed=completed, total=total or None)
+
+    def _print_line(self, completed: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._printed_s >= _LINE_EVERY_S or completed == total:
+            self._printed_s = now_s
+            left_s = (now_s - self._began_s) / completed * (total - completed)
+            print(f"{self._label}: {completed}/{total} steps, {left_s:.0f} s left", file=sys.stderr)
 
 
 def start_bar(console: Console, label: str, column: ProgressColumn, **fields: Any) -> tuple[Progress, TaskID]:

@@ -404,21 +404,15 @@ def _explain_unlabelled(row: PublishedRow, column: str) -> str | None:
 def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, str | None]:
     """Return the case, and where there is no such job, why: every estimator refuses it by that reason."""
     from featurize.training.training_step import Training
-    from learn.fitting.published_jobs import config_of, workload_of
-    from warehouse.exchange.published import TORCH_VERSION
+    from learn.fitting.published_jobs import case_of
 
-    reason = None
     try:
-        return Case(config_of(row), spec.name, True, TORCH_VERSION), None
-    except CommandError:
-        pass
-    try:
-        job = workload_of(row)
+        return case_of(row, spec.name), None
     except CommandError as error:
-        reason, size = str(error), row.batch_size or 1
-        refuse = partial(_refuse, reason)
-        job = TrainingJob(name=row.name, build=refuse, batch=refuse, settings=Training(), batch_size=size)
-    return Case(None, spec.name, True, TORCH_VERSION, module=job), reason
+        reason = str(error)
+    refuse, size = partial(_refuse, reason), row.batch_size or 1
+    job = TrainingJob(name=row.name, build=refuse, batch=refuse, settings=Training(), batch_size=size)
+    return Case(None, spec.name, True, module=job), reason
 
 
 def _refuse(reason: str, *_: object) -> NoReturn:

@@ -24,7 +24,7 @@ from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
 from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection, Tally, ask_learned
 from learn.estimation.estimating import estimate
-from learn.estimators.kernel_fitting import MeasuredTime, TimeFit, left_out_errors
+from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.estimators.protocol import ESTIMATORS
 from learn.fitting.kernel_formulas import (
     AS_IT_COMES,
@@ -35,7 +35,7 @@ from learn.fitting.kernel_formulas import (
 )
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
-from learn.judging.evaluate import TEST_TENTHS, Part
+from learn.judging.evaluate import TEST_TENTHS, Part, left_out_errors
 from learn.judging.scores import Asked, Benchmark, Given, judged, median
 from learn.rows.data import get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore

@@ -1,16 +1,14 @@
 """Fit the efficiencies of the kernel model to measured kernels and steps at once, and judge them on held-out ones.
 
 Start reading at `TimeFit`. The formula is `featurize.timing.times.call_seconds`, on torch tensors. All fits of kernels
-use `descended`, which finds values by gradient descent, and `judged_by_splits`, which leaves rows out in turn.
+use `descended`, which finds values by gradient descent.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -37,8 +35,6 @@ from featurize.timing.times import (
 
 Values = Mapping[str, torch.Tensor]
 Columns = TypeVar("Columns")
-Fitted = TypeVar("Fitted")
-LEARNED_FROM = "learned from"  # which rows are judged: those that were fitted on
 _LAST_PART = 0.7  # share of the iterations after which the rate is the last one
 _FREE = (-math.inf, math.inf)
 
@@ -125,53 +121,6 @@ def weights_by(
         inside = of & (labels == label)
         weight[inside] = (factors or {}).get(label, 1.0) / inside.sum() ** power
     return np.asarray(weight / weight.sum())
-
-
-def left_out_errors(
-    known: np.ndarray, masks: Iterable[np.ndarray], errors_without: Callable[[np.ndarray], np.ndarray]
-) -> np.ndarray:
-    """Return each row's errors from a fit without it, as `known` is shaped; NaN where no such fit is possible.
-
-    Args:
-        known: Errors of the fit on all rows, (rows, ...).
-        masks: Masks of the rows that are left out in turn.
-        errors_without: Mask of what is left out -> errors of all rows, fitted on the others.
-    """
-    errors = np.full_like(known, np.nan)
-    for mask in masks:
-        if mask.any() and not mask.all():
-            errors[mask] = errors_without(mask)[mask]
-    return errors
-
-
-def judged_by_splits(
-    fitted: Callable[[np.ndarray], Fitted],
-    errors_of: Callable[[Fitted], np.ndarray],
-    splits: Mapping[str, Collection[np.ndarray]],
-    progress: Callable[[str, int, int], None] = lambda _text, _done, _of: None,
-    label: str = "fitting",
-) -> tuple[Fitted, dict[str, np.ndarray]]:
-    """Return the fit on all rows, and how far each row is off by it (`LEARNED_FROM`) and by fits without the row.
-
-    Args:
-        fitted: Fits to the rows of a mask, (rows,).
-        errors_of: Errors of all rows by a fit, (rows, ...).
-        splits: Title -> masks of the rows that are left out in turn; at least one of them all.
-        progress: Called before each fit with a text, the number of fits done and their total.
-        label: How the text begins.
-    """
-    fits, total = itertools.count(), 1 + sum(map(len, splits.values()))
-
-    def errors_without(split: str, mask: np.ndarray) -> np.ndarray:
-        progress(f"{label}, {split}", next(fits), total)
-        return errors_of(fitted(~mask))
-
-    progress(label, next(fits), total)
-    learned = fitted(np.ones_like(next(itertools.chain.from_iterable(splits.values()))))
-    errors = {LEARNED_FROM: errors_of(learned)}
-    for split, masks in splits.items():
-        errors[split] = left_out_errors(errors[LEARNED_FROM], masks, functools.partial(errors_without, split))
-    return learned, errors
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
@@ -432,14 +381,6 @@ class TimeFit:
 def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
     """Return what `featurize.timing.step_time.overlapped` does, of many steps; both at 0 have a gradient."""
     return (busy_ms**OVERLAP + host_ms**OVERLAP + 1e-30) ** (1 / OVERLAP)
-
-
-def held_out_by(labels: np.ndarray, folds: int | None = None) -> list[np.ndarray]:
-    """Return the mask of what is left out: each label in turn, or this many parts of labels that stay together."""
-    if folds is None:
-        return [labels == label for label in np.unique(labels)]
-    part = np.array([zlib.crc32(str(label).encode()) % folds for label in labels])
-    return [part == fold for fold in range(folds)]
 
 
 def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -10,6 +10,7 @@ eager PyTorch, and how far machines differ to the steps that Megatron's own test
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -48,9 +49,7 @@ from learn.estimators.kernel_fitting import (
     Descent,
     Values,
     descended,
-    held_out_by,
     joined,
-    judged_by_splits,
     of_rows,
     overlapped_ms,
     robust,
@@ -60,6 +59,7 @@ from learn.estimators.kernel_fitting import (
 from learn.fitting.kernel_formulas import score_of
 from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, described, queried, read_each
 from learn.fitting.published_jobs import JOBS, ZEUS, megatron_settings, megatron_step, zeus_calls
+from learn.judging.evaluate import held_out_by, judged_by_splits
 from learn.judging.scores import RowScores, scores_of_errors
 from warehouse.exchange.published_kernels import OPERATOR
 
@@ -425,12 +425,10 @@ def fitted_hosts(
         (MEGATRON, "widths left out", "vTrain, one stage", megatron),
     ):
         if len(times) >= _LEAST:
-            fitted[name] = replace(fitted[name], factor=_host_factor(times))
-            others = {key: [entry for entry in times if entry[0] != key] for key in {entry[0] for entry in times}}
-            off = [_off(entry, _host_factor(others[entry[0]])) for entry in times if others[entry[0]]]
-            if off:
-                scores.append(score_of(split, rows, np.array(off)))
-    return fitted, scores, left_out
+            factor, errors = _judged_factor(times, split)
+            fitted[name] = replace(fitted[name], factor=factor)
+            scores.append(score_of(split, rows, errors[split]))
+    return fitted, [score for score in scores if score.count], left_out
 
 
 def _machines(data: str | os.PathLike[str] | None) -> float | None:
@@ -498,6 +496,15 @@ def _off(times: Times, factor: float) -> float:
     """Return the logarithm of estimated over measured time."""
     _, busy_ms, bare_ms, with_one_ms, measured_ms = times
     return math.log(overlapped(busy_ms, bare_ms + factor * (with_one_ms - bare_ms)) / measured_ms)
+
+
+def _judged_factor(times: Sequence[Times], split: str) -> tuple[float, dict[str, np.ndarray]]:
+    """Return the factor of a host, and the logarithms of `_off` by split, each label left out in turn."""
+    return judged_by_splits(
+        lambda of: _host_factor(list(itertools.compress(times, of))),
+        lambda factor: np.array([_off(entry, factor) for entry in times]),
+        {split: held_out_by(np.array([entry[0] for entry in times]))},
+    )
 
 
 def _host_factor(times: Sequence[Times]) -> float:

@@ -27,7 +27,6 @@ from learn.estimators.kernel_fitting import (
     ALONE,
     INSTRUMENT_MS,
     KERNELS,
-    LEARNED_FROM,
     SHARDED,
     TOLERANCE,
     Descent,
@@ -36,12 +35,11 @@ from learn.estimators.kernel_fitting import (
     TimeFit,
     Values,
     descended,
-    held_out_by,
     joined,
-    judged_by_splits,
     overlapped_ms,
     robust,
 )
+from learn.judging.evaluate import LEARNED_FROM, held_out_by, judged_by_splits
 from learn.judging.scores import RowScores, spread
 
 _TILE_SIDE = {False: 64.0, True: 128.0}  # side of a product's tile, on tensor cores and not

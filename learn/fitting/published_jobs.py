@@ -1,6 +1,6 @@
 """Jobs that others published measurements of, each built as its authors' scripts build it.
 
-Start reading at `workload_of` for whole jobs of published rows; `layer_calls` has layers that were timed alone,
+Start reading at `case_of` for whole jobs of published rows; `layer_calls` has layers that were timed alone,
 `zeus_calls` the jobs whose power Zeus measured (NSDI 2023), `megatron_step` the GPTs that vTrain timed under
 Megatron-DeepSpeed (MICRO 2024), and `mpt_config` LLM Foundry's MPT. Libraries of models (timm, torchvision,
 transformers) are imported when a job is built.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,35 +23,30 @@ from torch.nn import functional
 from conf.errors import UsageError, unknown_name
 from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.device.device_spec import DeviceSpec
-from featurize.families import gpt, timm
+from featurize.families import gpt
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import MEGATRON, Training, uses_tf32
 from featurize.nets.vision import import_library
 from featurize.recording.step_trace import Operator, StepTrace
 from featurize.timing.calls import Calls, kernel_calls
 from featurize.trace.tracer import trace_step
-from learn.job.training_job import TrainingJob, of_config
-from warehouse.exchange.published import PublishedRow, timm_config
+from learn.job.training_job import Case, TrainingJob
+from warehouse.exchange.published import TORCH_VERSION, PublishedRow, timm_config
 
 TOKENS = 512  # sequence length of the published transformers
 
 
-def workload_of(row: PublishedRow) -> TrainingJob:
-    """Return the job of one row. Raises `UsageError` for a row without one: no known model, fields that don't fit
-    together, a model that the installed timm does not know.
+def case_of(row: PublishedRow, device: str) -> Case:
+    """Return the case of one row on a GPU model. Raises `UsageError` for a row without a job: no known model, fields
+    that don't fit together.
 
-    A row of a configuration becomes its family's model, trained as published. A model of timm is built with random
-    weights and trained on images of its own default size; the other models are those of `KNOWN_MODELS`. All in the
-    usual loop and in fp32; with Adam, except timm's (`warehouse.exchange.published.timm_config` says why).
+    A row of a configuration becomes its family's model, trained as published, and a timm model's the family `timm`; the
+    other models are those of `KNOWN_MODELS`. All in the usual loop and in fp32; with Adam, except timm's
+    (`warehouse.exchange.published.timm_config` says why).
     """
-    if row.family is not None:
-        return replace(of_config(config_of(row)), training_loop=True)
-    if row.model is None or row.batch_size is None:
-        raise UsageError(f"{row.name}: {row.reason or 'names no model'}")
-    if row.group is not None:
-        timm.defaults(row.model)
-        return replace(of_config(config_of(row)), name=row.model, training_loop=True)
-    return known_workload(row.model, row.batch_size)
+    if row.family is None and row.group is None and row.model is not None and row.batch_size is not None:
+        return Case(None, device, True, TORCH_VERSION, module=known_workload(row.model, row.batch_size))
+    return Case(config_of(row), device, True, TORCH_VERSION)
 
 
 def config_of(row: PublishedRow) -> TrialConfig:

@@ -1,4 +1,4 @@
-"""Show a benchmark: a bar while it runs, a page of tables and plots for people, a mapping for JSON.
+"""Show a benchmark: a line for each estimator that is done, a page of tables and plots for people, a mapping for JSON.
 
 Start reading at `benchmark_page`, which the terminal shows, too (`conf.reports.blocks`). `reproduce` makes the tables
 of arXiv 2602.17817 of several benchmarks, ours beside those that are published, and `paper_page` draws them.
@@ -7,14 +7,12 @@ of arXiv 2602.17817 of several benchmarks, ours beside those that are published,
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from conf.cli.command_line import StepBar
 from conf.errors import UsageError
 from conf.reports.blocks import (
     Block,
@@ -58,47 +56,20 @@ WORDS = {
     *("rows", "estimator", "figure", "source", "family", "bins", "target", "model", "of"),
     *("group", "row", "in doubt"),
 }
-_PLAIN_EVERY_S = 10.0
 _CLASSES = 8  # beyond this many classes, recalls are in the files only
 _REASONS = 5  # an estimator's refusals on a file that are shown; `out=` holds all
 
 
-class BenchmarkProgress:
-    """A context manager on stderr: a bar on a terminal, else a line every ten seconds; estimators as they are done."""
-
-    def __init__(self, target: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._label, self._clock = f"benchmark of {target}", clock
-        self._relative = target in TARGETS and TARGETS[target].space == "log"
-        self._began = self._printed = clock()
-        self._bar = StepBar(self._label, remaining=True)
-
-    def __enter__(self) -> BenchmarkProgress:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.__exit__(*raised)
-
-    def update(self, done: int, of: int) -> None:
-        """Show that `done` of `of` steps are taken."""
-        if self._bar.is_shown:
-            self._bar.update("", done, of)
-        elif done and (self._clock() - self._printed >= _PLAIN_EVERY_S or done == of):
-            self._printed = self._clock()
-            left = (self._printed - self._began) / done * (of - done)
-            print(f"{self._label}: {done}/{of} steps, {left:.0f} s left", file=sys.stderr)
-
-    def show(self, figures: Sequence[Figures]) -> None:
-        """Print the figures of an estimator that has answered, a line for each file."""
-        for of_file in figures:
-            middle, p90 = (error_text(self._relative, value) for value in (of_file.raw.median, of_file.raw.p90))
-            scores = of_file.classes.get("published")
-            figures_text = f"median {middle}, p90 {p90}, accuracy {_share(getattr(scores, 'accuracy', None))}"
-            if of_file.own_labels:
-                figures_text = NOT_INFORMATIVE
-            print(
-                f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {figures_text}",
-                file=sys.stderr,
-            )
+def print_figures(target: str, figures: Sequence[Figures]) -> None:
+    """Print the figures of an estimator that has answered, a line for each file, to stderr."""
+    relative = target in TARGETS and TARGETS[target].space == "log"
+    for of_file in figures:
+        middle, p90 = (error_text(relative, value) for value in (of_file.raw.median, of_file.raw.p90))
+        scores = of_file.classes.get("published")
+        text = f"median {middle}, p90 {p90}, accuracy {_share(getattr(scores, 'accuracy', None))}"
+        if of_file.own_labels:
+            text = NOT_INFORMATIVE
+        print(f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {text}", file=sys.stderr)
 
 
 Cell = Callable[["Figures"], str]

@@ -1,28 +1,34 @@
 """Judge an estimator on rows it has not seen: grouped, stratified splits and the figures papers report.
 
 Start reading at `evaluate`. Near-copies are never on both sides of a split; `parts_of` shares rows out for a benchmark.
+Fits of constants have no near-copies: `judged_by_splits` leaves out masks of their rows in turn (`held_out_by`).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from conf.errors import UsageError
 from featurize.device.device_spec import plain_device
 from learn.estimators.protocol import OF_CONFIGS, PREFERRED, Estimator, Prediction, make_estimator
-from learn.judging.scores import Figures, Scored, described, figures_of, given_of, has_relative, mean, median, p90
+from learn.judging.scores import Figures, Scored, described, errors_of, figures_of, given_of, has_relative
 from learn.rows.data import MIN_GROUPS, Bins, Rows
 from learn.rows.step_store import StepStore
 
 TEST = "held-out test"
 PUBLISHED = "published"  # name of the classes that a benchmark has, too
 CV_FOLDS = 3
+LEARNED_FROM = "learned from"  # which rows are judged: those that were fitted on
+Fitted = TypeVar("Fitted")
 
 
 @dataclass(frozen=True)
@@ -160,9 +166,7 @@ def metrics_of(scored: Sequence[Scored], figures: Figures, space: str) -> dict[s
     """
     pairs = [(row.label, row.estimate) for row in scored if row.label is not None and row.estimate is not None]
     label, estimate = np.array(pairs, dtype=float).reshape(-1, 2).T
-    usable = has_relative(label, space)
-    absolute = np.abs(estimate - label)
-    relative = absolute[usable] / label[usable]
+    relative, absolute = (errors_of(label, estimate, space, relative=kind) for kind in (True, False))
     classes, bound = figures.classes[PUBLISHED], figures.bound
     return {
         "n": len(scored),
@@ -171,13 +175,13 @@ def metrics_of(scored: Sequence[Scored], figures: Figures, space: str) -> dict[s
         "macro_f1": classes.macro_f1,
         "recall": classes.recall,
         "support": classes.support,
-        "n_relative": int(usable.sum()),
-        "mean_relative_error": mean(relative),
-        "median_relative_error": median(relative),
-        "p90_relative_error": p90(relative),
-        "mean_absolute_error": mean(absolute),
-        "p90_absolute_error": p90(absolute),
-        "underestimates": figures.raw.under,
+        "n_relative": int(has_relative(label, space).sum()),
+        "mean_relative_error": relative.mean,
+        "median_relative_error": relative.median,
+        "p90_relative_error": relative.p90,
+        "mean_absolute_error": absolute.mean,
+        "p90_absolute_error": absolute.p90,
+        "underestimates": absolute.under,
         "coverage": None if bound is None else bound.coverage,
         "bound_excess": None if bound is None else bound.excess,
     }
@@ -333,3 +337,58 @@ def require_groups(rows: Rows, least: int, asker: str) -> None:
             f"the {len(rows)} rows of target={rows.target.name} are near-copies of {groups} configurations; {asker} "
             f"takes at least {least} different ones"
         )
+
+
+def held_out_by(labels: np.ndarray, folds: int | None = None) -> list[np.ndarray]:
+    """Return the mask of what is left out: each label in turn, or this many parts of labels that stay together."""
+    if folds is None:
+        return [labels == label for label in np.unique(labels)]
+    part = np.array([zlib.crc32(str(label).encode()) % folds for label in labels])
+    return [part == fold for fold in range(folds)]
+
+
+def left_out_errors(
+    known: np.ndarray, masks: Iterable[np.ndarray], errors_without: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Return each row's errors from a fit without it, as `known` is shaped; NaN where no such fit is possible.
+
+    Args:
+        known: Errors of the fit on all rows, (rows, ...).
+        masks: Masks of the rows that are left out in turn.
+        errors_without: Mask of what is left out -> errors of all rows, fitted on the others.
+    """
+    errors = np.full_like(known, np.nan)
+    for mask in masks:
+        if mask.any() and not mask.all():
+            errors[mask] = errors_without(mask)[mask]
+    return errors
+
+
+def judged_by_splits(
+    fitted: Callable[[np.ndarray], Fitted],
+    errors_by: Callable[[Fitted], np.ndarray],
+    splits: Mapping[str, Collection[np.ndarray]],
+    progress: Callable[[str, int, int], None] = lambda _text, _done, _of: None,
+    label: str = "fitting",
+) -> tuple[Fitted, dict[str, np.ndarray]]:
+    """Return the fit on all rows, and how far each row is off by it (`LEARNED_FROM`) and by fits without the row.
+
+    Args:
+        fitted: Fits to the rows of a mask, (rows,).
+        errors_by: Errors of all rows by a fit, (rows, ...).
+        splits: Title -> masks of the rows that are left out in turn; at least one of them all.
+        progress: Called before each fit with a text, the number of fits done and their total.
+        label: How the text begins.
+    """
+    fits, total = itertools.count(), 1 + sum(map(len, splits.values()))
+
+    def errors_without(split: str, mask: np.ndarray) -> np.ndarray:
+        progress(f"{label}, {split}", next(fits), total)
+        return errors_by(fitted(~mask))
+
+    progress(label, next(fits), total)
+    learned = fitted(np.ones_like(next(itertools.chain.from_iterable(splits.values()))))
+    errors = {LEARNED_FROM: errors_by(learned)}
+    for split, masks in splits.items():
+        errors[split] = left_out_errors(errors[LEARNED_FROM], masks, functools.partial(errors_without, split))
+    return learned, errors

@@ -452,9 +452,9 @@ def figures_of(
         answered_ok=len(ok),
         answered_oom=len(answered) - len(ok),
         refusals=dict(Counter(row.reason or "no answer" for row in rows if row.estimate is None).most_common()),
-        raw=_errors(label, estimate, space),
+        raw=errors_of(label, estimate, space),
         constant=constant,
-        shifted=none if learned else _errors(label, estimate + shift, space),
+        shifted=none if learned else errors_of(label, estimate + shift, space),
         classes=classes(None),
         classes_shifted={} if learned else classes(shift),
         bound=bound_scores(need[bounded], upper[bounded], oom[bounded], space),
@@ -540,7 +540,7 @@ def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "lo
     return {
         group: (
             len(group_rows),
-            _errors(_values(group_rows, "label"), _values(group_rows, "estimate") + (constant or 0.0), space),
+            errors_of(_values(group_rows, "label"), _values(group_rows, "estimate") + (constant or 0.0), space),
         )
         for group, group_rows in sorted(groups.items())
     }
@@ -612,9 +612,13 @@ def _reliability(rows: Sequence[Scored]) -> dict[str, float]:
     return {f"{q:g}": float((~exceeds(label, table[:, k])).mean()) for k, q in enumerate(RELIABILITY)}
 
 
-def _errors(label: np.ndarray, estimate: np.ndarray, space: str) -> Errors:
+def errors_of(label: np.ndarray, estimate: np.ndarray, space: str, *, relative: bool | None = None) -> Errors:
+    """Return the errors of estimates, (n,), relative or absolute; `relative` None: as the target's space has them.
+
+    Relative ones leave labels out that are too small for one.
+    """
     errors = np.abs(estimate - label)
-    if space != "ratio":
+    if space != "ratio" if relative is None else relative:
         usable = has_relative(label, space)
         errors = errors[usable] / label[usable]
     return Errors(mean=mean(errors), median=median(errors), p90=p90(errors), under=mean(exceeds(label, estimate)))

@@ -9,8 +9,9 @@ import pytest
 from featurize.device.device_spec import load_device
 from featurize.timing.calls import FP32, TENSOR, as_calls, product, stream
 from featurize.timing.times import clock_ghz
-from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit, left_out_errors
+from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
 from learn.fitting.kernel_formulas import FORMULAS, TilesAndWaves, roofline_by_kind, wave_scaling
+from learn.judging.evaluate import left_out_errors
 
 V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
 MIB = 2**20

@@ -13,7 +13,7 @@ from featurize.families import timm
 from featurize.nets import vision
 from featurize.recording.skeleton import build_on_meta
 from featurize.training.training_step import cross_entropy
-from learn.fitting.published_jobs import KNOWN_MODELS, config_of, known_workload, workload_of
+from learn.fitting.published_jobs import KNOWN_MODELS, case_of, config_of, known_workload
 from warehouse.exchange.published import PublishedRow
 
 needs = {
@@ -55,9 +55,14 @@ def step_on_meta(workload):
     return model, inputs
 
 
+def workload_of(published):
+    return case_of(published, "A100-SXM4-40GB").job
+
+
 def test_a_configurations_workload_is_its_family():
     workload = workload_of(row(family="cnn", config=DENSE, batch_size=2))
     assert workload.config == config_of(row(family="cnn", config=DENSE)) and workload.batch_size == 2
+    assert workload.training_loop
 
 
 HEADS = {
@@ -101,7 +106,7 @@ def test_rows_without_a_job_say_why(ask, values, message):
 def test_a_timm_model_trains_on_images_of_its_own_size(name):
     workload = workload_of(timm_row(name))
     model, (images,) = step_on_meta(workload)
-    assert workload.name == name and workload.training_loop and workload.settings.optimizer == "momentum"
+    assert workload.config.model == name and workload.training_loop and workload.settings.optimizer == "momentum"
     assert images.shape == (4, *model.default_cfg["input_size"])
     assert all(p.is_meta and (p.grad is None or p.grad.is_meta) for p in model.parameters())
 
@@ -109,7 +114,7 @@ def test_a_timm_model_trains_on_images_of_its_own_size(name):
 @needs["timm"]
 def test_a_model_that_timm_does_not_have_is_told_with_the_release():
     with pytest.raises(UsageError, match=r"timm [\d.]+\S* has no model 'resnet_of_tomorrow'"):
-        workload_of(timm_row("resnet_of_tomorrow"))
+        workload_of(timm_row("resnet_of_tomorrow")).batch("meta")
 
 
 @pytest.mark.spread(3)
@@ -129,7 +134,7 @@ def test_a_library_that_is_missing_is_told_with_how_to_get_it(monkeypatch):
     timm.defaults.cache_clear()
     monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"timm is not installed.*pip install --no-deps timm"):
-        workload_of(timm_row("resnet10t"))
+        workload_of(timm_row("resnet10t")).batch("meta")
 
 
 @pytest.mark.slow
