@@ -1,4 +1,4 @@
-"""What stands around a command that is tested: processes that wait, notes that come late, disks of a few MiB."""
+"""Surroundings of a command that is tested: processes that wait, notes that come late, disks of a few MiB."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def run_id_of(job_id: str, task_index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunAlone:
-    """What is kept of a member's run alone. Figures are None where the run has none."""
+    """Figures that are kept of a member's run alone. They are None where the run has none."""
 
     run_id: str
     status: str

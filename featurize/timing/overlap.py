@@ -120,17 +120,17 @@ class SimulatedStep:
 
     @property
     def step_time_upper_ms(self) -> float:
-        """What 90 of 100 measured steps stay below."""
+        """Bound that 90 of 100 measured steps stay below."""
         return self.timed.upper_ms() + self.communication.waits_ms
 
     @property
     def bound_by(self) -> str:
-        """What takes the longest: `gpu`, `host`, `input` or `communication`."""
+        """Return the name of what takes the longest: `gpu`, `host`, `input` or `communication`."""
         return "communication" if self.communication.exposed_ms > self.timed.step_time_ms else self.timed.bound_by
 
     @property
     def activity(self) -> StepActivity:
-        """What the step keeps busy; while a rank waits for others, the GPU's units are taken to be idle."""
+        """Return how busy the step keeps the GPU. Its units are taken to be idle while a rank waits for others."""
         if not self.communication.waits_ms:
             return self.timed.activity
         share = self.timed.step_time_ms / self.step_time_ms
