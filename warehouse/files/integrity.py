@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -17,12 +18,12 @@ from typing import Any
 
 from conf.errors import CommandError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
-from conf.plain_text import first_line
+from conf.plain_text import first_line, print_lines
 from warehouse.files.counting import Unreadable, lost_line, lost_merged_files, unlisted_problem, unproven_sources
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
 from warehouse.files.folder import DataFolder, recorded_checksum
 from warehouse.files.merged import Listing, read_listings
-from warehouse.files.plain_file import is_out_of_descriptors
+from warehouse.files.plain_file import is_out_of_descriptors, patiently
 from warehouse.files.presence import Presence, compare, queue_problem
 from warehouse.files.snapshots import MANIFEST, read_manifest
 from warehouse.tables.schema import KINDS
@@ -109,9 +110,10 @@ def examine(folder: DataFolder, *, workers: int | None = None, progress: Progres
         report.presence = compare(folder)
     except sqlite3.Error:
         pass  # the queue is damaged, as said
-    except OSError:
-        if not report.damaged:  # else the file is named
+    except OSError as error:
+        if not report.damaged:
             raise
+        print_lines([f"warning: the queue is not compared with the runs: {error}"], sys.stderr)
     report.damaged.sort(key=lambda file: file.path)
     return report
 
@@ -132,21 +134,18 @@ def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
             report.damaged.append(DamagedFile(check.path, check.problem))
 
 
-def _verify_parquet(paths: Sequence[Path], looks: int = 2) -> list[_Verified]:
+def _verify_parquet(paths: Sequence[Path]) -> list[_Verified]:
     """Verify files; an error of the disk has to be there at each look."""
     verified: list[_Verified] = []
     for path in paths:
         try:
-            verified.append(_Verified(path, *file_problem(path)))
+            verified.append(_Verified(path, *patiently(partial(file_problem, path))))
         except FileNotFoundError:
             continue
         except OSError as error:
             if is_out_of_descriptors(error):
                 raise
-            if looks > 1:
-                verified += _verify_parquet([path], looks - 1)
-            else:
-                verified.append(_Verified(path, False, error.strerror or str(error)))
+            verified.append(_Verified(path, False, error.strerror or str(error)))
     return verified
 
 
