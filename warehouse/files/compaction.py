@@ -252,9 +252,11 @@ def _merge_groups(
         is_merged = is_merged_name(path.name)
         try:
             status = path.stat()
-        except FileNotFoundError:
+        except OSError as error:
             if path.is_symlink():
                 unreadable(path, NoPlainFile("it is a link to a file that does not exist"))
+            elif not isinstance(error, FileNotFoundError):
+                raise
             continue
         if not stat.S_ISREG(status.st_mode):
             unreadable(path, NoPlainFile("it is not a plain file"))

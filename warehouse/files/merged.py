@@ -375,5 +375,7 @@ def _remember_intact(path: Path, read: Callable[[], T], part: Hashable, nothing:
 
     try:
         return remember(path, read_intact, part, memory)
-    except FileNotFoundError:
+    except OSError as error:  # also of a link to itself
+        if is_passing(error):
+            raise
         return nothing
