@@ -185,8 +185,8 @@ def test_a_long_error_of_a_rank_in_any_characters_keeps_status_and_type():
 
 
 def test_each_of_several_reports_that_a_rank_sends_at_once_is_taken_as_that_ranks():
-    said = b'{"event":"built","parameters":7}\n{"event":"step","rank":0}\n{"event":"failed"}\n'
-    heard = heard_where_the_second_rank(lambda channel: channel.sendall(said))
+    lines = b'{"event":"built","parameters":7}\n{"event":"step","rank":0}\n{"event":"failed"}\n'
+    heard = heard_where_the_second_rank(lambda channel: channel.sendall(lines))
     assert heard == [("step", {"rank": 1}), ("failed", {"rank": 1})]
 
 
