@@ -120,7 +120,7 @@ class TrialConfig:
             problems.append(f"parallel cannot be {shown(self.parallel)}: {rule}")
         return problems
 
-    @functools.cached_property
+    @property
     def layout(self) -> Parallel | None:
         """How the trial is spread over GPUs; None: it runs on one."""
         return parse_parallel(self.parallel)

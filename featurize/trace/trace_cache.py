@@ -237,11 +237,12 @@ def _stamp(path: str) -> tuple[str, int, int]:
 
 
 def _content(value: Tensor) -> bytes:
-    """Return a tensor's values as bytes. Raises `PicklingError` where its memory was given back."""
-    if is_freed(value):
+    """Return a tensor's values as bytes. Raises `PicklingError` where it has no memory, as zeros of autograd, or where
+    its memory was given back."""
+    is_plain = type(value) in (Tensor, nn.Parameter)
+    if is_freed(value) or (is_plain and value.is_cpu and value.numel() and not value.data_ptr()):
         raise PicklingError
-    is_laid_out = value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg())
-    if is_laid_out and type(value) in (Tensor, nn.Parameter):
+    if is_plain and value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
         return ctypes.string_at(value.data_ptr(), value.nbytes)
     held = value.detach().cpu()  # copied below: a storage that NumPy shares can no longer be resized
     return (held.float() if held.dtype in _NOT_OF_NUMPY else held.clone()).numpy().tobytes()

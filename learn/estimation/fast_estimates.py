@@ -197,7 +197,7 @@ def _problem(models: ConfigModels | None, config: TrialConfig, device: DeviceSpe
         return f"method=fast knows one GPU, and the config has parallel={config.parallel}"
     if models is None:
         if not (DEFAULT_MODELS / "fast").is_dir():
-            raise EnvironmentProblem("no models of method=fast are here: learn.estimation.fast_estimates makes them")
+            raise EnvironmentProblem("no models of method=fast are here: python -m learn.build_defaults makes them")
         advice = f"python -m learn.fit estimator={OF_CONFIGS} fits one"
         return f"method=fast has no model of the family {config.family}: {advice}"
     if config.optimizer not in FITTED_OPTIMIZERS:

@@ -10,12 +10,11 @@ from learn_rows import make_configs, write_runs
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.configs.dimensions import own_space
-from featurize.configs.draws import sample_range
 from featurize.device.device_spec import load_device
 from featurize.families import cnn, layers_of, mlp, timm, transformer
 from featurize.job.layers import totals
 from learn import estimate, estimate_many
+from learn.build_defaults import drawn_cases
 
 A100 = load_device("A100-SXM4-40GB")
 STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights
@@ -54,12 +53,8 @@ FIGURES = ("peak_memory_mib", "upper_mib", "smact", "smocc", "drama", "step_time
 
 
 def sampled_configs(n, seed):
-    """Configs of each family's own space."""
-    return [
-        config
-        for family in ("cnn", "mlp", "transformer")
-        for config in sample_range(own_space(family), seed, 0, n // 3)
-    ]
+    """Configs of the spaces that the models are fitted on, each family's own and wider ones."""
+    return [case.config for case in drawn_cases(n, seed)]
 
 
 @pytest.fixture(autouse=True)
