@@ -76,8 +76,7 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
             raise EnvironmentProblem(f"a compaction is at work on data={folder.root}; repair it when that is done")
         report = RepairReport()
         examined = examine(folder, progress=progress)
-        # Listings last: one whose merged file is damaged as well went aside with that.
-        for file in sorted(examined.damaged, key=lambda file: file.path.is_relative_to(folder.root / "compactions")):
+        for file in examined.damaged:
             _mend_file(folder, file, report)
         for _, listing in examined.lost:
             _aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)

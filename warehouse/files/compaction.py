@@ -186,14 +186,14 @@ def compact(
 
 
 @contextlib.contextmanager
-def _passing(report: CompactionReport, what: str) -> Iterator[None]:
-    """Report an error that may pass, and leave `what` to the next compaction: a kill there would be safe too."""
+def _passing(report: CompactionReport, part: str) -> Iterator[None]:
+    """Report an error that may pass, and leave `part` to the next compaction: a kill there would be safe too."""
     try:
         yield
     except OSError as error:
         if not is_passing(error):
             raise
-        report.problems.append(f"{what}: not compacted now: {error}")
+        report.problems.append(f"{part}: not compacted now: {error}")
 
 
 def _merge_family(work: Compaction, kind: str, family: str) -> None:
