@@ -6,11 +6,15 @@ Start reading at `CommandError`.
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterable, Iterator
 
 from conf.plain_text import shown
 
 __all__ = ["CommandError", "EnvironmentProblem", "UsageError", "kept_from_exit", "shown", "unknown_name"]
+
+# Of this process, machine or disk, and not of what a file holds: they may be gone at the next look.
+PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT)
 
 
 class CommandError(Exception):

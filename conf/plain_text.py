@@ -39,8 +39,8 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `text` in one line: as `printable`, with line feeds escaped too."""
-    return printable(text).replace("\n", "\\n")
+    """Return `text` in one line: as `printable`, with tabs and line feeds escaped too."""
+    return printable(text.replace("\t", "\\t")).replace("\n", "\\n")
 
 
 def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from conf.cli.command_line import EXIT_INTERRUPTED, EXIT_TEMPORARY, command
 from conf.cli.settings import built
 from conf.errors import CommandError, UsageError
-from conf.plain_text import error_line
+from conf.plain_text import error_line, print_lines
 from farm.dispatch.monitoring import Service
 from farm.dispatch.working import EXIT_ALL_FAILED
 from farm.nights.cycle import Left, NightWork, begin_cycle, message_of, notify
@@ -85,7 +85,7 @@ def _night(
             machine, headline = machine_of(settings.device, settings.cluster, cycles)
             cycle = begin_cycle(folder, journal, settings, machine)
             headline += f"\ncycle {cycle.name}: {_budget(settings)}, policy {settings.policy}"
-    print(headline)
+    print_lines(headline.split("\n"))
     return NightWork(folder, queue, journal, settings, machine, service, cycle, status, status.say)
 
 
@@ -165,7 +165,7 @@ def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> Grow
     except (UsageError, TypeError, ValueError, KeyError, AttributeError) as error:
         reason = f"it was begun by another version, with settings that are unknown here: {error}"
         journal.end(cycle.name, "failed", reason)
-        print(f"cycle {cycle.name} is given up: {reason}", file=sys.stderr)
+        print_lines([f"cycle {cycle.name} is given up: {reason}"], sys.stderr)
         return None
     return dataclasses.replace(settings, device=device)
 
@@ -258,7 +258,7 @@ class _StatusLine:
     def say(self, line: str) -> None:
         """Print a permanent line."""
         self.close()
-        print(line)
+        print_lines([line])
 
     def close(self) -> None:
         """Take the line off the screen; the next activity shows it again."""

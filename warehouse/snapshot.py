@@ -40,7 +40,7 @@ def entry(settings: SnapshotSettings) -> int:
     """Take a snapshot, list them, or verify some. Return 1 if one is damaged."""
     folder = DataFolder.resolve(settings.data).open()
     if settings.list:
-        print("\n".join(snapshot.line() for snapshot in snapshots(folder)) or "no snapshots yet")
+        print_lines([snapshot.line() for snapshot in snapshots(folder)] or ["no snapshots yet"])
         return 0
     if settings.verify is not None:
         chosen = snapshots(folder) if settings.verify == ALL else [find_snapshot(folder, settings.verify)]
@@ -51,7 +51,7 @@ def entry(settings: SnapshotSettings) -> int:
             state = "; ".join(problems) or f"{len(snapshot.files):,} files are as they were"
             print_lines([f"{snapshot.name}: {state}"])
         return 1 if damaged else 0
-    print(take_snapshot(folder, settings.name, tell=print).line())
+    print_lines([take_snapshot(folder, settings.name, tell=print).line()])
     return 0
 
 

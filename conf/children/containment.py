@@ -27,7 +27,6 @@ from typing import NoReturn
 from conf.files.identity import alive
 
 _GROUP_PREFIX = "gpufarm-"
-_MOUNTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")  # the latter beside control groups of version 1
 _END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LOOK_PERIOD_NS = 1_000_000_000
@@ -74,7 +73,7 @@ def die_with_parent(parent: int) -> None:
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, zombies included; none if the process is gone."""
-    if not _lists_children():
+    if not lists_children():
         return _children_by_parent()[pid]
     children: list[int] = []
     with contextlib.suppress(OSError):
@@ -88,7 +87,7 @@ def children_of(pid: int) -> list[int]:
 
 
 @functools.cache
-def _lists_children() -> bool:
+def lists_children() -> bool:
     """Return whether the kernel lists each thread's children (CONFIG_PROC_CHILDREN).
 
     Without that list the whole process table is read, which takes milliseconds in place of microseconds.
@@ -99,7 +98,7 @@ def _lists_children() -> bool:
 def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
     """Return all descendants of a process, without `spared` and their descendants."""
     # Without the lists, one reading of the table is enough for all.
-    children = children_of if _lists_children() else _children_by_parent().__getitem__
+    children = children_of if lists_children() else _children_by_parent().__getitem__
     below: dict[int, None] = {}
     todo = [pid]
     while todo:
@@ -242,10 +241,16 @@ def line_of(path: str, name: str) -> str | None:
 
 
 def _own_group() -> Path | None:
-    """Return this process's control group of version 2; None if its file system is not mounted where it usually is."""
+    """Return this process's control group of version 2; None if no such file system is mounted that shows it."""
     inside = line_of("/proc/self/cgroup", "0::")
-    groups = [Path(f"{mount}/{inside}") for mount in _MOUNTS if inside]
-    return next((group for group in groups if (group / "cgroup.procs").exists()), None)
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", errors="replace") as mounts:
+        for fields, _, kind in (line.partition(" - ") for line in mounts):
+            if inside and kind.startswith("cgroup2 "):
+                root, mounted_on = fields.split()[3:5]  # the mount may show a subtree only
+                relative = os.path.relpath(inside, root)
+                if not relative.startswith(".."):
+                    return Path(mounted_on, relative)
+    return None
 
 
 def resident_bytes(pids: Iterable[int]) -> dict[int, int]:

@@ -28,7 +28,6 @@ import os
 import pkgutil
 import runpy
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -279,13 +278,22 @@ def _kill_session(child: int) -> None:
 
 
 def _delete(folder: str) -> None:
-    """Delete a folder with its contents, also with folders in it that may not be written to. Follows no link."""
-    for parent, names, _ in os.walk(folder):
-        for path in (os.path.join(parent, name) for name in names):
-            if not os.path.islink(path):
-                with contextlib.suppress(OSError):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete a folder with its contents, also with folders in it that may not be written to. Follows no link.
+
+    Unlike `shutil.rmtree` it holds no descriptor for each level: a child may nest folders more deeply than files may be
+    open.
+    """
+    paths, todo = [], [folder]
+    while todo:
+        paths.append(path := todo.pop())
+        if os.path.isdir(path) and not os.path.islink(path):
+            with contextlib.suppress(OSError):
+                os.chmod(path, 0o700)
+            with contextlib.suppress(OSError):
+                todo += [os.path.join(path, name) for name in os.listdir(path)]
+    for path in reversed(paths):
+        with contextlib.suppress(OSError):
+            (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
 
 
 PACKET_BYTES = 1 << 20

@@ -56,7 +56,7 @@ class Child:
             return False
         self.line.close()
         if self.ended is None or (self.ended.code is None and self.ended.limit is None and not self._unwanted):
-            raise ServerLost("its keeper was killed")
+            raise ServerLost("a child process was lost: its keeper was killed")
         return True
 
     def wait(self, timeout_s: float | None = None) -> Ended:

@@ -34,7 +34,7 @@ from conf.cli.overrides import (
     parsed,
 )
 from conf.cli.settings import groups_of
-from conf.errors import CommandError, EnvironmentProblem, UsageError, shown
+from conf.errors import PASSING_ERRNOS, CommandError, EnvironmentProblem, UsageError, shown
 from conf.plain_text import one_line, printable, truncated
 
 if TYPE_CHECKING:
@@ -62,11 +62,9 @@ _ENVIRONMENT_ERRNOS = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.EFBIG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.EIO,
     errno.ENXIO,
     errno.ENODEV,
+    *PASSING_ERRNOS,
 }
 
 

@@ -61,6 +61,7 @@ OWN_FILES = ("format.json", "queue.sqlite", "service.sqlite", "warehouse.duckdb"
 
 TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
 _ABANDONED_AFTER_S = 86_400.0
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 _LINKS = 40  # as many as the kernel follows
@@ -345,8 +346,8 @@ def new_folder(path: Path, *, of_links: bool = False) -> Iterator[Path]:
 
 
 def _name_file(error: BaseException, path: Path) -> None:
-    """Add the path to an error of writing, which does not say what it writes."""
-    if isinstance(error, OSError) and error.filename is None:
+    """Add the path to an error that only writing has, and that does not say what is written."""
+    if isinstance(error, OSError) and error.errno in _OF_WRITING and error.filename is None:
         error.filename = str(path)
 
 

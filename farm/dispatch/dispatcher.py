@@ -30,9 +30,11 @@ from farm.dispatch.ray_executor import RayExecutor
 from farm.dispatch.submitted_code import SubmittedCode
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
+from farm.queue.queue_file import QueueError
 from farm.queue.queue_values import RunDoubt, UnreadableTask, device_from_key
 from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
 from warehouse.files.folder import DataFolder
+from warehouse.files.plain_file import is_passing
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import JSON_COLUMNS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA, Run
 from workers.devices import DeviceChoice
@@ -46,6 +48,7 @@ LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
 _WAIT_S = 0.2
 _REFUSED_AT_ONCE = 20  # tasks that land as refused before the dispatcher looks after its workers again
+_LAND_WITHIN_S = 60.0  # where landing fails with an error that may pass
 _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up to 120 s, ending a trial up to 30 s
 
 
@@ -104,6 +107,8 @@ class Dispatcher:
         self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; what cannot be read is about to land
         self._upcoming: dict[str, Task] = {}  # worker -> what it gets next, leased already so that it can prepare
         self._alone = RunsAlone()
+        # What has come back, and until when (by `steady`) it is tried to land after a first failure.
+        self._returned: list[tuple[Completion, float | None]] = []
         self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back, by `steady`
         self._renewed_at = steady()
 
@@ -121,14 +126,14 @@ class Dispatcher:
             while True:
                 if not stop.requested:
                     self._hand_out()
-                if not self._executor.running() and (stop.requested or not self._waits_for_work()):
+                is_busy = self._returned or self._executor.running()
+                if not is_busy and (stop.requested or not self._waits_for_work()):
                     return not stop.requested
                 completions = self._executor.wait(_WAIT_S)
                 self._renew()  # first: what has just come back must not be handed out again because its lease ran out
                 if completions and not stop.requested:
                     self._hand_out()  # before the runs are landed, so that their workers do not stand idle
-                for completion in completions:
-                    self._land(completion)
+                self._land_returned(completions)
                 self._restart_stuck_workers()
                 for notice in self._executor.notices():
                     events.emit("notice", message=notice)
@@ -218,6 +223,21 @@ class Dispatcher:
     def _waits_for_work(self) -> bool:
         """Return whether tasks of this device are left that become due later (backoff)."""
         return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
+
+    def _land_returned(self, completions: Iterable[Completion]) -> None:
+        """Land what has come back, now or before. What an error that may pass keeps from it waits for the next turn."""
+        self._returned += ((completion, None) for completion in completions)
+        returned, self._returned = self._returned, []
+        for completion, until_s in returned:
+            try:
+                self._land(completion)
+            except OSError as error:
+                now_s = self._steady()
+                if not is_passing(error) or isinstance(error, QueueError) or now_s > (until_s or now_s):
+                    raise
+                if until_s is None:
+                    self._progress.say(f"{completion.task.run_id} cannot land now, and is kept: {error}")
+                self._returned.append((completion, until_s or now_s + _LAND_WITHIN_S))
 
     def _land(self, completion: Completion) -> None:
         task = self._leased.get(completion.task.run_id)

@@ -99,8 +99,11 @@ class _Seat:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A task that waits for as many GPUs of a node as it has ranks. The idle worker that was asked takes no other task
-    meanwhile, so that no more tasks wait than there are workers."""
+    """A task that waits for as many GPUs of a node as it has ranks.
+
+    The idle worker that was asked, empty if there was none, takes no other task meanwhile, so that no more tasks wait
+    than there are workers.
+    """
 
     name: str
     node: RayNode
@@ -354,7 +357,7 @@ class RayExecutor:
         near = next((seat.node for seat in idle if self._gpus[seat.node.node_id] >= gpus), None)
         node = near or max(self._watch.nodes.values(), key=lambda node: self._gpus[node.node_id])
         self._added += 1
-        asked = next((seat.name for seat in idle), worker)
+        asked = next((seat.name for seat in idle), "")
         self._waiting.append(_Waiting(f"waiting-{self._added}", node, task, asked))
         self._make_room(node)
 

@@ -65,10 +65,9 @@ def work(
         try:
             is_held = _take_lock(held, folder, stop, service, wait)
         except DispatcherBusy as busy:
-            print(
-                f"{busy}. This job is queued: that dispatcher runs it if it is for the same device, "
-                f"otherwise `python -m farm.work` does, when it has ended. {follow_hint(folder, job_id)}"
-            )
+            hint = follow_hint(folder, job_id)
+            also = "that dispatcher runs it if it is for the same device, otherwise `python -m farm.work` does"
+            print_lines([f"{busy}. This job is queued: {also}, when it has ended. {hint}"])
             return 0
         try:
             if is_held:
@@ -99,7 +98,7 @@ def work(
 def _report_failures(failures: Sequence[FailedJob], service: Service) -> None:
     for failure in failures:
         service.events.emit("job_failed", job=failure.job_id, message=str(failure))
-        print(f"error: {failure}", file=sys.stderr)
+        print_lines([f"error: {failure}"], sys.stderr)
 
 
 def run_job(
@@ -148,7 +147,7 @@ def _take_lock(
                 raise
             if not announced:
                 service.events.emit("standby", message=str(busy))
-                print(f"{busy}; waiting until it has ended")
+                print_lines([f"{busy}; waiting until it has ended"])
                 announced = True
         else:
             held.callback(setattr, service.pulse, "holds_lock", False)
@@ -258,7 +257,11 @@ def _compact(folder: DataFolder, service: Service) -> None:
     from warehouse.files.compaction import compact
 
     service.pulse.beat("compacting")
-    print_lines((f"warning: {problem}" for problem in compact(folder).problems), sys.stderr)
+    try:
+        problems = compact(folder).problems
+    except OSError as error:
+        problems = [f"not all is compacted: {error}"]
+    print_lines((f"warning: {problem}" for problem in problems), sys.stderr)
 
 
 def _summary(folder: DataFolder, queue: Queue, job_id: str) -> None:

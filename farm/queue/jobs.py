@@ -62,7 +62,10 @@ _TASKS = (  # INDEXED BY: without statistics SQLite takes the primary key, and r
     "JOIN jobs ON seq = job_seq "
 )
 # Of one job (?1), of one device (?2), or of all. A range, for which SQLite looks one job up instead of reading all.
-_OF = "seq BETWEEN coalesce(?1, 1) AND coalesce(?1, 9223372036854775807) AND (?2 IS NULL OR device = ?2)"
+_OF = (
+    "seq BETWEEN coalesce(?1, -9223372036854775808) AND coalesce(?1, 9223372036854775807) "
+    "AND (?2 IS NULL OR device = ?2)"
+)
 
 
 class Queue:

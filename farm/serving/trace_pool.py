@@ -207,6 +207,8 @@ def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     answers = {"estimate": _estimate, "fit": _fit, "plan": _plan}
     try:
         return {"answer": scrubber.values(answers[question["kind"]](question, limits))}
+    except ServerLost:  # no fault of the job: without an answer it is asked again
+        raise
     except CommandError as error:
         return {"problem": scrubber.text(str(error))}
     except MemoryError:

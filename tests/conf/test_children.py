@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
-from conf.children import running
+from conf.children import containment, running
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner, ChildServer, ServerLost
 from conf.errors import EnvironmentProblem
@@ -106,6 +107,37 @@ def test_a_folder_that_may_not_be_written_to_is_deleted_and_a_link_is_not_follow
     assert (tmp_path / "kept").exists()
 
 
+def test_a_folder_is_deleted_that_is_nested_more_deeply_than_files_may_be_open(base):
+    code = (
+        "import os, resource, sys\nresource.prlimit(int(sys.argv[1]), resource.RLIMIT_NOFILE, (40, 40))\n"
+        "os.chdir(os.environ['TMPDIR'])\nfor _ in range(80):\n    os.mkdir('d')\n    os.chdir('d')\n"
+    )
+    with contextlib.closing(running.local_server("")) as server:
+        (base / "program.py").write_text(code)
+        program = [str(base / "program.py"), str(server.pid)]
+        how = {"has_folder": True}
+        assert server.start("conf.children.keeper:run_program", program, **how).wait().code == 0
+        assert server.start("conf.children.keeper:run_program", program, **how).wait().code == 0
+    (base / "program.py").unlink()
+
+
+@pytest.mark.parametrize(
+    ("inside", "mounts", "group"),
+    [
+        ("/a/b", "1 2 0:3 / /sys/fs/cgroup rw - cgroup2 none rw", "/sys/fs/cgroup/a/b"),
+        ("/a/b", "1 2 0:3 /a /sys/fs/cgroup rw - cgroup2 none rw", "/sys/fs/cgroup/b"),
+        ("/a", "1 2 0:3 /a/b /elsewhere rw - cgroup2 none rw\n4 2 0:5 /a /cg rw - cgroup2 none rw", "/cg"),
+        ("/a", "1 2 0:3 / /sys/fs/cgroup/memory rw - cgroup none rw", None),
+    ],
+)
+def test_the_control_group_is_found_where_it_is_mounted(monkeypatch, tmp_path, inside, mounts, group):
+    (tmp_path / "cgroup").write_text(f"4:memory:/x\n0::{inside}\n")
+    (tmp_path / "mountinfo").write_bytes(b"1 2 0:3 / /mnt/\xff rw - ext4 none rw\n" + mounts.encode() + b"\n")
+    own = {f"/proc/self/{name}": tmp_path / name for name in ("cgroup", "mountinfo")}
+    monkeypatch.setattr(containment, "open", lambda path, **how: own[path].open(**how), raising=False)
+    assert containment._own_group() == (None if group is None else Path(group))
+
+
 def test_other_children_of_the_caller_are_left_alone(base):
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(len(sys.stdin.read()))"], stdin=-1) as other:
         assert run("print('here')").output == "here\n"
@@ -128,7 +160,7 @@ def test_a_place_without_room_for_a_folder_is_a_problem_of_the_machine(monkeypat
 
 def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too_and_leaves_no_daemon(monkeypatch, tmp_path):
     monkeypatch.setattr(running.tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(EnvironmentProblem, match="its keeper was killed"):
+    with pytest.raises(EnvironmentProblem, match="a child process was lost: its keeper was killed"):
         run(DAEMON + "import signal; os.kill(os.getppid(), signal.SIGKILL)", tmp_path / "daemon")
     assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))
 

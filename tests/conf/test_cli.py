@@ -106,7 +106,7 @@ def test_an_unknown_name_beside_a_list_of_a_search_space_is_reported_alone(capsy
     assert "batch_size:" not in error_text
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ESTALE])
 def test_what_the_machine_refuses_is_one_line_and_not_a_traceback(number, capsys):
     def entry(cfg):
         raise OSError(number, "refused", "/some/where")

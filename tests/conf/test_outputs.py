@@ -1,6 +1,7 @@
 """Files that a user names: plain ones in one step, links followed, devices and pipes as they are, no data's own."""
 
 import contextlib
+import errno
 import importlib
 import os
 import stat
@@ -39,6 +40,14 @@ def test_a_plain_file_appears_whole_with_the_rights_of_the_one_before(place):
     assert target.read_bytes() == b"half" and list(place.iterdir()) == [target]
     write_output(target, b"whole")
     assert target.read_bytes() == b"whole" and stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("error", [OSError("no Parquet file"), OSError(errno.EIO, "Input/output error")])
+def test_an_error_that_is_not_of_writing_is_not_told_of_the_output(place, error):
+    before = str(error)
+    with pytest.raises(OSError) as raised, outputs.replacing(place / "out"):
+        raise error
+    assert str(raised.value) == before and raised.value.filename is None
 
 
 @pytest.mark.parametrize("depth", [1, 3])

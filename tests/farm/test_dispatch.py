@@ -1,6 +1,8 @@
 """The dispatcher with a scripted executor and a clock of its own: what it leases, lands, repeats and gives back."""
 
 import dataclasses
+import errno
+import os
 import sys
 
 import pytest
@@ -343,6 +345,27 @@ def test_when_landing_fails_the_task_is_given_back_without_an_attempt(folder, qu
     assert runs(folder) == []
     work(folder, queue)
     assert runs(folder) == [(0, 1, "ok")]
+
+
+@pytest.mark.parametrize("failures", [3, 1000])
+def test_a_run_that_cannot_land_for_a_moment_is_kept(folder, queue, monkeypatch, failures):
+    submit(queue, 2)
+    left = [OSError(errno.EIO, os.strerror(errno.EIO))] * failures
+
+    def write(self, *arguments, really=RunWriter.write):
+        if left:
+            raise left.pop()
+        return really(self, *arguments)
+
+    monkeypatch.setattr(RunWriter, "write", write)
+    if failures == 1000:
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            work(folder, queue)
+        assert queue.pending() == 2 and runs(folder) == []
+        left.clear()
+    executor, _ = work(folder, queue)
+    assert sorted(executor.handed_out) == [("mlp-00000001", 0, 1), ("mlp-00000001", 1, 1)]
+    assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok")]
 
 
 def test_a_run_that_landed_before_its_dispatcher_died_is_done_and_not_repeated(folder, queue):

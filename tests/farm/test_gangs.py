@@ -134,6 +134,18 @@ def test_no_more_tasks_wait_than_there_are_idle_workers():
     assert lost.task.task_index == 0 and executor.idle() == ["a0"]
 
 
+def test_a_task_that_waits_although_no_worker_was_idle_keeps_none_from_others():
+    executor = RayExecutor(CUDA, ClusterSettings(kind="ray"), {})
+    node = RayNode(node_id="a", host="a", cpus=1, gpus=2)
+    executor._watch = types.SimpleNamespace(nodes={"a": node})
+    executor._gpus.update(a=2)
+    for name in ("a0", "a1"):
+        executor._seats[name] = _Seat(name, None, node, 1, None, "running")
+    executor.submit("a0", task(0, "ddp=2"))
+    executor._seats["a0"].state = "idle"
+    assert executor.idle() == ["a0"] and len(executor.waiting()) == 1
+
+
 @pytest.fixture(scope="module")
 def died(tmp_path_factory):
     return tmp_path_factory.mktemp("workers") / "died"

@@ -443,6 +443,16 @@ def test_one_job_s_counts_cost_the_same_among_many_jobs(queue):
     assert counted("cnn-1") <= alone + 2 and queue.counts("cnn-101").queued == 1
 
 
+@pytest.mark.parametrize("seq", [0, -3])
+def test_a_job_of_any_number_is_leased(queue, seq):
+    """A queue that somebody edited: what `next_device` names has tasks to lease."""
+    submit(queue, "cnn-1", n=1)
+    for table, column in (("jobs", "seq"), ("tasks", "job_seq"), ("configs", "job_seq"), ("tallies", "job_seq")):
+        queue._file._db.execute(f"UPDATE OR REPLACE {table} SET {column} = {seq}")
+    device = queue.next_device()
+    assert len(queue.lease("w", 1, 1000.0, LEASE_S, device=device)) == 1 and queue.pending(device=device) == 1
+
+
 def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
     submit(queue, n=30)
     now = 1000.0

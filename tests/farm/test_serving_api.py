@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from conf.children.running import ServerLost
+from farm.serving import trace_pool
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Problem
 from farm.serving.trace_pool import TraceLimits, _reply
@@ -53,3 +55,12 @@ def test_a_client_runs_nothing_that_a_trusted_module_only_imports(mark, tmp_path
         reply = {"problem": problem.detail}
     assert not mark.exists()
     assert ("answer" in reply) if factory == "build" else ("served_nets" in reply["problem"]), reply
+
+
+def test_a_lost_server_of_children_is_no_fault_of_the_job(monkeypatch):
+    def lost(*_):
+        raise ServerLost("a child process was lost: its keeper was killed")
+
+    monkeypatch.setattr(trace_pool, "_estimate", lost)
+    with pytest.raises(ServerLost):
+        _reply({"kind": "estimate"}, TraceLimits("/data", (), 60, 2**33))

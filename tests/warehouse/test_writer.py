@@ -13,6 +13,7 @@ import pytest
 from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
 
 from warehouse.files import plain_file
+from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.counting import counting_merged_names
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import Listing, land_merged, listing_file, new_merged_name
@@ -268,5 +269,50 @@ def test_a_torn_listing_is_recovered_although_its_merged_file_could_not_be_opene
 
         failing.setattr(plain_file, "open_plain", fail)
         with pytest.raises(OSError, match=os.strerror(code)):
-            counting_merged_names(folder, "runs")
-    assert counting_merged_names(folder, "runs") == {f"family=cnn/{target.name}"}
+            counting_merged_names(folder, "runs", "cnn")
+        assert counting_merged_names(folder, "runs", "mlp") == set()
+    assert counting_merged_names(folder, "runs", "cnn") == {target.name}
+
+
+@pytest.mark.parametrize("how", ["listing", "merged", "listing may not be read", "merged may not be read"])
+def test_a_damaged_merge_keeps_no_run_from_landing_nor_others_from_being_merged(folder, monkeypatch, how, capsys):
+    writer = RunWriter(folder)
+    for index in range(4):
+        writer.write(run_row(index), samples())
+    target = plant(folder, new_merged_name(), "J-000009")
+    path = target if how.startswith("merged") else listing_file(folder, "runs", target.name)
+    if how.endswith("read"):
+
+        def fail(opened, really_open=plain_file.open_plain):
+            if opened == path:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(opened))
+            return really_open(opened)
+
+        monkeypatch.setattr(plain_file, "open_plain", fail)
+    else:
+        path.unlink()
+        path.symlink_to(path.name)  # to itself
+    assert writer.write(run_row(5), samples()).name == "J-000005.parquet"
+    report = compact(folder, now_s=4e9, settings=CompactionSettings(min_files=2))
+    assert len(report.merged) == 2 and sum(report.merged.values()) == 10
+    assert len(capsys.readouterr().err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("part", ["runs", "compactions"])
+def test_a_disk_that_does_not_give_one_family_s_file_leaves_the_others_to_be_merged(folder, monkeypatch, part):
+    writer = RunWriter(folder)
+    for family in ("cnn", "mlp"):
+        for index in range(4):
+            writer.write(run_row(index, family=family), samples())
+    target = plant(folder, new_merged_name(), "J-000009")
+    failing = target if part == "runs" else listing_file(folder, "runs", target.name)
+
+    def fail(opened, really_open=plain_file.open_plain):
+        if opened == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(opened))
+        return really_open(opened)
+
+    monkeypatch.setattr(plain_file, "open_plain", fail)
+    report = compact(folder, now_s=4e9, settings=CompactionSettings(min_files=2))
+    assert {place.split("/")[1] for place in report.merged if place.startswith("runs")} == {"family=mlp"}
+    assert any("of cnn: not compacted now" in problem for problem in report.problems)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 
 import psutil
 import pytest
@@ -11,9 +12,11 @@ from hostile_models import FOR_EVER  # noqa: F401  the trials import it from thi
 from test_hostile_trials import await_gone, hostile
 from test_worker import LONG, InBackground, mlp, task
 
+from conf.plain_text import shortened
 from featurize.device.device_spec import load_device
 from workers.devices import DeviceChoice
 from workers.settings import KernelSettings
+from workers.trial.body import TrialLink, run_ranks
 from workers.trial.reports import BROKEN, ReportReader
 from workers.worker import Worker
 
@@ -144,6 +147,47 @@ def test_a_rank_that_hangs_is_a_timeout(worker):
 def test_kernels_of_ranks_are_not_asked_for_and_the_run_says_so(worker):
     run = worker.run(task(mlp(parallel="ddp=2"), kernels=KernelSettings(steps=1))).run
     assert run.status == "ok" and "not profiled" in run.telemetry_missing["kernels"]
+
+
+class Heard(TrialLink):
+    """A trial's connection that keeps what the trial reports."""
+
+    def __init__(self, channel):
+        super().__init__(channel)
+        self.heard = []
+
+    def report(self, event, **values):
+        self.heard.append((event, values))
+
+    def forward(self, line):
+        self.heard.append((line, {}))
+
+
+def heard_where_the_second_rank(says):
+    def run_rank(place, channel):
+        if place.rank == 1:
+            says(channel)
+        channel.recv(1)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"bye\n")
+        link = Heard(theirs)
+        run_ranks(2, link, run_rank)
+    assert link.heard.pop(0)[0] == "ranks"
+    return link.heard
+
+
+def test_a_long_error_of_a_rank_in_any_characters_keeps_status_and_type():
+    failure = {"status": "oom", "oom_kind": "host", "error_type": "MemoryError", "error": shortened("😀" * 40_000)}
+    heard = heard_where_the_second_rank(lambda channel: TrialLink(channel).report("failed", **failure))
+    assert heard == [("failed", {**failure, "rank": 1})]
+
+
+def test_each_of_several_reports_that_a_rank_sends_at_once_is_taken_as_that_ranks():
+    lines = b'{"event":"built","parameters":7}\n{"event":"step","rank":0}\n{"event":"failed"}\n'
+    heard = heard_where_the_second_rank(lambda channel: channel.sendall(lines))
+    assert heard == [("step", {"rank": 1}), ("failed", {"rank": 1})]
 
 
 RANKS = b'{"event":"ranks","pids":[1,2]}\n'

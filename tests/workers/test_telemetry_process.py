@@ -11,6 +11,7 @@ from recorded_nvml import Clock
 
 from conf.children import containment
 from conf.children.containment import descendants_of
+from workers.telemetry import process
 from workers.telemetry.base import WatchTarget
 from workers.telemetry.process import ProcessSensor
 
@@ -31,6 +32,18 @@ print("up", flush=True)
 sys.stdin.readline()
 subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.3: pass"])
 print("burnt", flush=True)
+sys.stdin.read()
+"""
+LEAVES_A_ZOMBIE = """
+import os, sys, time
+if not os.fork():
+    while time.process_time() < 0.3: pass
+    os._exit(0)
+os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+print("up", flush=True)
+sys.stdin.readline()
+os.wait()
+print("reaped", flush=True)
 sys.stdin.read()
 """
 
@@ -85,6 +98,18 @@ def test_cpu_time_of_reaped_children_counts_once():
         assert sensor.sample()[0].values["cpu_cores"] < 0.1
 
 
+def test_cpu_time_of_a_child_that_waits_to_be_reaped_is_not_counted_anew_when_it_is():
+    with Program(LEAVES_A_ZOMBIE) as program:
+        sensor, clock = watched(program.pid)
+        for _ in range(2):
+            clock.pass_s(1)
+            assert sensor.sample()[0].values["cpu_cores"] < 0.1
+        program.tell()
+        program.expect("reaped")
+        clock.pass_s(1)
+        assert sensor.sample()[0].values["cpu_cores"] < 0.1
+
+
 def test_memory_is_the_trees_and_survives_a_vanishing_child():
     with Program(SPAWNS) as program:
         assert len(descendants_of(program.pid)) == 1
@@ -97,12 +122,26 @@ def test_memory_is_the_trees_and_survives_a_vanishing_child():
         assert descendants_of(program.pid) == []
 
 
-@pytest.mark.skipif(not containment._lists_children(), reason="this kernel does not list a thread's children")
+@pytest.mark.skipif(not containment.lists_children(), reason="this kernel does not list a thread's children")
 def test_tree_is_the_same_without_the_kernels_list_of_children(monkeypatch):
     with Program(SPAWNS) as program:
         listed = descendants_of(program.pid)
-        monkeypatch.setattr(containment, "_lists_children", lambda: False)
+        monkeypatch.setattr(containment, "lists_children", lambda: False)
         assert descendants_of(program.pid) == listed == containment.children_of(program.pid)
+
+
+def test_without_the_kernels_list_the_process_table_is_read_once_a_second(monkeypatch):
+    looks = []
+    monkeypatch.setattr(process, "lists_children", lambda: False)
+    monkeypatch.setattr(process, "descendants_of", lambda pid: looks.append(pid) or [])
+    with Program(WAITS) as program:
+        sensor, clock = watched(program.pid)
+        for _ in range(9):
+            clock.pass_s(0.1)
+            assert sensor.sample()
+        assert len(looks) == 1
+        clock.pass_s(0.2)
+        assert sensor.sample() and len(looks) == 2
 
 
 def test_calls_too_close_for_the_kernels_ticks_give_memory_only():

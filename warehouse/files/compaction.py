@@ -60,7 +60,7 @@ from warehouse.files.merged import (
     new_merged_name,
     read_listings,
 )
-from warehouse.files.plain_file import NoPlainFile, is_shared_by_any, names_in, open_binary, open_lock
+from warehouse.files.plain_file import NoPlainFile, is_passing, is_shared_by_any, names_in, open_binary, open_lock
 from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.schema import KINDS, MERGED_PREFIX, OF_RUNS, TABLES
 
@@ -175,12 +175,25 @@ def compact(
             return report
         # Runs last: which samples and kernels belong to a landed run is read off the files of runs.
         for kind in reversed(KINDS):
-            _delete_replaced(work, kind)
+            with _passing(report, kind):
+                _delete_replaced(work, kind)
             for family in folder.families(kind):
-                settle_unlisted(work, kind, family)
-                _remove_abandoned(folder.partition(kind, family), now_s)
-                _merge_family(work, kind, family)
+                with _passing(report, f"{kind} of {family}"):
+                    settle_unlisted(work, kind, family)
+                    _remove_abandoned(folder.partition(kind, family), now_s)
+                    _merge_family(work, kind, family)
     return report
+
+
+@contextlib.contextmanager
+def _passing(report: CompactionReport, part: str) -> Iterator[None]:
+    """Report an error that may pass, and leave `part` to the next compaction: a kill there would be safe too."""
+    try:
+        yield
+    except OSError as error:
+        if not is_passing(error):
+            raise
+        report.problems.append(f"{part}: not compacted now: {error}")
 
 
 def _merge_family(work: Compaction, kind: str, family: str) -> None:
@@ -228,19 +241,22 @@ def _merge_groups(
     small: list[tuple[int, Path]] = []  # bytes in a merged file, path
     counting = counting_files(folder, kind, family, read_listings(folder, kind, report.damaged))
     run_ids = [path.stem for path in counting if not is_merged_name(path.name)]
-    merged_already = held_ids(folder.partition(kind, family), _merged_names(folder, kind, family), run_ids)
+    merged_already = held_ids(folder.partition(kind, family), counting_merged_names(folder, kind, family), run_ids)
     merged_ids: set[str] = set()
     landed: set[str] = set()
     if kind in OF_RUNS:  # read later, so none is missed
-        landed = held_ids(folder.partition("runs", family), _merged_names(folder, "runs", family), run_ids)
+        counting_runs = counting_merged_names(folder, "runs", family)
+        landed = held_ids(folder.partition("runs", family), counting_runs, run_ids)
         landed |= {name.removesuffix(".parquet") for name in names_in(folder.partition("runs", family))}
     for path in counting:
         is_merged = is_merged_name(path.name)
         try:
             status = path.stat()
-        except FileNotFoundError:
+        except OSError as error:
             if path.is_symlink():
                 unreadable(path, NoPlainFile("it is a link to a file that does not exist"))
+            elif not isinstance(error, FileNotFoundError):
+                raise
             continue
         if not stat.S_ISREG(status.st_mode):
             unreadable(path, NoPlainFile("it is not a plain file"))
@@ -282,12 +298,6 @@ def _merge_groups(
     for group in groups:
         if len(group) >= settings.min_files or (full and group is not groups[-1] and len(group) > 1):
             yield group
-
-
-def _merged_names(folder: DataFolder, kind: str, family: str) -> list[str]:
-    """Return the names of a partition's merged files that count."""
-    names = map(os.path.split, counting_merged_names(folder, kind))
-    return [name for partition, name in names if partition == folder.partition(kind, family).name]
 
 
 def _delete_replaced(work: Compaction, kind: str) -> None:

@@ -85,15 +85,16 @@ def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
-def counting_merged_names(folder: DataFolder, kind: str) -> frozenset[str]:
-    """Return the merged files that count, as `family=F/NAME`: listed, not hidden, existing and intact.
+def counting_merged_names(folder: DataFolder, kind: str, family: str) -> frozenset[str]:
+    """Return the names of a partition's merged files that count: listed, not hidden, existing and intact.
 
-    Raises `OSError` where a file cannot be read now: whoever writes or merges runs would take it for one that is gone.
+    Raises `OSError` where one, or its listing, has an error of the disk or the machine that does not pass at repeated
+    looks: whoever writes or merges runs would take it for one that is gone. Any other error is damage.
     """
     root = folder.root / kind
-    listings = [listing for listing in _find_believed(folder, kind)[0] if (root / listing.merged).exists()]
+    listings = [listing for listing in _find_believed(folder, kind, family)[0] if (root / listing.merged).exists()]
     whole = Judgement.of(listing for listing in listings if _merged_damage(root / listing.merged) is None)
-    return frozenset(whole.listed) - whole.hidden
+    return frozenset(map(os.path.basename, whole.listed.keys() - whole.hidden))
 
 
 def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | None:
@@ -107,9 +108,9 @@ def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | Non
         holding = [name for name in listings if is_merged_name(name) and held_ids(partition, [name], [run_id])]
         if not holding:
             return None
-        counting = counting_merged_names(folder, "runs")
+        counting = counting_merged_names(folder, "runs", family)
         for name in holding:
-            if f"{partition.name}/{name}" in counting:
+            if name in counting:
                 return partition / name
         if listings == names_in(folder.listings("runs")):
             return None
@@ -170,25 +171,29 @@ def _merged_damage(path: Path) -> str | None:
         return None
 
 
-def _find_believed(folder: DataFolder, kind: str) -> tuple[list[Listing], list[DamagedListing]]:
-    """Return the valid listings, and damaged ones whose merged file exists but cannot replace them.
+def _find_believed(
+    folder: DataFolder, kind: str, family: str | None = None
+) -> tuple[list[Listing], list[DamagedListing]]:
+    """Return the valid listings, of `family` or of all, and damaged ones whose merged file exists but cannot replace
+    them.
 
     Their content is read once while they stay the same. What they hide is judged again, as files come and go. Raises
     `OSError` where a listing and its merged file cannot be read now.
     """
     lost: list[DamagedListing] = []
+    partition = None if family is None else folder.partition(kind, family)
 
     def on_damage(damaged: DamagedListing) -> None:
-        if damaged.error is not None:
+        if damaged.error is not None and (partition is None or os.path.lexists(partition / damaged.path.name)):
             raise damaged.error
         if damaged.merged is not None:
             lost.append(damaged)
         else:
             warn_once(damaged.path, damaged.line())
 
-    listings = read_listings(folder, kind, on_damage)
-    believed = [listing for listing in listings if _is_sound(folder, kind, listing)]
-    return [*_of_snapshot(folder, kind), *believed], lost
+    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, on_damage)]
+    asked = [listing for listing in listings if partition is None or os.path.dirname(listing.merged) == partition.name]
+    return [listing for listing in asked if _is_sound(folder, kind, listing)], lost
 
 
 def _of_snapshot(folder: DataFolder, kind: str) -> list[Listing]:

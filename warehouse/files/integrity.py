@@ -22,7 +22,7 @@ from warehouse.files.counting import Unreadable, lost_line, lost_merged_files, u
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
 from warehouse.files.folder import DataFolder, recorded_checksum
 from warehouse.files.merged import Listing, read_listings
-from warehouse.files.plain_file import is_out_of_descriptors
+from warehouse.files.plain_file import is_out_of_descriptors, patiently
 from warehouse.files.presence import Presence, compare, queue_problem
 from warehouse.files.snapshots import MANIFEST, read_manifest
 from warehouse.tables.schema import KINDS
@@ -132,21 +132,18 @@ def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
             report.damaged.append(DamagedFile(check.path, check.problem))
 
 
-def _verify_parquet(paths: Sequence[Path], looks: int = 2) -> list[_Verified]:
+def _verify_parquet(paths: Sequence[Path]) -> list[_Verified]:
     """Verify files; an error of the disk has to be there at each look."""
     verified: list[_Verified] = []
     for path in paths:
         try:
-            verified.append(_Verified(path, *file_problem(path)))
+            verified.append(_Verified(path, *patiently(partial(file_problem, path))))
         except FileNotFoundError:
             continue
         except OSError as error:
             if is_out_of_descriptors(error):
                 raise
-            if looks > 1:
-                verified += _verify_parquet([path], looks - 1)
-            else:
-                verified.append(_Verified(path, False, error.strerror or str(error)))
+            verified.append(_Verified(path, False, error.strerror or str(error)))
     return verified
 
 

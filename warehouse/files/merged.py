@@ -279,7 +279,7 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
     except FileNotFoundError:
         raise
     except OSError as error:
-        content, passing = first_line(error), error
+        content, passing = first_line(error), error if is_passing(error) else None
     if isinstance(content, Listing):
         if _lists_own_name(content):
             return content
@@ -375,5 +375,7 @@ def _remember_intact(path: Path, read: Callable[[], T], part: Hashable, nothing:
 
     try:
         return remember(path, read_intact, part, memory)
-    except FileNotFoundError:
+    except OSError as error:  # also of a link to itself
+        if is_passing(error):
+            raise
         return nothing

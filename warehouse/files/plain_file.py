@@ -17,17 +17,19 @@ import stat
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from conf.errors import EnvironmentProblem
+from conf.errors import PASSING_ERRNOS, EnvironmentProblem
 
 # Not of the file, but of this process or computer.
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _OF_THE_NAME = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # of a link to itself, a socket, a device that is gone
 T = TypeVar("T")
 _MOST = 4096
+_PAUSES_S = (0.02, 0.1)  # between looks at what cannot be read
 _memory: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 # O_NONBLOCK: opening a fifo must not wait for its other end.
@@ -77,7 +79,19 @@ def is_out_of_descriptors(error: BaseException) -> bool:
 
 def is_passing(error: BaseException) -> bool:
     """Return whether an error is of this machine or its disk: it tells nothing of what a file holds, and may pass."""
-    return isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
+    return isinstance(error, OSError) and error.errno in PASSING_ERRNOS
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """Return the result of `read`, which is called a few times, with pauses, while its error may pass."""
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            time.sleep(pause_s)
+    return read()
 
 
 def names_in(path: Path) -> list[str]:
@@ -104,7 +118,8 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
 def remember(path: Path, read: Callable[[], T], part: Hashable, memory: dict[Hashable, Any] = _memory) -> T:
     """Return the result of `read`, which is called once per process while the file stays the same.
 
-    `part` names which content of the file is read. Raises what `read` raises, and `OSError` where there is no file.
+    `part` names which content of the file is read. Raises what `read` raises, where that may pass at repeated looks,
+    and `OSError` where there is no file.
     """
     return remember_by((file_key(path), part), read, memory)
 
@@ -127,7 +142,7 @@ def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any
         if key in memory:
             known: T = memory[key]
             return known
-    value = read()
+    value = patiently(read)
     with _lock:
         if len(memory) >= _MOST:
             memory.clear()

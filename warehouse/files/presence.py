@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import is_merged_name
-from warehouse.files.plain_file import is_passing, plain, queue_copy
+from warehouse.files.plain_file import is_passing, patiently, plain, queue_copy
 
 _TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
 _FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no queue has run
@@ -148,7 +148,7 @@ def _tasks_in(path: Path) -> dict[str, np.ndarray]:
     Raises `FileNotFoundError` where it is gone, another `OSError` where it cannot be read now.
     """
     try:
-        return _tasks_read_from(path)
+        return patiently(lambda: _tasks_read_from(path))
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:

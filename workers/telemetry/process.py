@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import psutil
 
-from conf.children.containment import TreeMemory, descendants_of
+from conf.children.containment import TreeMemory, descendants_of, lists_children
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 
 _BYTES_PER_MIB = 1024**2
 _MIN_CPU_INTERVAL_NS = 50_000_000  # the kernel counts CPU time in ticks of 10 ms: shorter spans say little
+_SCAN_PERIOD_NS = 1_000_000_000  # between two readings of the whole process table, where the kernel lists no children
 
 
 class ProcessSensor(Sensor):
@@ -35,14 +36,16 @@ class ProcessSensor(Sensor):
             self._processes = {target.pid: psutil.Process(target.pid)}
         except psutil.Error as error:
             raise SensorUnavailable(f"process {target.pid} cannot be watched: {error}") from error
+        self._scanned_ns = -_SCAN_PERIOD_NS
         self._cpu_ns = clock_ns()  # when the CPU times below were read
-        self._cpu_s = self._read(target.pid)[0]  # (pid, start time) -> CPU seconds, reaped children included
+        # (pid, start time) -> CPU seconds, reaped children included
+        self._cpu_s = self._read(target.pid, self._cpu_ns)[0]
 
     def sample(self) -> list[Sample]:
         if self._root is None:
             raise SensorUnavailable("the process sensor was closed")
         t_ns = self._clock_ns()
-        cpu_s, resident = self._read(self._root)
+        cpu_s, resident = self._read(self._root, t_ns)
         if not resident:
             return []
         values = {"rss_mib": self._memory.bytes(resident, t_ns) / _BYTES_PER_MIB}
@@ -63,19 +66,25 @@ class ProcessSensor(Sensor):
             return used
         return sum(max(0.0, now - self._cpu_s.get(key, 0.0)) for key, now in cpu_s.items())
 
-    def _read(self, root: int) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
-        """Return the CPU seconds by process and the resident bytes by process id; nothing once the root has ended."""
+    def _read(self, root: int, now_ns: int) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
+        """Return the CPU seconds by process, zombies included, and the resident bytes by id of those that live.
+
+        Nothing once the root has ended.
+        """
         known, self._processes = self._processes, {}
+        pids = list(known)
+        if lists_children() or now_ns - self._scanned_ns >= _SCAN_PERIOD_NS:
+            pids, self._scanned_ns = [root, *descendants_of(root)], now_ns
         cpu_s, resident = {}, {}
-        for pid in (root, *descendants_of(root)):
+        for pid in pids:
             with contextlib.suppress(psutil.Error):  # it has ended since the tree was read
                 process = self._processes[pid] = known.get(pid) or psutil.Process(pid)
                 with process.oneshot():
                     times = process.cpu_times()
                     memory = process.memory_info().rss
                     key = (pid, process.create_time())
+                cpu_s[key] = times.user + times.system + times.children_user + times.children_system
                 if memory:
-                    cpu_s[key] = times.user + times.system + times.children_user + times.children_system
                     resident[pid] = memory
         return (cpu_s, resident) if root in resident else ({}, {})
 

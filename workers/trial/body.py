@@ -243,6 +243,7 @@ class _Rank:
     number: int
     pid: int
     channel: socket.socket
+    buffer: bytes = b""
     open: bool = True
     result: dict[str, Any] | None = None
     failure: dict[str, Any] | None = None
@@ -289,7 +290,7 @@ def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank
     """Start the ranks one by one; those that run already are in `ranks` where a further one cannot be started."""
     parent = os.getpid()
     for number in range(count):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a report is a packet
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)  # a long error is no packet
         pid = os.fork()
         if pid:
             theirs.close()
@@ -360,12 +361,20 @@ class _RankMonitor:
         return False
 
     def _hear(self, rank: _Rank) -> None:
-        """Forward what a rank reports; the worker judges it as it judges what any trial sends."""
-        line = receive(rank.channel, LINE_BYTES).rstrip(b"\n")
-        if not line:
+        data = receive(rank.channel, LINE_BYTES)
+        if not data:
             rank.open = False
             _reap(rank, _SETTLE_S)
             return
+        *lines, rank.buffer = (rank.buffer + data).split(b"\n")
+        if len(rank.buffer) > LINE_BYTES:
+            lines.append(rank.buffer)
+            rank.buffer = b""
+        for line in lines:
+            self._take(rank, line)
+
+    def _take(self, rank: _Rank, line: bytes) -> None:
+        """Forward what a rank reports; the worker judges it as it judges what any trial sends."""
         try:
             message = json.loads(line)
             event = message.pop("event")
