@@ -76,7 +76,8 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
             raise EnvironmentProblem(f"a compaction is at work on data={folder.root}; repair it when that is done")
         report = RepairReport()
         examined = examine(folder, progress=progress)
-        for file in examined.damaged:
+        # Listings last: one whose merged file is damaged as well went aside with that.
+        for file in sorted(examined.damaged, key=lambda file: file.path.is_relative_to(folder.root / "compactions")):
             _mend_file(folder, file, report)
         for _, listing in examined.lost:
             _aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)

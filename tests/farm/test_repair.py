@@ -215,6 +215,28 @@ def test_runs_of_a_merged_file_that_cannot_be_read_now_are_not_taken_for_missing
             compare(ran)
         assert presence_of(ran).gone == {}
         assert capsys.readouterr().err.count("\n") == 1
+        if code == errno.EIO:  # which `examine` takes for damage
+            examine(ran)
+            assert "the queue is not compared" in capsys.readouterr().err
+    assert is_well(ran, queue)
+
+
+def test_a_torn_listing_goes_aside_with_its_merged_file_where_the_disk_does_not_give_that(ran, queue, monkeypatch):
+    merge(ran)
+    merged = one(ran, "runs")
+    listing = listing_file(ran, "runs", merged.name)
+    listing.write_bytes(b"torn")
+    with monkeypatch.context() as failing:
+
+        def fail(opened, really_open=plain_file.open_plain):
+            if opened == merged:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(opened))
+            return really_open(opened)
+
+        failing.setattr(plain_file, "open_plain", fail)
+        report = repair(ran)
+    assert {merged, listing} <= report.moved.keys() and report.queued == {JOB: N}
+    assert again(ran, queue) == list(range(N))
     assert is_well(ran, queue)
 
 

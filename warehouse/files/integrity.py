@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 from conf.errors import CommandError
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of
-from conf.plain_text import first_line
+from conf.plain_text import first_line, print_lines
 from warehouse.files.counting import Unreadable, lost_line, lost_merged_files, unlisted_problem, unproven_sources
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
 from warehouse.files.folder import DataFolder, recorded_checksum
@@ -109,9 +110,10 @@ def examine(folder: DataFolder, *, workers: int | None = None, progress: Progres
         report.presence = compare(folder)
     except sqlite3.Error:
         pass  # the queue is damaged, as said
-    except OSError:
-        if not report.damaged:  # else the file is named
+    except OSError as error:
+        if not report.damaged:
             raise
+        print_lines([f"warning: the queue is not compared with the runs: {error}"], sys.stderr)
     report.damaged.sort(key=lambda file: file.path)
     return report
 
