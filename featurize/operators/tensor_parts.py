@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -25,8 +25,8 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Return whether the memory of a tensor was given back (`resize_(0)` of its storage), so that it has no values."""
-    if type(tensor) not in _PLAIN or not tensor.numel():
+    """Return whether the memory of a strided tensor was given back (`resize_(0)` of its storage): it has no values."""
+    if type(tensor) not in _PLAIN or tensor.layout is not strided or not tensor.numel():
         return False
     elements = tensor.numel()
     if not tensor.is_contiguous():
