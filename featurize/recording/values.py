@@ -259,7 +259,9 @@ class Values:
         if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
             return
         first = next(tensors_in(args), None)  # nearly always it decides
-        unknown = name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None
+        # A sparse tensor has no storage of its own, and nothing is known of its values.
+        unknown = first is not None and first.is_meta and (first.is_sparse or self._entry(first) is None)
+        unknown = unknown and name not in _FILLED
         if unknown and name != "aten::topk":
             return
         outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
