@@ -12,6 +12,7 @@ from conf.children.containment import TreeMemory, descendants_of, lists_children
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 
 _BYTES_PER_MIB = 1024**2
+_ROUNDING_S = 0.05  # a process's times are in ticks of 10 ms, and a sum of floats is a little less than its parts
 _MIN_CPU_INTERVAL_NS = 50_000_000  # the kernel counts CPU time in ticks of 10 ms: shorter spans say little
 _SCAN_PERIOD_NS = 1_000_000_000  # between two readings of the whole process table, where the kernel lists no children
 
@@ -62,8 +63,8 @@ class ProcessSensor(Sensor):
         nobody of the tree reaped takes its time along, and then only the processes that are left count.
         """
         used = sum(cpu_s.values()) - sum(self._cpu_s.values())
-        if used >= 0:
-            return used
+        if used > -_ROUNDING_S:
+            return max(used, 0.0)
         return sum(max(0.0, now - self._cpu_s.get(key, 0.0)) for key, now in cpu_s.items())
 
     def _read(self, root: int, now_ns: int) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
