@@ -181,6 +181,8 @@ class Values:
         return _laid_out(known.held, tensor)
 
     def _entry(self, tensor: Tensor) -> _Known | None:
+        if tensor.is_sparse:  # it has no storage of its own
+            return None
         return self._known.get(tensor.untyped_storage()._cdata)
 
     def decide(self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -212,9 +214,7 @@ class Values:
 
     def _default_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the input whose default decides these arguments' values; empty where there is none."""
-        tensors = (
-            tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta and not tensor.is_sparse
-        )
+        tensors = (tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta)
         return next((known.source for tensor in tensors if (known := self._entry(tensor)) and known.source), "")
 
     def _place(self) -> str:
@@ -259,9 +259,7 @@ class Values:
         if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
             return
         first = next(tensors_in(args), None)  # nearly always it decides
-        # A sparse tensor has no storage of its own, and nothing is known of its values.
-        unknown = first is not None and first.is_meta and (first.is_sparse or self._entry(first) is None)
-        unknown = unknown and name not in _FILLED
+        unknown = name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None
         if unknown and name != "aten::topk":
             return
         outputs = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple | list) else ()
