@@ -210,8 +210,7 @@ _EMPTY = stream("launch", 0.0, 1.0)
 
 def _without_origin(op: Operator) -> Operator:
     """Return the operator without what differs from layer to layer and no kernel knows."""
-    from_type_to_launches = op[2:9]
-    return Operator(op.name, "backward" if op.phase == "backward" else "", *from_type_to_launches, graphed=op.graphed)
+    return op._replace(module="", sources=(), phase="backward" if op.phase == "backward" else "", recomputed=False)
 
 
 @functools.lru_cache(maxsize=20_000)
