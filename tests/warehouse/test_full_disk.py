@@ -3,13 +3,13 @@ again when there is space. On a small tmpfs, so only where one can be mounted.""
 
 import datetime
 import os
-import subprocess
 import tempfile
 
 import pytest
 from warehouse_rows import run_row, samples
 
 from conf.cli.command_line import run
+from tests.surroundings import small_disk
 from warehouse import compact, export, ingest, publish, snapshot
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -22,12 +22,7 @@ ENDED = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """A small disk that holds the data folder and the temporary files, with 40 runs."""
-    root = tmp_path / "a'; echo foo"
-    root.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "tmpfs", root], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs takes root")
-    try:
+    with small_disk(tmp_path / "a'; echo foo", f"{DISK_KIB}k") as root:
         (root / "tmp").mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(root / "tmp"))
         monkeypatch.setenv("GPUFARM_DATA", str(root / "data"))
@@ -35,8 +30,6 @@ def disk(tmp_path, monkeypatch):
         for index in range(40):
             writer.write(run_row(index, device_name="A100", finished_at=ENDED), samples(20))
         yield root
-    finally:
-        subprocess.run(["umount", "-l", root], check=True)
 
 
 def leave(disk, kib):
