@@ -106,7 +106,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _wide_cells() -> Iterator[None]:
-    """Let the csv module read cells as large as those of published files."""
+    """Allow the csv module to read cells as large as those of published files."""
     before = csv.field_size_limit(_CELL_CHARACTERS)
     try:
         yield
