@@ -12,7 +12,7 @@ import pytest
 
 from conf.files.identity import alive, identity
 from farm.queue.jobs import Queue
-from tests.farm.served import served
+from tests.farm.served import fill_explored, served
 from tests.surroundings import waiting_process
 from warehouse.files.folder import DataFolder
 from workers import worker
@@ -103,4 +103,20 @@ def end_of_servers() -> Iterator[None]:
 def service(tmp_path_factory):
     """One service for all files that ask it: it starts for seconds. What is killed in it comes back."""
     with served(DataFolder(tmp_path_factory.mktemp("shared") / "a'; echo foo").create().root) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def explored(tmp_path_factory):
+    """A data folder for the explorer's pages."""
+    data = DataFolder(tmp_path_factory.mktemp("explored") / "a'; echo foo").create()
+    fill_explored(data)
+    return data
+
+
+@pytest.fixture(scope="session")
+def explorer(explored):
+    """A service of that folder with low limits, for the tests of the pages over HTTP and in a browser."""
+    limits = "limits.query_s=1", "limits.download_rows=5000", "limits.download_mib=1"
+    with served(explored.root, *limits, "processes=1") as service:
         yield service

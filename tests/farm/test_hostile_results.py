@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, run_with, submit
 
-from farm.dispatch.dispatcher import accepted
+from farm.dispatch.dispatcher import accept
 from farm.dispatch.executors import Completion
 from farm.queue.jobs import ERROR_CHARACTERS
 from tests.warehouse.warehouse_rows import ask
@@ -123,7 +123,7 @@ def test_what_was_cut_of_a_text_is_said(folder, queue):
     submit(queue, 1)
     (task,) = queue.lease("w", 1, 0.0, 60.0)
     completion = Completion(worker="w", task=task, result=device_fault("a" * 1_000_000 + "the end")(task))
-    error = accepted(completion, task).result.run.error
+    error = accept(completion, task).result.run.error
     assert error.endswith("the end") and "968,007 characters left out" in error
 
 
