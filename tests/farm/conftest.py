@@ -1,7 +1,9 @@
-"""Fixtures of most tests of the farm: a new data folder on a hostile path, its queue, and running trial servers."""
+"""Fixtures of most tests of the farm: a new data folder on a hostile path, its queue, and running servers."""
 
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -44,6 +46,19 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory):
+    """A certificate of localhost and its key."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "tls.crt"), str(folder / "tls.key")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
 
 
 class LastingServer(TrialServer):

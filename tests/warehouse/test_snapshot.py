@@ -65,8 +65,7 @@ def test_a_snapshot_shows_what_the_views_showed_whatever_compaction_does_later(f
     assert everything(folder, "before") == before
     assert dict(taken.rows) == {view: len(view_rows) for view, view_rows in before.items()}
     fill(folder, range(100, 110))
-    compact_at(folder, 48)
-    assert compact_at(folder, 96).deleted_files
+    assert compact_at(folder, 48, 96).deleted_files
     assert everything(folder, "before") == before
     assert len(rows(folder)) == len(before["runs"]) + 10
     assert find_snapshot(folder, "before").problems() == []
