@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
-from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, newest_whole, read_json, version_folders
+from learn.fitting.artifacts import DamagedArtifact, DataPlace, newest_whole, read_json, verify_files, version_folders
 from learn.rows.data import SLOWDOWN
 from warehouse.tables.schema import NOT_TOGETHER
 
@@ -605,7 +605,7 @@ def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:
 
 def load_slowdowns(path: Path) -> LearnedSlowdowns:
     """Return one version, its files verified first. Raises `DamagedArtifact`."""
-    checked(path, read_json(path / "meta.json"))
+    verify_files(path, read_json(path / "meta.json"))
     try:
         stored = json.loads((path / "model" / _FILE).read_text())
         if (version := stored.pop("format")) != FORMAT:
