@@ -28,7 +28,7 @@ from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
 from learn.judging.scores import Asked, Benchmark, Figures, Given, Scored, with_trusted
-from learn.judging.scores import judge_slowdowns as scores_of
+from learn.judging.scores import judged as scores_of
 from learn.rows.data import SLOWDOWN, Bins, Target
 from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
 from learn.sharing.slowdowns import (
