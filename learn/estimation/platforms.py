@@ -86,8 +86,8 @@ def _group(
     job: TrainingJob,
     worst: RankGroup,
 ) -> RankGroup:
-    """Return the ranks of a pipeline with the memory of the first of them."""
     """Return a pipeline's group of equal ranks, with the memory of the first of them."""
+    assert job.parallel is not None, "a pipeline"
     size = job.parallel.of_stage
     first, count = alike.ranks[0] * size, len(alike.ranks) * size
     if alike.trace.events is traced.trace.events:

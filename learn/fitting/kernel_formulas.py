@@ -258,7 +258,7 @@ class TilesAndWaves:
                     sizes.math_s * of_sm + 1e-9,
                     sizes.memory_s * of_sm + 1e-9,
                     sizes.nbytes * of_sm / sizes.l2_bytes + 1e-9,
-                    """Return the logarithms that `Formula` describes.""",
+                    sizes.nbytes * of_sm / sizes.memory_bytes + 1e-12,
                 ],
                 axis=1,
             )
@@ -268,7 +268,7 @@ class TilesAndWaves:
         self.measured_ms = fit.measured_ms.float()
 
     def __call__(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula` says."""
+        """Return the logarithms that `Formula` describes."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             kind = torch.nn.Embedding(self.kinds, self._OF_KIND)
