@@ -17,6 +17,7 @@ from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
 from learn.script import saved_files
 from tests.featurize.published_models import detections
+from tests.featurize.small_nets import Computes
 from tests.learn.test_step_report import reserved_bytes
 
 SCRIPTS = Path(__file__).parent / "training_scripts"
@@ -40,15 +41,9 @@ def torchvision_model(name, **arguments):
     return make
 
 
-class WithLabels(nn.Module):
+def with_labels(model):
     """A model of transformers on positional tokens and labels."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens, labels=None):
-        return self.model(input_ids=tokens, labels=tokens if labels is None else labels)
+    return Computes(lambda net, x, y=None: net.model(input_ids=x, labels=x if y is None else y), model=model)
 
 
 def own_loss(output, _target):
@@ -67,7 +62,7 @@ def llama():
         num_key_value_heads=4,
         use_cache=False,
     )
-    return WithLabels(LlamaForCausalLM(config))
+    return with_labels(LlamaForCausalLM(config))
 
 
 def bert():
@@ -81,7 +76,7 @@ def bert():
         intermediate_size=1024,
         num_labels=3,
     )
-    return WithLabels(BertForSequenceClassification(config))
+    return with_labels(BertForSequenceClassification(config))
 
 
 def gpt():
@@ -94,17 +89,14 @@ def vit():
     return timm.create_model("vit_tiny_patch16_224", num_classes=100)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(0.2)
-        self.encoder = nn.Embedding(1000, 256)
-        self.rnn = nn.LSTM(256, 256, 2, dropout=0.2, batch_first=True)
-        self.decoder = nn.Linear(256, 1000)
-
-    def forward(self, tokens):
-        output, _hidden = self.rnn(self.drop(self.encoder(tokens)))
-        return self.decoder(self.drop(output))
+def recurrent():
+    return Computes(
+        lambda net, tokens: net.decoder(net.drop(net.rnn(net.drop(net.encoder(tokens)))[0])),
+        drop=nn.Dropout(0.2),
+        encoder=nn.Embedding(1000, 256),
+        rnn=nn.LSTM(256, 256, 2, dropout=0.2, batch_first=True),
+        decoder=nn.Linear(256, 1000),
+    )
 
 
 def detector():
@@ -141,7 +133,7 @@ JOBS = {
     "timm_like": Job(vit, [8, 3, 224, 224], {"optimizer": "adamw", "precision": "fp16", "cudnn_benchmark": True}),
     "torchvision_like --wd 0": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE}),
     "torchvision_like --wd 0 --amp": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE, "precision": "fp16"}),
-    "rnn_loop": Job(Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
+    "rnn_loop": Job(recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
     "segmentation_loop": Job(FCN, [2, 3, 64, 64], SEGMENTATION),
     "detection_loop": Job(detector, [*detections(masks=False)], {"optimizer": "momentum"}),
 }
