@@ -33,7 +33,7 @@ from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators.protocol import LEVEL, OF_CONFIGS, Estimator, conformal_score
 from learn.estimators.tabular import LightGBMEstimator
-from learn.fitting.artifacts import FORMAT, default_artifact, environment, open_artifact, stamped
+from learn.fitting.artifacts import FORMAT, add_checksums, default_artifact, environment, open_artifact
 from learn.job.training_job import Case
 from learn.judging.evaluate import hold_out
 from learn.judging.report import model_card
@@ -130,7 +130,7 @@ def _fit(data: str, seed: int, folder: Path, progress: Callable[[str, int, int],
         fitted = fit(settings, progress=progress)
         models[target] = open_artifact(fitted.path).estimator
         shutil.copytree(fitted.path / "model", folder / target / "model")
-        metas[target] = stamped(folder / target, fitted.meta, "meta.json")
+        metas[target] = add_checksums(folder / target, fitted.meta, "meta.json")
         (folder / target / "meta.json").write_text(json.dumps(metas[target], indent=1, sort_keys=True))
     (folder / CARD.name).write_text(model_card(metas, CARD.read_text()))
     return models
@@ -294,7 +294,7 @@ def _write_fast(folder: Path, name: str, rows: Rows, seed: int) -> None:
         }
     (folder / "model").mkdir(parents=True)
     fitted(rows).save(folder / "model")
-    (folder / "meta.json").write_text(json.dumps(stamped(folder, meta, "meta.json"), indent=1, sort_keys=True))
+    (folder / "meta.json").write_text(json.dumps(add_checksums(folder, meta, "meta.json"), indent=1, sort_keys=True))
 
 
 def _quantiles(off: np.ndarray) -> dict[str, float]:

@@ -403,14 +403,14 @@ def test_where_nothing_new_is_left_the_night_is_done_all_the_same(root, capsys):
 
 
 def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp_path, capsys, monkeypatch):
-    accepted, statuses = dispatch.accepted, ["crashed", "timeout"]
+    accept, statuses = dispatch.accept, ["crashed", "timeout"]
 
     def failing(completion, task):
-        completion = accepted(completion, task)
+        completion = accept(completion, task)
         run = dataclasses.replace(completion.result.run, status=statuses.pop(), error="ValueError: boom")
         return dataclasses.replace(completion, result=dataclasses.replace(completion.result, run=run))
 
-    monkeypatch.setattr(dispatch, "accepted", failing)
+    monkeypatch.setattr(dispatch, "accept", failing)
     keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 1
     (cycle,) = cycles(root)

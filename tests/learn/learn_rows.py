@@ -15,7 +15,7 @@ from featurize.configs.features import group_key
 from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.families import cnn, mlp
-from learn.fitting.artifacts import stamped
+from learn.fitting.artifacts import add_checksums
 from learn.job.training_job import Case
 from learn.rows.data import LabelledRow, Rows, Target, get_target, module_of
 from tests.featurize.small_configs import scalar_features
@@ -155,7 +155,7 @@ def restamp(version, **changes):
     """Change `meta.json` of an artifact as if it had been written so: its checksums are those of its files now."""
     path = version / "meta.json"
     meta = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(stamped(version, {**meta, **changes}, path.name)))
+    path.write_text(json.dumps(add_checksums(version, {**meta, **changes}, path.name)))
 
 
 def write_batch(data, configs, **described):

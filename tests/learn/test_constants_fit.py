@@ -13,7 +13,7 @@ from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s
 from featurize.timing.step_time import load_efficiencies, overlapped
 from featurize.timing.times import HostTime
 from learn.fitting import constants_fit
-from learn.fitting.constants_fit import fitted_hosts, fitted_links
+from learn.fitting.constants_fit import fit_hosts, fit_links
 from tests.learn.learn_rows import import_csv
 from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.exchange.published_tables import TABLES
@@ -71,7 +71,7 @@ def timed(layers, width, ms):
 
 def test_a_folder_without_steps_keeps_the_packaged_constants(tmp_path):
     folder = DataFolder(tmp_path / "data").create()
-    assert fitted_hosts(folder, load_efficiencies(), [], PACKAGED) == (PACKAGED, [], {})
+    assert fit_hosts(folder, load_efficiencies(), [], PACKAGED) == (PACKAGED, [], {})
 
 
 def test_machines_differ_as_far_as_the_same_tests_do_on_them_and_wide_models_say_nothing(tmp_path):
@@ -87,7 +87,7 @@ def test_machines_differ_as_far_as_the_same_tests_do_on_them_and_wide_models_say
         )
     ]
     imported(tmp_path, "megatron", rows)
-    hosts, scores, _ = fitted_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
+    hosts, scores, _ = fit_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
     spread = math.log(1.44) / math.sqrt(3)  # of two equal machines and one 1.44 times slower
     assert [host.machines for host in hosts.values()] == pytest.approx(2 * [math.exp(1.2816 * spread)], rel=1e-3)
     assert {host.factor for host in hosts.values()} == {5.0} and not scores
@@ -100,7 +100,7 @@ def test_the_fit_finds_the_factor_that_made_the_steps_with_either_kind_of_layers
     assert len(of_steps) == 4  # each step with PyTorch's and with Megatron's own layers
     made = [(*one[:4], overlapped(one[1], one[2] + 9.0 * (one[3] - one[2]))) for one in of_steps]
     monkeypatch.setattr(constants_fit, "_megatron_times", lambda data, learned: (made, {}))
-    hosts, (score,), _ = fitted_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
+    hosts, (score,), _ = fit_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
     assert hosts[MEGATRON].factor == pytest.approx(9.0, rel=0.03) and hosts[EAGER] == PACKAGED[EAGER]
     assert score.count == 4 and score.figures["mean_error"] < 0.03
 
@@ -121,13 +121,13 @@ def all_reduces(folder, gpu, counts):
 
 
 def test_a_folder_without_all_reduces_fits_nothing(tmp_path):
-    assert fitted_links(DataFolder(tmp_path / "data").create()) == (packaged_links(), [], {})
+    assert fit_links(DataFolder(tmp_path / "data").create()) == (packaged_links(), [], {})
 
 
 def test_rows_that_the_constants_do_not_hold_for_are_left_out_with_the_reason(tmp_path):
     all_reduces(tmp_path, "H100-SXM5-80GB", (8,))
     all_reduces(tmp_path, "A100-SXM4-80GB", (16,))
-    constants, scores, left_out = fitted_links(tmp_path / "data")
+    constants, scores, left_out = fit_links(tmp_path / "data")
     assert (constants, scores) == (packaged_links(), [])
     assert left_out == {
         "all-reduces on H100-SXM5-80GB: not over NVLink up to Ampere": 3,
@@ -138,7 +138,7 @@ def test_rows_that_the_constants_do_not_hold_for_are_left_out_with_the_reason(tm
 def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_was_left_out(tmp_path):
     all_reduces(tmp_path, "A100-SXM4-80GB", (2, 8))
     all_reduces(tmp_path, "V100-SXM2-16GB", (8,))
-    constants, scores, _ = fitted_links(tmp_path / "data")
+    constants, scores, _ = fit_links(tmp_path / "data")
     assert constants.reached == pytest.approx(0.7, rel=0.02) and constants.copy_gb_s == pytest.approx(600, rel=0.05)
     assert constants.launch_us == pytest.approx(40, rel=0.05)
     assert {score.by for score in scores} == {"learned from", "GPU models left out", "numbers of GPUs left out"}
@@ -191,7 +191,7 @@ def test_jobs_without_a_time_and_gpus_without_a_description_are_left_out_with_th
 def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(folder, monkeypatch):
     monkeypatch.setattr(constants_fit, "_DESCENT", dataclasses.replace(constants_fit._DESCENT, iterations=5))
     rows, _ = constants_fit.power_rows(folder, lambda *_: None)
-    section, scores = constants_fit.fitted_power(rows, load_efficiencies(), lambda *_: None)
+    section, scores = constants_fit.fit_power(rows, load_efficiencies(), lambda *_: None)
     assert set(section) == {"sm", "fp32", "tensor", "dram", "exponent", "feed"}
     judged = {(score.by, score.rows): score for score in scores}
     assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from

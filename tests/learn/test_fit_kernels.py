@@ -14,7 +14,7 @@ from featurize.timing.step_time import efficiencies_text, load_efficiencies, rea
 from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting.constants_fit import ActivityFit, judged_activity
+from learn.fitting.constants_fit import ActivityFit, judge_activity
 from learn.fitting.kernel_formulas import score_of
 from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
 from learn.judging.scores import score_table
@@ -207,7 +207,7 @@ def test_rows_that_were_left_out_have_no_part_in_the_fit(rows):
 
 
 def test_every_family_is_judged_and_printed(rows):
-    scores, learned = judged_activity(ActivityFit(rows[:8], LEARNED), 2, silent)
+    scores, learned = judge_activity(ActivityFit(rows[:8], LEARNED), 2, silent)
     assert {(one.rows, one.by) for one in scores} == {
         (family, split) for family in ("cnn", "mlp") for split in ("learned from", "groups left out")
     }

@@ -278,15 +278,15 @@ def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(all_modes):
 
 
 def test_modes_are_those_that_are_named():
-    assert meshes.checked_modes(["tp", "ep", "cp", "fsdp"]) == ("fsdp", "cp", "tp", "ep")
+    assert meshes.check_modes(["tp", "ep", "cp", "fsdp"]) == ("fsdp", "cp", "tp", "ep")
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: meshes.checked_modes(["zp"]), "mode"),
-        (lambda: meshes.checked_modes([]), "mode"),
-        (lambda: meshes.checked_modes(3), "mode"),
+        (lambda: meshes.check_modes(["zp"]), "mode"),
+        (lambda: meshes.check_modes([]), "mode"),
+        (lambda: meshes.check_modes(3), "mode"),
         (lambda: meshes.layout_settings(8, "micro_batches=8"), "plan chooses micro_batches"),
     ],
 )

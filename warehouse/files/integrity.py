@@ -1,6 +1,6 @@
-"""Verifies what a data folder holds, byte by byte: Parquet files, listings, snapshots, artifacts, the queue.
+"""Verifies a data folder byte by byte: Parquet files, listings, snapshots, artifacts, the queue.
 
-Start reading at `examine`. Nothing is changed; `python -m warehouse.check` prints what is found here.
+Start reading at `examine`. Nothing is changed; `python -m warehouse.check` prints the report.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from warehouse.tables.schema import KINDS
 
 Progress = Callable[[int, int], None]  # (files verified, files in all)
 
-_CHUNK_FILES = 64  # verified by a thread at a time
-_UNLISTED_AFTER_S = 3600.0  # a merged file this old is not about to be listed
+_CHUNK_FILES = 64  # files per task of a thread
+_UNLISTED_AFTER_S = 3600.0  # a merged file this old will not get a listing any more
 
 
 @dataclass
@@ -39,7 +39,7 @@ class IntegrityReport:
     """Result of a verification: counts and problems."""
 
     files: int = 0
-    without_checksum: int = 0  # files of older versions: read in full instead
+    without_checksum: int = 0  # files of older versions, which are read in full instead
     damaged: list[DamagedFile] = field(default_factory=list)
     lost: list[tuple[str, Listing]] = field(default_factory=list)  # kind and listing of merged files that are gone
     lost_lines: list[str] = field(default_factory=list)
@@ -109,7 +109,7 @@ def examine(folder: DataFolder, *, workers: int | None = None, progress: Progres
     try:
         report.presence = compare(folder)
     except sqlite3.Error:
-        pass  # the queue is damaged, as said
+        pass  # the queue is damaged, as reported above
     except OSError as error:
         if not report.damaged:
             raise
@@ -135,7 +135,7 @@ def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
 
 
 def _verify_parquet(paths: Sequence[Path]) -> list[_Verified]:
-    """Verify files; an error of the disk has to be there at each look."""
+    """Verify files; a disk error counts only if it persists over several looks."""
     verified: list[_Verified] = []
     for path in paths:
         try:
@@ -160,12 +160,12 @@ def _verify_snapshot(manifest: Path) -> list[_Verified]:
 
 
 def _verify_artifact(path: Path) -> list[_Verified]:
-    """Verify an artifact, whose JSON names its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its
-    own SHA-256 without that key as `own_sha256`. Versions that were written before have neither."""
+    """Verify an artifact. Its JSON has its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its own
+    SHA-256, computed without that key, as `own_sha256`. Older artifacts have neither."""
     try:
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict) or not isinstance(described.get("files"), dict):
-            return []  # a file of an older version, or a further one that the artifact's own JSON names
+            return []  # a file of an older version, or one of an artifact's other files
         if OWN_SHA256 in described and described[OWN_SHA256] != own_sha256(described):
             return [_Verified(path, True, "it is not what was written: its SHA-256 is another")]
         verified = [_Verified(path, True, None)]
@@ -187,7 +187,7 @@ def _verify_artifact(path: Path) -> list[_Verified]:
 
 
 def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
-    """Report the claims of listings that their files contradict."""
+    """Report listings whose files contradict them."""
     known = {file.path for file in report.damaged}
 
     def add(path: Path, reason: str) -> None:
@@ -207,7 +207,7 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
                     add(merged, f"it is another file than {listing.file} names")
                 unproven = unproven_sources(folder, kind, listing, listings) if listing.hidden else None
             except (OSError, Unreadable, ValueError):
-                continue  # named above, where it is damaged or lost
+                continue  # damaged or lost, as reported above
             if unproven is not None and unproven.unheld:
                 name, why = next(iter(unproven.unheld.items()))
                 add(

@@ -1,7 +1,7 @@
-"""Compares the runs in the queue with those in the warehouse: which are missing, and which the queue does not know.
+"""Compares the queue's runs with the warehouse's: missing runs, and runs that the queue does not know.
 
-Start reading at `compare`. Both sides are read cheaply: small files by their names, merged ones by three columns, and
-the queue's file as any SQLite client would, since its commands are in a package that this one does not import.
+Start reading at `compare`. Both sides are read cheaply: small files by their names, merged ones by three columns. The
+queue's file is read as any SQLite client would, since this package does not import the queue's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.merged import is_merged_name
 from warehouse.files.plain_file import is_passing, patiently, plain, queue_copy
 
-_TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
-_FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no queue has run
+_TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; repeated attempts end in -a1 and so on
+_FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of imported and loaded rows
 _IN_FLIGHT = ("leased", "exhausted")
-_BUSY_S = 10.0  # waits for who holds the file
-_MOST_LOOKS = 5  # at a partition that a compaction is changing
+_BUSY_S = 10.0  # for another process that holds the file
+_MOST_LOOKS = 5  # attempts at a partition that a compaction is changing
 
 Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 
@@ -38,8 +38,8 @@ Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 class Presence:
     """Done tasks without a run in the warehouse, and runs without a done task in the queue."""
 
-    gone: Tasks = field(default_factory=dict)  # done in the queue, in no file
-    unknown: Tasks = field(default_factory=dict)  # in a file, and the queue does not have the task as done
+    gone: Tasks = field(default_factory=dict)  # done in the queue, but in no file
+    unknown: Tasks = field(default_factory=dict)  # in a file, but not done in the queue
 
     def gone_line(self, root: Path) -> str | None:
         """Return a line that counts the missing runs, None if there are none."""
@@ -68,14 +68,14 @@ def compare(folder: DataFolder) -> Presence:
     """Compare the queue with the files that count. A missing queue knows no tasks.
 
     While a dispatcher runs, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue, `OSError`
-    where a merged file cannot be read now.
+    if a merged file cannot be read now.
     """
-    # Before the files: a task is done only after its run is durable.
+    # The queue before the files: a task is done only after its run is durable.
     finished = queue_tasks(folder, "= 'done'")
     landed = landed_tasks(folder)
     gone = _minus(finished, landed)
     unknown = _minus(landed, finished)
-    if unknown:  # what landed since the queue was read
+    if unknown:  # without runs that landed since the queue was read
         unknown = _minus(_minus(unknown, queue_tasks(folder, "= 'done'")), queue_tasks(folder, f"IN {_IN_FLIGHT}"))
     return Presence(gone=gone, unknown=unknown)
 
@@ -99,7 +99,7 @@ def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
     with _queue(folder) as connection:
         if connection is None:
             return {}
-        # One text a job: a row a task would take five times as long.
+        # One text per job: a row per task would take five times as long.
         jobs = connection.execute(
             f"SELECT job_id, group_concat(task_index) FROM tasks JOIN jobs ON seq = job_seq WHERE state {states} "
             "GROUP BY job_seq ORDER BY job_id"
@@ -123,7 +123,7 @@ def _landed_of(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
     for _ in range(_MOST_LOOKS):
         try:
             return _landed_now(folder, family)
-        except FileNotFoundError:  # a compaction deleted a merged file that was merged once more
+        except FileNotFoundError:  # a compaction has merged and deleted the file
             continue
     return _landed_now(folder, family)
 
@@ -175,24 +175,24 @@ def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
 def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.Connection | None]:
     """Open the queue's file for reading, also in a read-only folder; None if there is no queue.
 
-    With `any_tables` also a file that has not a queue's tables.
+    With `any_tables`, also a file without a queue's tables.
     """
     path = folder.queue
     if not path.is_file() or not path.stat().st_size:
         yield None
         return
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            connection = held.enter_context(_open_database(path))
+            connection = stack.enter_context(_open_database(path))
         except sqlite3.OperationalError as error:
-            # Without write permission, SQLite cannot share the log of changes; other errors cannot be handled here.
+            # Without write permission, SQLite cannot share the write-ahead log; other errors cannot be handled here.
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 raise
             try:
-                copy = held.enter_context(queue_copy(path))
+                copy = stack.enter_context(queue_copy(path))
             except OSError:
                 raise error from None
-            connection = held.enter_context(_open_database(copy, mode="rw"))
+            connection = stack.enter_context(_open_database(copy, mode="rw"))
         has_tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('jobs', 'tasks')")
         yield connection if has_tables.fetchone() == (2,) or any_tables else None
 
@@ -201,18 +201,18 @@ def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.
 def _open_database(path: Path, mode: str = "ro") -> Iterator[sqlite3.Connection]:
     connection = sqlite3.connect(f"file:{quote(str(path))}?mode={mode}", uri=True, timeout=_BUSY_S)
     try:
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # nothing is read before
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # SQLite reads the file only now
         yield connection
     finally:
         connection.close()
 
 
 def _minus(tasks: Tasks, others: Tasks) -> dict[str, np.ndarray]:
-    left = {
+    remaining = {
         job_id: np.setdiff1d(indexes, others[job_id]) if job_id in others else indexes
         for job_id, indexes in tasks.items()
     }
-    return {job_id: indexes for job_id, indexes in left.items() if len(indexes)}
+    return {job_id: indexes for job_id, indexes in remaining.items() if len(indexes)}
 
 
 def _count(tasks: Tasks) -> str:

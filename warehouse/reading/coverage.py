@@ -1,4 +1,4 @@
-"""Counts usable rows by cell: which parts of a space have rows. Start reading at `memory_grid`."""
+"""Counts usable rows by cell of a grid. Start reading at `memory_grid`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from conf.plain_text import sql_text
 from conf.reports.charts import Grid
 
 OUT_OF_MEMORY = "OOM"
-# What `farm.sampling.coverage` learns from: a label, or an out-of-memory of the device, and no doubt.
+# Rows that `farm.sampling.coverage` learns from: with a label or out of device memory, and without doubt.
 USABLE = (
     "group_id IS NULL AND quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
     "((status = 'ok' AND peak_memory_mib > 0) OR (status = 'oom' AND oom_kind = 'device'))"
 )
 COUNTED = "count(*), count(*) FILTER (tonight)"
 _GIB = 1024.0  # MiB
-_FINE_GIB = (1.0, 2.0, 4.0, 8.0)  # edges in the published 8-GB bin that most rows lie in
+_FINE_GIB = (1.0, 2.0, 4.0, 8.0)  # edges within the published 8-GB bin that holds most rows
 _MOST_WIDE_BINS = 18
 Execute = Callable[[str], Sequence[tuple[Any, ...]]]  # SQL -> its rows
 
@@ -50,7 +50,7 @@ def memory_grid(execute: Execute, relation: str, families: Sequence[str]) -> Gri
 
 
 def filled_grid(execute: Execute, name: str, rows: Sequence[str], columns: Sequence[str], query: str) -> Grid:
-    """Return the grid of a query that selects (index of the row, index of the column, rows, rows of tonight)."""
+    """Return the grid of a query that selects (row index, column index, number of rows, rows of tonight)."""
     counts = [[0] * len(columns) for _ in rows]
     new = [[0] * len(columns) for _ in rows]
     for row, column, count, gain in execute(query):
