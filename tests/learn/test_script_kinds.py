@@ -89,14 +89,17 @@ def vit():
     return timm.create_model("vit_tiny_patch16_224", num_classes=100)
 
 
-def recurrent():
-    return Computes(
-        lambda net, tokens: net.decoder(net.drop(net.rnn(net.drop(net.encoder(tokens)))[0])),
-        drop=nn.Dropout(0.2),
-        encoder=nn.Embedding(1000, 256),
-        rnn=nn.LSTM(256, 256, 2, dropout=0.2, batch_first=True),
-        decoder=nn.Linear(256, 1000),
-    )
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+        self.encoder = nn.Embedding(1000, 256)
+        self.rnn = nn.LSTM(256, 256, 2, dropout=0.2, batch_first=True)
+        self.decoder = nn.Linear(256, 1000)
+
+    def forward(self, tokens):
+        output, _hidden = self.rnn(self.drop(self.encoder(tokens)))
+        return self.decoder(self.drop(output))
 
 
 def detector():
@@ -133,7 +136,7 @@ JOBS = {
     "timm_like": Job(vit, [8, 3, 224, 224], {"optimizer": "adamw", "precision": "fp16", "cudnn_benchmark": True}),
     "torchvision_like --wd 0": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE}),
     "torchvision_like --wd 0 --amp": Job(RESNET34, IMAGES, {**MOMENTUM, **LATE, "precision": "fp16"}),
-    "rnn_loop": Job(recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
+    "rnn_loop": Job(Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
     "segmentation_loop": Job(FCN, [2, 3, 64, 64], SEGMENTATION),
     "detection_loop": Job(detector, [*detections(masks=False)], {"optimizer": "momentum"}),
 }
