@@ -202,7 +202,7 @@ class BlockRecord:
         if block is not None and stream != self.blocks[block].stream:
             self._used.add(block)
 
-    def host_waited(self, until: int) -> None:
+    def make_host_wait(self, until: int) -> None:
         """Note that the host has waited for all that came before an event, by its number."""
         for block in [block for block, given_back in self._waiting.items() if given_back < until]:
             del self._waiting[block]

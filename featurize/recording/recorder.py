@@ -290,7 +290,7 @@ class Recorder(TorchDispatchMode):
         """Begin a phase. Before a forward pass, a loop reads the loss of the one before, and so waits for the GPU."""
         self.memory.phase = phase
         if phase == "forward":
-            self.memory.host_waited(len(self.memory.events))
+            self.memory.make_host_wait(len(self.memory.events))
 
     def stop(self) -> None:
         """End the record: what dies from here on is not the step's doing."""

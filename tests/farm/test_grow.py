@@ -323,9 +323,9 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
 
 def test_two_never_work_on_one_folder(root, capsys):
     assert grow(root, "n=2") == 0
-    from farm.grow import _alone
+    from farm.grow import _cycle_lock
 
-    with _alone(DataFolder.resolve(root)):
+    with _cycle_lock(DataFolder.resolve(root)):
         assert grow(root, "n=2") == 75
     assert "already works on data=" in capsys.readouterr().err and len(cycles(root)) == 1
 

@@ -139,7 +139,7 @@ def test_no_file_is_taken_for_lost_between_the_steps_of_a_deletion(folder, monke
 def test_where_every_merged_file_is_there_none_is_read(folder, monkeypatch):
     fill(folder, range(3))
     compact_at(folder, 0)
-    monkeypatch.setattr("warehouse.files.counting._find_believed", None)  # which reads them
+    monkeypatch.setattr("warehouse.files.counting._find_valid", None)  # which reads them
     assert [lost_merged_files(folder, kind) for kind in KINDS] == [[]] * len(KINDS)
 
 
