@@ -257,7 +257,7 @@ def _labels(comparison: Comparison) -> Section:
 
 
 def shift_chart(pairs: Sequence[Pair], label: str, css: Mapping[str, str], tolerance: float) -> Svg | None:
-    """Draw the shift of each pair over its label before; None where no pair has figures.
+    """Draw the shift of each pair over its label before; None if no pair has figures.
 
     Args:
         pairs: configurations of both sides.

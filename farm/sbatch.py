@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LAUNCHERS = ("python", "python3", "torchrun", "accelerate", "deepspeed")
 _FIRST_PYTHON = re.compile(r"python(3(\.\d+)?)?")
-_WITH_VALUE = re.compile(r"-[A-Za-z]")  # sbatch's short options, each of which takes a value
+_WITH_VALUE = re.compile(r"-[A-Za-z]")  # sbatch's short options, which all take a value
 _SWITCHES = ("-H", "-h", "-I", "-k", "-O", "-Q", "-s", "-V", "-v", "-W")  # except these
 _GPU_OPTIONS = ("--gres", "--gpus", "--gpus-per-node", "--gpus-per-task", "-G")
 _FEATURE_OPTIONS = ("--constraint", "-C")
@@ -259,7 +259,7 @@ def _target(words: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def _folder(base: str | Path, target: str) -> Path:
-    """Return the folder that `target` names from `base`. Raises `UsageError` where it is not known or not there."""
+    """Return the folder that `target` names from `base`. Raises `UsageError` if it is unknown or missing."""
     folder = Path(base, target).absolute()
     try:
         known = target != "-" and not _SHELL_ALONE.search(target) and folder.is_dir()

@@ -146,7 +146,7 @@ def row_of(directive: str, devices: Mapping[str, str], service: Client) -> Direc
 
 
 def _job_of(directive: str) -> dict[str, Any]:
-    """Return a directive's request. Raises `UsageError` where it is not one."""
+    """Return a directive's request. Raises `UsageError` if it is invalid."""
     try:
         directive.encode()
     except UnicodeEncodeError as error:
@@ -165,7 +165,7 @@ def _gpus_of(parallel: object) -> int:
 
 
 def read_table(path: Path) -> dict[str, DirectiveRow]:
-    """Return the table's rows by directive; none where there is no table, or one of another format."""
+    """Return the table's rows by directive; empty without a table, or for one of another format."""
     try:
         lines = path.read_bytes().decode(**_CODING).split("\n")
     except FileNotFoundError:

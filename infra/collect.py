@@ -53,7 +53,7 @@ _FIRST_ROUNDS, _ROUND = (1, 2), 10
 _LEAVE_S = 75.0  # before the end: time to finish running trials and to write the data set
 # Runs for the data set, their kernels, pairs on one GPU, trials on two GPUs, power at several loads.
 MEASURED = ("runs", "kernels", "pairs", "ranks", "power")
-# Families by measurement, where it does not take all: pairs and ranks take one of each kind, power differing loads.
+# Families by measurement, if it does not take all: pairs and ranks take one of each kind, power differing loads.
 _FAMILIES = {
     "pairs": ("cnn", "gpt", "mlp", "rnn", "transformer", "vit"),
     "ranks": ("cnn", "gpt", "mlp", "transformer"),
@@ -161,7 +161,7 @@ def _submission(*overrides: str) -> SubmitSettings:
 
 
 def optimizers_here(device: str) -> tuple[str, ...]:
-    """Return the optimizers that run on this device with what is installed; trials of others would be invalid."""
+    """Return the optimizers that run on this device with the installed packages; trials of others would be invalid."""
 
     def runs(known: Optimizer) -> bool:
         if device == "simulated" and known.cuda_only:

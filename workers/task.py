@@ -71,7 +71,7 @@ def run_id_of(job_id: str, task_index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunAlone:
-    """Figures of a member's solo run; None where the run has none."""
+    """Figures of a member's solo run; None for figures that the run lacks."""
 
     run_id: str
     status: str

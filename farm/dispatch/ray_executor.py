@@ -122,7 +122,7 @@ class RayExecutor:
         self._choice = choice
         self._cluster = cluster
         safe_path = {SAFE_PATH: os.environ[SAFE_PATH]} if SAFE_PATH in os.environ else {}
-        self._environment = {**safe_path, **environment}  # other nodes have a safe path of their own
+        self._environment = {**safe_path, **environment}  # other nodes set their own safe path
         self._seats: dict[str, _Seat] = {}  # worker -> its actor
         self._notices: list[str] = []
         self._was_ready = False  # whether any worker has ever been ready

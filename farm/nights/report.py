@@ -451,7 +451,7 @@ class Score(LearntTarget):
 class Night:
     """Cost and result of one cycle, for curves over the cycles. None: not reached.
 
-    seconds  of each step's last attempt, where it ended; overhead_s: of all steps but `run` and `learn`
+    seconds  of each step's last attempt, if it ended; overhead_s: of all steps but `run` and `learn`
     rows     rows of the view `runs`, after the cycle
     run      a simulated cycle has no GPU's time, and its energy is modelled
     """
@@ -472,7 +472,7 @@ class Report:
     said      the outcome in a sentence, and what to do about it
     notes     what could not be read for this report
     snapshot  the snapshot of the rows, None: the folder as it is; `before`: what `changed` compares it with
-    rows      None where the warehouse could not be read
+    rows      None if the warehouse could not be read
     """
 
     cycle: str

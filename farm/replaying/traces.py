@@ -51,8 +51,8 @@ class JobType:
     busy         true share of time with a kernel of its on the GPU; smact, smocc, drama: the GPU's, over all time.
                  Simulated: the traced step's, scaled by how much of the published time the traced steps fill
     estimates    estimator -> MiB; an estimator without a figure is left out
-    need         the default estimator's distribution of its memory; None where it has no figure
-    estimated    the default estimator's figures of the job alone; utilizations are None where it has no figure
+    need         the default estimator's distribution of its memory; None without a figure
+    estimated    the default estimator's figures of the job alone; utilizations are None without a figure
     """
 
     name: str

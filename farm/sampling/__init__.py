@@ -1,4 +1,4 @@
-"""Trial configs that are worth a run: forecasts of what they will show, and which of them cover most.
+"""Chooses trial configs that are worth a run: forecasts their figures, and finds those that cover most.
 
 Start reading at `selection`, which ranks candidates that `featurize.configs.draws` drew. Called by submissions and
 nights; it calls `featurize` and `learn`.

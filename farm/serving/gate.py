@@ -497,7 +497,7 @@ class ServiceMetrics:
 
         Args:
             questions: Questions for traces by state.
-            pool_age_s: Since the pool of traces was last alive; None where it never was.
+            pool_age_s: Seconds since the pool of traces was last alive; None if it never was.
         """
         from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.multiprocess import MultiProcessCollector

@@ -339,8 +339,8 @@ def _verdict(
 ) -> tuple[str, int]:
     """Return the cause that decides, and the bytes of blocks that only one side has through it.
 
-    `matches` are of the blocks alive at the peak, then of those of the step: differences in what is requested come
-    before those in the order, since what is requested decides how it can be placed.
+    `matches` describe the blocks alive at the peak, then those of the step. Differences in requests are judged before
+    differences in order, because requests decide how blocks can be placed.
     """
     if difference is not None or gap[ALLOCATOR]:
         return ALLOCATOR, 0

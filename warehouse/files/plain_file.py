@@ -163,7 +163,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
         path: the lock, in the folder `locks/` of a data folder.
         written: whether the caller writes into it. Then a file with a second hard link is refused, too.
 
-    Raises `EnvironmentProblem` for anything but a plain file: a symbolic link, a device, a pipe, a folder.
+    Raises `EnvironmentProblem` unless it is a plain file: for a symbolic link, a device, a pipe, a folder.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)

@@ -86,7 +86,7 @@ FIELDS: dict[str, tuple[str, Callable[[float], float | None]]] = {
     "DCGM_FI_DEV_GPU_TEMP": ("temperature_c", _plain),
     "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": ("ecc_uncorrected", _plain),
 }
-# Activity, of which 0 everywhere on a busy GPU means that profiling has stalled.
+# Activity metrics; if all are 0 on a busy GPU, profiling has stalled.
 PROFILING = tuple(name for field, (name, convert) in FIELDS.items() if convert is _share)
 # What the exporter repeats on the rows of a MIG slice, but is the whole GPU's.
 WHOLE_GPU = frozenset(

@@ -1,4 +1,4 @@
-"""A trial: its server, its process and its socket, what it reports, and how it ended.
+"""A trial: its server, its process and socket, its reports, and its outcome.
 
 Start reading at `body` (inside the trial) and `server_client` (beside it). Called by `workers.worker`; it calls devices
 and telemetry.
