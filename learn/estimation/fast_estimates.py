@@ -69,7 +69,7 @@ class ConfigModels:
             raise UsageError(f"method=fast has no answer: {error}") from error
         predictions: dict[str, ResidualPrediction] = {}
         for table, names, trees in self._tables:
-            for name, sums in zip(names, trees.members(table.encoded(columns, len(cases))), strict=True):
+            for name, sums in zip(names, trees.members(table.encode(columns, len(cases))), strict=True):
                 estimator = _tabular(self.artifacts[name])
                 rough = estimator.rough_figures(cases, columns)
                 predictions[name] = estimator.prediction_of(estimator.trees.start + sums, rough)
@@ -90,7 +90,7 @@ class ConfigModels:
                 tables.append(table)
             names_of.setdefault(tables.index(table), []).append(name)
         return [
-            (tables[place], names, Trees.joined([_tabular(self.artifacts[name]).trees for name in names]))
+            (tables[place], names, Trees.join([_tabular(self.artifacts[name]).trees for name in names]))
             for place, names in names_of.items()
         ]
 
