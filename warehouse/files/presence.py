@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -145,15 +146,15 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:
     """Return the tasks of a merged file's runs; none of a damaged one.
 
-    Raises `FileNotFoundError` where it is gone, another `OSError` where it cannot be read now.
+    Raises `FileNotFoundError` where it is gone, another `OSError` that names it where it cannot be read now.
     """
     try:
         return patiently(lambda: _tasks_read_from(path))
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        if is_passing(error):
-            raise
+        if isinstance(error, OSError) and is_passing(error):
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
         return {}
 
 
