@@ -22,6 +22,7 @@ from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
 from learn.fitting.artifacts import default_artifact
 from learn.job.training_job import of_configs
+from learn.rows.data import Rows, get_target
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
 from warehouse.exchange.exporting import ExportSettings, export
@@ -158,26 +159,38 @@ def test_a_folder_without_the_files_is_told_where_they_are_and_may_have_any_name
     assert not list(Path("models").iterdir())
 
 
+@dataclasses.dataclass
+class Text:
+    """A model that is one file."""
+
+    content: str
+
+    def save(self, folder):
+        (folder / "model.txt").write_text(self.content)
+
+
 def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_the_packaged_ones(tmp_path, monkeypatch):
-    def fitted(folder, models, seed, data, _progress):
-        asked.append((models, seed, data))
-        folder.mkdir(parents=True)
-        (folder / "model.txt").touch()
+    def labelled(cases, _steps, models):
+        asked.append((cases, models))
+        return {"memory": Rows(get_target("memory"), ())}
 
     asked = []
-    monkeypatch.setattr(build_defaults, "fit_fast", fitted)
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "labelled_rows", labelled)
+    monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (Text("trees"), {"seed": seed}))
     assert run(f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
     packaged = {target: default_artifact(target).estimator for target in TARGETS}
-    assert asked == [(packaged, 3, str(tmp_path / "data"))]
-    assert list(contents(tmp_path)) == ["models/fast/model.txt"]
+    assert asked == [((), packaged)]
+    models = {name: content for name, content in contents(tmp_path).items() if name.startswith("models/")}
+    assert list(models) == ["models/fast/memory/meta.json", "models/fast/memory/model/model.txt"]
+    assert json.loads(models["models/fast/memory/meta.json"])["seed"] == 3
 
 
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
-    def large(folder, *_):
-        folder.mkdir(parents=True)
-        (folder / "model.txt").write_bytes(b"0" * (11 * 2**20))
-
-    monkeypatch.setattr(build_defaults, "fit_fast", large)
+    large = Text("0" * (11 * 2**20))
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "labelled_rows", lambda *_: {"memory": Rows(get_target("memory"), ())})
+    monkeypatch.setattr(build_defaults, "fit_config_model", lambda *_: (large, {}))
     with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that are packaged"):
         build(BuildSettings(out=str(tmp_path / "models")), print)
     assert not list(tmp_path.iterdir())

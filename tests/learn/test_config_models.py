@@ -12,11 +12,11 @@ from featurize.configs.features import feature_columns
 from featurize.families import mlp
 from featurize.job.training_settings import PRECISIONS
 from learn import build_defaults, estimate, estimate_many
-from learn.build_defaults import DEVICES, FAMILIES, _without_input, fit_fast
+from learn.build_defaults import BuildSettings, build
 from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators.tabular import LightGBMEstimator
-from learn.fitting.artifacts import default_artifact
+from learn.fitting.config_models import DEVICES, FAMILIES, _without_input, drawn_cases
 from learn.job.training_job import of_configs
 from learn.rows.step_store import compute
 
@@ -24,8 +24,8 @@ CONFIG = mlp.Config(batch_size=64, input_size=300, classes=4, depth=2)
 
 
 def test_drawn_cases_depend_on_the_seed_alone_and_are_of_all_families_and_gpu_models():
-    cases = build_defaults.drawn_cases(400, seed=3)
-    assert cases == build_defaults.drawn_cases(400, seed=3) != build_defaults.drawn_cases(400, seed=4)
+    cases = drawn_cases(400, seed=3)
+    assert cases == drawn_cases(400, seed=3) != drawn_cases(400, seed=4)
     assert Counter(case.family for case in cases) == dict.fromkeys(FAMILIES, len(cases) // 3)
     assert {case.device for case in cases} == set(DEVICES) and all(case.training_loop for case in cases)
     assert sum(case.device == "A100-SXM4-40GB" for case in cases) == len(cases) / 2
@@ -63,9 +63,8 @@ def test_trees_that_learn_multiples_of_a_rough_figure_follow_it_beyond_what_they
 @pytest.mark.slow
 def test_a_fit_is_one_artifact_a_target(tmp_path, monkeypatch):
     folder = tmp_path / "a'; echo foo" / "fast"
-    packaged = {target: default_artifact(target).estimator for target in ("memory", "smact", "smocc")}
     monkeypatch.setattr(build_defaults, "CASES", 60)
-    fit_fast(folder, packaged, 1, tmp_path / "data", lambda *_: None)
+    build(BuildSettings(out=str(folder.parent), data=str(tmp_path / "data"), seed=1), lambda *_: None)
     assert {path.name for path in folder.iterdir()} == {*FAST_LOOPS, BOUND}
     for name, loop in {**FAST_LOOPS, BOUND: FAST_LOOPS["memory"]}.items():
         meta = json.loads((folder / name / "meta.json").read_text())
