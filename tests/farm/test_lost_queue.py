@@ -19,7 +19,7 @@ from farm.queue.queue_values import MIXED_FAMILY, Job
 from featurize.families import get_family
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.compaction import CompactionSettings, compact
-from warehouse.files.presence import compare, landed_tasks
+from warehouse.files.integrity import compare, landed_tasks
 
 NOW_S = 4_000_000_000.0
 JOB = "mlp-00000001"
@@ -157,7 +157,7 @@ def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
 def test_a_queue_that_somebody_holds_is_no_queue_to_copy(folder, queue, monkeypatch):
     submit(queue, 1)
     queue.close()
-    monkeypatch.setattr("warehouse.files.presence._BUSY_S", 0.0)
+    monkeypatch.setattr("warehouse.files.integrity._BUSY_S", 0.0)
     with contextlib.closing(sqlite3.connect(folder.queue, isolation_level=None)) as holder:
         holder.execute("PRAGMA journal_mode = DELETE")
         holder.execute("BEGIN EXCLUSIVE")

@@ -24,9 +24,8 @@ from warehouse.files import plain_file
 from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import write_sealed
-from warehouse.files.integrity import examine
+from warehouse.files.integrity import compare, examine, landed_tasks
 from warehouse.files.merged import Listing, listing_file
-from warehouse.files.presence import compare, landed_tasks
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import check
