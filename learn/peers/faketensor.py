@@ -37,7 +37,7 @@ class FakeTensor(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        # The mode logs a traceback of each operator that fails; the reason that is raised says as much.
+        # The mode logs a traceback for each operator that fails; the raised reason repeats it.
         logger, quiet = logging.getLogger("torch._subclasses.fake_tensor"), contextlib.ExitStack()
         quiet.callback(setattr, logger, "disabled", logger.disabled)
         logger.disabled = True
@@ -64,8 +64,8 @@ class FakeTensor(Peer):
 def _fake_model(workload: TrainingJob) -> nn.Module:
     """Return the model with fake tensors of the CPU, under the mode that the caller has entered.
 
-    A model that reads figures from tensors while it is built (stochastic depth's rates, in timm) can't be built of fake
-    ones; it is built on meta with `unset_fake_temporarily`, where figures asked of the CPU are real, and converted.
+    A model that reads values of tensors while it is built (stochastic depth's rates, in timm) cannot be built of fake
+    tensors. It is built on meta with `unset_fake_temporarily`, where tensors on the CPU are real, and then converted.
     """
     try:
         with explained("building the model"), torch.device("cpu"):

@@ -1,9 +1,8 @@
-"""Verifies what a data folder holds: each file byte by byte, and its runs beside the tasks of the queue.
+"""Verifies a data folder: its files byte by byte, and its runs beside the tasks of the queue.
 
-Start reading at `examine`; nothing is changed, and `python -m warehouse.check` prints what is found here. `compare`
-says which runs are missing, and which the queue does not know. It reads both sides cheaply: small files by their names,
-merged ones by three columns, and the queue's file as any SQLite client would, since its commands are in a package that
-this one does not import.
+Start reading at `examine`. Nothing is changed; `python -m warehouse.check` prints the report. `compare` finds missing
+runs, and runs that the queue does not know. It reads both sides cheaply: small files by their names, merged ones by
+three columns, and the queue's file as any SQLite client would, since this package does not import the queue's.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from warehouse.tables.schema import KINDS
 
 Progress = Callable[[int, int], None]  # (files verified, files in all)
 
-_CHUNK_FILES = 64  # verified by a thread at a time
-_UNLISTED_AFTER_S = 3600.0  # a merged file this old is not about to be listed
-_TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; attempts that were repeated end in -a1
-_FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of rows that no queue has run
+_CHUNK_FILES = 64  # files per task of a thread
+_UNLISTED_AFTER_S = 3600.0  # a merged file this old will not get a listing any more
+_TASK_RUN = re.compile(r"(?P<job>.+)-(?P<index>\d{6,})")  # JOB-000042; repeated attempts end in -a1 and so on
+_FOREIGN = ("import-", "dataset-")  # prefixes of the job_id of imported and loaded rows
 _IN_FLIGHT = ("leased", "exhausted")
-_BUSY_S = 10.0  # waits for who holds the file
-_MOST_LOOKS = 5  # at a partition that a compaction is changing
+_BUSY_S = 10.0  # for another process that holds the file
+_MOST_LOOKS = 5  # attempts at a partition that a compaction is changing
 
 Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 
@@ -61,8 +60,8 @@ Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
 class Presence:
     """Done tasks without a run in the warehouse, and runs without a done task in the queue."""
 
-    gone: Tasks = field(default_factory=dict)  # done in the queue, in no file
-    unknown: Tasks = field(default_factory=dict)  # in a file, and the queue does not have the task as done
+    gone: Tasks = field(default_factory=dict)  # done in the queue, but in no file
+    unknown: Tasks = field(default_factory=dict)  # in a file, but not done in the queue
 
     def gone_line(self, root: Path) -> str | None:
         """Return a line that counts the missing runs, None if there are none."""
@@ -92,7 +91,7 @@ class IntegrityReport:
     """Result of a verification: counts and problems."""
 
     files: int = 0
-    without_checksum: int = 0  # files of older versions: read in full instead
+    without_checksum: int = 0  # files of older versions, which are read in full instead
     damaged: list[DamagedFile] = field(default_factory=list)
     lost: list[tuple[str, Listing]] = field(default_factory=list)  # kind and listing of merged files that are gone
     lost_lines: list[str] = field(default_factory=list)
@@ -164,7 +163,7 @@ def examine(folder: DataFolder, *, workers: int | None = None, progress: Progres
     try:
         report.presence = compare(folder)
     except sqlite3.Error:
-        pass  # the queue is damaged, as said
+        pass  # the queue is damaged, as reported above
     except OSError as error:
         if not report.damaged:
             raise
@@ -190,7 +189,7 @@ def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
 
 
 def _verify_parquet(paths: Sequence[Path]) -> list[_Verified]:
-    """Verify files; an error of the disk has to be there at each look."""
+    """Verify files; a disk error counts only if it persists over several looks."""
     verified: list[_Verified] = []
     for path in paths:
         try:
@@ -217,12 +216,12 @@ def _verify_snapshot(manifest: Path) -> list[_Verified]:
 
 
 def _verify_artifact(path: Path) -> list[_Verified]:
-    """Verify an artifact, whose JSON names its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its
-    own SHA-256 without that key as `own_sha256`. Versions that were written before have neither."""
+    """Verify an artifact. Its JSON has its files under `files`, as `{path: {"sha256": hex, "bytes": n}}`, and its own
+    SHA-256, computed without that key, as `own_sha256`. Older artifacts have neither."""
     try:
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict) or not isinstance(described.get("files"), dict):
-            return []  # a file of an older version, or a further one that the artifact's own JSON names
+            return []  # a file of an older version, or one of an artifact's other files
         if OWN_SHA256 in described and described[OWN_SHA256] != own_sha256(described):
             return [_Verified(path, True, "it is not what was written: its SHA-256 is another")]
         verified = [_Verified(path, True, None)]
@@ -244,7 +243,7 @@ def _verify_artifact(path: Path) -> list[_Verified]:
 
 
 def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
-    """Report the claims of listings that their files contradict."""
+    """Report listings whose files contradict them."""
     known = {file.path for file in report.damaged}
 
     def add(path: Path, reason: str) -> None:
@@ -264,7 +263,7 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
                     add(merged, f"it is another file than {listing.file} names")
                 unproven = unproven_sources(folder, kind, listing, listings) if listing.hidden else None
             except (OSError, Unreadable, ValueError):
-                continue  # named above, where it is damaged or lost
+                continue  # damaged or lost, as reported above
             if unproven is not None and unproven.unheld:
                 name, why = next(iter(unproven.unheld.items()))
                 add(
@@ -282,14 +281,14 @@ def compare(folder: DataFolder) -> Presence:
     """Compare the queue with the files that count. A missing queue knows no tasks.
 
     While a dispatcher runs, tasks in flight are on neither side. Raises `sqlite3.Error` for a damaged queue, `OSError`
-    where a merged file cannot be read now.
+    if a merged file cannot be read now.
     """
-    # Before the files: a task is done only after its run is durable.
+    # The queue before the files: a task is done only after its run is durable.
     finished = queue_tasks(folder, "= 'done'")
     landed = landed_tasks(folder)
     gone = _minus(finished, landed)
     unknown = _minus(landed, finished)
-    if unknown:  # what landed since the queue was read
+    if unknown:  # without runs that landed since the queue was read
         unknown = _minus(_minus(unknown, queue_tasks(folder, "= 'done'")), queue_tasks(folder, f"IN {_IN_FLIGHT}"))
     return Presence(gone=gone, unknown=unknown)
 
@@ -313,7 +312,7 @@ def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
     with _queue(folder) as connection:
         if connection is None:
             return {}
-        # One text a job: a row a task would take five times as long.
+        # One text per job: a row per task would take five times as long.
         jobs = connection.execute(
             f"SELECT job_id, group_concat(task_index) FROM tasks JOIN jobs ON seq = job_seq WHERE state {states} "
             "GROUP BY job_seq ORDER BY job_id"
@@ -337,7 +336,7 @@ def _landed_of(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
     for _ in range(_MOST_LOOKS):
         try:
             return _landed_now(folder, family)
-        except FileNotFoundError:  # a compaction deleted a merged file that was merged once more
+        except FileNotFoundError:  # a compaction has merged and deleted the file
             continue
     return _landed_now(folder, family)
 
@@ -359,7 +358,7 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:
     """Return the tasks of a merged file's runs; none of a damaged one.
 
-    Raises `FileNotFoundError` where it is gone, another `OSError` that names it where it cannot be read now.
+    Raises `FileNotFoundError` where it is gone, another `OSError` where it cannot be read now.
     """
     try:
         return patiently(lambda: _tasks_read_from(path))
@@ -389,24 +388,24 @@ def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
 def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.Connection | None]:
     """Open the queue's file for reading, also in a read-only folder; None if there is no queue.
 
-    With `any_tables` also a file that has not a queue's tables.
+    With `any_tables`, also a file without a queue's tables.
     """
     path = folder.queue
     if not path.is_file() or not path.stat().st_size:
         yield None
         return
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            connection = held.enter_context(_open_database(path))
+            connection = stack.enter_context(_open_database(path))
         except sqlite3.OperationalError as error:
-            # Without write permission, SQLite cannot share the log of changes; other errors cannot be handled here.
+            # Without write permission, SQLite cannot share the write-ahead log; other errors cannot be handled here.
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 raise
             try:
-                copy = held.enter_context(queue_copy(path))
+                copy = stack.enter_context(queue_copy(path))
             except OSError:
                 raise error from None
-            connection = held.enter_context(_open_database(copy, mode="rw"))
+            connection = stack.enter_context(_open_database(copy, mode="rw"))
         has_tables = connection.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('jobs', 'tasks')")
         yield connection if has_tables.fetchone() == (2,) or any_tables else None
 
@@ -415,18 +414,18 @@ def _queue(folder: DataFolder, *, any_tables: bool = False) -> Iterator[sqlite3.
 def _open_database(path: Path, mode: str = "ro") -> Iterator[sqlite3.Connection]:
     connection = sqlite3.connect(f"file:{quote(str(path))}?mode={mode}", uri=True, timeout=_BUSY_S)
     try:
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # nothing is read before
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # SQLite reads the file only now
         yield connection
     finally:
         connection.close()
 
 
 def _minus(tasks: Tasks, others: Tasks) -> dict[str, np.ndarray]:
-    left = {
+    remaining = {
         job_id: np.setdiff1d(indexes, others[job_id]) if job_id in others else indexes
         for job_id, indexes in tasks.items()
     }
-    return {job_id: indexes for job_id, indexes in left.items() if len(indexes)}
+    return {job_id: indexes for job_id, indexes in remaining.items() if len(indexes)}
 
 
 def _in_words(tasks: Tasks) -> str:
