@@ -1,6 +1,7 @@
 """Small models, made in the place that needs them. Start reading at `Computes`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,12 @@ def linear_then(function: Callable[[Tensor], Any], width: int, wanted: int) -> C
     return Computes(lambda net, x: function(net.line(x)), line=nn.Linear(width, wanted))
 
 
+def dense(widths: Sequence[int]) -> nn.Sequential:
+    """Linear layers from each of these widths to the next one, with a ReLU after each."""
+    layers = (nn.Linear(*pair) for pair in pairwise(widths))
+    return nn.Sequential(*(module for layer in layers for module in (layer, nn.ReLU())))
+
+
 def stops_in_backward(width: int) -> nn.Linear:
     """A linear layer whose backward pass fails with `in the middle`."""
 
@@ -36,16 +43,24 @@ def stops_in_backward(width: int) -> nn.Linear:
 
 
 class Block(nn.Module):
-    """What follows attention in a transformer: x + narrow(gelu(wide(norm(x)))); the norm may be left out."""
+    """What follows attention in a transformer: x + narrow(activation(wide(norm(x)))); the norm may be left out."""
 
-    def __init__(self, width: int, hidden: int | None = None, *, norm: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden: int | None = None,
+        *,
+        norm: bool = True,
+        bias: bool = True,
+        activation: Callable[[Tensor], Tensor] = nn.functional.gelu,
+    ) -> None:
         super().__init__()
-        hidden = hidden or 4 * width
+        hidden, self.activation = hidden or 4 * width, activation
         self.norm = nn.LayerNorm(width) if norm else nn.Identity()
         self.wide, self.narrow = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+        return x + self.narrow(self.activation(self.wide(self.norm(x))))
 
 
 class Stack(nn.Module):

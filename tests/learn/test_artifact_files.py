@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_batch
 
 import learn.fitting.artifacts as artifact_files
 from learn import FitSettings, estimate, fit
@@ -25,6 +24,7 @@ from learn.fitting.artifacts import (
     verify_files,
     versions,
 )
+from tests.learn.learn_rows import make_configs, write_batch
 
 CONFIGS = make_configs(80)
 

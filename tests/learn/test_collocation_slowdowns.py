@@ -1,6 +1,5 @@
 """Slowdowns of jobs that share a GPU: learned from made-up pairs in Lucid's format, judged, kept and asked for."""
 
-import csv
 import datetime
 import itertools
 import json
@@ -31,7 +30,7 @@ from learn.sharing.slowdowns import (
     measured_groups,
     packaged_slowdowns,
 )
-from tests.learn.learn_rows import restamp
+from tests.learn.learn_rows import restamp, write_csv
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import NOT_TOGETHER
@@ -113,10 +112,7 @@ def pairs_folder(tmp_path, groups):
         for g in groups
     ]
     for name, rows in (("single", alone), ("pairs", pairs)):
-        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(tmp_path / f"{name}.csv", list(rows[0]), rows)
     data = tmp_path / "data"
     ingest(IngestSettings(source="lucid", path=str(tmp_path), data=str(data)))
     return data

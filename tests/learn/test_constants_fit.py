@@ -1,6 +1,5 @@
 """Constants of hosts, of NVLink and of power, fitted to imported rows."""
 
-import csv
 import dataclasses
 import math
 
@@ -15,7 +14,7 @@ from featurize.timing.step_time import load_efficiencies, overlapped
 from featurize.timing.times import HostTime
 from learn.fitting import constants_fit
 from learn.fitting.constants_fit import fit_hosts, fit_links
-from warehouse.exchange.ingesting import IngestSettings, ingest
+from tests.learn.learn_rows import import_csv
 from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.exchange.published_tables import TABLES
 from warehouse.files.folder import DataFolder
@@ -24,13 +23,7 @@ PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRO
 
 
 def imported(folder, source, rows):
-    names = TABLES[source].names.split(", ")
-    path = folder / f"{source}.csv"
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
-    ingest(IngestSettings(source=source, path=str(path), data=str(folder / "data")))
+    import_csv(folder / "data", folder / f"{source}.csv", source, TABLES[source].names.split(", "), rows)
 
 
 def small_model(test, environment, ms, **cells):
@@ -117,17 +110,14 @@ SIZES = [2**20, 2**24, 2**28]
 
 
 def all_reduces(folder, gpu, counts):
-    device = load_device(gpu)
-    path = folder / f"{gpu}.csv"
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(KERNEL_TABLES["allreduce"][0].split(", "))
-        for ranks in counts:
-            fabric = fabric_of_axis(device, Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
-            for nbytes in SIZES:
-                us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
-                writer.writerow([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
-    ingest(IngestSettings(source="allreduce", path=str(path), data=str(folder / "data")))
+    rows = []
+    for ranks in counts:
+        fabric = fabric_of_axis(load_device(gpu), Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
+        for nbytes in SIZES:
+            us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
+            rows.append([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
+    names = KERNEL_TABLES["allreduce"][0].split(", ")
+    import_csv(folder / "data", folder / f"{gpu}.csv", "allreduce", names, rows)
 
 
 def test_a_folder_without_all_reduces_fits_nothing(tmp_path):
@@ -161,22 +151,17 @@ LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
 
 def write(data, name, limits_w, batch=512, timed=("A40", "V100")):
     """Import made-up rows: a job that is as slow as its power is low, and one that waits for its input."""
-    names = TABLES["zeus"].names.split(", ")
-    path = data.parent / name
-    with open(path, "w", newline="") as file:
-        table = csv.DictWriter(file, [*names, "note"])
-        table.writeheader()
-        for gpu, limits in limits_w.items():
-            for limit_w in limits:
-                for model, dataset, power_w, epoch_s in (
-                    ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w),
-                    ("ncf", "movielens-1m", 60, 900),
-                ):
-                    job = dict(zip(names, (model, dataset, gpu, 1, batch, "fp32", "adam", limit_w), strict=False))
-                    table.writerow({**job, "what_was_measured": "average power", "value": power_w, "unit": "W"})
-                    if gpu in timed:
-                        table.writerow({**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"})
-    ingest(IngestSettings(source="zeus", path=str(path), data=str(data)))
+    names, rows = TABLES["zeus"].names.split(", "), []
+    for gpu, limit_w in ((gpu, limit_w) for gpu, limits in limits_w.items() for limit_w in limits):
+        for model, dataset, power_w, epoch_s in (
+            ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w),
+            ("ncf", "movielens-1m", 60, 900),
+        ):
+            job = dict(zip(names, (model, dataset, gpu, 1, batch, "fp32", "adam", limit_w), strict=False))
+            rows.append({**job, "what_was_measured": "average power", "value": power_w, "unit": "W"})
+            if gpu in timed:
+                rows.append({**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"})
+    import_csv(data, data.parent / name, "zeus", [*names, "note"], rows)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import lightgbm
 import numpy as np
 import pytest
-from learn_rows import DEVICE, labels_of, make_configs
 from sklearn.ensemble import ExtraTreesRegressor
 from torch import nn
 
@@ -11,7 +10,7 @@ from learn.estimators.protocol import make_estimator
 from learn.estimators.trees import Boosters, Trees
 from learn.fitting.artifacts import DEFAULT_MODELS
 from learn.job.training_job import Case, of_module
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import DEVICE, labels_of, make_configs, make_rows
 
 SHIPPED = [
     (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
