@@ -40,7 +40,7 @@ from learn.estimation.notes import (
 from learn.estimators.protocol import LEVEL, OF_CONFIGS
 from learn.estimators.tabular import FeatureTable, TabularEstimator, case_columns
 from learn.estimators.trees import Trees
-from learn.fitting.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
+from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
 from learn.job.training_job import Case
 from learn.rows.data import get_target
 
@@ -277,7 +277,6 @@ def _notes_of_models(models: ConfigModels, device: DeviceSpec) -> list[Note]:
     return notes
 
 
-BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
 # Target -> the loop of a full estimate: that of the packaged models, or of the trace.
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
 _SLACK = 0.05  # share of a range's width, beyond which a value is outside
