@@ -395,7 +395,7 @@ class Tracing:
         recorder, step = self._recorder, self._step
         recorder.values.learn(step.model.buffers())
         recorder.values.learn(tensors_of(inputs), default=1)
-        output = call(step.model, step.converted(inputs))
+        output = call(step.model, step.convert(inputs))
         return self._suitable_target(output) if self._needs_target(inputs, target) else target
 
     def _suitable_target(self, output: object) -> Tensor | None:
@@ -481,7 +481,7 @@ class Tracing:
     ) -> None:
         """Run one step. Each step of `mixed` shapes brings its own batch, with or without a loop."""
         recorder, step = self._recorder, self._step
-        batch = self._rank.held(inputs, target)
+        batch = self._rank.batch_on_gpu(inputs, target)
         if self.training_loop:
             step.on_batch = lambda: recorder.new_batch(batch)
         recorder.begin_step(number, keep_operators=keep_operators)

@@ -47,6 +47,8 @@ from infra.offline.estimated_runs import (
 )
 from infra.offline.probe_sections import drawn, records
 from learn.commands.sharing import memory_errors
+from learn.judging.benchmark_view import error_text
+from learn.judging.scores import spread
 from learn.rows.data import MIN_ROWS
 from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
 from warehouse.files.writer import RUN_RATIOS
@@ -377,8 +379,8 @@ def pairs(results: Results) -> Iterator[Part]:
     for way, members in sorted(of_sharing.items()):
         slowdowns = np.array([member[:2] for member in members])
         measured, estimated = np.median(slowdowns, axis=0)
-        median_error, p90_error = np.quantile(np.abs(np.diff(1 / np.maximum(slowdowns, 1.0))), [0.5, 0.9])
-        of_memory = memory_of.get(way)
+        median_error, p90_error = spread(np.diff(1 / np.maximum(slowdowns, 1.0)))
+        _, of_memory = memory_of.get(way, (0, None))
         rows.append(
             {
                 "sharing": way,
@@ -386,9 +388,9 @@ def pairs(results: Results) -> Iterator[Part]:
                 "measured slowdown, median": f"{measured:.2f}",
                 "expected, median": f"{estimated:.2f}",
                 "error of the speed, median / p90": f"{median_error:.3f} / {p90_error:.3f}",
-                "error of the memory, median / p90": f"{of_memory['median']:.1%} / {of_memory['p90']:.1%}"
-                if of_memory
-                else MISSING,
+                "error of the memory, median / p90": MISSING
+                if of_memory is None
+                else f"{error_text(True, of_memory.median)} / {error_text(True, of_memory.p90)}",
             }
         )
         picture = against(f"slowdown, {way}", members, is_log=True, axes=("measured", "expected"))
