@@ -356,7 +356,7 @@ def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
 
 
 def _tasks_in(path: Path) -> dict[str, np.ndarray]:
-    """Return the tasks of a merged file's runs; none of a damaged one.
+    """Return the tasks of a merged file's runs; empty for a damaged file.
 
     Raises `FileNotFoundError` where it is gone, another `OSError` where it cannot be read now.
     """
