@@ -1,6 +1,6 @@
 """The farm: samples trial configs, queues them durably, hands them to workers, lands their runs.
 
-Start reading at `farm.queue.jobs` (the queue) and `featurize.configs.draws` (what is put into it).
+Start reading at `farm.queue.jobs` (the queue) and `featurize.configs.draws` (the configs in it).
 """
 
 from __future__ import annotations
@@ -9,5 +9,5 @@ import runpy
 import sys
 from pathlib import Path
 
-if sys.argv[:1] == ["-m"]:  # which puts the working folder first on the path
+if sys.argv[:1] == ["-m"]:  # `python -m` puts the working folder first on the path
     runpy.run_path(str(Path(__file__).parents[1] / "conf" / "cli" / "own_packages.py"), run_name="__main__")

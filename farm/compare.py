@@ -1,6 +1,6 @@
 """`python -m farm.compare before=ENV after=ENV +arch=cnn n=200`: what a release changes.
 
-Start reading at `entry`; `comparison_page` makes the page, which the terminal shows, too, and `as_json` the JSON.
+Start reading at `entry`; `comparison_page` builds the page, which the terminal shows too; `as_json` builds the JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift
 from warehouse.tables.schema import ENVIRONMENT
 
-_MAIN = {MEMORY: "peak memory", STEP_TIME: "step time"}  # labels of the headline, of tiles and of pictures
+_MAIN = {MEMORY: "peak memory", STEP_TIME: "step time"}  # labels in the headline, tiles and charts
 
 
 def headline(result: Result) -> str:
@@ -182,7 +182,7 @@ def _pair_mapping(pair: Pair) -> dict[str, Any]:
     }
 
 
-_ROWS_OF_PAGE = 20  # rows of a table; the rest is in the JSON beside the page
+_ROWS_OF_PAGE = 20  # rows of a table; the JSON beside the page has all
 _COLUMNS = {"calls": "calls", "moved_mib": "MiB moved", "gflops": "GFLOP", "ms": "ms", "peak_mib": "MiB at the peak"}
 
 
@@ -355,7 +355,7 @@ def _operators(result: Result) -> Section:
         (k, figure(a), figure(b), percent(b / a - 1 if a else None)) for k, (a, b) in operators.peak.items() if a or b
     ]
     parts.append(Heading("What the peak consists of, MiB"))
-    parts.append(table(("kind", "before", "after", "difference"), [(k.replace("_", " "), *rest) for k, *rest in moved]))
+    parts.append(table(("kind", "before", "after", "difference"), [(k.replace("_", " "), *mib) for k, *mib in moved]))
     counts = [(name, int(old), int(new)) for name, (old, new) in operators.dtypes.items() if old != new]
     if counts:
         parts += [Heading("Operators by dtype"), table(("dtype", "before", "after"), counts)]
@@ -422,7 +422,7 @@ def entry(settings: CompareSettings) -> int:
 
     Returns 1 where no configuration has figures on both sides, 130 when interrupted.
     """
-    if settings.report is not None:  # found writable before anything runs
+    if settings.report is not None:  # fail before anything runs if it is not writable
         checked_report(settings.report, key="report", like="compare.html", data=[DataFolder.resolve().root])
     # Progress messages are for people; with format=json standard output holds the result only.
     with contextlib.redirect_stdout(sys.stderr) if settings.format == "json" else contextlib.nullcontext():

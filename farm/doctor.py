@@ -34,9 +34,9 @@ from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, m
 
 _BYTES_PER_MIB = 1024**2
 _RATES = ("fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8")
-TESTED_TORCH = ("2.6.0", "2.15.0")  # the oldest and the newest release that the golden traces were made under
-_LISTEN_S = 1.5  # how long a sensor is listened to, at most: an exporter that renews its values each second shows
-_SLOW_EXPORTER_S = 0.5  # a window of 1 s holds no reading of such a one, or hardly one
+TESTED_TORCH = ("2.6.0", "2.15.0")  # oldest and newest release with golden traces
+_LISTEN_S = 1.5  # longest time to read a sensor; shows an exporter that renews its values each second
+_SLOW_EXPORTER_S = 0.5  # a window of 1 s holds at most one reading of a slower one
 _EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file every 100 ms"
 
 
@@ -52,15 +52,15 @@ class DoctorSettings(Checked):
       python -m farm.doctor data=/mnt/farm telemetry.dcgm_url=http://localhost:9400/metrics
       python -m farm.doctor data=/mnt/farm repair=true      repair the data folder
 
-    It changes nothing and uses no GPU, and reports what is missing. It exits with 2, after the report, where data=
-    is not a data folder. With repair=true nothing but the data folder is looked at: damaged files are moved to
-    damaged/ with the reason beside each, never deleted, and tasks whose runs exist in no other file are queued
-    again. Not beside a dispatcher or a compaction. Exits with 1 where something is left that it cannot repair (a
+    It changes nothing and uses no GPU, and reports what is missing. It exits with 2, after the report, if data= is
+    not a data folder. With repair=true it examines only the data folder: it moves damaged files to damaged/, each
+    with the reason beside it, and deletes none. Tasks whose runs exist in no other file are queued again. Do not
+    run it beside a dispatcher or a compaction. It exits with 1 if problems are left that it cannot repair (a
     snapshot, an artifact, the queue's file).
     """
 
     device: DeviceChoice = group(
-        "auto", "the device to judge; a device description means: simulate it", device_choice, DeviceKeys
+        "auto", "the device to report on; a device description is simulated", device_choice, DeviceKeys
     )
     data: str | None = data_key()
     format: str = format_key()
@@ -80,7 +80,7 @@ def entry(settings: DoctorSettings) -> int:
         print(json.dumps(report, indent=2))
     else:
         print_tables(report)
-    if settings.data is not None:  # the default one need not be there yet
+    if settings.data is not None:  # the default folder may not exist yet
         DataFolder.resolve(settings.data).open()
     return 0
 
@@ -149,7 +149,7 @@ def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, str]]:
-    """Return the figures as rows of the report: name, no judgement, text."""
+    """Return the figures as rows of the report: name, None (a fact, not a verdict), text."""
     rates = ", ".join(f"{name} {rate:g}" for name, rate in described["peak_tflops"].items())
     ridge = ", ".join(f"{name} {value:.0f}" for name, value in described["ridge_flop_per_byte"].items())
     texts = {
@@ -170,7 +170,7 @@ def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, st
 
 
 def device_state(choice: DeviceChoice) -> dict[str, str | None]:
-    """Return the text of what `device=...` resolves to here, as the commands that use it print it."""
+    """Return how `device=...` resolves here, in the words of the commands that use it."""
     try:
         resolved, line = choose_device(choice)
     except DeviceUnavailable as reason:
@@ -181,15 +181,15 @@ def device_state(choice: DeviceChoice) -> dict[str, str | None]:
 def telemetry_state(gpus: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]:
     """Return each telemetry source's state for the first usable GPU: whether it works, why not, and its metrics.
 
-    `metrics` are those that it gives, `not_given` the others with the reason, `interval_s` how often the source renews
-    its figures (None: not known), `note` what could be better.
+    `metrics` lists what the source delivers, `not_given` maps each other metric to the reason. `interval_s` is the
+    time between new figures (None: unknown), `note` a possible improvement.
     """
     uuid = gpus.usable[0].uuid if gpus.usable else None
     settings = TelemetrySettings(sources=tuple(SENSORS), dcgm_url=dcgm_url)
     sensors, missing = make_sensors(settings, WatchTarget(uuid, os.getpid()))
     state = {name: _source(reason=reason) for name, reason in missing.items()}
     for sensor in sensors:
-        state[sensor.name] = _listened_to(sensor)
+        state[sensor.name] = _read_sensor(sensor)
         sensor.close()
     torch_missing = None if version_of("torch") else "the package torch is not installed"
     reported = ["allocated_mib", "reserved_mib", "step_time_ms"]  # by the trial itself, not by a sensor
@@ -217,8 +217,8 @@ def _source(
     }
 
 
-def _listened_to(sensor: Sensor) -> dict[str, Any]:
-    """Return a sensor's readings, by sampling it until it has a reading, or an exporter's interval is known."""
+def _read_sensor(sensor: Sensor) -> dict[str, Any]:
+    """Return a sensor's state: sample it until it delivers a reading, or until an exporter's interval is known."""
     from workers.telemetry.dcgm import DcgmSensor
 
     exporter = sensor if isinstance(sensor, DcgmSensor) else None
@@ -261,7 +261,7 @@ def packages() -> dict[str, str | None]:
 
 
 def ray_importable() -> bool:
-    """Return whether Ray and its compiled core are installed; importing it takes longer than the whole report."""
+    """Return whether Ray and its compiled core are installed. Importing Ray takes longer than the whole report."""
     spec = importlib.util.find_spec("ray")
     if spec is None or spec.origin is None:
         return False
@@ -269,7 +269,7 @@ def ray_importable() -> bool:
 
 
 def machine_state() -> dict[str, Any]:
-    """Return the cores this process may use, memory and shared memory in MiB (None if unknown)."""
+    """Return the CPU cores that this process may use, and memory and shared memory in MiB (None if unknown)."""
     import psutil
 
     try:
@@ -291,7 +291,7 @@ def machine_state() -> dict[str, Any]:
 
 def data_state(data: str | None) -> dict[str, Any]:
     """Return the data folder's path, whether it exists and is writable, its schema version and its contents."""
-    from warehouse.files.presence import compare
+    from warehouse.files.integrity import compare
 
     folder = DataFolder.resolve(data)
     state: dict[str, Any] = {
@@ -447,7 +447,7 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
 
 
 def _untested(torch_version: str) -> str:
-    """Return the note on a release of torch outside those that were tested; empty within them."""
+    """Return a note if this torch release is outside the tested range, else an empty text."""
     oldest, newest, release = (
         tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:2])
         for text in (*TESTED_TORCH, torch_version)

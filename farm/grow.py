@@ -39,23 +39,23 @@ def entry(settings: GrowSettings) -> int:
         return _dry_run(settings)
     settings.cluster.check_address()
     folder = DataFolder.resolve(settings.data)
-    with _terminating(), _notify_if_not_begun(folder, settings):  # a missing device is reported before any write
+    with _sigterm_interrupts(), _notify_if_not_begun(folder, settings):  # report a missing device before any write
         machine_of(settings.device, settings.cluster)
-        begins = not any(cycle.open for cycle in Journal.open(folder).cycles()[-1:])
-        if begins:
+        is_new_cycle = not any(cycle.open for cycle in Journal.open(folder).cycles()[-1:])
+        if is_new_cycle:
             require_models(settings.spaces)
     folder.create()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(_alone(folder))
+            stack.enter_context(_cycle_lock(folder))
         except BlockingIOError:
             print(f"error: a growth cycle already works on data={folder.root}", file=sys.stderr)
             return EXIT_TEMPORARY
-        held.enter_context(_terminating())
-        service = held.enter_context(Service.open(folder, settings.log, settings.metrics))
-        queue = held.enter_context(Queue.open(folder.queue))
-        status = held.enter_context(contextlib.closing(_StatusLine(service.quiet)))
-        night = _night(folder, queue, settings, service, status, models_checked=begins)
+        stack.enter_context(_sigterm_interrupts())
+        service = stack.enter_context(Service.open(folder, settings.log, settings.metrics))
+        queue = stack.enter_context(Queue.open(folder.queue))
+        status = stack.enter_context(contextlib.closing(_StatusLine(service.quiet)))
+        night = _night(folder, queue, settings, service, status, models_checked=is_new_cycle)
         return _run_cycle(night, status)
 
 
@@ -67,20 +67,20 @@ def _night(
     status: _StatusLine,
     models_checked: bool,
 ) -> NightWork:
-    """Return the unfinished cycle, as it was begun, or a new one; print which."""
+    """Return the unfinished cycle with the settings that it began with, or a new one; print which."""
     journal = Journal.open(folder)
-    begun = None
+    resumed = None
     with _notify_if_not_begun(folder, settings):
         cycles = journal.cycles()
         if cycles and cycles[-1].open:
-            begun = _as_begun(journal, cycles[-1], settings.given)
-        if begun is not None:
-            cycle, settings = cycles[-1], begun
+            resumed = _resumed_settings(journal, cycles[-1], settings.given)
+        if resumed is not None:
+            cycle, settings = cycles[-1], resumed
             machine, headline = machine_of(settings.device, settings.cluster, cycles[:-1])
             headline += f"\ncycle {cycle.name} is unfinished; it goes on as it was begun, not as asked now: "
             headline += _budget(settings)
         else:
-            if not models_checked:  # the unfinished cycle is given up, or has ended since
+            if not models_checked:  # the unfinished cycle was given up, or has ended since `entry` looked
                 require_models(settings.spaces)
             machine, headline = machine_of(settings.device, settings.cluster, cycles)
             cycle = begin_cycle(folder, journal, settings, machine)
@@ -90,19 +90,19 @@ def _night(
 
 
 def _run_cycle(night: NightWork, status: _StatusLine) -> int:
-    """Run the cycle, print how it ended and return that."""
+    """Run the cycle, print its outcome and return the exit code."""
     try:
         cycle, code = night.work(), 0
         code = {"done": 0, "cut short": EXIT_INTERRUPTED}.get(cycle.outcome, EXIT_FAILED)
     except (Left, KeyboardInterrupt):
         status.close()
-        print(f"{_how_far(night)}; the same command resumes it", file=sys.stderr)
+        print(f"{_progress_text(night)}; the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except CommandError as error:
         cycle, code = night.cycle, EXIT_FAILED
         print(f"error: {error}", file=sys.stderr)
     except Exception as error:
-        _hand_on(message_of(night.folder, night.cycle, str(error)), night.settings, night.service)
+        _notify(message_of(night.folder, night.cycle, str(error)), night.settings, night.service)
         raise
     status.close()
     message = message_of(night.folder, cycle)
@@ -112,11 +112,11 @@ def _run_cycle(night: NightWork, status: _StatusLine) -> int:
     if ran is not None and ran.failed:
         print(f"error: {ran.failed}", file=sys.stderr)
         code = code or EXIT_ALL_FAILED
-    _hand_on(message, night.settings, night.service)
+    _notify(message, night.settings, night.service)
     return code
 
 
-def _how_far(night: NightWork) -> str:
+def _progress_text(night: NightWork) -> str:
     """Return text such as `cycle 2026-11-20 is unfinished at its step run, 12 of 500 configurations`."""
     where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
     if night.cycle.done("choose") is not None and night.cycle.done("run") is None:
@@ -140,20 +140,20 @@ def _notify_if_not_begun(folder: DataFolder, settings: GrowSettings) -> Iterator
             "data": str(folder.root),
             "run": {},
         }
-        _hand_on(message, settings, Service())
+        _notify(message, settings, Service())
         raise
 
 
-def _hand_on(message: Mapping[str, Any], settings: GrowSettings, service: Service) -> None:
+def _notify(message: Mapping[str, Any], settings: GrowSettings, service: Service) -> None:
     for problem in notify(message, settings.notify.command, settings.notify.webhook):
         service.events.emit("notice", message=problem)
         print(problem, file=sys.stderr)
 
 
-def _as_begun(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> GrowSettings | None:
-    """Return the settings of an unfinished cycle; None if this version cannot read them, which ends that cycle.
+def _resumed_settings(journal: Journal, cycle: Cycle, values: Mapping[str, Any]) -> GrowSettings | None:
+    """Return the settings of an unfinished cycle; end the cycle and return None if this version cannot read them.
 
-    The data folder, notifications and keys that the older version did not know are this command's."""
+    This command's settings supply the data folder, the notifications, and keys that the older version lacked."""
     written = dict(cycle.settings)
     try:
         device = written.pop("device", None)
@@ -174,11 +174,11 @@ def _dry_run(settings: GrowSettings) -> int:
     require_models(settings.spaces)
     machine, device_line = machine_of(settings.device, settings.cluster)
     folder = DataFolder.resolve(settings.data)
-    there = folder.format_marker.exists()
+    exists = folder.format_marker.exists()
     cycles = Journal.open(folder).cycles()
-    environment = environment_now(folder, machine) if there else None
-    with contextlib.ExitStack() as held:
-        queue = held.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
+    environment = environment_now(folder, machine) if exists else None
+    with contextlib.ExitStack() as stack:
+        queue = stack.enter_context(queue_to_read(folder.queue)) if folder.queue.exists() else None
         with contextlib.closing(_StatusLine(False)) as status:
             plan = make_plan(
                 folder,
@@ -216,7 +216,7 @@ def _budget(settings: GrowSettings) -> str:
 
 
 def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
-    """Yield the cycle's result as lines of text."""
+    """Yield the lines of the cycle's result."""
     canaries = cycle.payload(CanariesPayload)
     learnt = cycle.payload(LearnPayload)
     landed = cycle.payload(LandPayload)
@@ -247,7 +247,7 @@ class _StatusLine:
         if not self._console.is_terminal:
             if doing in STEPS:
                 self._console.print(doing)
-        elif doing in ("canaries", "run"):  # they have a bar of their own
+        elif doing in ("canaries", "run"):  # they show their own progress bar
             self.close()
         else:
             if self._status is None:
@@ -268,7 +268,7 @@ class _StatusLine:
 
 
 @contextlib.contextmanager
-def _alone(folder: DataFolder) -> Iterator[None]:
+def _cycle_lock(folder: DataFolder) -> Iterator[None]:
     """Hold the data folder's cycle lock, which the kernel drops with the process. Raises `BlockingIOError`."""
     with open_lock(folder.growth_lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -276,7 +276,7 @@ def _alone(folder: DataFolder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminating() -> Iterator[None]:
+def _sigterm_interrupts() -> Iterator[None]:
     """Treat SIGTERM as Ctrl-C outside the steps that finish running trials; the cycle stays open."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

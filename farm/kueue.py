@@ -47,8 +47,8 @@ class KueueSettings(Checked):
 
     server: str = key("http://127.0.0.1:8350", "the service's URL; $GPUFARM_TOKEN is its token")
     api: str | None = key(None, "URL of the API server; default the cluster's own, with the pod's service account")
-    once: bool = key(False, "true: decide what is pending now, then leave")
-    every_s: float = key(5.0, "seconds between two looks for pending workloads", "number > 0")
+    once: bool = key(False, "true: decide the pending workloads, then exit")
+    every_s: float = key(5.0, "seconds between polls for pending workloads", "number > 0")
 
     def problems(self) -> Iterator[str]:
         if self.api is not None and urlsplit(self.api).scheme not in ("http", "https"):
@@ -78,7 +78,7 @@ class KueueApi:
         self.workload = create_namespaced_resource(_GROUP, self._version, "Workload", "workloads")
 
     def objects(self, resource: Any) -> Iterator[dict[str, Any]]:
-        """Yield all checks or workloads, page by page; an empty one in place of anything but an object."""
+        """Yield all checks or workloads, page by page; an item that is not a JSON object becomes an empty one."""
 
         class Item(resource):  # type: ignore[misc]
             def __init__(self, value: object) -> None:
@@ -116,13 +116,13 @@ def _named_failures() -> Iterator[None]:
 
 
 def entry(settings: KueueSettings) -> int:
-    """Decide what is pending, again and again. Returns the exit code.
+    """Decide pending workloads until SIGTERM. Returns the exit code.
 
     Raises:
         EnvironmentProblem: With once=true, the API server or the service does not answer.
     """
     config = configuration(settings.api)
-    api = functools.cache(lambda: KueueApi(config))  # once it answers
+    api = functools.cache(lambda: KueueApi(config))  # made once, when the API server first answers
     return keep_asking(
         lambda service, _ended: decide_pending(api(), service),
         server=settings.server,
@@ -132,7 +132,7 @@ def entry(settings: KueueSettings) -> int:
 
 
 def configuration(url: str | None) -> Any:
-    """Return how to reach the API server at a URL; without one, the cluster's own, as the pod's service account."""
+    """Return the client configuration of the API server at `url`; None: of the cluster's own, as the pod's account."""
     with naming_the_extra():
         from lightkube import ConfigError, KubeConfig
         from lightkube.config.models import Cluster, User
@@ -146,7 +146,7 @@ def configuration(url: str | None) -> Any:
 
 
 def decide_pending(api: KueueApi, service: Client) -> None:
-    """Decide every workload that waits for one of our checks; one whose trace is not done yet keeps waiting."""
+    """Decide every workload that waits for one of our checks. A workload whose trace is not done keeps waiting."""
     checks = set()
     for check in api.objects(api.check):
         name = value_at(check, "metadata.name", str)
@@ -174,13 +174,13 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
     from learn.estimation.job_estimate import Estimate
 
     messages: list[str] = []
-    odd: list[str] = []
-    for pods in value_at(workload, "spec.podSets", list, odd):
-        template = value_at(pods, "template", dict, odd)
-        text = value_at(template, "metadata.annotations", dict, odd).get(JOB)
+    unknown_shapes: list[str] = []
+    for pods in value_at(workload, "spec.podSets", list, unknown_shapes):
+        template = value_at(pods, "template", dict, unknown_shapes)
+        text = value_at(template, "metadata.annotations", dict, unknown_shapes).get(JOB)
         if text is None:
             continue
-        name = value_at(pods, "name", str, odd) or "main"
+        name = value_at(pods, "name", str, unknown_shapes) or "main"
         try:
             job = {"device": device_of(template), **job_of_text(text, JOB)}
             (result,) = service.ask("POST", "/v1/estimate:batch", {"jobs": [job]})["results"]
@@ -198,7 +198,7 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
             return REJECTED, f"{figures}, which does not fit"
         messages.append(figures)
     messages = messages or ["no pod says which job it runs"]
-    return READY, "; ".join([*messages, *(f"{path} has an unknown shape" for path in odd)])
+    return READY, "; ".join([*messages, *(f"{path} has an unknown shape" for path in unknown_shapes)])
 
 
 def _mark_active(api: KueueApi, check: Mapping[str, Any], name: str) -> None:

@@ -1,6 +1,6 @@
 """`python -m farm.replay trace=carma policy=[exclusive,ours]`: a cluster in simulation.
 
-Start reading at `entry`; `lines` prints the replays as a table, `as_mapping` makes JSON, `replay_page` a page.
+Start reading at `entry`; `lines` builds the terminal's table, `as_mapping` the JSON, `replay_page` the page.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CAVEAT = (
     "come from a contention model that no policy sees."
 )
 _J_PER_KWH = 3.6e6
-_NAMED = 4  # policies of which none stands out
+_NAMED = 4  # most policies to name when none stands out
 
 
 def lines(replays: CrossedReplays) -> list[str]:
@@ -68,8 +68,8 @@ def lines(replays: CrossedReplays) -> list[str]:
 def leading(replays: CrossedReplays) -> list[Standing]:
     """Return the standings that may be the best, the shortest mean makespan first.
 
-    A standing is out where the interval of another one lies below its own, and the other one crashed no more jobs. One
-    seed has no interval, and separates nothing.
+    A standing is excluded if another one's interval lies below its interval and that other one crashed no more jobs.
+    One seed has no interval and excludes nothing.
     """
     known = [standing for standing in replays.standings if not math.isnan(Interval.of(standing.over_exclusive).mean)]
     ordered = sorted(known, key=lambda standing: Interval.of(standing.over_exclusive).mean)
@@ -84,7 +84,7 @@ def _is_better(first: Standing, other: Standing) -> bool:
 
 
 def verdict(replays: CrossedReplays) -> str:
-    """Return which policy has the shortest makespan, or which ones may have it, with how many jobs crashed."""
+    """Return the policy with the shortest makespan, or those that may have it, each with its number of crashed jobs."""
     names = [f"{standing.name} ({standing.crashes:,} out of memory)" for standing in leading(replays)]
     if not names:
         return "not known, as no job ran"
@@ -102,7 +102,7 @@ def title(replays: CrossedReplays) -> str:
 
 
 def notes(replays: CrossedReplays) -> list[str]:
-    """Return sentences on jobs that did not run, and on what the figures are."""
+    """Return sentences on jobs that did not run, and the caveat."""
     texts = []
     if replays.left_out:
         texts.append(
@@ -114,7 +114,7 @@ def notes(replays: CrossedReplays) -> list[str]:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Return the mean of what is known; NaN where nothing is."""
+    """Return the mean of the values that are not NaN; NaN if there are none."""
     known = [value for value in values if value == value]
     return statistics.fmean(known) if known else math.nan
 
@@ -130,19 +130,19 @@ FIGURES = {
 }
 
 
-def cells(one: Standing) -> tuple[str, ...]:
+def cells(standing: Standing) -> tuple[str, ...]:
     """Return a standing under `HEADS`; crashes are the sum over all seeds."""
-    shown = {name: one.interval(figure) for name, figure in FIGURES.items()}
-    ratio = Interval.of(one.over_exclusive)
+    shown = {name: standing.interval(figure) for name, figure in FIGURES.items()}
+    ratio = Interval.of(standing.over_exclusive)
     return (
-        one.policy,
-        one.estimator,
+        standing.policy,
+        standing.estimator,
         _text(shown["makespan_h"], 2),
         _text(ratio, 3),
         _text(shown["waiting_min"], 1),
         _text(shown["completion_min"], 1),
         _text(shown["slowdown"], 2),
-        f"{one.crashes}",
+        f"{standing.crashes}",
         _text(shown["smact"], 2),
         _text(shown["energy_kwh"], 1),
     )
@@ -156,7 +156,7 @@ def _text(interval: Interval, digits: int) -> str:
 
 
 def as_mapping(replays: CrossedReplays) -> dict[str, Any]:
-    """Return all figures as JSON holds them; None for what is not known."""
+    """Return all figures as JSON has them; unknown ones are None."""
     settings = replays.settings
     return {
         "trace": replays.trace_name,
@@ -227,7 +227,7 @@ def distribution_svg(curves: Mapping[str, tuple[str, Sequence[float]]], unit: st
     """Draw the share of jobs below a value, over the logarithm of the value; `curves`: name -> colour class, values."""
     known = {name: sorted(v for v in values if not math.isnan(v)) for name, (_, values) in curves.items()}
     decades = math.ceil(math.log10(max([2.0, *(value for values in known.values() for value in values)])))
-    least = 10.0 ** min(0, decades - 4)  # what is shorter than a ten-thousandth of the longest lies on the axis
+    least = 10.0 ** min(0, decades - 4)  # values below a ten-thousandth of the longest lie on the axis
     plot = Plot(Axis.decades(least, 10.0**decades), Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0)), _MARGINS)
     plot.grid([f"{25 * k} %" for k in range(5)])
     plot.ticks_below(f"{unit}, logarithmic →", lines=True)
@@ -242,7 +242,7 @@ _COLOURS = {"exclusive": "k0", "round_robin": "k7", "magm": "k5", "lug": "k4", "
 _PREFERRED = ("ours_bound", "ours", "oracle")
 
 
-def keep_in(home: DataFolder, replays: CrossedReplays) -> Path:
+def _keep_in_folder(home: DataFolder, replays: CrossedReplays) -> Path:
     """Write the page, and its JSON beside it, to `replays/` of a data folder; return the page's path.
 
     The same settings give the same name. Raises `EnvironmentProblem` where it cannot be written.
@@ -354,8 +354,8 @@ def _all(replays: CrossedReplays) -> Block:
 
 
 def entry(settings: ReplaySettings) -> int:
-    """Replay the trace under each policy and estimator: a table or JSON, and a page where one is wanted."""
-    if settings.report is not None:  # found writable before anything runs
+    """Replay the trace under each policy and estimator; print a table or JSON, and write a page if one is wanted."""
+    if settings.report is not None:  # fail before anything runs if it is not writable
         checked_report(settings.report, key="report", like="replay.html", data=[])
     home = None if settings.data is None else DataFolder.resolve(settings.data).open()
     with StepBar("replay") as bar:
@@ -366,7 +366,7 @@ def entry(settings: ReplaySettings) -> int:
         write_page(settings.report, replay_page(crossed))
         places.append(settings.report)
     if home is not None:
-        places.append(keep_in(home, crossed))
+        places.append(_keep_in_folder(home, crossed))
     for place in places:
         print(f"report: {place}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0

@@ -38,7 +38,7 @@ _BLOCK_BEGINS = ("if", "for", "while", "until", "case", "select", "{", "(")
 _BLOCK_ENDS = ("fi", "done", "esac", "}", ")")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-_SHELL_ALONE = re.compile(r"[$`\0]|^[|&<>(){}]+$")  # a variable or command that is not known, a redirection, a NUL
+_SHELL_ALONE = re.compile(r"[$`\0]|^[|&<>(){}]+$")  # an unknown variable or command, a redirection, a NUL
 
 
 class TrainingCommand(NamedTuple):
@@ -50,7 +50,7 @@ class TrainingCommand(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SbatchSettings(Checked):
-    """How to estimate, and what to tell Slurm. Raises `UsageError`.
+    """How to estimate, and what to pass to Slurm. Raises `UsageError`.
 
       python -m farm.sbatch devices='{A100-SXM4-40GB: a100, L4: l4}' -- --partition=gpu train.sbatch --epochs 3
       python -m farm.sbatch devices='{L4: l4}' dry_run=true -- train.sbatch
@@ -65,7 +65,7 @@ class SbatchSettings(Checked):
     reject: bool = key(False, "true: a job that fits none of the GPU models is not submitted")
     dry_run: bool = key(False, "true: print the command line of sbatch, and submit nothing")
     sbatch: str = key("sbatch", "the program that submits")
-    time_limit_s: float = key(300, "an estimate is given up after this many seconds", "number > 0")
+    time_limit_s: float = key(300, "give up an estimate after this many seconds", "number > 0")
 
 
 def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
@@ -75,7 +75,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
         UsageError: No batch script; with reject=true, a job that fits no GPU model.
         EnvironmentProblem: sbatch cannot be run.
     """
-    options, script, rest = parted(command)
+    options, script, script_arguments = split_arguments(command)
     added: list[str] = []
     try:
         # Bytes that are not UTF-8 reach the command as they are.
@@ -86,7 +86,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
     given = [*options, *directives]
     try:
         begins_in = _folder(".", _chdir(options) or _chdir(directives) or ".")
-        training = training_command(text, [script, *rest], begins_in)
+        training = training_command(text, [script, *script_arguments], begins_in)
         estimates = _estimates(training, settings)
     except CommandError as error:
         print(f"note: not estimated: {one_line(truncated(str(error)))}", file=sys.stderr)
@@ -97,7 +97,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
             print(f"{name}: {figures_of(estimate)}, {'fits' if name in fitting else 'does not fit'}", file=sys.stderr)
         if not fitting and settings.reject:
             raise UsageError(f"{script} fits none of {', '.join(estimates)}; it was not submitted")
-    line = [settings.sbatch, *added, *options, script, *rest]
+    line = [settings.sbatch, *added, *options, script, *script_arguments]
     if settings.dry_run:
         print(shlex.join(line))
         return 0
@@ -107,7 +107,7 @@ def entry(settings: SbatchSettings, command: Sequence[str] = ()) -> int:
         raise EnvironmentProblem(f"{settings.sbatch} cannot be run: {error.strerror}") from error
 
 
-def parted(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """Return sbatch's options, the batch script, and the script's arguments. Raises `UsageError` without a script."""
     position = 0
     while position < len(arguments) and arguments[position].startswith("-"):
@@ -118,46 +118,46 @@ def parted(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
     return list(arguments[:position]), arguments[position], list(arguments[position + 1 :])
 
 
-def training_command(text: str, called: Sequence[str], begins_in: Path) -> TrainingCommand:
+def training_command(text: str, script_words: Sequence[str], begins_in: Path) -> TrainingCommand:
     """Return the command of a batch script that trains, and the folder that the script's `cd` lines lead to.
 
     Args:
         text: The script.
-        called: Its name and arguments, which `$1` and `$@` stand for.
+        script_words: The script's name and arguments, for `$1` and `$@`.
         begins_in: The folder in which Slurm starts the script.
 
     Raises:
-        UsageError: No command starts Python or a launcher, or several do; the shell alone knows where it runs.
+        UsageError: No command starts Python or a launcher, several do, or only the shell knows the command's folder.
     """
     variables = {**os.environ, _SUBMITTED_FROM: str(begins_in)}
     folder, depth = begins_in, 0
     commands: list[TrainingCommand] = []
     for after, words in _simple_commands(text):
         depth += (words[0] in _BLOCK_BEGINS or words[-1] == "{") - (words[0] in _BLOCK_ENDS)
-        expanded = _expand(words, called, variables)
+        expanded = _expand(words, script_words, variables)
         if all(_ASSIGNMENT.match(word) for word in words if word != "export"):
             _assign(expanded, variables)
         elif words[0] in _CHANGES and not commands:
             if depth or after in ("||", "|", "&") or words[0] == "popd":
-                raise UsageError(f"{called[0]}: only the shell knows whether `{shlex.join(words)}` runs")
+                raise UsageError(f"{script_words[0]}: only the shell knows whether `{shlex.join(words)}` runs")
             folder = _folder(folder, _target(expanded, variables))
         elif set(words) & set(_CHANGES) and not commands:
-            raise UsageError(f"{called[0]}: only the shell knows where `{shlex.join(words)}` leads")
+            raise UsageError(f"{script_words[0]}: only the shell knows where `{shlex.join(words)}` leads")
         start = next((position for position, word in enumerate(expanded) if _starts_training(word)), None)
-        if start is not None and _leads(expanded[:start]):
+        if start is not None and _may_precede(expanded[:start]):
             name = _name(expanded[start])
             name = "python" if _FIRST_PYTHON.fullmatch(name) else name
             commands.append(TrainingCommand((name, *expanded[start + 1 :]), folder))
     if len(commands) != 1:
         count = "no" if not commands else str(len(commands))
-        raise UsageError(f"{called[0]} has {count} commands that start {', '.join(_LAUNCHERS)}; one is wanted")
-    if left := next((word for word in commands[0].words if _SHELL_ALONE.search(word)), None):
-        raise UsageError(f"{called[0]}: {left!r} in its training command is known to the shell alone")
+        raise UsageError(f"{script_words[0]} has {count} commands that start {', '.join(_LAUNCHERS)}; one is wanted")
+    if unresolved := next((word for word in commands[0].words if _SHELL_ALONE.search(word)), None):
+        raise UsageError(f"{script_words[0]}: {unresolved!r} in its training command is known to the shell alone")
     return commands[0]
 
 
 def added_options(estimates: Mapping[str, Estimate], features: Mapping[str, str], given: Sequence[str]) -> list[str]:
-    """Return the options that the estimates add to those that are given."""
+    """Return the options that the estimates add to the `given` ones."""
     fitting = [name for name, estimate in estimates.items() if estimate.fits_device]
     chosen = estimates[(fitting or list(estimates))[0]]
     names = {option.partition("=")[0] for option in given}
@@ -202,7 +202,7 @@ def _chdir(options: Sequence[str]) -> str | None:
 
 
 def _simple_commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the script's simple commands, each with the operator before it; a line that no reader can part has none."""
+    """Yield the script's simple commands, each with the operator before it; a line that cannot be split yields none."""
     for line in text.replace("\\\n", " ").split("\n"):
         before, words = "", []
         for word in (*_words(line), ";"):
@@ -224,21 +224,21 @@ def _words(line: str) -> list[str]:
         return []
 
 
-def _expand(words: Sequence[str], called: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Return the words with arguments and variables in them; what is not known here keeps its `$`."""
+def _expand(words: Sequence[str], script_words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """Return the words with arguments and variables substituted; an unknown variable keeps its `$`."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        if name == "0":  # Slurm runs a copy of the script, in a folder of its own
+        if name == "0":  # Slurm runs a copy of the script in another folder
             return match[0]
         if name.isdigit():
-            return called[int(name)] if int(name) < len(called) else ""
+            return script_words[int(name)] if int(name) < len(script_words) else ""
         return variables.get(name, match[0])
 
     expanded: list[str] = []
     for word in words:
         if word in ("$@", "$*"):
-            expanded += called[1:]
+            expanded += script_words[1:]
         else:
             expanded.append(os.path.expanduser(_VARIABLE.sub(value, word)))
     return expanded
@@ -278,7 +278,7 @@ def _starts_training(word: str) -> bool:
     return _name(word) in _LAUNCHERS or _FIRST_PYTHON.fullmatch(_name(word)) is not None
 
 
-def _leads(words: Sequence[str]) -> bool:
+def _may_precede(words: Sequence[str]) -> bool:
     """Return whether these words may stand before the command: assignments, and srun or time with their options."""
     if any(word.startswith(("-D", "--chdir")) for word in words):
         return False

@@ -1,7 +1,7 @@
 """`python -m farm.slurm`: keeps the table of estimates that Slurm's job_submit plugin reads.
 
 Start reading at `entry`. The plugin (`infra/slurm/job_submit.lua`) notes directives that it does not know; this
-daemon asks the service about them. It runs nobody's code: a directive is a request's JSON.
+daemon asks the service about them. It runs no user code: a directive is a request's JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CODING = {"encoding": "utf-8", "errors": "surrogateescape"}  # any bytes of a s
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmSettings(Checked):
-    """Where the table lies, and whom to ask. Raises `UsageError`.
+    """The table and the service. Raises `UsageError`.
 
       python -m farm.slurm table=/var/lib/gpufarm/slurm.tsv devices='{A100-SXM4-40GB: a100, H100-SXM5-80GB: h100}'
       python -m farm.slurm table=slurm.tsv devices='{L4: l4}' once=true
@@ -53,8 +53,8 @@ class SlurmSettings(Checked):
         "/var/lib/gpufarm/slurm.tsv", "the table; beside it, .wanted has the directives not answered", "path"
     )
     server: str = key("http://127.0.0.1:8350", "the service's URL; $GPUFARM_TOKEN is its token")
-    once: bool = key(False, "true: answer what is wanted now, then leave")
-    every_s: float = key(2.0, "seconds between two looks for wanted directives", "number > 0")
+    once: bool = key(False, "true: answer the wanted directives, then exit")
+    every_s: float = key(2.0, "seconds between polls for wanted directives", "number > 0")
 
     def problems(self) -> Iterator[str]:
         if not Path(self.table).expanduser().parent.is_dir():
@@ -73,7 +73,7 @@ class SlurmSettings(Checked):
 
 @dataclass(frozen=True)
 class DirectiveRow:
-    """The plugin's entries: GPUs of a node, whether the job fits a GPU model, features of those, a comment."""
+    """A row of the plugin's table: GPUs per node, whether the job fits a GPU model, their features, a comment."""
 
     gpus: int
     fits: str
@@ -81,18 +81,18 @@ class DirectiveRow:
     comment: str
 
     def line(self, directive: str) -> str:
-        """Return the row as the table has it."""
+        """Return the row as a line of the table."""
         return f"{self.gpus}\t{self.fits}\t{self.features}\t{one_line(self.comment)[:_LONGEST_COMMENT]}\t{directive}"
 
 
 def entry(settings: SlurmSettings) -> int:
-    """Answer what is wanted, again and again. Returns the exit code.
+    """Answer wanted directives until SIGTERM. Returns the exit code.
 
     Raises:
         EnvironmentProblem: The table or the folder cannot be written; with once=true, the service does not answer.
     """
     rows = read_table(settings.path)
-    write_table(settings.path, rows)  # one that cannot be written fails at once
+    write_table(settings.path, rows)  # fail now if it cannot be written
     return keep_asking(
         lambda service, ended: _answer_wanted(settings, rows, service, ended),
         server=settings.server,
@@ -112,7 +112,7 @@ def _answer_wanted(
             _forget_oldest(rows)
             write_table(settings.path, rows)
             print(f"{one_line(directive)}: {rows[directive].comment}", flush=True)
-    _take_back(settings.wanted, rows)
+    _clear_answered(settings.wanted, rows)
 
 
 def _forget_oldest(rows: dict[str, DirectiveRow]) -> None:
@@ -204,8 +204,8 @@ def read_wanted(path: Path) -> Iterator[str]:
             yield line
 
 
-def _take_back(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
-    """Empty the plugin's file where all of it is answered. A line that is noted just then is noted again."""
+def _clear_answered(path: Path, rows: Mapping[str, DirectiveRow]) -> None:
+    """Empty the plugin's file once every directive is answered. The plugin repeats a line added meanwhile."""
     if path.exists() and path.stat().st_size and all(directive in rows for directive in read_wanted(path)):
         os.truncate(path, 0)
 

@@ -2,10 +2,10 @@
 
 With format=json it prints `{"data": path, "at": time, "dispatcher": process id, "runs_gone": {job_id: runs that are
 done in the queue and in no file}, "runs_unknown": {job_id: runs whose tasks are not done in the queue}, "jobs":
-[...]}`. Each job has `job_id, family, policy, seed, n, priority, state` (submitting, queued, running, stopped: nobody
-works on it, done, cancelling or cancelled)`, submitted_at, queued, waiting` (those
-of the queued that wait for another attempt)`, running, done, cancelled, by_status` (status -> runs)`, rate_per_min,
-eta_s, by_quality` (suspect, untrusted, and repeated: runs that were not trusted and were run again) and
+[...]}`. Each job has `job_id, family, policy, seed, n, priority, state` (submitting, queued, running, stopped: no
+dispatcher works on it, done, cancelling or cancelled)`, submitted_at, queued, waiting` (queued tasks that wait for
+another attempt)`, running, done, cancelled, by_status` (status -> runs)`, rate_per_min,
+eta_s, by_quality` (suspect, untrusted, and repeated: untrusted runs that ran again) and
 `quality_reasons` (reason -> runs); with job=ID also `space, settings` and `errors`, a list of `task_index, attempt,
 state, status, error, error_at`, newest first. Times are ISO 8601 in UTC; what is not known is null.
 """
@@ -33,7 +33,7 @@ from farm.queue.queue_values import JobProgress
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
-    from warehouse.files.presence import Presence
+    from warehouse.files.integrity import Presence
 
 _MAIN_REASONS = 2  # reasons for doubt in the table
 
@@ -55,8 +55,10 @@ class StatusSettings(Checked):
 
 
 def entry(settings: StatusSettings) -> None:
-    """Print the jobs of the folder. `UsageError`: an unknown job or format, and a folder that is not a data folder; one
-    without jobs is not an error."""
+    """Print the jobs of the folder, which may have none.
+
+    Raises `UsageError` for an unknown job, and for a folder that is not a data folder.
+    """
     folder = DataFolder.resolve(settings.data).open()
     presence = presence_of(folder)
     report = read(folder, settings.job, time.time(), presence)
@@ -71,7 +73,7 @@ def entry(settings: StatusSettings) -> None:
 
 
 def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence | None = None) -> dict[str, Any]:
-    """Return the content of format=json (see the top of this file); `presence`, if the caller has compared already."""
+    """Return the content of format=json (see the top of this file). `presence` saves a comparison already made."""
     report: dict[str, Any] = {
         "data": str(folder.root),
         "at": _iso(now),
@@ -80,7 +82,7 @@ def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence 
         "runs_unknown": {},
         "jobs": [],
     }
-    folder.open()  # also where there is no queue: a folder that cannot be read is not an empty one
+    folder.open()  # raises for an unreadable folder, also without a queue
     presence = presence or presence_of(folder)
     for side, tasks in (("runs_gone", presence.gone), ("runs_unknown", presence.unknown)):
         report[side] = {job: len(indexes) for job, indexes in tasks.items()}
@@ -106,7 +108,7 @@ def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence 
 
 def presence_of(folder: DataFolder) -> Presence:
     """Compare the queue with the warehouse; empty if the queue cannot be read, which is reported elsewhere."""
-    from warehouse.files.presence import Presence, compare  # Arrow's kernels and DuckDB: not for `--help`
+    from warehouse.files.integrity import Presence, compare  # Arrow's kernels and DuckDB: not for `--help`
 
     if not folder.runs.is_dir():
         return Presence()
@@ -122,7 +124,7 @@ def presence_of(folder: DataFolder) -> Presence:
 def _job_report(progress: JobProgress, worked_on: bool) -> dict[str, Any]:
     job, counts = progress.job, progress.counts
     state, rate_per_s, eta_s = progress.state, progress.rate_per_s, progress.eta_s
-    if not worked_on and state in ("queued", "running"):  # leases outlive a killed dispatcher, its rate does not
+    if not worked_on and state in ("queued", "running"):  # leases outlive a killed dispatcher; its rate does not
         state, rate_per_s, eta_s = "stopped" if counts.done or counts.leased else "queued", None, None
     return {
         "job_id": job.job_id,
@@ -161,11 +163,11 @@ def _print_table(report: dict[str, Any]) -> None:
     for job in report["jobs"]:
         statuses = ", ".join(f"{status} {count:,}" for status, count in job["by_status"].items())
         rate = "" if job["rate_per_min"] is None else f"{job['rate_per_min']:,.1f}"
-        left = "" if job["eta_s"] is None else str(datetime.timedelta(seconds=round(job["eta_s"])))
+        time_left = "" if job["eta_s"] is None else str(datetime.timedelta(seconds=round(job["eta_s"])))
         doubts = (one_line(_doubt_text(job, _MAIN_REASONS)),) if doubtful else ()
-        names = (one_line(job[name]) for name in ("job_id", "family", "policy"))
+        ids = (one_line(job[name]) for name in ("job_id", "family", "policy"))
         counts = (job[name] for name in ("n", "queued", "running", "done"))
-        rows.append((*names, *counts, statuses, rate, left, job["priority"], *doubts, one_line(_state_text(job))))
+        rows.append((*ids, *counts, statuses, rate, time_left, job["priority"], *doubts, one_line(_state_text(job))))
     heads = ("job", "family", "policy", "n", "queued", "running", "done", "*runs by status", "per min", "time left")
     heads += ("priority", *(("*labels in doubt",) if doubtful else ()), "*state")
     lines = []
@@ -190,8 +192,8 @@ def _doubt_text(job: dict[str, Any], reasons_shown: int | None = None) -> str:
 def _state_text(job: dict[str, Any]) -> str:
     if job["state"] != "submitting":
         return str(job["state"])
-    there = job["queued"] + job["running"] + job["done"] + job["cancelled"]
-    return f"submitting {there:,}/{job['n']:,}"
+    inserted = job["queued"] + job["running"] + job["done"] + job["cancelled"]
+    return f"submitting {inserted:,}/{job['n']:,}"
 
 
 def _detail(job: dict[str, Any]) -> Iterator[str]:

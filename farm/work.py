@@ -16,15 +16,15 @@ from warehouse.files.folder import DataFolder
 
 @dataclass(frozen=True, kw_only=True)
 class WorkSettings(Checked):
-    """How to work off the queue.
+    """Settings of the dispatcher.
 
     usage: python -m farm.work [KEY=VALUE ...]
 
-      python -m farm.work             run what is queued, then leave
+      python -m farm.work             run what is queued, then exit
       python -m farm.work wait=true   stay, and run what others submit with detach=true
       python -m farm.work wait=true metrics.port=9108 log.file=farm.jsonl     as a service
 
-    SIGTERM or Ctrl-C once finishes what runs, gives back the rest and leaves with 130; twice stops at once.
+    SIGTERM or Ctrl-C once: running trials finish, the others stay queued, exit code 130. Twice: stop immediately.
     """
 
     cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)

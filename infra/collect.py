@@ -1,8 +1,7 @@
-"""`make collect-gpu`: measure runs of every family on a GPU that is lent for a while, and add them to the data set.
+"""`make collect-gpu`: measure runs of every family on a GPU for a limited time, and add them to the data set.
 
-Start reading at `collect`. `python -m infra.collect minutes=9`: the same command continues where it was, and every
-family gets its turn in each round, so that an early end leaves some of each. `measure=kernels` and others go the same
-way.
+Start reading at `collect`. `python -m infra.collect minutes=9` continues where the last one stopped. Each round has
+trials of every family, so an early end leaves some of each. `measure=kernels` and the others work the same way.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from warehouse.exchange.exporting import ExportSettings, export
 from warehouse.files.folder import DataFolder
 from workers.devices import choose_device
 
-# Sampled where a family's space leaves them constant.
+# Values to sample where a family's space fixes them.
 TRAINING = {
     "optimizer": OPTIMIZERS,
     "precision": PRECISIONS,
@@ -45,22 +44,22 @@ TRAINING = {
     "channels_last": (False, True),
 }
 PAIRS = "pairs"
-# What a family's trials are made of: share of them by the share of the card's memory that they are allowed; `pairs` run
-# each trial at several batch sizes on the whole card.
+# Memory share of the card that trials may use -> share of a family's trials; `pairs` run each trial at several batch
+# sizes on the whole card.
 SHARES: dict[float | str, float] = {1.0: 0.7, 0.5: 0.1, 0.25: 0.1, PAIRS: 0.1}
 _PAIR_SIZES = 4
-# Trials of each family: within a round, families come one after another. The first has whole cards only.
+# Total trials of each family by the end of a round. The first round uses whole cards only.
 _FIRST_ROUNDS, _ROUND = (1, 2), 10
-_LEAVE_S = 75.0  # before the end: what runs is finished, and the data set written
-# Runs for the data set, kernels of some, pairs on one GPU, trials of two GPUs, power at several loads.
+_LEAVE_S = 75.0  # before the end: time to finish running trials and to write the data set
+# Runs for the data set, their kernels, pairs on one GPU, trials on two GPUs, power at several loads.
 MEASURED = ("runs", "kernels", "pairs", "ranks", "power")
-# Families where not all are meant: of pairs and ranks some of each kind, of power some that load the GPU differently.
+# Families by measurement, where it does not take all: pairs and ranks take one of each kind, power differing loads.
 _FAMILIES = {
     "pairs": ("cnn", "gpt", "mlp", "rnn", "transformer", "vit"),
     "ranks": ("cnn", "gpt", "mlp", "transformer"),
     "power": ("cnn", "gpt", "mlp"),
 }
-_PAIRED_ON_CPU = ("cnn", "mlp")  # the others have hardly a trial that is small enough
+_PAIRED_ON_CPU = ("cnn", "mlp")  # hardly any trial of the others is small enough
 _KERNEL_STEPS = 3
 _LAYOUTS = "parallel=[{ddp: 2},{fsdp: 2},{fsdp: 2, fsdp_version: 1}]"
 _POWER_WINDOW_S = 10
@@ -76,7 +75,7 @@ class CollectSettings(Checked):
     measure: str = key("runs", choices=MEASURED)
     families: tuple[str, ...] = key((), kind="text | list of text", choices=family_names())
     n: int = key(420, "trials of each family", "int 1 to 10000000")
-    seed: int = key(0, "another one gives other trials", "int >= 0")
+    seed: int = key(0, "another seed draws other trials", "int >= 0")
     device: str = key("cuda", choices=tuple(_EXPORTED))
     minutes: float | None = key(None, "default: until all are done", "number 0 to 1e6")
     cluster: str = key("inline", "one GPU; local: all of this machine's, by Ray")
@@ -120,8 +119,7 @@ def submissions(settings: CollectSettings) -> dict[str, list[tuple[float, Submit
 
 
 def jobs_of(family: str, settings: CollectSettings) -> dict[float | str, SubmitSettings]:
-    """Return the family's submissions, by what they are a share of: the whole space, with every training setting
-    sampled."""
+    """Return the family's submissions by key of `SHARES`; each samples the whole space and every training setting."""
     sampled = _vary(family, settings.device)
     composed = _submission(f"+arch={family}", *_common(settings), *sampled, *settings.overrides)
     jobs: dict[float | str, SubmitSettings] = {}
@@ -175,7 +173,7 @@ def optimizers_here(device: str) -> tuple[str, ...]:
 
 
 def _vary(family: str, device: str) -> list[str]:
-    """Return the overrides by which a family's space varies every training setting that `device` can run."""
+    """Return overrides that make a family's space vary every training setting that `device` can run."""
     space = default_space(family)
     assert space is not None, "every family has its file in conf/arch"
     sampled = []
@@ -187,7 +185,7 @@ def _vary(family: str, device: str) -> list[str]:
 
 
 def pair_sizes(space: Space) -> tuple[int, ...]:
-    """Batch sizes over the range that a space samples, each a factor from the next."""
+    """Return batch sizes over the range that a space samples, spaced by a constant factor."""
     (dimension,) = (dimension for dimension in space.dimensions if dimension.name == "batch_size")
     if isinstance(dimension, Range):
         low, high = dimension.low, dimension.high
@@ -202,16 +200,15 @@ def pair_sizes(space: Space) -> tuple[int, ...]:
 
 
 def rounds(n: int) -> Iterator[int]:
-    """Yield how many trials of a family there are by the end of each round."""
+    """Yield the total trials of a family by the end of each round."""
     yield from (total for total in (*_FIRST_ROUNDS, *range(_ROUND, n, _ROUND)) if total < n)
     yield n
 
 
 def collect(settings: CollectSettings, say: Callable[[str], None] = print) -> bool:
-    """Queue and run round after round until all is done or the time is up, then export; whether all is done.
+    """Queue and run rounds until all are done or the time is up, then export. Returns whether all are done.
 
-    A family whose space cannot be sampled here is reported and left out. Raises `UsageError` where the device is not
-    here.
+    A family whose space cannot be sampled here is reported and left out. Raises `UsageError` if no family is left.
     """
     until_s = math.inf if settings.minutes is None else time.monotonic() + 60 * settings.minutes - _LEAVE_S
     jobs = submissions(settings)
@@ -269,7 +266,7 @@ def _queue(
 
 
 def run_counts(folder: DataFolder) -> list[dict[str, Any]]:
-    """Count a data folder's runs by `family`, `status` and `quality`; `longest_s` is the longest one's time."""
+    """Count a data folder's runs by `family`, `status` and `quality`; `longest_s` is the longest run's time."""
     if not folder.format_marker.is_file():
         return []
     from warehouse import connect
@@ -282,7 +279,7 @@ def run_counts(folder: DataFolder) -> list[dict[str, Any]]:
 
 
 def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each family of `run_counts`, with its runs by status, and last one with the verdicts on all."""
+    """Return a line for each family of `run_counts`, with its runs by status, then a line with the verdicts on all."""
     groups: dict[str, Counter[str]] = defaultdict(Counter)
     for counted in counts:
         groups[counted["family"]][counted["status"]] += counted["runs"]
@@ -295,7 +292,7 @@ def count_lines(counts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; 130 where it was asked to stop before all was done, except by the end of its minutes."""
+    """Measure; return 130 if interrupted before all was done, 0 when the minutes ran out."""
 
     def collected(settings: CollectSettings) -> int:
         return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED

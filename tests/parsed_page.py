@@ -30,6 +30,10 @@ class ParsedPage(html.parser.HTMLParser):
     def attributes(self) -> list[tuple[str, str | None]]:
         return [(name, value) for _tag, name, value in self.elements]
 
+    def values(self, tag: str, attribute: str) -> list[str]:
+        """The values of an attribute of a tag's elements."""
+        return [value for *of, value in self.elements if of == [tag, attribute] and value]
+
     @property
     def text(self) -> str:
         """All texts, each run of white space as one blank."""

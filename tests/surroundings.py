@@ -1,10 +1,12 @@
-"""Surroundings of a command that is tested: processes that wait, notes that come late, disks of a few MiB."""
+"""Surroundings of a command that is tested: processes that wait, notes that come late, files changed by others, disks
+of a few MiB."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -35,6 +37,13 @@ def await_note(path: Path, process: subprocess.Popen[Any]) -> str:
         assert process.poll() is None
         time.sleep(0.01)
     return path.read_text()
+
+
+def execute_sql(path: Path, *statements: str) -> None:
+    """Change an SQLite file as another program would."""
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
 
 
 @contextlib.contextmanager

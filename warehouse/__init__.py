@@ -1,6 +1,6 @@
 """The warehouse: Arrow schemas, atomic Parquet writer, DuckDB views, compaction. Start reading at `tables/schema.py`.
 
-Imports no sibling but `conf`, and never torch or Ray, so that `query` and `status` answer at once.
+Imports no sibling but `conf`, and never torch or Ray, so `query` and `status` start quickly.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ SHARING = ("time_slicing", "mps")  # how trials that run together share a GPU
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSettings(Checked, section="window"):
-    """Rules for the begin and end of a run's window. Seconds are real on a real device, virtual when simulated.
+    """Rules for the start and end of a run's window. Seconds are real on a real device, virtual when simulated.
 
     Tolerances are half-widths of 95 % confidence intervals: `tolerance` of the step time and `power_tolerance` are
     relative, `utilization_tolerance` absolute. `memory_steps`: steps without a new peak of memory.
@@ -35,9 +35,9 @@ class WindowSettings(Checked, section="window"):
         "warm-up also waits until memory and step time are steady, but past this for two steps only",
         "number 0 to 1e7",
     )
-    min_steps: int = key(5, "never fewer steps, unless max_seconds are over", "int >= 1")
-    min_seconds: float = key(1.0, "never shorter", "number 0 to 1e7")
-    max_seconds: float = key(60.0, "never longer", "number 0 to 1e7")
+    min_steps: int = key(5, "least number of steps, unless max_seconds have passed", "int >= 1")
+    min_seconds: float = key(1.0, "shortest window", "number 0 to 1e7")
+    max_seconds: float = key(60.0, "longest window", "number 0 to 1e7")
     tolerance: float = key(0.02, "relative half-width of the 95 % confidence interval of the step time", "number >= 0")
     utilization_tolerance: float = key(
         0.01, "absolute half-width for GPU utilization, SM activity, occupancy and DRAM activity", "number >= 0"
@@ -97,7 +97,7 @@ class TrialSettings(TrialRules):
     sharing: str = "time_slicing"  # how trials that run together share
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields as the class takes them. Ids of older jobs stay: no `kernels` where none are asked for."""
+        """Return the fields as a mapping, without default `kernels` and `sharing`, so ids of older jobs stay."""
         values = dataclasses.asdict(self)
         if self.kernels == KernelSettings():
             del values["kernels"]

@@ -1,4 +1,4 @@
-"""A worker's input and output: a task, and the runs that became of it. Start reading at `Task`."""
+"""A worker's input and output: a task and the runs that it yields. Start reading at `Task`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.settings import TrialSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """One leased task. `attempt` is 1 for the first execution, and distinguishes its holder from earlier ones."""
+    """One leased task. `attempt` counts executions from 1 and tells this holder from earlier ones."""
 
     job_id: str
     task_index: int
@@ -24,7 +24,7 @@ class Lease:
 
     @property
     def run_id(self) -> str:
-        """Return the run's id, which is the same for every attempt, so that a repeated task lands once."""
+        """Return the run's id. Every attempt has the same one, so a repeated task lands once."""
         return run_id_of(self.job_id, self.task_index)
 
 
@@ -32,17 +32,16 @@ class Lease:
 class Task(Lease):
     """A leased task, parsed.
 
-    The config's names of code are data until `farm.dispatch.submitted_code` has said which may run; then their types
-    say so.
+    The config's code names are plain data until `farm.dispatch.submitted_code` approves them, which changes their type.
     """
 
     config: TrialConfig
     settings: TrialSettings
     device: DeviceChoice = field(default_factory=DeviceChoice)
     partners: tuple[TrialConfig, ...] = ()  # trials that start together with it on the same device
-    part: str = ""  # which run of a task of several, as in `with-1`; the task's own run has none
-    # Of `config` and each partner the run alone, against which its run beside the others is held; None, or nothing: it
-    # is not known, and measured first.
+    part: str = ""  # names one run of a task that has several, as in `with-1`; empty for the task's own run
+    # Solo runs of `config` and of each partner, which their runs together are compared with. An unknown one (None, or
+    # an empty tuple) is measured first.
     alone: tuple[RunAlone | None, ...] = ()
 
     @property
@@ -52,12 +51,12 @@ class Task(Lease):
 
     @property
     def family(self) -> str:
-        """Return the family of its config, also in a job of several families."""
+        """Return the config's family; a job may have several."""
         return self.config.family
 
     @property
     def seed(self) -> int:
-        """Return the trial's seed: the index, so that repeats are equal."""
+        """Return the trial's seed: the task's index, so repeats are equal."""
         return self.task_index
 
     @property
@@ -72,7 +71,7 @@ def run_id_of(job_id: str, task_index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunAlone:
-    """Figures that are kept of a member's run alone. They are None where the run has none."""
+    """Figures of a member's solo run; None where the run has none."""
 
     run_id: str
     status: str
@@ -101,29 +100,29 @@ class RunAlone:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One row of `runs`, its rows of `telemetry`, of `kernels` and of `ranks`.
+    """One row of `runs`, with its rows of `telemetry`, `kernels` and `ranks`.
 
-    `retryable`: the failure was not the trial's own, try again. `repeat`: the trial ended, but its labels
+    `retryable`: the trial did not cause the failure, try again. `repeat`: the trial ended, but its labels
     cannot be trusted."""
 
     run: Run
     telemetry: pa.Table
-    kernels: pa.Table | None = None  # columns of `kernels` that are not its run's; None: not asked for, or none came
-    ranks: pa.Table | None = None  # columns of `ranks` that are not its run's; None: one device
-    collocations: pa.Table | None = None  # columns of `collocations` that are not its run's; None: it ran alone
-    others: tuple[RunResult, ...] = ()  # further runs of the task, which land first: of members alone, and of partners
+    kernels: pa.Table | None = None  # without the columns of its run; None: not requested, or none arrived
+    ranks: pa.Table | None = None  # without the columns of its run; None: one device
+    collocations: pa.Table | None = None  # without the columns of its run; None: it ran alone
+    others: tuple[RunResult, ...] = ()  # further runs of the task, which land first: solo runs and partners' runs
     retryable: bool = False
     repeat: bool = False
 
 
 @dataclass(frozen=True)
 class RunClock:
-    """When a trial began: by the calendar, and in monotonic nanoseconds."""
+    """Start of a trial: by the calendar, and in monotonic nanoseconds."""
 
     started_at: datetime.datetime
     t0_ns: int
 
     @classmethod
     def started(cls) -> RunClock:
-        """Return the clock of a trial that begins now."""
+        """Return the clock of a trial that starts now."""
         return cls(datetime.datetime.now(datetime.UTC), time.monotonic_ns())

@@ -41,8 +41,8 @@ from workers.trial.server_client import (
     startup_s,
 )
 
-_TICK_S = 0.1  # how often the deadline and the new samples are looked at while a trial runs
-_NVML_S = 5.0  # for a reading before the trial
+_TICK_S = 0.1  # between checks of the deadline and new samples while a trial runs
+_NVML_S = 5.0  # limit of the reading before a trial
 _CORES_TO_PREPARE = 4  # for each worker: the trial that is measured, its sampling, and the next trial side by side
 
 
@@ -58,10 +58,14 @@ class Worker:
         workers: int = 1,
         gpus: int = 1,
     ):
-        """`slot_key`: the slot's UUID, its index as text, or None for the only one, or all of several `gpus`, on which
-        trials of as many ranks run. `environment` is added to the trial server's.
+        """Make a worker without starting its trial server.
 
-        `workers` share this machine: each trial may take its part of the host's memory.
+        Args:
+            slot_key: The slot's UUID or its index as text; None: all `gpus` slots of the device.
+            name: The worker's name in its runs.
+            environment: Added to the trial server's environment.
+            workers: Workers on this machine, among which the host's memory is divided.
+            gpus: Slots that the worker holds; more than one runs trials of as many ranks.
         """
         self.name = name
         self._choice = choice
@@ -75,34 +79,34 @@ class Worker:
         self._nvml = None
         if self.device.sampled and self._slot.device_uuid is not None:
             with contextlib.suppress(SensorUnavailable):
-                # Held for the worker's life: NVML counts, and the sensors of each trial then start at once.
+                # Held for the worker's life: NVML counts its users, so the sensors of each trial start quickly.
                 self._nvml = open_nvml()
         self._environment = {**(environment or {}), **self.device.environment(*self.slots)}
         self._server: TrialServer | None = None
         self._mps: MpsDaemon | None = None
-        self._prepared: tuple[Task, RunningTrial] | None = None  # the next trial, made ready and waiting
+        self._prepared: tuple[Task, RunningTrial] | None = None  # the next trial, which waits to start
 
     @property
     def _slot(self) -> Slot:
-        """The slot by which runs name their device: the first, of several GPUs of one model."""
+        """Return the slot that names the device of runs: the first, of several GPUs of one model."""
         return self.slots[0]
 
     def start(self) -> None:
-        """Execute the trial server without waiting for it."""
+        """Start the trial server without waiting for it."""
         self.server()
 
     def server(self) -> TrialServer:
         """Return the trial server, started if there is none."""
         if self._server is None:
-            of_service = {} if self._mps is None else self._mps.environment
-            self._server = TrialServer({**self._environment, **of_service})
+            mps_environment = {} if self._mps is None else self._mps.environment
+            self._server = TrialServer({**self._environment, **mps_environment})
         return self._server
 
-    def share_as(self, sharing: str) -> str | None:
+    def set_sharing(self, sharing: str) -> str | None:
         """Set how later trials share the GPU, starting the MPS service for `mps`. Return the reason if that fails."""
         if self.device.backend != "cuda" or (sharing == "mps") == (self._mps is not None):
             return None
-        self.discard_server()  # it has the earlier environment, and trials under the service
+        self.discard_server()  # it has the earlier environment, and its trials use the service
         if self._mps is not None:
             self._mps.close()
             self._mps = None
@@ -121,20 +125,20 @@ class Worker:
     def prepares(self) -> bool:
         """Return whether `trial.prepare_ahead=auto` prepares the next trial here.
 
-        It does if the device is not the CPU and there are enough cores not to disturb the measurement."""
+        True if the device is not the CPU and spare cores keep the preparation from disturbing the measurement."""
         return self.device.prepares and core_count() >= _CORES_TO_PREPARE * self._workers
 
     def run(self, task: Task, upcoming: Task | None = None) -> RunResult:
-        """Run one trial to its end and return its result; nothing that the trial does raises here.
+        """Run one trial to its end and return its result. A failure of the trial is a result, not an exception.
 
-        `upcoming` probably runs next: while this trial is measured, the process of that one gets ready.
+        `upcoming` probably runs next: its process gets ready while this trial is measured.
         """
         if task.partners:
             return run_group(self, task)
-        self.share_as(task.settings.sharing)
+        self.set_sharing(task.settings.sharing)
         observed = self.observed(task.settings)
         lost, clock = _run_all(self, [task], [observed], upcoming=upcoming)
-        return self.concluded(task, observed, lost, clock)
+        return self.conclude(task, observed, lost, clock)
 
     def observed(self, settings: TrialSettings, *, shared: bool = False) -> Observed:
         """Return the record of a trial that begins."""
@@ -145,8 +149,8 @@ class Worker:
             shared=shared,
         )
 
-    def concluded(self, task: Task, observed: Observed, lost: str | None, clock: RunClock) -> RunResult:
-        """Return the result of a trial that has ended. `lost`: why its server was, None if it was not."""
+    def conclude(self, task: Task, observed: Observed, lost: str | None, clock: RunClock) -> RunResult:
+        """Return the result of a trial that has ended. `lost`: why its trial server was lost, or None."""
         settings, ranks = task.settings, task.config.ranks
         outcome, retryable = outcome_of(observed, settings, lost, self.device.backend, ranks)
         finished_at, wall_s = datetime.datetime.now(datetime.UTC), (time.monotonic_ns() - clock.t0_ns) / 1e9
@@ -159,7 +163,7 @@ class Worker:
         else:
             labels, samples = label_run(observed)
         kernels = self._kernels(task, observed)
-        # What the trial reported of its software takes the place of what its server knew.
+        # The software that the trial reported replaces what its server knew.
         run = Run(
             **{**self._identity(task), **outcome, **labels},
             half_widths=observed.half_widths or None,
@@ -190,7 +194,7 @@ class Worker:
         )
 
     def _kernels(self, task: Task, observed: Observed) -> pa.Table | None:
-        """Return the kernels that a finished trial reported; where they were asked for and lack, note the reason."""
+        """Return the kernels that a finished trial reported; note the reason if requested ones are missing."""
         if not (task.settings.kernels.steps and observed.finished) or observed.shared:
             return None
         problem = kernels_missing(observed) if self._profiles(task) else "trials of several ranks are not profiled"
@@ -201,7 +205,7 @@ class Worker:
 
     def close(self) -> None:
         self.discard_server()
-        self.share_as("time_slicing")
+        self.set_sharing("time_slicing")
         nvml, self._nvml = self._nvml, None
         if nvml is not None:
             with contextlib.suppress(nvml.NVMLError):
@@ -211,13 +215,13 @@ class Worker:
         """End the trial server and every trial on it; the next trial starts another."""
         server, self._server = self._server, None
         if self._prepared is not None:
-            self._prepared[1].close()  # its process ends with the server
+            self._prepared[1].close()  # the process ends with the server
             self._prepared = None
         if server is not None:
             server.close()
 
-    def trial_of(self, task: Task, observed: Observed) -> RunningTrial:
-        """Return the task's process: the one that was prepared for it, or a new one."""
+    def take_trial(self, task: Task, observed: Observed) -> RunningTrial:
+        """Return the task's process: the prepared one if it is this task's, else a new one."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             spec, trial = prepared
@@ -245,7 +249,7 @@ class Worker:
         )
 
     def _profiles(self, task: Task) -> bool:
-        """Return whether the trial reports its kernels: real ranks do not, whose steps would wait for each other."""
+        """Return whether the trial reports its kernels. Real ranks do not: their steps would wait for each other."""
         return task.settings.kernels.steps > 0 and not (self.device.sampled and task.config.ranks > 1)
 
     def drop_prepared(self) -> None:
@@ -283,7 +287,7 @@ class Worker:
         tick_s: float,
         partners: Sequence[int] = (),
     ) -> TrialRun:
-        """Begin to watch and listen to a process; `partners` are those of trials beside it."""
+        """Begin to watch and listen to a process; `partners` are the pids of the trials beside it."""
         return TrialRun(
             trial,
             task.settings,
@@ -297,7 +301,7 @@ class Worker:
         )
 
     def read_before(self, task: Task, observed: Observed) -> None:
-        """Read the kernel's out-of-memory kills, and the memory in use on each GPU, before the trial is there."""
+        """Read the kernel's count of out-of-memory kills and each GPU's memory in use, before the trial starts."""
         observed.oom_kills = kernel_oom_kills()
         if self._nvml is None or "nvml" not in task.settings.telemetry.sources:
             return
@@ -314,7 +318,7 @@ class Worker:
             **software,
             "run_id": task.run_id,
             "job_id": task.job_id,
-            "task_index": None if task.part else task.task_index,  # which names the run that ends the task
+            "task_index": None if task.part else task.task_index,  # it marks the run that ends the task
             "attempt": task.attempt,
             "family": task.config.family,
             "config": task.config.to_mapping(),
@@ -337,19 +341,19 @@ class Worker:
         }
 
 
-_MEMBER_TICK_S = 0.02  # longest turn in which one member is listened to
-_WARM_BY = 0.5  # share of the deadline: a member that is not warm by then holds up the others, and is killed
+_MEMBER_TICK_S = 0.02  # longest turn of listening to one member
+_WARM_BY = 0.5  # share of the deadline: a member not warm by then holds up the others and is killed
 
 
 def run_group(worker: Worker, task: Task) -> RunResult:
     """Run a task with partners to its end and return the result of its first member.
 
-    `others` has the runs alone that were not known, then the other members' runs. What the trials do raises nothing.
+    `others` has the solo runs that were not known, then the other members' runs. Failures of trials never raise.
     """
     specs = member_specs(task)
-    problem = worker.share_as(task.settings.sharing)
+    problem = worker.set_sharing(task.settings.sharing)
     alone, runs_alone = _alone(worker, task, specs) if problem is None else ([None] * len(specs), [])
-    again = next((result for result in runs_alone if result.retryable), None)
+    lost_alone = next((result for result in runs_alone if result.retryable), None)
     records = [worker.observed(spec.settings, shared=True) for spec in specs]
     lost, clock = None, RunClock.started()
     if problem is not None:
@@ -362,11 +366,11 @@ def run_group(worker: Worker, task: Task) -> RunResult:
                 device_fault=False,
                 values={},
             )
-    elif again is not None:  # a run alone lost its worker: the whole task is tried again
-        lost = again.run.error or "a run alone was lost"
+    elif lost_alone is not None:  # a solo run lost its worker: retry the whole task
+        lost = lost_alone.run.error or "a run alone was lost"
     else:
         lost, clock = _run_all(worker, specs, records, alone)
-    results = [worker.concluded(spec, observed, lost, clock) for spec, observed in zip(specs, records, strict=True)]
+    results = [worker.conclude(spec, observed, lost, clock) for spec, observed in zip(specs, records, strict=True)]
     sharing = "mig" if worker.slots[0].mig_profile is not None else task.settings.sharing
     finished = labelled_group(
         task.run_id,
@@ -386,7 +390,7 @@ def run_group(worker: Worker, task: Task) -> RunResult:
 
 
 def member_specs(task: Task) -> list[Task]:
-    """Return each member as a task of its own; all but the first name their `part`."""
+    """Return each member as a separate task; all but the first have a `part`."""
     lone = dataclasses.replace(task, partners=(), alone=())
     others = [
         dataclasses.replace(lone, config=config, part=f"with-{place}")
@@ -396,7 +400,7 @@ def member_specs(task: Task) -> list[Task]:
 
 
 def _alone(worker: Worker, task: Task, specs: Sequence[Task]) -> tuple[list[RunAlone | None], list[RunResult]]:
-    """Return each member's run alone, and the results of those that had to be run; None after one that was lost."""
+    """Return each member's solo run (None after one was lost), and the results of those that had to run."""
     given = task.alone or (None,) * len(specs)
     known: dict[str, RunAlone] = {
         config_hash(spec.config): figures for spec, figures in zip(specs, given, strict=True) if figures is not None
@@ -418,13 +422,13 @@ def _run_all(
     alone: Sequence[RunAlone | None] = (),
     upcoming: Task | None = None,
 ) -> tuple[str | None, RunClock]:
-    """Run one trial, or several side by side; return why the server was lost, None if it was not, and the clock."""
+    """Run one trial, or several side by side; return why the server was lost (or None), and the clock."""
     lost, clock = None, RunClock.started()
     try:
         worker.ready()
         if len(specs) > 1:
             worker.drop_prepared()
-        clock = RunClock.started()  # again: a server's start is not on the trials' clock
+        clock = RunClock.started()  # restarted: the trials' clock leaves out the server's start
         _run_members(worker, specs, records, alone, upcoming, clock)
     except ServerLost as error:
         lost = str(error)
@@ -458,11 +462,11 @@ def _run_members(
                 described = {**worker.described(spec), "together": _together_of(worker, specs, place, alone)}
                 trials.append(worker.start_trial(spec, described, members=len(specs)))
             else:
-                trials.append(worker.trial_of(spec, observed))
+                trials.append(worker.take_trial(spec, observed))
         for spec, observed, trial in zip(specs, records, trials, strict=True):
             partners = [other.pid for other in trials if other is not trial]
             runs.append(worker.follow(spec, trial, observed, clock.t0_ns + timeout_ns, tick_s, partners))
-        is_open = not (is_group and worker.device.sampled)  # one trial waits for nobody, nor does virtual time
+        is_open = not (is_group and worker.device.sampled)  # a single trial, or one in virtual time, waits for no other
         while any(run.living for run in runs):
             for run in [run for run in runs if run.living]:
                 event = run.step()
@@ -495,7 +499,7 @@ def _direct(runs: Sequence[TrialRun], is_open: bool, warm_by_ns: int) -> bool:
                 run.trial.leave_by_ns = time.monotonic_ns()
     if not waiting:
         for run in runs:
-            if run.observed.broken is None:  # it is killed anyway, and need not wind up
+            if run.observed.broken is None:  # a broken one is killed instead
                 run.dismiss()
     return is_open
 

@@ -1,8 +1,8 @@
-"""The commands: the module that `python -m` runs, the class of its settings, what it does in one line, what it needs.
+"""The commands: the module that `python -m` runs, its settings class, a one-line summary, and its extras.
 
 Start reading at `TABLE`. `gpufarm NAME` runs the module as `python -m` does. The classes are imported on use: listing
-the commands imports none of them. `advice_for` names the extra of this project that brings a library which a plain
-install lacks; `EXTRAS` repeats `optional-dependencies` of `pyproject.toml`.
+the commands imports none of them. `advice_for` names the extra that has a missing library; `EXTRAS` repeats
+`optional-dependencies` of `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from conf.errors import EnvironmentProblem
 
-# What the commands of a package need before they can read their own arguments.
+# Libraries that a package's commands need to read their arguments.
 _FROM_THE_START = {
     "farm": ("hydra", "rich", "duckdb", "fsspec", "psutil"),
     "warehouse": ("hydra", "rich", "duckdb", "fsspec"),
@@ -84,7 +84,7 @@ TABLE = {
     "sbatch": Command(
         "farm.sbatch",
         "farm.sbatch:SbatchSettings",
-        "Estimate the training command of a batch script, then submit it to Slurm with what it needs.",
+        "Estimate the training command of a batch script, then submit it to Slurm with matching options.",
     ),
     "kueue": Command(
         "farm.kueue",
@@ -172,7 +172,7 @@ TABLE = {
     "build_defaults": Command(
         "learn.build_defaults",
         "learn.build_defaults:BuildSettings",
-        "Fit the models that come with the project, on published measurements: learn/default_models/ is written anew.",
+        "Fit the models that come with the project, on published measurements: rewrites learn/default_models/.",
     ),
     "fit_kernels": Command(
         "learn.fit_kernels",
@@ -189,7 +189,7 @@ COMMANDS = {name: command.module for name, command in TABLE.items()}
 
 
 def settings_class(name: str) -> type:
-    """Return the dataclass whose fields are the keys of a command; one that is in no table is named `MODULE:CLASS`."""
+    """Return the dataclass whose fields are the keys of a command in `TABLE`, or of one given as `MODULE:CLASS`."""
     module, _, attribute = (TABLE[name].settings if name in TABLE else name).partition(":")
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
@@ -200,20 +200,19 @@ def settings_class(name: str) -> type:
 
 
 def summary(name: str) -> str:
-    """Return one line on what the command does; of one that is in no table the first line of its module."""
+    """Return a command's summary in `TABLE`, else the first line of its module's docstring."""
     if name in TABLE:
         return TABLE[name].summary
     return inspect.cleandoc(sys.modules[settings_class(name).__module__].__doc__ or "").partition("\n")[0]
 
 
 def description(name: str) -> tuple[str, ...]:
-    """Return the text of `--help` above the keys: the summary, and the docstring of the settings below its first
-    line."""
-    _, _, rest = inspect.cleandoc(settings_class(name).__doc__ or "").partition("\n")
-    return (summary(name), *rest.splitlines())
+    """Return the text of `--help` above the keys: the summary, then the settings' docstring below its first line."""
+    _, _, details = inspect.cleandoc(settings_class(name).__doc__ or "").partition("\n")
+    return (summary(name), *details.splitlines())
 
 
-# Extra -> what it adds to those that it includes: module that is imported -> package that has it.
+# Extra -> its libraries beyond those of the extras that it includes: imported module -> package.
 EXTRAS = {
     "cli": {"hydra": "hydra-core", "omegaconf": "hydra-core", "rich": "rich"},
     "warehouse": {"duckdb": "duckdb", "fsspec": "fsspec"},
@@ -232,7 +231,7 @@ EXTRAS = {
         "uvloop": "uvloop",
     },
     "kubernetes": {"lightkube": "lightkube"},
-    # Wheels of libraries have no modules: `featurize.cudnn.oracle` looks for their files, of CUDA 12 or 13.
+    # Wheels of CUDA libraries have no modules: `featurize.cudnn.oracle` looks for their files, of CUDA 12 or 13.
     "cudnn": {
         "cudnn": "nvidia-cudnn-frontend",
         "nvidia.cudnn": "nvidia-cudnn-cu12",
@@ -244,7 +243,7 @@ EXTRAS = {
 
 
 def advice_for(error: ModuleNotFoundError) -> str | None:
-    """Return one line that names the extra with the missing library; None for a module of no extra."""
+    """Return a line that names the extra with the missing library; None if no extra has it."""
     library = (error.name or "").partition(".")[0]
     for extra, members in EXTRAS.items():
         if library in members:
@@ -264,19 +263,19 @@ def naming_the_extra() -> Iterator[None]:
 
 
 def missing_from_extra(extra: str) -> str | None:
-    """Return one line on the modules of an extra that are not installed; None where all are there."""
+    """Return a line that names the packages of an extra that are not installed; None if all are."""
     return _absent({name: package for name, package in EXTRAS[extra].items() if "." not in name}, extra)
 
 
 def missing_from(package: str) -> str | None:
-    """Return one line on the libraries that the package's commands need and lack; None where all are there."""
+    """Return a line that names the missing packages that the commands of `package` need; None if all are installed."""
     packages = {name: distribution for members in EXTRAS.values() for name, distribution in members.items()}
     needed = {name: packages[name] for name in _FROM_THE_START.get(package, ())}
     return _absent(needed, "cli" if package == "learn" else package)
 
 
 def _absent(packages: Mapping[str, str], extra: str) -> str | None:
-    """Return one line on the modules that are not installed, by their packages."""
+    """Return a line that names the packages that are not installed; `packages`: module -> package."""
     missing = sorted({package for name, package in packages.items() if importlib.util.find_spec(name) is None})
     if not missing:
         return None

@@ -1,7 +1,7 @@
 """The dispatcher: leases tasks, hands them to workers and lands their runs; a kill at any point loses none.
 
 Start reading at `Dispatcher.run`. One dispatcher at a time for a data folder (`hold_dispatcher_lock`); a task is done
-only after its run is durable in the warehouse. Everything that a worker sends passes through `accepted`, which turns it
+only after its run is durable in the warehouse. Everything that a worker sends passes through `accept`, which turns it
 into a run that can land.
 """
 
@@ -48,7 +48,7 @@ LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
 _WAIT_S = 0.2
 _REFUSED_AT_ONCE = 20  # tasks that land as refused before the dispatcher looks after its workers again
-_LAND_WITHIN_S = 60.0  # where landing fails with an error that may pass
+_LAND_WITHIN_S = 60.0  # retries of a landing that failed with an error that may pass
 _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up to 120 s, ending a trial up to 30 s
 
 
@@ -68,11 +68,11 @@ class Dispatcher:
     `clock` returns seconds since the epoch and may jump; `steady` returns seconds and never does. Deadlines, leases and
     backoffs follow `steady`, from the epoch as it was at the start; what is recorded of a run follows `clock`.
 
-    `shares`: number of workers with a share each: worker i's tasks are those with index % shares == i. A worker takes
-    another's only when its own are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
+    `shares`: number of workers among which the tasks are divided. Worker i gets those with index % shares == i, and
+    takes others only when these are done. So each GPU gets its canaries, and none waits for a GPU that is gone.
 
     `trust`: modules whose code a task may name although this user did not submit it (`farm.dispatch.submitted_code`).
-    `ran` takes the jobs whose runs land, in the order of their first.
+    `ran` collects the jobs whose runs land, in the order of their first run.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Dispatcher:
         self._code = SubmittedCode(trust)
         self._job_id = job_id
         self._shares = shares
-        self._share_of: dict[str, int] = {}  # worker -> which share is its own
+        self._share_of: dict[str, int] = {}  # worker -> number of its share
         self._service = service or Service()
         self._queue = queue
         self._executor = executor
@@ -104,12 +104,12 @@ class Dispatcher:
         self._steady = steady
         self._epoch_s = clock() - steady()  # leases of this dispatcher do not end because the system's clock is set
         self._writer = RunWriter(folder)
-        self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; what cannot be read is about to land
-        self._upcoming: dict[str, Task] = {}  # worker -> what it gets next, leased already so that it can prepare
+        self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; an unreadable one is about to land
+        self._upcoming: dict[str, Task] = {}  # worker -> its next task, leased already so it can prepare
         self._alone = RunsAlone()
-        # What has come back, and until when (by `steady`) it is tried to land after a first failure.
+        # Completions to land, and when (by `steady`) retries end; None before a first failure.
         self._returned: list[tuple[Completion, float | None]] = []
-        self._stuck_at: dict[str, float] = {}  # run_id -> when its worker must have brought it back, by `steady`
+        self._stuck_at: dict[str, float] = {}  # run_id -> deadline of its completion, by `steady`
         self._renewed_at = steady()
 
     def run(self, stop: StopRequest) -> bool:
@@ -122,7 +122,7 @@ class Dispatcher:
             self._queue.cap_waits(self._now())
             self._executor.start()
             events.emit("device_started", device=device_from_key(self._device_key).to_mapping())
-            stop.install()  # again: Ray has put its own handlers in their place
+            stop.install()  # again: Ray has replaced the handlers
             while True:
                 if not stop.requested:
                     self._hand_out()
@@ -130,9 +130,9 @@ class Dispatcher:
                 if not is_busy and (stop.requested or not self._waits_for_work()):
                     return not stop.requested
                 completions = self._executor.wait(_WAIT_S)
-                self._renew()  # first: what has just come back must not be handed out again because its lease ran out
+                self._renew()  # first: a completed task must not be handed out again because its lease ran out
                 if completions and not stop.requested:
-                    self._hand_out()  # before the runs are landed, so that their workers do not stand idle
+                    self._hand_out()  # before landing, so the workers do not stand idle
                 self._land_returned(completions)
                 self._restart_stuck_workers()
                 for notice in self._executor.notices():
@@ -145,15 +145,15 @@ class Dispatcher:
             stop.disarm()
             try:
                 given_back = self._queue.release(list(self._leased.values()))
-            finally:  # also where a full disk lets nothing be given back
+            finally:  # also if a full disk prevents the release
                 self._executor.close()
-                stop.install()  # Ray's end takes the handlers away: the next SIGTERM would kill us
+                stop.install()  # Ray's shutdown removes the handlers: the next SIGTERM would kill this process
             events.emit("device_left", given_back=given_back)
 
     def _hand_out(self) -> None:
         for worker in self._executor.idle():
             task = self._upcoming.pop(worker, None) or self._lease(worker)
-            if task is None and self._upcoming:  # a busy worker's next one need not wait for it
+            if task is None and self._upcoming:  # take a busy worker's next task
                 _, task = self._upcoming.popitem()
             if task is None:
                 break
@@ -163,7 +163,7 @@ class Dispatcher:
             spec = self._spec(task, worker)
             self._expect_back(spec)
             self._service.events.emit("handed_out", spec, worker=worker)
-            # A trial of several ranks starts elsewhere, or its ranks do: nothing of it is made ready.
+            # A trial of several ranks, or its ranks, may start on other workers: it is not prepared.
             ready = upcoming is not None and upcoming.config.ranks == 1 and not upcoming.partners
             following = self._spec(upcoming, worker) if upcoming is not None and ready else None
             self._executor.submit(worker, spec, following)
@@ -178,7 +178,7 @@ class Dispatcher:
     def _lease(self, worker: str) -> Task | None:
         """Return the next task that may run. Tasks that may not run land as `invalid`, a few at a time."""
         shares: list[tuple[int, int] | None] = [None]
-        if self._shares > 1:  # its own share first
+        if self._shares > 1:  # the worker's share first
             own_share = self._share_of.setdefault(worker, len(self._share_of)) % self._shares
             shares.insert(0, (own_share, self._shares))
         for _ in range(_REFUSED_AT_ONCE):
@@ -225,7 +225,7 @@ class Dispatcher:
         return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
 
     def _land_returned(self, completions: Iterable[Completion]) -> None:
-        """Land what has come back, now or before. What an error that may pass keeps from it waits for the next turn."""
+        """Land completions, new and kept ones. After an error that may pass, a completion is kept for the next turn."""
         self._returned += ((completion, None) for completion in completions)
         returned, self._returned = self._returned, []
         for completion, until_s in returned:
@@ -241,33 +241,33 @@ class Dispatcher:
 
     def _land(self, completion: Completion) -> None:
         task = self._leased.get(completion.task.run_id)
-        if not isinstance(task, Task):  # not one of ours: its task was landed or given back before
+        if not isinstance(task, Task):  # its task has landed or was given back
             self._service.events.emit("unexpected", completion.task, worker=completion.worker)
             return
-        completion = accepted(completion, task)
+        completion = accept(completion, task)
         result = completion.result
-        again = False
+        is_requeued = False
         if result is None or result.retryable:
             error = completion.lost or (result and result.run.error) or "no reason was given"
-            again = self._queue.retry(task, self._now(), error)
-            if again:
+            is_requeued = self._queue.retry(task, self._now(), error)
+            if is_requeued:
                 self._service.events.emit("retried", completion.task, worker=completion.worker, error=error)
             result = result or lost_run(task, error)
         elif result.repeat:
-            again = self._land_for_repeat(task, result)
-            if again:
+            is_requeued = self._land_for_repeat(task, result)
+            if is_requeued:
                 reasons = sorted(result.run.quality_reasons or ())
                 self._service.events.emit("repeated", completion.task, worker=completion.worker, reasons=reasons)
-        if not again:
+        if not is_requeued:
             self._land_run(task, result, completion.worker)
         del self._stuck_at[completion.task.run_id]
-        del self._leased[completion.task.run_id]  # only now: what could not be landed is given back
+        del self._leased[completion.task.run_id]  # last: a task that could not land is given back
 
     def _land_for_repeat(self, task: Task, result: RunResult) -> bool:
         """Land an untrusted run as an attempt, under its own name, and queue its task again.
 
-        Returns False if it cannot be repeated any more; it then lands as the task's run. Landed attempts count, so a
-        kill between the two steps costs no further repeat: the attempt is durable and its task still open.
+        Returns False if it cannot be repeated any more; it then lands as the task's run. Landed attempts count as
+        repeats, so a kill between the two steps costs none: the attempt is durable and its task still open.
         """
         run, limit = result.run, task.settings.quality_repeats
         names = [attempt_run_id(run.run_id, attempt) for attempt in range(1, task.attempt + 1)]
@@ -280,7 +280,7 @@ class Dispatcher:
         except (OSError, MemoryError):
             raise
         except Exception:
-            return False  # our own bug, which `_land_run` reports
+            return False  # a bug of ours, which `_land_run` reports
         why = "; ".join(reason_lines(run))
         doubt = doubt_of(run.quality, run.quality_reasons or ())
         return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", doubt.reasons if doubt else ())
@@ -288,13 +288,13 @@ class Dispatcher:
     def _land_run(self, task: Task | UnreadableTask, result: RunResult, worker: str | None = None) -> None:
         """Write the run, then mark its task as done; `reconcile` repairs a kill in between."""
         if self._queue.is_done(task):
-            return  # another dispatcher was quicker, after this one's lease had run out
+            return  # another dispatcher landed it after this lease had run out
         try:
-            for run_result in (*result.others, result):  # the task's own run is the last: with it the task is done
+            for run_result in (*result.others, result):  # the task's run comes last: it completes the task
                 self._write(as_final(run_result))
         except (OSError, MemoryError):  # a fault of this machine, not of the run
             raise
-        except Exception as error:  # whatever a worker sent: one task's business, not the job's
+        except Exception as error:  # a bad result fails its task, not the job
             result = lost_run(task, f"its run was refused by the warehouse: {error}")
             for run_result in (*result.others, result):
                 self._write(as_final(run_result))
@@ -321,16 +321,16 @@ class Dispatcher:
         self._writer.write(result.run, result.telemetry, result.kernels, result.ranks, result.collocations)
 
     def _restart_stuck_workers(self) -> None:
-        """Restart workers long past their trial's deadline, which hang themselves, as in a wedged driver."""
+        """Restart workers long past their trial's deadline: they hang themselves, as with a wedged driver."""
         now = self._steady()
         waiting = self._executor.waiting()
         for worker, task in self._executor.running().items():
             if worker in waiting:
-                self._expect_back(task)  # its time begins when it has its GPUs
+                self._expect_back(task)  # its time starts once it has its GPUs
             elif now > self._stuck_at[task.run_id]:
                 self._service.events.emit("stuck", task, worker=worker)
                 self._progress.say(f"{worker} is stuck at {task.run_id}; it is restarted")
-                self._expect_back(task)  # it comes back as lost; should it not, the worker is restarted again
+                self._expect_back(task)  # it returns as lost; if not, the worker is restarted again
                 self._executor.restart(worker)
 
     def _renew(self) -> None:
@@ -355,7 +355,7 @@ def _looks_ahead(task: Task) -> bool:
 class StopRequest:
     """Signal handling: the first Ctrl-C or SIGTERM finishes running trials, the second raises `KeyboardInterrupt`.
 
-    After `seconds` the running trials are finished as well.
+    After `seconds` a stop is requested as well.
     """
 
     def __init__(self, seconds: float | None = None):
@@ -383,7 +383,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def disarm(self) -> None:
-        """Cancel later interrupts, since running tasks are being given back and that must complete."""
+        """Cancel later interrupts: giving back running tasks must complete."""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
@@ -394,7 +394,7 @@ class StopRequest:
 
 
 _TEXT_CHARACTERS = 4_000  # characters of any text of a run, except its error
-_JSON_CHARACTERS = 64_000  # a column of JSON that is longer is left out: cut JSON is not JSON
+_JSON_CHARACTERS = 64_000  # a longer JSON column is left out: truncated JSON is invalid
 _OWN_COLUMNS = ("run_id", "job_id", "task_index", "family")  # columns that connect a run with its task
 _TEXT_COLUMNS = tuple(
     field.name for field in RUN_SCHEMA if pa.types.is_string(field.type) and field.name not in JSON_COLUMNS
@@ -403,7 +403,7 @@ _MAPPING_COLUMNS = tuple(name for name in JSON_COLUMNS if name != "config")
 
 
 def attempt_run_id(run_id: str, attempt: int) -> str:
-    """Return the run id of an attempt that was not the task's last, so that it never replaces the task's run."""
+    """Return the run id of an attempt that was not the task's last, which keeps it from replacing the task's run."""
     return f"{run_id}-a{attempt}"
 
 
@@ -412,17 +412,17 @@ def as_attempt(result: RunResult, attempt: int) -> RunResult:
     run = dataclasses.replace(result.run, run_id=attempt_run_id(result.run.run_id, attempt), final=False)
     telemetry = result.telemetry
     if "run_id" in telemetry.column_names:
-        telemetry = telemetry.drop_columns(["run_id"])  # the writer puts in the new one
-    # Only the group that counts has rows in `collocations`.
+        telemetry = telemetry.drop_columns(["run_id"])  # the writer adds the new one
+    # Only a final group has rows in `collocations`.
     return dataclasses.replace(result, run=run, telemetry=telemetry, collocations=None)
 
 
 def as_final(result: RunResult) -> RunResult:
-    """Return a result as the one that its task ends with."""
+    """Return a result marked as its task's final one."""
     return dataclasses.replace(result, run=dataclasses.replace(result.run, final=True))
 
 
-def accepted(completion: Completion, task: Task) -> Completion:
+def accept(completion: Completion, task: Task) -> Completion:
     """Return the completion in a form that queue and warehouse accept; its content never raises.
 
     Texts are made storable and truncated (a line in them says how much is missing). A result that is not a run of this
@@ -520,7 +520,7 @@ def doubt_of(quality: str | None, reasons: Iterable[str]) -> RunDoubt | None:
 
 
 def reason_lines(run: Run) -> list[str]:
-    """Return why an accepted run is not trusted: `reason (in words)`."""
+    """Return the reasons why an accepted run is not trusted, each as `reason (in words)`."""
     reasons = run.quality_reasons or {}
     return [f"{safe_text(name)} ({safe_text(str(words))})" for name, words in reasons.items()]
 
@@ -528,7 +528,7 @@ def reason_lines(run: Run) -> list[str]:
 def lost_run(
     task: Task | UnreadableTask, error: str, status: str = "crashed", error_type: str = "WorkerLost"
 ) -> RunResult:
-    """Return the run of a task that no worker brought back, with what is known of it.
+    """Return the run of a task that no worker returned, filled in from the task.
 
     By default its workers were all lost. A task that is not handed out is `invalid`: its code is not allowed
     (`NotTrusted`), or this version cannot read its row or run it here (`UsageError`).
@@ -580,24 +580,24 @@ def _lost_partner(run: Run, place: int, config: TrialConfig) -> RunResult:
     return RunResult(run=lost, telemetry=TELEMETRY_SCHEMA.empty_table())
 
 
-_TELLING = ("ok", "oom")  # statuses of runs alone that need no repetition
+_CONCLUSIVE = ("ok", "oom")  # statuses of solo runs that need no repeat
 
 
 class RunsAlone:
-    """Runs alone that have landed in this dispatcher's time, by worker: another GPU, or another night, differs."""
+    """Solo runs that this dispatcher has landed, by worker: those of another GPU or night would differ."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, TrialSettings, str], RunAlone] = {}
 
     def of(self, task: Task, worker: str) -> tuple[RunAlone | None, ...]:
-        """Return the run alone of each member of a task's group, None where it has to be run; () without a group."""
+        """Return the solo run of each member of a task's group, None if it has to run; () without a group."""
         if not task.partners:
             return ()
         members = (task.config, *task.partners)
         return tuple(self._known.get((worker, task.settings, config_hash(config))) for config in members)
 
     def landed(self, task: Task, worker: str, results: Iterable[RunResult]) -> None:
-        """Remember those of a task's further runs that were alone and can be relied on."""
+        """Remember the reliable solo runs among a task's further runs."""
         for run in (result.run for result in results):
-            if run.group_id is None and run.status in _TELLING and run.quality != "untrusted" and run.config_hash:
+            if run.group_id is None and run.status in _CONCLUSIVE and run.quality != "untrusted" and run.config_hash:
                 self._known[worker, task.settings, run.config_hash] = RunAlone.of(run)

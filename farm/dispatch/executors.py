@@ -20,7 +20,7 @@ from workers.worker import Worker
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A task that left its worker, with a result, or because the worker was lost (`lost` has the reason)."""
+    """A task that left its worker: with a result, or because the worker was lost (`lost` has the reason)."""
 
     worker: str
     task: Task
@@ -52,7 +52,7 @@ class Executor(Protocol):
         return ()
 
     def most_gpus(self) -> int | None:
-        """Return how many GPUs of one node a trial may have at most; None: ranks need no GPU of their own."""
+        """Return the most GPUs of one node that a trial may have; None: ranks need no separate GPUs."""
 
     def restart(self, worker: str) -> None:
         """Kill a stuck worker; `wait` returns its task as lost (inline: no effect)."""
@@ -62,14 +62,14 @@ class Executor(Protocol):
         return []
 
     def close(self) -> None:
-        """End every worker and its trial at once."""
+        """End every worker and its trial immediately."""
 
 
 class InlineExecutor(Executor):
     """One worker in this process, without Ray; trials still run in children of a trial server."""
 
     def __init__(self, choice: DeviceChoice, environment: dict[str, str]):
-        slot = make_device(choice).slots()[0]  # the first that can be used: the first of all may be a display's
+        slot = make_device(choice).slots()[0]  # the first usable one: index 0 may be a display's GPU
         self._choice = choice
         self._worker = Worker(choice, str(slot.index), "inline-0", environment)
         self._task: Task | None = None
@@ -86,7 +86,7 @@ class InlineExecutor(Executor):
         self._task, self._upcoming = task, upcoming
 
     def wait(self, timeout_s: float) -> list[Completion]:
-        if self._task is None:  # every task that is left waits for its next attempt
+        if self._task is None:  # all remaining tasks wait for their next attempt
             time.sleep(timeout_s)
             return []
         try:
@@ -96,7 +96,7 @@ class InlineExecutor(Executor):
         task, result, lost = self._task, None, None
         try:
             result = self._worker.run(task, self._upcoming)
-        except Exception:  # our own bug: it must cost one task, not the job
+        except Exception:  # a bug of ours must cost one task, not the job
             lost = f"worker failed: {traceback.format_exc()}"
         self._task = None
         return [Completion(worker=self._worker.name, task=task, result=result, lost=lost)]
@@ -108,7 +108,7 @@ class InlineExecutor(Executor):
         return 1 if self._choice.backend == "cuda" else None
 
     def restart(self, worker: str) -> None:
-        """Do nothing: `wait` runs the task itself, so that no caller can ask for this."""
+        """Do nothing: `wait` runs the task itself, so no caller can get here."""
 
     def close(self) -> None:
         self._worker.close()

@@ -1,4 +1,4 @@
-"""The dispatcher's HTTP server: metrics and health, within limits of what a client may take.
+"""The dispatcher's HTTP server: metrics and health, with limits for each client.
 
 Start reading at `MetricsServer`. It is the service's server (`farm.serving.connections`), in a thread.
 """
@@ -23,7 +23,7 @@ LIMITS = LimitSettings(connections=32, peer_connections=32, head_s=10, body_s=10
 
 
 class MetricsServer:
-    """`/metrics`, `/healthz` (503 unless the loop turns) and `/readyz` (503 unless it takes on tasks), in a thread."""
+    """`/metrics`, `/healthz` (503 unless the loop turns) and `/readyz` (503 unless it takes tasks), in a thread."""
 
     def __init__(
         self, settings: MetricsSettings, metrics: FarmMetrics, pulse: Pulse, limits: LimitSettings = LIMITS
@@ -71,7 +71,7 @@ def _application(metrics: FarmMetrics, pulse: Pulse) -> FastAPI:
         return JSONResponse(pulse.report(), 200 if pulse.ready else 503)
 
     @app.exception_handler(404)
-    def of_other_path(_request: object, _error: object) -> Response:
+    def not_found(_request: object, _error: object) -> Response:
         return PlainTextResponse("there are /metrics, /healthz and /readyz\n", 404)
 
     return app

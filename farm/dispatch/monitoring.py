@@ -1,7 +1,7 @@
 """Monitoring of a dispatcher: a log of events for programs, its health, and Prometheus metrics in base units.
 
-Start reading at `Service.open`. An event is one JSON line with `time` (ISO 8601, UTC), `event`, and of `job, task, run,
-attempt, worker, status` what applies; docs/operations.md lists events and metrics. `farm.dispatch.metrics_server`
+Start reading at `Service.open`. An event is one JSON line with `time` (ISO 8601, UTC), `event`, and where they apply
+`job, task, run, attempt, worker, status`; docs/operations.md lists events and metrics. `farm.dispatch.metrics_server`
 serves metrics and health.
 """
 
@@ -41,14 +41,14 @@ Sink = Callable[[Mapping[str, Any]], object]
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings(Checked, section="log"):
-    """The `log` key. `file` gets JSON lines; at `max_mib` it becomes `file.1`, and `keep` of those are kept."""
+    """The `log` key. `file` gets JSON lines; at `max_mib` it is renamed to `file.1`; `keep` old files are kept."""
 
     file: str | None = key(
-        None, "one JSON line an event; without it, and in the human format, nothing is logged", "new path"
+        None, "one JSON line an event; without a file, and in the human format, nothing is logged", "new path"
     )
     format: str = key("human", "json: events on standard output, and no progress bar", choices=FORMATS)
-    max_mib: float = key(64, "the file is then renamed to FILE.1", "number > 0")
-    keep: int = key(5, "how many of these are kept", "int >= 1")
+    max_mib: float = key(64, "size at which the file is renamed to FILE.1", "number > 0")
+    keep: int = key(5, "renamed files to keep", "int >= 1")
 
     def problems(self) -> Sequence[str]:
         if self.file is None:
@@ -67,7 +67,7 @@ class Events:
         self._sinks = list(sinks or ())
         self._clock = clock
         self._handlers: list[logging.Handler] = []
-        self._has_told = False
+        self._has_warned = False
 
     @classmethod
     def open(cls, settings: LogSettings, data: Sequence[Path] = ()) -> Events:
@@ -84,14 +84,14 @@ class Events:
         self._sinks.append(sink)
 
     def _add(self, handler: logging.Handler) -> None:
-        handler.handleError = self._tell_write_error  # type: ignore[method-assign]
+        handler.handleError = self._warn_of_write_error  # type: ignore[method-assign]
         self._handlers.append(handler)
         self._sinks.append(lambda event: handler.handle(logging.makeLogRecord({"msg": json.dumps(event, default=str)})))
 
-    def _tell_write_error(self, record: logging.LogRecord) -> None:
+    def _warn_of_write_error(self, record: logging.LogRecord) -> None:
         """Print once that events are lost; the work continues."""
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             print(f"note: {_KEY} cannot be written, events are lost: {sys.exc_info()[1]}", file=sys.stderr)
 
     def emit(self, event: str, task: Lease | None = None, **fields: Any) -> None:
@@ -130,7 +130,7 @@ def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> log
 
 
 class _StreamHandler(logging.StreamHandler[TextIO]):
-    """A handler that closes its own stream."""
+    """A handler that closes its stream."""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk, which has been reported
@@ -138,13 +138,13 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
         super().close()
 
 
-PATIENCE_S = 180.0  # between two turns: a Ray that starts, a compaction of many runs
+PATIENCE_S = 180.0  # longest time between turns: the start of Ray, a compaction of many runs
 _PHASES = ("starting", "standby", "working", "waiting", "compacting", "growing", "stopping")
 
 
 @dataclass
 class Pulse:
-    """The dispatcher's own health record, updated at each turn of its loop and read from other threads."""
+    """The dispatcher's health record, updated at each turn of its loop and read from other threads."""
 
     clock: Callable[[], float] = time.monotonic
     phase: str = "starting"  # one of `_PHASES`
@@ -175,7 +175,7 @@ class Pulse:
 
     @property
     def ready(self) -> bool:
-        """Return whether it is the dispatcher of its data folder and takes on tasks."""
+        """Return whether it holds its data folder's lock and takes tasks."""
         return self.live and self.holds_lock and self.phase in ("working", "waiting", "compacting")
 
     def report(self) -> dict[str, Any]:
@@ -193,9 +193,9 @@ class Pulse:
 
 
 _RATE_WINDOW_S = 300.0
-_RATE_RUNS = 4096  # most runs of the window that are remembered: memory stays bounded at any rate
+_RATE_RUNS = 4096  # most runs to remember in the window, which bounds memory
 _MIB = 2**20
-# column of `telemetry` -> (metric, help, factor to Prometheus's base unit); the first column with a value counts
+# (columns of `telemetry`, metric, help, factor to Prometheus's base unit); the first column with a value counts
 _GPU = (
     (("memory_used_mib", "process_memory_mib"), "memory_used_bytes", "Device memory in use.", _MIB),
     (("smact",), "sm_active_ratio", "Share of cycles in which an SM had a warp.", 1),
@@ -216,7 +216,7 @@ class MetricsSettings(Checked, section="metrics"):
         "serve Prometheus metrics at /metrics and health at /healthz and /readyz; 0: any free port",
         "int 0 to 65535",
     )
-    address: str = key("127.0.0.1", "who may ask: this machine; 0.0.0.0 lets everybody")
+    address: str = key("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines connect")
 
 
 class FarmMetrics:
@@ -234,7 +234,7 @@ class FarmMetrics:
         self._guard = threading.Lock()
         self._landed_at: collections.deque[float] = collections.deque(maxlen=_RATE_RUNS)
         self._last_wall_s: float | None = None
-        self._out: dict[str, float] = {}  # run -> when its task was handed to a worker
+        self._handed_out: dict[str, float] = {}  # run -> when its task was handed to a worker
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         registry.register(self)
@@ -254,7 +254,7 @@ class FarmMetrics:
         ready = gauge("dispatcher_ready", "1 when it holds its data folder and takes on tasks.")
         ready.set_function(lambda: pulse.ready)
         gauge("dispatcher_turn_age_seconds", "Since the dispatcher's loop turned.").set_function(lambda: pulse.age_s)
-        self._of_gpu = {
+        self._gpu_gauges = {
             metric: gauge(f"gpu_{metric}", f"{text} Last sample of its last run.", _GPU_LABELS)
             for _, metric, text, _ in _GPU
         }
@@ -265,11 +265,11 @@ class FarmMetrics:
         name, now = event["event"], self._clock()
         with self._guard:
             if name == "handed_out":
-                self._out[event["run"]] = now
+                self._handed_out[event["run"]] = now
             elif name in ("landed", "retried", "repeated"):
-                self._out.pop(event["run"], None)
-            elif name == "device_left":  # what was handed out has been given back
-                self._out.clear()
+                self._handed_out.pop(event["run"], None)
+            elif name == "device_left":  # tasks that were handed out have been given back
+                self._handed_out.clear()
             if name == "landed":
                 self._runs.labels(event["family"], event["status"]).inc()
                 self._landed_at.append(now)
@@ -278,7 +278,7 @@ class FarmMetrics:
         self._repeated.inc(name == "repeated")
 
     def on_samples(self, run: Run, telemetry: pa.Table) -> None:
-        """Store the last sample of the GPU that a run came from; what it did not measure is absent."""
+        """Publish the last sample of a run's GPU; metrics that it did not measure are removed."""
         figures = {}
         for columns, metric, _, factor in _GPU:
             values = (_last_value(telemetry, column) for column in columns)
@@ -288,7 +288,7 @@ class FarmMetrics:
         if not figures:
             return
         labels = tuple(str(getattr(run, name) or "") for name in ("node", "device_name", "device_uuid", "source"))
-        for metric, gauge in self._of_gpu.items():
+        for metric, gauge in self._gpu_gauges.items():
             if metric in figures:
                 gauge.labels(*labels).set(figures[metric])
             else:
@@ -300,7 +300,7 @@ class FarmMetrics:
         """Yield the queue's tasks, and figures of runs that are absent before the first."""
         from prometheus_client.core import GaugeMetricFamily
 
-        # Held by somebody for too long: the other figures still count.
+        # If another process holds the queue for too long, the other figures are still served.
         with contextlib.suppress(QueueError, UsageError), Queue.open(self._queue, busy_timeout_s=2.0) as queue:
             counts = queue.counts()
             states = {
@@ -315,7 +315,7 @@ class FarmMetrics:
                 tasks.add_metric([state], count)
             yield tasks
         with self._guard:
-            now, out = self._clock(), list(self._out.values())
+            now, out = self._clock(), list(self._handed_out.values())
             recent = sum(landed_s > now - _RATE_WINDOW_S for landed_s in self._landed_at)
             last, wall_s = self._landed_at[-1] if self._landed_at else None, self._last_wall_s
         for name, text, value in (
@@ -348,16 +348,16 @@ class Service:
     @contextlib.contextmanager
     def open(cls, folder: DataFolder, log: LogSettings, metrics: MetricsSettings) -> Iterator[Service]:
         """Open the log and serve the metrics, where the settings ask for them. Raises `UsageError`."""
-        with contextlib.ExitStack() as held:
-            service = cls(events=held.enter_context(Events.open(log, [folder.root])), quiet=log.format == "json")
-            if service.quiet:  # what is meant for people
-                held.enter_context(contextlib.redirect_stdout(sys.stderr))
+        with contextlib.ExitStack() as stack:
+            service = cls(events=stack.enter_context(Events.open(log, [folder.root])), quiet=log.format == "json")
+            if service.quiet:  # standard output holds events only
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if metrics.port is not None:
                 with naming_the_extra():
                     from farm.dispatch.metrics_server import MetricsServer
                 service.metrics = FarmMetrics(folder.queue, service.pulse)
                 service.events.listen(service.metrics.on_event)
-                server = held.enter_context(MetricsServer(metrics, service.metrics, service.pulse))
+                server = stack.enter_context(MetricsServer(metrics, service.metrics, service.pulse))
                 print(f"metrics: {server.url}/metrics, health: {server.url}/healthz")
             yield service
 

@@ -1,8 +1,8 @@
-"""Where workers live: the `cluster` key of a command, a Ray of our own, what Ray depends on, and a cluster's nodes.
+"""Where workers live: the `cluster` key of a command, a private Ray, the health of Ray's head, and a cluster's nodes.
 
 Start reading at `ClusterSettings`, then at `HeadWatch`, which lets us exit before Ray aborts our process. Without its
-GCS, Ray's calls wait for a minute, and then Ray aborts the process that made them, without a word of ours (checked on
-Ray 2.60: "Failed to connect to GCS within 60 seconds"). `NodeWatch` says which nodes joined or left.
+GCS, Ray's calls wait for a minute; then Ray aborts the calling process without a message of ours (checked on Ray 2.60:
+"Failed to connect to GCS within 60 seconds"). `NodeWatch` reports which nodes joined or left.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _ERROR_CHARACTERS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings(Checked, section="cluster"):
-    """The `cluster` key: `ray` (our own, or joined by `address`) or `inline`."""
+    """The `cluster` key: `ray` (a private one, or joined by `address`) or `inline`."""
 
     kind: str = key("ray", choices=("ray", "inline"))
-    address: str | None = key(None, 'null: a Ray of our own; "auto" or HOST:PORT joins a running cluster')
+    address: str | None = key(None, 'null: a private Ray; "auto" or HOST:PORT joins a running cluster')
     dashboard: bool = key(False, "Ray's dashboard, on loopback")
-    object_store_mib: int = key(128, "shared memory for results on their way to the writer", "int >= 80")
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the trial servers' own
+    object_store_mib: int = key(128, "shared memory for results before they are written", "int >= 80")
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the trial servers' environment
 
     def check_address(self) -> None:
         """Raise `EnvironmentProblem` if nothing answers at `address`; Ray itself would try for minutes first."""
@@ -84,7 +84,7 @@ def _running_cluster() -> str:
 
 
 def plain_error(error: Exception) -> str:
-    """Return the first paragraph of Ray's message, or the exception if it is a traceback."""
+    """Return the first paragraph of Ray's message; of a traceback, the exception's line."""
     if '\n  File "' in str(error):
         return error_line(str(error))[:_ERROR_CHARACTERS]
     return " ".join(str(error).split("\n\n")[0].split())[:_ERROR_CHARACTERS]
@@ -118,10 +118,10 @@ EXIT_CLUSTER_LOST = EXIT_TEMPORARY  # the same command continues
 _LOOK_EVERY_S = 0.2
 _REFUSED_FOR_S = 5.0  # a joined cluster's address refuses connections
 _SILENT_FOR_S = 30.0  # the network to a joined cluster is gone
-_PATIENCE_S = 20.0  # for the main thread to leave by itself, once Ray is lost
+_PATIENCE_S = 20.0  # for the main thread to exit once Ray is lost
 _PATIENCE_AT_START_S = 3.0  # nothing has been handed out yet
 _CONNECT_TIMEOUT_S = 2.0
-_ASK_EVERY_S = 2.0  # a joined cluster's GCS: each question is a connection over the network
+_ASK_EVERY_S = 2.0  # of a joined cluster's GCS: each check opens a network connection
 
 Result = TypeVar("Result")
 
@@ -190,10 +190,10 @@ class JoinedHead:
 
 
 class HeadWatch:
-    """Looks at the head in a thread of its own, since the main thread may wait inside of Ray.
+    """Watches the head in a separate thread, since the main thread may wait inside Ray.
 
-    `check` raises `ClusterLost`. A main thread that does not come to it, because it waits inside of `ray.init`, is not
-    waited for: soon the process ends with `EXIT_CLUSTER_LOST`, after `clean_up`, before Ray ends it.
+    `check` raises `ClusterLost`. If the main thread does not call it in time, because it waits inside `ray.init`, the
+    process runs `clean_up` and exits with `EXIT_CLUSTER_LOST`, before Ray aborts it.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class HeadWatch:
     def call(self, function: Callable[[], Result]) -> Result:
         """Return the result of a Ray function that asks the head. Raises `ClusterLost` if the head is dead.
 
-        The function runs in a thread of its own, which is left behind when the head is lost.
+        The function runs in a separate thread, which is abandoned when the head is lost.
         """
         call = CallInThread("ray-call", function)
         call.start()
@@ -268,7 +268,7 @@ class HeadWatch:
 
 
 def lost_words(reason: object) -> str:
-    """Return the line that tells the user what to do."""
+    """Return the message for the user, with what to do."""
     return f"{reason}; landed runs are safe; run the same command again to continue"
 
 
@@ -286,7 +286,7 @@ class RayNode:
 
 
 class NodeWatch:
-    """`nodes`: those of the last look, by id.
+    """Reports joining and leaving nodes of a cluster. `nodes`: those of the last look, by id.
 
     Args:
         ask: `ray.nodes`.
@@ -303,7 +303,7 @@ class NodeWatch:
 
     @property
     def due(self) -> bool:
-        """Return whether it is time for another look, since each one asks the head."""
+        """Return whether it is time for another look; each one queries the head."""
         return self._looked_at is None or self._clock() - self._looked_at >= _NODES_EVERY_S
 
     def look(self) -> tuple[list[RayNode], list[RayNode]]:
@@ -311,9 +311,9 @@ class NodeWatch:
         self._looked_at = self._clock()
         present = {node.node_id: node for node in map(_node_of, (raw for raw in self._ask() if raw["Alive"]))}
         joined = [node for key, node in present.items() if key not in self.nodes]
-        left = [node for key, node in self.nodes.items() if key not in present]
+        departed = [node for key, node in self.nodes.items() if key not in present]
         self.nodes = present
-        return joined, left
+        return joined, departed
 
 
 def _node_of(raw: Mapping[str, Any]) -> RayNode:

@@ -1,4 +1,4 @@
-"""Ray's side of the farm: one actor per GPU, pinned by Ray, restarted by Ray, results through its object store.
+"""Ray's side of the farm: one actor per GPU, which Ray pins and restarts; results go through its object store.
 
 Start reading at `RayExecutor`; `actor_class` has the body of an actor. Defaults that Ray has changed between versions
 are set here explicitly.
@@ -40,7 +40,7 @@ from workers.task import RunResult, Task
 
 
 def actor_class() -> type:
-    """Return the actors' class, which is sent by value: it corrects the path before any import of ours."""
+    """Return the actors' class. It is sent by value, and corrects the path before it imports our modules."""
     put_last = searching_last(working_folder())
 
     class RayWorker:
@@ -50,11 +50,11 @@ def actor_class() -> type:
             self, choice: dict[str, Any], slot_key: str | None, environment: dict[str, str], workers: int, gpus: int = 1
         ) -> None:
             put_last()
-            from workers.devices import DeviceChoice  # the module's own would be sent by its name, and imported first
+            from workers.devices import DeviceChoice  # a global would be pickled by name, and imported too early
             from workers.worker import Worker
 
             name = f"ray-{slot_key}"
-            if slot_key is None:  # Ray has pinned this process: it sees its own GPUs only
+            if slot_key is None:  # Ray has pinned this process: it sees only its GPUs
                 import ray
 
                 name = f"ray-{'+'.join(ray.get_runtime_context().get_accelerator_ids()['GPU'])}"
@@ -71,19 +71,19 @@ def actor_class() -> type:
     return RayWorker
 
 
-_END_WITHIN_S = 5.0  # Ray's processes, once it was shut down
-_SHUTDOWN_S = 10.0  # a Ray that has lost its head may take this long
-_READY_TRIES = 3  # a worker whose trial server fails to start this often in a row is given up
+_END_WITHIN_S = 5.0  # for Ray's processes after its shutdown
+_SHUTDOWN_S = 10.0  # for the shutdown of a Ray that has lost its head
+_READY_TRIES = 3  # failed starts of a trial server in a row that give up its worker
 
 
 @dataclass(eq=False)
 class _Seat:
-    """One actor with its node, and what it does; one of several GPUs has them in a placement group of their own.
+    """One actor with its node and state; an actor of several GPUs holds them in a placement group.
 
-    state     `unreached` is asked again at the next look: Ray needs seconds to call a node dead
-    ref       of ready() while it starts, of run() while it runs
-    task      the one that it runs
-    failures  starts that failed in a row
+    state     `unreached` is asked again at the next look: Ray needs seconds to declare a node dead
+    ref       result of ready() while it starts, of run() while it runs
+    task      the task that it runs
+    failures  failed starts in a row
     """
 
     name: str
@@ -101,8 +101,8 @@ class _Seat:
 class _Waiting:
     """A task that waits for as many GPUs of a node as it has ranks.
 
-    The idle worker that was asked, empty if there was none, takes no other task meanwhile, so that no more tasks wait
-    than there are workers.
+    `asked`: the idle worker that was offered, empty if there was none. It takes no other task until then, which keeps
+    the number of waiting tasks below that of workers.
     """
 
     name: str
@@ -112,33 +112,33 @@ class _Waiting:
 
 
 class RayExecutor:
-    """Ray actors, one per slot of every node. `address=None` starts a Ray of our own, on loopback only.
+    """Ray actors, one per slot of every node. `address=None` starts a private Ray, on loopback only.
 
-    The cluster is followed: a node that comes gets actors, and what ran on one that goes comes back as lost.
-    Each actor is bound to its node, since CPUs and simulated GPUs are not a resource that Ray could spread them by.
+    A node that joins gets actors; tasks on a node that leaves return as lost. Each actor is bound to its node, since
+    Ray cannot spread actors by CPUs or simulated GPUs.
     """
 
     def __init__(self, choice: DeviceChoice, cluster: ClusterSettings, environment: dict[str, str]):
         self._choice = choice
         self._cluster = cluster
         safe_path = {SAFE_PATH: os.environ[SAFE_PATH]} if SAFE_PATH in os.environ else {}
-        self._environment = {**safe_path, **environment}  # other nodes have their own
+        self._environment = {**safe_path, **environment}  # other nodes have a safe path of their own
         self._seats: dict[str, _Seat] = {}  # worker -> its actor
         self._notices: list[str] = []
         self._was_ready = False  # whether any worker has ever been ready
         self._module: ModuleType | None = None  # Ray, once it is imported
         self._joined = cluster.address is not None
-        self._waiting: list[_Waiting] = []  # on each node GPUs are gathered for the first one
-        self._gpus: Counter[str] = Counter()  # node -> GPUs that work: one for each worker at first
-        self._added = 0  # tasks that waited, and workers that took the place of others
+        self._waiting: list[_Waiting] = []  # each node gathers GPUs for its first one
+        self._gpus: Counter[str] = Counter()  # node -> working GPUs: at first one for each worker
+        self._added = 0  # number of waiting tasks and replacement workers so far, for names
         self._head: HeadWatch | None = None
-        self._folder: Path | None = None  # session folder of our own Ray
-        self._before: set[int] = set()  # child processes of ours that are not Ray's
-        self._roots: list[psutil.Process] | None = None  # what Ray has started from this process, once it is up
+        self._folder: Path | None = None  # session folder of a private Ray
+        self._before: set[int] = set()  # child processes before Ray's
+        self._roots: list[psutil.Process] | None = None  # Ray's root processes, once it is up
 
     def start(self) -> None:
         if not self._joined:
-            os.environ.update(own_session_environment())  # Ray reads some of it when it is imported
+            os.environ.update(own_session_environment())  # Ray reads some of it on import
         try:
             import ray
         except ImportError as error:
@@ -151,7 +151,7 @@ class RayExecutor:
         self._actor_class = ray.remote(
             num_cpus=0,  # an actor that holds a CPU starves a small machine
             num_gpus=1 if pinned else 0,
-            max_restarts=-1,  # Ray restarts a killed actor; which task to repeat is the queue's to say
+            max_restarts=-1,  # Ray restarts a killed actor; the queue decides which task to repeat
             max_task_retries=0,
         )(actor_class())
         if self._joined:
@@ -181,7 +181,7 @@ class RayExecutor:
         self._head = HeadWatch(JoinedHead(*self._cluster.place()))
         try:
             self._ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # many kinds, and none is a bug of ours
+        except Exception as error:  # Ray raises many kinds
             self._head.check()
             raise self._cluster.nobody_answers(error) from error
 
@@ -206,7 +206,7 @@ class RayExecutor:
                 logging_level=logging.ERROR,
                 _temp_dir=None if self._folder is None else str(self._folder),
             )
-        except Exception as error:  # many kinds, and none is a bug of ours
+        except Exception as error:  # Ray raises many kinds
             self._head.check_now()
             raise EnvironmentProblem(
                 f"Ray does not start: {plain_error(error)}; cluster=inline runs one worker without it"
@@ -221,10 +221,10 @@ class RayExecutor:
 
     def _follow_nodes(self) -> list[Completion]:
         """Start actors on nodes that joined, and report tasks on nodes that left as lost."""
-        joined, left = self._watch.look()
-        if any(node.node_id == self._own_node for node in left):
+        joined, departed = self._watch.look()
+        if any(node.node_id == self._own_node for node in departed):
             raise ClusterLost("the Ray node on this machine, which ties us to the cluster, has ended")
-        lost = [completion for node in left for completion in self._drop_node(node)]
+        lost = [completion for node in departed for completion in self._drop_node(node)]
         for node in joined:
             count = self._add_node(node)
             if self._was_ready:
@@ -282,7 +282,7 @@ class RayExecutor:
         )
 
     def _offered(self) -> list[_Seat]:
-        """Return the idle workers that take a task, those that have been idle for longest first."""
+        """Return the idle workers that take a task, longest idle first."""
         asked = {trial.asked for trial in self._waiting}
         return [seat for seat in self._in("idle") if seat.name not in asked]
 
@@ -291,9 +291,9 @@ class RayExecutor:
         seat.ref = seat.actor.run.remote(task, upcoming)
 
     def _make_room(self, node: RayNode) -> None:
-        """Start the tasks that wait on a node, in turn, on an idle worker of as many GPUs or on those of idle ones.
+        """Start the node's waiting tasks in turn: on a fitting idle worker, or a new one on the GPUs of idle ones.
 
-        Once none waits, GPUs that are left get a worker each.
+        Once none waits, each free GPU gets a worker.
         """
         for trial in [trial for trial in self._waiting if trial.node.node_id == node.node_id]:
             ranks = trial.task.config.ranks
@@ -311,12 +311,12 @@ class RayExecutor:
             self._replace(node, 1)
 
     def _replace(self, node: RayNode, gpus: int) -> _Seat:
-        """Start a worker where others have ended."""
+        """Start a worker on GPUs of workers that have ended."""
         self._added += 1
         return self._add_worker(node, f"worker-{node.node_id[:6]}-r{self._added}", None, gpus)
 
-    def _without_gpus(self) -> list[Completion]:
-        """Return the tasks whose node has lost GPUs, so that they would wait forever."""
+    def _drop_unrunnable(self) -> list[Completion]:
+        """Return the waiting tasks whose node has lost GPUs as lost: they would wait forever."""
         lost = [trial for trial in self._waiting if self._gpus[trial.node.node_id] < trial.task.config.ranks]
         self._waiting = [trial for trial in self._waiting if trial not in lost]
         for trial in lost:
@@ -339,17 +339,17 @@ class RayExecutor:
             self._end_worker(seat)
         del self._gpus[node.node_id]
         if gone:
-            rest = "" if self._seats else "; no worker is left, waiting for a node to join"
-            self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{rest}")
+            remaining = "" if self._seats else "; no worker is left, waiting for a node to join"
+            self._notices.append(f"node {node.host} left the cluster with {len(gone)} workers{remaining}")
         return lost
 
     def idle(self) -> list[str]:
         return [seat.name for seat in self._offered()]
 
     def submit(self, worker: str, task: Task, upcoming: Task | None = None) -> None:
-        """As in the Protocol, but that another idle worker may run it, which has as many GPUs as the task has ranks."""
+        """Hand over a task as in the Protocol; another idle worker with as many GPUs as ranks may run it."""
         gpus = task.config.ranks if self._choice.backend == "cuda" else 1
-        idle = sorted(self._offered(), key=lambda seat: seat.name != worker)  # itself, unless it has made room since
+        idle = sorted(self._offered(), key=lambda seat: seat.name != worker)  # the named worker first, if still there
         fitting = next((seat for seat in idle if seat.gpus == gpus), None)
         if fitting is not None:
             self._run(fitting, task, upcoming)
@@ -369,21 +369,21 @@ class RayExecutor:
         asked = {seat.ref: seat for seat in self._seats.values() if seat.ref is not None}
         if asked:
             finished, _ = ray.wait(list(asked), num_returns=1, timeout=timeout_s)
-            if finished:  # whatever else is done by now is taken, too
+            if finished:  # take everything else that is done by now
                 finished, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
             for ref in finished:
                 if asked[ref].task is None:
                     self._take_ready(asked[ref])
                 else:
                     completions.append(self._take_run(asked[ref]))
-        else:  # every task that is left waits for its next attempt
+        else:  # all remaining tasks wait for their next attempt
             time.sleep(timeout_s)
         if self._watch.due:
             completions += self._follow_nodes()
             for seat in self._in("unreached"):
                 self._await_ready(seat)
         self._start_servers()
-        return completions + self._without_gpus()
+        return completions + self._drop_unrunnable()
 
     def running(self) -> Mapping[str, Task]:
         held = {seat.name: seat.task for seat in self._seats.values() if seat.task is not None}
@@ -398,7 +398,7 @@ class RayExecutor:
         return max(self._gpus.values(), default=0) or None
 
     def restart(self, worker: str) -> None:
-        self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails, as any lost worker's does
+        self._ray.kill(self._seats[worker].actor, no_restart=False)  # its run() then fails as for any lost worker
 
     def notices(self) -> list[str]:
         notices, self._notices = self._notices, []
@@ -410,7 +410,7 @@ class RayExecutor:
         lost = self._head is not None and self._head.reason is not None
         started = self._own_processes()
         if lost:
-            end_processes(started)  # first: the end of what is left of a Ray waits for what is gone
+            end_processes(started)  # first: shutting down a broken Ray would wait for its dead parts
         if self._module is not None and self._module.is_initialized():
             self._shut_down(lost)
         psutil.wait_procs(started, timeout=_END_WITHIN_S)
@@ -431,17 +431,17 @@ class RayExecutor:
         thread.join(_SHUTDOWN_S)
 
     def _end_own(self, processes: Sequence[psutil.Process] | None = None) -> None:
-        """End the remaining processes of our own Ray, and delete its session."""
+        """End the remaining processes of a private Ray, and delete its session folder."""
         end_processes(self._own_processes() if processes is None else processes)
         if self._folder is not None:
             delete_folder(self._folder)
             self._folder = None
 
     def _own_processes(self) -> list[psutil.Process]:
-        """Return the processes that our own Ray started, with its actors and their trials, and no other ones."""
+        """Return only the processes of a private Ray, with its actors and their trials."""
         if self._folder is None:
             return []
-        if self._roots is None:  # it is starting: this process does nothing else until then
+        if self._roots is None:  # Ray is starting, and this process starts nothing else until then
             return [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
         processes: dict[int, psutil.Process] = {}
         for root in self._roots:
@@ -471,7 +471,7 @@ class RayExecutor:
         try:
             ray.get(ref)
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.ActorUnschedulableError):
-            seat.state = "unreached"  # its process or its node is gone, or the network for a moment
+            seat.state = "unreached"  # its process, its node or the network is gone
         except ray.exceptions.RayError as error:
             self._watched_head.check()
             seat.failures += 1
@@ -482,10 +482,10 @@ class RayExecutor:
             self._end_worker(seat)
             if seat.gpus == 1:
                 self._gpus[seat.node.node_id] -= 1
-            else:  # one of them may be broken: the others continue as workers of one GPU
+            else:  # one GPU may be broken: each gets a separate worker
                 for _ in range(seat.gpus):
                     self._replace(seat.node, 1)
-            # Of a cluster that did work, another node may still join.
+            # Another node may still join a cluster that has worked.
             if not self._gpus.total() and not (self._joined and self._was_ready):
                 raise EnvironmentProblem(f"no worker starts: {plain_error(error)}") from error
         else:
@@ -493,10 +493,10 @@ class RayExecutor:
             if self._folder is not None and not self._was_ready:
                 record_processes(self._folder, descendants())
             self._was_ready = True
-            self._now_idle(seat)
+            self._set_idle(seat)
 
-    def _now_idle(self, seat: _Seat) -> None:
-        """A worker can take a task, behind those that have been idle for longer, or make room for one that waits."""
+    def _set_idle(self, seat: _Seat) -> None:
+        """Make a worker idle, behind those idle for longer; it may make room for a waiting task."""
         seat.state = "idle"
         self._seats[seat.name] = self._seats.pop(seat.name)
         self._make_room(seat.node)
@@ -509,12 +509,12 @@ class RayExecutor:
         seat.ref = seat.task = None
         try:
             result = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:  # our own bug: it must cost one task, not the job
+        except ray.exceptions.RayTaskError as error:  # a bug of ours must cost one task, not the job
             lost = f"worker failed: {error}"
-        except ray.exceptions.RayError as error:  # the process is gone; Ray starts another, unless the node is gone
+        except ray.exceptions.RayError as error:  # the process is gone; Ray restarts it unless the node is gone
             self._await_ready(seat)
             return Completion(worker=seat.name, task=task, lost=f"worker lost: {plain_error(error)}")
-        except Exception as error:  # what it sent cannot be read: again one task's business
+        except Exception as error:  # an unreadable result fails its task only
             lost = f"worker's answer cannot be read: {error!r}"
-        self._now_idle(seat)
+        self._set_idle(seat)
         return Completion(worker=seat.name, task=task, result=result, lost=lost)

@@ -1,4 +1,4 @@
-"""Decides which code of a task may run: a data folder can come from anybody, so its queue alone allows none.
+"""Decides which code of a task may run. A data folder can come from anybody, so its queue alone permits no code.
 
 Start reading at `SubmittedCode`. `record_submitted` records the code that this user queues, in the user's own state
 folder; the dispatcher calls `SubmittedCode.decide` before it hands out a task.
@@ -19,7 +19,7 @@ from featurize.job.code_names import CodeName, TrustedName
 
 _FILE = "submitted_code"  # one JSON string a line
 _LIMIT_BYTES = 64 << 20  # largest record that is read
-_of_this_process: set[str] = set()  # what this process queued itself, also where no record can be written
+_of_this_process: set[str] = set()  # code queued by this process, known even if no record can be written
 
 
 class SubmittedCode:
@@ -32,11 +32,10 @@ class SubmittedCode:
         self._read_at: tuple[int, ...] | None = None
 
     def decide(self, config: TrialConfig) -> tuple[TrialConfig, str | None]:
-        """Return a task's config, its names of code marked as they may run, and why the task must not run (None: it
-        may).
+        """Return a task's config, with its permitted code names marked, and why the task must not run, or None.
 
-        A task that is neither the user's nor of a trusted module runs under the rules for data: models of known
-        libraries alone.
+        A task that is neither the user's nor of a trusted module runs under the rules for data: only models of known
+        libraries.
         """
         fields = code_fields(config.family)
         if fields and all(self._knows(entry) for entry in code_entries(config).values()):
@@ -53,7 +52,7 @@ class SubmittedCode:
         )
 
     def decide_all(self, configs: Iterable[TrialConfig]) -> tuple[tuple[TrialConfig, ...], str | None]:
-        """Return the same of trials that run together: all their configs, and the first refusal."""
+        """Return the configs of trials that run together, each as `decide` does, and the first refusal or None."""
         decisions = [self.decide(config) for config in configs]
         problem = next((problem for _, problem in decisions if problem is not None), None)
         return tuple(config for config, _ in decisions), problem
@@ -102,7 +101,7 @@ def record_code(entries: Iterable[str]) -> None:
     if not new:
         return
     _of_this_process.update(new)
-    # A line end before each: a line that a full disk tore spoils no other.
+    # A line feed before each: a line torn by a full disk spoils no other.
     lines = "".join(f"\n{json.dumps(entry)}\n" for entry in new).encode()
     with _state_folder(create=True) as folder, contextlib.suppress(OSError):
         if folder is None:

@@ -1,8 +1,8 @@
 """Runs the queue of a data folder, device after device, with one dispatcher at a time.
 
 Start reading at `work`, which runs all of it, and `run_job`, which runs one job. Called by `farm.work`, `farm.submit`,
-nights and comparisons. `failed_jobs` says of which jobs every trial failed: out of memory is a measured outcome and no
-failure.
+nights and comparisons. `failed_jobs` lists the jobs whose every trial failed; out of memory is a measured outcome, not
+a failure.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ def work(
 ) -> int:
     """Run the queued tasks, device after device, until none is left (`job_id`: only of that job's device).
 
-    After `seconds` it finishes what runs and leaves, as after Ctrl-C: for a machine that is lent for that long.
-    Where another dispatcher works on the folder already, the queue is its to work off: says so and returns 0; with
-    `wait` it stands by until that one has ended. `trust` as in `Dispatcher`.
+    After `seconds` running trials finish and it returns, as after Ctrl-C: for a machine available for a limited time.
+    If another dispatcher works on the folder, print that and return 0; with `wait`, stand by until it has ended.
+    `trust` as in `Dispatcher`.
 
-    Returns 1 where every trial of `job_id` failed, or without it every trial of some job that it ran, and prints the
+    Returns 1 if every trial of `job_id` failed, or without it every trial of some job that it ran, and prints the
     most common reason. Earlier trials count; out of memory is not a failure.
     """
     service = service or Service()
     ran: dict[str, None] = {}
-    with contextlib.ExitStack() as held:
-        stop = held.enter_context(StopRequest(seconds).installed())
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(seconds).installed())
         try:
-            is_held = _take_lock(held, folder, stop, service, wait)
+            is_held = _take_lock(stack, folder, stop, service, wait)
         except DispatcherBusy as busy:
             hint = follow_hint(folder, job_id)
             also = "that dispatcher runs it if it is for the same device, otherwise `python -m farm.work` does"
@@ -114,11 +114,11 @@ def run_job(
 
     Stands by while another dispatcher has the folder, which may run the job itself. `shares` as in `Dispatcher`.
     """
-    with stop.installed(), contextlib.ExitStack() as held:
-        if not _take_lock(held, folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id)):
+    with stop.installed(), contextlib.ExitStack() as stack:
+        if not _take_lock(stack, folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id)):
             return not queue.pending(job_id)
         service.pulse.patience_s = PATIENCE_S
-        _mend(folder, queue, service)
+        _reconcile(folder, queue, service)
         job = queue.job(job_id)
         if not queue.pending(job_id):
             return True
@@ -127,21 +127,21 @@ def run_job(
 
 
 def _take_lock(
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     folder: DataFolder,
     stop: StopRequest,
     service: Service,
     wait: bool,
     unless: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Acquire the lock until `held` ends. With `wait`, wait until the other dispatcher has ended.
+    """Hold the lock until `stack` closes. With `wait`, wait until the other dispatcher has ended.
 
-    Returns False where `stop` asks to leave, or `unless` does. Raises `DispatcherBusy` where it need not wait.
+    Returns False if `stop` asks to leave or `unless` returns True. Raises `DispatcherBusy` without `wait`.
     """
     announced = False
     while not stop.requested and not (announced and unless()):
         try:
-            held.enter_context(hold_dispatcher_lock(folder.dispatcher_lock))
+            stack.enter_context(hold_dispatcher_lock(folder.dispatcher_lock))
         except DispatcherBusy as busy:
             if not wait:
                 raise
@@ -150,7 +150,7 @@ def _take_lock(
                 print_lines([f"{busy}; waiting until it has ended"])
                 announced = True
         else:
-            held.callback(setattr, service.pulse, "holds_lock", False)
+            stack.callback(setattr, service.pulse, "holds_lock", False)
             service.pulse.holds_lock = True
             service.events.emit("started", process=os.getpid())
             return True
@@ -168,26 +168,26 @@ class _Work:
     cluster: ClusterSettings
     stop: StopRequest
     service: Service
-    ran: dict[str, None] = field(default_factory=dict)  # jobs of which runs have landed
+    ran: dict[str, None] = field(default_factory=dict)  # jobs whose runs have landed
     trust: Sequence[str] = ()
 
     def run_all(self, job_id: str | None, wait: bool) -> None:
         """Run device after device (`job_id`: only that job's), and compact whenever nothing is left.
 
-        Before a job's first task, what a killed dispatcher or a lost queue left of it is mended.
+        Before a job's first task, reconcile what a killed dispatcher or a lost queue left of it.
         """
-        mended: set[str] = set()
+        reconciled: set[str] = set()
         compacted = False
         while not self.stop.requested:
             device_key = self.queue.next_device(job_id)
             if device_key is not None:
                 jobs = self.queue.jobs()
-                if job_ids := {job.job_id for job in jobs} - mended:
-                    _mend(self.folder, self.queue, self.service)
-                    mended |= job_ids
+                if job_ids := {job.job_id for job in jobs} - reconciled:
+                    _reconcile(self.folder, self.queue, self.service)
+                    reconciled |= job_ids
                     continue
                 jobs = [job for job in jobs if job.device == device_key and self.queue.pending(job.job_id)]
-                if jobs:  # none where all were cancelled just now
+                if jobs:  # none if all were just cancelled
                     self.run_device(device_key, sorted(jobs, key=lambda job: job.job_id != job_id))
                 compacted = False
             elif wait:
@@ -204,8 +204,8 @@ class _Work:
             _compact(self.folder, self.service)
 
     def run_device(self, device_key: str, jobs: Sequence[Job], job_id: str | None = None, shares: int = 1) -> bool:
-        """Run the tasks of jobs of one device; return False if `stop` asked to leave. Others as in `Dispatcher`."""
-        _be_patient(self.service, self.cluster, jobs)
+        """Run the tasks of jobs of one device; return False if `stop` asked to leave. Rest as in `Dispatcher`."""
+        _extend_patience(self.service, self.cluster, jobs)
         names = [job.job_id for job in jobs]
         label = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         with Progress(label, partial(_totals, self.queue, names), quiet=self.service.quiet) as progress:
@@ -224,22 +224,22 @@ class _Work:
             ).run(self.stop)
 
 
-def _mend(folder: DataFolder, queue: Queue, service: Service) -> None:
+def _reconcile(folder: DataFolder, queue: Queue, service: Service) -> None:
     mended = reconcile(folder, queue)
     if mended:
         service.events.emit("mended", count=mended)
         print(f"{mended} runs of queued tasks are in the warehouse already; they are done")
 
 
-def _be_patient(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:
-    """Allow for cluster=inline, where the loop stands still while a trial runs."""
+def _extend_patience(service: Service, cluster: ClusterSettings, jobs: Sequence[Job]) -> None:
+    """Lengthen the health check's patience for cluster=inline, where a running trial blocks the loop."""
     if cluster.kind == "inline":
         longest_s = max((_timeout_s(job) for job in jobs), default=0.0)
         service.pulse.patience_s = PATIENCE_S + longest_s
 
 
 def _timeout_s(job: Job) -> float:
-    """Return the time limit of the job's trials in s; 0 if its settings cannot be read, so that none runs."""
+    """Return the time limit of the job's trials in s; 0 if its settings cannot be read: none of them runs."""
     try:
         return settings_of_text(job.settings_json).timeout_s
     except UsageError:
@@ -249,8 +249,8 @@ def _timeout_s(job: Job) -> float:
 def _totals(queue: Queue, names: Sequence[str]) -> tuple[Counter[str], int]:
     """Return the ended tasks of these jobs by status, and the number of those that are not cancelled."""
     counts = [queue.counts(name) for name in names]
-    by_status = sum((Counter(of_job.by_status) for of_job in counts), Counter[str]())
-    return by_status, sum(of_job.total - of_job.cancelled for of_job in counts)
+    by_status = sum((Counter(job_counts.by_status) for job_counts in counts), Counter[str]())
+    return by_status, sum(job_counts.total - job_counts.cancelled for job_counts in counts)
 
 
 def _compact(folder: DataFolder, service: Service) -> None:
@@ -283,12 +283,11 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     """Finish tasks whose runs are durable and void the other leases of a killed dispatcher. Call with the lock.
 
     After a lost queue, or one restored from an older copy, tasks whose runs are in the warehouse do not run again
-    either. An attempt that landed to be repeated finishes nothing: its task runs again. Returns how many tasks were
-    done.
+    either. An attempt that landed for a repeat finishes no task. Returns the number of tasks finished.
     """
-    left = queue.leased()
-    tasks = {task.run_id: (task.job_id, task.task_index) for task in left}
-    tasks |= _landed_unawares(folder, queue)
+    unfinished = queue.leased()
+    tasks = {task.run_id: (task.job_id, task.task_index) for task in unfinished}
+    tasks |= _find_landed(folder, queue)
     if not tasks:
         return 0
     import pyarrow as pa
@@ -313,9 +312,9 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
     return len(rows)
 
 
-def _landed_unawares(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
+def _find_landed(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
     """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
-    from warehouse.files.presence import landed_tasks
+    from warehouse.files.integrity import landed_tasks
 
     families: set[str] = set()
     for job in queue.jobs():
@@ -338,10 +337,10 @@ _STYLES = {"ok": "green", "oom": "yellow", "timeout": "magenta", "crashed": "red
 
 
 class Progress:
-    """A context manager. `totals()` returns (tasks ended by their status, tasks in all) of what is being worked on,
-    with those that ended before; the rate is of what lands here.
+    """A progress bar, or a line now and then without a terminal. Use as a context manager.
 
-    `quiet`: says nothing, where a program reads the events.
+    totals  returns (ended tasks by status, all tasks), also those that ended before; the rate counts runs landed here
+    quiet   print nothing, because a program reads the events
     """
 
     def __init__(
@@ -403,13 +402,13 @@ class Progress:
             self._landed.popleft()
         if len(self._landed) < 2:
             return None
-        return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first run: without the start-up
+        return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first run, without the start-up
 
     def _state(self, styled: bool) -> tuple[int, int, str]:
         by_status, total = self._totals()
-        done = sum(by_status.values())
+        completed = sum(by_status.values())
         if not self._any_landed:
-            return done, total, "starting workers"
+            return completed, total, "starting workers"
         parts = []
         for status in STATUSES:
             if count := by_status.get(status, 0):
@@ -418,18 +417,18 @@ class Progress:
         rate = self.rate_per_s()
         if rate:
             parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min")
-            parts.append(f"{_duration((total - done) / rate)} left")
-        return done, total, "  ".join(parts)
+            parts.append(f"{_duration((total - completed) / rate)} left")
+        return completed, total, "  ".join(parts)
 
     def _refresh(self) -> None:
         assert self._bar is not None and self._task is not None
-        done, total, note = self._state(styled=True)
-        self._bar.update(self._task, completed=done, total=total, note=note)
+        completed, total, note = self._state(styled=True)
+        self._bar.update(self._task, completed=completed, total=total, note=note)
 
     def _say_state(self) -> None:
         self._printed_at = self._clock()
-        done, total, note = self._state(styled=False)
-        self.say(f"{self._label}: {done}/{total}  {note}")
+        completed, total, note = self._state(styled=False)
+        self.say(f"{self._label}: {completed}/{total}  {note}")
 
 
 def _duration(seconds: float) -> str:
@@ -440,15 +439,16 @@ def _duration(seconds: float) -> str:
 
 EXIT_ALL_FAILED = 1
 MEASURED = ("ok", "oom")  # statuses of trials that measured something
-_ERRORS_READ = 10_000  # of one job, the latest
-_CHARACTERS = 300  # characters of a reason that are shown
+_ERRORS_READ = 10_000  # latest errors of a job
+_CHARACTERS = 300  # characters of a reason to show
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedJob:
     """A job without a single measured trial.
 
-    trials  the job's ended trials, by status; reason: the commonest, of `count` trials (`of` were looked at)
+    by_status  the job's ended trials
+    reason     the most common one, of `count` among the `of` trials examined
     """
 
     job_id: str
@@ -466,13 +466,13 @@ class FailedJob:
 
 
 def failed_jobs(queue: Queue, job_ids: Iterable[str]) -> list[FailedJob]:
-    """Return those of the jobs of which every ended trial failed, in the given order."""
+    """Return the failures of the jobs whose every ended trial failed, in the given order."""
     failures = (failed_job(queue, job_id) for job_id in job_ids)
     return [failure for failure in failures if failure is not None]
 
 
 def failed_job(queue: Queue, job_id: str) -> FailedJob | None:
-    """Return the failure of a job if every ended trial failed, else None. Its latest errors are looked at."""
+    """Return the failure of a job if every ended trial failed, else None. Only its latest errors are read."""
     counts = sorted(queue.counts(job_id).by_status.items(), key=lambda pair: -pair[1])
     by_status = {status: count for status, count in counts if count}
     if not by_status or any(status in MEASURED for status in by_status):
@@ -485,7 +485,7 @@ def failed_job(queue: Queue, job_id: str) -> FailedJob | None:
             key = re.sub(r"\d+", "0", reason)  # sizes and addresses differ from trial to trial
             reasons[key] += 1
             examples[key] = reason
-    if not reasons:  # the runs were found in the warehouse, and the queue has no errors of them
+    if not reasons:  # the runs came from the warehouse: the queue has no errors of them
         trials = sum(by_status.values())
         reason = "see the column error of the view runs"
         return FailedJob(job_id=job_id, by_status=by_status, reason=reason, count=trials, of=trials)

@@ -48,9 +48,9 @@ _ABOUT = (
     "started_at",
     "finished_at",
 )
-_CLOCK_SHARE = 0.05  # how much lower the SM clock must be to be named as a cause
+_CLOCK_SHARE = 0.05  # drop of the SM clock that is named as a cause
 _HOTTER_C = 10.0
-_LATEST = 3  # runs of the history whose telemetry is looked at
+_LATEST = 3  # runs of the history whose telemetry is read
 _EXAMPLES = 3
 
 
@@ -63,7 +63,7 @@ class CanaryRun:
     config_hash: str
     config: TrialConfig
     status: str
-    error: str  # its exception in one line, empty where there is none
+    error: str  # its exception in one line; empty without one
     trusted: bool  # its labels are not known to be wrong
     reasons: Mapping[str, str]  # runs.quality_reasons
     missing: Mapping[str, str]  # runs.telemetry_missing
@@ -71,7 +71,7 @@ class CanaryRun:
     final: bool
     device_uuid: str | None
     environment: tuple[str | None, ...]  # values of `ENVIRONMENT`
-    started_at: datetime.datetime  # where that is not known, when it was given up
+    started_at: datetime.datetime  # when it was given up, if the start is unknown
 
     @property
     def name(self) -> str:
@@ -96,8 +96,8 @@ def read_nights(
 ) -> tuple[CanaryNight | None, list[CanaryNight]]:
     """Return the canaries of the jobs `tonight` as one night, and earlier ones by job, oldest first.
 
-    Only those of the device and source. Earlier ones are jobs whose id begins with `canary-`, without those to
-    `forget`. A night's environment is that of its `ok` runs, since others may have ended before reporting it.
+    Restricted to the device and source. Earlier jobs are those whose id begins with `canary-`, except `forget`. A
+    night's environment is that of its `ok` runs, since others may have ended before reporting it.
     """
     columns = (*_ABOUT, *ENVIRONMENT, *LABELS)
     rows = select(
@@ -108,7 +108,7 @@ def read_nights(
     )
     jobs: dict[str, list[CanaryRun]] = {}
     for row in rows:
-        # A run that no worker brought back does not know its device; the jobs of tonight are all of this one.
+        # A lost run has no device; tonight's jobs are all of this one.
         ours = row["job_id"] in tonight if row["device_name"] is None else same_device(row["device_name"], device_name)
         run = _run(row) if ours else None
         if run is not None and (row["job_id"] in tonight or row["job_id"] not in forget):
@@ -128,7 +128,7 @@ def _night(runs: Sequence[CanaryRun], before: tuple[str | None, ...] | None = No
         return CanaryNight(environments.most_common(1)[0][0], tuple(runs))
     columns = zip(*(run.environment for run in runs), strict=True)
     known = tuple(next((value for value in column if value is not None), None) for column in columns)
-    # No run came so far as to say all of it: it is the environment before where nothing speaks against that.
+    # No run reported all of it: assume the earlier environment unless a value contradicts it.
     if before is not None and all(column in (None, other) for column, other in zip(known, before, strict=True)):
         known = before
     return CanaryNight(known, tuple(runs))
@@ -137,7 +137,7 @@ def _night(runs: Sequence[CanaryRun], before: tuple[str | None, ...] | None = No
 def _run(row: Mapping[str, Any]) -> CanaryRun | None:
     try:
         config = config_of_row(row["config"])
-    except UsageError:  # from another version of the code: not a canary of this one
+    except UsageError:  # from another version of the code
         return None
     return CanaryRun(
         run_id=row["run_id"],
@@ -145,7 +145,7 @@ def _run(row: Mapping[str, Any]) -> CanaryRun | None:
         config_hash=row["config_hash"],
         config=config,
         status=row["status"],
-        error=_error_of(row),
+        error=_error_text(row),
         trusted=row["quality"] != "untrusted",
         reasons=reasons_of(row["quality_reasons"]),
         missing=reasons_of(row["telemetry_missing"]),
@@ -157,7 +157,7 @@ def _run(row: Mapping[str, Any]) -> CanaryRun | None:
     )
 
 
-def _error_of(row: Mapping[str, Any]) -> str:
+def _error_text(row: Mapping[str, Any]) -> str:
     """Return an error such as `NotImplementedError: no such kernel`, with the type only once."""
     line, error_type = error_line(row["error"] or ""), row["error_type"]
     if not error_type or re.match(rf"(?:\w+\.)*{re.escape(error_type)}\b", line):
@@ -179,15 +179,17 @@ def causes(
     now: list[CanaryRun] = []
     latest: list[CanaryRun] = []
     for config_hash in dict.fromkeys(entry.config_hash for entry in moved):
-        of_canary, before = runs[config_hash], history.get(config_hash, ())
+        canary_runs, before = runs[config_hash], history.get(config_hash, ())
         lost = [e.label for e in moved if e.config_hash == config_hash and e.label in LABELS and e.now is None]
-        now += of_canary
+        now += canary_runs
         latest += before[-_LATEST:]
-        for cause, words in _causes_of(of_canary, before, lost):
-            names_by_cause.setdefault(cause, []).append(f"{of_canary[0].name}: {words}" if words else of_canary[0].name)
+        for cause, words in _causes_of(canary_runs, before, lost):
+            names_by_cause.setdefault(cause, []).append(
+                f"{canary_runs[0].name}: {words}" if words else canary_runs[0].name
+            )
     most_first = sorted(names_by_cause.items(), key=lambda item: -len(item[1]))
     sentences = [f"{cause} ({first_few(names, _EXAMPLES)})" for cause, names in most_first]
-    return (*sentences, *_slower(data, now, latest))
+    return (*sentences, *_thermal_causes(data, now, latest))
 
 
 def _causes_of(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Collection[str]) -> list[tuple[str, str]]:
@@ -206,12 +208,12 @@ def _causes_of(runs: Sequence[CanaryRun], history: Sequence[CanaryRun], lost: Co
         why = ", ".join(f"{name}: {text}" for name, text in sensors.items() if name not in known)
         reasons.append(("a sensor gave nothing", ", ".join(sorted(lost)) + (f" ({why})" if why else "")))
     failed = next((run for run in runs if run.status != "ok"), None)
-    if failed is not None:  # reached only by a canary that moved: one with an accepted failure has not
+    if failed is not None:  # only canaries that moved get here, and an accepted failure has not moved
         reasons.append((f"ended as {failed.status}", failed.error))
     return reasons
 
 
-def _slower(
+def _thermal_causes(
     data: str | os.PathLike[str] | DataFolder, now: Sequence[CanaryRun], before: Sequence[CanaryRun]
 ) -> list[str]:
     """Return differences in clocks and temperatures between tonight's windows and earlier ones."""
@@ -237,9 +239,9 @@ def _slower(
 
 MEMORY = "peak_memory_mib"
 
-# Never change an entry, nor a default that it leaves open: its hash is what ties tonight to the nights before. Each is
-# small, and which operator families each has, and which not, shows later what moved (`farm.nights.watch`): batch norm
-# without convolutions, convolutions without batch norm, embeddings without attention, half precision in two of them.
+# Never change an entry, or a default that it relies on: its hash links tonight's runs to earlier nights. Each is small.
+# Their different operator families show which ones moved (`farm.nights.watch`): batch norm without convolutions,
+# convolutions without batch norm, embeddings without attention, half precision in two of them.
 _CANARIES = (
     {
         "family": "mlp",
@@ -333,24 +335,24 @@ _CANARIES = (
     },
 )
 
-# What a context, libraries' workspaces and the allocator's rounding take beside the rough figure, on any GPU.
+# Memory of a context, library workspaces and allocator rounding beyond the rough figure, on any GPU.
 _BESIDE_MIB = 1024.0
 
 MEMORY_SHARE, MEMORY_MIB = 0.01, 2.0  # the larger of the two
 SHARED_MEMORY_SHARE = 0.25  # share of host memory, where it moved by up to 11 % on a busy machine
 RATIO = 0.05
 TIME_AND_POWER_SHARE = 0.10
-_OF_SHARED = (MEMORY,)  # labels that are compared on a device that serves other programs too
+_COMPARED_IF_SHARED = (MEMORY,)  # labels compared on a device that serves other programs too
 UNKNOWN = "unknown: neither the runs' quality nor their telemetry says why"
-DEVIATIONS = 4.0  # robust standard deviations of the history that are not a move, whatever the tolerance
+DEVIATIONS = 4.0  # robust standard deviations: a smaller shift never counts, whatever the tolerance
 _TO_DEVIATION = 1.4826  # factor of a median absolute deviation, for normal noise
-_LEAST_FOR_DEVIATION = 3  # runs: of two, one that was off would hide the next
+_LEAST_FOR_DEVIATION = 3  # runs; with two, an outlier would hide the next
 
 
 def canary_configs(capacity_mib: float) -> tuple[TrialConfig, ...]:
-    """Return the canaries that fit a device with that much memory in MiB, always in this order.
+    """Return the canaries that fit a device with `capacity_mib` MiB of memory, always in this order.
 
-    None takes more than 0.3 GiB beside its context, and a training step of each takes a CPU core under 0.2 s.
+    None takes more than 0.3 GiB beyond its context, and a training step of each takes a CPU core under 0.2 s.
     """
     configs = [config_from_mapping(values) for values in _CANARIES]
     return tuple(config for config in configs if _rough_mib(config) + _BESIDE_MIB <= capacity_mib)
@@ -363,8 +365,7 @@ def _rough_mib(config: TrialConfig) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CanaryVerdict(CanariesPayload):
-    """The verdict, with the runs that it is of. `earlier`: nights of the history, oldest first; `shared`: as in
-    `compare`."""
+    """The verdict, with its runs. `earlier`: nights of the history, oldest first; `shared` as in `compare`."""
 
     device_name: str
     source: str
@@ -380,8 +381,8 @@ class CanaryVerdict(CanariesPayload):
 
     def payload(self, drift: DriftPayload | None = None) -> CanariesPayload:
         """Return the verdict as the journal stores it, with the drift."""
-        kept = {field.name: getattr(self, field.name) for field in fields(CanariesPayload)}
-        return CanariesPayload(**{**kept, "drift": drift})
+        values = {field.name: getattr(self, field.name) for field in fields(CanariesPayload)}
+        return CanariesPayload(**{**values, "drift": drift})
 
 
 def compare(
@@ -396,12 +397,18 @@ def compare(
 ) -> CanaryVerdict:
     """Compare the canaries of the jobs `job_ids` with those of earlier jobs on the same device and source.
 
-    The history is that of the very same environment, however long ago, else that of the newest night. Compared are
-    the median of all GPUs, and each GPU for itself, since one of several may be sick. A canary that fails has moved,
-    also where it has no history; failed runs do not count as history.
-    `forget`: earlier jobs that do not count as history, such as those of sick nights. Untrusted runs never are.
-    `shared`: the device serves other programs too, as a CPU does, whose times say nothing of it.
-    `accepted`: hashes of the canaries that the user lets fail, until they run to their end once.
+    The history is that of the same environment, however old, else that of the newest night. The median of all GPUs is
+    compared, and each single GPU, since one of several may be sick. A canary that fails has moved, even without a
+    history. Failed and untrusted runs do not count as history.
+
+    Args:
+        data: The data folder.
+        device_name: The device's name, in any spelling.
+        source: Source of the runs, `measured` or `simulated`.
+        job_ids: Tonight's canary jobs.
+        forget: Earlier jobs that do not count as history, such as those of sick nights.
+        shared: The device serves other programs too, as a CPU does; only its memory is compared.
+        accepted: Hashes of the canaries that the user allows to fail, until they run to their end once.
     """
     tonight, nights = read_nights(data, device_name, source, job_ids, forget)
     earlier = [night for night in nights if history_of(night.runs)]
@@ -418,18 +425,18 @@ def compare(
     )
     if tonight is None:
         return verdict
-    now, runs = tonight.environment, finals(tonight)
+    now, runs = tonight.environment, final_runs(tonight)
     environments = [night.environment for night in earlier]
     reference = now if now in environments else environments[-1] if environments else None
     history = history_of([run for night in earlier if night.environment == reference for run in night.runs])
     together = compare_canaries(runs, history, shared, accepted)
-    alone = _of_single_gpus(runs, history, together, shared, accepted)
+    alone = _compare_single_gpus(runs, history, together, shared, accepted)
     verdict = replace(verdict, compared=(*together, *alone))
     if reference is None:
-        return _first_night(data, verdict, runs)
+        return _judge_first_night(data, verdict, runs)
     verdict = replace(verdict, before=_name_columns(reference))
     if not verdict.moved:
-        sentence = _steady(
+        sentence = _steady_sentence(
             runs, history, verdict.compared, "" if now == environments[-1] else _change(environments[-1], now)
         )
         return replace(verdict, verdict="steady", said=sentence)
@@ -445,19 +452,19 @@ def compare(
     return replace(verdict, verdict="sick", said=f"{sentence}: {why[0]}", causes=why)
 
 
-def unconfirmed(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
-    """Return the canaries that moved and ran only once tonight, or once on the GPU where they moved.
+def canaries_to_confirm(verdict: CanaryVerdict) -> tuple[TrialConfig, ...]:
+    """Return the canaries that moved and ran only once tonight, or only once on the GPU where they moved.
 
     They run twice more before the verdict counts."""
     once = {entry.config_hash for entry in verdict.moved if len(entry.run_ids) == 1}
     return tuple(config for config_hash, config in verdict.configs.items() if config_hash in once)
 
 
-def _first_night(
+def _judge_first_night(
     data: str | os.PathLike[str] | DataFolder, verdict: CanaryVerdict, runs: Mapping[str, Sequence[CanaryRun]]
 ) -> CanaryVerdict:
     """Return the verdict on canaries that no earlier night can be compared with."""
-    ended = [run for of_canary in runs.values() for run in of_canary]
+    ended = [run for canary_runs in runs.values() for run in canary_runs]
     if ended and not any(run.status == "ok" for run in ended):
         why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error given'}" for run in ended))
         return replace(
@@ -476,7 +483,7 @@ def _first_night(
     return replace(verdict, verdict="first", said=sentence, causes=why)
 
 
-def _steady(
+def _steady_sentence(
     runs: Mapping[str, Sequence[CanaryRun]],
     history: Mapping[str, Sequence[CanaryRun]],
     entries: Sequence[ComparedLabel],
@@ -497,7 +504,7 @@ def _name_columns(environment: Sequence[str | None]) -> dict[str, str | None]:
     return dict(zip(ENVIRONMENT, environment, strict=True))
 
 
-def finals(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
+def final_runs(night: CanaryNight) -> dict[str, tuple[CanaryRun, ...]]:
     """Return the night's runs by config_hash, without attempts that were run again."""
     return _by_config(run for run in night.runs if run.final)
 
@@ -526,13 +533,13 @@ def compare_canaries(
     return [
         entry
         for config_hash in runs
-        for entry in _of_canary(
+        for entry in _compare_canary(
             runs[config_hash], history.get(config_hash, ()), shared, may_fail=config_hash in accepted
         )
     ]
 
 
-def _of_single_gpus(
+def _compare_single_gpus(
     runs: Mapping[str, Sequence[CanaryRun]],
     history: Mapping[str, Sequence[CanaryRun]],
     together: Sequence[ComparedLabel],
@@ -540,15 +547,15 @@ def _of_single_gpus(
     accepted: Collection[str],
 ) -> list[ComparedLabel]:
     """Return the labels that moved on one of several GPUs and not in the median of all."""
-    gpus = sorted({run.device_uuid for of_canary in runs.values() for run in of_canary if run.device_uuid})
+    gpus = sorted({run.device_uuid for canary_runs in runs.values() for run in canary_runs if run.device_uuid})
     if len(gpus) < 2:
         return []
     known = {(entry.config_hash, entry.label) for entry in together if entry.moved}
     on_one_gpu = []
     for gpu in gpus:
-        on_gpu = {name: [run for run in of_canary if run.device_uuid == gpu] for name, of_canary in runs.items()}
+        on_gpu = {name: [run for run in canary_runs if run.device_uuid == gpu] for name, canary_runs in runs.items()}
         entries = compare_canaries(
-            {name: of_gpu for name, of_gpu in on_gpu.items() if of_gpu}, history, shared, accepted
+            {name: gpu_runs for name, gpu_runs in on_gpu.items() if gpu_runs}, history, shared, accepted
         )
         on_one_gpu += [
             replace(entry, said=f"{entry.said} on {gpu} alone")
@@ -558,7 +565,7 @@ def _of_single_gpus(
     return on_one_gpu
 
 
-def _of_canary(
+def _compare_canary(
     runs: Sequence[CanaryRun], history: Sequence[CanaryRun], shared: bool, may_fail: bool
 ) -> list[ComparedLabel]:
     trusted = [run for run in runs if run.trusted]
@@ -578,10 +585,10 @@ def _of_canary(
     entries = []
     for label, unit in LABELS.items():
         known = [value for run in history if (value := run.labels[label]) is not None]
-        seen = [value for run in trusted if run.status == "ok" and (value := run.labels[label]) is not None]
-        if (shared and label not in _OF_SHARED) or not (known or seen):
+        measured = [value for run in trusted if run.status == "ok" and (value := run.labels[label]) is not None]
+        if (shared and label not in _COMPARED_IF_SHARED) or not (known or measured):
             continue
-        before, now = (statistics.median(values) if values else None for values in (known, seen))
+        before, now = (statistics.median(values) if values else None for values in (known, measured))
         figures = " -> ".join(_figure(value, unit) for value in (before, now) if value is not None)
         tolerance, moved = None, False
         if before is not None:
@@ -637,6 +644,6 @@ def _accepted_failures(entries: Sequence[ComparedLabel]) -> str:
 
 
 def _change(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    """`torch_version 2.12.0 -> 2.13.0`."""
+    """Return the changed columns as text, such as `torch_version 2.12.0 -> 2.13.0`."""
     changed = [f"{name} {old} -> {new}" for name, old, new in zip(ENVIRONMENT, before, now, strict=True) if old != new]
     return ", ".join(changed)

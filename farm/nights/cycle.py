@@ -1,7 +1,7 @@
 """One night: canaries, choose, run, land, learn, report. Each step is recorded, so a killed cycle resumes.
 
 Start reading at `NightWork.work`. While trials run, SIGTERM ends the night, and Ctrl-C leaves the cycle open within
-seconds (`NightStop`). `notify` reports to a command or a web address how it ended.
+seconds (`NightStop`). `notify` reports the outcome to a command or a web address.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from featurize.configs.trial import TrialConfig
 
 
-GRACE_S = 3.0  # what runs at a Ctrl-C may take this long to end; then it is given back, and measured again
+GRACE_S = 3.0  # for running trials to end after Ctrl-C; then they are given back, and measured again
 
 
 class NightStop(StopRequest):
@@ -82,7 +82,7 @@ class NightStop(StopRequest):
         super().__init__(seconds)
         self.interrupted = False  # by Ctrl-C: the cycle stays open
         self._cycle = cycle
-        self._disarmed = False  # nothing runs any more that a timer may interrupt
+        self._disarmed = False  # no trial is left for the timer to interrupt
 
     def install(self) -> None:
         super().install()
@@ -116,9 +116,9 @@ class NightStop(StopRequest):
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
 
 
-_FAILURES_AT_MOST = 3  # failures of one step: then the cycle is over, so that the next night can begin another
+_FAILURES_AT_MOST = 3  # failures of one step that end the cycle, so the next night can begin another
 _ERROR_CHARACTERS = 4000
-_PAIRS_AT_MOST = 5_000  # pairs of a night without a number
+_PAIRS_AT_MOST = 5_000  # pairs of a night that gives no number
 _PATIENCE_S = 3600.0  # for health checks: a fit, a choice or a report reports no progress while it runs
 
 
@@ -163,8 +163,8 @@ class NightWork:
         learnt = self._step(LearnPayload, lambda: LearnPayload() if asked else self._learn(landed))
         all_failed = f"; {ran.failed}" if ran.failed else ""
         if asked:
-            landed_said = f"{counted(ran.runs, 'run is', 'runs are')} landed"
-            return self._close("cut short", f"asked to leave; {landed_said}{_pairs(ran)}{all_failed}")
+            landed_text = f"{counted(ran.runs, 'run is', 'runs are')} landed"
+            return self._close("cut short", f"asked to leave; {landed_text}{_pairs(ran)}{all_failed}")
         return self._close("done", _night_in_a_sentence(choice, ran, learnt, self.machine.source) + all_failed)
 
     def _close(self, outcome: str, sentence: str) -> Cycle:
@@ -212,7 +212,7 @@ class NightWork:
                 self._report("failed", sentence)
         if self.cycle.steps[name].failures >= _FAILURES_AT_MOST:
             for kind in ("pairs", "grow"):
-                self._take_out(self.cycle.job(kind))
+                self._cancel_job(self.cycle.job(kind))
             self._end("failed", sentence)
 
     # The steps
@@ -240,10 +240,10 @@ class NightWork:
     def _run_tasks(
         self, job_id: str, tasks: Sequence[tuple[int, Sequence[TrialConfig]]], shares: int = 1, of_time: float = 1.0
     ) -> Ended:
-        """Queue the tasks as this job and run it: `all`, or why it ends before, `asked` or `time`.
+        """Queue the tasks as this job and run it; return `all`, or why it ended early: `asked` or `time`.
 
-        `of_time`: the share of what is left of the night's hours. Raises `Left` after Ctrl-C. A signal counts also
-        where all trials have run: closing the workers takes seconds.
+        `of_time`: share of the night's remaining hours. Raises `Left` after Ctrl-C. A signal counts even if all trials
+        have run: closing the workers takes seconds.
         """
         stop = self.stop(of_time)
         submit_listed(
@@ -265,8 +265,8 @@ class NightWork:
 
     def _choose(self) -> ChoicePayload:
         plan = self._plan(self.earlier(), "choosing")
-        if again := plan.choice.remeasured:
-            self.say(f"{self.machine.source} again first, as stale: {again:,}")
+        if remeasured := plan.choice.remeasured:
+            self.say(f"{self.machine.source} again first, as stale: {remeasured:,}")
         for line in choice_lines(plan.choice, self.machine.source):
             self.say(line)
         return dataclasses.replace(plan.choice, plan=plan.write(self.folder, self.cycle.name))
@@ -280,29 +280,29 @@ class NightWork:
         if ended == "all" and configs:
             ended = self._run_tasks(job_id, configs)
         if ended != "all":
-            self._take_out(job_id)
+            self._cancel_job(job_id)
         failure = failed_job(self.queue, job_id) if self._queued(job_id) else None
         if failure is not None:
             self.service.events.emit("job_failed", job=job_id, message=str(failure))
-        left = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
+        next_index = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
         return dataclasses.replace(
             job_figures(self.folder, job_id),
             ended=ended,
-            next_index=left,
+            next_index=next_index,
             wall_s=round(time.monotonic() - began, 3),
             failed=None if failure is None else str(failure),
             pairs=pair_figures(self.folder, self.cycle.job("pairs")) if self.settings.collocate else None,
         )
 
     def _run_pairs(self) -> Ended:
-        """Run the night's pairs of trials on one device, before the others: their share ends by number or by time."""
+        """Run the night's pairs of trials before its single trials, up to their number or their share of the time."""
         share, wanted = self.settings.collocate, self.settings.pairs
         job_id = self.cycle.job("pairs")
         if not share or (self._queued(job_id) and self.queue.counts(job_id).cancelled):
             return "all"  # none are wanted, or their time was up before the night was interrupted
         from farm.sampling.forecast import Groups, pool_of
 
-        seed = int(self.cycle.token, 16)  # other pairs each night, and the same where the night is resumed
+        seed = int(self.cycle.token, 16)  # new pairs each night, the same ones when it resumes
         pool = pool_of(
             self.settings.spaces,
             self.machine.spec,
@@ -316,14 +316,14 @@ class NightWork:
         tasks = list(enumerate(itertools.islice(groups, _PAIRS_AT_MOST if wanted is None else wanted)))
         ended = self._run_tasks(job_id, tasks, of_time=1.0 if wanted is not None else share) if tasks else "all"
         if ended != "all":
-            self._take_out(job_id)
+            self._cancel_job(job_id)
         return "all" if ended == "time" and wanted is None else ended
 
     def _queued(self, job_id: str) -> bool:
         return any(job.job_id == job_id for job in self.queue.jobs())
 
-    def _take_out(self, job_id: str) -> None:
-        """Cancel what is left of a job, which may not be queued yet."""
+    def _cancel_job(self, job_id: str) -> None:
+        """Cancel a job's remaining tasks; the job may not be queued yet."""
         if self._queued(job_id):
             self.queue.cancel(job_id, time.time())
 
@@ -350,7 +350,7 @@ class NightWork:
             )
         except CommandError as error:
             return LearntTarget(target=target, estimator=estimator, decision="skipped", why=str(error))
-        except Exception:  # one estimator's mistake must cost neither the others nor the night
+        except Exception:  # an estimator's failure must not stop the others or the night
             why = traceback.format_exc()[-_ERROR_CHARACTERS:]
             return LearntTarget(target=target, estimator=estimator, decision="failed", why=why)
         simulated = self.machine.source == "simulated"
@@ -366,7 +366,7 @@ class NightWork:
         return ReportPayload(html=str(page), json=str(page.with_suffix(".json")))
 
     def _next_plan(self) -> ChoicePayload | None:
-        """Return the plan of the next night; None if planning fails, so that the report is still written."""
+        """Return the plan of the next night; None if planning fails: the report is still written."""
         try:
             return self._plan(self.journal.cycles(), "looking ahead").choice
         except Exception as error:
@@ -401,7 +401,7 @@ class NightWork:
 
 
 def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPayload, source: str) -> str:
-    """Return what the night brought. `source`: how its runs came about, `measured` or `simulated`."""
+    """Return the night's result in a sentence. `source` of its runs: `measured` or `simulated`."""
     decisions = ", ".join(f"{result.target} {result.decision}" for result in learnt.results)
     stale = f", up to {choice.remeasured} of them of stale rows" if choice.remeasured and ran.runs else ""
     time_up = "; the time was up before all had run" if ran.ended == "time" else ""
@@ -422,7 +422,7 @@ def _pairs(ran: RunPayload) -> str:
 
 def message_of(folder: DataFolder, cycle: Cycle, error: str = "") -> dict[str, Any]:
     """Return the message for notifications. `error`: the failure, if the journal may lack it."""
-    report = folder.reports / f"{cycle.name}.html"  # a step that failed has a report all the same
+    report = folder.reports / f"{cycle.name}.html"  # exists after a failed step, too
     errors = [step.payload["error"] for step in cycle.steps.values() if step.state == "failed"]
     return {
         "cycle": cycle.name,
@@ -447,22 +447,22 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
 
     tell("merging small files")
     compacted = compact(folder)
-    there = {snapshot.name: snapshot for snapshot in snapshots(folder)}
+    by_name = {snapshot.name: snapshot for snapshot in snapshots(folder)}
     began = cycle.steps["land"].attempts[0]
-    # A snapshot of the day that a user took before this step is not ours; one taken since we began is.
+    # A snapshot that a user took earlier that day is not the cycle's; one taken since this step began is.
     names = itertools.chain([cycle.name], (f"{cycle.name}-night{n}" for n in itertools.count(1)))
-    name = next(name for name in names if name not in there or there[name].taken_at >= began)
-    if name not in there:
+    name = next(name for name in names if name not in by_name or by_name[name].taken_at >= began)
+    if name not in by_name:
         tell("taking a snapshot")
-        there[name] = take_snapshot(folder, name, tell=tell)
+        by_name[name] = take_snapshot(folder, name, tell=tell)
     tell("checking its rows")
     with contextlib.closing(connect(folder, snapshot=name)) as connection:
         findings = check(connection)
-    before = [other for other, snapshot in there.items() if snapshot.taken_at < there[name].taken_at]
+    before = [other for other, snapshot in by_name.items() if snapshot.taken_at < by_name[name].taken_at]
     return LandPayload(
         snapshot=name,
         before=before[-1] if before else None,
-        rows=dict(there[name].rows),
+        rows=dict(by_name[name].rows),
         compacted=Compacted(said=tuple(compacted.lines()), problems=len(compacted.problems)),
         findings=tuple(findings),
     )
@@ -475,12 +475,12 @@ _WEBHOOK_S = 15.0
 def notify(message: Mapping[str, Any], command: str | None, webhook: str | None) -> list[str]:
     """Send the message as JSON to the command's standard input and by POST to the address.
 
-    The command also finds the outcome in $GPUFARM_OUTCOME. Returns a sentence for each problem: a message that cannot
-    be sent fails no night.
+    $GPUFARM_OUTCOME of the command is the outcome. Returns a sentence for each problem; a message that cannot be sent
+    does not fail the night.
     """
     text, problems = json.dumps(message), []
     if command is not None:
-        problems += _run(command, text, str(message["outcome"]))
+        problems += _run_command(command, text, str(message["outcome"]))
     if webhook is not None:
         request = urllib.request.Request(webhook, text.encode(), {"Content-Type": "application/json"}, method="POST")
         try:
@@ -492,10 +492,10 @@ def notify(message: Mapping[str, Any], command: str | None, webhook: str | None)
     return problems
 
 
-def _run(command: str, text: str, outcome: str) -> list[str]:
-    """Run the command in its own session, so that all its processes can be killed if it hangs."""
+def _run_command(command: str, text: str, outcome: str) -> list[str]:
+    """Run the command in a new session, whose processes can all be killed if it hangs."""
     environment = {**os.environ, "GPUFARM_OUTCOME": outcome}
-    environment.pop(SESSION_VARIABLE, None)  # what the command leaves running is the user's, not the farm's to sweep
+    environment.pop(SESSION_VARIABLE, None)  # the farm must not sweep processes that the command leaves
     try:
         process = subprocess.Popen(
             command,

@@ -46,8 +46,8 @@ class Payload:
 class ComparedLabel:
     """One label of one canary, tonight and before; or its `status` or `quality`, if that moved.
 
-    before, now  medians, in `unit`; None where there is none
-    tolerance    how far they may differ, in `unit`
+    before, now  medians, in `unit`; None if unknown
+    tolerance    largest difference that does not count, in `unit`
     run_ids      tonight's runs
     """
 
@@ -121,15 +121,15 @@ class CanariesPayload(Payload):
 class ChoicePayload(Payload):
     """The night's plan, see `farm.nights.plan.Plan`. `policy` None: it chose nothing new.
 
-    plan           its file, relative to the data folder; None: it is only looked ahead to
-    runs           configurations, of which `remeasured` are measured again because they are stale
+    plan           its file, relative to the data folder; None for a preview
+    runs           configurations; `remeasured` of them are measured again because they are stale
     next_index     where each sequence continues
-    families       those chosen by the policy, by family
+    families       runs chosen by the policy, by family
     measured, repeated  candidates left out: measured already, copies of one another
-    bins_gained    cells without any row so far that get some, by dimension; `gained` has every cell
-    gpu_hours      expected; `from_past`: the share of runs whose family's past runs it was taken from
+    bins_gained    number of empty cells that get rows, by dimension; `gained` has every cell
+    gpu_hours      expected; `from_past`: share of the runs whose time is their family's median
     out_of_memory  expected number of runs that will not fit
-    ways           how the figures were found -> runs
+    ways           method that produced the figures -> runs
     """
 
     step: ClassVar[str] = "choose"
@@ -154,10 +154,10 @@ class ChoicePayload(Payload):
 
 @dataclass(frozen=True, kw_only=True)
 class PairsPayload:
-    """The pairs of trials that ran on one device: how many, and their members' slowdowns beside each other."""
+    """The pairs of trials that ran on one device: their number and their members' slowdowns."""
 
     pairs: int = 0
-    out_of_memory: int = 0  # pairs of which a member ran out of the device's memory
+    out_of_memory: int = 0  # pairs with a member that ran out of device memory
     slowdown_median: float | None = None
     slowdown_p90: float | None = None
 
@@ -173,9 +173,9 @@ class PairsPayload:
 class RunPayload(Payload):
     """The trials that ran. `gpu_seconds`: the workers' seconds; `energy_j`: of the windows; `wall_s`: of the step.
 
-    next_index  corrects that of `ChoicePayload` after a night that was cut off
-    failed      why every trial failed, where they did
-    pairs       those that ran on one device; None: none were wanted
+    next_index  corrects the one of `ChoicePayload` after a night that was cut short
+    failed      the reason if every trial failed
+    pairs       pairs that ran on one device; None: none were wanted
     """
 
     step: ClassVar[str] = "run"
@@ -203,7 +203,7 @@ class Compacted:
 
 @dataclass(frozen=True, kw_only=True)
 class LandPayload(Payload):
-    """The night's snapshot, the one before it, its rows by view, and what its rows break."""
+    """The night's snapshot, the one before it, its rows by view, and broken rules."""
 
     step: ClassVar[str] = "land"
 
@@ -250,7 +250,7 @@ class ReportPayload(Payload):
 
 
 def payload_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return the payload that a journal holds. Keys that are unknown here are ignored, absent ones have their default.
+    """Return the payload that a journal holds. Unknown keys are ignored, absent ones get their default.
 
     Raises `ValueError` naming a key whose value is of another type.
     """
@@ -267,7 +267,7 @@ def _dataclass_of(kind: type[T], values: object, path: str) -> T:
     return kind(**read)
 
 
-# They take longer to resolve than to use.
+# Cached: resolving annotations takes longer than using them.
 _annotations: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
@@ -305,7 +305,7 @@ class CycleStep:
 
     name: str
     state: str  # started | done | failed
-    attempts: tuple[datetime.datetime, ...]  # when it was started, each time; UTC
+    attempts: tuple[datetime.datetime, ...]  # start of each attempt; UTC
     ended_at: datetime.datetime | None = None
     failures: int = 0
     payload: Mapping[str, Any] = field(default_factory=dict)
@@ -366,7 +366,7 @@ class Cycle:
             ) from error
 
     def seconds(self, step: str) -> float | None:
-        """Return how long the last attempt of a step took, where it ended."""
+        """Return the seconds of a step's last attempt; None if it has not ended."""
         last = self.steps.get(step)
         return None if last is None else last.seconds
 
@@ -374,7 +374,7 @@ class Cycle:
 class Journal:
     """The lines of one data folder's cycles, each durable before its method returns; one writer at a time.
 
-    A line that was torn by a kill or a full disk was never reported as written: it is cut off by the next writer.
+    The next writer removes a line torn by a kill or a full disk, which was never reported as written.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class Journal:
         cycles: dict[str, Cycle] = {}
         for number, entry in self._entries():
             try:
-                _take(cycles, entry)
+                _apply(cycles, entry)
             except (KeyError, TypeError, ValueError) as error:
                 raise EnvironmentProblem(f"{self.path}:{number} is damaged: {error!r}") from error
         return list(cycles.values())
@@ -446,7 +446,7 @@ class Journal:
             content = self.path.read_bytes()
         except FileNotFoundError:
             return
-        for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # behind the last line break: torn
+        for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # after the last line break: torn
             try:
                 yield number, parse_json(line)
             except ValueError as error:
@@ -472,12 +472,12 @@ def plain(value: Any) -> Any:
 
 def _cut_torn_line(file: IO[bytes]) -> None:
     file.seek(0)
-    whole = file.read().rfind(b"\n") + 1
-    file.truncate(whole)
-    file.seek(whole)
+    end = file.read().rfind(b"\n") + 1
+    file.truncate(end)
+    file.seek(end)
 
 
-def _take(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
+def _apply(cycles: dict[str, Cycle], entry: Mapping[str, Any]) -> None:
     """Apply one line of the journal to the cycles so far."""
     name, moment = entry["cycle"], datetime.datetime.fromisoformat(entry["at"])
     match entry["event"]:

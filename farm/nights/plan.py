@@ -1,6 +1,6 @@
 """Plans a night's measurements: candidates that continue the sequences, chosen by the policy and recorded.
 
-Start reading at `make_plan`; `choice_lines` says what it would gain and cost, as `dry_run=true` prints it. `machine_of`
+Start reading at `make_plan`; `choice_lines` is the text of its gains and costs that `dry_run=true` prints. `machine_of`
 finds the devices that the night measures on, `submit_listed` queues a job of listed configurations there.
 """
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a cycle, all of one model. `workers`: their number; `source`: that of their runs."""
+    """The devices of a cycle, all of one model. `workers`: their number; `source`: the source of their runs."""
 
     choice: DeviceChoice
     device_name: str
@@ -109,10 +109,9 @@ def submit_listed(
 ) -> None:
     """Queue these tasks under their indices, as one job: a config each, or those of a group that starts together.
 
-    The same call again adds nothing.
-
-    A task may import the code that it names. So a config from the folder's data raises `UsageError` if data may not
-    name its code."""
+    The same call again adds nothing. A task imports the code that it names. So a config from the folder's data raises
+    `UsageError` if data may not name its code.
+    """
     configs = [config for _, members in tasks for config in members]
     for config in configs:
         if (problem := code_problem(config)) is not None:
@@ -149,7 +148,7 @@ def submit_listed(
 
 
 def environment_now(folder: DataFolder, machine: Machine) -> dict[str, Any] | None:
-    """Return the environment of the newest run of this device; None where there is none."""
+    """Return the environment of this device's newest run; None without one."""
     rows = select(
         folder,
         f"SELECT device_name, {', '.join(ENVIRONMENT)} FROM attempts WHERE source = ? AND torch_version IS NOT NULL "
@@ -178,7 +177,7 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
             ended = max((at for at in finished if began <= at and (until is None or at < until)), default=began)
             if until is None and step is not None and step.ended_at is not None:
                 ended = step.ended_at
-            total += max(0.0, (ended - began).total_seconds())  # less where the clock was put back
+            total += max(0.0, (ended - began).total_seconds())  # negative if the clock was set back
     return total
 
 
@@ -230,15 +229,14 @@ def tasks_run(folder: DataFolder, job_id: str) -> set[int]:
     return {row["task_index"] for row in select(folder, query, [job_id])}
 
 
-_AHEAD = 1.5  # where only time is given, how many times the runs that are expected to fit are planned
-_ROWS_AT_MOST = 5_000  # known rows that a choice looks at: more cost minutes, and teach committees little
-_TRIED = 200  # candidates whose expected times show how many runs fit
+_AHEAD = 1.5  # with a time only: planned runs for each that is expected to fit
+_ROWS_AT_MOST = 5_000  # known rows that a choice reads: more cost minutes and add little
+_TRIED = 200  # sample of candidates whose expected times show how many runs fit
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One configuration of a plan, and why it was chosen. `place`: its (sequence, index in it); None for one that is
-    measured again."""
+    """One configuration of a plan, and why it was chosen. `place`: its (sequence, index); None if measured again."""
 
     config: TrialConfig
     why: str
@@ -281,14 +279,14 @@ def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()
 
 
 def code_names(spaces: Sequence[Space]) -> tuple[str, ...]:
-    """Return every `MODULE:FACTORY` that the spaces name, as chosen by the user."""
+    """Return every `MODULE:FACTORY` that the user's spaces name."""
     return tuple(dict.fromkeys(name for space in spaces for name in space.code_names()))
 
 
 def skipped(planned: Sequence[Planned], ran: Collection[int], policy: str) -> dict[str, int]:
-    """Return where sequences continue after a night that was cut off: at the first index that did not run.
+    """Return where sequences continue after a night that was cut short: at the first index that did not run.
 
-    Empty for policies that look at all candidates, since those left over are not offered again.
+    Empty for policies that look at all candidates: those left over are not offered again.
     """
     first_left: dict[str, int] = {}
     if policy in TAKES_FIRST:
@@ -311,29 +309,31 @@ def make_plan(
     """Plan tonight's measurements: first those that are stale in this `environment`, by any night's marks, then the
     policy's choice of candidates that are new.
 
-    New are candidates that are neither queued nor measured in the environment. Nothing is written. `queue` None:
-    there is none yet. The plan is empty if no candidate is new; the next night looks at the following ones.
+    A candidate is new if it is neither queued nor measured in the environment. `queue` is None before the first
+    submission. Nothing is written. If no candidate is new, the next night looks at the following ones.
     """
     from farm.nights.watch import remeasure
 
     known = _known(folder, queue, settings, machine, environment)
     where, at_most = (folder, machine.device_name, machine.source), settings.singles
-    again = () if environment is None else remeasure(*where, environment, at_most=at_most)
-    stale = tuple(Planned(config, "stale", None) for config in again)
+    stale_configs = () if environment is None else remeasure(*where, environment, at_most=at_most)
+    stale = tuple(Planned(config, "stale", None) for config in stale_configs)
     known = dataclasses.replace(known, measured=known.measured | {config_hash(entry.config) for entry in stale})
-    left = None if settings.singles is None else settings.singles - len(stale)
+    remaining = None if settings.singles is None else settings.singles - len(stale)
     only_stale = ChoicePayload(runs=len(stale), remeasured=len(stale))
-    if left == 0:
+    if remaining == 0:
         return Plan(stale, dataclasses.replace(only_stale, next_index=_positions(cycles)))
     pool = _pool(settings, cycles)
     if known.measured.issuperset(pool.hashes):
-        return Plan(stale, dataclasses.replace(only_stale, next_index=_after(settings, cycles, pool.next_index)))
+        return Plan(
+            stale, dataclasses.replace(only_stale, next_index=_positions_after(settings, cycles, pool.next_index))
+        )
     forecaster = Forecaster(device=machine.spec, data=folder)
-    if left is None:
+    if remaining is None:
         assert settings.hours is not None, "a night has a number of configurations or a time"
         n = _affordable(settings, settings.hours * (1.0 - settings.collocate), machine, pool, known, forecaster)
     else:
-        n = min(left, len(pool))
+        n = min(remaining, len(pool))
     keys = {space.family: _key(settings, space) for space in settings.spaces}
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
     chosen = [Planned(new.config, new.why, (keys[new.config.family], new.index)) for new in choice.chosen]
@@ -343,7 +343,7 @@ def make_plan(
             summary(choice, known, machine.capacity_mib),
             runs=len(stale) + len(chosen),
             remeasured=len(stale),
-            next_index=_after(settings, cycles, choice.next_index),
+            next_index=_positions_after(settings, cycles, choice.next_index),
         ),
     )
 
@@ -380,15 +380,15 @@ def _pool(settings: GrowSettings, cycles: Sequence[Cycle]) -> CandidatePool:
 def _affordable(
     settings: GrowSettings, hours: float, machine: Machine, pool: CandidatePool, known: Known, forecaster: Forecaster
 ) -> int:
-    """Return how many runs to plan for the hours given: 1.5 times as many as probably fit."""
-    some = choose("stratified", pool, known, min(_TRIED, len(pool)), forecaster, settings.seed)
-    seconds, _ = expected_seconds(some, known)
+    """Return how many runs to plan for these hours: 1.5 times the number that probably fits."""
+    sample = choose("stratified", pool, known, min(_TRIED, len(pool)), forecaster, settings.seed)
+    seconds, _ = expected_seconds(sample, known)
     fitting = hours * 3600 * machine.workers / max(float(np.mean(seconds)), 1e-3)
     return max(1, min(len(pool), math.ceil(_AHEAD * fitting)))
 
 
 def _key(settings: GrowSettings, space: Space) -> str:
-    """Return the sequence that a position belongs to; uniform points and low-discrepancy ones differ."""
+    """Return the name of a space's sequence; uniform and low-discrepancy points are different sequences."""
     points = "uniform" if settings.policy == "uniform" else "stratified"
     return f"{space.family}/{points}/{settings.seed}/{space.identity[:16]}"
 
@@ -397,24 +397,24 @@ def _positions(cycles: Sequence[Cycle]) -> dict[str, int]:
     """Return where each sequence continues, by all cycles that have chosen."""
     positions: dict[str, int] = {}
     for cycle in cycles:
-        # A night that was cut off corrects what it had chosen.
+        # A night that was cut short corrects its choice.
         for payload in (cycle.payload(ChoicePayload), cycle.payload(RunPayload)):
             positions.update({} if payload is None else payload.next_index)
     return positions
 
 
-def _after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[str, int]) -> dict[str, int]:
+def _positions_after(settings: GrowSettings, cycles: Sequence[Cycle], next_index: Mapping[str, int]) -> dict[str, int]:
     """Return `next_index`: where each family's sequence continues."""
     positions = {_key(settings, space): next_index[space.family] for space in settings.spaces}
     return {**_positions(cycles), **positions}
 
 
-_PAST_RUNS = 10  # runs of a family from which on its own median wall time is what a run is expected to take
-_STARTUP_S, _STEPS = 15.0, 100  # else: a guess of process start and context, and of the steps until a window is steady
+_PAST_RUNS = 10  # runs of a family that make its median wall time the expected one
+_STARTUP_S, _STEPS = 15.0, 100  # otherwise a guess: process start and context, and steps until a window is steady
 
 
 def choice_lines(choice: ChoicePayload, source: str = "measured") -> list[str]:
-    """Return the policy's choice, a fact a line; none where it chose nothing.
+    """Return the policy's choice, one fact a line; no lines if it chose nothing.
 
     `source` of the runs: `measured` or `simulated`.
     """
@@ -436,7 +436,7 @@ def choice_lines(choice: ChoicePayload, source: str = "measured") -> list[str]:
 
 
 def summary(choice: Selection, known: Known, capacity_mib: float) -> ChoicePayload:
-    """Summarise what the choice gains and costs on a device with that much memory, using `known` runs if possible."""
+    """Return the choice's gains and costs on a device of `capacity_mib`, from `known` runs if possible."""
     seconds, past = expected_seconds(choice, known)
     memory_mib = np.array([candidate.figures["memory"] for candidate in choice.chosen])
     disagreement = np.array([candidate.disagreement or 0.0 for candidate in choice.chosen])
@@ -460,7 +460,7 @@ def summary(choice: Selection, known: Known, capacity_mib: float) -> ChoicePaylo
 def expected_seconds(choice: Selection, known: Known) -> tuple[list[float], int]:
     """Return the expected wall time of each chosen run in s, and for how many it is the family's median so far.
 
-    Without past runs it is start-up plus a hundred steps as the kernel model times them."""
+    Without past runs it is start-up plus a hundred steps of the kernel model's step time."""
     family = np.array([config.family for config in known.configs], dtype=object)
     medians: dict[str, float] = {}
     for name in {candidate.config.family for candidate in choice.chosen}:

@@ -35,11 +35,11 @@ from farm.nights.journal import (
 from featurize.device.device_spec import same_device
 from featurize.families import family_names
 from learn.rows.data import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from warehouse.explorer.filters import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW
 from warehouse.reading.checks import Finding
 from warehouse.reading.connection import WarehouseConnection
-from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.reading.pairing import Difference, diff
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 FAILED = ("crashed", "timeout", "invalid")
-GROUPS_SHOWN = 12  # groups of failures; the rest is counted
+GROUPS_SHOWN = 12  # groups of failures; further ones are only counted
 LOG_CHARACTERS = 4000
 SAID_CHARACTERS = 300
 EXAMPLES = 3
@@ -90,7 +90,7 @@ class Doubt:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRows:
-    """`device_names`, `source`: what coverage is of, empty where there is no row at all."""
+    """Counts of rows. `device_names`, `source`: the device and source that coverage counts; empty without rows."""
 
     counts: tuple[RowCount, ...]
     device_names: tuple[str, ...]
@@ -119,7 +119,7 @@ def read_rows(
 ) -> ReportRows:
     """Read a report's facts about rows. `since`: the cycle's start; runs that finished later are tonight's.
 
-    Coverage is of the device, however it is spelled, and the source; None: of that with the most rows tonight, else in
+    Coverage counts the device, in every spelling, and the source; None: the one with the most rows tonight, then in
     all.
     """
     began = since.astimezone(datetime.UTC).replace(tzinfo=None) if since.tzinfo else since
@@ -193,7 +193,7 @@ def _read(
 
 
 def _covered(counts: Sequence[RowCount], device_name: str | None, source: str | None) -> tuple[tuple[str, ...], str]:
-    """Return every spelling of the device that coverage is of, and the source."""
+    """Return every spelling of the device that coverage counts, and the source."""
     if device_name is None or source is None:
         rows: dict[tuple[str, str], tuple[int, int]] = {}
         for count in counts:
@@ -305,7 +305,7 @@ def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt,
     return doubts, rows[0][-1] if rows else 0
 
 
-_MANY_FAILED = 0.1  # share of the night's runs from which on it is worth a look
+_MANY_FAILED = 0.1  # share of the night's runs above which failures are reported
 _BEGINNINGS = {
     "done": "The night is done",
     "cut short": "The night was cut short",
@@ -313,11 +313,11 @@ _BEGINNINGS = {
     "failed": "The cycle failed",
 }
 SIMULATED = "simulated"  # warehouse.tables.schema.SOURCES
-_SAID = 300  # characters of an error's sentence
-_NIGHT_SAID = 3000  # of a cycle's, which ends with the reason where every trial failed
+_SAID = 300  # characters of an error's sentence, at most
+_NIGHT_SAID = 3000  # of a cycle's, which ends with the reason if every trial failed
 NEW_MODEL = ("promoted", "first")  # decisions that put the candidate into use
 _TOTALS = ("runs", "wall_s", "gpu_seconds", "energy_j")  # of `RunPayload`
-LEARNING_STEPS = ("run", "learn")  # what a cycle is for; the rest is its overhead
+LEARNING_STEPS = ("run", "learn")  # the purpose of a cycle; the other steps are its overhead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +327,7 @@ class Said:
     outcome: str
     level: Level
     sentence: str
-    advice: tuple[str, ...]  # most urgent first; what there is to do, or that there is nothing
+    advice: tuple[str, ...]  # most urgent first; never empty
 
 
 def say(
@@ -351,13 +351,13 @@ def say(
         look.append(
             "Some files could not be read: see the notes on this page, and run python -m farm.doctor repair=true."
         )
-    short = cycle.outcome == "cut short" or (run is not None and run.ended == "time" and not run.runs)
-    level: Level = "bad" if cycle.outcome in ("failed", "sick") else "look" if urgent or look or short else "good"
+    is_short = cycle.outcome == "cut short" or (run is not None and run.ended == "time" and not run.runs)
+    level: Level = "bad" if cycle.outcome in ("failed", "sick") else "look" if urgent or look or is_short else "good"
     return Said(
         outcome=cycle.outcome,
         level=level,
         sentence=f"{_BEGINNINGS[cycle.outcome]}: {_sentence_of(cycle.said, _NIGHT_SAID)}",
-        advice=tuple(urgent + look) or (_calm(cycle.outcome, run),),
+        advice=tuple(urgent + look) or (_all_clear(cycle.outcome, run),),
     )
 
 
@@ -425,7 +425,7 @@ def _list_moved(changed: Difference | None, canaries: CanariesPayload) -> list[s
     return advice
 
 
-def _calm(outcome: str, run: RunPayload | None) -> str:
+def _all_clear(outcome: str, run: RunPayload | None) -> str:
     if outcome == "cut short":
         return "Nothing to do: the runs are kept, and the next night continues."
     if run is not None and not run.runs:
@@ -500,7 +500,7 @@ class Report:
         return _only_simulated(self.rows, self.canaries)
 
     def as_json(self) -> str:
-        """Return the report as JSON: of a score's models the figures, not the names; a night's totals beside it."""
+        """Return the report as JSON. A score's `current` and `candidate` are figures; a night has its run's totals."""
         report = plain(self)
         for score in report["scores"]:
             score.update({which: score["figures"].get(which) for which in ("current", "candidate")})
@@ -512,7 +512,7 @@ class Report:
 def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: ChoicePayload | None) -> Report:
     """Return the report of `cycle`, whose outcome is known."""
     notes: list[str] = []
-    damaged: list[str] = []  # no file is: nothing that a repair would mend
+    damaged: list[str] = []  # journal entries, which no repair of files would help
     history = [
         *(
             _readable(earlier, damaged)
@@ -574,7 +574,7 @@ def _only_simulated(rows: ReportRows | None, canaries: CanariesPayload | None) -
 
 @contextlib.contextmanager
 def _note_errors(notes: list[str], part: str) -> Iterator[None]:
-    """Turn a read error into a note, so that the report is written nevertheless."""
+    """Turn a read error into a note: the report is still written."""
     try:
         yield
     except (CommandError, duckdb.Error, OSError) as error:

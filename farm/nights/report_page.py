@@ -49,16 +49,16 @@ from warehouse.tables.schema import ENVIRONMENT, STATUSES
 
 _STATUS_CSS = dict(zip(STATUSES, ("k4", "k5", "k2", "k6", "k0"), strict=True))  # ok, oom, timeout, crashed, invalid
 _OUTCOMES = {"good": "good night", "look": "worth a look", "bad": "needs somebody"}
-_SHOWN = 12  # items that a page names; the rest is counted
-_SETTINGS = 400  # characters of one
+_SHOWN = 12  # items that a page names; further ones are counted
+_SETTINGS = 400  # characters of a setting's value
 LATEST = "latest"
 
 
 def write_report(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: ChoicePayload | None) -> Path:
-    """Write `reports/CYCLE.html` and `.json`, and the same as `latest`, each whole or not at all; the page's path.
+    """Write `reports/CYCLE.html` and `.json`, and copies named `latest`, each atomically; return the page's path.
 
-    `cycles` are the journal's; the cycle, whose outcome is known, may be among them. `next_plan` is of the next
-    night's dry run. Raises `OSError` where the folder cannot be written; the report names what could not be read.
+    `cycles` are the journal's; the cycle, whose outcome is known, may be among them. `next_plan` comes from the next
+    night's dry run. Raises `OSError` if the folder cannot be written; the report names what could not be read.
     """
     report = gather(folder, cycle, cycles, next_plan)
     page = page_bytes(report_page(report))
@@ -85,7 +85,7 @@ def report_page(report: Report) -> Page:
         "Next night": _next_night(report),
         "Settings": _settings(report),
     }
-    if report.canaries is not None and report.canaries.verdict in ("sick", "drift"):  # it explains the rest
+    if report.canaries is not None and report.canaries.verdict in ("sick", "drift"):  # they explain the other sections
         sections = {"Canaries": sections["Canaries"], **sections}
     return Page(title=f"Growth cycle {report.cycle}", head=_head(report), sections=linked(sections))
 
@@ -153,15 +153,15 @@ def _rows(report: Report) -> Section | None:
         return Section("rows", "Rows", (Lead("There is no run yet."),))
     families = _counted_by(rows.counts, "family")
     kinds = _counted_by(rows.counts, "family", "device_name", "source")
-    ((_, whole),) = _counted_by(rows.counts)
-    shown = [status for status in STATUSES if whole[status]]
+    ((_, total),) = _counted_by(rows.counts)
+    shown = [status for status in STATUSES if total[status]]
 
     def cells(counts: Counter[str]) -> tuple[Cell, ...]:
         return sum(counts[s] for s in shown), _plus(counts["tonight"]), *(counts[s] for s in shown)
 
     most = max(sum(counts[status] for status in shown) for _, counts in families)
     lines = [(*family, _stack(counts, shown, most), *cells(counts)) for family, counts in families]
-    by_family = table(("family", "", "rows", "tonight", *shown), [*lines, ("all", "", *cells(whole))])
+    by_family = table(("family", "", "rows", "tonight", *shown), [*lines, ("all", "", *cells(total))])
     heads = ("family", "device", "source", "rows", "tonight", *shown)
     by_kind = table(heads, [(*kind, *cells(counts)) for kind, counts in kinds], words=3)
     whose = f"Rows of the snapshot {report.snapshot}" if report.snapshot else "Rows of the folder as it is"
@@ -257,8 +257,8 @@ def _failures(report: Report) -> Section | None:
         parts.append(Fold(head, (Lead(ids), Preformatted(group.log or "nothing was written"))))
     more = rows.failed_groups - len(rows.failures)
     if more > 0:
-        left = rows.failed_tonight - sum(group.runs for group in rows.failures)
-        parts.append(Lead(f"And {count_of(more, 'kind')} of failure more, {count_of(left, 'run')}."))
+        more_runs = rows.failed_tonight - sum(group.runs for group in rows.failures)
+        parts.append(Lead(f"And {count_of(more, 'kind')} of failure more, {count_of(more_runs, 'run')}."))
     return Section("failures", "Failures", tuple(parts))
 
 
@@ -298,14 +298,14 @@ def clip(value: object) -> str:
 
 
 SHOWN_CYCLES = 40  # cycles of a curve: the newest
-OVERHEAD_MIN = 5.0  # what a cycle may take beside running and fitting
+OVERHEAD_MIN = 5.0  # longest acceptable overhead beside running and fitting
 _STEP_CSS = dict(zip(STEPS, ("k3", "k2", "k1", "k7", "k4", "k0"), strict=True))
 _CELLS_SHOWN = 10
 _WHY = 1000  # characters of a decision's reason
 _SHARES = ("median_rel_error", "median_relative_error", "accuracy", "above_bound", "coverage")
-_COUNTS = ("rows", "out_of_memory")  # which hold for labels from any source
+_COUNTS = ("rows", "out_of_memory")  # valid for labels from any source
 _NO_FIGURE = ("rows", "own_labels")
-_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # the shares of a whole: an error may be more than 100 %
+_OF_A_WHOLE = ("accuracy", "above_bound", "coverage")  # at most 100 %, unlike a relative error
 _FIGURES = {
     "rows": "rows",
     "mean_abs_error": "mean absolute error",
@@ -402,10 +402,10 @@ def _models(report: Report) -> Section:
     for score in report.scores:
         series.setdefault((score.target, score.estimator), {})[score.cycle] = score
     drawn: list[Chart] = []
-    for (target, estimator), of in sorted(series.items()):
+    for (target, estimator), scores in sorted(series.items()):
         drawn += [
-            _score_chart(f"{target} by {estimator}", target, key, names, of)
-            for key in _drawn_figures(list(of.values()))
+            _score_chart(f"{target} by {estimator}", target, key, names, scores)
+            for key in _drawn_figures(list(scores.values()))
         ]
     if drawn:
         parts.append(Lead("A full dot: a model was promoted. The held-out set grows from night to night."))
@@ -414,9 +414,11 @@ def _models(report: Report) -> Section:
 
 
 def _decisions(scores: Sequence[Score]) -> list[Block]:
-    both = [score.of_model(which) for score in scores for which in ("current", "candidate")]
-    keys = [key for key in dict.fromkeys([*_FIGURES, *(key for of in both for key in of)]) if key not in _NO_FIGURE]
-    keys = [key for key in keys if any(of.get(key) is not None for of in both)]
+    models = [score.of_model(which) for score in scores for which in ("current", "candidate")]
+    keys = [
+        key for key in dict.fromkeys([*_FIGURES, *(key for model in models for key in model)]) if key not in _NO_FIGURE
+    ]
+    keys = [key for key in keys if any(model.get(key) is not None for model in models)]
     rows: list[tuple[Cell, ...]] = []
     for score in scores:
         current, candidate = score.of_model("current"), score.of_model("candidate")
@@ -448,22 +450,24 @@ def _figure_of(key: str, figures: Mapping[str, Any]) -> str:
 
 def _drawn_figures(scores: Sequence[Score]) -> list[str]:
     """Return the figures to draw: error and share of correct bins; none if all labels are the models' own."""
-    both = [score.of_model(which) for score in scores for which in ("in_use", "candidate")]
-    there = {key for of in both if not of.get("own_labels") for key, value in of.items() if value is not None}
-    error = next((key for key in ("mean_abs_error", "median_abs_error", "median_rel_error") if key in there), None)
-    return [key for key in (error, "accuracy") if key in there]
+    models = [score.of_model(which) for score in scores for which in ("in_use", "candidate")]
+    available = {
+        key for model in models if not model.get("own_labels") for key, value in model.items() if value is not None
+    }
+    error = next((key for key in ("mean_abs_error", "median_abs_error", "median_rel_error") if key in available), None)
+    return [key for key in (error, "accuracy") if key in available]
 
 
-def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Mapping[str, Score]) -> Chart:
+def _score_chart(title: str, target: str, key: str, names: Sequence[str], scores: Mapping[str, Score]) -> Chart:
     scale = 100.0 if key in _SHARES else 1.0
 
     def values(which: str) -> list[float | None]:
-        figures = [of[name].of_model(which) if name in of else {} for name in names]
+        figures = [scores[name].of_model(which) if name in scores else {} for name in names]
         shown = [None if of_model.get("own_labels") else of_model.get(key) for of_model in figures]
         return [None if value is None else value * scale for value in shown]
 
     used, candidate = values("in_use"), values("candidate")
-    marks = frozenset(k for k, name in enumerate(names) if name in of and of[name].decision in NEW_MODEL)
+    marks = frozenset(k for k, name in enumerate(names) if name in scores and scores[name].decision in NEW_MODEL)
     axis, unit = _name(key), "%" if key in _SHARES else ""
     if key == "mean_abs_error" and target in TARGETS:  # in the target's space, as learn.fitting.promotion takes it
         axis, unit = (
@@ -482,10 +486,10 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], of: Ma
 def _time(report: Report) -> Section:
     """Return the section on the steps' times, and time, rows and energy over the cycles."""
     night = report.nights[-1]
-    whole = sum(taken for taken in night.seconds.values() if taken)
+    total = sum(taken for taken in night.seconds.values() if taken)
     rows: list[tuple[Cell, ...]] = []
     for step in report.steps:
-        share = f"{step['seconds'] / whole:.0%}" if step["seconds"] and whole else MISSING
+        share = f"{step['seconds'] / total:.0%}" if step["seconds"] and total else MISSING
         taken = duration(step["seconds"])
         rows.append((step["name"], step["state"], taken, share, step["attempts"], gist(step["error"])))
     failed = [k for k, step in enumerate(report.steps) if step["state"] == "failed"]
@@ -497,7 +501,7 @@ def _time(report: Report) -> Section:
         else f"Time on the GPUs: {of_runs}; energy: {used}."
     )
     parts: list[Block] = [
-        Lead(f"{duration(whole)} in all, {duration(night.overhead_s)} of it beside running and fitting. {spent}"),
+        Lead(f"{duration(total)} in all, {duration(night.overhead_s)} of it beside running and fitting. {spent}"),
         table(heads, rows, words=2, marked=failed),
     ]
     parts += [
@@ -518,14 +522,14 @@ def _time(report: Report) -> Section:
             svg = curves(names, [Curve(name=title.partition(":")[0], css=css, values=values)], unit, limit)
             drawn.append(Chart(title, svg, newest_first_seen=True))
     parts.append(Charts(tuple(drawn)))
-    left = len(report.nights) - len(nights)
-    if left > 0:
-        parts.append(Lead(f"{count_of(left, 'earlier cycle')} not drawn; their figures are in the JSON."))
+    undrawn = len(report.nights) - len(nights)
+    if undrawn > 0:
+        parts.append(Lead(f"{count_of(undrawn, 'earlier cycle')} not drawn; their figures are in the JSON."))
     return Section("time", "Time" if report.simulated else "Time and energy", tuple(parts))
 
 
 def _spent(figure: str, unit: float, *, simulated: bool) -> Callable[[Night], float | None]:
-    """Return what reads a figure of a night's runs, of simulated nights or of the others, in a unit."""
+    """Return a function that reads a figure of a night's runs in a unit: None if the night is not `simulated` so."""
 
     def read(night: Night) -> float | None:
         value = getattr(night.run, figure) if night.run and night.simulated == simulated else None
@@ -534,7 +538,7 @@ def _spent(figure: str, unit: float, *, simulated: bool) -> Callable[[Night], fl
     return read
 
 
-# Figures drawn over the cycles: title, colour class, unit, a value drawn across, and how a night's is read.
+# Curves over the cycles: title, colour class, unit, a value drawn across, and a function that reads a night's value.
 _OVER_THE_CYCLES: tuple[tuple[str, str, str, float | None, Callable[[Night], float | None]], ...] = (
     (
         f"Overhead: all but running and fitting; dashed: {OVERHEAD_MIN:g} min",
@@ -566,8 +570,8 @@ def _next_night(report: Report) -> Section:
     if plan.families:
         families = sorted(plan.families.items(), key=lambda item: (-item[1], item[0]))
         parts.append(table(("family", "runs"), families))
-    for dimension, of in plan.gained.items():
-        cells = sorted(of.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))
+    for dimension, cells_gained in plan.gained.items():
+        cells = sorted(cells_gained.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))
         if not cells:
             continue
         new = sum(not known for _, (known, _) in cells)

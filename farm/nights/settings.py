@@ -18,8 +18,8 @@ from learn.estimators.protocol import ESTIMATORS
 from learn.rows.data import TARGETS
 
 CANARIES = ("compare", "accept", "skip")
-NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only where they are named
-# What decides a cycle and is written down with it; the other keys are of the command that works on it.
+NEED_LIBRARIES = ("timm", "zoo")  # families that are measured only if they are named
+# Keys that decide a cycle and are recorded with it; the others belong to the command that works on it.
 WRITTEN = (
     "n",
     "hours",
@@ -42,17 +42,17 @@ WRITTEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class LearnSettings(Checked, section="learn"):
-    """The `learn` key: what a cycle fits on its new rows."""
+    """The `learn` key: the models that a cycle fits on its new rows."""
 
     targets: tuple[str, ...] = key(
-        ("memory", "smact", "smocc", "drama"), "what to fit; [] for nothing", "text | list of text", tuple(TARGETS)
+        ("memory", "smact", "smocc", "drama"), "targets to fit; [] for none", "text | list of text", tuple(TARGETS)
     )
-    estimator: str = key("hybrid", "what to fit it with", choices=tuple(ESTIMATORS))
+    estimator: str = key("hybrid", "estimator to fit", choices=tuple(ESTIMATORS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotifySettings(Checked, section="notify"):
-    """The `notify` key: where to report how a cycle ended."""
+    """The `notify` key: where to report a cycle's outcome."""
 
     command: str | None = key(
         None, "run in a shell when the cycle ends, with the result as JSON on its standard input", "any text"
@@ -76,27 +76,27 @@ class GrowSettings(TrialsSettings):
       python -m farm.grow n=500 collocate=0.2     100 of the 500 are pairs of trials that share a GPU
       python -m farm.grow n=200 families=[gpt,vit] policy=coverage "space={precision: [fp32,bf16]}"
 
-    Killed at any point, the same command continues where it was. Ctrl-C leaves within seconds, with 130, and the same
-    command continues. SIGTERM while trials run ends the night: what runs is finished, landed and reported without
-    learning, and it leaves with 130; twice: at once. Exit code 1: the canaries found the machine sick, or a step
-    failed. Every step is a line of growth/journal.jsonl in the data folder; the report is reports/latest.html
-    there.
+    After a kill at any point, the same command continues where it was. Ctrl-C exits within seconds, with 130, and
+    the same command continues. SIGTERM while trials run ends the night: running trials finish, land and are
+    reported, without learning, exit code 130; twice: immediately. Exit code 1: the canaries found the machine sick,
+    or a step failed. Every step is a line of growth/journal.jsonl in the data folder; the report is
+    reports/latest.html there.
     """
 
-    n: int | None = key(None, "how many configurations to measure; canaries come on top", "int 1 to 10000000")
+    n: int | None = key(None, "configurations to measure, in addition to canaries", "int 1 to 10000000")
     hours: float | None = key(
-        None, "how long to measure, canaries included; with n=, whichever is reached first", "number > 0 to 100000"
+        None, "hours to measure, canaries included; with n=, whichever is reached first", "number > 0 to 100000"
     )
-    policy: str = key("active", "how to choose (docs/growth.md)", choices=POLICIES)
+    policy: str = key("active", "policy that chooses (docs/growth.md)", choices=POLICIES)
     families: tuple[str, ...] | None = key(
         None,
-        "as in [cnn,gpt]; default all but timm and zoo, which need libraries of their own",
+        "as in [cnn,gpt]; default all but timm and zoo, which need extra libraries",
         "text | list of text | null",
         family_names(),
     )
     space: Mapping[str, Any] | None = key(
         None,
-        'values for such a key in all families\' search spaces, as in "space={precision: [fp32,bf16]}", in quotes',
+        'values of a key in the search space of every family that has it, as in "space={precision: [fp32,bf16]}"',
     )
     pool: int = key(
         10000,
@@ -104,13 +104,13 @@ class GrowSettings(TrialsSettings):
         "int 1 to 10000000",
     )
     collocate: float = key(
-        0.0, "share of the night's n, or hours, that pairs of trials on one device get", "number 0 to 0.9"
+        0.0, "share of the night's n, or hours, for pairs of trials on one device", "number 0 to 0.9"
     )
     seed: int = key(0, "seed of the sequences and of ties", "int >= 0")
     canaries: str = key(
         "compare",
-        "compare: stop where a canary fails, or labels moved in an unchanged environment; accept: take "
-        "tonight's as the new ones",
+        "compare: stop if a canary fails, or labels moved in an unchanged environment; accept: make "
+        "tonight's labels the reference",
         choices=CANARIES,
     )
     dry_run: bool = key(False, "true: print what would run")
@@ -118,12 +118,12 @@ class GrowSettings(TrialsSettings):
     notify: NotifySettings = section(NotifySettings)
     log: LogSettings = section(LogSettings)
     metrics: MetricsSettings = section(MetricsSettings)
-    arch: Mapping[str, Any] | None = added_group(dict)  # refused: it names families
+    arch: Mapping[str, Any] | None = added_group(dict)  # refused in favour of `families`
     given: Mapping[str, Any] = given_values()
     spaces: tuple[Space, ...] = field(init=False)  # one a family
 
     def __post_init__(self) -> None:
-        if self.arch is not None:  # as farm.submit has it
+        if self.arch is not None:  # a key of farm.submit
             family = self.arch["family"]
             raise UsageError(f"farm.grow takes families=[{family}], not +arch={family}")
         super().__post_init__()
@@ -137,19 +137,19 @@ class GrowSettings(TrialsSettings):
 
     @property
     def pairs(self) -> int | None:
-        """Pairs of trials to measure; None: as many as their share of the hours allows."""
+        """Return the number of pairs to measure; None: as many as their share of the hours allows."""
         if not self.collocate:
             return 0
         return None if self.n is None else round(self.collocate * self.n)
 
     @property
     def singles(self) -> int | None:
-        """Configurations to measure one by one; None: as many as the hours allow."""
+        """Return the number of configurations to measure singly; None: as many as the hours allow."""
         return None if self.n is None else self.n - (self.pairs or 0)
 
     @property
     def written(self) -> dict[str, Any]:
-        """The keys that decide the cycle, as they were given, for the journal."""
+        """Return the keys that decide the cycle, as given, for the journal."""
         return {name: self.given[name] for name in WRITTEN}
 
 

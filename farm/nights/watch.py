@@ -2,7 +2,7 @@
 
 Start reading at `watch`; `canaries` compares. `drift_of` finds which operator families moved with the environment, and
 marks the rows that became stale (`warehouse.files.writer.write_marks`); `remeasure` lists configs to measure again.
-`operators_of` gives the operator families of a training step, by which drift is reported; without torch.
+`operators_of` returns the operator families of a training step, by which drift is reported; without torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from conf.plain_text import first_few
 from farm.nights.canaries import (
     LABELS,
     CanaryVerdict,
+    canaries_to_confirm,
     canary_configs,
     compare,
     compare_canaries,
-    finals,
+    final_runs,
     history_of,
-    unconfirmed,
 )
 from farm.nights.journal import CanariesPayload, ComparedLabel, Cycle, DriftPayload
 from farm.sampling.coverage import Map
@@ -67,7 +67,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "gather_scatter": ("gather", "scatter", "edge_softmax", "dispatch", "combine"),
     "copy": ("add", "concat", "pad2d", "upsample"),
 }
-# What no layer plan holds: the loss, which every step has, how the weights are updated, and in which precision.
+# Families that no layer plan shows: the loss, which every step has, the weight update, and autocast.
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "momentum": "sgd"}
 _AUTOCAST = ("bf16", "fp16")
 WEIGHT_UPDATES = tuple(dict.fromkeys(_OPTIMIZERS.values()))
@@ -94,7 +94,7 @@ _OF_KIND = {kind: family for family, kinds in _KINDS.items() for kind in kinds}
 def operators_of(config: TrialConfig) -> frozenset[str]:
     """Return the operator families of the config's training step, each one of `OPERATORS`.
 
-    `other` stands for the layers of a model that cannot be read here (of a library that is not installed).
+    `other` stands for layers that cannot be read here, because their library is not installed.
     """
     names = {"loss", _OPTIMIZERS.get(config.optimizer, OTHER)}
     if config.precision in _AUTOCAST:
@@ -113,8 +113,8 @@ def operator_of_kind(kind: str) -> str:
     return next((family for part, family in _NAME_PARTS.items() if part in kind), OTHER)
 
 
-EVERYTHING = "everything"  # in place of operator families, where no canary stayed
-COPIES = 2  # rows that are measured again of each cell, where it has as many
+EVERYTHING = "everything"  # in place of operator families, if every canary moved
+COPIES = 2  # rows of each cell to measure again, if it has that many
 _EXAMPLES = 3
 _EVERY_STEP = frozenset(("loss", *WEIGHT_UPDATES))
 _MEMORY = "peak_memory_mib"
@@ -125,9 +125,9 @@ _Cell = tuple[str, str, str]  # label, operator family, bin of memory
 class Drift:
     """Labels that moved with the environment.
 
-    payload   the drift as the journal stores it, before it is known what is measured again
+    payload   the drift as the journal stores it, without `remeasure`
     marks     marks of the rows whose labels are stale in tonight's environment
-    families  run_id of each of these -> its family
+    families  run_id of each marked row -> its family
     """
 
     payload: DriftPayload
@@ -138,9 +138,9 @@ class Drift:
 def drift_of(data: DataFolder, verdict: CanaryVerdict) -> Drift | None:
     """Return the drift since the night before, with marks for the rows that it made stale.
 
-    None if the environment is the same or the machine is sick. Each environment in which rows were measured is judged
-    by its own canaries against tonight's. So rows made stale by an earlier change, and rows of a driver that was rolled
-    back, are distinguished too. Rows of an environment without canaries stay as they are.
+    None if the environment is the same or the machine is sick. Each environment with rows is judged separately: its
+    canaries are compared with tonight's. So rows made stale by an earlier change, and rows of a driver that was rolled
+    back, are told apart. Rows of an environment without canaries stay unmarked.
     """
     tonight, earlier = verdict.tonight, verdict.earlier
     if tonight is None or verdict.verdict not in ("steady", "drift") or tonight.environment == earlier[-1].environment:
@@ -155,7 +155,7 @@ def drift_of(data: DataFolder, verdict: CanaryVerdict) -> Drift | None:
             continue
         history = history_of(run for night in earlier if night.environment == environment for run in night.runs)
         entries = [
-            e for e in compare_canaries(finals(tonight), history, verdict.shared) if None not in (e.before, e.now)
+            e for e in compare_canaries(final_runs(tonight), history, verdict.shared) if None not in (e.before, e.now)
         ]
         affected = affected_operators(entries, verdict.configs)
         if not affected:
@@ -190,15 +190,15 @@ def affected_operators(
 ) -> dict[str, frozenset[str]]:
     """Return the operator families that moved, for each label that did.
 
-    Those of canaries that moved and of none that stayed; for a canary that this leaves unexplained, the ones that the
-    fewest canaries have which stayed, the loss and the optimizers, which every step has, apart. `everything` where
-    none stayed.
+    They are the families of canaries that moved, without those of canaries that stayed. A moved canary that has none of
+    these adds its families that the fewest canaries that stayed have, except the loss and the optimizers, which every
+    step has. `everything` if no canary stayed.
     """
-    of = {config_hash: operators_of(config) for config_hash, config in canaries.items()}
+    operators_by_canary = {config_hash: operators_of(config) for config_hash, config in canaries.items()}
     affected = {}
     for label in dict.fromkeys(entry.label for entry in entries if entry.moved):
-        moved = [of[e.config_hash] for e in entries if e.label == label and e.moved]
-        stayed = [of[e.config_hash] for e in entries if e.label == label and not e.moved]
+        moved = [operators_by_canary[e.config_hash] for e in entries if e.label == label and e.moved]
+        stayed = [operators_by_canary[e.config_hash] for e in entries if e.label == label and not e.moved]
         if not stayed:
             affected[label] = frozenset((EVERYTHING,))
             continue
@@ -245,7 +245,7 @@ def _rows(
 def _config(text: str | None) -> TrialConfig | None:
     try:
         return config_of_row(text)
-    except UsageError:  # a family or field that this version does not have: nothing learns from it
+    except UsageError:  # a family or field that this version lacks: no model learns from it
         return None
 
 
@@ -270,7 +270,7 @@ def _marks(
                 run_id=row["run_id"],
                 label=label,
                 operators=hit,
-                # As the row has it: that is where its device is looked up.
+                # The row's spelling, by which readers look the device up.
                 device_name=row["device_name"],
                 source=verdict.source,
                 environment=verdict.environment,
@@ -293,9 +293,9 @@ def remeasure(
 ) -> tuple[TrialConfig, ...]:
     """Return about the fewest configs whose repeats replace every part of the stale data, the most useful first.
 
-    Every combination of a stale label, an operator family that moved and a bin of memory of a family is to be measured
-    again in `environment`, twice where it has two configs; what was so since counts. Greedy, so nearly the fewest.
-    Reads the marks, so it continues in later nights.
+    Each cell (stale label, moved operator family, memory bin) is to be measured again in `environment`, twice if it has
+    two configs; repeats already made count. The choice is greedy, so nearly the fewest. It reads the marks, so it
+    continues in later nights.
     """
     rows = _stale_rows(data, device_name, source, environment)
     if not rows:
@@ -306,7 +306,7 @@ def remeasure(
     for config_hash_ in measured:
         for cell in cells_of[config_hash_]:
             need[cell] -= 1
-    # Configs of the very same cells are alike: it costs as many kinds as there are, whatever the number of rows.
+    # Configs with the same cells are interchangeable: the cost grows with the kinds, not with the rows.
     kinds: dict[frozenset[_Cell], list[str]] = {}
     for config_hash_ in sorted(set(cells_of) - measured, reverse=True):
         kinds.setdefault(cells_of[config_hash_], []).append(config_hash_)
@@ -353,7 +353,7 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, frozenset[_Cell
         key = row["config_hash"]
         if key not in configs:
             config = _config(row["config"])
-            # What runs as a task may import what it names: a row may ask for no more than data may.
+            # A task imports the code that it names, so a row may name only code that data may name.
             if config is None or problem_of(config) is not None:
                 continue
             key = key or config_hash(config)
@@ -387,38 +387,38 @@ def watch(
 ) -> CanariesPayload:
     """Run the canaries on every GPU, compare them with the nights before, and mark rows that drift made stale.
 
-    A canary that moved and ran only once runs again: one odd run is not a verdict. May be killed and called again.
+    A canary that moved and ran only once runs again: one odd run does not decide. May be killed and called again.
 
     Args:
-        measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None where the time was up.
+        measure: runs `(kind, configs, shares)` as a job of the cycle; returns its id, or None if the time was up.
     """
     configs = canary_configs(machine.capacity_mib)
-    none = CanariesPayload(device_name=machine.device_name, source=machine.source)
+    no_verdict = CanariesPayload(device_name=machine.device_name, source=machine.source)
     if not configs:
-        return replace(none, said=f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
+        return replace(no_verdict, said=f"no canary fits into the {machine.capacity_mib:,.0f} MiB of this device")
     place_of = {config_hash(config): place for place, config in enumerate(configs)}
     copies = machine.workers
     first = [(place * copies + copy, config) for place, config in enumerate(configs) for copy in range(copies)]
     first_job = measure(FIRST, first, copies)
     if first_job is None:
-        return replace(none, said="the time was up before the canaries were done")
-    forget = _no_history(earlier, cycle.settings.get("canaries") == ACCEPT)
+        return replace(no_verdict, said="the time was up before the canaries were done")
+    forget = _excluded_jobs(earlier, cycle.settings.get("canaries") == ACCEPT)
     where = (folder, machine.device_name, machine.source)
     accepted = set(place_of) if cycle.settings.get("canaries") == ACCEPT else _accepted_failures(earlier)
 
-    def compared(*jobs: str) -> CanaryVerdict:
+    def compare_jobs(*jobs: str) -> CanaryVerdict:
         shared = machine.choice.backend == "cpu"
         return compare(*where, jobs, forget=forget, shared=shared, accepted=accepted)
 
-    verdict = compared(first_job)
-    if doubtful := unconfirmed(verdict):
+    verdict = compare_jobs(first_job)
+    if doubtful := canaries_to_confirm(verdict):
         more = _CONFIRMING_RUNS * copies
         again = [(place_of[config_hash(c)] * more + copy, c) for c in doubtful for copy in range(more)]
         if job_id := measure(AGAIN, again, copies):
-            verdict = compared(first_job, job_id)
+            verdict = compare_jobs(first_job, job_id)
     marked_at = cycle.steps["canaries"].attempts[0]
-    if verdict.verdict == "sick":  # what a sick machine measured is kept, and nothing learns from it
-        write_marks(folder, cycle.name, _of_moved(verdict), marked_at=marked_at)
+    if verdict.verdict == "sick":  # a sick machine's rows are kept, but no model learns from them
+        write_marks(folder, cycle.name, _moved_marks(verdict), marked_at=marked_at)
     drift = drift_of(folder, verdict)
     if drift is None:
         return verdict.payload()
@@ -426,7 +426,7 @@ def watch(
     return verdict.payload(replace(drift.payload, remeasure=len(remeasure(*where, verdict.environment))))
 
 
-def _of_moved(verdict: CanaryVerdict) -> list[Mark]:
+def _moved_marks(verdict: CanaryVerdict) -> list[Mark]:
     """Return marks for tonight's own labels that moved."""
     return [
         Mark(
@@ -452,7 +452,7 @@ def _accepted_failures(earlier: Sequence[Cycle]) -> set[str]:
     return {entry.config_hash for entry in canaries.compared if entry.label == "status"} if canaries else set()
 
 
-def _no_history(earlier: Sequence[Cycle], accept: bool) -> set[str]:
+def _excluded_jobs(earlier: Sequence[Cycle], accept: bool) -> set[str]:
     """Return the canary jobs that do not count as history: those of sick nights, and all before accepted new labels."""
     accepted = [place for place, cycle in enumerate(earlier) if cycle.settings.get("canaries") == ACCEPT]
     from_here = len(earlier) if accept else accepted[-1] if accepted else 0

@@ -44,7 +44,7 @@ MAX_ATTEMPTS = 3
 BACKOFF_S = 5.0  # before the second attempt; doubles with each further one
 MAX_BACKOFF_S = 600.0
 SUBMIT_CHUNK = 2000  # tasks per transaction of `submit`
-ERROR_CHARACTERS = 2000  # of an error kept in the queue, and of its trial's output; the whole lands with the run
+ERROR_CHARACTERS = 2000  # of an error and of its trial's output in the queue; the run's row has all
 
 _AT = "job_seq = ? AND task_index = ?"
 _HELD = f"{_AT} AND attempt = ? AND state = 'leased'"
@@ -61,7 +61,7 @@ _TASKS = (  # INDEXED BY: without statistics SQLite takes the primary key, and r
     "JOIN configs USING (job_seq, task_index) "
     "JOIN jobs ON seq = job_seq "
 )
-# Of one job (?1), of one device (?2), or of all. A range, for which SQLite looks one job up instead of reading all.
+# Jobs: one (?1), those of one device (?2), or all. The range lets SQLite look up one job instead of reading all.
 _OF = (
     "seq BETWEEN coalesce(?1, -9223372036854775808) AND coalesce(?1, 9223372036854775807) "
     "AND (?2 IS NULL OR device = ?2)"
@@ -72,8 +72,8 @@ class Queue:
     """Jobs and tasks in one SQLite file (WAL). Any number of processes may have it open; each method is atomic.
 
     Submissions and cancellations are synced to the disk before they are reported. Leases and finishes are not: they
-    survive a killed process, and after a power failure the last ones are undone, which repeats a lease or is
-    reconciled from the warehouse with `mark_done`; syncing each would cost a factor of 20.
+    survive a killed process. After a power failure the last ones are undone: a lease is repeated, a finish reconciled
+    from the warehouse with `mark_done`. Syncing each would cost a factor of 20.
     Errors: `QueueError`; `UsageError` for an unknown job.
     """
 
@@ -139,9 +139,9 @@ class Queue:
         try:
             while chunk := list(islice(pairs, SUBMIT_CHUNK)):
                 with self._file.transaction(durable=True):
-                    # Cancelled since by another command? Then the rest is cancelled, too.
-                    (runs,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
-                    state = "queued" if runs else "cancelled"
+                    # If another command has cancelled the job since, its further tasks are cancelled too.
+                    (is_active,) = self._file.only("SELECT cancelled_at IS NULL FROM jobs WHERE seq = ?", (seq,))
+                    state = "queued" if is_active else "cancelled"
                     new = self._file.all(
                         "INSERT INTO tasks (job_seq, task_index, state) SELECT ?, value, ? FROM json_each(?) "
                         "WHERE true ON CONFLICT DO NOTHING RETURNING task_index",  # WHERE: else ON would begin a join
@@ -153,7 +153,7 @@ class Queue:
                         "INSERT INTO configs VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
                         [(seq, index, text) for index, text in chunk],
                     )
-                    self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (runs, seq))
+                    self._file.change("UPDATE jobs SET ready = ? WHERE seq = ?", (is_active, seq))
             with self._file.transaction(durable=True):
                 self._file.change(
                     "UPDATE jobs SET complete = ((SELECT sum(count) FROM tallies WHERE job_seq = seq) >= n) "
@@ -200,7 +200,7 @@ class Queue:
     def next_index(self, job_id: str) -> int:
         """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
 
-        Also 0 where some below are missing, as after two submissions at once of which one was interrupted.
+        Also 0 if lower indexes are missing, as after two simultaneous submissions, one interrupted.
         """
         of_job = "WHERE job_seq = (SELECT seq FROM jobs WHERE job_id = ?)"
         (following,) = self._file.only(f"SELECT coalesce(max(task_index) + 1, 0) FROM tasks {of_job}", (job_id,))
@@ -232,15 +232,15 @@ class Queue:
     ) -> list[Task | UnreadableTask]:
         """Lease up to `limit` tasks to `worker` until now + lease_s: highest priority, oldest job, lowest index.
 
-        Only those of `job_id` and of jobs for `device`, where given; with `share` (r, k) those with index % k == r.
-        `held`: tasks that the caller still works on. They stay its own where their lease has run out, because a clock
+        Restricted to `job_id` and to jobs for `device`, where given; with `share` (r, k) to tasks with index % k == r.
+        `held`: tasks that the caller still works on. They stay leased to it if their lease has run out because a clock
         was set or the caller was slow.
         """
         remainder, shares = share or (0, 1)
         only = None if job_id is None else self._seq(job_id)
         tasks: list[Task | UnreadableTask] = []
         with self._file.transaction():
-            self._queue_what_is_due(now, held)
+            self._queue_due(now, held)
             ready = self._file.all(
                 f"SELECT seq FROM jobs INDEXED BY jobs_ready WHERE ready = 1 AND {_OF} "
                 "ORDER BY priority DESC, submitted_at, seq",
@@ -304,7 +304,7 @@ class Queue:
         return changed == 1
 
     def retry(self, task: Lease, now: float, error: str) -> bool:
-        """Retry a task whose attempt failed through no fault of the trial; return whether the caller is done with it.
+        """Retry a task whose attempt failed through no fault of the trial; return whether the caller can drop it.
 
         True: queued again after a backoff, or no longer this holder's, or its job was cancelled. False: that was the
         last attempt; the task stays leased until the caller has landed a `crashed` run and calls `finish`. If it
@@ -333,8 +333,8 @@ class Queue:
     def repeat(self, task: Lease, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
         """Queue a task whose labels cannot be trusted again, after a backoff, if `may_repeat`; return whether it was.
 
-        It is one of the task's attempts, as a retry is. False: nothing has changed; finish the task with what there is.
-        `reasons` are counted with it, `why` is the error that `errors` shows.
+        It counts as an attempt, as a retry does. False: nothing has changed; finish the task with this result.
+        `reasons` are counted; `errors` shows `why`.
         """
         with self._file.transaction():
             if not self.may_repeat(task):
@@ -364,7 +364,7 @@ class Queue:
         `held` as in `lease`.
         """
         with self._file.transaction():
-            self._queue_what_is_due(now, held)
+            self._queue_due(now, held)
             rows = self._file.all(
                 _TASKS.format("attempt", "tasks_exhausted")
                 + f"WHERE state = 'exhausted' AND {_OF} ORDER BY job_seq, task_index",
@@ -373,13 +373,13 @@ class Queue:
         return [task_of_row(row) for row in rows]
 
     def leased(self) -> list[Task | UnreadableTask]:
-        """Return all tasks that are held, or that were held last and have not landed."""
+        """Return all leased tasks, and those whose last lease ran out and that have not landed."""
         due = _TASKS.format("attempt", "tasks_due") + "WHERE state IN ('waiting', 'leased') AND state = 'leased'"
         exhausted = _TASKS.format("attempt", "tasks_exhausted") + "WHERE state = 'exhausted'"
         return [task_of_row(row) for row in self._file.all(f"{due} UNION ALL {exhausted}")]
 
     def void_leases(self) -> int:
-        """End every lease, when no holder can be alive; return their number. As an expiry, it counts as an attempt."""
+        """End every lease, once no holder can be alive; return their number. As an expiry, it counts as an attempt."""
         return self._file.change("UPDATE tasks SET due = 0 WHERE state IN ('waiting', 'leased') AND state = 'leased'")
 
     def is_done(self, task: Lease) -> bool:
@@ -388,7 +388,7 @@ class Queue:
         return row == ("done",)
 
     def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
-        """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not yet."""
+        """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not done."""
         seq, marked = self._seq(job_id), 0
         with self._file.transaction():
             for index, status in statuses.items():
@@ -401,7 +401,7 @@ class Queue:
     def cap_waits(self, now: float) -> int:
         """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number.
 
-        The first condition on the state is the one of the partial index `tasks_due`.
+        The first condition on the state repeats that of the partial index `tasks_due`, which SQLite needs to use it.
         """
         return self._file.change(
             "UPDATE tasks INDEXED BY tasks_due SET due = ? "
@@ -436,7 +436,7 @@ class Queue:
         return indexes
 
     def families(self, job_id: str) -> dict[int, str]:
-        """Return the family of each task of the job, which for a mixed job its config says: index -> family."""
+        """Return the family of each task of the job by index; a mixed job's is read from the config."""
         return dict(
             self._file.all(
                 "SELECT task_index, CASE WHEN family = ? AND json_valid(config_json) THEN "
@@ -448,7 +448,7 @@ class Queue:
             )
         )
 
-    def _queue_what_is_due(self, now: float, held: Collection[Lease]) -> None:
+    def _queue_due(self, now: float, held: Collection[Lease]) -> None:
         """Queue tasks whose backoff or lease has ended; set aside those without an attempt left."""
         rows = self._file.all(
             "SELECT job_seq, task_index, state, attempt, cancelled_at FROM tasks INDEXED BY tasks_due "
@@ -457,22 +457,22 @@ class Queue:
         )
         if not rows:
             return
-        ours = {self._held(task) for task in held}
+        held_keys = {self._held(task) for task in held}
         for seq, index, state, attempt, cancelled_at in rows:
             lost = state == "leased"
-            if lost and (seq, index, attempt) in ours:
+            if lost and (seq, index, attempt) in held_keys:
                 continue
-            to = "queued" if cancelled_at is None else "cancelled"
+            new_state = "queued" if cancelled_at is None else "cancelled"
             if lost and attempt >= self.max_attempts:
-                to = "exhausted"
-            self._file.change(f"UPDATE tasks SET state = ?, due = NULL WHERE {_AT}", (to, seq, index))
-            if lost:  # without a worker it was a last retry that was never landed: that has its own, better error
+                new_state = "exhausted"
+            self._file.change(f"UPDATE tasks SET state = ?, due = NULL WHERE {_AT}", (new_state, seq, index))
+            if lost:  # no worker: a last retry that never landed, whose own error is better
                 self._file.change(
                     "UPDATE tasks SET error = 'worker ' || worker || ' lost: the lease of attempt ' || attempt || "
                     f"' ran out', error_at = ? WHERE {_AT} AND worker IS NOT NULL",
                     (now, seq, index),
                 )
-            if to == "queued":
+            if new_state == "queued":
                 self._file.change("UPDATE jobs SET ready = 1 WHERE seq = ?", (seq,))
 
     # Looking
@@ -533,7 +533,7 @@ class Queue:
             if counts.pending:
                 recent, first_at = self._file.only(
                     "SELECT count(*), min(finished_at) FROM tasks INDEXED BY tasks_finished "
-                    "WHERE job_seq = ? AND finished_at BETWEEN ? AND 1e12",  # texts are above all numbers
+                    "WHERE job_seq = ? AND finished_at BETWEEN ? AND 1e12",  # SQLite sorts texts above all numbers
                     (seq, now - window_s),
                 )
             progress.append(progress_of(job_of(row), counts, bool(complete), bool(cancelled), recent, first_at, now))
@@ -597,20 +597,20 @@ def queue_to_read(path: Path) -> Iterator[Queue]:
 
     Prints a line about the copy to standard error. Writes nothing to the folder. Raises as `Queue.open` does.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            queue = held.enter_context(Queue.open(path))
-            queue.next_device()  # a file that may not be written to can fail as late as here
+            queue = stack.enter_context(Queue.open(path))
+            queue.next_device()  # an unwritable file may fail only here
         except QueueError as error:
             if error.errno not in _UNWRITABLE:
                 raise
-            copy = held.enter_context(queue_copy(path))
+            copy = stack.enter_context(queue_copy(path))
             print(
                 f"{path.parent} is read-only: reading a copy of the queue; changes made by a running dispatcher may be "
                 "missing",
                 file=sys.stderr,
             )
-            queue = held.enter_context(Queue.open(copy))
+            queue = stack.enter_context(Queue.open(copy))
         yield queue
 
 

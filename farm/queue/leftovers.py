@@ -1,16 +1,16 @@
-"""Remains of killed processes of ours, found and ended: trial servers, trials, Ray's helpers, temporary folders.
+"""Finds and ends leftovers of killed processes: trial servers, trials, Ray's helpers, temporary folders.
 
-Start reading at `sweep_leftovers`. A process is ended only with proof that it is ours: it runs as this user, and either
-its environment holds `SESSION_VARIABLE` with the identity of a dispatcher that runs no more, or that dispatcher wrote
-its identity into a folder that only this user can write to. What a data folder says proves nothing.
+Start reading at `sweep_leftovers`. A process is ended only with proof that it is the farm's: it runs as this user, and
+either its environment has `SESSION_VARIABLE` with the identity of a dispatcher that has ended, or that dispatcher wrote
+its identity into a folder that only this user can write to. The contents of a data folder prove nothing.
 
 A temporary folder `gpufarm-trial-*`, `gpufarm-ray-*` or `gpufarm-child-*` holds a file `owner` with the identity of the
-process that made it; it is deleted once that process is dead. That of Ray also holds a file `processes`: Ray's agents
-overwrite their environment with their title, so the variable is lost on them, and they outlive a killed Ray by up to a
+process that made it; it is deleted once that process is dead. Ray's folder also holds a file `processes`: Ray's agents
+overwrite their environment with their title, so they lose the variable, and they outlive a killed Ray by up to a
 minute.
 
 An identity is `PID@START@BOOT.NAMESPACE` (`conf.files.identity`). It is read from files and environments that anybody
-may have written, so only what has exactly this form counts.
+may have written, so any other form is ignored.
 
 `hold_dispatcher_lock` lets one dispatcher work on a data folder, and sweeps before and after it.
 """
@@ -67,7 +67,7 @@ _PROCESSES_FILE = "processes"
 _PROCESSES_BYTES = 1 << 20  # largest record that is read: some ten thousand processes
 _SOCKET_PATH_BYTES = 107  # the kernel's limit
 _SOCKET_BYTES = len("/gpufarm-ray-12345678/session_2026-11-22_07-25-58_866444_1234567/sockets/plasma_store")
-_UNOWNED_AFTER_S = 86_400.0  # a folder without a name of its owner, or of an earlier boot, is left alone for this long
+_UNOWNED_AFTER_S = 86_400.0  # a folder without an owner, or of an earlier boot, is left alone for this long
 
 
 def make_folder(prefix: str, base: str | os.PathLike[str] | None = None) -> Path:
@@ -79,7 +79,7 @@ def make_folder(prefix: str, base: str | os.PathLike[str] | None = None) -> Path
 
 
 def make_ray_folder() -> Path | None:
-    """Make a folder for the session of our own Ray, at the first place where its sockets' paths are short enough.
+    """Make a folder for a private Ray's session, at the first place where its sockets' paths are short enough.
 
     Returns None if there is no such place; Ray then chooses the folder, which is not swept.
     """
@@ -90,16 +90,15 @@ def make_ray_folder() -> Path | None:
 
 
 def record_processes(folder: Path, processes: list[str]) -> None:
-    """Record the identities of processes that are to end with this one. A full disk is not an error: it is only a
-    help."""
+    """Record the identities of processes that are to end with this one. A failed write is ignored."""
     with contextlib.suppress(OSError):
         (folder / _PROCESSES_FILE).write_text(json.dumps(processes))
 
 
 def recorded_processes() -> set[str]:
-    """Return the identities that folders of ended processes record, of those that began after their owner.
+    """Return the identities that folders of ended processes record, of processes that began after the owner.
 
-    A record counts only in a folder that this user alone may write to, as a plain file of this user.
+    A record counts only as a plain file of this user in a folder that only this user may write to.
     """
     recorded: set[str] = set()
     for path in _folders(temporary_folders()):
@@ -117,9 +116,9 @@ def recorded_processes() -> set[str]:
 def sweep_folders(bases: Iterable[str | os.PathLike[str]] | None = None, now: float | None = None) -> list[Path]:
     """Delete the temporary folders of ended processes; return their paths.
 
-    Only folders of this user go, never a link or what a link leads to. One without an `owner`, or whose owner ran
-    before the machine was started again, goes when it is older than a day and no process of this user uses it.
-    `now` is in seconds since the epoch.
+    Only folders of this user are deleted, never links or their targets. A folder without an `owner`, or whose owner ran
+    before the last boot, is deleted when it is older than a day and no process of this user uses it. `now` is in
+    seconds since the epoch.
     """
     now = time.time() if now is None else now
     folders = _folders(temporary_folders() if bases is None else bases)
@@ -127,7 +126,7 @@ def sweep_folders(bases: Iterable[str | os.PathLike[str]] | None = None, now: fl
 
 
 def temporary_folders() -> list[str]:
-    """Return the places where our processes make their temporary folders."""
+    """Return the places where the farm's processes make temporary folders."""
     ray = os.environ.get("RAY_TMPDIR")
     return [*([ray] if ray else []), tempfile.gettempdir(), "/tmp"]
 
@@ -139,7 +138,7 @@ def delete_folder(path: Path) -> bool:
             return False
         _empty(folder)
     with contextlib.suppress(OSError):
-        os.rmdir(path)  # never a folder that was put in its place: that one is not empty, or not worth keeping
+        os.rmdir(path)  # a folder put in its place would stay unless it is empty
         return True
     return False
 
@@ -196,8 +195,8 @@ def _is_used(path: Path) -> bool:
 
 
 def _empty(folder: int) -> None:
-    """Delete everything in a folder through its descriptor, so that no link can lead elsewhere."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER_FILE):  # the proof goes last
+    """Delete everything in a folder through its descriptor, which no link can redirect."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER_FILE):  # the owner file last
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.name, ignore_errors=True, dir_fd=folder)
@@ -227,13 +226,13 @@ def sweep_orphans() -> list[int]:
 
 
 def sweep_leftovers() -> None:
-    """Kill what dead dispatchers of this user left running, then delete their folders, which record some of it."""
+    """Kill the processes that dead dispatchers of this user left, then delete their folders, which record some."""
     sweep_orphans()
     sweep_folders()
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> list[int]:
-    """Kill the processes, wait until they are gone, and return their ids. psutil guards against reused ids."""
+    """Kill the processes, wait until they end, and return their ids. psutil guards against reused ids."""
     killed = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -249,7 +248,7 @@ def _is_orphan(process: psutil.Process, recorded: set[str]) -> bool:
             return False
         marker_now = identity(process.pid)
         marker = process.environ().get(SESSION_VARIABLE)
-    except (psutil.Error, OSError):  # gone, or not ours to look at
+    except (psutil.Error, OSError):  # gone, or not accessible
         return False
     return marker_now in recorded or (has_ended(marker) and _began_after(marker_now, marker))
 
@@ -268,12 +267,12 @@ class DispatcherBusy(EnvironmentProblem):
 
 @contextlib.contextmanager
 def hold_dispatcher_lock(path: Path) -> Iterator[None]:
-    """Be the one dispatcher of a data folder: an advisory lock that the kernel drops with the process, however it ends.
+    """Hold the dispatcher's lock of a data folder, an advisory lock that the kernel drops when the process ends.
 
-    What killed dispatchers of this user left behind is swept at the begin and at the end. The file says who holds it,
-    for messages only: any process that may write to the folder may write anything there.
+    Leftovers of this user's killed dispatchers are swept at the start and at the end. The file names its holder, for
+    messages only: any process that may write to the folder may write anything there.
 
-    Raises `DispatcherBusy` naming the holder; `EnvironmentProblem` where the lock is a link or no plain file.
+    Raises `DispatcherBusy` naming the holder; `EnvironmentProblem` if the lock is a link or not a plain file.
     """
 
     def busy() -> DispatcherBusy:
@@ -289,13 +288,13 @@ def hold_dispatcher_lock(path: Path) -> Iterator[None]:
             sweep_leftovers()
             yield
         finally:
-            sweep_leftovers()  # left by workers that were killed, as Ray's are at the end
+            sweep_leftovers()  # workers killed at the end, as Ray's are, leave some
 
 
 def dispatcher_of(path: Path) -> int | None:
     """Return the process id of the dispatcher that works on this folder, None if there is none.
 
-    It counts while the lock is held, also where its process is of another boot or namespace and cannot be looked at.
+    It counts while the lock is held, even if its process is in another boot or namespace and cannot be examined.
     """
     text = _holder_of(path)
     marker = parse_marker(text)
@@ -306,7 +305,7 @@ def _holder_of(path: Path) -> str | None:
     """Return the marker in the lock; None if it holds no complete marker of a dispatcher."""
     try:
         content = json.loads(read_lock(path, _LIMIT_BYTES))
-    except (ValueError, RecursionError):  # ValueError: also of bytes that are not UTF-8
+    except (ValueError, RecursionError):  # ValueError includes invalid UTF-8
         return None
     marker = content.get("dispatcher") if isinstance(content, dict) else None
     return marker if isinstance(marker, str) and parse_marker(marker) else None

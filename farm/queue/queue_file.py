@@ -1,4 +1,4 @@
-"""The queue's SQLite file: its tables, its version, its transactions, SQLite's errors as ours, and an undo.
+"""The queue's SQLite file: its tables, version, transactions, translated errors, and an undo.
 
 Start reading at `SCHEMA`; `farm.queue.jobs` has the operations on the tables. `Submission` removes the tasks that a
 submission added before Ctrl-C interrupted it.
@@ -21,7 +21,7 @@ from conf.errors import EnvironmentProblem, UsageError
 
 QUEUE_VERSION = 1
 Result = TypeVar("Result")
-_FULL_BYTES = 1 << 20  # a disk with less room than this is full for SQLite
+_FULL_BYTES = 1 << 20  # SQLite treats a disk with less room as full
 
 # The life of a task:
 #
@@ -30,9 +30,9 @@ _FULL_BYTES = 1 << 20  # a disk with less room than this is full for SQLite
 #       |  retry  |   expired with its attempts exhausted -> exhausted -> (landed as `crashed`) -> done
 #       +- waiting+
 #
-# `tasks` rows are small, so that updating them is quick; the configs lie beside them. The partial indexes hold only
-# what `lease` looks for: the queued tasks of a job, and what falls due. Triggers keep `tallies`, so that counting does
-# not read the tasks. Statements are separated by blank lines.
+# `tasks` rows are small, which makes updates quick; the configs are in another table. The partial indexes hold only
+# what `lease` looks for: a job's queued tasks, and tasks that fall due. Triggers keep `tallies`, so counting reads no
+# tasks. Statements are separated by blank lines.
 SCHEMA = """
 CREATE TABLE jobs (
     seq INTEGER PRIMARY KEY,
@@ -104,8 +104,8 @@ END;
 """
 
 
-# How the runs of each job were judged: `quality` is suspect, untrusted, or repeated for those that were run again,
-# `reason` one of theirs, or empty for the number of runs. Made when it is first needed, so older files are as good.
+# Untrusted runs of each job: `quality` is suspect, untrusted, or repeated for runs that were repeated; `reason` is one
+# of the run's reasons, or empty for the number of runs. Created on first use, so older files work.
 QUALITIES_TABLE = """
 CREATE TABLE IF NOT EXISTS qualities (
     job_seq INTEGER NOT NULL REFERENCES jobs (seq),
@@ -117,8 +117,8 @@ CREATE TABLE IF NOT EXISTS qualities (
 """
 
 
-# Jobs whose submission was interrupted before anything of them was started, so that no other job gets their number, and
-# they get it again: a queue that another process has open remembers it. Made when it is first needed, too.
+# Jobs whose submission was interrupted before any task started. They get their number again, and no other job gets it:
+# processes that have the queue open remember it. Also created on first use.
 REMOVED_JOBS_TABLE = """
 CREATE TABLE IF NOT EXISTS removed_jobs (
     job_id TEXT PRIMARY KEY,
@@ -136,8 +136,8 @@ class QueueFile:
 
     Args:
         path: The file, which is created in an existing folder.
-        busy_timeout_s: How long another process may hold the file.
-        prepare: Makes the tables where there are none.
+        busy_timeout_s: Longest time that another process may hold the file.
+        prepare: Makes missing tables.
 
     Raises:
         UsageError: The file is not a queue.
@@ -150,7 +150,7 @@ class QueueFile:
             raise UsageError(f"the queue's folder {path.parent} does not exist")
         self.path = path
         self._guard = threading.RLock()
-        self._db = self._ask(
+        self._db = self._run(
             lambda: sqlite3.connect(path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
         )
         try:
@@ -183,7 +183,7 @@ class QueueFile:
 
     def all(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
         """Return every row."""
-        return self._ask(lambda: self._db.execute(sql, values).fetchall())
+        return self._run(lambda: self._db.execute(sql, values).fetchall())
 
     def one(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> tuple[Any, ...] | None:
         """Return the first row, None if there is none."""
@@ -191,24 +191,24 @@ class QueueFile:
         return rows[0] if rows else None
 
     def only(self, sql: str, values: Sequence[Any] = ()) -> tuple[Any, ...]:
-        """Return the row of a statement that always gives one."""
+        """Return the row of a statement that always returns one."""
         rows = self.all(sql, values)
         assert rows, sql
         return rows[0]
 
     def change(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> int:
         """Run a statement; return how many rows it changed."""
-        return self._ask(lambda: self._db.execute(sql, values).rowcount)
+        return self._run(lambda: self._db.execute(sql, values).rowcount)
 
     def many(self, sql: str, rows: list[tuple[Any, ...]]) -> int:
         """Run a statement for each of `rows`; return how many rows changed in total."""
-        return self._ask(lambda: self._db.executemany(sql, rows).rowcount) if rows else 0
+        return self._run(lambda: self._db.executemany(sql, rows).rowcount) if rows else 0
 
     def script(self, sql: str) -> None:
         """Run statements to their end, outside of transactions."""
-        self._ask(lambda: self._db.executescript(sql))
+        self._run(lambda: self._db.executescript(sql))
 
-    def _ask(self, question: Callable[[], Result]) -> Result:
+    def _run(self, question: Callable[[], Result]) -> Result:
         try:
             with self._guard:
                 return question()
@@ -217,13 +217,13 @@ class QueueFile:
 
 
 def prepare_queue(file: QueueFile) -> None:
-    """Make the queue's tables in a new file, and check the version of one that is there."""
+    """Make the queue's tables in a new file; check the version of an existing one."""
     file.change("PRAGMA synchronous = NORMAL")
     (version,) = file.only("PRAGMA user_version")
     if version == 0:
         file.change("PRAGMA journal_mode = WAL")
         with file.transaction():
-            (version,) = file.only("PRAGMA user_version")  # another process may have been quicker
+            (version,) = file.only("PRAGMA user_version")  # another process may have made them
             if version == 0:
                 if file.one("SELECT 1 FROM sqlite_master"):
                     raise UsageError(f"{file.path} is an SQLite file, but not a queue of this project")
@@ -239,7 +239,7 @@ def prepare_queue(file: QueueFile) -> None:
 
 
 def queue_error(error: sqlite3.Error, path: Path) -> Exception:
-    """Return the vendor's error as one of ours: an `EnvironmentProblem`, or an `OSError` with the matching errno."""
+    """Translate SQLite's error into an `EnvironmentProblem`, or an `OSError` with the matching errno."""
     text = str(error)
     if any(words in text for words in ("not a database", "malformed", "no such table", "no such column")):
         return EnvironmentProblem(f"{path} is damaged or not a queue: {text}")
@@ -261,7 +261,7 @@ def _is_full(path: Path) -> bool:
         return False
 
 
-_TASKS_AT_ONCE = 20_000  # in one transaction: other processes that use the queue wait for no more than these
+_TASKS_AT_ONCE = 20_000  # tasks in one transaction, for which other processes have to wait
 _NOT_STARTED = ("queued", "cancelled")  # states of tasks that were added and never leased
 _JOB = "n, priority, complete, cancelled_at"
 
@@ -270,7 +270,7 @@ class Submission:
     """A submission in progress: the tasks that it adds, and the job's earlier state."""
 
     def __init__(self, file: QueueFile, job_id: str) -> None:
-        """Look at the job as it is. Call in the transaction that changes it."""
+        """Record the job's state. Call in the transaction that changes it."""
         self._file = file
         self._job_id = job_id
         self._job_before = file.one(f"SELECT {_JOB} FROM jobs WHERE job_id = ?", (job_id,))
@@ -290,12 +290,12 @@ class Submission:
         for first, last in self._ranges:
             for low in range(first, last + 1, _TASKS_AT_ONCE):
                 with self._file.transaction():
-                    self._take_out(seq, low, min(low + _TASKS_AT_ONCE - 1, last))
+                    self._remove(seq, low, min(low + _TASKS_AT_ONCE - 1, last))
         with self._file.transaction(durable=True):
             self._restore(seq)
         self._shrink()
 
-    def _take_out(self, seq: int, low: int, high: int) -> None:
+    def _remove(self, seq: int, low: int, high: int) -> None:
         here = "job_seq = ? AND task_index BETWEEN ? AND ?"
         for state in _NOT_STARTED:
             removed = self._file.change(
@@ -334,6 +334,6 @@ class Submission:
         """Shrink the file if most of it is free now; otherwise later tasks reuse the space."""
         (free,), (pages,) = (self._file.only(f"PRAGMA {name}") for name in ("freelist_count", "page_count"))
         if 2 * free > pages:
-            with contextlib.suppress(QueueError, ValueError):  # a process reads: later tasks reuse the room
+            with contextlib.suppress(QueueError, ValueError):  # another process is reading
                 self._file.all("VACUUM")
                 self._file.all("PRAGMA wal_checkpoint(TRUNCATE)")

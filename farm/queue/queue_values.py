@@ -1,4 +1,4 @@
-"""Values of the durable queue: jobs, counts and progress; its texts of configs and settings are parsed only here.
+"""Values of the durable queue: jobs, counts and progress. Only this module parses its texts of configs and settings.
 
 Start reading at `Job` and `task_of_row`; `workers.task` has the tasks, `farm.queue.jobs` is the queue itself. A data
 folder can come from anybody, so a row may hold any text.
@@ -26,7 +26,7 @@ from workers.task import Lease, Task
 JOB_COLUMNS = "job_id, family, space_json, n, seed, policy, priority, settings_json, device, submitted_at"
 
 
-MIXED_FAMILY = "mixed"  # a job whose tasks are of several families; each run lands under its own config's
+MIXED_FAMILY = "mixed"  # a job with tasks of several families; each run lands under its config's family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Job:
 class UnreadableTask(Lease):
     """A leased task that this version cannot read; it lands as `invalid`, with the problem.
 
-    `config` as far as its text is a JSON object.
+    `config`: None if its text is not a JSON object.
     """
 
     family: str
@@ -60,12 +60,12 @@ class UnreadableTask(Lease):
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Tasks by state; `by_status` are the done ones by their run's status, only those that occur."""
+    """Tasks by state; `by_status`: the done ones by their run's status."""
 
-    queued: int = 0  # those that wait for their next attempt included
-    waiting: int = 0  # those of the queued ones that are in backoff
-    leased: int = 0  # those included whose attempts are exhausted and whose run is not landed yet
-    done: int = 0  # those with a run in the warehouse
+    queued: int = 0  # including those that wait for their next attempt
+    waiting: int = 0  # the queued ones in backoff
+    leased: int = 0  # including those with exhausted attempts whose run has not landed
+    done: int = 0  # with a run in the warehouse
     cancelled: int = 0
     by_status: Mapping[str, int] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ def job_of(row: Sequence[Any]) -> Job:
 
 
 def time_of(value: Any) -> float:
-    """Return a time that the queue holds, in seconds since the epoch; 0 for what is no time."""
+    """Return a time of the queue in seconds since the epoch; 0 for an invalid one."""
     try:
         datetime.datetime.fromtimestamp(value, datetime.UTC)
     except (TypeError, ValueError, OverflowError, OSError):
@@ -172,7 +172,7 @@ def progress_of(
     else:
         state = "running" if counts.leased else "queued"
     rate = eta = None
-    # The first finish only starts the clock.
+    # The first finish only starts the interval.
     if counts.pending and recent >= 2 and first_at is not None and now > first_at:
         rate = (recent - 1) / (now - first_at)
         eta = counts.pending / rate
@@ -263,7 +263,7 @@ def settings_of_text(text: str) -> TrialSettings:
 
 
 def device_key(choice: DeviceChoice) -> str:
-    """Return the device of a job as the queue holds it: tasks are leased only to a dispatcher of the very same text."""
+    """Return the device of a job as the queue holds it: tasks are leased only to a dispatcher with the same text."""
     return canonical_json(choice.to_mapping())
 
 
@@ -277,7 +277,7 @@ def device_from_key(key: str) -> DeviceChoice:
 
 @contextlib.contextmanager
 def _refusing(text: str, reason: str) -> Iterator[None]:
-    """Raise `UsageError` for whatever reading `text` raises: the classes' own checks meet values of any type."""
+    """Turn any error of reading `text` into `UsageError`: the classes' checks meet values of any type."""
     try:
         yield
     except UsageError:
@@ -294,10 +294,10 @@ def _is_simulated(device: str) -> bool:
 
 
 def _family_of(mapping: Mapping[str, Any] | None, of_job: str) -> str:
-    """Return the family that a config names if a run can land under that name, else its job's."""
+    """Return the family that a config names if it is a valid name, else its job's."""
     members = (mapping or {}).get(TOGETHER)
     if isinstance(members, list) and members and isinstance(members[0], dict):
-        mapping = members[0]  # as a group's task has the family of its first member
+        mapping = members[0]  # a group's task has the family of its first member
     try:
         return check_name("family", (mapping or {}).get("family"))
     except ValueError:

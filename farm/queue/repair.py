@@ -1,6 +1,6 @@
 """Repairs a data folder: moves damaged files aside, and queues the tasks of damaged or missing runs again.
 
-Start reading at `repair`. Nothing is deleted, and a kill at any point is safe: a repeat does the rest.
+Start reading at `repair`. Nothing is deleted, and a kill at any point is safe: running it again continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from warehouse.files.compaction import CompactionReport, compaction_lock
 from warehouse.files.counting import Unreadable, counting_files, run_ids_of, settle_listings, write_anew
 from warehouse.files.damage import DamagedFile, set_aside
 from warehouse.files.folder import DataFolder, recorded_checksum
-from warehouse.files.integrity import Progress, examine
+from warehouse.files.integrity import Progress, compare, examine
 from warehouse.files.merged import (
     Listing,
     has_own_name,
@@ -34,7 +34,6 @@ from warehouse.files.merged import (
     read_listings,
     recover_listing,
 )
-from warehouse.files.presence import compare
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import KINDS, OF_RUNS
 
@@ -71,16 +70,16 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
     `EnvironmentProblem` beside a compaction, and `UsageError` for a folder that is not a data folder.
     """
     folder.open()
-    with hold_dispatcher_lock(folder.dispatcher_lock), compaction_lock(folder) as got_it:
-        if not got_it:
+    with hold_dispatcher_lock(folder.dispatcher_lock), compaction_lock(folder) as is_locked:
+        if not is_locked:
             raise EnvironmentProblem(f"a compaction is at work on data={folder.root}; repair it when that is done")
         report = RepairReport()
         examined = examine(folder, progress=progress)
-        # Listings last: one whose merged file is damaged as well went aside with that.
+        # Listings last: a damaged listing moves aside together with a damaged merged file.
         for file in sorted(examined.damaged, key=lambda file: file.path.is_relative_to(folder.root / "compactions")):
-            _mend_file(folder, file, report)
+            _repair_file(folder, file, report)
         for _, listing in examined.lost:
-            _aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)
+            _move_aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)
         for kind in KINDS:
             settled = CompactionReport()
             settle_listings(folder, kind, settled)
@@ -89,40 +88,40 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
     return report
 
 
-def _mend_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> None:
+def _repair_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> None:
     place = file.path.relative_to(folder.root).parts
     if place[0] not in _DATA:
         report.left.append(f"{file.path}: {file.reason}{_advice(place[0])}")
         return
-    if not os.path.lexists(file.path):  # moved already, with the file that it belongs to
+    if not os.path.lexists(file.path):  # already moved, with the file that it belongs to
         return
     if place[0] == "compactions":
-        _mend_listing(folder, place[1], file, report)
+        _repair_listing(folder, place[1], file, report)
     elif place[0] in KINDS and is_merged_name(file.path.name):
-        _mend_merged(folder, place[0], file, report)
+        _repair_merged(folder, place[0], file, report)
     else:
-        _aside(folder, file.path, file.reason, report)
+        _move_aside(folder, file.path, file.reason, report)
         if place[0] == "jobs":
             _write_job_again(folder, file.path.stem, report)
 
 
-def _mend_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
+def _repair_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
     recovered = None
     if has_own_name(file.path):
         if is_whole_listing(file.path):
             return  # it hides too much, which `settle_listings` repairs
         recovered = recover_listing(folder, kind, file.path)
     if recovered is None:
-        _aside(folder, file.path, file.reason, report)
+        _move_aside(folder, file.path, file.reason, report)
         return
     write_anew(folder, recovered)
     report.mended.append(f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file")
 
 
-def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
+def _repair_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
     listing = listing_file(folder, kind, file.path.name)
     if not listing.exists() and _is_whole_merge(file.path):
-        # Whole, and its rows are nowhere else: its listing was lost.
+        # An intact merged file whose rows are nowhere else: its listing was lost.
         Listing(
             file=listing,
             merged=f"{file.path.parent.name}/{file.path.name}",
@@ -133,20 +132,20 @@ def _mend_merged(folder: DataFolder, kind: str, file: DamagedFile, report: Repai
         ).write()
         report.mended.append(f"{file.path}: {file.reason}; it is listed again")
         return
-    # Its listing first: from then on the files that it replaced count again, as far as they are still there.
+    # Its listing first: the files that it replaced then count again, if they still exist.
     if listing.exists():
-        _aside(folder, listing, f"its merged file is damaged: {file.reason}", report)
-    _aside(folder, file.path, file.reason, report)
+        _move_aside(folder, listing, f"its merged file is damaged: {file.reason}", report)
+    _move_aside(folder, file.path, file.reason, report)
 
 
 def _is_whole_merge(path: Path) -> bool:
     try:
         return is_own_merge(path)
-    except OSError:  # no plain file, or one that the disk does not give
+    except OSError:  # not a plain file, or unreadable
         return False
 
 
-def _aside(folder: DataFolder, path: Path, reason: str, report: RepairReport) -> None:
+def _move_aside(folder: DataFolder, path: Path, reason: str, report: RepairReport) -> None:
     if os.path.lexists(path):
         report.moved[path] = set_aside(folder, path, reason), reason
 
@@ -170,7 +169,7 @@ def _write_job_again(folder: DataFolder, job_id: str, report: RepairReport) -> N
         return
     values = {name: getattr(job, name) for name in ("job_id", "family", "n", "seed", "policy", "priority")}
     RunWriter(folder).write_job({**values, "space": job.space_json, "submitted_at": job.submitted_at})
-    report.mended.append(f"{folder.jobs / job_id}.parquet is written anew from the queue, without its `config`")
+    report.mended.append(f"{folder.jobs / job_id}.parquet is rewritten from the queue, without its `config`")
 
 
 def _queue_again(folder: DataFolder, report: RepairReport) -> None:
@@ -187,7 +186,7 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
             families = queue.families(job_id)
             for index in indexes.tolist():
                 ids.setdefault(families[index], set()).add(f"{job_id}-{index:06d}")
-        # Samples first: those of the lost run must not be taken for the new one's.
+        # Samples first: those of a lost run must not pass for the new run's.
         for family, run_ids in ids.items():
             _drop_samples(folder, family, run_ids, report)
         for job_id, indexes in gone.items():
@@ -199,7 +198,7 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
 
 
 def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: RepairReport) -> None:
-    """Rewrite merged telemetry and kernels without the rows of lost runs; small files of their own are overwritten.
+    """Rewrite merged telemetry and kernels without the rows of lost runs; new runs overwrite small files.
 
     The old file is set aside. After a kill in between it has no listing, and the next repair lists it again.
     """
@@ -214,12 +213,12 @@ def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: Re
             except (Unreadable, FileNotFoundError):
                 continue
             table = pq.ParquetFile(path).read()
-            kept = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids)))))
+            others = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids)))))
             reason = (
-                f"it holds {kind} of runs that are lost and run again; {kept.num_rows:,} other rows are in a new file"
+                f"it holds {kind} of runs that are lost and run again; {others.num_rows:,} other rows are in a new file"
             )
-            _aside(folder, listing_file(folder, kind, path.name), reason, report)
-            if kept.num_rows:
+            _move_aside(folder, listing_file(folder, kind, path.name), reason, report)
+            if others.num_rows:
                 target = path.parent / new_merged_name()
-                land_merged(folder, kind, target, kept, (), time.time(), row_group_size=100_000)
-            _aside(folder, path, reason, report)
+                land_merged(folder, kind, target, others, (), time.time(), row_group_size=100_000)
+            _move_aside(folder, path, reason, report)

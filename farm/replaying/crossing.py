@@ -1,9 +1,9 @@
 """The settings of `farm.replay`, its policies, and the replays: a trace under every policy, estimator and seed.
 
-Start reading at `ReplaySettings` and `run_crossing`; `make_policy` makes who may join whom, and
-`simulator.PlacementPolicy` is what a policy keeps. All policies take idle GPUs first and serve jobs in order of
-arrival. The policies of the literature, their threshold of SM activity and their margin of free memory are those of
-CARMA (Yousefzadeh-Asl-Miandoab et al., arXiv:2508.19073).
+Start reading at `ReplaySettings` and `run_crossing`; `make_policy` makes the policies, which implement
+`simulator.PlacementPolicy`. All policies take idle GPUs first and serve jobs in order of arrival. The policies of the
+literature, their threshold of SM activity and their margin of free memory are those of CARMA (Yousefzadeh-Asl-Miandoab
+et al., arXiv:2508.19073).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 POLICIES = ("exclusive", "round_robin", "magm", "lug", "ours")
 SMACT_LIMIT = 0.8  # a GPU at this SM activity takes no further job
 MARGIN_MIB = 2048.0  # memory that must stay free beyond an estimate
-LEAST_GAIN = 0.1  # in jobs at full speed, that another job must add to a GPU
+LEAST_GAIN = 0.1  # least gain from another job on a GPU, in jobs at full speed
 LOOKAHEAD = 32  # waiting jobs that `ours` looks at
-PATIENCE_S = 1800.0  # after which GPUs run empty for the head of the queue
-_LOOKED_AT = 32  # GPUs that `ours` compares: those whose jobs have the least estimated SM activity
+PATIENCE_S = 1800.0  # after which GPUs are emptied for the head of the queue
+_LOOKED_AT = 32  # GPUs that `ours` compares: those with the least SM activity
 
 
 class ExclusivePolicy:
@@ -68,7 +68,7 @@ class _FittingPolicy:
         self.needs_mib = needs_mib
 
     def fitting(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None) -> NDArray[np.intp]:
-        """Return the GPUs that may take the job by their memory, ascending."""
+        """Return the GPUs with enough free memory for the job, ascending."""
         room = pool.memory_mib - self.needs_mib[kind]
         if room < 0:
             return np.empty(0, dtype=int)
@@ -85,7 +85,7 @@ class QuietGpuPolicy(_FittingPolicy):
     """Takes the GPU that a rule picks among the fitting ones below `SMACT_LIMIT`.
 
     Args:
-        needs_mib: what each job type needs.
+        needs_mib: memory that each job type needs.
         name: the rule: `round_robin`, the next GPU in turn; `magm`, the one with the most available memory; `lug`,
             the least utilized one.
     """
@@ -108,14 +108,13 @@ class QuietGpuPolicy(_FittingPolicy):
 
 
 class ExpectedSpeedPolicy(_FittingPolicy):
-    """The GPU whose jobs, with the newcomer, are expected to gain the most speed together.
+    """Takes the GPU whose jobs, with the newcomer, are expected to gain the most speed in total.
 
-    How long jobs run is not known, so the makespan that is expected to be the shortest is that of the placement with
-    the most work done a second. A job waits where no GPU would gain `LEAST_GAIN`, or where a job is expected to become
-    slower than `most_slowdown`.
+    Durations are unknown, so the shortest expected makespan is that of the placement with the most work done a second.
+    A job waits if no GPU would gain `LEAST_GAIN`, or if a job's expected slowdown would exceed `most_slowdown`.
 
     Args:
-        needs_mib: what each job type needs at the accepted risk.
+        needs_mib: memory that each job type needs at the accepted risk.
         types: job types; `estimated` is read, and `truth` for an oracle.
         estimator: estimates slowdowns.
     """
@@ -153,7 +152,7 @@ class ExpectedSpeedPolicy(_FittingPolicy):
         return self._total(tuple(sorted((*kinds, kind)))) - max(0.0, self._total(kinds))
 
     def _total(self, kinds: tuple[int, ...]) -> float:
-        """Return the expected speeds of a group, summed up; -infinity for a group that must not be."""
+        """Return the sum of a group's expected speeds; -infinity for a forbidden group."""
         total = self._speed.get(kinds)
         if total is None:
             try:
@@ -184,8 +183,8 @@ def make_policy(
         risk: risk of running out of memory that `ours` accepts for a placement, where the estimator has a distribution:
             `ours_bound`. With other estimators the margin must stay free.
         most_slowdown: largest slowdown that `ours` expects of any job.
-        lookahead: how many waiting jobs `ours` looks at.
-        slowdowns: estimator of slowdowns that `ours` asks; by default the packaged one, learned from measured pairs.
+        lookahead: waiting jobs that `ours` looks at.
+        slowdowns: estimator of slowdowns for `ours`; by default the packaged one, learned from measured pairs.
     """
     if name == "exclusive":
         return ExclusivePolicy()
@@ -216,7 +215,7 @@ class ReplaySettings(Checked):
       python -m farm.replay trace=philly n=2000 gpus=128 policy=[exclusive,magm,ours] estimator=ours_bound seeds=[0,1]
       python -m farm.replay trace=cluster_job_log.json n=20000 gpus=1000 policy=ours report=replay.html
 
-    A trace is `carma`, `philly` or `alibaba`, drawn from what was published of these, or a file: Philly's
+    A trace is `carma`, `philly` or `alibaba`, drawn from published statistics, or a file: Philly's
     cluster_job_log (.json), Alibaba's pai_task_table (.csv), CARMA's submission script (.sh). Policies: `exclusive`,
     `round_robin`, `magm` (most available memory), `lug` (least utilized GPU) and `ours` (most expected speed under a
     risk limit). Estimators of memory: `none`, `oracle`, `horus`, `faketensor`, `gpumemnet`, `ours` (the point) and
@@ -226,7 +225,7 @@ class ReplaySettings(Checked):
     """
 
     device: DeviceSpec | None = group(
-        None, "GPU model, whose memory and power count; by default A100-SXM4-40GB", described_device
+        None, "GPU model, for its memory and power; default A100-SXM4-40GB", described_device
     )
     trace: str = key("carma", "carma, philly or alibaba, or the file of a trace")
     policy: tuple[str, ...] = key(POLICIES, f"which of {', '.join(POLICIES)}", "text | list of text", POLICIES)
@@ -242,15 +241,15 @@ class ReplaySettings(Checked):
     )
     gpus: int | None = key(None, "GPUs of the cluster; default 4 for carma, else 64", "int 1 to 100000")
     load: float = key(
-        1.0, "how fast generated jobs arrive: GPU time that arrives, over what there is", "number > 0 to 1000"
+        1.0, "arrival rate of generated jobs: arriving GPU time over available GPU time", "number > 0 to 1000"
     )
     sharing: str = key("mps", "how jobs share a GPU", choices=SHARING)
     risk: float = key(0.01, "risk of running out of memory that ours accepts with ours_bound", "number 0.01 to 0.5")
-    max_slowdown: float | None = key(None, "expected slowdown above which ours lets nobody join", "number >= 1")
+    max_slowdown: float | None = key(None, "expected slowdown above which ours lets no job join", "number >= 1")
     lookahead: int = key(
         LOOKAHEAD, "waiting jobs that ours looks at; 1: jobs start in the order of arrival", "int 1 to 1000"
     )
-    max_jobs: int = key(4, "jobs on one GPU at most", "int 1 to 16")
+    max_jobs: int = key(4, "most jobs on one GPU", "int 1 to 16")
     window_s: float = key(
         30.0, "seconds between two placements on one GPU, in which the monitor sees the newcomer", "number 0 to 86400"
     )
@@ -300,7 +299,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """One policy with one estimator; `results`, and makespans over those of `exclusive`, are by seed."""
+    """One policy with one estimator; `results`, and makespans relative to `exclusive`, by seed."""
 
     policy: str
     estimator: str
@@ -313,7 +312,7 @@ class Standing:
 
     @property
     def crashes(self) -> int:
-        """Crashes for lack of memory, of all seeds."""
+        """Return the crashes for lack of memory, over all seeds."""
         return sum(result.crashes for result in self.results)
 
     def interval(self, figure: Callable[[ReplayResult], float]) -> Interval:
@@ -334,7 +333,7 @@ class CrossedReplays:
 def run_crossing(
     settings: ReplaySettings, progress: Callable[[str, int, int], None] = lambda step, completed, total: None
 ) -> CrossedReplays:
-    """Replay everything. `progress(step, done, of)` is called before each replay. Raises `UsageError` as the reader."""
+    """Replay every combination; call `progress(step, done, total)` before each. Raises `UsageError` as the reader."""
     spec = settings.spec
     rules = ClusterRules(
         gpus=settings.gpu_count,
@@ -365,12 +364,13 @@ def run_crossing(
         Standing(
             policy=policy,
             estimator=estimator,
-            results=tuple(of_pair),
+            results=tuple(pair_results),
             over_exclusive=tuple(
-                result.makespan_s / base if base else math.nan for result, base in zip(of_pair, baselines, strict=True)
+                result.makespan_s / base if base else math.nan
+                for result, base in zip(pair_results, baselines, strict=True)
             ),
         )
-        for (policy, estimator), of_pair in results.items()
+        for (policy, estimator), pair_results in results.items()
     )
     return CrossedReplays(
         settings=settings, trace_name=first.name, jobs=len(first), left_out=first.left_out, standings=standings

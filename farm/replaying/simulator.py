@@ -1,7 +1,7 @@
 """Replays a trace on GPUs that jobs share: arrivals, placements, progress, out-of-memory crashes and re-runs.
 
-Start reading at `replay`. Events lie in a heap; one whose time no longer holds is dropped when its turn comes.
-`GpuPool` is what a policy may look at, `Contention` how much jobs really slow each other down, which no policy sees.
+Start reading at `replay`. Events are in a heap; an outdated one is dropped when its turn comes. `GpuPool` is the state
+that a policy sees; `Contention` has the jobs' real slowdowns, which no policy sees.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 from farm.replaying.traces import ClusterTrace, JobType
 from workers.devices.simulated import GpuLoad, shared_speeds, stalled_share
 
-_NOISE = 0.10  # standard deviation of what a group's slowdown has beyond the model, as a share. Chosen
+_NOISE = 0.10  # relative standard deviation of a group's slowdown around the model (assumed)
 
 
 class Contention:
     """Speeds of the jobs of a group, each as a share of its speed alone.
 
-    A group has noise of its own, drawn from the seed: two replays with the same seed see the same GPU.
+    Each group has a noise drawn from the seed: two replays with the same seed see the same GPU.
     """
 
     def __init__(self, types: Sequence[JobType], sharing: str = "mps", seed: int = 0) -> None:
@@ -39,7 +39,7 @@ class Contention:
         self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
 
     def speeds(self, group: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the speed of each job of a group of types, which is sorted; 1 for a job alone."""
+        """Return the speed of each job of a sorted group of types; 1 for a job alone."""
         known = self._known.get(group)
         if known is None:
             known = self._known[group] = self._solve(group) if len(group) > 1 else (1.0,) * len(group)
@@ -62,10 +62,9 @@ class Contention:
 class GpuPool:
     """GPUs of one model.
 
-    Arrays have one entry a GPU, and are what policies may look at: `used_mib`, what its jobs have allocated;
-    `activity`, its SM activity from 0 to 1; `ready_s`, the time from which on another job may join; `open`, whether it
-    holds jobs and takes one more. `kinds[g]` are the job types on GPU g, ascending, `jobs[g]` the jobs in the same
-    order.
+    Policies see the arrays, with one entry a GPU: `used_mib`, its jobs' allocated memory; `activity`, its SM activity
+    from 0 to 1; `ready_s`, the time when another job may join; `open`, whether it holds jobs and takes one more.
+    `kinds[g]` are the job types on GPU g, ascending, `jobs[g]` the jobs in the same order.
     """
 
     def __init__(self, count: int, memory_mib: float, contention: Contention, most_jobs: int) -> None:
@@ -83,7 +82,7 @@ class GpuPool:
         self.idle_count = count
 
     def idle_gpus(self, count: int) -> list[int] | None:
-        """Return the first idle GPUs, this many, None where there are fewer. They stay idle until a job is added."""
+        """Return the first `count` idle GPUs, None if there are fewer. They stay idle until a job is added."""
         if self.idle_count < count:
             return None
         taken: list[int] = []
@@ -96,27 +95,27 @@ class GpuPool:
         return taken
 
     def add(self, gpu: int, job: int, kind: int, *, alone: bool) -> tuple[float, ...]:
-        """Put a job on a GPU, for itself where `alone`; return the speeds of all its jobs, in their order."""
+        """Put a job on a GPU, closed to others if `alone`; return the speeds of its jobs, in their order."""
         kinds = self.kinds[gpu]
         self.idle_count -= not kinds
         place = bisect_left(kinds, kind)
         self.jobs[gpu].insert(place, job)
         self._closed[gpu] = alone
-        return self._changed(gpu, (*kinds[:place], kind, *kinds[place:]))
+        return self._set_kinds(gpu, (*kinds[:place], kind, *kinds[place:]))
 
     def remove(self, gpu: int, job: int, used_mib: float) -> tuple[float, ...]:
-        """Take a job off a GPU, with what it had allocated; return the speeds of those that stay."""
+        """Take a job off a GPU, with its allocated memory; return the speeds of the remaining jobs."""
         place = self.jobs[gpu].index(job)
         kinds = self.kinds[gpu]
         del self.jobs[gpu][place]
         self._closed[gpu] = False
-        rest = (*kinds[:place], *kinds[place + 1 :])
-        self.used_mib[gpu] = self.used_mib[gpu] - used_mib if rest else 0.0
-        if not rest:
+        remaining = (*kinds[:place], *kinds[place + 1 :])
+        self.used_mib[gpu] = self.used_mib[gpu] - used_mib if remaining else 0.0
+        if not remaining:
             self.idle_count += 1
             heapq.heappush(self._idle, gpu)
             self.ready_s[gpu] = 0.0
-        return self._changed(gpu, rest)
+        return self._set_kinds(gpu, remaining)
 
     def reserve(self, count: int) -> None:
         """Keep further jobs off `count` GPUs, those with the fewest jobs, until `release`."""
@@ -136,7 +135,7 @@ class GpuPool:
         free = not self._closed[gpu] and gpu not in self._reserved
         self.open[gpu] = free and 0 < len(self.kinds[gpu]) < self.most_jobs
 
-    def _changed(self, gpu: int, kinds: tuple[int, ...]) -> tuple[float, ...]:
+    def _set_kinds(self, gpu: int, kinds: tuple[int, ...]) -> tuple[float, ...]:
         self.kinds[gpu] = kinds
         active = self.contention.activity(kinds)
         self.total_activity += active - float(self.activity[gpu])
@@ -152,8 +151,8 @@ class PlacementPolicy(Protocol):
     """Chooses a GPU for a job of one GPU when none is idle.
 
     shares      whether it ever lets a job join others
-    lookahead   how many waiting jobs it looks at, the head of the queue first; 1: a head that has to wait holds up all
-    patience_s  how long a head waits before GPUs run empty for it, where jobs behind it may start earlier
+    lookahead   waiting jobs that it looks at, from the head of the queue; 1: a waiting head holds up all
+    patience_s  how long jobs behind a waiting head may start earlier, before GPUs are emptied for the head
     """
 
     name: str
@@ -162,7 +161,7 @@ class PlacementPolicy(Protocol):
     patience_s: float
 
     def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
-        """Return the GPU that a job of this type joins at that time, None where it has to wait. Of `among` if given."""
+        """Return the GPU that a job of this type joins now, only of `among` if given; None if it has to wait."""
         ...
 
     def may_join(self, kind: int) -> bool:
@@ -174,10 +173,10 @@ class PlacementPolicy(Protocol):
 class ClusterRules:
     """How the cluster works, whatever the policy.
 
-    gpus, memory_mib   GPUs, and what a job can use of each
-    idle_w, limit_w    power of a GPU without a job, and at an SM activity of 1; between the two it rises evenly
+    gpus, memory_mib   number of GPUs, and usable memory of each
+    idle_w, limit_w    power of a GPU without a job, and at an SM activity of 1; linear in between
     warmup_s           from a job's start until it has allocated its memory, or crashes for lack of it
-    window_s           from a placement on a GPU until the next one there, as the monitor needs figures of the newcomer
+    window_s           between placements on one GPU, because the monitor needs figures of the newcomer
     most_jobs          on one GPU
     """
 
@@ -192,12 +191,12 @@ class ClusterRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """The outcome of a trace. Sequences have one entry a job, NaN for jobs that never ran to their end.
+    """The outcome of a trace. Sequences have one entry a job, NaN for jobs that never finished.
 
     makespan_s      from the first arrival until the last job's end
-    waiting_s       each job's time from its arrival until the start of the run that it finished
+    waiting_s       each job's time from its arrival until the start of its finished run
     completion_s    each job's time from its arrival until its end
-    slowdown        each job's time of that run over its time alone
+    slowdown        duration of each job's finished run over its time alone
     crashes         crashes for lack of memory; failed: jobs that fit on no GPU alone, or need more GPUs than there are
     smact           mean SM activity of all GPUs over the makespan; used: mean share of GPUs with a job
     """
@@ -233,7 +232,7 @@ class _Simulation:
         self.left = list(trace.durations_s)  # seconds of work, alone
         self.speed = [0.0] * count
         self.updated = [0.0] * count
-        self.ends = [math.inf] * count  # when it ends if nothing changes
+        self.ends = [math.inf] * count  # expected end if nothing changes
         self.began = [math.nan] * count
         self.finished = [math.nan] * count
         self.places: list[list[int]] = [[] for _ in range(count)]
@@ -241,8 +240,8 @@ class _Simulation:
         self.crashed = [False] * count
         self.crashes = self.failed = self.collocated = 0
         self.now = self.active_s = self.used_s = 0.0
-        self.refused: set[int] = set()  # job types that no GPU could take at the last look
-        self.changed: set[int] = set()  # GPUs that changed since then
+        self.refused: set[int] = set()  # job types refused at the last look
+        self.changed: set[int] = set()  # GPUs that changed since the last look
         self.reserved_for = -1
 
     def run(self) -> ReplayResult:
@@ -299,7 +298,7 @@ class _Simulation:
         self.refused, self.changed = tried, set()
 
     def _gpus_for(self, job: int, tried: set[int]) -> list[int] | None:
-        """Return where the job goes: to idle GPUs if there are enough, else where the policy lets it in."""
+        """Return the job's GPUs: idle ones if there are enough, else the one that the policy picks; or None."""
         idle = self.pool.idle_gpus(self.trace.gpus[job])
         if idle is not None or not self._may_join(job):
             return idle
@@ -310,19 +309,19 @@ class _Simulation:
         return self.policy.shares and not self.crashed[job] and self.trace.gpus[job] == 1
 
     def _find_joint(self, kind: int, tried: set[int]) -> int | None:
-        """Return the GPU with jobs that the policy picks. Where it refused this type, only GPUs that changed count."""
+        """Return the shared GPU that the policy picks. For a type refused before, only changed GPUs are examined."""
         if kind in tried:
             return None
         among = sorted(self.changed) if kind in self.refused else None
         gpu = self.policy.gpu_for(kind, self.pool, self.now, among)
         if gpu is None:
             tried.add(kind)
-        else:  # among the types that were refused before, this one alone has been asked about all that changed
+        else:  # the other refused types have not been tried on all changed GPUs
             tried.clear()
         return gpu
 
     def _start_one_behind(self, tried: set[int], first: int) -> bool:
-        """Start the first job behind the head that may join a GPU; return whether there is one."""
+        """Start the first job behind the head that may join a GPU; return whether one started."""
         for place in range(first, min(self.policy.lookahead, len(self.queue))):
             job = self.queue[place]
             if self._may_join(job) and (gpu := self._find_joint(self.trace.kinds[job], tried)) is not None:
@@ -332,7 +331,7 @@ class _Simulation:
         return False
 
     def _reserve(self, head: int) -> None:
-        """Empty GPUs for a head of the queue that has to have its own, or has waited for long."""
+        """Reserve GPUs for a head of the queue that cannot share, or has waited for long."""
         if self.reserved_for == head:
             return
         patient = self.now - self.trace.arrivals_s[head] < self.policy.patience_s
@@ -373,7 +372,7 @@ class _Simulation:
             heapq.heappush(self.events, (self.ends[job], _FINISH, job))
 
     def _allocate(self, job: int) -> None:
-        """Give the job its memory; where a GPU of its has too little left, it crashes and is queued for an idle one."""
+        """Allocate the job's memory; if one of its GPUs has too little, it crashes and is queued for an idle one."""
         need = self.memory[self.trace.kinds[job]]
         if all(self.pool.used_mib[gpu] + need <= self.rules.memory_mib for gpu in self.places[job]):
             for gpu in self.places[job]:

@@ -1,9 +1,9 @@
-"""Jobs of a replay: their types, and traces that say which jobs arrive when, for how long, on how many GPUs.
+"""Jobs of a replay: their types, and traces of arrival times, durations and GPU counts.
 
-Start reading at `read_trace` for files of public formats, `generate_trace` for traces drawn from what was published,
-and `load_catalogue` for what is true of each job type, and each estimator's figures for it. `carma_published.csv` holds
-what CARMA's authors published of their jobs; `carma_jobs.csv`, which `infra/build_replay_jobs.py` writes, what this
-project computes of the same jobs without a GPU.
+Start reading at `read_trace` for files of public formats, `generate_trace` for traces drawn from published statistics,
+and `load_catalogue` for the true figures of each job type and the estimators' figures. `carma_published.csv` has the
+figures that CARMA's authors published; `carma_jobs.csv`, which `infra/build_replay_jobs.py` writes, has this project's
+figures of the same jobs, computed without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from learn.sharing.slowdowns import JobProfile
 
 PUBLISHED_FILE = Path(__file__).with_name("carma_published.csv")
 JOBS_FILE = Path(__file__).with_name("carma_jobs.csv")
-# estimator -> column of its memory; `none` has no figure of any job, `oracle` the true one
+# estimator -> column of its memory; `none` has no figures, `oracle` the true ones
 MEMORY_COLUMNS = {
     "horus": "horus_mib",
     "faketensor": "faketensor_mib",
@@ -72,7 +72,7 @@ class JobType:
 
     @property
     def truth(self) -> JobProfile:
-        """The true figures as a profile, which nobody but an oracle has."""
+        """Return the true figures as a profile, which only an oracle has."""
         return JobProfile(
             self.name,
             memory_mib=self.memory_mib,
@@ -105,7 +105,7 @@ def _number(text: str) -> float | None:
 def _usual_shares(
     published: Sequence[Mapping[str, str]], computed: Mapping[str, Mapping[str, str]]
 ) -> dict[str, dict[str, float]]:
-    """Return the median utilizations of each class, for jobs of it that this project cannot trace."""
+    """Return the median utilizations of each class, for its jobs that this project cannot trace."""
     classes = {row["class"] for row in published}
     rows = {name: [computed[row["name"]] for row in published if row["class"] == name] for name in classes}
     return {
@@ -143,7 +143,7 @@ def _job_type(published: Mapping[str, str], computed: Mapping[str, str], usual: 
 
 
 def estimated_mib(job: JobType, estimator: str) -> float:
-    """Return an estimator's memory for a job, in MiB; infinity where it has no figure, 0 for `none`."""
+    """Return an estimator's memory for a job, in MiB; infinity if it has no figure, 0 for `none`."""
     if estimator == "none":
         return 0.0
     return job.memory_mib if estimator == "oracle" else job.estimates.get(estimator, math.inf)
@@ -168,10 +168,10 @@ _LARGEST = 1e12  # the largest figure: seconds, or GPUs
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterTrace:
-    """Jobs in the order of their arrival; all sequences have one entry a job.
+    """Jobs in order of arrival; all sequences have one entry a job.
 
-    types       what `kinds` index
-    arrivals_s  from the first arrival on, ascending; durations_s: of the job alone on its GPUs, above 0
+    types       job types, into which `kinds` index
+    arrivals_s  since the first arrival, ascending; durations_s: alone on its GPUs, above 0
     left_out    jobs of the source that ran on no GPU or for no time
     """
 
@@ -190,12 +190,12 @@ class ClusterTrace:
 def read_trace(path: str, n: int | None, seed: int) -> ClusterTrace:
     """Read a trace: Philly's `cluster_job_log` (JSON), Alibaba's `pai_task_table.csv`, CARMA's submission script (.sh).
 
-    Philly's and Alibaba's files say nothing of memory and utilization, so each job gets a job type of the catalogue,
-    drawn by the seed among those of one GPU.
+    Philly's and Alibaba's files have no memory and utilization, so each job gets a job type of the catalogue, drawn by
+    the seed among those of one GPU.
 
     Args:
         path: the file.
-        n: how many jobs, the first ones; None: all.
+        n: number of jobs to take, the first ones; None: all.
         seed: draws the job types.
 
     Raises:
@@ -227,9 +227,9 @@ _TraceRow = tuple[float, float, int, int | None]
 
 def _trace(name: str, rows: Sequence[_TraceRow], left_out: int, seed: int) -> ClusterTrace:
     types = load_catalogue()
-    drawn, first = random.Random(seed), rows[0][0]
+    generator, first = random.Random(seed), rows[0][0]
     singles = [index for index, job in enumerate(types) if job.gpus == 1]
-    kinds = [drawn.choice(singles) if kind is None else kind for *_, kind in rows]
+    kinds = [generator.choice(singles) if kind is None else kind for *_, kind in rows]
     return ClusterTrace(
         name=name,
         types=types,
@@ -288,7 +288,7 @@ def _mappings(value: object) -> list[dict[str, Any]]:
 def _philly_time(text: object) -> float | None:
     try:
         return datetime.strptime(text, _TIME).replace(tzinfo=UTC).timestamp() if isinstance(text, str) else None
-    except ValueError:  # "None" stands where a time was not logged
+    except ValueError:  # "None": the time was not logged
         return None
 
 
@@ -328,8 +328,8 @@ def _positive(text: str) -> float | None:
 _READERS = {".json": _read_philly, ".csv": _read_alibaba, ".sh": _read_carma}
 
 
-# Shares of light, medium and heavy jobs in the first of CARMA's published traces (60 jobs), and the pauses between its
-# submissions, which are cut at ten minutes.
+# Shares of light, medium and heavy jobs in the first of CARMA's published traces (60 jobs), and the mean pause between
+# submissions; pauses are cut at ten minutes.
 _WEIGHTS = {"light": 32 / 60, "medium": 22 / 60, "heavy": 6 / 60}
 _CARMA_PAUSE_S, _LONGEST_PAUSE_S = 250.0, 600.0
 # Philly: GPUs a job and minutes as Narayanan et al. draw them after that trace (Gavel, OSDI 2020, section 7.1).
@@ -349,10 +349,9 @@ def generate_trace(name: str, *, n: int | None, gpus: int, load: float, seed: in
     Args:
         name: one of `GENERATORS`.
         n: jobs; None: 90 of CARMA's, 1,000 of the others.
-        gpus: GPUs of the cluster; with `load` it sets how fast Philly's and Alibaba's jobs arrive.
-        load: GPU time that arrives, over what the cluster has. CARMA's arrivals are those published, `load` times
-            as fast.
-        seed: seed of everything that is drawn.
+        gpus: GPUs of the cluster; with `load` it sets the arrival rate of Philly's and Alibaba's jobs.
+        load: arriving GPU time over available GPU time. CARMA's arrivals are the published ones, `load` times as fast.
+        seed: seed of all draws.
     """
     drawn = random.Random(f"{name} {seed}")
     types = load_catalogue()
@@ -379,7 +378,7 @@ def _drawn_jobs(draw: _Draw, types: tuple[JobType, ...], drawn: random.Random, n
     jobs: list[_DrawnJob] = []
     while len(jobs) < n:
         job = draw(types, drawn)
-        if job[2] <= gpus:  # a job that is larger than the cluster would not have been sent there
+        if job[2] <= gpus:  # users would not submit a job larger than the cluster
             jobs.append(job)
     return jobs
 

@@ -1,4 +1,4 @@
-"""Rows of a device in the warehouse, to learn from, counted by bins of the labels and regions of the configs.
+"""A device's rows in the warehouse, counted by bins of labels and regions of configs.
 
 Start reading at `known_runs`, then `Map.of` and `fill`, which finds where rows are few.
 """
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 class Known:
     """Runs of one device and source.
 
-    measured  hashes of the configs that ran there in this environment, whatever came of it
-    configs   (k,) of the runs that have a label to learn from, of any environment
-    labels    target -> (k,) in the target's unit, NaN where it was not measured
-    out_of_memory  (k,) bool: all that is known of these is that they do not fit
-    seconds   (k,) wall time of each run, NaN where it is not known
+    measured  hashes of the configs that ran there in this environment, with any outcome
+    configs   (k,) of the runs with a label to learn from, in any environment
+    labels    target -> (k,) in the target's unit, NaN if not measured
+    out_of_memory  (k,) bool: the run did not fit, and has no figures
+    seconds   (k,) wall time of each run, NaN if unknown
     """
 
     measured: frozenset[str]
@@ -66,9 +66,9 @@ def known_runs(
 ) -> Known:
     """Read the device's runs from the warehouse at `data` (None: the default folder), sorted by `run_id`.
 
-    `environment`: columns of `ENVIRONMENT` -> what they are tonight; runs of another one may be measured again, but
-    count as rows. None: of any. `families`: only of these. Untrusted runs are measured, but teach nothing. Raises
-    `UsageError` for an unknown column.
+    `environment`: columns of `ENVIRONMENT` -> tonight's values; runs of another environment may be measured again, but
+    count as rows. None: any environment. `families`: only of these. Untrusted runs count as measured, but have no
+    labels. Raises `UsageError` for an unknown column.
     """
     from warehouse.reading.connection import select
 
@@ -90,48 +90,48 @@ def known_runs(
     )
     columns = (*about, *ENVIRONMENT, *labels.values())
     query = f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND group_id IS NULL ORDER BY run_id"
-    of_device = select(data, query, [source])
-    of_device = [row for row in of_device if row["device_name"] and same_device(row["device_name"], device_name)]
+    device_rows = select(data, query, [source])
+    device_rows = [row for row in device_rows if row["device_name"] and same_device(row["device_name"], device_name)]
     if families is not None:
-        of_device = [row for row in of_device if row["family"] in families]
-    measured = {row["config_hash"] for row in of_device if all(row[name] == v for name, v in environment.items())}
-    configs, kept = [], []
+        device_rows = [row for row in device_rows if row["family"] in families]
+    measured = {row["config_hash"] for row in device_rows if all(row[name] == v for name, v in environment.items())}
+    configs, labelled_rows = [], []
     left_out: dict[str, list[str]] = {}
-    for row in of_device:
-        out = row["status"] == "oom" and row["oom_kind"] == "device"
+    for row in device_rows:
+        is_out_of_memory = row["status"] == "oom" and row["oom_kind"] == "device"
         doubtful = row["quality"] == "untrusted" or row["error_type"] == "doubt"
-        if doubtful or not (out or (row["status"] == "ok" and row["peak_memory_mib"])):
+        if doubtful or not (is_out_of_memory or (row["status"] == "ok" and row["peak_memory_mib"])):
             continue
         try:
             config = config_of_row(row["config"])
             problem = problem_of(config)
-        except UsageError as error:  # a family or a field that this version does not have, or no config at all
+        except UsageError as error:  # a family or field that this version lacks, or no config
             problem = str(error)
         if problem is not None:
             left_out.setdefault(problem, []).append(row["run_id"])
             continue
         configs.append(config)
-        kept.append(row)
+        labelled_rows.append(row)
     for problem, run_ids in sorted(left_out.items()):
         print(f"choosing: {named(run_ids)} left out: {problem}", file=sys.stderr)
     values = {
-        name: np.array([np.nan if row[column] is None else row[column] for row in kept], dtype=float)
+        name: np.array([np.nan if row[column] is None else row[column] for row in labelled_rows], dtype=float)
         for name, column in labels.items()
     }
     return Known(
         frozenset(measured),
         tuple(configs),
         values,
-        np.array([row["status"] == "oom" for row in kept], dtype=bool),
-        np.array([np.nan if row["wall_s"] is None else row["wall_s"] for row in kept], dtype=float),
+        np.array([row["status"] == "oom" for row in labelled_rows], dtype=bool),
+        np.array([np.nan if row["wall_s"] is None else row["wall_s"] for row in labelled_rows], dtype=float),
     )
 
 
 def thin(known: Known, at_most: int, seed: int = 0) -> Known:
     """Keep at most this many rows: all rows of rare kinds, and equally many of each common kind.
 
-    Kinds are families by octave of memory and tenth of `smact`; out of memory is one of its own. What was measured
-    stays measured.
+    A kind is a family, an octave of memory and a tenth of `smact`; out of memory is a separate kind. `measured` stays
+    as it is.
     """
     if len(known.configs) <= at_most:
         return known
@@ -162,9 +162,9 @@ DIMENSIONS = ("memory", *UTILIZATION_EDGES, "region")
 
 @dataclass(frozen=True)
 class Map:
-    """The cells of n configs, by dimension: `memory`, `smact`, `smocc`, `drama` and `region`.
+    """The cells of n configs in each dimension: `memory`, `smact`, `smocc`, `drama` and `region`.
 
-    codes  (n, dimensions) int, an index into that dimension's `names`; a cell is one family's
+    codes  (n, dimensions) int, an index into that dimension's `names`; a cell belongs to one family
     """
 
     codes: np.ndarray
@@ -178,13 +178,16 @@ class Map:
         parameters: np.ndarray,
         capacity_mib: float,
     ) -> Map:
-        """`figures`: target -> (n,) in the target's unit, NaN where there is none; `parameters` (n,) of the networks.
-        Memory of the device's `capacity_mib` or more is one cell: such runs show only that they do not fit."""
+        """Return the cells of configs.
+
+        `figures`: target -> (n,) in the target's unit, NaN if unknown; `parameters`: (n,) of the networks. Memory of
+        `capacity_mib` or more is one cell: such runs show only that they do not fit.
+        """
         families = [config.family for config in configs]
         cells = {"memory": _memory_cells(families, figures["memory"], capacity_mib)}
         for name in UTILIZATION_EDGES:
             values = np.asarray(figures.get(name, np.full(len(configs), np.nan)), dtype=float)
-            # What does not fit is not driven either.
+            # A run that does not fit has no utilization.
             cells[name] = _level_cells(families, np.where(figures["memory"] >= capacity_mib, np.nan, values), name)
         cells["region"] = [region_of(*both) for both in zip(configs, parameters.tolist(), strict=True)]
         codes, names = [], {}
@@ -217,9 +220,8 @@ class Map:
 def fill(cells: Map, known: np.ndarray, pool: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Choose n rows of `pool`, each time one whose cells have the fewest rows so far; return their places in order.
 
-    A cell is worth 1 / (1 + its rows), the sum over the dimensions counts; unknown bins are worth nothing. Rows of
-    the very same cells are alike and taken in a random order of `seed`, so that it costs as many cells as occur, times
-    n, however many candidates there are.
+    A cell is worth 1 / (1 + its rows), summed over the dimensions; unknown bins are worth 0. Rows of the same cells are
+    interchangeable and taken in a random order of `seed`, so the cost is the number of distinct cells times n.
     """
     counts = cells.counts(known)
     worth = [

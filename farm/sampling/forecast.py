@@ -1,9 +1,8 @@
 """Forecasts the labels of thousands of configs, mostly without tracing, with a table of features to learn from.
 
-Start reading at `Forecaster.look`. torch is never needed for it, except where steps are to be traced. `Groups` chooses
-by forecasts which trials start together on one device: groups that cover the plane of their utilizations. A pool of
-configs is drawn from the search spaces and forecast for the device; groups are made of it so that the cells of a grid
-over the members' SM activity fill evenly.
+Start reading at `Forecaster.look`, which needs torch only to trace steps. `Groups` chooses by forecasts which trials
+start together on one device. It draws a pool of configs from the search spaces, forecasts them for the device, and
+forms groups that evenly fill a grid over the members' SM activity.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
 
 
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")
-WAYS = ("fast", "trace", "plan")  # how a config's figures were found, the better ones first
-_FAR, _RARE = 3.0, 0.01  # where the table cuts numbers off; the share from which on a word has a column
-_AT_ONCE = 512  # configs worked on together
-_WORTH_WORKERS = 8_000  # configs from which on other processes start sooner than one is done
+WAYS = ("fast", "trace", "plan")  # methods that produce a config's figures, best first
+_FAR, _RARE = 3.0, 0.01  # bound of the table's numbers; least share of configs that gives a word a column
+_AT_ONCE = 512  # configs in one part
+_WORTH_WORKERS = 8_000  # configs above which starting further processes saves time
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Outlook:
     """Forecast of n configs, in order.
 
     figures  target -> (n,) in the target's unit
-    table    (n, columns) float32: logarithms of the config's features, a 1 for each of its words; scaled so that
-             distances mean something
+    table    (n, columns) float32: logarithms of the config's features, a 1 for each of its words; scaled to make
+             distances comparable
     parameters  (n,) of the networks
     ways     (n,) of `WAYS`
     """
@@ -58,12 +57,12 @@ class Outlook:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecaster:
-    """Figures on one GPU model, the cheap way for each family.
+    """Forecasts on one GPU model, by the cheapest method for each family.
 
-    Fitted trees (`method=fast`) answer for families that they know; of any other, steps are traced where there are no
-    more than `trace_at_most` configs of it (features go to the folder `data`, as those of `learn.fit`), else the trees'
-    guess from the plan's sizes has to do. `training_loop`: the known runs are of the usual loop, as imported ones are.
-    `workers`: processes (None: one a CPU; 0: none), for tracing and for many configs.
+    Fitted trees (`method=fast`) answer for families that they know. Steps of another family are traced if it has at
+    most `trace_at_most` configs; their features go to the folder `data`, as those of `learn.fit`. Otherwise the trees
+    guess from the plan's sizes. `training_loop`: the known runs have the usual loop, as imported ones do. `workers`:
+    processes (None: one a CPU; 0: none), for tracing and for many configs.
     """
 
     device: DeviceSpec
@@ -75,8 +74,7 @@ class Forecaster:
     def look(
         self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = lambda completed, total: None
     ) -> Outlook:
-        """Return an outlook on all configs together: tables of two calls do not compare. Raises `UsageError` where
-        there is nothing to look at."""
+        """Return the outlook on the configs; tables of two calls are not comparable. Raises `UsageError` for none."""
         if not configs:
             raise UsageError("there are no configs to forecast")
         families: dict[str, list[int]] = {}
@@ -145,7 +143,7 @@ class Forecaster:
         steps.prepare(cases, workers=self.workers)
         for place, case in zip(places, cases, strict=True):
             record = steps.record(case)
-            if record.error is None:  # else the plan's figure remains
+            if record.error is None:  # otherwise the plan's figure remains
                 ways[place] = "trace"
                 figures["memory"][place] = record.values["job_memory_mib"]
                 figures["step_time"][place] = record.values["job_step_time_ms"]
@@ -176,15 +174,17 @@ def _columns(n: int, features: Sequence[tuple[list[int], Mapping[str, np.ndarray
             if column.dtype == object:
                 for word in set(column.tolist()) - {None}:
                     words.setdefault((name, word), np.zeros(n, dtype=np.float32))[places] = column == word
-            elif not name.startswith("log_"):  # a number that has a column of its own
+            elif not name.startswith("log_"):  # its logarithm is taken below
                 numbers.setdefault(name, np.zeros(n, dtype=np.float32))[places] = np.nan_to_num(column)
     logged = [np.sign(column) * np.log1p(np.abs(column)) for _, column in sorted(numbers.items())]
     return np.stack(logged, axis=1), np.stack([column for _, column in sorted(words.items())], axis=1)
 
 
 def _table(standardized: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Numbers around 0 with a spread of 1, cut off at 3: one odd config must not be all that is far away. Words as they
-    are, so that a rare one is no farther off than a common one; those of fewer than 1 % of the configs mean nothing."""
+    """Return (n, columns): standardized numbers, clipped at 3 so that outliers do not dominate, and the words.
+
+    Words stay 0 or 1: a rare one is not farther away than a common one. Words of fewer than 1 % are left out.
+    """
     centre, spread = standardized.mean(0, dtype=np.float64), standardized.std(0, dtype=np.float64)
     varied = spread > 1e-6
     standardized = np.clip((standardized[:, varied] - centre[varied]) / spread[varied], -_FAR, _FAR)
@@ -195,18 +195,18 @@ def _table(standardized: np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 SIZES = {"pairs": 2, "triples": 3, "quads": 4}
-POOL = 96  # configs that groups are made of; whatever n is, so that a larger n continues with the same groups
-BEYOND_MEMORY_EVERY = 20  # every n-th group ignores memory: running out of it is a label, too
+POOL = 96  # configs that groups are made of, independent of n: a larger n continues with the same groups
+BEYOND_MEMORY_EVERY = 20  # every n-th group ignores memory: running out of it is also a label
 _CELLS = 5  # cells of each member's SM activity
 _ROOM = 0.9  # share of the device's memory that the members' forecasts may fill
-_TRIED = 200  # draws for one group, of which the one with the least used members is taken
+_TRIED = 200  # draws for one group
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class PoolMember:
-    """A config of the pool: its forecast SM activity alone, 0 to 1, and its memory in MiB."""
+    """A config of the pool, with its forecast SM activity when alone, 0 to 1, and memory in MiB."""
 
     config: TrialConfig
     smact: float
@@ -219,7 +219,7 @@ class Groups:
     Args:
         pool: Configs to choose from.
         size: Members of a group.
-        memory_mib: What the device has; None: memory is not looked at, as where it is the host's.
+        memory_mib: The device's memory; None: ignore memory, as on the CPU.
         seed: Seed of the draws.
 
     Raises:
@@ -244,7 +244,7 @@ class Groups:
             yield self._next(any_memory=number % BEYOND_MEMORY_EVERY == 0)
 
     def _next(self, any_memory: bool) -> tuple[TrialConfig, ...]:
-        """Return the group of the emptiest cell, of those drawn; of several the one whose members are used least."""
+        """Return the drawn group in the emptiest cell; among several, the one with the least used members."""
         best: tuple[tuple[int, int], tuple[int, ...]] | None = None
         for _ in range(_TRIED):
             places = tuple(sorted(self._drawn.sample(range(len(self._pool)), self._size)))
@@ -253,7 +253,7 @@ class Groups:
             rank = (self._cells[self._cell(places)], sum(self._used[place] for place in places))
             if best is None or rank < best[0]:
                 best = rank, places
-        if best is None:  # nearly all are too large together: those that are smallest
+        if best is None:  # nearly all are too large together: take the smallest
             order = sorted(range(len(self._pool)), key=lambda place: self._pool[place].memory_mib)
             best = (0, 0), tuple(order[: self._size])
         places = best[1]
@@ -277,7 +277,7 @@ def pool_of(
     limits: Limits = NO_LIMITS,
     progress: Progress = lambda completed, total: None,
 ) -> list[PoolMember]:
-    """Return the pool: as many configs of each space, with forecasts for the device. Raises `UsageError`."""
+    """Return the pool: equally many configs of each space, with forecasts for the device. Raises `UsageError`."""
 
     each = -(-POOL // len(spaces))
     drawn = [list(sample_range(space, seed, 0, each, policy, limits)) for space in spaces]

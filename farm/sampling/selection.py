@@ -1,7 +1,7 @@
-"""Chooses what to measure next: candidates from a search space, and those of them that are worth a run.
+"""Chooses what to measure next: draws candidates from a search space, and selects those that are worth a run.
 
-Start reading at `candidates` and `choose`; `worth` says what a run is worth to an estimator, by how unsure it is.
-Beside it, `coverage` counts what was measured, and `forecast` says what candidates will come to.
+Start reading at `candidates` and `choose`; `worth` rates a run by the estimator's uncertainty. `coverage` counts the
+measured runs, and `forecast` predicts the candidates' labels.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from learn.estimators.protocol import from_space, to_space
 from learn.rows.data import get_target
 
 POLICIES = ("uniform", "stratified", "coverage", "active")
-_LOOKING = ("coverage", "active")  # those that look at every candidate
-TAKES_FIRST = ("uniform", "stratified")  # those that take the first ones
-_UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets that `active` is unsure of, as far as they are measured
+_LOOKING = ("coverage", "active")  # policies that look at every candidate
+TAKES_FIRST = ("uniform", "stratified")  # policies that take the first candidates
+_UNSURE_OF = ("memory", "smact", "smocc", "drama")  # targets whose uncertainty `active` uses, if measured
 
 
 @dataclass(frozen=True)
 class CandidatePool:
-    """Candidates of one or more spaces: config, its hash, and its index in its family's sequence, in one order.
+    """Candidates of one or more spaces: parallel tuples of configs, their hashes, and indices in their sequences.
 
     next_index  family -> where its sequence continues after all of these
     """
@@ -50,10 +50,11 @@ class Chosen:
     """One candidate to run, with the reasons.
 
     index         index in its family's sequence
-    bins          dimension -> the cell that it probably falls into (`farm.sampling.coverage.DIMENSIONS`)
-    rows          dimension -> rows that were known of that cell before this choice
-    uncertainty   for `active`: 1 is the candidates' mean; disagreement: its own, in the logarithm of memory
-    figures       target -> what is expected, in the target's unit
+    bins          dimension -> its probable cell (`farm.sampling.coverage.DIMENSIONS`)
+    rows          dimension -> rows known in that cell before this choice
+    uncertainty   for `active`: 1 is the candidates' mean
+    disagreement  of the committee on its memory, as a standard deviation of the logarithm
+    figures       target -> expected value, in the target's unit
     """
 
     index: int
@@ -77,11 +78,10 @@ class Chosen:
 class Selection:
     """The candidates that `choose` took, in the order in which they will run.
 
-    pool, measured, repeated  candidates; of them left out as measured already, and as copies of one another
-    next_index  family -> where its sequence continues: what a policy has not looked at comes again, what it has does
-                not
-    gained      dimension -> cell -> (rows known, rows chosen), the cells that gain
-    ways        how the figures were found (`farm.sampling.forecast.WAYS`) -> candidates chosen
+    pool        number of candidates; measured, repeated: those left out as measured already, and as copies
+    next_index  family -> where its sequence continues: candidates that the policy has not looked at come again
+    gained      dimension -> cell -> (rows known, rows chosen), of cells that gain
+    ways        method that produced the figures (`farm.sampling.forecast.WAYS`) -> candidates chosen
     """
 
     policy: str
@@ -116,7 +116,7 @@ def candidates(
 
 
 def merge_pools(pools: Sequence[CandidatePool]) -> CandidatePool:
-    """Merge pools of different families in turns, so that a prefix has its share of each."""
+    """Interleave pools of different families, so each prefix has a proportional share of every family."""
     if len({name for pool in pools for name in pool.next_index}) < sum(len(pool.next_index) for pool in pools):
         raise UsageError("two pools are of the same family; make one of them, with a larger count")
     order = sorted(((i + 0.5) / len(pool), k, i) for k, pool in enumerate(pools) for i in range(len(pool)))
@@ -139,44 +139,44 @@ def choose(
 ) -> Selection:
     """Choose the `n` candidates to measure next (fewer if the pool has no more), in order, with reasons.
 
-    uniform, stratified  the first of the sequence
+    uniform, stratified  the first candidates of the sequence
     coverage  those whose label bins and feature regions have the fewest rows (`farm.sampling.coverage.fill`)
-    active    drawn at random, the likelier the less the known rows cover them and the rarer their bins
-              (`worth`); while fewer than 20 rows are known, as `coverage`
+    active    drawn at random, more likely where the known rows cover less and bins are rarer
+              (`worth`); as `coverage` while fewer than 20 rows are known
 
     Candidates whose `config_hash` is in `known.measured` are left out, copies within the pool, and those whose network
-    cannot be built; a note counts the last. The same arguments give the same choice. Raises `UsageError` where
-    nothing new is left.
+    cannot be built; a note counts the last. The same arguments give the same choice. Raises `UsageError` if no new
+    candidate is left.
     """
     at_most = None if policy in _LOOKING else n
     fresh = _fresh(pool, known, at_most)
     try:
         outlook = _look(estimator, fresh, pool, known, progress)
     except CommandError:
-        fresh = _fresh(pool, known, at_most, Networks())  # only now: trying each costs time
+        fresh = _fresh(pool, known, at_most, Networks())  # only after a failure: trying each costs time
         if not fresh.unbuildable:
             raise
         outlook = _look(estimator, fresh, pool, known, progress)
-    next_index = dict(pool.next_index) if policy in _LOOKING else _after(pool, fresh.looked)
-    asked = [pool.configs[i] for i in fresh.places]
-    new, old = np.arange(len(asked)), len(asked) + np.arange(len(known.configs))
-    figures = _with_labels(outlook, known, old)
+    next_index = dict(pool.next_index) if policy in _LOOKING else _next_indices(pool, fresh.looked)
+    fresh_configs = [pool.configs[i] for i in fresh.places]
+    candidate_rows, known_rows = np.arange(len(fresh_configs)), len(fresh_configs) + np.arange(len(known.configs))
+    figures = _with_labels(outlook, known, known_rows)
     notes = [f"left out: {fresh.cannot_be_built()}"] if fresh.unbuildable else []
     doubts: dict[str, Doubts] = {}
     if policy == "active":
-        doubts = _doubts(outlook, known, new, old, seed)
+        doubts = _doubts(outlook, known, candidate_rows, known_rows, seed)
         if not doubts:
             notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
         for target, doubt in doubts.items():
-            figures[target][new] = _shift(outlook.figures[target][new], doubt.shift, target)
-    cells = Map.of([*asked, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
+            figures[target][candidate_rows] = _shift(outlook.figures[target][candidate_rows], doubt.shift, target)
+    cells = Map.of([*fresh_configs, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
     if doubts:
-        places = _draw_places(cells, doubts, figures["memory"], new, n, estimator.capacity_mib, seed)
+        places = _draw_places(cells, doubts, figures["memory"], candidate_rows, n, estimator.capacity_mib, seed)
     elif policy in _LOOKING:
-        places = fill(cells, old, new, n, seed)
+        places = fill(cells, known_rows, candidate_rows, n, seed)
     else:
-        places = new[:n]
-    chosen = _list_chosen(pool, fresh.places, places, cells, old, figures, doubts)
+        places = candidate_rows[:n]
+    chosen = _list_chosen(pool, fresh.places, places, cells, known_rows, figures, doubts)
     return Selection(
         policy=policy,
         chosen=chosen,
@@ -184,7 +184,7 @@ def choose(
         measured=fresh.measured,
         repeated=fresh.repeated,
         next_index=next_index,
-        gained=_count_gained(cells, old, places),
+        gained=_count_gained(cells, known_rows, places),
         ways=dict(sorted(Counter(outlook.ways[places].tolist()).items())),
         notes=tuple(notes),
     )
@@ -192,9 +192,9 @@ def choose(
 
 @dataclass(frozen=True)
 class _Fresh:
-    """Places of the new candidates, and counts of the others that were looked at.
+    """Places of the new candidates, and counts of the others examined.
 
-    measured, repeated, unbuildable  measured already; copies; candidates whose network cannot be built, by the reason
+    measured, repeated, unbuildable  already measured; copies; candidates whose network cannot be built, by reason
     """
 
     places: list[int]
@@ -204,7 +204,7 @@ class _Fresh:
     looked: int
 
     def cannot_be_built(self) -> str:
-        """Return how many candidates cannot be built, with the commonest reason, in one line."""
+        """Return the number of unbuildable candidates and the most common reason, in one line."""
         ((reason, _),) = self.unbuildable.most_common(1)
         count, others = self.unbuildable.total(), len(self.unbuildable) - 1
         more = f"; and {others:,} other reason{'s' if others > 1 else ''}" if others else ""
@@ -250,7 +250,7 @@ def _look(
     raise UsageError(f"all {len(pool):,} candidates are measured already; take more of them, or widen the search space")
 
 
-def _after(pool: CandidatePool, looked: int) -> dict[str, int]:
+def _next_indices(pool: CandidatePool, looked: int) -> dict[str, int]:
     """Return where each family's sequence continues when only the first `looked` candidates are used up."""
     following = dict(pool.next_index)
     for config, index in zip(reversed(pool.configs[looked:]), reversed(pool.indices[looked:]), strict=True):
@@ -259,7 +259,7 @@ def _after(pool: CandidatePool, looked: int) -> dict[str, int]:
 
 
 def _with_labels(outlook: Outlook, known: Known, old: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rough figures, with labels for measured rows; out of memory counts as more than any device has."""
+    """Return the rough figures, with labels for measured rows; out of memory is infinite memory."""
     figures = {name: column.copy() for name, column in outlook.figures.items()}
     for name, labels in known.labels.items():
         if name in figures:
@@ -345,7 +345,7 @@ def _count_gained(cells: Map, old: np.ndarray, places: np.ndarray) -> dict[str, 
 
 
 class Networks:
-    """Tries each network once, since that takes up to tenths of a second and many candidates share one."""
+    """Builds each network once: that takes up to tenths of a second, and many candidates share one."""
 
     def __init__(self) -> None:
         self._problems: dict[tuple[str, str, str | None], str | None] = {}
@@ -353,29 +353,29 @@ class Networks:
     def problem(self, config: TrialConfig) -> str | None:
         """Return why the config's network cannot be built, or None. Imports the code that it names."""
         identity = getattr(get_family(config.family), "identity", None)
-        if identity is None:  # its layers follow from fields that were checked when the config was made
+        if identity is None:  # its layers follow from fields that the config has checked
             return None
-        # Whether a loss can be taken of a network's output depends on the target.
+        # The target decides whether the network's output has a loss.
         key = (config.family, identity(config), getattr(config, "target", None))
         if key not in self._problems:
             self._problems[key] = problem_of(config)
         return self._problems[key]
 
 
-LEAST_ROWS = 20  # with a label: fewer teach nothing about doubt
-MEMBERS, TREES = 8, 8  # forests that are each grown on a sample of the rows of their own, and the trees of each
-_POWER = 1.5  # exponent of the doubt
-_LOG_ERROR = 0.15  # at least, of a memory figure: standard deviation of its logarithm
-_FITTING_AT_LEAST = 0.1  # so that figures that are wrong about what does not fit are found out
+LEAST_ROWS = 20  # rows with a label that an estimate of uncertainty needs
+MEMBERS, TREES = 8, 8  # forests, each grown on a different sample of the rows, and trees of each
+_POWER = 1.5  # exponent of the uncertainty
+_LOG_ERROR = 0.15  # least standard deviation of the logarithm of a memory figure
+_FITTING_AT_LEAST = 0.1  # so wrong figures for candidates that seem not to fit are discovered
 
 
 @dataclass(frozen=True)
 class Doubts:
     """Uncertainty of n candidates for one target, in its space (memory and times: natural logarithm).
 
-    shift         (n,) what the known rows add to the rough figures: label - figure
-    disagreement  (n,) standard deviation of that among forests grown on different samples of the rows
-    of_label      (n,) the same of forests that learn the label itself
+    shift         (n,) correction of the rough figures that the known rows teach: label - figure
+    disagreement  (n,) standard deviation of the shift among forests grown on different samples of the rows
+    of_label      (n,) standard deviation among forests that learn the label itself
     """
 
     shift: np.ndarray
@@ -403,11 +403,11 @@ def estimate_doubts(
     """Estimate the uncertainty of candidates from known rows; None for fewer than 20 rows with a label.
 
     table, known_table  (n, columns), (k, columns) of one outlook; figures, known_figures (n,), (k,): rough figures
-    labels  (k,) in the target's unit, NaN where there is none
+    labels  (k,) in the target's unit, NaN if missing
 
-    Query by committee (Seung, Opper, Sompolinsky 1992), of forests on bootstrap samples: unlike that of single trees,
-    their disagreement says little of noise that more rows would not mend. One committee learns how labels differ from
-    the rough figures, as `hybrid` does; one learns labels beside them, as estimators without a trace do.
+    Query by committee (Seung, Opper, Sompolinsky 1992), of forests on bootstrap samples: unlike single trees, their
+    disagreement contains little noise that more rows would not reduce. One committee learns how labels differ from
+    the rough figures, as `hybrid` does. The other learns labels from features and figures, as untraced estimators do.
     """
     space = get_target(target).space
     new, old = to_space(figures, space), to_space(known_figures, space)
@@ -438,15 +438,17 @@ def _committee(known: np.ndarray, taught: np.ndarray, asked: np.ndarray, seed: i
 def worth(
     scores: Mapping[str, np.ndarray], cells: Mapping[str, np.ndarray], fits: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return (n,) > 0, how much a run of each candidate is worth: doubt ** 1.5 / root of the candidates in the same
-    bin, times the chance that it fits (`fits`): out of memory there is no figure to learn from.
+    """Return (n,) > 0, the worth of a run of each candidate.
 
-    scores  target -> (n,); cells: target -> (n,) int, the bin that it is expected in. Memory counts as much as all
-            other targets together: it is one question, and how the GPU is driven is one.
+    It is uncertainty ** 1.5 / sqrt(candidates in the same bin), times the chance that the run fits (`fits`): a run out
+    of memory has no figure to learn from.
 
-    The root is half-way between two wishes: without it, rows go where most candidates are, which is best for the error
-    of the mean row; with the number itself, every bin gets as many as any other. The power is more than 1 since doubt
-    says less of the errors than it seems to.
+    scores  target -> (n,) uncertainty
+    cells   target -> (n,) int, the expected bin
+
+    Memory counts as much as all other targets together. The root is a compromise: without it, rows go where most
+    candidates are, which is best for the mean row's error; with the count itself, all bins get equally many. The power
+    exceeds 1 because the uncertainty understates differences between errors.
     """
     total = np.zeros(len(fits))
     others = max(sum(target != "memory" for target in scores), 1)
@@ -467,8 +469,8 @@ def chance_to_fit(memory_mib: np.ndarray, disagreement: np.ndarray, capacity_mib
 def draw(worth: np.ndarray, n: int, seed: int) -> np.ndarray:
     """Draw n candidates without replacement, with probabilities proportional to their worth; return their places.
 
-    The method is that of Efraimidis and Spirakis (2006), in the form with Gumbel noise. The greatest are not simply
-    taken first, since these are all of one odd kind, and the candidates between would never be measured.
+    The method is that of Efraimidis and Spirakis (2006), in the form with Gumbel noise. Taking the greatest first
+    would choose only candidates of one unusual kind; those in between would never be measured.
     """
     noise = np.random.default_rng(seed).gumbel(size=len(worth))
     return np.argsort(-(np.log(worth) + noise), kind="stable")[:n]

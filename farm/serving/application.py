@@ -1,4 +1,4 @@
-"""The service's application: its routes, what one process answers, and how what goes wrong is answered.
+"""The service's application: its routes, the answers of one process, and its problem documents.
 
 Start reading at `make_application`; each route calls a method of `EstimationService`.
 """
@@ -65,7 +65,7 @@ from farm.serving.gate import (
     problem_response,
     wait_asked,
 )
-from farm.serving.kubernetes import reviewed
+from farm.serving.kubernetes import review as review_pod
 from farm.serving.settings import ServeSettings
 from farm.serving.trace_store import DONE, FAILED, QuestionLimits, QuestionRow, RemoteQuestions, TraceStore
 from learn.estimation.estimating import estimate, estimate_many
@@ -96,7 +96,7 @@ _POLLED: dict[int | str, dict[str, Any]] = {
 
 
 def make_application(settings: ServeSettings, questions: RemoteQuestions | None = None) -> Any:
-    """Return the ASGI application of one process. questions: those for traces; default the data folder's own."""
+    """Return the ASGI application of one process. questions: the store for traces; default the data folder's."""
     service = EstimationService(settings, questions)
     pages = ExplorerPages(DataFolder.resolve(settings.data), settings.limits, service.scrubber)
 
@@ -134,7 +134,7 @@ def _add_routes(app: FastAPI, service: EstimationService) -> None:
 
     @app.post("/v1/estimate:batch", response_model=BatchAnswer, responses=_REFUSALS, tags=["estimates"])
     async def estimate_batch(body: BatchRequest, request: Request) -> Response:
-        """Estimate many jobs; each has a result, a pending trace or a problem of its own."""
+        """Estimate many jobs; each yields a result, a pending trace or a problem."""
         return await service.batch(body.jobs, service.caller(request))
 
     @app.post("/v1/fit", response_model=FitAnswer, responses=_POLLED, tags=["estimates"])
@@ -238,22 +238,22 @@ _JSON = "application/json"
 _LOOK_EVERY_S, _LOOK_SELDOM_S = 0.05, 0.5
 _FORGET_EVERY_S = 10.0
 _LARGEST_QUESTION = 320 * 1024  # characters of JSON: questions are stored
-_TOGETHER = 32  # jobs of a batch at a time: others have their turns in between
+_TOGETHER = 32  # jobs of a batch at a time: other requests get turns in between
 _CONFIG_WAIT_S = 5.0  # most trial configs are traced in this time; without `Prefer`, a request waits this long
-_REVIEW_WAIT_S = 1.0  # part of the two seconds that Kubernetes gives the webhook
+_REVIEW_WAIT_S = 1.0  # of the two seconds that Kubernetes allows the webhook
 _OLD_PULSE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and how long the request may wait for a trace; None: it does not say."""
+    """The client, and how long its request may wait for a trace (None: unspecified)."""
 
     client: str
     wait_s: float | None
 
 
 class EstimationService:
-    """One process's share of the service. questions: those for traces; default the data folder's own.
+    """One process's part of the service. questions: the store for traces; default the data folder's.
 
     A request holds a place of `working`, or of `waiting` while it waits for a trace.
     """
@@ -275,12 +275,12 @@ class EstimationService:
         self.warm = False
 
     def caller(self, request: Request) -> Caller:
-        """Return who asks, as the gate has it."""
+        """Return the client that the gate found, with its wait."""
         wait_s = wait_asked(request.headers.get("prefer", ""), self.settings.limits.wait_s)
         return Caller(request.scope[CLIENT], wait_s)
 
     async def estimate(self, request: EstimateRequest, caller: Caller) -> Response:
-        """Return 200 with the estimate, or 202 with where it will be. Raises `Problem`."""
+        """Return 200 with the estimate, or 202 with its future URL. Raises `Problem`."""
         question = estimate_question(request, self.policy)
         if question.fast:
             return _json(await self._fast(question))
@@ -289,7 +289,7 @@ class EstimationService:
         return await self.traced(question, caller)
 
     async def batch(self, jobs: list[dict[str, Any]], caller: Caller) -> Response:
-        """Return one result for each job. Works on few at a time: others have their turns in between."""
+        """Return one result for each job. Works on a few at a time, so other requests get turns."""
         if len(jobs) > self.settings.limits.batch:
             raise invalid(f"a batch has at most {self.settings.limits.batch:,} jobs, got {len(jobs):,}", "/jobs")
         results: list[dict[str, Any]] = []
@@ -300,7 +300,7 @@ class EstimationService:
         return _json({"results": results})
 
     async def admit(self, request: AdmitRequest, caller: Caller) -> Response:
-        """Return whether the job may join. Raises `Problem`, also for a job whose trace takes its time."""
+        """Return whether the job may join. Raises `Problem`, also if a job's trace is not done in time."""
         from learn.sharing.admitting import GpuState, admit
         from learn.sharing.slowdowns import JobProfile
 
@@ -326,16 +326,16 @@ class EstimationService:
         return _json(self.scrubber.values(answer))
 
     async def review(self, review: dict[str, Any], caller: Caller) -> Response:
-        """Return the answer to a Kubernetes admission review: always allowed, with what is known of the pod's job.
+        """Return the answer to a Kubernetes admission review: always allowed, with any estimate of the pod's job.
 
-        Whoever reaches the service may ask this, so that neither scripts nor models of trusted modules are taken.
+        Any client may send one, so scripts and models of trusted modules are refused.
         """
 
         async def answer(request: EstimateRequest) -> Estimate:
             (state,) = await self._known([estimate_question(request, Policy())], replace(caller, wait_s=_REVIEW_WAIT_S))
             return state
 
-        return _json(await reviewed(review, answer))
+        return _json(await review_pod(review, answer))
 
     async def _known(self, questions: Sequence[ClientQuestion], caller: Caller) -> list[Estimate]:
         """Return the estimates of jobs that were traced, or are traced in time. Raises `Problem`."""
@@ -360,7 +360,7 @@ class EstimationService:
         return await self._respond(kind, row, caller)
 
     async def health(self) -> Health:
-        """Return whether this process can answer all that it takes."""
+        """Return whether this process can answer every request that it accepts."""
         age = await self.questions.pulse_age_s()
         traces = age is not None and age < _OLD_PULSE_S
         return Health(ready=self.warm and traces, trace_pool_age_s=age)
@@ -370,10 +370,10 @@ class EstimationService:
         return self.metrics.text(await self.questions.counts(), await self.questions.pulse_age_s())
 
     async def warm_up(self) -> None:
-        """Load what answers without a trace, so that the first request does not wait for it."""
+        """Load the models that answer without a trace, so the first request does not wait for them."""
         await self._in_thread(self._load)
         gc.collect()
-        gc.freeze()  # a full collection over all that torch imports stops a process for 100 ms
+        gc.freeze()  # a full collection over torch's objects stops a process for 100 ms
         self.warm = True
 
     async def forget_regularly(self) -> None:
@@ -396,7 +396,7 @@ class EstimationService:
 
     @contextmanager
     def _places(self, caller: Caller, jobs: int) -> Iterator[None]:
-        """Hold a place for each job that a request works on at the same time; it has one. Raises `Problem`."""
+        """Hold a place for each further job that a request works on in parallel. Raises `Problem`."""
         more = min(jobs, max(1, self.working.limit // 4)) - 1
         if not self.working.take(caller.client, more):
             raise busy("Your share of the work in progress is used up; try again in a second.")
@@ -446,11 +446,11 @@ class EstimationService:
         return row
 
     async def traced(self, question: ClientQuestion, caller: Caller) -> Response:
-        """Return a question's answer, or where it will be. Raises `Problem`."""
+        """Return a question's answer, or its future URL. Raises `Problem`."""
         return await self._respond(question.kind, await self._ask(question, caller), caller)
 
     async def _wait_for_row(self, row: QuestionRow, caller: Caller) -> QuestionRow:
-        """Return the row when it is finished, or when the caller's time is up; at once if it has too many waiting."""
+        """Return the row once it is finished or the caller's time is up; now if the caller has too many waiting."""
         client = caller.client
         if row.is_finished or not caller.wait_s or not self.waiting.take(client):
             return row
@@ -459,10 +459,10 @@ class EstimationService:
             return await self._poll(row, caller.wait_s)
         finally:
             self.waiting.give_back(client)
-            self.working.hold(client)  # over the share if need be; the gate gives it back
+            self.working.hold(client)  # even over the share; the gate gives it back
 
     async def _respond(self, kind: str, row: QuestionRow, caller: Caller) -> Response:
-        """Return the answer, or where it will be."""
+        """Return the answer, or its future URL."""
         row = await self._wait_for_row(row, caller)
         if row.state == FAILED:
             raise _describe_failure(row)
@@ -473,7 +473,7 @@ class EstimationService:
         return _json(pending, HTTPStatus.ACCEPTED, headers)
 
     async def _poll(self, row: QuestionRow, wait_s: float) -> QuestionRow:
-        """Look at the row until it is finished or the time is up; return it."""
+        """Poll the row until it is finished or the time is up; return it."""
         began = time.monotonic()
         current: QuestionRow | None = row
         while current is not None and not current.is_finished and (waited_s := time.monotonic() - began) < wait_s:

@@ -1,7 +1,7 @@
-"""Bodies of requests and answers, typed, and questions: requests in one form, so that equal questions have one key.
+"""Typed bodies of requests and answers, and questions: requests in canonical form, whose key equal ones share.
 
-Start reading at `JobFields`, `EstimateAnswer` and `estimate_question`. What can be refused without building the model
-is refused here.
+Start reading at `JobFields`, `EstimateAnswer` and `estimate_question`. Whatever can be checked without building the
+model is checked here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Mib = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 JobName = Literal["config", "model", "hf_config", "script"]
 JOBS: tuple[JobName, ...] = ("config", "model", "hf_config", "script")
-_JOBS_WITH: Mapping[str, tuple[JobName, ...]] = {  # field -> the jobs that it goes with
+_JOBS_WITH: Mapping[str, tuple[JobName, ...]] = {  # field -> kinds of job that take it
     "inputs": ("model", "hf_config"),
     "batch_size": ("model", "hf_config"),
     "sequence_length": ("hf_config",),
@@ -105,7 +105,7 @@ class JobFields(_Body):
 
     @property
     def kind(self) -> JobName:
-        """Return which of the four names the job."""
+        """Return the kind of the job: which of the four fields is given."""
         return next(name for name in JOBS if getattr(self, name) is not None)
 
 
@@ -351,8 +351,8 @@ _KEY_CHARACTERS = 32
 _HOW = ("coverage", "machine", "loop", "allocator", "workspaces")
 _MODELS_TAKEN = "name a model of torchvision, timm or transformers, or of a module that the service's operator trusts"
 _TRACED_ONLY = ("loop", "allocator", "workspaces")
-_LOOK_EVERY_S = 10.0  # for models that were refitted
-_DEEPEST_AT_ONCE = 128  # some 3 ms, in which the process answers nobody else by this method
+_LOOK_EVERY_S = 10.0  # between looks for refitted models
+_DEEPEST_AT_ONCE = 128  # depth that takes some 3 ms, which blocks other answers of the process
 
 
 @dataclass(frozen=True)
@@ -365,11 +365,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class ClientQuestion:
-    """One question in its one form.
+    """One question in canonical form.
 
     kind      estimate, fit or plan
-    values    what a child process needs to answer, JSON
-    config    the trial config, where the job is one
+    values    JSON that a child process needs to answer
+    config    the trial config, if the job is one
     fast      whether fitted trees answer it, from the config's features alone
     """
 
@@ -435,19 +435,19 @@ def device_at(name: str, pointer: str) -> DeviceSpec:
 
 
 def _job(request: JobFields, policy: Policy) -> tuple[dict[str, Any], TrialConfig | None]:
-    """Return the job as JSON in its one form, and the trial config where it is one."""
+    """Return the job as canonical JSON, and the trial config if it is one."""
     parallel = _parallel(request)
     readers: dict[str, Callable[[], tuple[dict[str, Any], TrialConfig | None]]] = {
-        "config": lambda: _of_config(request, policy, parallel),
+        "config": lambda: _read_config(request, policy, parallel),
         "model": lambda: (_of_model(request, policy), None),
-        "hf_config": lambda: (_of_hf_config(request), None),
-        "script": lambda: (_of_script(request, policy), None),
+        "hf_config": lambda: (_read_hf_config(request), None),
+        "script": lambda: (_read_script(request, policy), None),
     }
     job, config = readers[request.kind]()
     return {**job, "parallel": parallel}, config
 
 
-def _of_config(request: JobFields, policy: Policy, parallel: str | None) -> tuple[dict[str, Any], TrialConfig | None]:
+def _read_config(request: JobFields, policy: Policy, parallel: str | None) -> tuple[dict[str, Any], TrialConfig | None]:
     assert request.config is not None
     config = config_at(request.config, "/config", policy.trust)
     if problem := refusal(config):
@@ -469,7 +469,7 @@ def _of_model(request: JobFields, policy: Policy) -> dict[str, Any]:
     return {"model": request.model, "arguments": arguments, **_module_fields(request)}
 
 
-def _of_hf_config(request: JobFields) -> dict[str, Any]:
+def _read_hf_config(request: JobFields) -> dict[str, Any]:
     from featurize.configs.hf_config import hf_inputs, hf_model, lora_of, quantization_of
 
     assert request.hf_config is not None
@@ -491,7 +491,7 @@ def _of_hf_config(request: JobFields) -> dict[str, Any]:
     return {"model": model, "arguments": arguments, "notes": list(notes), **lora, **fields}
 
 
-def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
+def _read_script(request: JobFields, policy: Policy) -> dict[str, Any]:
     if not policy.scripts:
         raise Problem(
             403,
@@ -503,13 +503,13 @@ def _of_script(request: JobFields, policy: Policy) -> dict[str, Any]:
 
 
 def _module_fields(request: JobFields, quantized: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return what else a job of a module has; `quantized` are training settings that its configuration means."""
+    """Return the other fields of a module's job; `quantized`: training settings implied by its configuration."""
     from featurize.job.training_settings import Training
     from learn.estimation.requests import training_settings
 
     with _as_problem("/training"):
-        if twice := sorted(quantized.keys() & request.training.keys()):
-            raise UsageError(f"{', '.join(twice)}: quantization_config says it already; leave either out")
+        if repeated := sorted(quantized.keys() & request.training.keys()):
+            raise UsageError(f"{', '.join(repeated)}: quantization_config says it already; leave either out")
         training = training_settings({**request.training, **quantized})
         Training(**training)
     return {
@@ -567,7 +567,7 @@ def _as_problem(pointer: str) -> Iterator[None]:
 
 
 class ServiceState:
-    """The state besides the question that answers depend on: the code, and the models in the data folder.
+    """The state that answers depend on beside the question: the code, and the models in the data folder.
 
     The names of the fitted models are read again every few seconds.
     """
@@ -579,7 +579,7 @@ class ServiceState:
 
     @property
     def text(self) -> str:
-        """Return a text that changes where answers may."""
+        """Return a text that changes whenever answers may change."""
         if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self._text = "\n".join([version_of("gpufarm") or "unknown", FEATURES_STAMP, *self._fitted()])

@@ -1,7 +1,7 @@
-"""Bounds what a client takes before and beside its requests: connections, bytes of a head, and time.
+"""Limits a client's connections, header bytes and time, before its requests reach the application.
 
-Start reading at `GuardedServer`, uvicorn's server with a listener of its own. `Listener` accepts connections and ends
-those that are late; `GuardedConnection` is uvicorn's protocol, which also knows what its client is late with.
+Start reading at `GuardedServer`, uvicorn's server with a different listener. `Listener` accepts connections and ends
+late ones; `GuardedConnection` is uvicorn's protocol, which also tracks what its client has yet to send.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from farm.serving.settings import LimitSettings
 _BACKLOG = 1024
 _ACCEPTED_AT_ONCE = 64
 _LOOK_EVERY_S = 1.0
-_NO_DESCRIPTOR_S = 0.1  # a pause of accepting where the process has no file descriptor left
-_OTHER_FILES = 256  # files that a process has open beside its connections
+_NO_DESCRIPTOR_S = 0.1  # pause of accepting when no file descriptor is left
+_OTHER_FILES = 256  # open files of a process beside its connections
 _MOST_HEADERS = 100
 _MOST_PIPELINED = 16
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -33,7 +33,7 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0
 class _Awaited(Enum):
     """The part of a request that a client has yet to send."""
 
-    REQUEST = 0  # nothing of it has arrived
+    REQUEST = 0  # no byte of it has arrived
     HEAD = 1
     BODY = 2
 
@@ -46,13 +46,13 @@ class GuardedServer(uvicorn.Server):
         self._listener = Listener(self, listening, limits)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start without a listener of uvicorn's, then accept."""
+        """Start without uvicorn's listener, then accept."""
         await super().startup(sockets=[])
         if self.started:
             self._listener.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, then finish the requests that are being answered."""
+        """Stop accepting, then finish the requests in progress."""
         self._listener.close()
         await super().shutdown(sockets=[])
 
@@ -77,14 +77,14 @@ class Listener:
         self._end_late_ones()
 
     def close(self) -> None:
-        """Accept no more. Connections that are open stay, and are no longer watched."""
+        """Stop accepting. Open connections stay, and are no longer watched."""
         if self._timer is not None:
             self._timer.cancel()
             self._loop.remove_reader(self._listening)
         self._listening.close()
 
     def forget(self, connection: GuardedConnection) -> None:
-        """Count a connection no longer."""
+        """Stop counting a connection."""
         self._open.pop(connection, None)
         of_peer = self._of_peer.get(connection.peer, {})
         of_peer.pop(connection, None)
@@ -97,7 +97,7 @@ class Listener:
                 accepted, address = self._listening.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError:  # no descriptor or no memory is left; the queue of the kernel keeps those that wait
+            except OSError:  # no descriptor or memory is left; the kernel queues those that wait
                 self._loop.remove_reader(self._listening)
                 self._loop.call_later(_NO_DESCRIPTOR_S, self._accept_again)
                 return
@@ -132,7 +132,7 @@ class Listener:
             self.forget(connection)
 
     def _has_room(self, group: dict[GuardedConnection, None], most: int) -> bool:
-        """Return whether one more fits, after ending the one that has waited longest where there are too many."""
+        """Return whether another connection fits; if the group is full, end the one that has waited longest."""
         if len(group) < most:
             return True
         waiting = [connection for connection in group if not connection.is_answering]
@@ -157,9 +157,9 @@ class GuardedConnection(HttpToolsProtocol):
         super().__init__(server.config, server.server_state, server.lifespan.state, loop)
         self.peer = peer
         self._listener, self._accepted, self._limits = listener, accepted, listener.limits
-        self._awaited = _Awaited.HEAD  # so that one that never sends anything is late, too
+        self._awaited = _Awaited.HEAD  # so a connection that never sends anything becomes late
         self._since = self._read_since = loop.time()
-        self._unparsed = 0  # bytes since the parser last handed on a head, a piece of a body or its end
+        self._unparsed = 0  # bytes since the parser last passed on a head, a piece of a body or its end
         self._unsent = 0  # bytes of answers at the last look
 
     @property
@@ -187,7 +187,7 @@ class GuardedConnection(HttpToolsProtocol):
         return self._awaited is _Awaited.HEAD and waited_s > limits.head_s and not self.is_answering
 
     def end(self) -> None:
-        """Close the connection at once, and count it no longer."""
+        """Close the connection immediately and stop counting it."""
         self._listener.forget(self)
         if self.transport is not None:
             self.transport.abort()
@@ -196,12 +196,12 @@ class GuardedConnection(HttpToolsProtocol):
                 self._accepted.shutdown(socket.SHUT_RDWR)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count the connection no longer."""
+        """Stop counting the connection."""
         self._listener.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived. What the parser keeps for too long, a head, a trailer or a chunk's size, is refused."""
+        """Parse the data. Refuse a head, a trailer or a chunk's size that exceeds the limit."""
         if self._awaited is _Awaited.REQUEST:
             self._await(_Awaited.HEAD)
         self._unparsed += len(data)
@@ -217,7 +217,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._await(_Awaited.HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header, but none of the trailers behind a body, and no more than a request needs."""
+        """Keep a header, up to the limit; ignore trailers after a body."""
         if self._awaited is _Awaited.HEAD:
             if len(self.headers) >= _MOST_HEADERS:
                 raise ValueError(f"more than {_MOST_HEADERS} headers")  # which the parser turns into a 400
@@ -231,7 +231,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Hand a piece of the body on."""
+        """Pass on a piece of the body."""
         self._unparsed = 0
         super().on_body(body)
 
@@ -241,7 +241,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Give the client its full time again: it may have waited for the answer."""
+        """Restart the client's time: it may have waited for the answer."""
         self._since = self.loop.time()
         super().on_response_complete()
 

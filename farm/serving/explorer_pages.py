@@ -1,4 +1,4 @@
-"""The explorer's routes: pages on the data folder of the service, and the API's page. Start reading at `add_pages`."""
+"""The explorer's routes: pages on the service's data folder, and the API's page. Start reading at `add_pages`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from warehouse.files.writer import RUN_RATIOS
 from warehouse.reading.connection import connect
 from warehouse.reading.pairing import shift_of
 
-READERS = 4  # pages at the same time, and as many queries of users, each in a process; others wait
+READERS = 4  # pages in parallel, and as many users' queries, each in a process; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
 _LONGEST_SQL = 20_000
 _BESIDE = ("peak_memory_mib", "smact", "smocc", "drama", "step_time_ms")
@@ -71,11 +71,11 @@ _WRITERS: dict[str, tuple[str, Callable[[pa.Table, io.BytesIO], None]]] = {
     ),
 }
 AnswerPage = Callable[[ExplorerReader], Response]
-Ends = list[Callable[[], None]]  # how to end what a page waits for
+Ends = list[Callable[[], None]]  # functions that interrupt a page's queries
 
 
 class ExplorerPages:
-    """Renders pages in threads, each with a connection of its own."""
+    """Renders pages in threads, each with a separate connection."""
 
     def __init__(self, folder: DataFolder, limits: LimitSettings, scrubber: Scrubber) -> None:
         self._folder, self._limits, self._scrubber = folder, limits, scrubber
@@ -93,7 +93,7 @@ class ExplorerPages:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, page: AnswerPage) -> Response:
-        """Return the page, or one that says what is wrong."""
+        """Return the page, or a page with the problem."""
         return await self._in(self._threads, lambda ends: self._read(page, ends))
 
     async def sql(self, sql: str) -> Response:
@@ -110,7 +110,7 @@ class ExplorerPages:
         """Answer in a thread. A query ends with its client."""
         ends: Ends = []
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, self._answered, answer, ends)
+            return await asyncio.get_running_loop().run_in_executor(threads, self._answer_or_problem, answer, ends)
         except asyncio.CancelledError:
             for end in ends:
                 end()
@@ -122,7 +122,7 @@ class ExplorerPages:
             ends.append(reader.interrupt)
             return page(reader)
 
-    def _answered(self, answer: Callable[[Ends], Response], ends: Ends) -> Response:
+    def _answer_or_problem(self, answer: Callable[[Ends], Response], ends: Ends) -> Response:
         try:
             return answer(ends)
         except TooLong as error:
@@ -133,14 +133,14 @@ class ExplorerPages:
             return self.problem(HTTPStatus.INTERNAL_SERVER_ERROR, "The data folder cannot be read", error)
 
     def problem(self, status: HTTPStatus, title: str, detail: object) -> Response:
-        """Return a page that says what is wrong."""
+        """Return a page with a problem."""
         return self.html("problem", status, title=title, detail=self._scrubber.text(str(detail)))
 
     def html(self, template: str, status: HTTPStatus = HTTPStatus.OK, **values: Any) -> Response:
         """Return a rendered page."""
         return HTMLResponse(rendered(template, **values), status, {"content-security-policy": POLICY})
 
-    def _asked(self, sql: str, kind: str, limits: QueryLimits, ends: Ends) -> tuple[pa.Table, bool]:
+    def _query(self, sql: str, kind: str, limits: QueryLimits, ends: Ends) -> tuple[pa.Table, bool]:
         """Return the rows of a user's query without paths of the server, and whether there are more."""
         if len(sql) > _LONGEST_SQL:
             raise UsageError(f"a query of at most {_LONGEST_SQL:,} characters is wanted")
@@ -150,7 +150,7 @@ class ExplorerPages:
     def _sql(self, sql: str, ends: Ends) -> Response:
         answer, problem, status = None, None, HTTPStatus.OK
         try:
-            table, has_more = self._asked(sql, PAGE, self._page_limits, ends)
+            table, has_more = self._query(sql, PAGE, self._page_limits, ends)
             rows = list(zip(*(column.to_pylist() for column in table.columns), strict=True))
             answer = QueryRows(tuple(table.column_names), rows, has_more)
         except UsageError as error:
@@ -160,7 +160,7 @@ class ExplorerPages:
         return self.html("sql", status, sql=sql, answer=answer, problem=problem, limit=limit, query=query)
 
     def _file(self, sql: str, kind: str, name: str, ends: Ends) -> Response:
-        table, has_more = self._asked(sql, kind, self._file_limits, ends)
+        table, has_more = self._query(sql, kind, self._file_limits, ends)
         if has_more:
             raise UsageError(
                 f"a download has up to {self._limits.download_rows:,} rows and {self._limits.download_mib} MiB; "
@@ -177,12 +177,12 @@ class ExplorerPages:
         page = run_page(reader, require_run_id(run_id))
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such run", f"There is no run {run_id} in this warehouse.")
-        beside, notes = self._beside(page["run"])
+        beside, notes = self._estimate_beside(page["run"])
         return self.html("run", page=page, beside=beside, notes=notes)
 
     def device(self, reader: ExplorerReader, name: str, source: str | None) -> Response:
         """Return the page of one device model, with the residuals of `method=fast`."""
-        page = device_page(reader, name, source, self._estimated)
+        page = device_page(reader, name, source, self._estimate_runs)
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such device", f"No run of this warehouse is of {name}.")
         return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page["source"]))
@@ -198,8 +198,8 @@ class ExplorerPages:
         """Return the page of all nights."""
         return self.html("nights", page=nights_page(self._folder))
 
-    def _estimated(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
-        """Return the estimates of one device's runs by `method=fast`, None where it has none."""
+    def _estimate_runs(self, runs: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None] | None]:
+        """Return the estimates of one device's runs by `method=fast`, None if a run has none."""
         from learn.estimation.fast_estimates import fast_problem
 
         estimates: list[dict[str, float | None] | None] = [None] * len(runs)
@@ -214,12 +214,14 @@ class ExplorerPages:
                     known[place] = config
             except (CommandError, ArithmeticError, ValueError):
                 continue
-        for place, estimate in self._each(known, name, _machine_of(runs[0])).items():
+        for place, estimate in self._estimate_each(known, name, _machine_of(runs[0])).items():
             estimates[place] = {target: getattr(estimate, target) for target in (*_BESIDE, BOUND)}
         return estimates
 
-    def _each(self, configs: Mapping[int, TrialConfig], device: str, machine: str | None) -> dict[int, Estimate]:
-        """Return the estimates by place; a config that cannot be answered takes no other one with it."""
+    def _estimate_each(
+        self, configs: Mapping[int, TrialConfig], device: str, machine: str | None
+    ) -> dict[int, Estimate]:
+        """Return the estimates by place; a config that cannot be estimated does not affect the others."""
         with contextlib.suppress(CommandError, ArithmeticError, ValueError):
             return dict(zip(configs, self._fast(list(configs.values()), device, machine), strict=True))
         estimates = {}
@@ -231,8 +233,8 @@ class ExplorerPages:
     def _fast(self, configs: Sequence[TrialConfig], device: str, machine: str | None) -> list[Estimate]:
         return estimate_many(configs, method="fast", device=device, machine=machine, data=self._folder)
 
-    def _beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
-        """Return the estimate of `method=fast` beside the measurement, and notes: also why there is none."""
+    def _estimate_beside(self, run: Mapping[str, Any]) -> tuple[list[tuple[str, Any, Any, str]], list[str]]:
+        """Return the estimate of `method=fast` beside the measurement, and notes, such as why there is none."""
         from learn.estimation.fast_estimates import fast_problem
 
         trace = f"`python -m learn.estimate run={run['run_id']}` traces it."
@@ -330,15 +332,15 @@ def _add_listing(app: FastAPI, pages: ExplorerPages, listing: ListedTable) -> No
 
 
 def _machine_of(run: Mapping[str, Any]) -> str | None:
-    """Return the machine whose memory outside the allocator a run's figures hold; None: the data folder's own.
+    """Return the machine whose memory outside the allocator a run's figures include; None: the data folder's.
 
-    Simulated devices have what their description says, and descriptions follow the published measurements.
+    Simulated devices follow their descriptions, and descriptions follow the published measurements.
     """
     return None if run["source"] == "measured" else DESCRIBED
 
 
 def _other_loops(source: str) -> dict[str, str]:
-    """Return the targets that `method=fast` estimates for another training loop than runs of the source had."""
+    """Return notes by column on targets whose training loop in `method=fast` differs from that of the source's runs."""
     from learn.estimation.fast_estimates import FAST_LOOPS
 
     own_loop = loop_of_source(source)
@@ -360,14 +362,14 @@ def _facts(name: str) -> list[tuple[str, Any]]:
 
 
 def _difference(name: str, estimated: float | None, known: float | None) -> str:
-    """Return how far the estimate is off: in percent, of ratios in hundredths."""
+    """Return the estimate's error as text: in percent, or in points for ratios."""
     shift = shift_of(name, known, estimated)
     if shift is None or not math.isfinite(shift):
         return ""
     return f"{100 * shift:+.1f} {'points' if name in RUN_RATIOS else '%'}"
 
 
-_LONGEST_CHOICE = 12  # values of a field that are listed
+_LONGEST_CHOICE = 12  # values of a field to list
 
 
 def _type_in_words(schema: Mapping[str, Any]) -> str:

@@ -1,12 +1,11 @@
 """The gate of every request: its id, its token, its size, its turn and its time; its log line and its metrics.
 
 Start reading at `Gate`, an ASGI application around another. Work on a request ends when its client is gone. `Places`
-shares what the service has a limited number of: a client is a token, or an address where there are no tokens.
-`Problem` is a problem document (RFC 9457), by which the gate and what is behind it refuse; `Scrubber` takes paths of
-the server out of its words.
+divides limited places among clients: a client is a token, or an address if there are no tokens. `Problem` is a problem
+document (RFC 9457), with which the gate and the application refuse; `Scrubber` removes the server's paths from texts.
 
-prometheus_client keeps a file for each process in the folder that `PROMETHEUS_MULTIPROC_DIR` names, from which
-`ServiceMetrics` sums up; it must be set before the library is imported.
+prometheus_client keeps a file for each process in the folder that `PROMETHEUS_MULTIPROC_DIR` names. `ServiceMetrics`
+sums them; the variable must be set before the library is imported.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def invalid(detail: str, pointer: str) -> Problem:
 
 
 def busy(detail: str, retry_after_s: int = 1) -> Problem:
-    """Return the problem of a limit that is reached; the client tries again."""
+    """Return the problem of a reached limit; the client should try again."""
     headers = {"retry-after": str(retry_after_s)}
     return Problem(HTTPStatus.TOO_MANY_REQUESTS, "too-many-requests", detail, headers=headers)
 
@@ -121,7 +120,7 @@ class Scrubber:
             os.getcwd(): "the working folder",
             os.path.expanduser("~"): "the home folder",
         }
-        rooted = {path: label for path, label in labels.items() if len(path) > 1}  # `/` itself stands in every URL
+        rooted = {path: label for path, label in labels.items() if len(path) > 1}  # `/` itself is in every URL
         self.labels = sorted(rooted.items(), key=lambda pair: -len(pair[0]))
 
     def text(self, text: str) -> str:
@@ -144,8 +143,8 @@ class Scrubber:
 def is_within_share(held: float, wanted: float, held_by_all: float, limit: float) -> bool:
     """Return whether a client that holds `held` of `limit` may hold `wanted` more.
 
-    A client leaves as much free as it holds: one alone gets half, n busy ones get 1/(n + 1) each, and a client that
-    comes next finds a place.
+    A client leaves as much free as it holds: a single client gets half, n busy ones get 1/(n + 1) each, and the next
+    client still finds a place.
     """
     return not wanted or held + 2 * wanted <= limit - held_by_all + 1
 
@@ -162,7 +161,7 @@ class Places:
         self._held: Counter[str] = Counter()
 
     def take(self, client: str, n: int = 1, most: int | None = None) -> bool:
-        """Take n places for a client, unless they are beyond its share, or beyond `most`."""
+        """Take n places for a client, unless they exceed its share or `most`. Returns whether they were taken."""
         held = self._held[client]
         if not is_within_share(held, n, self._held.total(), self.limit) or (most is not None and held + n > most):
             return False
@@ -170,7 +169,7 @@ class Places:
         return True
 
     def hold(self, client: str) -> None:
-        """Take one place, also beyond the client's share: for a request that had it before."""
+        """Take one place, even beyond the client's share: for a request that had it before."""
         self._held[client] += 1
 
     def give_back(self, client: str, n: int = 1) -> None:
@@ -185,13 +184,13 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-CLIENT = "gpufarm.client"  # key of a scope: who asks
+CLIENT = "gpufarm.client"  # key of a scope: the client
 
 OPEN_PATHS = ("/healthz", "/readyz")  # for probes, which have no token and never wait
 _API, _METRICS, _WEBHOOK = "/v1/", "/metrics", "/v1/kubernetes/mutate"
 _UNCOUNTED = (*OPEN_PATHS, _METRICS)
-_NO_TOKEN = "webhook"  # API servers without a token: they are one client, with few places
-_WEBHOOK_SHARE = 16  # the share of a webhook: one place in 16
+_NO_TOKEN = "webhook"  # API servers without a token count as one client with few places
+_WEBHOOK_SHARE = 16  # a webhook gets one place in 16
 _CLIENT_GONE = 499  # in log and metrics, as nginx has it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _JSON = "application/json"
@@ -203,11 +202,11 @@ class _ClientGone(Exception):
 
 
 class Gate:
-    """Lets requests through to `inner`, and answers with a problem document what may not pass.
+    """Passes requests to `inner`, and answers the others with a problem document.
 
-    `scope[CLIENT]` names the client to `inner`; the request holds one of that client's `places`. Of the explorer one
-    client has `pages` made at a time; its others wait. `limits.inline_s` does not count what a client asked to wait
-    for. Without tokens everybody is let in, but may name the service by this machine's own names alone.
+    `scope[CLIENT]` names the client to `inner`; the request holds one of that client's `places`. A client has `pages`
+    of the explorer made at a time; its further ones wait. `limits.inline_s` excludes the time that a client asked to
+    wait. Without tokens every client is let in, but the host must be one of this machine's names.
     """
 
     def __init__(
@@ -223,7 +222,7 @@ class Gate:
         self._limits, self._open_metrics = settings.limits, settings.open_metrics
         self._digests = [hashlib.sha256(token.encode()).digest() for token in settings.tokens]
         self._hosts = set() if self._digests else {"localhost", "127.0.0.1", "[::1]", settings.host.lower()}
-        self._of_webhook = max(1, places.limit // _WEBHOOK_SHARE)
+        self._webhook_places = max(1, places.limit // _WEBHOOK_SHARE)
         self._page_turns: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(pages))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -245,11 +244,11 @@ class Gate:
                 holder = client
             wait_s = wait_asked(headers.get(b"prefer", ""), self._limits.wait_s) or 0.0
             async with asyncio.timeout(self._limits.inline_s + wait_s):
-                body = await _whole_body(receive, 1024 * self._limits.body_kib, headers.get(b"content-length", ""))
+                body = await _read_body(receive, 1024 * self._limits.body_kib, headers.get(b"content-length", ""))
                 if body and headers.get(b"content-type", "").partition(";")[0].strip().lower() != _JSON:
                     detail = f"Send the body as {_JSON}."
                     raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported-media-type", detail)
-                await self._answered(scope, body, receive, answer)
+                await self._answer_or_stop(scope, body, receive, answer)
         except Problem as problem:
             await answer.problem(problem)
         except _ClientGone:
@@ -271,8 +270,8 @@ class Gate:
             self._metrics.request(route, scope["method"], answer.status, seconds)
             self._log.request(request_id, scope, answer.status, seconds, answer.sent_bytes)
 
-    async def _answered(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
-        """Have `inner` answer, and stop it when the client is gone. Raises `_ClientGone`."""
+    async def _answer_or_stop(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
+        """Let `inner` answer, and stop it when the client is gone. Raises `_ClientGone`."""
         working = asyncio.current_task()
         assert working is not None
 
@@ -285,7 +284,7 @@ class Gate:
         try:
             is_page = not scope["path"].startswith(_API) and scope["path"] not in _UNCOUNTED
             async with self._page_turns[scope[CLIENT]] if is_page else contextlib.nullcontext():
-                await self._inner(scope, _handing_on(body, gone), answer)
+                await self._inner(scope, _replay_body(body, gone), answer)
         except asyncio.CancelledError:
             if not gone.done():  # the service stops, or the time is up
                 raise
@@ -302,7 +301,7 @@ class Gate:
             raise Problem(HTTPStatus.MISDIRECTED_REQUEST, "host-not-allowed", detail)
 
     def _client(self, scope: Scope, headers: dict[bytes, str]) -> str:
-        """Return who asks: a token by its place in the file, an address where there are no tokens. Raises `Problem`."""
+        """Return the client: a token by its place in the file, without tokens an address. Raises `Problem`."""
         path, authorization = scope["path"], headers.get(b"authorization", "")
         address = (scope.get("client") or ("",))[0]
         if not self._digests or path in OPEN_PATHS or (path == _METRICS and self._open_metrics):
@@ -327,17 +326,17 @@ class Gate:
         elif scheme.lower() != "bearer":
             return None
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-        same = [hmac.compare_digest(digest, known) for known in self._digests]  # all are compared, always
+        same = [hmac.compare_digest(digest, known) for known in self._digests]  # all, so the time reveals no place
         return same.index(True) if any(same) else None
 
     def _take_place(self, client: str) -> None:
-        most = self._of_webhook if client == _NO_TOKEN else None
+        most = self._webhook_places if client == _NO_TOKEN else None
         if not self._places.take(client, most=most):
             raise busy("Your share of the requests that are worked on is used up; try again in a second.")
 
 
 class _Answer:
-    """The send side of one request: adds its id, and knows what was sent."""
+    """The send side of one request: adds its id, and records the status and size."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -367,14 +366,14 @@ class _Answer:
 
 def problem_response(problem: Problem, request_id: str) -> Response:
     """Return the answer that is a problem document."""
-    from starlette.responses import Response  # not for the pool of traces, which counts shares as the gate does
+    from starlette.responses import Response  # imported here: the pool of traces uses this module without Starlette
 
     body = json.dumps(problem.document(request_id)).encode()
     return Response(body, int(problem.status), dict(problem.headers), PROBLEM_TYPE)
 
 
-async def _whole_body(receive: Receive, most_bytes: int, announced: str) -> bytes:
-    """Return the body, also one that is sent in pieces. Raises `Problem` beyond the limit, and `_ClientGone`."""
+async def _read_body(receive: Receive, most_bytes: int, announced: str) -> bytes:
+    """Return the whole body. Raises `Problem` beyond the limit, and `_ClientGone`."""
     pieces: list[bytes] = []
     size = 0
     too_large = Problem(
@@ -382,7 +381,7 @@ async def _whole_body(receive: Receive, most_bytes: int, announced: str) -> byte
         "body-too-large",
         f"The body is larger than {most_bytes // 1024:,} KiB; divide the batch.",
     )
-    if announced.isdecimal() and int(announced) > most_bytes:  # before any of it is read
+    if announced.isdecimal() and int(announced) > most_bytes:  # before reading any of it
         raise too_large
     more = True
     while more:
@@ -397,8 +396,8 @@ async def _whole_body(receive: Receive, most_bytes: int, announced: str) -> byte
     return b"".join(pieces)
 
 
-def _handing_on(body: bytes, gone: asyncio.Future[Message]) -> Receive:
-    """Return a `receive` that passes the application the body that was read, and then that the client is gone."""
+def _replay_body(body: bytes, gone: asyncio.Future[Message]) -> Receive:
+    """Return a `receive` that returns the body already read, then reports when the client is gone."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def hand_on() -> Message:
@@ -408,7 +407,7 @@ def _handing_on(body: bytes, gone: asyncio.Future[Message]) -> Receive:
 
 
 def wait_asked(prefer: str, most_s: float) -> float | None:
-    """Return the seconds of `Prefer: wait=N` (RFC 7240), at most `most_s`; None where it asks for none."""
+    """Return the seconds of `Prefer: wait=N` (RFC 7240), at most `most_s`; None without it."""
     asked = re.search(r"(?:^|[,;\s])wait\s*=\s*(\d{1,6})", prefer)
     return None if asked is None else min(float(asked[1]), most_s)
 
@@ -447,7 +446,7 @@ class RequestLog:
             return
         moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": moment, "event": name, "pid": os.getpid(), **fields})
-        with contextlib.suppress(OSError, ValueError):  # a full disk stops no answers
+        with contextlib.suppress(OSError, ValueError):  # a full disk must not stop answers
             self._file.write(f"{line}\n")
 
     def request(self, request_id: str, scope: Mapping[str, Any], status: int, seconds: float, sent_bytes: int) -> None:
@@ -464,7 +463,7 @@ class RequestLog:
 
 
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-_METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH")  # a client may make others up
+_METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH")  # a client may invent others
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 
 

@@ -1,7 +1,7 @@
-"""The admission webhook for Kubernetes: what an estimate adds to a pod that says which job it runs.
+"""The admission webhook for Kubernetes: annotates a pod that names its job with an estimate.
 
-Start reading at `reviewed`. A pod is always allowed, and whatever is wrong becomes an annotation: an estimate must not
-keep anybody's pod from starting. A job that is not known in time says so; `farm.kueue` waits for its trace.
+Start reading at `review`. A pod is always allowed, and every problem becomes an annotation: an estimate must not keep
+a pod from starting. So does a job that is not known in time; `farm.kueue` waits for its trace.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Answer = Callable[[EstimateRequest], Awaitable["Estimate"]]
 Patch = list[dict[str, Any]]
 
 
-async def reviewed(review: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
-    """Return the AdmissionReview that answers one.
+async def review(asked: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """Return the AdmissionReview that answers `asked`.
 
     Args:
-        review: As the API server sends it, of a pod.
-        answer: Returns the estimate of a request that is known; raises `Problem`.
+        asked: The API server's review of a pod.
+        answer: Returns the estimate of a request if it is known; raises `Problem`.
 
     Raises:
         Problem: It is not an AdmissionReview of version v1.
     """
-    request = review.get("request")
-    if review.get("apiVersion") != _API_VERSION or not isinstance(request, Mapping) or "uid" not in request:
+    request = asked.get("request")
+    if asked.get("apiVersion") != _API_VERSION or not isinstance(request, Mapping) or "uid" not in request:
         raise Problem(422, "invalid-request", f"an AdmissionReview of {_API_VERSION} is wanted", (("/apiVersion", ""),))
     response: dict[str, Any] = {"uid": str(request["uid"]), "allowed": True}
     pod = request.get("object")
@@ -67,20 +67,20 @@ async def _patch_of(pod: Mapping[str, Any], answer: Answer) -> Patch:
             raise Problem(422, "invalid-request", str(unknown_name(WRITE, dialect, DIALECTS)))
         estimate = await answer(job_request(text, device_of(pod)))
     except Problem as problem:
-        return annotated(annotations, {PROBLEM: problem.detail[:_LONGEST]})
+        return annotation_patch(annotations, {PROBLEM: problem.detail[:_LONGEST]})
     fits = "unknown" if estimate.fits_device is None else str(estimate.fits_device).lower()
     needed = math.ceil(estimate.needed_mib)
     notes = {PEAK: str(math.ceil(estimate.peak_memory_mib)), UPPER: str(needed), FITS: fits, DEVICE: estimate.device}
     if dialect == KAI and KAI_MEMORY not in annotations:
         notes[KAI_MEMORY] = str(needed)
-    patch = annotated(annotations, notes)
+    patch = annotation_patch(annotations, notes)
     if dialect in (HAMI, KOORDINATOR):
         patch += _limit(pod, dialect, needed)
     return patch
 
 
 def job_request(text: str, device: str) -> EstimateRequest:
-    """Return the request that a pod's annotation holds. Raises `Problem`."""
+    """Parse the request in a pod's annotation. Raises `Problem`."""
     try:
         return EstimateRequest(**{"device": device, **job_of_text(text, JOB)})
     except UsageError as error:
@@ -92,15 +92,15 @@ def job_request(text: str, device: str) -> EstimateRequest:
         raise Problem(422, "invalid-request", detail) from error
 
 
-def annotated(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:
-    """Return the patch that sets annotations; what of another pod's life is there already is replaced."""
+def annotation_patch(present: Mapping[str, Any], notes: Mapping[str, str]) -> Patch:
+    """Return the patch that sets annotations, replacing those copied from another pod."""
     if not present:
         return [{"op": "add", "path": "/metadata/annotations", "value": dict(notes)}]
     return [{"op": "add", "path": f"/metadata/annotations/{_escape(name)}", "value": notes[name]} for name in notes]
 
 
 def _limit(pod: Mapping[str, Any], dialect: str, needed: int) -> Patch:
-    """Return the patch that limits memory of the containers that ask for a GPU, unless they limit it themselves."""
+    """Return the patch that limits the memory of containers that request a GPU and set no limit."""
     name = HAMI_MEMORY if dialect == HAMI else KOORDINATOR_MEMORY
     value = str(needed) if dialect == HAMI else f"{needed}Mi"
     patch: Patch = []

@@ -1,9 +1,9 @@
-"""The service on Ray Serve, where one machine does not answer enough.
+"""The service on Ray Serve, for more requests than one machine can answer.
 
     serve run farm.serving.ray_application:build data=/srv/farm token_file=/srv/farm/tokens processes=4
 
-Start reading at `build`. Replicas answer on any node; one deployment keeps the questions for traces,
-and traces them, so that an answer is found whichever replica is asked for it.
+Start reading at `build`. Replicas answer on any node. One deployment stores and traces the questions, so every replica
+finds every answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from warehouse.files.folder import DataFolder
 
 TRACES, ESTIMATIONS = "Traces", "Estimations"
 _OF_RAY = ("host", "port", "certificate", "private_key")  # Ray Serve's proxies listen
-_MORE_REQUESTS = 64  # more than the gate takes, so that the gate refuses and Ray does not hold back
+_MORE_REQUESTS = 64  # more than the gate takes: the gate refuses instead of Ray queueing
 
 
 def build(arguments: Mapping[str, Any]) -> Any:
@@ -69,7 +69,7 @@ class Traces(TraceStore):
         limits = TraceLimits(
             str(folder.root), settings.trust, settings.limits.trace_s, int(settings.limits.trace_gib * 2**30)
         )
-        with contextlib.ExitStack() as opened:  # closed again where the rest fails
+        with contextlib.ExitStack() as opened:  # closed if a later step fails
             opened.enter_context(only_service(folder))
             super().__init__(folder.service)
             opened.callback(self.close)

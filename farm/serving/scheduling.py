@@ -1,4 +1,4 @@
-"""Parts that the programs beside a scheduler share: the loop in which they ask the service, what they read and say.
+"""Parts shared by the programs beside a scheduler: their polling loop, parsers and texts.
 
 Start reading at `keep_asking`. `farm.slurm`, `farm.sbatch` and `farm.kueue` are these programs; the service's webhook
 reads pods as `farm.kueue` does.
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
 
 TOKEN_VARIABLE = "GPUFARM_TOKEN"
-PREFIX = "gpufarm.io/"  # of the annotations of a pod
+PREFIX = "gpufarm.io/"  # of a pod's annotations
 JOB, DEVICE = f"{PREFIX}job", f"{PREFIX}device"
 _PRODUCT_LABEL = "nvidia.com/gpu.product"  # label that GPU feature discovery sets
 Shape = TypeVar("Shape", dict[str, Any], list[Any], str, int)
 
 
 def keep_asking(look: Callable[[Client, threading.Event], None], *, server: str, once: bool, every_s: float) -> int:
-    """Call `look` with a client of the service and the event that ends it, again and again until SIGTERM or Ctrl-C.
+    """Call `look` with a client of the service and the end event, every `every_s` until SIGTERM or Ctrl-C.
 
-    Returns the exit code. Raises `EnvironmentProblem` with `once`, where `look` does; else it is printed.
+    Returns the exit code. An `EnvironmentProblem` of `look` is raised with `once`, otherwise printed.
     """
     from learn.client import Client
 
@@ -54,9 +54,9 @@ def keep_asking(look: Callable[[Client, threading.Event], None], *, server: str,
     return 0
 
 
-def figures_of(done: Estimate) -> str:
+def figures_of(estimate: Estimate) -> str:
     """Return an estimate's memory in words, such as `7,196 MiB, bound 8,664 MiB`."""
-    return f"{done.peak_memory_mib:,.0f} MiB, bound {done.needed_mib:,.0f} MiB"
+    return f"{estimate.peak_memory_mib:,.0f} MiB, bound {estimate.needed_mib:,.0f} MiB"
 
 
 def features_by_device(devices: Mapping[str, Any]) -> dict[str, str]:
@@ -84,7 +84,7 @@ def devices_key() -> Any:
 
 
 def job_of_text(text: Any, place: str) -> dict[str, Any]:
-    """Return a job's request as a job script or a pod holds it. Raises `UsageError`, which begins with `place`."""
+    """Parse a job's request from a job script or a pod. Raises `UsageError`, which begins with `place`."""
     try:
         body = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
@@ -102,14 +102,14 @@ def device_of(pod: Mapping[str, Any]) -> str:
     product = value_at(pod, "spec.nodeSelector", dict).get(_PRODUCT_LABEL)
     if not isinstance(product, str):
         return DEFAULT_DEVICE
-    plain = product.removeprefix("NVIDIA-").removesuffix("-SHARED")  # the label has dashes for the driver's spaces
+    plain = product.removeprefix("NVIDIA-").removesuffix("-SHARED")  # the label has dashes for spaces
     return known_device(plain) or known_device(plain.replace("-", " ")) or product
 
 
-def value_at(owner: object, path: str, kind: type[Shape], odd: list[str] | None = None) -> Shape:
-    """Return an API object's value at a dotted path; an empty `kind` where it is absent, null or of another type.
+def value_at(owner: object, path: str, kind: type[Shape], unknown_shapes: list[str] | None = None) -> Shape:
+    """Return an API object's value at a dotted path; an empty `kind` if it is absent, null or of another type.
 
-    Appends to `odd` the path of a value of another type.
+    Appends the path of a value of another type to `unknown_shapes`.
     """
     value = owner
     for name in path.split("."):
@@ -121,6 +121,6 @@ def value_at(owner: object, path: str, kind: type[Shape], odd: list[str] | None 
     else:
         if isinstance(value, kind):
             return value
-    if odd is not None:
-        odd.append(path)
+    if unknown_shapes is not None:
+        unknown_shapes.append(path)
     return kind()

@@ -30,12 +30,12 @@ from farm.serving.trace_store import TraceStore
 from warehouse.files.folder import DataFolder
 from warehouse.files.plain_file import locked
 
-_STOP_S = 10  # for requests that are being answered
+_STOP_S = 10  # for requests in progress
 _KEEP_ALIVE_S = 30
-_SWITCH_S = 0.001  # between the thread that computes and the one that answers
-_SETTLED_S = 30.0  # a process that ended sooner is restarted after a pause
+_SWITCH_S = 0.001  # switch interval of the computing and the answering thread
+_SETTLED_S = 30.0  # a process that ends sooner is restarted after a pause
 _LONGEST_PAUSE_S = 10.0
-_FAILED_STARTS = 5  # in a row, and the service gives up
+_FAILED_STARTS = 5  # failed starts in a row that end the service
 
 
 def serve(settings: ServeSettings) -> int:
@@ -43,7 +43,7 @@ def serve(settings: ServeSettings) -> int:
 
     Raises:
         UsageError: The address is taken or not this machine's, or the log cannot be written.
-        EnvironmentProblem: Another service has the data folder, or the processes that answer end again and again.
+        EnvironmentProblem: Another service has the data folder, or the answering processes keep ending.
     """
     folder = DataFolder.resolve(settings.data)
     if settings.data is None and not folder.root.exists():
@@ -64,7 +64,7 @@ def serve(settings: ServeSettings) -> int:
             os.environ[FOLDER_VARIABLE] = metrics_folder
             url = url_of(listening, "http" if settings.certificate is None else "https")
             print(f"serving {folder.root} on {url}", flush=True)
-            return _Answering(settings, listening, log).run()
+            return _AnsweringProcesses(settings, listening, log).run()
 
 
 def only_service(folder: DataFolder) -> AbstractContextManager[object]:
@@ -74,18 +74,18 @@ def only_service(folder: DataFolder) -> AbstractContextManager[object]:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files of this process and its children to the hard one: each connection is a file."""
+    """Raise the soft limit of open files to the hard limit: each connection is a file."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class _Answering:
-    """The processes that answer, each restarted when it ends."""
+class _AnsweringProcesses:
+    """The answering processes, each restarted when it ends."""
 
     def __init__(self, settings: ServeSettings, listening: socket.socket, log: RequestLog) -> None:
         self._settings, self._listening, self._log = settings, listening, log
-        self._processes: dict[SpawnProcess, float] = {}  # -> when it started
+        self._processes: dict[SpawnProcess, float] = {}  # -> start time
         self._woken, self._wakes = os.pipe()
         self._signal: int | None = None
         self._failed_starts = 0
@@ -145,11 +145,11 @@ class _Answering:
 
 
 def _answer_requests(settings: ServeSettings, listening: socket.socket) -> None:
-    """Answer requests until SIGTERM, or until the process that watches ends. A process's main function."""
+    """Answer requests until SIGTERM, or until the parent process ends. The main function of a process."""
     from farm.serving.application import make_application
 
     sys.setswitchinterval(_SWITCH_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one that watches passes it on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent passes it on
     config = uvicorn.Config(
         make_application(settings),
         log_config=None,

@@ -15,7 +15,7 @@ LOOPBACK_NAME = "localhost"
 
 @dataclass(frozen=True, kw_only=True)
 class LimitSettings(Checked, section="limits"):
-    """The `limits` key: what one request, and all of them together, may take."""
+    """The `limits` key: limits of one request and of all together."""
 
     body_kib: int = key(1024, "largest request body, KiB", "int >= 1")
     batch: int = key(1000, "most jobs of one batch", "int >= 1")
@@ -42,7 +42,7 @@ class LimitSettings(Checked, section="limits"):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(Checked):
-    """Where to listen, and what is answered. Raises `UsageError` that names every bad key together.
+    """The address, and what is served. Raises `UsageError` that names every bad key together.
 
       python -m farm.serve                                        on http://127.0.0.1:8350, with pages at /
       python -m farm.serve port=0 data=/srv/farm                  a free port, printed; another data folder
@@ -50,11 +50,11 @@ class ServeSettings(Checked):
       curl -s localhost:8350/v1/estimate -H 'content-type: application/json' \\
         -d '{"config": {"family": "mlp", "batch_size": 256, "input_size": 4096, "classes": 10, "depth": 4}}'
 
-    A job is traced in a child process, once; where that takes longer than a request waits, the answer is fetched from
-    the URL that `202 Accepted` names. Jobs are data: trial configs, Hugging Face configs,
-    and models of torchvision, timm and transformers by name. trust= names further modules whose models may be built;
-    scripts=true lets clients send whole scripts, which run with this service's rights, in a limited child process.
-    Beyond this machine, clients need a token: token_file= has one a line. docs/service.md describes the API.
+    A job is traced once, in a child process. If that takes longer than the request waits, fetch the answer from the
+    URL that `202 Accepted` names. Jobs are data: trial configs, Hugging Face configs, and models of torchvision,
+    timm and transformers by name. trust= names further modules whose models may be built; scripts=true lets clients
+    send whole scripts, which run with this service's rights, in a limited child process. Clients on other machines
+    need a token: token_file= has one a line. docs/service.md describes the API.
     """
 
     host: str = key("127.0.0.1", "address to listen on; any but this machine's own needs token_file=")

@@ -1,8 +1,8 @@
 """Child processes that answer questions with a trace, each ended when it is late or too large.
 
 Start reading at `TracePool`, then at `answer_question`, which a child runs. Children are forked from a server that has
-imported torch (`conf.children`); the pool's own process never imports it. Models are built without memory; names of
-code are those that `own_code` lets data give, or that the operator trusts.
+imported torch (`conf.children`); the pool's own process never imports it. Models are built without memory. Code names
+are those that data may give, or of modules that the operator trusts.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.05
 _BEAT_EVERY_S = 1.0
 _STARTS, _START_AGAIN_S = 40, 0.25
-_UNUSABLE = (EnvironmentProblem, QueueError)  # the file of questions, as on a full disk
+_UNUSABLE = (EnvironmentProblem, QueueError)  # errors of the file of questions, as on a full disk
 
 
 class TracePool:
     """Threads that lease questions and pass each to a child process; a context manager.
 
     Args:
-        store: The questions. What ran when the service last ended is asked again.
+        store: The questions. Those that ran when the service last ended are queued again.
         limits: Limits of one trace.
-        size: Children at the same time. One of several is kept from a client that has all the others.
+        size: Children at the same time. If there are several, one client has at most all but one.
         log: Is called with an event's name and fields.
     """
 
@@ -77,7 +77,7 @@ class TracePool:
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_EVERY_S):
-            with contextlib.suppress(*_UNUSABLE):  # a full disk: `/readyz` says that the pulse is old
+            with contextlib.suppress(*_UNUSABLE):  # a full disk; `/readyz` then reports an old pulse
                 self._store.beat()
 
     def _work(self) -> None:
@@ -102,8 +102,8 @@ class TracePool:
             self._log("trace", key=key, outcome=outcome, seconds=round((time.monotonic_ns() - began) / 1e9, 3))
 
     def _run_question(self, key: str, question: str) -> str:
-        """Run one question in a child and store what came of it. Returns that in a word or two, for the log."""
-        asked = self._asked(question)
+        """Run one question in a child and store the outcome. Returns the outcome in a word or two, for the log."""
+        asked = self._ask_child(question)
         if asked is None and not self._ended.is_set():
             self._store.interrupted(key, "the process that traces are forked from does not start")
             return "not started"
@@ -115,7 +115,7 @@ class TracePool:
                 return "answered"
             self._store.failed(key, content["problem"])
             return "refused"
-        if ended is not None and (limit := self._in_words(ended.limit)) is not None:
+        if ended is not None and (limit := self._limit_text(ended.limit)) is not None:
             self._store.failed(key, limit)
             return limit
         if self._ended.is_set():
@@ -124,8 +124,8 @@ class TracePool:
         self._store.interrupted(key, "its process was killed")
         return "killed"
 
-    def _asked(self, question: str) -> tuple[bytes, Ended | None] | None:
-        """Return what a child answers and how it ended; None where none starts, also from another server."""
+    def _ask_child(self, question: str) -> tuple[bytes, Ended | None] | None:
+        """Return a child's answer and how it ended; None if no child starts, even from another server."""
         for _ in range(_STARTS):
             try:
                 return self._living_server().ask(
@@ -153,7 +153,7 @@ class TracePool:
             self._server.hello()
             return self._server
 
-    def _in_words(self, limit: str | None) -> str | None:
+    def _limit_text(self, limit: str | None) -> str | None:
         """Return the sentence for a limit that a child has reached."""
         limits = {
             TIME: f"longer than the limit of {self._limits.seconds:g} s",
@@ -177,7 +177,7 @@ class TraceLimits:
 
 
 def prepare() -> None:
-    """Import what traces need, in the process that they are forked from. It runs no operator and starts no thread."""
+    """Import what traces need, in the process that they are forked from. Runs no operator and starts no thread."""
     search_working_folder()
     from featurize.trace.light_imports import without_compiler
 
@@ -195,8 +195,8 @@ def answer_question(limits: dict[str, Any], channel: int) -> None:
     The function of a child process; `limits` has the fields of `TraceLimits`.
     """
     with socket.socket(fileno=channel) as ours, ours.makefile("rwb") as stream:
-        kept = TraceLimits(**{**limits, "trust": tuple(limits["trust"])})
-        reply = json.dumps(_reply(json.loads(stream.readline()), kept))
+        trace_limits = TraceLimits(**{**limits, "trust": tuple(limits["trust"])})
+        reply = json.dumps(_reply(json.loads(stream.readline()), trace_limits))
         if len(reply) > _LARGEST_ANSWER:
             reply = json.dumps({"problem": f"the answer is larger than {_LARGEST_ANSWER // 2**20} MiB"})
         stream.write(reply.encode() + b"\n")
@@ -207,7 +207,7 @@ def _reply(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     answers = {"estimate": _estimate, "fit": _fit, "plan": _plan}
     try:
         return {"answer": scrubber.values(answers[question["kind"]](question, limits))}
-    except ServerLost:  # no fault of the job: without an answer it is asked again
+    except ServerLost:  # not the job's fault: without an answer it is queued again
         raise
     except CommandError as error:
         return {"problem": scrubber.text(str(error))}
@@ -224,7 +224,7 @@ def _estimate(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any
     from learn.estimation.notes import INFO, Note
 
     if "script" in question:
-        return _of_script(question, limits)
+        return _estimate_script(question, limits)
     estimated = estimate(
         _job(question, limits), _inputs(question), device=question["device"], **_options(question, limits)
     )
@@ -266,7 +266,7 @@ def _plan(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     return planned.to_mapping()
 
 
-def _of_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
+def _estimate_script(question: Mapping[str, Any], limits: TraceLimits) -> dict[str, Any]:
     from learn.script.estimating import estimate_script
 
     with tempfile.TemporaryDirectory() as folder:

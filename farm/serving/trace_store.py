@@ -1,9 +1,8 @@
 """Questions that wait for a trace, and their answers: SQLite, shared by all processes of the service.
 
-Start reading at `TraceStore`, whose file is opened and asked as the farm's queue is (`QueueFile`). A question is kept
-until its answer is stored, so that none is lost with a process. Clients take turns, and have a share each of what may
-wait. Answers are forgotten when they are old, and what nobody asks for any more. The processes that answer await what
-they ask, which on Ray Serve goes through `RemoteQuestions`.
+Start reading at `TraceStore`, whose file is a `QueueFile`, as the farm's queue is. A question is kept until its answer
+is stored, so none is lost with a process. Clients take turns, and each has a share of the waiting places. Old answers
+and questions that no client asks for are deleted. On Ray Serve, the answering processes use `RemoteQuestions`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
 MOST_ATTEMPTS = 3  # attempts at a question whose child process, or whose service, was killed
 _BUSY_S = 10.0
 _LEAST_KEPT_S = 600.0  # an answer is kept at least this long for its client
-_WANTED_EVERY_S = 30.0  # how often a question's last use is noted
+_WANTED_EVERY_S = 30.0  # between updates of a question's last use
 _WAL_BYTES = 4 * 2**20
-_FREE_PAGES = 256  # free pages that the file keeps for the next questions
-_GIVEN_BACK_PAGES = 4096  # at a time: others wait
-_VERSION = 2  # version of the file: another one's questions are forgotten
+_FREE_PAGES = 256  # free pages to keep in the file for the next questions
+_GIVEN_BACK_PAGES = 4096  # pages to free at a time, while others wait
+_VERSION = 2  # version of the file; questions of another version are deleted
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS questions (
     key TEXT PRIMARY KEY, client TEXT NOT NULL, question TEXT NOT NULL, state TEXT NOT NULL,
@@ -52,7 +51,7 @@ class QuestionLimits:
 
     @property
     def kept_s(self) -> float:
-        """Return how long an answer is kept, and a question that nobody asks for."""
+        """Return the seconds to keep an answer, or a question that no client asks for."""
         return max(self.fresh_s, _LEAST_KEPT_S)
 
 
@@ -60,7 +59,7 @@ class QuestionLimits:
 class QuestionRow:
     """A question's row. answer: of state `done`; problem: of `failed`, in words; times are seconds since 1970.
 
-    wanted_at   when somebody last asked for it, give or take half a minute
+    wanted_at   when a client last asked for it, to within half a minute
     """
 
     key: str
@@ -72,12 +71,12 @@ class QuestionRow:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether there is an answer, or a reason why there is none."""
+        """Return whether there is an answer or a reason for its absence."""
         return self.state in (DONE, FAILED)
 
 
 def _prepare(file: QueueFile) -> None:
-    """Make the file one that frees space, without what a file of another version holds."""
+    """Make the tables in a file that frees space; delete the contents of another version."""
     if file.only("PRAGMA user_version") != (_VERSION,):
         file.change("PRAGMA auto_vacuum = INCREMENTAL")
         file.change("PRAGMA journal_mode = WAL")
@@ -106,9 +105,9 @@ class TraceStore:
         self._file = QueueFile(path, _BUSY_S, _prepare)
 
     async def ask(self, key: str, question: str, client: str, limits: QuestionLimits) -> QuestionRow | None:
-        """Return the question's row, added where it is new, or where its answer is too old.
+        """Return the question's row; add it if it is new or its answer is too old.
 
-        Returns None where the client's share of what may wait is used up.
+        Returns None if the client's share of the waiting places is used up.
         """
         now = self._clock()
         with self._file.transaction():
@@ -133,9 +132,9 @@ class TraceStore:
         return row
 
     def lease(self, most_of_client: int) -> tuple[str, str] | None:
-        """Take the oldest question of the client whose turn is longest ago. Returns its key and its text, or None.
+        """Take the oldest question of the client whose last turn is longest ago. Returns its key and text, or None.
 
-        A client of which `most_of_client` questions are being traced has no turn.
+        A client with `most_of_client` questions in progress is skipped.
         """
         row = self._file.one(
             "UPDATE questions SET state = :running, started_at = :now, attempts = attempts + 1 WHERE key = ("
@@ -152,7 +151,7 @@ class TraceStore:
         return None if row is None else (row[0], row[1])
 
     async def forget(self, limits: QuestionLimits) -> None:
-        """Delete what is old: answers, and questions that nobody asks for. Gives their space back to the disk.
+        """Delete old answers, and questions that no client asks for. Gives their space back to the disk.
 
         Beyond `stored_bytes`, the oldest answers go first, however young.
         """
@@ -183,16 +182,16 @@ class TraceStore:
         self._end(key, DONE, json.dumps(answer), None)
 
     def failed(self, key: str, problem: str) -> None:
-        """Store why there is no answer."""
+        """Store the reason why there is no answer."""
         self._end(key, FAILED, None, problem)
 
     def interrupted(self, key: str, problem: str) -> None:
-        """Ask again what a killed process left, or give it up after `MOST_ATTEMPTS`."""
+        """Queue a killed process's question again, or fail it after `MOST_ATTEMPTS`."""
         with self._file.transaction():
             self._give_back("key = ?", (key,), problem)
 
     def recover(self) -> int:
-        """Ask again what ran when the service ended. Returns how many questions that are."""
+        """Queue the questions again that ran when the service ended. Returns their number."""
         with self._file.transaction():
             return self._give_back("state = ?", (RUNNING,), "the service ended while it was traced")
 
@@ -201,7 +200,7 @@ class TraceStore:
         self._file.change("INSERT OR REPLACE INTO pulse VALUES (0, ?)", (self._clock(),))
 
     async def pulse_age_s(self) -> float | None:
-        """Return the seconds since the pool's last sign of life; None where there was none."""
+        """Return the seconds since the pool's last sign of life; None if it never had one."""
         row = self._file.one("SELECT at FROM pulse")
         return None if row is None else max(0.0, self._clock() - row[0])
 
@@ -242,7 +241,7 @@ class TraceStore:
         )
 
     def _want(self, row: QuestionRow, client: str, now: float) -> None:
-        """Note that somebody asks for the row. A client with fewer questions takes it over: its turn comes sooner."""
+        """Note that a client asks for the row. One with fewer questions takes it over: its turn comes sooner."""
         if now - row.wanted_at > _WANTED_EVERY_S:
             self._file.change("UPDATE questions SET wanted_at = ? WHERE key = ?", (now, row.key))
         if row.state == QUEUED:
@@ -263,7 +262,7 @@ class TraceStore:
 
 
 class RemoteQuestions:
-    """The questions of a service on Ray Serve, as a `TraceStore` is asked. handle: of the deployment `Traces`."""
+    """The questions of a service on Ray Serve, with `TraceStore`'s methods. handle: of the deployment `Traces`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -284,4 +283,4 @@ class RemoteQuestions:
         return cast("float | None", await self._handle.pulse_age_s.remote())
 
     def close(self) -> None:
-        """Leave the deployment open, which other replicas ask."""
+        """Do nothing: other replicas use the deployment."""

@@ -1,8 +1,8 @@
-"""Refuses a submission whose models do not exist: mistyped factories, modules that cannot be imported here.
+"""Refuses submissions whose models do not exist: mistyped factories, modules that cannot be imported here.
 
 Start reading at `require_models`, which asks a child process (`conf.children`). Only the child imports torch, libraries
-and the user's own modules. Models of the family's own search space are checked only where their library is not
-installed, or where the space changes their `arguments` or `image_size`.
+and the user's modules. Models of the family's default search space are checked only if their library is missing, or if
+the space changes their `arguments` or `image_size`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from featurize.configs.trial import (
 from featurize.families import get_family
 from featurize.trace.light_imports import without_compiler
 
-PATIENCE_S = 300.0  # for all models of a submission; those that are not checked by then are queued
-_QUIET_S = 1.0  # a longer check prints a message
-_TRIED_ON = 3  # configs that a model is tried on
+PATIENCE_S = 300.0  # time for all models of a submission; models not checked by then are queued
+_QUIET_S = 1.0  # a check that takes longer prints a message
+_TRIED_ON = 3  # configs to build a model with
 _SHOWN = 3  # problems in a message
 _CHARACTERS = 400  # characters of a problem
 _FIELD, _ARGUMENTS = "model", "arguments"
 
-Environment = tuple[str, Path]  # a Python, and a folder that holds this project's packages and nothing else
+Environment = tuple[str, Path]  # a Python, and a folder with only this project's packages
 
 
 def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> None:
     """Raise `UsageError` that names each model of the spaces that does not exist, with near names.
 
-    A library's model of plain arguments is built without memory; of other code only the module is imported and the
+    A library's model with plain arguments is built without memory. For other code, the module is imported and the
     factory looked up.
     """
     models = [model for space in spaces for model in _models_of(space)]
@@ -59,9 +59,9 @@ def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> N
 def require_models_in_any(
     spaces: Iterable[Space], environments: Iterable[Environment], patience_s: float = PATIENCE_S
 ) -> None:
-    """Raise `UsageError` that names each model of the spaces that exists in none of the environments.
+    """Raise `UsageError` that names each model of the spaces that no environment has.
 
-    A model that one of them alone lacks is not a mistake: a comparison shows it.
+    A model that only some environments lack is not a mistake: a comparison shows it.
     """
     models = [model for space in spaces for model in _models_of(space)]
     answers: Sequence[str | None] = []
@@ -88,7 +88,7 @@ def _refuse(models: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) 
 
 
 def _models_of(space: Space) -> Iterator[dict[str, Any]]:
-    """Return the space's models: `name`, as the space has it, and `configs` with that model, as mappings."""
+    """Yield the models to check: `name`, as the space has it, and `configs` with that model, as mappings."""
     values = [value for value in _models(space) if isinstance(value, str)]
     if not values:
         return
@@ -99,7 +99,7 @@ def _models_of(space: Space) -> Iterator[dict[str, Any]]:
         if value in known and _library(space.family, value) not in missing:
             continue
         configs = [config.to_mapping() for config in _configs_with(space, value)]
-        if configs:  # else sampling reports the problem
+        if configs:  # otherwise sampling reports the problem
             yield {"name": value, "configs": configs}
 
 
@@ -112,7 +112,7 @@ def _models(space: Space) -> tuple[Any, ...]:
 
 
 def _has_own_arguments(space: Space) -> bool:
-    """Return whether the models' arguments are those of the family's own space."""
+    """Return whether the models' arguments are those of the family's default space."""
     own_dimensions = {dimension.name: dimension for dimension in own_space(space.family).dimensions}
     return all(
         dimension == own_dimensions.get(dimension.name)
@@ -142,7 +142,7 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 def _ask(
     models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment | None = None
 ) -> list[str | None]:
-    """Return each model's problem; None: none, or not checked in time; "": importing it ended the child."""
+    """Return each model's problem: None if it has none or was not checked in time, "" if it ended the child."""
     python, code = environment or (sys.executable, None)
     variables = None if code is None else {**os.environ, "PYTHONPATH": str(code)}
     answers: list[str | None] = []
@@ -166,9 +166,9 @@ def _ask(
     which = f"{unchecked} of {len(models)} {'is' if unchecked == 1 else 'are'} queued unchecked"
     if ended is not None and ended.limit == TIME:
         print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
-    elif not started:  # not a model's fault; the trials say what is missing
+    elif not started:  # no model's fault: the trials will report what is missing
         print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
-    elif unchecked and ended is None:  # not a model's fault either
+    elif unchecked and ended is None:  # no model's fault either
         print(f"the process that checks models was killed; {which}", file=sys.stderr)
     elif unchecked:
         answers.append("")
@@ -193,10 +193,10 @@ def _try(config: TrialConfig) -> None:
     import torch
 
     named = [getattr(config, name) for name in code_fields(config.family)]
-    if named and data_refusal(config) is not None:  # the user's own: it is built where it runs, and not before
+    if named and data_refusal(config) is not None:  # the user's code is built only where it runs
         try:
             from learn.job.training_job import load_factory
-        except ImportError:  # an environment that is compared need not have all that estimates import
+        except ImportError:  # a compared environment may lack imports of estimates
             return
         for name in named:
             load_factory(name)
@@ -208,12 +208,12 @@ def _try(config: TrialConfig) -> None:
             get_family(config.family).build(config)
     except CommandError:
         raise
-    except Exception as error:  # a library may raise anything for a name that it does not know
+    except Exception as error:  # a library may raise anything for an unknown name
         raise UsageError(f"{getattr(config, _FIELD)} makes no model: {exception_line(error)}") from error
 
 
 def _name_in_timm(config: TrialConfig) -> str | None:
-    """Return the name given to `timm:create_model`, since timm itself does not suggest near names."""
+    """Return the name given to `timm:create_model`, or None; timm does not suggest similar names."""
     if not getattr(config, _FIELD).startswith("timm:"):
         return None
     name: str | None = json.loads(getattr(config, _ARGUMENTS)).get("model_name")
@@ -221,9 +221,9 @@ def _name_in_timm(config: TrialConfig) -> str | None:
 
 
 def answer(_: None, channel: int) -> None:
-    """Write null, read models, a JSON object a line, and answer each with its problem or null; a child's function."""
+    """Write null, read models (JSON lines), and answer each with its problem or null. Runs in the child."""
     search_working_folder()
-    without_compiler()  # a model is looked up or built without memory, and not compiled
+    without_compiler()  # models are looked up or built without memory, never compiled
     with socket.socket(fileno=channel) as ours, ours.makefile("rwb") as stream:
         stream.write(b"null\n")
         for model in [json.loads(line) for line in stream]:

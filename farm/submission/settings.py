@@ -1,6 +1,6 @@
 """The settings of commands that run trials, as typed frozen values: below `main` there is no `DictConfig`.
 
-Start reading at `SubmitSettings`; `conf.cli.settings` says what becomes of its fields. `with_layouts` spreads trials
+Start reading at `SubmitSettings`; `conf.cli.settings` turns its fields into keys. `with_layouts` spreads trials
 over GPUs; `require_gpus` and `require_optimizers` refuse what a device cannot run.
 """
 
@@ -43,7 +43,7 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
     """Return the device that a file of `conf/device/` chooses: a backend, or a description, which is simulated.
 
     Raises:
-        UsageError: For keys and values that no device has.
+        UsageError: Unknown keys, and values that no device has.
     """
     from featurize.device.device_spec import device_from_mapping, load_device
 
@@ -59,7 +59,7 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
 
 
 def _describe(spec: DeviceSpec) -> dict[str, Any]:
-    """Return a description for the wire: with its interconnect only where that is not the one of its GPU model."""
+    """Return a description as JSON, with its interconnect only if it differs from the GPU model's."""
     from featurize.device.device_spec import device_from_mapping
 
     mapping = spec.to_mapping()
@@ -69,7 +69,7 @@ def _describe(spec: DeviceSpec) -> dict[str, Any]:
 
 
 def space_within_limits(values: Mapping[str, Any]) -> Space:
-    """Return the search space of a file of `conf/arch/`. Raises `UsageError`, also for numbers beyond the family's."""
+    """Return the search space of a file of `conf/arch/`. Raises `UsageError`, also beyond the family's limits."""
     space = space_of_mapping(values)
     require_within_limits(space)
     return space
@@ -80,10 +80,10 @@ class TrialsSettings(Checked):
     """The devices of trials, and how they run. `device` may still be `auto`; `choose_device` resolves it."""
 
     device: DeviceChoice = group(
-        "auto", "what trials run on; a device description means: simulate it", device_choice, DeviceKeys
+        "auto", "device that trials run on; a device description is simulated", device_choice, DeviceKeys
     )
     cluster: ClusterSettings = group("local", "where the workers live", schema=ClusterSettings)
-    window: WindowSettings = group("adaptive", "how long a run is measured", schema=WindowSettings)
+    window: WindowSettings = group("adaptive", "length of a run's measurement", schema=WindowSettings)
     data: str | None = data_key()
     limits: Limits = section(Limits)
     trial: TrialRules = section(TrialRules)
@@ -101,8 +101,8 @@ class SampledSettings(TrialsSettings):
     """The space that is sampled, and how."""
 
     arch: Space | None = added_group(space_within_limits)
-    seed: int = key(0, "together with the space decides every configuration", "int >= 0")
-    policy: str = key("stratified", "stratified: fills every range evenly for any n", choices=tuple(POLICIES))
+    seed: int = key(0, "seed that, with the space, determines every configuration", "int >= 0")
+    policy: str = key("stratified", "stratified fills every range evenly for any n", choices=tuple(POLICIES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,25 +118,26 @@ class SubmitSettings(SampledSettings):
       python -m farm.submit +arch=cnn n=5000 detach=true          only queue; `python -m farm.work` runs it
       python -m farm.submit +collocate=pairs arch=[cnn,gpt] n=500    pairs of trials that share a GPU
 
-    What arch.space.NAME is given replaces what stood there: a number, a list (a value listed twice is twice as
+    arch.space.NAME replaces a dimension of the search space: with a number, a list (a value listed twice is twice as
     likely) or a range, as in "arch.space.depth={low: 4, high: 12, scale: log, step: 2}"; arch.space.depth.high=20
     changes one end. A number beyond the family's limits is refused.
 
     The same command again adds nothing and continues where it was; a larger n adds the difference. Ctrl-C once finishes
-    what runs and leaves, twice stops at once; nothing is lost either way. While trials are being queued, Ctrl-C removes
-    them again. Above a million trials it prints the disk space needed and asks; without a terminal, pass yes=true.
+    running trials and exits, twice stops immediately; no run is lost either way. While trials are being queued, Ctrl-C
+    removes them again. Above a million trials it prints the disk space needed and asks; without a terminal, pass
+    yes=true.
     """
 
-    n: int = key(help="how many trials the job has", kind="int 1 to 10000000")
+    n: int = key(help="number of trials", kind="int 1 to 10000000")
     parallel: Any = key(
         None,
-        "several GPUs for each trial, a process on each: ddp=2, or '{ddp: 2, static_graph: true}'; a list samples it, "
+        "several GPUs for each trial, one process each: ddp=2, or '{ddp: 2, static_graph: true}'; a list samples it, "
         'as in "[null,{ddp: 2}]"; docs/parallel.md has the settings',
         "list | mapping | text | null",
     )
     batch_sizes: tuple[int, ...] | None = key(
         None,
-        "a list, as in [8,32,128]: every sampled trial is run at each of these; n counts the trials",
+        "batch sizes, as in [8,32,128]: every sampled trial runs at each of them; n counts the trials",
         build=checked_batch_sizes,
     )
     collocate: str | None = key(
@@ -146,7 +147,7 @@ class SubmitSettings(SampledSettings):
     )
     families: tuple[str, ...] | None = key(
         None,
-        "with collocate: families whose search spaces trials are drawn from; arch=[cnn,gpt] means the same",
+        "with collocate: families to draw trials from; arch=[cnn,gpt] means the same",
         "text | list of text | null",
         family_names(),
     )
@@ -185,14 +186,14 @@ class SubmitSettings(SampledSettings):
 
     @property
     def spaces(self) -> tuple[Space, ...]:
-        """The search spaces: one, or with `families` one of each."""
+        """Return the search spaces: one, or with `families` one for each."""
         if self.arch is not None:
             return (self.arch,)
         return tuple(parse_space(name, default_space(name) or {}) for name in self.families or ())
 
     @property
     def space(self) -> Space:
-        """The search space of a submission of single trials."""
+        """Return the search space of a submission of single trials."""
         assert self.arch is not None
         return self.arch
 
@@ -203,7 +204,7 @@ class SubmitSettings(SampledSettings):
 
     def identity(self) -> dict[str, Any]:
         """Return the submission's identity: everything that determines its runs, without n and priority."""
-        # Left out where there are none: jobs from before the key keep their ids.
+        # Absent without batch sizes: jobs older than the key keep their ids.
         pairs = {} if self.batch_sizes is None else {"batch_sizes": list(self.batch_sizes)}
         space = (
             self.space.to_mapping()
@@ -227,10 +228,10 @@ DIMENSION = "parallel"
 
 
 def with_layouts(space: Space, given: Any) -> Space:
-    """Return the space with `given` in place of its own dimension `parallel`.
+    """Return the space with its dimension `parallel` replaced by `given`.
 
     Args:
-        given: A layout as `parse_parallel` takes it, or a list of them, of which None is one GPU.
+        given: A layout as `parse_parallel` takes it, or a list of them; None is one GPU.
 
     Raises:
         UsageError: An invalid layout.
@@ -242,7 +243,7 @@ def with_layouts(space: Space, given: Any) -> Space:
     texts = tuple(None if layout is None else layout.text() for layout in layouts)
     dimension: Dimension = Choice(DIMENSION, texts) if several else Constant(DIMENSION, texts[0])
     others = tuple(other for other in space.dimensions if other.name != DIMENSION)
-    # One GPU is what a space without the dimension means, and its jobs keep their ids.
+    # A space without the dimension means one GPU; its jobs keep their ids.
     return replace(space, dimensions=others if texts == (None,) else (*others, dimension))
 
 
@@ -250,8 +251,8 @@ def require_gpus(space: Space, choice: DeviceChoice, cluster: ClusterSettings) -
     """Refuse a layout that the device cannot run.
 
     Args:
-        choice: Where the trials run. Simulated GPUs are as many as a layout wants.
-        cluster: Where they run: the GPUs of this machine can be counted, those of a joined cluster not yet.
+        choice: The device. There are as many simulated GPUs as a layout needs.
+        cluster: The cluster. GPUs of this machine are counted, those of a joined cluster are not known yet.
 
     Raises:
         UsageError: A pipeline on real GPUs, several nodes, or more GPUs than there are.
@@ -295,8 +296,8 @@ def require_optimizers(space: Space, choice: DeviceChoice) -> None:
     """Raise for optimizers that the device cannot run.
 
     Raises:
-        UsageError: They run on CUDA only, and trials run on the CPU.
-        EnvironmentProblem: Their package is missing here. A simulated GPU needs none for those of CUDA.
+        UsageError: They run only on CUDA, and trials run on the CPU.
+        EnvironmentProblem: Their package is missing. A simulated GPU needs no package for CUDA optimizers.
     """
     for name in _values(space, "optimizer"):
         optimizer = OPTIMIZERS[str(name)]
@@ -319,8 +320,8 @@ def _values(space: Space, name: str) -> tuple[Scalar, ...]:
 def spec_of(choice: DeviceChoice, slot: Slot | None = None) -> DeviceSpec:
     """Return the description of the device that trials run on, for forecasts.
 
-    A model without a description has the rates of `DEFAULT_DEVICE`, and so has the CPU. `slot`: one of the device's;
-    None: its first one. Raises `DeviceUnavailable` where the device cannot be used here.
+    The CPU and models without a description get the rates of `DEFAULT_DEVICE`. `slot`: a slot of the device; None: the
+    first one. Raises `DeviceUnavailable` if the device cannot be used here.
     """
     from featurize.device.device_spec import DEFAULT_DEVICE, device_from_mapping, known_device, load_device
 

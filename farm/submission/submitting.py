@@ -1,4 +1,4 @@
-"""Queues the trials of a submission, and asks before there are more than a million of them.
+"""Queues the trials of a submission, and asks for consent above a million of them.
 
 Start reading at `submit`. `require_consent` also refuses what the disk cannot hold.
 """
@@ -36,8 +36,8 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
 ASK_ABOVE = 1_000_000  # trials that one command adds
-_EXAMPLES = 200  # configurations that show how long the others are
-# Of a trial in the queue beside its configuration: 80 to 100 were measured, half-filled pages included.
+_EXAMPLES = 200  # configurations whose length stands for all
+# Bytes of a queued trial beside its configuration: 80 to 100 were measured, half-filled pages included.
 _BYTES_BESIDE = 90
 _RULES_SHOWN = 3
 _DRAWN_EVERY = 2000  # trials
@@ -46,7 +46,7 @@ _DRAWN_EVERY = 2000  # trials
 def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bool = True) -> str:
     """Queue the tasks that are not queued yet; return the job's id. The same submission again adds nothing.
 
-    Shows a bar on a terminal where that takes a while, unless `quiet`. Ctrl-C takes out again what was added.
+    Shows a bar on a terminal if that takes a while, unless `quiet`. Ctrl-C removes the added tasks again.
     """
     identity = settings.identity()
     job_id = _job_id(settings)
@@ -65,7 +65,7 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
     existing = queue.next_index(job_id)
     rejections: Counter[str] = Counter()
     for space in settings.spaces:
-        record_code(space.code_names())  # also of tasks that are queued already
+        record_code(space.code_names())  # including tasks that are queued already
     with StepBar(job_id) as bar:
         shown = None if quiet else functools.partial(bar.update, "forecasting")
         configs = enumerate(task_texts(settings, existing, settings.n, rejections, shown), start=existing)
@@ -92,15 +92,15 @@ def submit(folder: DataFolder, queue: Queue, settings: SubmitSettings, quiet: bo
         }
     )
     total = queue.counts(job_id).total
-    known = f"{total - added} were queued before" if total > added else "new"
-    for rule, count in rejections.most_common(_RULES_SHOWN):  # a misspelt choice would lose its share in silence
+    origin = f"{total - added} were queued before" if total > added else "new"
+    for rule, count in rejections.most_common(_RULES_SHOWN):  # else a misspelt choice would silently lose its share
         print(f"{job_id}: {count} sampled points were drawn again: {rule}")
-    print(f"{job_id}: {added} trials added ({known}), {total} in all")
+    print(f"{job_id}: {added} trials added ({origin}), {total} in all")
     return job_id
 
 
 def _count_queued(folder: DataFolder, settings: SubmitSettings) -> int:
-    """Return how many of the job's trials the queue already holds, so that a repeated command need not ask again."""
+    """Return how many of the job's trials are queued already: a repeated command does not ask about them again."""
     if not folder.queue.is_file():
         return 0
     with queue_to_read(folder.queue) as queue:
@@ -120,7 +120,7 @@ def _job_id(settings: SubmitSettings) -> str:
 def _show_progress(
     configs: Iterable[tuple[int, str]], bar: StepBar, start: int, stop: int
 ) -> Iterator[tuple[int, str]]:
-    """Yield the same items and draw a bar every few thousand, so small jobs show none."""
+    """Yield the same items and update the bar every few thousand, so small jobs show none."""
     for completed, config in enumerate(configs, start=1):
         yield config
         if completed % _DRAWN_EVERY == 0:
@@ -165,10 +165,10 @@ def task_texts(
 
 
 def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
-    """Return if the submission may be queued: it adds few trials, or many with `yes=true` or the user's word.
+    """Return if the submission may be queued: it adds few trials, or many with `yes=true` or the user's consent.
 
-    Raises `UsageError` where the disk has no room for all of them, where the user says no on the terminal, and without
-    a terminal, where the message names `yes=true`.
+    Raises `UsageError` if the disk has no room for them, if the user declines on the terminal, and without a terminal;
+    the message then names `yes=true`.
     """
     if settings.n <= ASK_ABOVE or (trials := settings.n - _count_queued(folder, settings)) <= ASK_ABOVE:
         return
@@ -189,7 +189,7 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
 
 
 def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
-    """Estimate the size in bytes of this many trials in the queue's file, from the texts of a few."""
+    """Estimate the size in bytes of `trials` trials in the queue's file, from the texts of a few."""
     lengths = [len(text.encode()) for text in example_texts]
     return round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
 

@@ -1,7 +1,9 @@
-"""Fixtures of most tests of the farm: a new data folder on a hostile path, its queue, and running trial servers."""
+"""Fixtures of most tests of the farm: a new data folder on a hostile path, its queue, and running servers."""
 
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -10,7 +12,7 @@ import pytest
 
 from conf.files.identity import alive, identity
 from farm.queue.jobs import Queue
-from tests.farm.served import served
+from tests.farm.served import fill_explored, served
 from tests.surroundings import waiting_process
 from warehouse.files.folder import DataFolder
 from workers import worker
@@ -44,6 +46,19 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory):
+    """A certificate of localhost and its key."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "tls.crt"), str(folder / "tls.key")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
 
 
 class LastingServer(TrialServer):
@@ -88,4 +103,20 @@ def end_of_servers() -> Iterator[None]:
 def service(tmp_path_factory):
     """One service for all files that ask it: it starts for seconds. What is killed in it comes back."""
     with served(DataFolder(tmp_path_factory.mktemp("shared") / "a'; echo foo").create().root) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def explored(tmp_path_factory):
+    """A data folder for the explorer's pages."""
+    data = DataFolder(tmp_path_factory.mktemp("explored") / "a'; echo foo").create()
+    fill_explored(data)
+    return data
+
+
+@pytest.fixture(scope="session")
+def explorer(explored):
+    """A service of that folder with low limits, for the tests of the pages over HTTP and in a browser."""
+    limits = "limits.query_s=1", "limits.download_rows=5000", "limits.download_mib=1"
+    with served(explored.root, *limits, "processes=1") as service:
         yield service

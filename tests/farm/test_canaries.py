@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from canary_nights import CANARIES, DEVICE, NEW, OLD, Lab, of, usual, where
 
-from farm.nights.canaries import canary_configs, compare, tolerance_of, unconfirmed
+from farm.nights.canaries import canaries_to_confirm, canary_configs, compare, tolerance_of
 from farm.nights.journal import Journal, plain
 from farm.nights.plan import Machine
 from farm.nights.settings import NEED_LIBRARIES
@@ -165,7 +165,7 @@ def test_a_canary_that_crashes_without_a_history_is_a_sickness_with_its_reason(l
         "2 of the first 8 canaries of this device failed: ended as crashed "
         "(cnn ffe57f: RuntimeError: no such kernel; unet 13b357: RuntimeError: no such kernel)"
     )
-    assert set(unconfirmed(verdict)) == {CANARIES[2], CANARIES[7]}
+    assert set(canaries_to_confirm(verdict)) == {CANARIES[2], CANARIES[7]}
     lab.night(only=CANARIES[:2])
     later = lab.verdict(lab.night(of(2, **CRASHED), only=CANARIES[:3]))
     assert later.verdict == "sick" and labels(later) == {("cnn", "status")}
@@ -291,12 +291,12 @@ def test_nobody_knows_is_said(lab):
 def test_what_moved_once_is_run_again_and_the_median_counts(lab):
     lab.night()
     first = lab.night(of(0, 4, smact=0.9))
-    doubtful = unconfirmed(lab.verdict(first))
+    doubtful = canaries_to_confirm(lab.verdict(first))
     assert doubtful == (CANARIES[0], CANARIES[4])
     again = lab.night(of(4, smact=0.9), only=[*doubtful, *doubtful])
     verdict = lab.verdict(first, again)
     assert verdict.verdict == "sick" and labels(verdict) == {("gpt", "smact")}
-    assert len(verdict.moved[0].run_ids) == 3 and unconfirmed(verdict) == ()
+    assert len(verdict.moved[0].run_ids) == 3 and canaries_to_confirm(verdict) == ()
 
 
 def test_an_attempt_that_was_run_again_does_not_count(lab):
@@ -398,7 +398,7 @@ def test_one_sick_gpu_of_four_is_found_and_named(lab):
     slow = on_four(lab, on_gpus({}, {}, {"step_time_ms": 9.0}, {}))
     verdict = compare(lab.folder, DEVICE, "measured", [slow])
     assert verdict.verdict == "sick" and "GPU-2 alone" in verdict.said and "GPU-1" not in verdict.said
-    assert set(map(config_hash, unconfirmed(verdict))) == set(map(config_hash, CANARIES))
+    assert set(map(config_hash, canaries_to_confirm(verdict))) == set(map(config_hash, CANARIES))
     again = lab.night(on_gpus(*({},) * 4), only=[config for config in CANARIES for _ in range(8)])
     assert compare(lab.folder, DEVICE, "measured", [slow, again]).verdict == "steady"
 

@@ -77,8 +77,7 @@ def test_the_exclusive_baseline_is_the_schedule_worked_out_by_hand():
     assert done.makespan_s == 205
     assert list(done.slowdown) == [1, 1, 1, 1, 1] and done.crashes == done.failed == done.collocated == 0
     busy = 100 + 90 + 60 + 2 * 40 + 5
-    assert done.used == pytest.approx(busy / (2 * 205))
-    assert done.energy_j == pytest.approx(50 * 2 * 205 + 350 * 0.4 * busy)
+    assert (done.used, done.energy_j) == pytest.approx((busy / (2 * 205), 50 * 2 * 205 + 350 * 0.4 * busy))
 
 
 @pytest.mark.parametrize("policy", COLLOCATING)
@@ -90,9 +89,7 @@ def test_jobs_that_share_a_gpu_are_slowed_by_the_contention_of_their_group(polic
     assert done.collocated == 1 and list(done.waiting_s) == [0, 0, 0]
     # The first is alone for 50 s; then two share a GPU until it ends; the third goes on alone.
     ends = 50 + 950 / speed
-    assert done.completion_s[0] == pytest.approx(ends)
-    assert done.completion_s[1] == pytest.approx(1000)
-    assert done.completion_s[2] == pytest.approx(ends - 50 + 1000 - 950)
+    assert list(done.completion_s) == pytest.approx([ends, 1000, ends - 50 + 1000 - 950])
 
 
 def test_a_newcomer_that_finds_too_little_memory_crashes_and_runs_again_alone():
@@ -173,8 +170,7 @@ def test_the_catalogue_tells_the_truth_apart_from_estimates():
     assert estimated_mib(resnet, "oracle") == 7106 and estimated_mib(resnet, "none") == 0
     assert estimated_mib(resnet, "ours_bound") > estimated_mib(resnet, "ours") != 7106
     assert estimated_mib(jobs["dlrm-32768"], "ours") == math.inf  # no figure: it must have a GPU for itself
-    for job in jobs.values():
-        assert 0 < job.smact <= job.busy <= 1 and 0 < job.minutes < 120
+    assert all(0 < job.smact <= job.busy <= 1 and 0 < job.minutes < 120 for job in jobs.values())
 
 
 @pytest.mark.parametrize("name", GENERATORS)

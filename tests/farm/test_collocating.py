@@ -14,7 +14,7 @@ from conf.cli import command_line as cli
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm import submit as submit_module
-from farm.dispatch.dispatcher import RunsAlone, accepted, lost_run
+from farm.dispatch.dispatcher import RunsAlone, accept, lost_run
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
 from farm.grow import entry as grow_entry
@@ -138,7 +138,7 @@ def worker():
 def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
     task = leased(queue)
     result = worker.run(task)
-    done = accepted(Completion(worker="w", task=task, result=result), task).result
+    done = accept(Completion(worker="w", task=task, result=result), task).result
     assert [one.run.run_id[14:] for one in done.others] == ["-alone-0", "-alone-1", "-with-1"]
     assert [one.collocations is not None for one in (done, *done.others)] == [True, False, False, True]
     known = RunsAlone()
@@ -148,7 +148,7 @@ def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
     assert known.of(task, "another") == (None, None), "another GPU differs"
     stranger = dataclasses.replace(result.others[0].run, run_id="elsewhere-000001")
     forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))
-    refused = accepted(Completion(worker="w", task=task, result=forged), task).result
+    refused = accept(Completion(worker="w", task=task, result=forged), task).result
     assert refused.run.status == "crashed" and "is not a further run of it" in refused.run.error
 
 

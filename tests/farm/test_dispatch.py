@@ -26,13 +26,6 @@ from workers.task import RunResult
 DEVICE = '{"backend":"simulated","count":1,"memory_limit_mib":null,"spec":null}'
 
 
-def settings_text(**settings):
-    return text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0), **settings))
-
-
-SETTINGS = settings_text()
-
-
 class Clock:
     def __init__(self):
         self.now = 1000.0
@@ -134,23 +127,29 @@ class Quiet:
         pass
 
 
-def submit(queue, n, job_id="mlp-00000001", priority=0, parallel=None, **settings):
-    """`settings`: of its trials, those that differ from the defaults."""
-    values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, "parallel": parallel}
-    config = canonical_json(get_family("mlp").Config(**values).to_mapping())
+def text_of_mlp(**values):
+    values = {"batch_size": 8, "input_size": 32, "classes": 4, "depth": 2, **values}
+    return canonical_json(get_family("mlp").Config(**values).to_mapping())
+
+
+def submit_texts(queue, texts, job_id="mlp-00000001", family="mlp", **settings):
+    """Submit a job of these configs as the queue holds them; `settings`: of its trials, if not the defaults."""
     job = Job(
         job_id=job_id,
-        family="mlp",
+        family=family,
         space_json="{}",
-        n=n,
+        n=len(texts),
         seed=0,
         policy="uniform",
-        priority=priority,
         device=DEVICE,
-        settings_json=settings_text(**settings),
+        settings_json=text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0), **settings)),
         submitted_at=0.0,
     )
-    queue.submit(job, ((index, config) for index in range(n)), now=0.0)
+    queue.submit(job, enumerate(texts), now=0.0)
+
+
+def submit(queue, n, job_id="mlp-00000001", parallel=None, **settings):
+    submit_texts(queue, [text_of_mlp(parallel=parallel)] * n, job_id, **settings)
 
 
 def run_with(folder, queue, executor, stop=None, **options):
@@ -239,8 +238,7 @@ def test_a_trial_that_waits_for_gpus_is_not_stuck(folder, queue):
             return super().wait(timeout_s) if self.rounds >= 6 else []
 
     submit(queue, 1, parallel="ddp=2")
-    clock = Clock()
-    executor = Waits(clock)
+    executor = Waits(Clock())
     run_with(folder, queue, executor)
     assert executor.restarted == [] and runs(folder) == [(0, 1, "ok")]
 

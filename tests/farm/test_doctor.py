@@ -76,8 +76,8 @@ def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(caps
     assert doctor_report["device"]["chosen"] == "simulated"
     assert "4 x A100-SXM4-40GB (simulated)" in doctor_report["device"]["said"]
     assert list(doctor_report["telemetry"]) == ["nvml", "gpm", "dcgm", "process", "torch"]
-    for source in doctor_report["telemetry"].values():
-        assert source["available"] == (source["reason"] is None) == bool(source["metrics"])
+    sources = doctor_report["telemetry"].values()
+    assert all(one["available"] == (one["reason"] is None) == bool(one["metrics"]) for one in sources)
     assert doctor_report["telemetry"]["process"]["available"]
     assert not doctor_report["telemetry"]["nvml"]["available"]
 
@@ -162,8 +162,8 @@ def test_json_has_the_same_keys_whatever_is_missing(capsys, tmp_path, no_gpu):
             "data",
         ]
     )
-    for section in ("device", "torch", "ray", "packages", "machine", "data"):
-        assert list(empty[section]) == list(full[section])
+    sections = ("device", "torch", "ray", "packages", "machine", "data")
+    assert [list(empty[section]) for section in sections] == [list(full[section]) for section in sections]
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -21,45 +21,21 @@ from conf.errors import UsageError
 from farm.serving.explorer_pages import READERS, ExplorerPages
 from farm.serving.gate import Scrubber
 from farm.serving.settings import LimitSettings
-from tests.farm.served import served
-from tests.learn.learn_rows import make_configs, write_batch
+from tests.farm.served import HOSTILE
 from tests.parsed_page import ParsedPage
-from tests.warehouse.warehouse_rows import ask, collocations, kernels, run_row, samples
+from tests.warehouse.warehouse_rows import ask
 from warehouse.explorer.filters import LISTINGS, NULL, RUNS, Filters
 from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
-from warehouse.files.folder import DataFolder
-from warehouse.files.writer import RunWriter
-from warehouse.tables.schema import Run
-
-HOSTILE = "<script>alert('x')</script>"
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    data = DataFolder(tmp_path_factory.mktemp("explored") / "a'; echo foo").create()
-    write_batch(data, make_configs(120, seed=4), source="measured", job="measured")
-    odd = {"family": "odd", "error": HOSTILE, "status": "crashed", "optimizer": None, "device_name": HOSTILE}
-    writer = RunWriter(data)
-    writer.write(Run(**run_row(1, **odd)), samples(5, memory_used_mib=[1.0, 5.0, 3.0, 8.0, 2.0]))
-    for index in (2, 3):
-        paired = Run(**run_row(index, family="paired", group_id="G"))
-        both = {"group_id": ["G 1"], "model": ["a & b"], "slowdown": [1.5 + index], "member": [index - 2]}
-        writer.write(paired, samples(3), kernels=kernels(3), collocations=collocations(1, **both))
-    night = {"cycle": "2026-11-20", "said": {"outcome": "done", "level": "good", "sentence": HOSTILE}}
-    night |= {"run": {"runs": 12, "by_status": {"ok": 11, "oom": 1}}}
-    night["scores"] = [{"cycle": "2026-11-20", "target": "drama", "estimator": "gbdt", "decision": "promoted"}]
-    data.reports.mkdir(exist_ok=True)
-    (data.reports / "2026-11-20.json").write_text(json.dumps(night))
-    (data.reports / "2026-11-20.html").write_text("<!doctype html><title>the night</title>")
-    (data.reports / "2026-11-21.json").write_text("[1")
-    return data
+@pytest.fixture
+def place(explored):
+    return explored
 
 
-@pytest.fixture(scope="module")
-def service(place):
-    limits = "limits.query_s=1", "limits.download_rows=5000", "limits.download_mib=1"
-    with served(place.root, *limits, "processes=1") as service:
-        yield service
+@pytest.fixture
+def service(explorer):
+    return explorer
 
 
 def page(service, path: str, status: int = 200) -> ParsedPage:

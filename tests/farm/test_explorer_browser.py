@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 
-from tests.farm.served import served
 from tests.learn.learn_rows import make_configs, write_batch
 from tests.warehouse.warehouse_rows import run_row, samples
 from warehouse.exchange.publishing import PublishSettings, publish
@@ -54,17 +53,6 @@ PATHS = (
     "/devices/",
     "/runs?family=odd",
 )
-HOSTILE = "<script>alert('x')</script>"
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    data = DataFolder(tmp_path_factory.mktemp("browsed") / "data").create()
-    write_batch(data, make_configs(120, seed=4), source="measured", job="measured")
-    odd = {"family": "odd", "error": HOSTILE, "status": "crashed", "device_name": HOSTILE}
-    RunWriter(data).write(Run(**run_row(1, **odd)), samples(5))
-    with served(data.root, "processes=1") as service:
-        yield service.url
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +64,8 @@ def browser():
 
 
 @pytest.fixture
-def tab(browser, address):
-    context = browser.new_context(base_url=address)
+def tab(browser, explorer):
+    context = browser.new_context(base_url=explorer.url)
     tab = context.new_page()
     problems: list[str] = []
     tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
@@ -106,7 +94,7 @@ def test_facets_order_and_pages_are_clicked_and_stand_in_the_address(tab):
 
 
 def test_a_run_is_reached_by_the_keyboard_alone(tab):
-    tab.goto("/runs?status=ok")
+    tab.goto("/runs?status=ok&source=measured")
     tab.keyboard.press("Tab")
     assert tab.locator(":focus").inner_text() == "Skip to the content"
     tab.keyboard.press("Enter")

@@ -130,7 +130,7 @@ def test_no_more_tasks_wait_than_there_are_idle_workers():
     assert executor.idle() == [] and len(executor.waiting()) == 1
     del executor._seats["b0"]
     executor._gpus["b"] -= 1
-    (lost,) = executor._without_gpus()
+    (lost,) = executor._drop_unrunnable()
     assert lost.task.task_index == 0 and executor.idle() == ["a0"]
 
 

@@ -323,9 +323,9 @@ def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
 
 def test_two_never_work_on_one_folder(root, capsys):
     assert grow(root, "n=2") == 0
-    from farm.grow import _alone
+    from farm.grow import _cycle_lock
 
-    with _alone(DataFolder.resolve(root)):
+    with _cycle_lock(DataFolder.resolve(root)):
         assert grow(root, "n=2") == 75
     assert "already works on data=" in capsys.readouterr().err and len(cycles(root)) == 1
 
@@ -403,14 +403,14 @@ def test_where_nothing_new_is_left_the_night_is_done_all_the_same(root, capsys):
 
 
 def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp_path, capsys, monkeypatch):
-    accepted, statuses = dispatch.accepted, ["crashed", "timeout"]
+    accept, statuses = dispatch.accept, ["crashed", "timeout"]
 
     def failing(completion, task):
-        completion = accepted(completion, task)
+        completion = accept(completion, task)
         run = dataclasses.replace(completion.result.run, status=statuses.pop(), error="ValueError: boom")
         return dataclasses.replace(completion, result=dataclasses.replace(completion.result, run=run))
 
-    monkeypatch.setattr(dispatch, "accepted", failing)
+    monkeypatch.setattr(dispatch, "accept", failing)
     keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 1
     (cycle,) = cycles(root)

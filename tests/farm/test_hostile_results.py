@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, run_with, submit
 
-from farm.dispatch.dispatcher import accepted
+from farm.dispatch.dispatcher import accept
 from farm.dispatch.executors import Completion
 from farm.queue.jobs import ERROR_CHARACTERS
 from tests.warehouse.warehouse_rows import ask
@@ -23,8 +23,7 @@ def changed(**values):
 
     def result(task):
         given = {name: None if value is ... else value for name, value in values.items()}
-        run = dataclasses.replace(result_of(task, "ok").run, **given)
-        return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table())
+        return RunResult(run=dataclasses.replace(result_of(task, "ok").run, **given), telemetry=NONE)
 
     return result
 
@@ -32,7 +31,7 @@ def changed(**values):
 def device_fault(error, status="crashed"):
     def result(task):
         run = dataclasses.replace(result_of(task, "killed").run, error=error, status=status)
-        return RunResult(run=run, telemetry=TELEMETRY_SCHEMA.empty_table(), retryable=True)
+        return RunResult(run=run, telemetry=NONE, retryable=True)
 
     return result
 
@@ -109,8 +108,7 @@ class Hostile(ScriptedExecutor):
 @pytest.mark.parametrize(("answer", "status", "attempts"), ANSWERS.values(), ids=ANSWERS)
 def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue, answer, status, attempts):
     submit(queue, 3)
-    executor = Hostile(Clock(), answer)
-    assert run_with(folder, queue, executor)
+    assert run_with(folder, queue, Hostile(Clock(), answer))
     rows = ask(folder, "SELECT task_index, status, attempt, length(error), length(device_name) FROM runs ORDER BY 1")
     assert rows[0][:3] == (0, status, attempts)
     assert [row[:2] for row in rows[1:]] == [(1, "ok"), (2, "ok")]
@@ -125,7 +123,7 @@ def test_what_was_cut_of_a_text_is_said(folder, queue):
     submit(queue, 1)
     (task,) = queue.lease("w", 1, 0.0, 60.0)
     completion = Completion(worker="w", task=task, result=device_fault("a" * 1_000_000 + "the end")(task))
-    error = accepted(completion, task).result.run.error
+    error = accept(completion, task).result.run.error
     assert error.endswith("the end") and "968,007 characters left out" in error
 
 
@@ -139,8 +137,7 @@ def test_a_lost_workers_words_are_made_storable(folder, queue):
                 for done in super().wait(timeout_s)
             ]
 
-    executor = Lost(Clock())
-    assert run_with(folder, queue, executor)
+    assert run_with(folder, queue, Lost(Clock()))
     assert queue.counts().by_status == {"crashed": 1}
     assert "\\ud800" in queue.errors("mlp-00000001")[0].error
 
@@ -154,6 +151,5 @@ def test_an_answer_that_nobody_asked_for_is_dropped(folder, queue):
         def wait(self, timeout_s):
             return [again for done in super().wait(timeout_s) for again in (done, done)]
 
-    executor = Twice(Clock())
-    assert run_with(folder, queue, executor)
+    assert run_with(folder, queue, Twice(Clock()))
     assert queue.counts().by_status == {"ok": 2}

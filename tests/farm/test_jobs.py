@@ -16,6 +16,7 @@ from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
 from farm.queue.queue_values import Job, UnreadableTask, device_key, job_id_for, text_of_config, text_of_settings
 from featurize.families import get_family
+from tests.surroundings import execute_sql
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -91,14 +92,8 @@ def test_job_id_is_the_submission_s_without_n_and_priority():
     job_id = job_id_for(**base)
     assert job_id.startswith("cnn-") and len(job_id) == len("cnn-3f2a9c1b")
     assert job_id == job_id_for(**{**base, "settings": {"y": 2, "x": 1}})
-    for change in (
-        {"space": {"a": 2}},
-        {"seed": 1},
-        {"policy": "stratified"},
-        {"limits": {"m": 1}},
-        {"settings": {}},
-    ):
-        assert job_id_for(**{**base, **change}) != job_id
+    changes = ({"space": {"a": 2}}, {"seed": 1}, {"policy": "stratified"}, {"limits": {"m": 1}}, {"settings": {}})
+    assert job_id not in [job_id_for(**{**base, **change}) for change in changes]
 
 
 def until(error, count, start=0):
@@ -117,6 +112,12 @@ def test_a_submission_that_failed_keeps_its_chunks_and_is_completed_by_the_next(
     assert queue.progress(1000.0)[0].state == "running"
 
 
+def interrupted(queue, job, configs, *announce):
+    """Submit until Ctrl-C, which the configs raise."""
+    with pytest.raises(KeyboardInterrupt):
+        queue.submit(job, configs, 1000.0, *announce)
+
+
 def contents(queue):
     """All that the queue holds."""
     tables = ("tasks", "configs", "tallies WHERE count > 0")
@@ -125,8 +126,7 @@ def contents(queue):
 
 def test_ctrl_c_takes_out_what_was_added_and_gives_the_disk_back(queue, path):
     announced = []
-    with pytest.raises(KeyboardInterrupt):
-        queue.submit(a_job(n=90_000), until(KeyboardInterrupt(), 50_000), 1000.0, lambda: announced.append(1))
+    interrupted(queue, a_job(n=90_000), until(KeyboardInterrupt(), 50_000), lambda: announced.append(1))
     assert announced == [1] and contents(queue) == [[], [], [], []]
     assert path.stat().st_size < 2**17 and queue.next_index("cnn-1") == 0
     assert submit(queue, n=5) == 5
@@ -140,8 +140,7 @@ def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
     if cancelled:
         queue.cancel("cnn-1", 1.0)
     before = contents(queue)
-    with pytest.raises(KeyboardInterrupt):
-        queue.submit(a_job(n=9000, priority=7), until(KeyboardInterrupt(), 5000, start=3000), 1000.0)
+    interrupted(queue, a_job(n=9000, priority=7), until(KeyboardInterrupt(), 5000, start=3000))
     assert contents(queue) == before
     assert queue.submit(a_job(n=6000), configs(6000, start=3000), 2000.0) == 3000
     assert queue.counts("cnn-1").queued == 6000
@@ -151,8 +150,7 @@ def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
 def test_ctrl_c_takes_out_no_more_and_no_less_than_was_added_among_tasks_that_were_there(queue, held):
     assert queue.submit(a_job(n=5000), list(configs(5000))[held], 1000.0) == len(range(5000)[held])
     before = contents(queue)
-    with pytest.raises(KeyboardInterrupt):
-        queue.submit(a_job(n=9000), until(KeyboardInterrupt(), 8000), 1000.0)
+    interrupted(queue, a_job(n=9000), until(KeyboardInterrupt(), 8000))
     assert contents(queue) == before
 
 
@@ -163,9 +161,8 @@ def test_ctrl_c_leaves_what_another_command_added_since(queue, path):
             assert other.submit(a_job(n=9000), configs(9000), 1000.0) == 5000
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        queue.submit(a_job(n=9000), joined_by_another(), 1000.0)
-    assert queue.counts("cnn-1").queued == 5000 and queue.job("cnn-1").n == 9000
+    interrupted(queue, a_job(n=9000), joined_by_another())
+    assert (queue.counts("cnn-1").queued, queue.job("cnn-1").n) == (5000, 9000)
 
 
 def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
@@ -176,8 +173,7 @@ def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
                 other.finish(task, "ok", 1000.0)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        queue.submit(a_job(n=9000), worked_on(), 1000.0)
+    interrupted(queue, a_job(n=9000), worked_on())
     counts = queue.counts("cnn-1")
     assert (counts.done, counts.leased, counts.queued) == (1, 1, 0)
     assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == 8998
@@ -187,8 +183,7 @@ def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
 def test_a_removed_job_keeps_its_number_for_those_who_have_the_queue_open(queue, path):
     with Queue.open(path) as other:
         submit(queue, n=3)
-        with pytest.raises(KeyboardInterrupt):
-            queue.submit(a_job("cnn-2", n=9000), until(KeyboardInterrupt(), 4000), 1000.0)
+        interrupted(queue, a_job("cnn-2", n=9000), until(KeyboardInterrupt(), 4000))
         submit(queue, "cnn-3", n=2)
         submit(queue, "cnn-2", n=1)
         (task,) = [task for task in other.lease("w", 9, 1000.0, LEASE_S) if task.job_id == "cnn-2"]
@@ -462,10 +457,9 @@ def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
         queue.finish(task, "ok", now)
         now += 2.0
     (progress,) = queue.progress(now)
-    assert progress.rate_per_s == pytest.approx(9 / 20)
-    assert progress.eta_s == pytest.approx(20 / (9 / 20))
+    assert (progress.rate_per_s, progress.eta_s) == pytest.approx((9 / 20, 20 / (9 / 20)))
     (later,) = queue.progress(now + 1000.0)
-    assert later.rate_per_s is None and later.eta_s is None
+    assert (later.rate_per_s, later.eta_s) == (None, None)
 
 
 def test_a_done_job_has_no_time_left(queue):
@@ -481,9 +475,7 @@ def test_a_done_job_has_no_time_left(queue):
 
 def test_a_newer_queue_is_refused_by_name(path):
     Queue.open(path).close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    connection.close()
+    execute_sql(path, "PRAGMA user_version = 99")
     with pytest.raises(EnvironmentProblem, match=r"newer version .*99"):
         Queue.open(path)
 
@@ -493,9 +485,7 @@ def test_what_is_no_queue_is_refused(path):
     with pytest.raises(EnvironmentProblem, match="not a queue"):
         Queue.open(path)
     path.unlink()
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE notes (text)")
-    connection.close()
+    execute_sql(path, "CREATE TABLE notes (text)")
     with pytest.raises(UsageError, match="not a queue of this project"):
         Queue.open(path)
 
@@ -658,8 +648,6 @@ def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, ste
         submit(queue, n=n)  # revives what was cancelled
         for _ in range(n * (max_attempts + 1) + 1):
             now += 10_000.0  # every lease and every backoff is over
-            for task in queue.lease("w", 100, now, LEASE_S):
-                assert queue.finish(task, "ok", now)
-            for task in queue.expired(now):
-                assert queue.finish(task, "crashed", now)
+            assert all(queue.finish(task, "ok", now) for task in queue.lease("w", 100, now, LEASE_S))
+            assert all(queue.finish(task, "crashed", now) for task in queue.expired(now))
         assert queue.counts().done == n and queue.pending() == 0

@@ -1,11 +1,26 @@
 """The journal: what a cycle wrote down is there after any kill, and nothing else."""
 
+import dataclasses
 import datetime
+import json
 
 import pytest
+from test_grow import cycles, grow, runs
 
 from conf.errors import EnvironmentProblem
-from farm.nights.journal import Journal
+from farm.nights.journal import (
+    CanariesPayload,
+    ChoicePayload,
+    Journal,
+    LandPayload,
+    LearnPayload,
+    Payload,
+    ReportPayload,
+    RunPayload,
+    payload_of,
+    plain,
+)
+from warehouse.files.folder import DataFolder
 
 
 class Clock:
@@ -92,3 +107,178 @@ def test_what_json_cannot_say_is_refused_before_it_is_written(journal):
     with pytest.raises(ValueError):
         journal.done(name, "run", {"wall_s": float("nan")})
     assert journal.path.read_bytes() == before
+
+
+# Payloads of the steps, whichever version wrote them
+
+
+ENVIRONMENT = {
+    "torch_version": "2.13.0+cpu",
+    "cuda_version": None,
+    "cudnn_version": None,
+    "driver_version": None,
+    "allocator_settings": None,
+}
+# As a night of version 0.1 wrote them, long lists cut.
+WRITTEN = {
+    CanariesPayload: {
+        "verdict": "steady",
+        "said": "8 canaries as before",
+        "device_name": "A100-SXM4-40GB",
+        "source": "simulated",
+        "environment": ENVIRONMENT,
+        "before": ENVIRONMENT,
+        "runs": 8,
+        "compared": [
+            {
+                "family": "mlp",
+                "config_hash": "04f3d197eeaa1b4c",
+                "label": "smact",
+                "unit": "ratio",
+                "before": 0.8,
+                "now": 0.8362112136236574,
+                "tolerance": 0.05,
+                "moved": False,
+                "history_runs": 1,
+                "run_ids": ["canary-6a3b9c10-000000"],
+                "said": "mlp 04f3d1: smact 0.836",
+            }
+        ],
+        "causes": ["nobody knows"],
+        "drift": {
+            "operators": {"smact": ["convolution"]},
+            "stale_rows": 12,
+            "stale_by_family": {"cnn": 12},
+            "stale_by_operator": {"convolution": 12},
+            "remeasure": 4,
+            "moved": ["smact moved with convolution"],
+        },
+    },
+    ChoicePayload: {
+        "policy": "stratified",
+        "runs": 12,
+        "families": {"mlp": 12},
+        "pool": 40,
+        "measured": 0,
+        "repeated": 0,
+        "bins_gained": {"memory": 1, "smact": 1},
+        "gained": {"memory": {"mlp 1-2 GB": [2, 10]}, "smact": {}},
+        "gpu_hours": 0.0518885062211872,
+        "from_past": 0.0,
+        "out_of_memory": 0.0,
+        "ways": {"fast": 12},
+        "notes": [],
+        "remeasured": 0,
+        "next_index": {"mlp/stratified/0/781172f8f11aac94": 12},
+        "plan": "growth/plans/2026-11-22.json",
+    },
+    RunPayload: {
+        "job_id": "grow-6a3b9c10",
+        "runs": 12,
+        "by_status": {"ok": 12},
+        "by_family": {"mlp": 12},
+        "gpu_seconds": 4.148031728,
+        "energy_j": 2266.1641142838052,
+        "ended": "time",
+        "next_index": {"mlp": 3},
+        "wall_s": 8.615,
+        "failed": None,
+    },
+    LandPayload: {
+        "snapshot": "2026-11-22",
+        "before": None,
+        "rows": {"runs": 20, "attempts": 20, "stale": 0},
+        "compacted": {"said": ["28 files with 154 rows merged into 2"], "problems": 0},
+        "findings": [
+            {
+                "rule": "impossible.memory",
+                "severity": "error",
+                "count": 2,
+                "examples": ["J-1 (7)"],
+                "said": "too much",
+            }
+        ],
+    },
+    LearnPayload: {
+        "results": [
+            {
+                "target": "memory",
+                "estimator": "hybrid",
+                "decision": "promoted",
+                "why": "better by 4 %",
+                "current": "v1",
+                "candidate": "v2",
+                "held_out": 80,
+                "source": "simulated",
+                "device_name": "A100-SXM4-40GB",
+                "figures": {"current": None, "candidate": {"rows": 80, "accuracy": 0.9, "own_labels": True}},
+            }
+        ],
+    },
+    ReportPayload: {"html": "reports/2026-11-22.html", "json": "reports/2026-11-22.json"},
+}
+SHORTER = {  # what a night without canaries, and one that chose nothing, writes
+    CanariesPayload: {"verdict": "none", "said": "left out", "environment": ENVIRONMENT, "runs": 0},
+    ChoicePayload: {"runs": 0, "remeasured": 0, "next_index": {"mlp": 40}, "plan": "growth/plans/2026-11-22.json"},
+}
+
+
+@pytest.mark.parametrize(("kind", "written"), [*WRITTEN.items(), *SHORTER.items()])
+def test_a_payload_is_read_and_written_as_the_journal_has_it(kind, written):
+    payload = payload_of(kind, {**written, "seconds": 1.5})
+    assert plain(payload) == plain(kind()) | written
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_keys_of_another_version_are_ignored_and_absent_ones_have_their_default(kind):
+    payload = payload_of(kind, {**WRITTEN[kind], "of_tomorrow": {"a": [1]}})
+    assert payload == payload_of(kind, WRITTEN[kind])
+    assert payload_of(kind, {}) == kind()
+    assert issubclass(kind, Payload) and all(not callable(value) for value in dataclasses.asdict(kind()).values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "where"),
+    [
+        (RunPayload, {"runs": "many"}, "runs must be int, got 'many'"),
+        (RunPayload, {"by_status": {"ok": None}}, "by_status.ok must be int"),
+        (RunPayload, {"ended": "somehow"}, "ended must be"),
+        (CanariesPayload, {"compared": [{"moved": 1}]}, r"compared\[0\].moved must be bool"),
+        (CanariesPayload, {"drift": []}, "drift must be an object"),
+        (ChoicePayload, {"next_index": {"mlp": True}}, "next_index.mlp must be int"),
+        (LandPayload, [], "the payload must be an object"),
+    ],
+)
+def test_a_value_of_another_type_is_named(folder, kind, values, where):
+    with pytest.raises(ValueError, match=where):
+        payload_of(kind, values)
+    journal = Journal.open(folder)
+    name = journal.begin({}, "a").name
+    journal.start(name, kind.step)
+    problem = f"the journal of cycle {name} is damaged at its step {kind.step}: {where}"
+    with pytest.raises(EnvironmentProblem, match=problem):
+        journal.done(name, kind.step, values).payload(kind)
+
+
+def test_a_night_that_another_version_began_goes_on(tmp_path, monkeypatch):
+    """Killed after its choice; the other version wrote keys that are unknown here."""
+    root, append = tmp_path / "a'; echo data", Journal._append
+
+    def dying(journal, entry):
+        append(journal, entry)
+        if (entry["event"], entry.get("step")) == ("done", "choose"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "_append", dying)
+        assert grow(root, "n=3") == 130
+    file = DataFolder.resolve(root).growth / "journal.jsonl"
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    for entry in entries:
+        entry["of_tomorrow"] = {"a": 1}
+        if "payload" in entry:
+            entry["payload"] |= {"of_tomorrow": [1], "notes": ["a note"]}
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert grow(root, "n=99") == 0
+    (cycle,) = cycles(root)
+    assert cycle.outcome == "done" and len(runs(root)) == 3 == cycle.payload(RunPayload).runs

@@ -6,32 +6,23 @@ import shutil
 import sqlite3
 
 import pytest
-from test_dispatch import DEVICE, SETTINGS, submit, work
+from test_dispatch import submit, submit_texts, text_of_mlp, work
 
 from conf.cli.command_line import run
-from conf.files.identity import canonical_json
 from farm import status
 from farm.dispatch import working
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
-from farm.queue.queue_values import MIXED_FAMILY, Job
-from featurize.families import get_family
-from tests.warehouse.warehouse_rows import ask
-from warehouse.files.compaction import CompactionSettings, compact
-from warehouse.files.presence import compare, landed_tasks
+from farm.queue.queue_values import MIXED_FAMILY
+from tests.warehouse.warehouse_rows import ask, compact_at
+from warehouse.files.integrity import compare, landed_tasks
 
-NOW_S = 4_000_000_000.0
 JOB = "mlp-00000001"
 
 
 def rows(folder):
     return ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM runs")[0]
-
-
-def merge(folder):
-    for hours in (0, 2):
-        compact(folder, now_s=NOW_S + hours * 3600, settings=CompactionSettings(min_files=2))
 
 
 def lose(folder, queue):
@@ -46,7 +37,7 @@ def test_after_the_queue_was_lost_the_same_job_is_done_without_running_again(fol
     submit(queue, 6)
     work(folder, queue)
     if merged:
-        merge(folder)
+        compact_at(folder, 0, 2)
     with lose(folder, queue) as fresh:
         submit(fresh, 8)
         assert reconcile(folder, fresh) == 6
@@ -77,7 +68,7 @@ def test_a_job_that_landed_before_the_queue_was_lost_and_arrives_beside_a_dispat
 def test_a_first_attempt_of_a_run_that_was_merged_lands_without_effect(folder, queue):
     submit(queue, 6)
     work(folder, queue)
-    merge(folder)
+    compact_at(folder, 0, 2)
     with lose(folder, queue) as fresh:
         submit(fresh, 6)
         executor, _ = work(folder, fresh)  # without reconciling
@@ -93,7 +84,7 @@ def test_a_queue_restored_from_an_older_copy_repeats_nothing(folder, queue, tmp_
     shutil.copy(folder.queue, tmp_path / "older")
     with Queue.open(folder.queue) as current:
         work(folder, current)
-    merge(folder)
+    compact_at(folder, 0, 2)
     with lose(folder, current):
         pass
     for path in folder.root.glob("queue.sqlite*"):
@@ -109,14 +100,14 @@ def test_a_queue_restored_from_an_older_copy_repeats_nothing(folder, queue, tmp_
 def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, capsys):
     submit(queue, 6)
     work(folder, queue)
-    merge(folder)
+    compact_at(folder, 0, 2)
     with lose(folder, queue) as fresh:
         submit(fresh, 6)
         fresh.cancel(JOB, 0.0)
-    assert run("status", status.entry, [f"data='{escaped(folder)}'"]) == 0
+    assert run("status", status.entry, [f'data="{folder.root}"']) == 0
     assert "6 runs of 1 job in" in capsys.readouterr().out
     folder.queue.unlink()
-    assert run("status", status.entry, [f"data='{escaped(folder)}'", "format=json"]) == 0
+    assert run("status", status.entry, [f'data="{folder.root}"', "format=json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["runs_unknown"] == {JOB: 6} and report["runs_gone"] == {}
 
@@ -125,7 +116,7 @@ def test_status_counts_runs_whose_files_were_deleted(folder, queue, capsys):
     submit(queue, 6)
     work(folder, queue)
     (folder.partition("runs", "mlp") / f"{JOB}-000003.parquet").unlink()
-    assert run("status", status.entry, [f"data='{escaped(folder)}'"]) == 0
+    assert run("status", status.entry, [f'data="{folder.root}"']) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "marked done" in line]
     assert line.startswith("1 run of 1 job marked done in the queue have no file in")
 
@@ -133,10 +124,10 @@ def test_status_counts_runs_whose_files_were_deleted(folder, queue, capsys):
 def test_a_folder_where_all_is_well_says_nothing(folder, queue, capsys):
     submit(queue, 6)
     work(folder, queue)
-    merge(folder)
+    compact_at(folder, 0, 2)
     submit(queue, 9)
     work(folder, queue, {7: ["lost"]})
-    assert run("status", status.entry, [f"data='{escaped(folder)}'"]) == 0
+    assert run("status", status.entry, [f'data="{folder.root}"']) == 0
     assert "the queue" not in capsys.readouterr().out
     presence = compare(folder)
     assert presence.lines(folder.root) == []
@@ -149,7 +140,7 @@ def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
     queue.requeue(JOB, [1, 4])
     for index in (2, 3):  # also their sum is the same
         (folder.partition("runs", "mlp") / f"{JOB}-{index:06d}.parquet").unlink()
-    assert run("status", status.entry, [f"data='{escaped(folder)}'", "format=json"]) == 0
+    assert run("status", status.entry, [f'data="{folder.root}"', "format=json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["runs_gone"], report["runs_unknown"]) == ({JOB: 2}, {JOB: 2})
 
@@ -157,7 +148,7 @@ def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
 def test_a_queue_that_somebody_holds_is_no_queue_to_copy(folder, queue, monkeypatch):
     submit(queue, 1)
     queue.close()
-    monkeypatch.setattr("warehouse.files.presence._BUSY_S", 0.0)
+    monkeypatch.setattr("warehouse.files.integrity._BUSY_S", 0.0)
     with contextlib.closing(sqlite3.connect(folder.queue, isolation_level=None)) as holder:
         holder.execute("PRAGMA journal_mode = DELETE")
         holder.execute("BEGIN EXCLUSIVE")
@@ -168,7 +159,7 @@ def test_a_queue_that_somebody_holds_is_no_queue_to_copy(folder, queue, monkeypa
 def test_a_job_of_several_families_is_done_without_running_again(folder, queue):
     submit_mixed(queue, 6)
     work(folder, queue)
-    merge(folder)
+    compact_at(folder, 0, 2)
     with lose(folder, queue) as fresh:
         submit_mixed(fresh, 8)
         assert reconcile(folder, fresh) == 6
@@ -179,45 +170,18 @@ def test_a_job_of_several_families_is_done_without_running_again(folder, queue):
 
 def submit_mixed(queue, n):
     """A job as growth cycles submit it: its own family is no task's."""
-    config = canonical_json(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2).to_mapping())
-    job = Job(
-        job_id=JOB,
-        family=MIXED_FAMILY,
-        space_json="{}",
-        n=n,
-        seed=0,
-        policy="uniform",
-        device=DEVICE,
-        settings_json=SETTINGS,
-        submitted_at=0.0,
-    )
-    queue.submit(job, ((index, config) for index in range(n)), now=0.0)
+    submit_texts(queue, [text_of_mlp()] * n, family=MIXED_FAMILY)
 
 
 def test_rows_that_nobody_can_read_land_once_and_a_lost_queue_knows_them(folder, queue):
     texts = ["no json", "{}", '{"family": 3}', '{"family": "mlp", "batch_size": 0}', '{"family": "../up"}']
-
-    def submit_odd(to):
-        job = Job(
-            job_id=JOB,
-            family=MIXED_FAMILY,
-            space_json="{}",
-            n=len(texts),
-            seed=0,
-            policy="uniform",
-            device=DEVICE,
-            settings_json=SETTINGS,
-            submitted_at=0.0,
-        )
-        to.submit(job, enumerate(texts), now=0.0)
-
-    submit_odd(queue)
+    submit_texts(queue, texts, family=MIXED_FAMILY)
     work(folder, queue)
     assert queue.counts().by_status == {"invalid": 5}
     families = ask(folder, "SELECT family FROM runs ORDER BY task_index")
     assert [family for (family,) in families] == ["mixed", "mixed", "mixed", "mlp", "mixed"]
     with lose(folder, queue) as fresh:
-        submit_odd(fresh)
+        submit_texts(fresh, texts, family=MIXED_FAMILY)
         assert reconcile(folder, fresh) == 5
 
 
@@ -239,7 +203,3 @@ def test_done_tasks_of_a_cancelled_job_wait_for_the_job_to_be_submitted_again(fo
     assert (queue.counts().cancelled, queue.counts().queued) == (1, 0)
     submit(queue, 3)
     assert queue.counts().queued == 1
-
-
-def escaped(folder):
-    return str(folder.root).replace("'", "\\'")

@@ -82,20 +82,15 @@ def test_the_samples_of_an_attempt_carry_its_own_id(folder, queue):
     assert ask(folder, joined.format("attempts")) == [("mlp-00000001-000000", 2), ("mlp-00000001-000000-a1", 2)]
 
 
-def test_what_stays_untrusted_is_repeated_once_and_lands_as_it_is(folder, queue):
-    submit(queue, 1)
+@pytest.mark.parametrize(
+    ("settings", "repeats"),
+    [({}, 1), ({"quality_repeats": 0}, 0), ({"quality_repeats": 1}, 1), ({"quality_repeats": 2}, 2)],
+)
+def test_what_stays_untrusted_is_repeated_as_often_as_its_job_says_and_lands_as_it_is(folder, queue, settings, repeats):
+    submit(queue, 1, **settings)
     executor = work(folder, queue, {0: ["untrusted"] * 9})
-    assert len(executor.handed_out) == 2
-    assert runs(folder) == [("mlp-00000001-000000", 2, "untrusted", True)]
-    assert len(attempts(folder)) == 2
-
-
-@pytest.mark.parametrize(("repeats", "handed_out"), [(0, 1), (1, 2), (2, 3)])
-def test_how_often_is_a_setting_of_the_job(folder, queue, repeats, handed_out):
-    submit(queue, 1, quality_repeats=repeats)
-    executor = work(folder, queue, {0: ["untrusted"] * 9})
-    assert len(executor.handed_out) == handed_out
-    assert len(attempts(folder)) == handed_out and len(runs(folder)) == 1
+    assert len(executor.handed_out) == len(attempts(folder)) == 1 + repeats
+    assert runs(folder) == [("mlp-00000001-000000", 1 + repeats, "untrusted", True)]
 
 
 @pytest.mark.parametrize("repeats", [-1, 3, 0.5, True, "1", None])
@@ -106,8 +101,7 @@ def test_a_setting_that_cannot_be_meant_is_refused(repeats):
 
 def test_a_suspect_run_is_not_repeated(folder, queue):
     submit(queue, 1)
-    executor = work(folder, queue, {0: ["suspect"]})
-    assert len(executor.handed_out) == 1
+    assert len(work(folder, queue, {0: ["suspect"]}).handed_out) == 1
     assert runs(folder) == [("mlp-00000001-000000", 1, "suspect", True)]
 
 

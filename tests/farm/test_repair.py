@@ -5,6 +5,7 @@ import errno
 import json
 import os
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_dispatch import submit, work
@@ -13,52 +14,52 @@ from test_lost_queue import submit_mixed
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from farm import doctor
+from farm.queue.jobs import Queue
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
 from farm.status import entry as status_entry
 from farm.status import presence_of
-from tests.warehouse.warehouse_rows import ask, flip
+from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, unreadable
 from warehouse.check import entry as check_entry
 from warehouse.compact import entry as compact_entry
 from warehouse.files import plain_file
-from warehouse.files.compaction import CompactionSettings, compact, compaction_lock
+from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
-from warehouse.files.folder import write_sealed
-from warehouse.files.integrity import examine
+from warehouse.files.folder import DataFolder, write_sealed
+from warehouse.files.integrity import compare, examine, landed_tasks
 from warehouse.files.merged import Listing, listing_file
-from warehouse.files.presence import compare, landed_tasks
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import check
 from warehouse.tables.schema import RUN_SCHEMA
 
-NOW_S = 4_000_000_000.0
 JOB = "mlp-00000001"
 N = 6
 
 
-@pytest.fixture
-def ran(folder, queue):
+@pytest.fixture(scope="module")
+def six_runs(tmp_path_factory):
     """A folder with six runs of one job, each with two samples, that are done."""
-    submit(queue, N)
-    work(folder, queue)
+    folder = DataFolder(tmp_path_factory.mktemp("six") / "data").create()
+    with Queue.open(folder.queue) as queue:
+        submit(queue, N)
+        work(folder, queue)
     with_samples(folder, range(N))
     return folder
 
 
-def with_samples(folder, indexes):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+@pytest.fixture
+def ran(folder, six_runs):
+    """Such a folder of the test's own, whose queue is opened after this."""
+    copy_into(folder, six_runs)
+    return folder
 
+
+def with_samples(folder, indexes):
     for index in indexes:
         path = folder.partition("runs", "mlp") / f"{JOB}-{index:06d}.parquet"
         (row,) = pq.ParquetFile(path).read().to_pylist()
         RunWriter(folder).write({**row, "telemetry_rows": 2}, pa.table({"t_ms": [0.0, 1.0]}))
-
-
-def merge(folder, hours=(0, 2)):
-    for hour in hours:
-        compact(folder, now_s=NOW_S + hour * 3600, settings=CompactionSettings(min_files=2))
 
 
 def counts(folder):
@@ -71,7 +72,7 @@ def counts(folder):
 
 
 def again(folder, queue):
-    """Work off what is queued; the indexes that ran."""
+    """Work off what is queued, and return the indexes that ran."""
     executor, _ = work(folder, queue)
     indexes = [index for _, index, attempt in executor.handed_out if attempt == 1]
     with_samples(folder, indexes)
@@ -89,6 +90,12 @@ def is_well(folder, queue):
     return counts(folder) == ((N, N), (2 * N, 2 * N)) and queue.counts().done == N
 
 
+def is_well_after(folder, queue, indexes):
+    """Work off what is queued, which are runs of these indexes, and return whether all is well then."""
+    assert again(folder, queue) == list(indexes)
+    return is_well(folder, queue)
+
+
 @pytest.mark.parametrize("torn", [b"", b"garbage", None])
 def test_a_damaged_run_goes_aside_and_its_task_runs_again(ran, queue, torn):
     path = one(ran, "runs", f"{JOB}-000003.parquet")
@@ -100,16 +107,14 @@ def test_a_damaged_run_goes_aside_and_its_task_runs_again(ran, queue, torn):
     assert new == ran.damaged / path.relative_to(ran.root) and new.read_bytes() == damaged != content
     assert new.with_name(new.name + ".reason.txt").read_text().strip()
     assert report.queued == {JOB: 1}
-    assert again(ran, queue) == [3]
-    assert is_well(ran, queue)
+    assert is_well_after(ran, queue, [3])
 
 
 def test_deleted_runs_run_again(ran, queue):
     for index in (1, 4):
         one(ran, "runs", f"{JOB}-00000{index}.parquet").unlink()
     assert repair(ran).queued == {JOB: 2}
-    assert again(ran, queue) == [1, 4]
-    assert is_well(ran, queue)
+    assert is_well_after(ran, queue, [1, 4])
 
 
 def test_damaged_telemetry_goes_aside_and_its_run_stays(ran, queue):
@@ -120,7 +125,7 @@ def test_damaged_telemetry_goes_aside_and_its_run_stays(ran, queue):
 
 
 def test_a_damaged_merged_file_whose_sources_are_there_costs_nothing(ran, queue):
-    merge(ran, hours=[0])
+    compact_at(ran, 0)
     flip(one(ran, "runs"))
     report = repair(ran)
     assert len(report.moved) == 2 and report.queued == {}
@@ -128,58 +133,54 @@ def test_a_damaged_merged_file_whose_sources_are_there_costs_nothing(ran, queue)
 
 
 def test_the_runs_of_a_damaged_merged_file_run_again_and_their_old_samples_go(ran, queue):
-    merge(ran)
+    compact_at(ran, 0, 2)
     submit(queue, N)
     flip(one(ran, "runs"))
     report = repair(ran)
     assert report.queued == {JOB: N}
     assert len(report.moved) == 4  # runs and telemetry, and their listings
-    assert again(ran, queue) == list(range(N))
-    assert is_well(ran, queue)
-    merge(ran, hours=[20, 22])
+    assert is_well_after(ran, queue, range(N))
+    compact_at(ran, 20, 22)
     assert is_well(ran, queue)
 
 
 def test_a_merged_file_that_is_gone_is_measured_again(ran, queue):
-    merge(ran)
+    compact_at(ran, 0, 2)
     one(ran, "runs").unlink()
     assert repair(ran).queued == {JOB: N}
-    assert again(ran, queue) == list(range(N))
-    assert is_well(ran, queue)
+    assert is_well_after(ran, queue, range(N))
 
 
 def test_one_lost_run_leaves_the_merged_samples_of_the_others(ran, queue):
     (ran.partition("runs", "mlp") / f"{JOB}-000002.parquet").rename(ran.root / "kept.parquet")
     (ran.root / "kept.parquet").rename(ran.partition("runs", "mlp") / f"{JOB}-000002.parquet")
-    compact(ran, now_s=NOW_S, settings=CompactionSettings(min_files=2))
+    compact_at(ran, 0)
     one(ran, "runs").unlink()
     listing_file(ran, "runs", one(ran, "telemetry").name)
     for path in ran.listings("runs").glob("merged-*"):
         path.unlink()
     one(ran, "runs", f"{JOB}-000002.parquet").unlink()
-    merge(ran, hours=[3])
+    compact_at(ran, 3)
     assert repair(ran).queued == {JOB: 1}
     assert counts(ran)[1] == (2 * N - 2, 2 * N - 2)
-    assert again(ran, queue) == [2]
-    assert is_well(ran, queue)
+    assert is_well_after(ran, queue, [2])
 
 
 def test_the_old_samples_of_a_job_of_several_families_go_with_their_lost_runs(folder, queue):
     submit_mixed(queue, N)
     work(folder, queue)
     with_samples(folder, range(N))
-    merge(folder)
+    compact_at(folder, 0, 2)
     flip(one(folder, "runs"))
     assert repair(folder).queued == {JOB: N}
     assert not list(folder.partition("telemetry", "mlp").glob("merged-*.parquet"))
-    assert again(folder, queue) == list(range(N))
-    assert is_well(folder, queue)
+    assert is_well_after(folder, queue, range(N))
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize("part", ["runs", "compactions"])
 def test_what_cannot_be_opened_for_a_moment_is_neither_moved_nor_measured_again(ran, queue, monkeypatch, code, part):
-    merge(ran)
+    compact_at(ran, 0, 2)
     failures = []
 
     def fail(opened, really_open=plain_file.open_plain):
@@ -201,7 +202,7 @@ def test_what_cannot_be_opened_for_a_moment_is_neither_moved_nor_measured_again(
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 def test_runs_of_a_merged_file_that_cannot_be_read_now_are_not_taken_for_missing(ran, queue, monkeypatch, code, capsys):
-    merge(ran)
+    compact_at(ran, 0, 2)
     path = one(ran, "runs")
     with monkeypatch.context() as failing:
 
@@ -211,38 +212,33 @@ def test_runs_of_a_merged_file_that_cannot_be_read_now_are_not_taken_for_missing
             return really(source, *arguments, **options)
 
         failing.setattr(pq, "ParquetFile", fail)
-        with pytest.raises(OSError, match=os.strerror(code)):
+        with pytest.raises(OSError, match=os.strerror(code)) as raised:
             compare(ran)
+        assert raised.value.filename == str(path)
         assert presence_of(ran).gone == {}
-        assert capsys.readouterr().err.count("\n") == 1
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and str(path) in line
         if code == errno.EIO:  # which `examine` takes for damage
             examine(ran)
-            assert "the queue is not compared" in capsys.readouterr().err
+            line = capsys.readouterr().err
+            assert "the queue is not compared" in line and str(path) in line
     assert is_well(ran, queue)
 
 
 def test_a_torn_listing_goes_aside_with_its_merged_file_where_the_disk_does_not_give_that(ran, queue, monkeypatch):
-    merge(ran)
+    compact_at(ran, 0, 2)
     merged = one(ran, "runs")
     listing = listing_file(ran, "runs", merged.name)
     listing.write_bytes(b"torn")
-    with monkeypatch.context() as failing:
-
-        def fail(opened, really_open=plain_file.open_plain):
-            if opened == merged:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), str(opened))
-            return really_open(opened)
-
-        failing.setattr(plain_file, "open_plain", fail)
+    with unreadable(monkeypatch, merged.__eq__):
         report = repair(ran)
     assert {merged, listing} <= report.moved.keys() and report.queued == {JOB: N}
-    assert again(ran, queue) == list(range(N))
-    assert is_well(ran, queue)
+    assert is_well_after(ran, queue, range(N))
 
 
 @pytest.mark.parametrize("kind", ["runs", "telemetry"])
 def test_a_torn_listing_is_written_anew(ran, queue, kind):
-    merge(ran)
+    compact_at(ran, 0, 2)
     listing = listing_file(ran, kind, one(ran, kind).name)
     listing.write_bytes(b"torn")
     report = repair(ran)
@@ -251,7 +247,7 @@ def test_a_torn_listing_is_written_anew(ran, queue, kind):
 
 
 def test_a_merged_file_whose_listing_was_lost_is_listed_again(ran, queue, monkeypatch):
-    merge(ran)
+    compact_at(ran, 0, 2)
     listing_file(ran, "runs", one(ran, "runs").name).unlink()
     monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
     report = repair(ran)
@@ -261,7 +257,7 @@ def test_a_merged_file_whose_listing_was_lost_is_listed_again(ran, queue, monkey
 
 @pytest.mark.parametrize("kind", ["runs", "telemetry"])
 def test_queries_that_fail_for_an_unreadable_listing_answer_after_a_repair(ran, queue, kind):
-    merge(ran)
+    compact_at(ran, 0, 2)
     merged = one(ran, kind)
     listing_file(ran, kind, merged.name).write_bytes(b"torn")
     flip(merged)
@@ -275,8 +271,7 @@ def test_queries_that_fail_for_an_unreadable_listing_answer_after_a_repair(ran, 
         assert counts(ran) == ((N, N), (0, 0)) and report.queued == {}
         return
     assert counts(ran)[0] == (0, 0) and report.queued == {JOB: N}
-    assert again(ran, queue) == list(range(N))
-    assert is_well(ran, queue)
+    assert is_well_after(ran, queue, range(N))
 
 
 def no_file(path, how):
@@ -291,7 +286,7 @@ def no_file(path, how):
 
 @pytest.mark.parametrize("how", ["pipe", "folder", "link to nothing"])
 def test_a_listed_merged_name_that_is_no_file_blocks_nothing_and_goes_aside(ran, queue, how, capfd):
-    merge(ran)
+    compact_at(ran, 0, 2)
     path = one(ran, "runs")
     no_file(path, how)
     assert counts(ran)[0] == (0, 0) and str(path) in capfd.readouterr().err
@@ -299,17 +294,16 @@ def test_a_listed_merged_name_that_is_no_file_blocks_nothing_and_goes_aside(ran,
     assert any(str(path) in line for line in examine(ran).lines(ran.root))
     assert any(finding.rule == "schema.unreadable_file" for finding in check(ran))
     assert any(str(path) in file for file in take_snapshot(ran).left_out)
-    merge(ran, hours=[20])
+    compact_at(ran, 20)
     assert repair(ran).queued == {JOB: N}
     assert not os.path.lexists(path)
-    assert again(ran, queue) == list(range(N))
-    assert is_well(ran, queue)
+    assert is_well_after(ran, queue, range(N))
 
 
 @pytest.mark.parametrize("how", ["pipe", "folder", "link to nothing"])
-@pytest.mark.parametrize("mend", [repair, lambda folder: merge(folder, hours=[20])], ids=["repair", "compaction"])
+@pytest.mark.parametrize("mend", [repair, lambda folder: compact_at(folder, 20)], ids=["repair", "compaction"])
 def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how, mend):
-    merge(ran)
+    compact_at(ran, 0, 2)
     listing = listing_file(ran, "runs", one(ran, "runs").name)
     no_file(listing, how)
     assert counts(ran) == ((N, N), (2 * N, 2 * N))
@@ -320,7 +314,7 @@ def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how, mend):
 
 def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(ran, queue, capfd, monkeypatch):
     monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
-    merge(ran, hours=[0])
+    compact_at(ran, 0)
     merged = one(ran, "runs")
     hidden = tuple(f"family=mlp/{JOB}-{index:06d}.parquet" for index in range(N))
     planted = ran.partition("runs", "mlp") / "merged-planted.parquet"
@@ -334,7 +328,7 @@ def test_a_listing_that_compaction_does_not_write_counts_nowhere_and_goes_aside(
     assert "planted" in capfd.readouterr().err
     assert compare(ran).gone == {} and landed_tasks(ran)[JOB].tolist() == list(range(N))
     assert [path.name for path in counting_files(ran, "runs", "mlp")] == [merged.name]
-    assert any("planted" in line for line in compact(ran, now_s=NOW_S + 7200).problems)
+    assert any("planted" in line for line in compact_at(ran, 2).problems)
     assert repair(ran).queued == {}
     repair(ran)
     assert not planted.exists() and not listing_file(ran, "runs", planted.name).exists()
@@ -352,7 +346,7 @@ def test_a_damaged_job_is_written_again_from_the_queue(ran, queue):
 def test_what_it_cannot_mend_is_left_and_said(ran, queue, capsys):
     (ran.snapshots / "s").mkdir(parents=True)
     (ran.snapshots / "s" / "manifest.json").write_text("{")
-    assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=true"]) == 1
+    assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=true"]) == 1
     assert "left as it is" in capsys.readouterr().out
 
 
@@ -361,7 +355,7 @@ def test_it_refuses_beside_a_dispatcher_or_a_compaction_and_changes_nothing(ran,
     with hold_dispatcher_lock(ran.dispatcher_lock), pytest.raises(DispatcherBusy):
         repair(ran)
     with compaction_lock(ran):
-        assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=true"]) == 2
+        assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=true"]) == 2
     assert "a compaction is at work" in capsys.readouterr().err
     assert not ran.damaged.exists()
 
@@ -370,14 +364,13 @@ def test_names_of_files_are_text_in_one_line_each(ran, capsys):
     for name in ("evil\x1b[31m\nname.parquet", "merged-\x1b[31m\nname.parquet"):
         (ran.partition("runs", "mlp") / name).write_bytes(b"torn")
         (ran.listings("runs") / name).write_bytes(b"torn")
-    data = f"data='{escaped(ran)}'"
     for name, entry, keys in (
         ("check", check_entry, []),
         ("compact", compact_entry, ["min_files=2"]),
         ("status", status_entry, []),
         ("doctor", doctor.entry, ["repair=true"]),
     ):
-        assert run(name, entry, [data, *keys]) in (None, 0, 1)
+        assert run(name, entry, [f'data="{ran.root}"', *keys]) in (None, 0, 1)
         printed = "".join(capsys.readouterr())
         assert "\x1b" not in printed and "\nname" not in printed, name
         assert "\\x1b[31m\\nname.parquet" in printed or name == "status"
@@ -393,11 +386,7 @@ def test_without_repair_the_doctor_counts_and_changes_nothing(ran, queue, capsys
 
 def test_the_command_says_what_it_did_as_json(ran, queue, capsys):
     flip(one(ran, "runs", f"{JOB}-000003.parquet"))
-    assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=true", "format=json"]) == 0
+    assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=true", "format=json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["queued"] == {JOB: 1} and len(report["moved"]) == 1
-    assert run("doctor", doctor.entry, [f"data='{escaped(ran)}'", "repair=3"]) == 2
-
-
-def escaped(folder):
-    return str(folder.root).replace("'", "\\'")
+    assert run("doctor", doctor.entry, [f'data="{ran.root}"', "repair=3"]) == 2

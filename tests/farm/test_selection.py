@@ -6,11 +6,13 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from conf.errors import UsageError
 from farm.nights.journal import plain
-from farm.nights.plan import choice_lines, summary
+from farm.nights.plan import choice_lines, code_names, read_plan, submit_listed, summary
+from farm.queue.jobs import Queue
 from farm.sampling.coverage import DIMENSIONS, Known, Map, fill, known_runs, thin
 from farm.sampling.forecast import Forecaster
 from farm.sampling.selection import (
@@ -24,11 +26,12 @@ from farm.sampling.selection import (
     merge_pools,
     worth,
 )
-from featurize.configs.draws import Limits
+from featurize.configs.draws import Limits, sample
 from featurize.configs.space import parse_space
-from featurize.configs.trial import canonical_json, config_hash
+from featurize.configs.trial import canonical_json, code_problem, config_hash, config_of_row
 from featurize.device.device_spec import load_device
-from featurize.families import get_family, layers_of
+from featurize.families import get_family, layers_of, mlp, zoo
+from featurize.job.code_names import CodeName
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import TELEMETRY_SCHEMA
@@ -382,3 +385,78 @@ def test_of_many_known_rows_the_rare_ones_are_kept_whole():
     assert len(fewer.configs) == len(fewer.seconds) == 80 and fewer.measured == known.measured
     assert fewer.out_of_memory.sum() == 10 and (fewer.labels["memory"] == 30_000.0).sum() == 20
     assert thin(known, 300) is known and thin(known, 80).seconds.tolist() == fewer.seconds.tolist()
+
+
+# A row or a plan's file makes no task of code that the user did not name
+
+
+DEVICE = "A100-SXM4-40GB"
+OWN = {"family": "zoo", "model": "no_such_package_of_mine:build", "inputs": "float32[4]", "batch_size": 8}
+PLAIN = mlp.Config(batch_size=4, input_size=8, classes=2, depth=1).to_mapping()
+
+
+def own_space(**values):
+    return parse_space("zoo", {"model": "mine.nets:build", "inputs": "float32[4]", "batch_size": 2, **values})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    data_folder = DataFolder.resolve(tmp_path / "a'; echo foo").create()
+    writer = RunWriter(data_folder)
+    for index, config in enumerate([json.dumps(PLAIN), json.dumps(OWN), "[" * 100_000, "no json"]):
+        row = {
+            "run_id": f"job-{index:06d}",
+            "job_id": "job",
+            "task_index": index,
+            "attempt": 1,
+            "family": "mlp",
+            "config": config,
+            "config_hash": f"{index}",
+            "status": "ok",
+            "source": "simulated",
+            "device_name": DEVICE,
+            "peak_memory_mib": 700.0,
+        }
+        writer.write(row, pa.table({"t_ms": pa.array([], pa.float64())}))
+    return data_folder
+
+
+def test_choosing_leaves_rows_out_that_cannot_be_built_and_names_them(folder, capsys):
+    known = known_runs(folder, DEVICE, source="simulated")
+    assert [config.to_mapping() for config in known.configs] == [PLAIN]
+    assert known.measured == {"0", "1", "2", "3"}
+    error_text = capsys.readouterr().err
+    named = ("job-000001", "job-000002", "job-000003", "no_such_package_of_mine:build comes from stored data")
+    assert [text for text in named if text not in error_text] == []
+
+
+def test_what_the_user_samples_names_code_and_what_a_row_or_a_plan_holds_does_not(folder):
+    typed = sample(own_space(), 0, 0)
+    assert isinstance(typed.model, CodeName) and code_problem(typed) is None
+    row = config_of_row(json.dumps(typed.to_mapping()))
+    assert "comes from stored data" in code_problem(row)
+    (folder.growth / "plans").mkdir(parents=True)
+    plan = [{"why": "stale", "place": None, "config": config} for config in (typed.to_mapping(), OWN, PLAIN)]
+    (folder.growth / "plans" / "a.json").write_text(json.dumps(plan))
+    space = own_space(model=["mine.nets:build float32[4] {a: 1}", "mine.nets:other float32[4]"], inputs=None)
+    assert code_names([space]) == ("mine.nets:build", "mine.nets:other")
+    mine, other, plain = (entry.config for entry in read_plan(folder, "growth/plans/a.json", [space]))
+    assert code_problem(mine) is None and code_problem(plain) is None
+    assert "comes from stored data" in code_problem(other)
+    assert "comes from stored data" in code_problem(read_plan(folder, "growth/plans/a.json")[0].config)
+
+
+def test_a_job_of_configs_that_name_unknown_code_is_refused_whole(folder):
+    with Queue.open(folder.queue) as queue:
+        with pytest.raises(UsageError, match="comes from stored data"):
+            submit_listed(
+                folder,
+                queue,
+                "job",
+                [(0, [zoo.Config(**{k: v for k, v in OWN.items() if k != "family"})])],
+                None,
+                None,
+                "uniform",
+                0,
+            )
+        assert not queue.jobs()

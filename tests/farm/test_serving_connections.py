@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import resource
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 
@@ -184,8 +182,7 @@ def test_many_half_open_connections_lock_nobody_out_and_idle_ones_make_room_firs
         half_open.sendall(b"content-length: 0\r\nconnection: close\r\n\r\n")
         assert half_open.recv(12) == b"HTTP/1.1 200"
         held += [connected(port, HEAD) for _ in range(200)]
-        for _ in range(3):
-            assert asked(port) == b"4 3"
+        assert [asked(port) for _ in range(3)] == [b"4 3"] * 3
         assert len(server.server_state.connections) <= 20
         for client in held:
             client.close()
@@ -208,19 +205,6 @@ def test_no_file_descriptor_left_is_a_pause_and_no_end():
         assert all(client.recv(12) == b"HTTP/1.1 200" for client in clients)
         for client in clients:
             client.close()
-
-
-@pytest.fixture(scope="module")
-def tls_files(tmp_path_factory):
-    """A certificate of localhost and its key."""
-    if not shutil.which("openssl"):
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    files = str(folder / "tls.crt"), str(folder / "tls.key")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
-    subprocess.run(command, check=True, capture_output=True)
-    return files
 
 
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])

@@ -14,7 +14,7 @@ import pytest
 from conf.cli.command_line import run
 from conf.errors import UsageError
 from farm import slurm
-from farm.sbatch import SbatchSettings, entry, parted, training_command
+from farm.sbatch import SbatchSettings, entry, split_arguments, training_command
 from farm.slurm import read_table
 from tests.farm.served import MLP
 
@@ -177,13 +177,13 @@ def test_a_folder_that_only_the_shell_knows_is_told(lines, tmp_path):
 
 
 def test_sbatchs_options_end_at_the_script():
-    assert parted(["-p", "gpu", "-H", "--time=1", "job.sh", "-x"]) == (
+    assert split_arguments(["-p", "gpu", "-H", "--time=1", "job.sh", "-x"]) == (
         ["-p", "gpu", "-H", "--time=1"],
         "job.sh",
         ["-x"],
     )
     with pytest.raises(UsageError, match="name the batch script"):
-        parted(["-p", "gpu"])
+        split_arguments(["-p", "gpu"])
 
 
 def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it_needs(tmp_path):

@@ -1,7 +1,6 @@
 """`farm.status` and `farm.cancel` as a user calls them."""
 
 import json
-import sqlite3
 import unicodedata
 
 import pytest
@@ -14,6 +13,7 @@ from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, RunDoubt
 from farm.status import _print_table
 from featurize.configs.space import parse_space
+from tests.surroundings import execute_sql
 from warehouse.files.folder import DataFolder
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n[red]boom[/red]'
@@ -224,8 +224,10 @@ def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, 
     assert [quality_line in line for line in out.splitlines() if "mlp-0" in line] == [True, False]
     _, out, _ = call(status, "format=json", "job=mlp-00c0ffee")
     (job,) = json.loads(out)["jobs"]
-    assert job["by_quality"] == {"suspect": 2, "untrusted": 1, "repeated": 1}
-    assert job["quality_reasons"] == {"power_cap": 3, "ecc_errors": 1, "other_process": 1}
+    assert (job["by_quality"], job["quality_reasons"]) == (
+        {"suspect": 2, "untrusted": 1, "repeated": 1},
+        {"power_cap": 3, "ecc_errors": 1, "other_process": 1},
+    )
     _, out, _ = call(status, "job=mlp-00c0ffee")
     assert f"labels in doubt: {quality_line}, other_process 1)" in out
 
@@ -286,12 +288,11 @@ def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):
 def test_a_queue_with_times_that_are_none_and_names_with_escape_sequences_is_shown(call, folder, queue, time_s):
     submit(queue)
     work(queue, ["crashed", "ok"])
-    connection = sqlite3.connect(folder.queue)
-    name = "'mlp-00c0ffee' || char(10, 27) || '[31m'"
-    connection.execute(f"UPDATE jobs SET job_id = {name}, submitted_at = {time_s}")
-    connection.execute(f"UPDATE tasks SET finished_at = {time_s}, error_at = {time_s} WHERE state = 'done'")
-    connection.commit()
-    connection.close()
+    execute_sql(
+        folder.queue,
+        f"UPDATE jobs SET job_id = 'mlp-00c0ffee' || char(10, 27) || '[31m', submitted_at = {time_s}",
+        f"UPDATE tasks SET finished_at = {time_s}, error_at = {time_s} WHERE state = 'done'",
+    )
     for arguments in ([], ["format=json"]):
         code, out, err = call(status, *arguments)
         assert code == 0 and "\x1b" not in out + err and "mlp-00c0ffee\\" in out
@@ -303,18 +304,13 @@ def test_a_queue_with_times_that_are_none_and_names_with_escape_sequences_is_sho
 def test_an_error_at_a_time_that_is_none_is_shown(call, folder, queue):
     submit(queue)
     work(queue, ["crashed"])
-    connection = sqlite3.connect(folder.queue)
-    connection.execute("UPDATE tasks SET error_at = 'soon' WHERE state = 'done'")
-    connection.commit()
-    connection.close()
+    execute_sql(folder.queue, "UPDATE tasks SET error_at = 'soon' WHERE state = 'done'")
     code, out, _ = call(status, "job=mlp-00c0ffee")
     assert code == 0 and "boom" in out
 
 
 def test_an_sqlite_file_without_the_queue_s_tables_is_named(call, folder):
-    connection = sqlite3.connect(folder.create().queue)
-    connection.execute("PRAGMA user_version = 1")
-    connection.close()
+    execute_sql(folder.create().queue, "PRAGMA user_version = 1")
     code, _, err = call(status)
     assert code == 2 and "queue.sqlite is damaged or not a queue" in err and err.count("\n") == 1
 

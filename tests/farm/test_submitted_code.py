@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from test_dispatch import DEVICE, SETTINGS, Clock, ScriptedExecutor, run_with
+from test_dispatch import Clock, ScriptedExecutor, run_with, submit_texts
 
 from conf.errors import UsageError
 from farm.dispatch import submitted_code
 from farm.dispatch.submitted_code import SubmittedCode, record_code, record_submitted
-from farm.queue.queue_values import Job, configs_of_text
+from farm.queue.queue_values import configs_of_text
 from featurize.configs.draws import sample_range
 from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json, code_marks, config_from_mapping
@@ -60,19 +60,7 @@ class Executor(ScriptedExecutor):
 
 
 def dispatch(folder, queue, configs, trust=()):
-    job = Job(
-        job_id="zoo-00000001",
-        family="zoo",
-        space_json="{}",
-        n=len(configs),
-        seed=0,
-        policy="uniform",
-        priority=0,
-        device=DEVICE,
-        settings_json=SETTINGS,
-        submitted_at=0.0,
-    )
-    queue.submit(job, enumerate(configs), now=0.0)
+    submit_texts(queue, configs, "zoo-00000001", "zoo")
     executor = Executor()
     run_with(folder, queue, executor, trust=trust)
     return [index for _, index, _ in executor.handed_out], executor.marks

@@ -38,8 +38,7 @@ def filled(folder, monkeypatch):
     writer.write_job({"job_id": "J", "family": "cnn", "submitted_at": 0.0})
     for index in range(4):
         writer.write(run_row(index), samples())
-    compact_at(folder, 0)
-    compact_at(folder, 2)
+    compact_at(folder, 0, 2)
     for index in range(4, 6):
         writer.write(run_row(index), samples())
     take_snapshot(folder, "s")

@@ -68,8 +68,7 @@ def test_checks_name_members_that_cannot_be(folder):
 def test_members_survive_compaction_and_snapshots(folder):
     land_pair(folder)
     before = ask(folder, "SELECT * FROM collocations ORDER BY member_row")
-    compact_at(folder, 0)
-    compact_at(folder, 2)
+    compact_at(folder, 0, 2)
     assert ask(folder, "SELECT * FROM collocations ORDER BY member_row") == before
     assert take_snapshot(folder, "s").rows["collocations"] == 2
 
@@ -264,8 +263,7 @@ def test_ranks_survive_compaction_and_snapshots(folder):
     for index in range(3):
         writer.write(of_two(index), samples(1), None, ranks())
     before = ask(folder, "SELECT * FROM ranks ORDER BY rank_row")
-    compact_at(folder, 0)
-    compact_at(folder, 2)
+    compact_at(folder, 0, 2)
     assert len(list(folder.partition("ranks", "cnn").glob("*.parquet"))) == 1
     assert ask(folder, "SELECT * FROM ranks ORDER BY rank_row") == before and len(before) == 6
     assert take_snapshot(folder, "s").rows["ranks"] == 6

@@ -138,8 +138,7 @@ def test_merged_rows_are_sorted_whatever_was_merged_with_them(folder):
     fill(folder, [4, 0, 2])
     writer = RunWriter(folder)
     writer.write(run_row(6), samples(SAMPLES).take([2, 0, 3, 1]), kernels(), ranks(), collocations())
-    compact_at(folder, 2)
-    compact_at(folder, 4)
+    compact_at(folder, 2, 4)
     for kind, keys in (("runs", ["run_id"]), ("telemetry", ["run_id", "t_ms"])):
         name = only_merged(folder, kind).name
         rows = pq.read_table(folder.partition(kind, "cnn") / name, columns=keys, partitioning=None).to_pylist()
@@ -151,8 +150,7 @@ def test_samples_that_come_back_after_their_run_was_merged_and_deleted_are_merge
     fill(folder, range(3))
     path = folder.partition("telemetry", "cnn") / "J-000001.parquet"
     path.rename(tmp_path / path.name)
-    compact_at(folder, 0)
-    compact_at(folder, 2)
+    compact_at(folder, 0, 2)
     assert len(files(folder, "runs")) == 1
     (tmp_path / path.name).rename(path)
     settle(folder, 3)
@@ -164,8 +162,7 @@ def test_readers_see_the_same_rows_at_every_step(folder, monkeypatch):
     steps = Steps(monkeypatch, lambda: seen.append(census(folder)))
     halves = CompactionSettings(min_files=2, target_rows=3 * SAMPLES)
     compact(folder, now_s=NOW_S, settings=halves)
-    compact_at(folder, 2)  # deletes, and merges the merged
-    compact_at(folder, 4)
+    compact_at(folder, 2, 4)  # deletes, and merges the merged
     assert set(seen) == {expected(6)}
     assert steps.count > 20 and len(files(folder, "runs")) == 1
 
@@ -244,6 +241,7 @@ def settle(folder, runs, families=("cnn",)):
     assert {len(files(folder, kind, family)) for kind in KINDS for family in families} == {1}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("families", "runs", "compactions", "step"),
     [
@@ -257,7 +255,7 @@ def test_killed_at_a_step_then_compacted_again(compactor, folder, families, runs
     for number, family in enumerate(families):
         fill(folder, range(10 * number, 10 * number + runs), family)
     for number, settings in enumerate(compactions):
-        compact_at(folder, 2 * number, settings)
+        compact_at(folder, 2 * number, settings=settings)
     assert kill_at(compactor, folder, NOW_S + 2 * len(compactions) * HOUR_S, step)
     settle(folder, runs * len(families), families)
 
@@ -273,8 +271,7 @@ def test_a_merge_that_was_interrupted_is_dropped_if_a_run_landed_again(compactor
 @pytest.mark.parametrize("hours", [0, 2])
 def test_a_run_that_lands_again_after_it_was_merged_is_there_once(folder, hours):
     fill(folder, range(3))
-    compact_at(folder, 0)
-    compact_at(folder, hours)
+    compact_at(folder, 0, hours)
     landed = RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
     assert landed.name.startswith("merged-")
     settle(folder, 3)

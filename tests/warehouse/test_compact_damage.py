@@ -102,8 +102,7 @@ def test_a_torn_listing_of_a_damaged_merged_file_is_named(folder, capfd):
 
 def test_a_merged_file_that_is_gone_is_named_and_its_listing_stays(folder):
     fill(folder, range(4))
-    compact_at(folder, 0)
-    compact_at(folder, 2)
+    compact_at(folder, 0, 2)
     path = only_merged(folder)
     path.unlink()
     report = compact_at(folder, 4)
@@ -140,7 +139,7 @@ def test_no_file_is_taken_for_lost_between_the_steps_of_a_deletion(folder, monke
 def test_where_every_merged_file_is_there_none_is_read(folder, monkeypatch):
     fill(folder, range(3))
     compact_at(folder, 0)
-    monkeypatch.setattr("warehouse.files.counting._find_believed", None)  # which reads them
+    monkeypatch.setattr("warehouse.files.counting._find_valid", None)  # which reads them
     assert [lost_merged_files(folder, kind) for kind in KINDS] == [[]] * len(KINDS)
 
 
@@ -184,15 +183,13 @@ def test_a_planted_listing_neither_hides_nor_deletes_runs_for_good(folder):
     report = compact_at(folder, 0)
     assert any("hides 7 files" in line for line in report.problems)
     assert run_ids(folder) == ids(range(6))
-    for hours in (30, 60):
-        compact_at(folder, hours)
+    compact_at(folder, 30, 60)
     assert run_ids(folder) == ids(range(6))
 
 
 def test_a_merged_file_whose_listing_is_lost_is_kept_and_named(folder):
     fill(folder, range(4))
-    compact_at(folder, 0)
-    compact_at(folder, 2)
+    compact_at(folder, 0, 2)
     path = only_merged(folder)
     listing_file(folder, "runs", path.name).unlink()
     report = compact_at(folder, 50)
@@ -259,8 +256,7 @@ def test_damaged_samples_cost_no_run(folder):
 
 def test_a_merged_file_that_is_gone_is_an_error(folder):
     fill(folder, range(3))
-    compact_at(folder, 0)
-    compact_at(folder, 2)
+    compact_at(folder, 0, 2)
     only_merged(folder).unlink()
     with pytest.raises(EnvironmentProblem, match=r"is gone, though .* 3 rows are missing"):
         take_snapshot(folder)

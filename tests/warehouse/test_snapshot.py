@@ -65,8 +65,7 @@ def test_a_snapshot_shows_what_the_views_showed_whatever_compaction_does_later(f
     assert everything(folder, "before") == before
     assert dict(taken.rows) == {view: len(view_rows) for view, view_rows in before.items()}
     fill(folder, range(100, 110))
-    compact_at(folder, 48)
-    assert compact_at(folder, 96).deleted_files
+    assert compact_at(folder, 48, 96).deleted_files
     assert everything(folder, "before") == before
     assert len(rows(folder)) == len(before["runs"]) + 10
     assert find_snapshot(folder, "before").problems() == []
@@ -323,18 +322,22 @@ WRONG = {
 }
 
 
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("rule", WRONG)
-def test_what_cannot_be_is_found_and_kept(folder, rule):
+def test_what_cannot_be_is_found_and_kept(folder):
     fill(folder, [0], config_hash="x")
-    fill(folder, [1], **WRONG[rule])
-    (broken_rule,) = [finding for finding in check(folder) if finding.rule == rule]
-    assert (
-        broken_rule.count == 1
-        and broken_rule.severity in SEVERITIES
-        and ("J" in broken_rule.examples[0] or "x" in broken_rule.examples[0])
-    )
-    assert len(rows(folder)) == 2
+    for index, changes in enumerate(WRONG.values(), 1):
+        fill(folder, [index], **changes)
+    findings = {finding.rule: finding for finding in check(folder)}
+    assert {rule: finding.count for rule, finding in findings.items()} == {
+        **dict.fromkeys(WRONG, 1),
+        "impossible.ok_without_memory": 2,  # also the run without labels
+        "impossible.oom_without_kind": 2,  # also the run with a full window
+    }
+    beginnings = {rule: f"J-{index:06d}" for index, rule in enumerate(WRONG, 1)}
+    beginnings |= {"duplicate.task": "J task 0", "identity.config_hash": "x: 2"}
+    for rule, beginning in beginnings.items():
+        assert findings[rule].examples[-1].startswith(beginning), rule
+        assert findings[rule].severity in SEVERITIES, rule
+    assert len(rows(folder)) == 1 + len(WRONG)
 
 
 def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):

@@ -51,8 +51,7 @@ def test_every_link_leads_to_a_file_and_every_file_is_reached(published):
         if name in reached:
             continue
         reached.add(name)
-        links = [value for tag, key, value in pages[name].elements if tag == "a" and key == "href"]
-        waiting += [unquote(link) for link in links if not link.startswith("#")]
+        waiting += [unquote(link) for link in pages[name].values("a", "href") if not link.startswith("#")]
     assert reached == set(pages)
     runs = [name for name in pages if name.startswith("runs-") and "Config" in pages[name].text]
     assert len(runs) == 20

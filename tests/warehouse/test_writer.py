@@ -1,5 +1,6 @@
 """Landing runs: what is refused, what a crash or a full disk leaves behind."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -10,10 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, collocations, kernels, ranks, run_row, samples
+from warehouse_rows import ask, collocations, compact_at, kernels, ranks, run_row, samples, unreadable
 
-from warehouse.files import plain_file
-from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.counting import counting_merged_names
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import Listing, land_merged, listing_file, new_merged_name
@@ -241,16 +240,11 @@ def test_a_run_does_not_land_while_a_listing_cannot_be_read(folder, monkeypatch,
     writer = RunWriter(folder)
     writer.write(run_row(0), samples())
     path = plant(folder, new_merged_name())  # which does not say itself what it replaces
-    with monkeypatch.context() as failing:
-
-        def fail(opened, really_open=plain_file.open_plain):
-            if "compactions" in opened.parts:
-                raise OSError(code, os.strerror(code), str(opened))
-            return really_open(opened)
-
-        failing.setattr(plain_file, "open_plain", fail)
-        with pytest.raises(OSError, match=os.strerror(code)):
-            writer.write(run_row(3), samples())
+    with (
+        unreadable(monkeypatch, lambda opened: "compactions" in opened.parts, code),
+        pytest.raises(OSError, match=os.strerror(code)),
+    ):
+        writer.write(run_row(3), samples())
     assert writer.write(run_row(3), samples()) == path
 
 
@@ -260,14 +254,7 @@ def test_a_torn_listing_is_recovered_although_its_merged_file_could_not_be_opene
     target = folder.partition("runs", "cnn") / new_merged_name()
     land_merged(folder, "runs", target, pa.Table.from_pylist([run_row(3, run_id="J-000003")], RUN_SCHEMA), (), 1.0)
     listing_file(folder, "runs", target.name).write_bytes(b"torn")
-    with monkeypatch.context() as failing:
-
-        def fail(opened, really_open=plain_file.open_plain):
-            if opened == target:
-                raise OSError(code, os.strerror(code), str(opened))
-            return really_open(opened)
-
-        failing.setattr(plain_file, "open_plain", fail)
+    with unreadable(monkeypatch, target.__eq__, code):
         with pytest.raises(OSError, match=os.strerror(code)):
             counting_merged_names(folder, "runs", "cnn")
         assert counting_merged_names(folder, "runs", "mlp") == set()
@@ -281,19 +268,13 @@ def test_a_damaged_merge_keeps_no_run_from_landing_nor_others_from_being_merged(
         writer.write(run_row(index), samples())
     target = plant(folder, new_merged_name(), "J-000009")
     path = target if how.startswith("merged") else listing_file(folder, "runs", target.name)
-    if how.endswith("read"):
-
-        def fail(opened, really_open=plain_file.open_plain):
-            if opened == path:
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(opened))
-            return really_open(opened)
-
-        monkeypatch.setattr(plain_file, "open_plain", fail)
-    else:
+    may_be_read = not how.endswith("read")
+    if may_be_read:
         path.unlink()
         path.symlink_to(path.name)  # to itself
-    assert writer.write(run_row(5), samples()).name == "J-000005.parquet"
-    report = compact(folder, now_s=4e9, settings=CompactionSettings(min_files=2))
+    with contextlib.nullcontext() if may_be_read else unreadable(monkeypatch, path.__eq__, errno.EACCES):
+        assert writer.write(run_row(5), samples()).name == "J-000005.parquet"
+        report = compact_at(folder, 0)
     assert len(report.merged) == 2 and sum(report.merged.values()) == 10
     assert len(capsys.readouterr().err.splitlines()) <= 2
 
@@ -306,13 +287,7 @@ def test_a_disk_that_does_not_give_one_family_s_file_leaves_the_others_to_be_mer
             writer.write(run_row(index, family=family), samples())
     target = plant(folder, new_merged_name(), "J-000009")
     failing = target if part == "runs" else listing_file(folder, "runs", target.name)
-
-    def fail(opened, really_open=plain_file.open_plain):
-        if opened == failing:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(opened))
-        return really_open(opened)
-
-    monkeypatch.setattr(plain_file, "open_plain", fail)
-    report = compact(folder, now_s=4e9, settings=CompactionSettings(min_files=2))
+    with unreadable(monkeypatch, failing.__eq__):
+        report = compact_at(folder, 0)
     assert {place.split("/")[1] for place in report.merged if place.startswith("runs")} == {"family=mlp"}
     assert any("of cnn: not compacted now" in problem for problem in report.problems)

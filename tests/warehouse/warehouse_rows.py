@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import errno
 import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pyarrow as pa
 
 import warehouse
+from warehouse.files import plain_file
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
 
@@ -113,9 +118,31 @@ def fill(folder, indices, rows: int = 3, **changes) -> RunWriter:
     return writer
 
 
-def compact_at(folder, hours: float, settings: CompactionSettings = EAGER):
-    """Compact so many hours after the files were written; two hours later, what was replaced may go."""
-    return compact(folder, now_s=NOW_S + hours * HOUR_S, settings=settings)
+def copy_into(folder, source) -> None:
+    """Copy all of the data folder `source` into a new one, but for the file of views, which names the folder's path."""
+    shutil.copytree(source.root, folder.root, ignore=shutil.ignore_patterns(source.warehouse.name), dirs_exist_ok=True)
+
+
+def compact_at(folder, *hours: float, settings: CompactionSettings = EAGER):
+    """Compact so many hours after the files were written, each time; two hours later, what was replaced may go.
+
+    Return the last report.
+    """
+    return [compact(folder, now_s=NOW_S + after * HOUR_S, settings=settings) for after in hours][-1]
+
+
+@contextlib.contextmanager
+def unreadable(monkeypatch, is_chosen: Callable[[Path], bool], code: int = errno.EIO) -> Iterator[None]:
+    """Let no file that is chosen be opened within, for the reason of this `errno`."""
+
+    def fail(opened, really_open=plain_file.open_plain):
+        if is_chosen(opened):
+            raise OSError(code, os.strerror(code), str(opened))
+        return really_open(opened)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(plain_file, "open_plain", fail)
+        yield
 
 
 def only_merged(folder, kind: str = "runs"):

@@ -193,11 +193,11 @@ def test_the_multi_process_service_runs_for_groups_that_ask_for_it_and_no_longer
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     with contextlib.closing(on_a_gpu(Worker(DeviceChoice(backend="cpu"), "0", "with-service"))) as worker:
-        assert worker.share_as("mps") is None and worker.share_as("mps") is None
+        assert worker.set_sharing("mps") is None and worker.set_sharing("mps") is None
         (started,) = log.read_text().splitlines()
         pipe = Path(started.split()[0])
         assert started.endswith(" -d") and pipe.is_dir()
-        assert worker.share_as("time_slicing") is None and not pipe.parent.exists()
+        assert worker.set_sharing("time_slicing") is None and not pipe.parent.exists()
         assert log.read_text().splitlines()[-1].startswith("quit")
 
 

@@ -1,8 +1,8 @@
-"""A data set: measured runs as Parquet files for others to load, as others may see them.
+"""A data set: measured runs as Parquet files that others can load, without private names.
 
-Start reading at `DatasetPart`: for each family, device and day a file of runs, one of telemetry, and one of kernels,
-ranks and collocations where some run has any. `public_tables` makes the rows: public ids, no names of machines, users
-and paths, telemetry thinned. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
+Start reading at `DatasetPart`: each family, device and day has a file of runs, one of telemetry, and files of kernels,
+ranks and collocations if runs have any. `public_tables` makes the rows: public ids, no names of machines, users and
+paths, thinned telemetry. `warehouse.export` writes such a folder, `warehouse.ingest source=dataset` loads one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALWAYS_THERE = ("runs", "telemetry")  # every part has a file of these
 UNDATED = "undated"  # instead of the day, for runs without any time
 _METADATA = b"gpufarm_dataset"
 _FILE = re.compile(r"(?P<device>.+)-(?P<day>\d{4}-\d\d-\d\d|undated)-runs\.parquet")
-# Columns that are there without a value.
+# Columns that are kept even without values.
 _ALWAYS = (
     "run_id",
     "family",
@@ -57,22 +57,22 @@ _ALWAYS = (
     "group_id",
     "member",
 )
-# A telemetry reading needs no more digits than a float of 32 bits has; a counter that grows for years does.
+# Telemetry columns that need 64 bits, because a counter grows for years; others are stored as 32-bit floats.
 _WHOLE = ("t_ms", "energy_j")
-_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # nearly all values are distinct: a dictionary would only add size
+_SPLIT = ("t_ms", "energy_j", "step_time_ms")  # nearly all values are distinct, so a dictionary would only add size
 _TEXTS = ("error", "telemetry_missing", "quality_reasons", "quality_summary", "allocator_settings")
-_ERROR_CHARACTERS = 2000  # the end of an error is kept, where its message is
-# Decimals that telemetry keeps, by its unit: more than any sensor resolves, and a third of the bytes.
+_ERROR_CHARACTERS = 2000  # the end of an error has its message
+# Decimals of telemetry by unit: more than any sensor resolves, and a third of the bytes.
 _DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
 _PUBLIC_UUID = re.compile("gpu-[0-9a-f]{12}")
-_PREFERENCE = {"repeated": 1, "unavailable": 2}  # of several readings in one bin, the lowest of these stays
+_PREFERENCE = {"repeated": 1, "unavailable": 2}  # the reading with the lowest value in a bin stays
 
 
 @dataclass(frozen=True, order=True)
 class DatasetPart:
     """The runs of one family on one device on one day, with their telemetry and details.
 
-    The day is of their end, in UTC; of their start where the end is not known; `undated` where neither is.
+    The day is that of their end in UTC, else of their start, else `undated`.
     """
 
     family: str
@@ -85,7 +85,7 @@ class DatasetPart:
 
     @classmethod
     def of(cls, run: Mapping[str, Any]) -> DatasetPart:
-        """Return the part of a row of `runs`. File names of rows that were not measured on the device say so."""
+        """Return the part of a row of `runs`. File names of simulated rows begin with `simulated`."""
         device = re.sub(r"[^A-Za-z0-9.]+", "-", run["device_name"]).strip("-.")
         if run["source"] == "simulated":
             device = f"simulated-{device}"
@@ -109,15 +109,15 @@ def find_parts(root: Path) -> list[DatasetPart]:
 
 
 def lies_in(root: Path, path: Path) -> bool:
-    """Return whether the path leads to a plain file below `root`; a data set of others may hold any links."""
+    """Return whether the path leads to a plain file below `root`; a foreign data set may hold any links."""
     return path.is_file() and path.resolve().is_relative_to(root.resolve())
 
 
 def public_id(run_id: str, device_uuid: str | None, finished_at: datetime.datetime | None) -> str:
-    """Return a run's id outside its data folder: its id and 8 hex digits of where and when it ran.
+    """Return a run's public id: its id, and 8 hex digits that identify where and when it ran.
 
-    A job's runs have the same ids on every machine and at every release of torch, so that a repeat lands once; in a
-    data set each is a measurement of its own.
+    A job's runs have the same ids on every machine and at every release of torch, so a repeat lands once. In a data
+    set each measurement needs a different id.
     """
     ended = "" if finished_at is None else finished_at.strftime("%Y-%m-%dT%H:%M:%S.%f")
     digest = hashlib.sha256(f"{run_id}\n{device_uuid or ''}\n{ended}".encode()).hexdigest()
@@ -130,7 +130,7 @@ def is_loaded(job_id: str | None) -> bool:
 
 
 def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:
-    """Return the content of a part's file: zstd, without empty columns. Equal rows give equal bytes."""
+    """Return the content of a part's file: zstd, without empty columns. Equal rows yield equal bytes."""
     columns = [name for name in table.column_names if name in _ALWAYS or table.column(name).null_count < table.num_rows]
     table = table.select(columns).combine_chunks()
     if kind == "telemetry":
@@ -150,7 +150,7 @@ def to_bytes(part: DatasetPart, kind: str, table: pa.Table) -> bytes:
 
 
 def narrow(telemetry: pa.Schema) -> pa.Schema:
-    """Return the schema with 32-bit floats where a reading needs no more digits."""
+    """Return the schema with 32-bit floats for readings that need no more digits."""
     return pa.schema(
         [
             field.with_type(pa.float32()) if pa.types.is_floating(field.type) and field.name not in _WHOLE else field
@@ -173,8 +173,8 @@ def writing(kind: str, schema: pa.Schema) -> dict[str, Any]:
 def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = None) -> pa.Table:
     """Read one of a part's tables with every column of this schema version; no rows if there is no file.
 
-    `kind` is one of `KINDS`; `content`, where given, is the file's content. Raises `UsageError`
-    naming a file that is damaged, not of a data set, or of a newer schema version.
+    `kind` is one of `KINDS`; `content` replaces reading the file. Raises `UsageError` naming a file that is not of a
+    data set, `EnvironmentProblem` for one that is damaged or of a newer schema version.
     """
     path = root / part.path(kind)
     schema = KINDS[kind]
@@ -185,7 +185,7 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
             f"{path} is a link that leads out of the data set, or no plain file; nothing is read through it"
         )
     try:
-        # Without a buffer, pyarrow would read the partition's name as a column.
+        # From a buffer: given a path, pyarrow would read the partition's name as a column.
         table = pq.ParquetFile(pa.BufferReader(path.read_bytes() if content is None else content)).read()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise EnvironmentProblem(f"{path} cannot be read: {first_line(error)}") from error
@@ -221,7 +221,7 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
 def check_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
     """Return a part's rows of a table of `DETAILS`.
 
-    Raises `EnvironmentProblem` for rows that break the schema or name no run of theirs.
+    Raises `EnvironmentProblem` for rows that break the schema, or whose id does not begin with their run's.
     """
     rows, row_id = read_part(root, part, kind), DETAILS[kind].row_id
     try:
@@ -240,7 +240,7 @@ def check_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, 
     """Return the rows of a part's runs. Raises `EnvironmentProblem` naming the first bad row."""
     try:
         rows: list[dict[str, Any]] = runs.to_pylist()
-    except (OverflowError, UnicodeDecodeError) as error:  # a date beyond all years, text that is not a date
+    except (OverflowError, UnicodeDecodeError) as error:  # an impossible date, or invalid UTF-8
         raise EnvironmentProblem(f"{root / part.path('runs')} cannot be read: {error}") from error
     for number, row in enumerate(rows, start=1):
         problems = run_problems(row)
@@ -261,7 +261,7 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
     for name in _TEXTS:
         if row[name] is not None:
             row[name] = scrub(row[name], names)
-    if row["config"] is not None:  # a model of one's own may be named by its file
+    if row["config"] is not None:  # a user's model may be named by its file
         row["config"] = scrub(row["config"])
     if row["error"] is not None:
         row["error"] = row["error"][-_ERROR_CHARACTERS:]
@@ -279,7 +279,7 @@ def public_row(run: dict[str, Any]) -> dict[str, Any]:
 
 def scrub(text: str, names: Iterable[str] = ()) -> str:
     """Return `text` with folders removed from paths, addresses as ADDRESS, and the given names as NAME."""
-    text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also where nothing comes behind it
+    text = re.sub(r"/(?:home|Users)/[\w.@+=~-]+", "/NAME", text)  # also at the end of a path
     text = re.sub(r'File "[^"\n]*/([^"/\n]+)"', r'File "\1"', text)
     text = re.sub(r"(?<!\w)(\w+://)[^\s/\"')\]]+", r"\1ADDRESS", text)
     text = re.sub(r"(?<![\w:/.])~?(?:/[\w.@+=~-]+)*/([\w.@+=~-]+)/?", r"\1", text)
@@ -290,7 +290,7 @@ def scrub(text: str, names: Iterable[str] = ()) -> str:
 
 
 def _names(node: str | None) -> set[str]:
-    """Return the names of the run's machine, of this machine and of the user; not `root` and other common ones."""
+    """Return the names of the run's machine, of this machine and of the user, except common ones such as `root`."""
     names = {node or "", platform.node()}
     names |= {name.partition(".")[0] for name in names}
     with contextlib.suppress(OSError, KeyError):
@@ -303,10 +303,10 @@ def public_telemetry(
 ) -> pa.Table:
     """Return the samples of some runs under their public ids, thinned to `hz` unless that is None.
 
-    `where` narrows what is read: a condition on `telemetry` that holds for all of these runs.
+    `where` limits the rows to read: a condition on `telemetry` that holds for all of these runs.
     """
     columns = ", ".join(_round(name) for name in TELEMETRY_SCHEMA.names if name not in ("run_id", "t_ms"))
-    # Rounded before anything is chosen: a data set that is loaded and exported again is the same.
+    # Rounded before thinning: a data set that is loaded and exported again stays the same.
     samples = _of_exported(
         connection,
         ids,
@@ -320,12 +320,12 @@ def public_telemetry(
 def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str, str], where: str = "true") -> pa.Table:
     """Return the rows of a table of `DETAILS` of some runs under their public ids; imported ones belong to no run.
 
-    `where` narrows what is read: a condition on the table that holds for all of these runs.
+    `where` limits the rows to read: a condition on the table that holds for all of these runs.
     """
     detail = DETAILS[kind]
     columns_kept = [name for name in detail.schema.names if name not in ("run_id", detail.row_id)]
     columns = ", ".join("NULL AS node" if name == "node" else f"{kind}.{name}" for name in columns_kept)
-    # A row's own id begins with its run's.
+    # A row's id begins with its run's id.
     row_id = f"public_id || substr({detail.row_id}, length(own_id) + 1) AS {detail.row_id}"
     rows = _of_exported(
         connection,
@@ -347,9 +347,9 @@ def public_details(connection: WarehouseConnection, kind: str, ids: Mapping[str,
 
 
 def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping[str, str]) -> pa.Table:
-    """Return rows of `collocations` with public ids of their groups and of the runs alone, and scrubbed texts.
+    """Return rows of `collocations` with public ids of their groups and solo runs, and scrubbed texts.
 
-    Rows that were loaded from a data set keep what they have.
+    Rows that were loaded from a data set keep their ids.
     """
     members = rows.to_pylist()
     own_ids = {public: own_id for own_id, public in ids.items()}
@@ -367,8 +367,8 @@ def _public_groups(connection: WarehouseConnection, rows: pa.Table, ids: Mapping
         if is_loaded(job_id):
             continue
         row["group_id"] = _public_group_id(row["group_id"], uuid)
-        alone = by_id.get(row["solo_run_id"])
-        row["solo_run_id"] = None if alone is None else public_id(row["solo_run_id"], *alone[1:])
+        solo = by_id.get(row["solo_run_id"])
+        row["solo_run_id"] = None if solo is None else public_id(row["solo_run_id"], *solo[1:])
     return pa.Table.from_pylist(members, schema=rows.schema)
 
 
@@ -385,14 +385,14 @@ def public_tables(
     where: str = "true",
     kernels: bool = True,
 ) -> dict[str, pa.Table]:
-    """Return some runs with their telemetry and details, by table; `runs` comes last, for readers find it last.
+    """Return some runs with their telemetry and details, by table; `runs` comes last, to be written last.
 
     Args:
         connection: Connection to the runs' warehouse.
-        runs: Own ids, and public rows.
+        runs: Ids in the data folder, and public rows.
         hz: As for `public_telemetry`.
-        where: Narrows what is read: a condition on `{0}`, one of the tables, that holds for all of these runs.
-        kernels: False leaves kernels out, and says that they were not asked for.
+        where: Limits the rows to read: a condition on `{0}`, one of the tables, that holds for all of these runs.
+        kernels: False leaves kernels out, as if they had not been requested.
     """
     ids = {own_id: row["run_id"] for own_id, row in runs}
     tables = {"telemetry": public_telemetry(connection, ids, hz, where.format("telemetry"))}
@@ -405,13 +405,13 @@ def public_tables(
         if not kernels:
             run["kernel_rows"] = None
         for kind, detail in DETAILS.items():
-            if run[detail.count] is not None:  # NULL: not asked for
+            if run[detail.count] is not None:  # NULL: not requested
                 run[detail.count] = rows_of[kind][run["run_id"]]
     return {**tables, "runs": pa.Table.from_pylist([run for _, run in runs], schema=RUN_SCHEMA)}
 
 
 def _public_uuid(uuid: str | None) -> str | None:
-    """Return an id that distinguishes cards and serves nothing else; a published row's stays as it is."""
+    """Return an id that only distinguishes cards; that of a published row stays as it is."""
     if uuid is None or _PUBLIC_UUID.fullmatch(uuid):
         return uuid
     return f"gpu-{hashlib.sha256(uuid.encode()).hexdigest()[:12]}"
@@ -433,13 +433,13 @@ def _round(name: str) -> str:
 def thin(samples: pa.Table, hz: float) -> pa.Table:
     """Keep at most `hz` readings a second of each sensor of each run or rank, and the first and last of each window.
 
-    `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; a fresh reading
-    is preferred to a repeated one, and that to none.
+    `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; new readings
+    are preferred to repeated ones, and those to unavailable ones.
     """
     if not samples.num_rows:
         return samples
     run, sensor_name, rank_number = (_codes(samples.column(name)) for name in ("run_id", "sensor", "rank"))
-    sensor = sensor_name * (rank_number.max() + 2) + rank_number  # each rank has sensors of its own
+    sensor = sensor_name * (rank_number.max() + 2) + rank_number  # each rank has separate sensors
     window = np.array([phase == "window" for phase in samples.column("phase").to_pylist()])
     rank = np.array([_PREFERENCE.get(quality, 0) for quality in samples.column("quality").to_pylist()])
     period = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)
@@ -462,7 +462,7 @@ def _codes(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _ends(*keys: np.ndarray) -> np.ndarray:
-    """Return, for rows sorted by the keys, whether each is the last with its keys."""
+    """Return (rows,) bool: whether each row, sorted by the keys, is the last with its keys."""
     ends = np.ones(len(keys[0]), dtype=bool)
     if len(ends):
         ends[:-1] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
@@ -470,5 +470,5 @@ def _ends(*keys: np.ndarray) -> np.ndarray:
 
 
 def naive(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with timestamps without zone, as the views have them."""
+    """Return the schema with timestamps without time zone, as in the views."""
     return pa.schema([(f.name, pa.timestamp("us") if pa.types.is_timestamp(f.type) else f.type) for f in schema])

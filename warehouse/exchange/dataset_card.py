@@ -1,6 +1,6 @@
-"""The card of a data set, and its Croissant metadata: how its runs were measured, what its files and columns mean.
+"""The card of a data set and its Croissant metadata: how runs were measured, the meaning of files and columns.
 
-Start reading at `card`, whose every statement follows from the rows, and at `croissant`: files with their SHA-256,
+Start reading at `card`, whose statements all follow from the rows, and at `croissant`: files with their SHA-256,
 tables, columns and their meaning (https://docs.mlcommons.org/croissant/docs/croissant-spec.html, version 1.0).
 """
 
@@ -30,7 +30,7 @@ _ENVIRONMENT = (
     "allocator_settings",
     "farm_version",
 )
-# How a run's figures came about: in a sentence, and in a paragraph of the section that says it in full.
+# Origin of a run's figures: in a sentence, and in a paragraph of the card.
 _LEVELS = {
     "measured": "measured on real GPUs",
     "cpu": "measured on CPUs",
@@ -123,7 +123,7 @@ def card(tables: Mapping[str, Sequence[pa.Table]]) -> str:
     return "".join([_HEAD, *sections(rows), *columns, _LICENCE])
 
 
-# What `sections` reads of a row.
+# Columns that `sections` reads.
 SECTION_COLUMNS = (
     *_ENVIRONMENT,
     "source",
@@ -146,7 +146,7 @@ SECTION_COLUMNS = (
 
 
 def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[str]:
-    """Return the card's sections on how the rows were measured, and how many there are of each kind."""
+    """Return the card's sections on how the rows were measured, and on their numbers by kind."""
     thinned = "" if hz is None else _THINNED.format(hz=hz)
     kinds = "".join(f"\n{sentence}." for sentence in levels(rows)) + "\n"
     levels_there = set(map(_level, rows))
@@ -156,7 +156,7 @@ def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[s
 
 
 def levels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how many rows came about in which way, as `6 runs are measured on real GPUs`."""
+    """Return the number of rows by origin, such as `6 runs are measured on real GPUs`."""
     counts = Counter(map(_level, rows))
     return [
         f"{count:,} {'run is' if count == 1 else 'runs are'} {_LEVELS[level]}"
@@ -217,7 +217,7 @@ def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _special(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe trials beyond the search spaces: smaller cards, several batch sizes, settings, rows in doubt."""
+    """Return the section on settings: memory shares, MIG profiles, precision, optimizer, quality, batch sizes."""
 
     def by(name: str, of: Callable[[Mapping[str, Any]], Any] | None = None) -> str:
         counts = Counter(_describe((of or (lambda row: row[name]))(row)) for row in rows)
@@ -241,7 +241,7 @@ def _special(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _network(row: Mapping[str, Any]) -> str:
-    """Return the trial without its batch size."""
+    """Return the trial's hash without its batch size."""
     import json
 
     from conf.files.identity import mapping_hash
@@ -262,7 +262,7 @@ def _by_value(rows: pa.Table, column: str) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
 
 
-# What a table's rows are, behind their number.
+# Description of a table's rows, after their number.
 _SUMMARIES: Mapping[str, Callable[[pa.Table], str]] = {
     "runs": lambda runs: f"runs, in columns of schema version {SCHEMA_VERSION}.",
     "telemetry": lambda readings: f"readings, by sensor: {_by_value(readings, 'sensor')}.",
@@ -293,18 +293,18 @@ def _describe(value: Any) -> str:
 
 
 def plain_markdown(text: str) -> str:
-    """Return a row's text as one line of Markdown that shows it: no HTML, link, picture or emphasis of its own."""
+    """Return a text as one line of Markdown that shows it literally: no HTML, link, picture or emphasis."""
     one_line = " ".join(clean_text(text).split())
     return _MARKDOWN.sub(r"\\\g<0>", one_line).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table. Cells are Markdown; texts of rows go through `plain_markdown` before."""
+    """Return a table. Cells are Markdown; pass texts of rows through `plain_markdown` first."""
     rows = [heads, ["---"] * len(heads), *lines]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"
 
 
-# The context that the specification gives for version 1.0.
+# The context that the specification defines for version 1.0.
 _CONTEXT = {
     "@language": "en",
     "@vocab": "https://schema.org/",
@@ -348,9 +348,13 @@ _CONTEXT = {
 def croissant(
     about: Mapping[str, Any], tables: Mapping[str, pa.Schema], files: Sequence[tuple[str, int, str]]
 ) -> dict[str, Any]:
-    """Return the metadata as JSON-LD. about: name, description, licence; optional: citation, creators, url, version,
-    published; tables: name -> schema; files: (path below the data set's folder, bytes, SHA-256). What is not given is
-    left out."""
+    """Return the metadata as JSON-LD, without the optional values that are missing.
+
+    Args:
+        about: name, description, licence; optional: citation, creators, url, version, published.
+        tables: Name -> schema.
+        files: Path below the data set's folder, bytes, SHA-256.
+    """
     given = {
         "citeAs": about.get("citation"),
         "creator": [_creator(name) for name in about.get("creators") or ()],

@@ -1,7 +1,7 @@
-"""Measured runs as a data set that others can load, to which later runs are added.
+"""Exports measured runs as a data set that others can load; later exports add runs.
 
-Start reading at `export`, the body of `warehouse.export`. `warehouse.exchange.dataset` has the files and what others
-may see of a row, `warehouse.exchange.dataset_card` the card.
+Start reading at `export`, the body of `warehouse.export`. `warehouse.exchange.dataset` has the files and the public
+form of a row, `warehouse.exchange.dataset_card` the card.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from warehouse.reading.connection import WarehouseConnection, connect
 from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DETAILS, RUN_SCHEMA
 
-# Runs that lost their worker know of no device, and belong to no data set of one.
+# Runs that lost their worker have no device, and are not exported.
 SOURCES = {
     "measured": "source = 'measured' AND device_uuid IS NOT NULL",
     "cpu": "source = 'measured' AND device_uuid IS NULL AND device_name IS NOT NULL",
     "simulated": "source = 'simulated' AND device_name IS NOT NULL",
 }
-_LARGEST = 5  # files named where the data set is too large
+_LARGEST = 5  # files named if the data set is too large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,8 @@ class ExportSettings(Checked):
       python -m warehouse.export data=data/collect
       python -m warehouse.export out=/srv/set data=/srv/farm source=simulated families=[cnn,gpt] max_mb=100
 
-    Runs that the folder holds already stay; names of machines, users and paths are taken out. README.md in the
-    folder is the card: how the runs were made, and how many there are of each kind. `warehouse.ingest
-    source=dataset` loads it.
+    Runs that the folder already has stay; names of machines, users and paths are removed. README.md in the folder is
+    the card: how the runs were made, and their numbers by kind. `warehouse.ingest source=dataset` loads it.
     """
 
     out: str | None = key(None, "the data set's folder; default datasets/ of this checkout", "new path")
@@ -89,9 +88,9 @@ class ExportReport:
     """The result of an export. Sizes in bytes."""
 
     root: Path
-    added: Counter[DatasetPart] = field(default_factory=Counter)  # runs that the data set did not have
-    kernels: int = 0  # rows that came with the added runs
-    there: int = 0  # runs that it had
+    added: Counter[DatasetPart] = field(default_factory=Counter)  # runs that the data set lacked
+    kernels: int = 0  # rows of the added runs
+    there: int = 0  # runs that it had already
     without_device: int = 0
     total_bytes: int = 0
 
@@ -142,16 +141,18 @@ def export(settings: ExportSettings) -> ExportReport:
 
 
 def _of_runs(table: pa.Table, run_ids: set[str]) -> pa.Table:
-    """Return the rows of some runs: those of an export that was killed before it came to its runs are not kept."""
+    """Return the rows of some runs, without those of an export that was killed before writing its runs."""
     return table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids), pa.string())))
 
 
 @contextlib.contextmanager
 def _lock(root: Path) -> Iterator[None]:
-    """Two at a time would each write what they have read before, without the other's runs. The folder itself is locked,
-    or where it will be: a file of ours has no place in a data set."""
-    there = next(path for path in (root, *root.parents) if path.is_dir())
-    descriptor = os.open(there, os.O_RDONLY)
+    """Lock the folder: two exports in parallel would each write without the other's runs.
+
+    The folder itself, or its nearest existing parent, is locked, because a lock file has no place in a data set.
+    """
+    existing = next(path for path in (root, *root.parents) if path.is_dir())
+    descriptor = os.open(existing, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -164,14 +165,16 @@ def _lock(root: Path) -> Iterator[None]:
 def _runs(
     connection: WarehouseConnection, settings: ExportSettings, report: ExportReport
 ) -> dict[DatasetPart, list[tuple[str, dict[str, Any]]]]:
-    """Return (run_id in the data folder, public row) of the runs of each part."""
+    """Return part -> (run_id in the data folder, public row) of its runs."""
     columns = ", ".join(RUN_SCHEMA.names)
     chosen = SOURCES[settings.source]
     if settings.families is not None:
-        there = {name for (name,) in connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen}").fetchall()}
+        families = {
+            name for (name,) in connection.execute(f"SELECT DISTINCT family FROM runs WHERE {chosen}").fetchall()
+        }
         for name in settings.families:
-            if name not in there:
-                raise unknown_name(f"family with {settings.source} runs", name, there)
+            if name not in families:
+                raise unknown_name(f"family with {settings.source} runs", name, families)
     table = connection.sql(f"SELECT {columns} FROM runs WHERE {chosen} ORDER BY run_id").to_arrow_table()
     lost = f"source = '{'simulated' if settings.source == 'simulated' else 'measured'}' AND device_name IS NULL"
     ((report.without_device,),) = connection.execute(f"SELECT count(*) FROM runs WHERE {lost}").fetchall()
@@ -220,7 +223,7 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
         for path, content in zip(paths, contents.values(), strict=True):
             if not path.exists() or path.read_bytes() != content:
                 write_file(path, content)
-    except OSError:  # the disk is full: nothing half-done stays; files that were replaced are whole, old or new
+    except OSError:  # the disk is full: leave no new files; replaced files are complete, old or new
         for path in new_files:
             path.unlink(missing_ok=True)
         for folder in sorted(new_folders, reverse=True):

@@ -1,7 +1,7 @@
-"""Parts that all importers share: a file's rows, their identity and columns in our tables, and mappings of CSV columns.
+"""Shared parts of all importers: rows of files, their identity and columns, and mappings of CSV columns.
 
 Start reading at `ImportedRow`. `read_table` is the engine of published tables; `warehouse.exchange.published_tables`
-has their mappings. `CsvMapping.read` reads any other CSV file by a mapping that the user gives. A row that no trial
+has their mappings. `CsvMapping.read` reads any other CSV file by the user's mapping. A row that no trial
 config describes is kept as `untraceable`, with its reason. All cells of a file stay in the column `origin`.
 """
 
@@ -30,21 +30,21 @@ from warehouse.tables.schema import LABELS, RUN_SCHEMA, STATUSES
 
 DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNTRACEABLE = "untraceable"  # `runs.error_type` of a row that no trial config describes: queried, never fitted
-UNKNOWN_FAMILY = "unknown"  # the family of a row that does not name what ran
+UNKNOWN_FAMILY = "unknown"  # the family of a row that does not name its model
 
-_NO_CARD_MIB = 2**20  # more than any device has, for a device of unknown memory
+_NO_CARD_MIB = 2**20  # for a device of unknown memory: more than any has
 _CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
 
 Cells = Mapping[str, str]  # the cells of a file's row
-Columns = dict[str, Any]  # the columns of our row
+Columns = dict[str, Any]  # the columns of an imported row
 Value = Callable[[Cells], Any]
 Condition = Callable[[Cells, Columns], object]
 Change = Callable[[Cells], Columns]  # changes the columns of a row
 Rule = tuple[Condition, Change]
 FIELD = "config."  # prefix of the trial config's fields
-_DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: given once, they are set in both
-# What published runs were trained with, where their files leave it open. Written out, so that a config is complete as
-# it is, and its hash the one that the farm would give it.
+_DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: a value given once is set in both
+# Training settings of published runs whose files do not name them. They make a config complete, so its hash is the one
+# that the farm computes.
 TRAINING: Mapping[str, object] = {
     "optimizer": "adam",
     "precision": "fp32",
@@ -52,17 +52,17 @@ TRAINING: Mapping[str, object] = {
     "cudnn_benchmark": False,
     "channels_last": False,
 }
-_EMPTY = ("", "nan", "na", "n/a", "null", "none")  # as spreadsheets and data frames write it
+_EMPTY = ("", "nan", "na", "n/a", "null", "none")  # empty cells of spreadsheets and data frames
 STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
 
 
 @dataclass(frozen=True)
 class ImportedRow:
-    """A row of a file as a row of ours.
+    """A row of a file, converted to a row of a table.
 
-    row      its place in the file, 1 for the first below the header
-    columns  values by column of the table that it lands in; `status` is `ok` where the table has none
+    row      its number in the file, 1 for the first below the header
+    columns  values by column of its table; `status` is `ok` if the table has no status
     problem  why it is `invalid`
     doubt    why its figures may be wrong
     """
@@ -75,11 +75,11 @@ class ImportedRow:
 
 @dataclass(frozen=True)
 class ImportedFile:
-    """One file's rows, in its order.
+    """One file's rows, in file order.
 
-    rows              rows of `kind`: `runs` or `kernels`, the latter without those that make no sense, see `left_out`
-    measured_columns  how many of its columns describe the run apart from its memory
-    pairs             places and cells of its rows that are two jobs on one GPU
+    rows              rows of `kind`: `runs` or `kernels`, the latter without invalid rows, see `left_out`
+    measured_columns  number of its columns that describe the run beside its memory
+    pairs             numbers and cells of its rows of two jobs on one GPU
     left_out          rows that no table keeps
     """
 
@@ -92,9 +92,9 @@ class ImportedFile:
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    """Return the header and the rows of a CSV file. Raises `UsageError` where it is not one.
+    """Return the header and the rows of a CSV file. Raises `UsageError` if it is not one.
 
-    Cells beyond the header are a list under the key None; those that lack are None.
+    Cells beyond the header are a list under the key None; missing cells are None.
     """
     try:
         with _wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
@@ -106,7 +106,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def _wide_cells() -> Iterator[None]:
-    """Make the csv module read cells as large as published files have."""
+    """Allow the csv module to read cells as large as those of published files."""
     before = csv.field_size_limit(_CELL_CHARACTERS)
     try:
         yield
@@ -115,7 +115,7 @@ def _wide_cells() -> Iterator[None]:
 
 
 def read_with_columns(path: Path, *accepted: str) -> list[dict[str, Any]] | str:
-    """Return the rows of a CSV file that has all columns of one of the lists `accepted`; else why it is left out."""
+    """Return the rows of a CSV file with all columns of one of the `accepted` lists; else why it is left out."""
     with contextlib.suppress(UsageError):
         header, rows = read_csv(path)
         if any(set(columns.split(", ")) <= set(header) for columns in accepted):
@@ -138,24 +138,24 @@ def to_number(text: str | None) -> float | None:
 
 
 def above_zero(text: str | None) -> float | None:
-    """Return the number of a cell; None for none, or none above 0."""
+    """Return a cell's number; None unless it is a number above 0."""
     number = to_number(text)
     return number if number is not None and number > 0 else None
 
 
 def whole_above_zero(text: str | None) -> int | None:
-    """Return the whole number of a cell; None for none, none above 0, or one beyond 64 bits."""
+    """Return a cell's whole number; None unless it is above 0 and within 64 bits."""
     number = above_zero(text)
     return int(number) if number is not None and number == int(number) and number < 2**63 else None
 
 
 def imported_runs(source: str, runs: Iterable[tuple[int, Columns]], contents: Iterable[str]) -> tuple[ImportedRow, ...]:
-    """Return rows of `runs` with their identity; one whose memory cannot be is invalid.
+    """Return rows of `runs` with their identity; one with impossible memory is invalid.
 
     Args:
         source: Name of the source.
         runs: Places in the file, and columns without identity.
-        contents: What the identity of each is made of.
+        contents: The text that identifies each run.
     """
     rows = []
     for (place, run), run_id in zip(runs, run_ids(source, contents), strict=True):
@@ -166,7 +166,7 @@ def imported_runs(source: str, runs: Iterable[tuple[int, Columns]], contents: It
 
 
 def run_row(place: int, run: Columns) -> ImportedRow:
-    """Return a row of `runs`, whose `error` says why it is invalid or in doubt."""
+    """Return a row of `runs`; its `error` is the reason if it is invalid or in doubt."""
     is_doubted = run.get("error_type") == DOUBT
     return ImportedRow(
         place, run, run["error"] if run["status"] == "invalid" else None, run["error"] if is_doubted else None
@@ -179,7 +179,7 @@ def identity(source: str, run_id: str) -> Columns:
 
 
 def beyond_the_card(run: Mapping[str, Any]) -> str | None:
-    """Return why a memory peak is impossible (0, or clearly more than the device has); None if it is possible."""
+    """Return why a memory peak is impossible (0, or clearly above the device's memory); None if it is possible."""
     peak, card = run.get("peak_memory_mib"), run.get("device_memory_mib") or _NO_CARD_MIB
     if peak is None or 0 < peak <= 1.1 * card:
         return None
@@ -190,12 +190,12 @@ def beyond_the_card(run: Mapping[str, Any]) -> str | None:
 def run_ids(source: str, contents: Iterable[str]) -> list[str]:
     """Return `SOURCE-` and 20 hex digits for each row of a file, from its content and its rank among equal rows.
 
-    The same rows in another file, or beside further rows, have the same ids."""
-    seen: Counter[str] = Counter()
+    The same rows in another file, or among other rows, have the same ids."""
+    counts: Counter[str] = Counter()
     ids = []
     for content in contents:
-        seen[content] += 1
-        digest = hashlib.sha256(f"{content}\n{seen[content]}".encode()).hexdigest()
+        counts[content] += 1
+        digest = hashlib.sha256(f"{content}\n{counts[content]}".encode()).hexdigest()
         ids.append(f"{source}-{digest[:20]}")
     return ids
 
@@ -224,36 +224,38 @@ def imported_kernels(
         source: Name of the source.
         path: The file.
         rows: Its cells.
-        read: Takes a row's cells and returns its columns; its `ValueError` is the reason why a row is left out.
-        content: What a row's identity is made of.
+        read: Returns the columns for a row's cells; its `ValueError` is the reason to leave a row out.
+        content: Returns the text that identifies a row.
     """
-    kept: list[tuple[int, Columns]] = []
+    numbered_rows: list[tuple[int, Columns]] = []
     left_out, contents = [], []
     for place, cells in enumerate(rows, 1):
         try:
-            kept.append((place, {"source": "imported", "count": 1, **read(cells)}))
+            numbered_rows.append((place, {"source": "imported", "count": 1, **read(cells)}))
         except ValueError as error:
             left_out.append(ImportedRow(place, {"status": "invalid"}, str(error)))
             continue
         contents.append(content(cells))
     ids = run_ids(source, contents)
-    landed = (ImportedRow(number, {**row, "kernel_row": name}) for (number, row), name in zip(kept, ids, strict=True))
+    landed = (
+        ImportedRow(number, {**row, "kernel_row": name}) for (number, row), name in zip(numbered_rows, ids, strict=True)
+    )
     return ImportedFile(path, tuple(landed), "kernels", left_out=tuple(left_out))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTable:
-    """One published table, whose rows are one run each.
+    """One published table with one run a row.
 
-    names    columns that its files have, separated by commas
-    why      why no trial config describes a row's job
-    device   GPU model of a row, and the memory of its card where the table has memory
-    columns  column of `runs` -> its value in a row
-    rules    conditions on a row and its columns, and the change of the first that holds
-    read     in place of `why` and the following, where a row is another number of runs
-    doubts   changes of rows that others contradict, by their index
-    is_pair  whether a row is of two jobs that shared a GPU
-    pairs    columns of the source's files that hold nothing but pairs
+    names    columns of its files, separated by commas
+    why      returns why no trial config describes a row's job
+    device   GPU model of a row, and the card's memory if the table has memory
+    columns  column of `runs` -> function that returns its value in a row
+    rules    conditions on a row and its columns, each with a change; the first that holds applies
+    read     replaces `why` to `rules` if a row yields any other number of runs
+    doubts   index -> changes of rows that other rows contradict
+    is_pair  whether a row has two jobs that shared a GPU
+    pairs    columns of the source's files that have only pairs
     """
 
     names: str
@@ -299,7 +301,7 @@ def read_table(path: Path, device_name: str | None, *, source: str, table: Publi
 
 
 def _text(value: str | list[str] | None) -> str:
-    """Return a cell's text; those beyond the header's columns come as a list, those that lack as None."""
+    """Return a cell's text; cells beyond the header come as a list, missing ones as None."""
     return (",".join(value) if isinstance(value, list) else value or "").strip()
 
 
@@ -322,7 +324,7 @@ def whole(name: str) -> Value:
 
 
 def scaled(name: str, times: float = 1, over: float = 1) -> Value:
-    """Return a reader of a number > 0, converted to our unit."""
+    """Return a reader of a number > 0, converted to the column's unit."""
 
     def value(row: Cells) -> float | None:
         number = above_zero(row[name])
@@ -335,7 +337,7 @@ def scaled(name: str, times: float = 1, over: float = 1) -> Value:
 
 
 def invalid(words: str | Callable[[Cells], str], *emptied: str) -> Change:
-    """Return the change of a row without a label; columns in `emptied` hold a figure that cannot be."""
+    """Return the change that makes a row invalid and empties the columns `emptied`, whose figures are impossible."""
 
     def change(row: Cells) -> Columns:
         error = words if isinstance(words, str) else words(row)
@@ -345,12 +347,12 @@ def invalid(words: str | Callable[[Cells], str], *emptied: str) -> Change:
 
 
 def doubted(words: str) -> Change:
-    """Return the change of a row whose figures may be wrong."""
+    """Return the change that marks a row's figures as doubtful."""
     return lambda row: {"error_type": DOUBT, "error": words}
 
 
 def unnamed_instrument(column: str) -> Change:
-    """Return the change of a row whose figure is of an instrument that has no column."""
+    """Return the change that empties `column`, because no column fits the figure's instrument."""
 
     def change(row: Cells) -> Columns:
         words = f"the file's instrument is {row['memory_kind'] or 'not named'}: the figure is in origin alone"
@@ -360,7 +362,7 @@ def unnamed_instrument(column: str) -> Change:
 
 
 def is_empty(column: str) -> Condition:
-    """Return the condition that a row has no value for a column of `runs`."""
+    """Return the condition that a row's column of `runs` has no value."""
     return lambda row, run: run[column] is None
 
 
@@ -451,9 +453,9 @@ class CsvMapping:
             problems.append(problem)
         if not problems:
             return run
-        # A value that breaks a rule cannot be stored in its column; the reason quotes it.
-        kept = {name: value for name, value in run.items() if not any(p.startswith(name) for p in problems)}
-        return {**kept, "status": "invalid", "oom_kind": None, "error": "; ".join(problems)}
+        # A value that breaks a rule cannot be stored; the reason quotes it.
+        valid_values = {name: value for name, value in run.items() if not any(p.startswith(name) for p in problems)}
+        return {**valid_values, "status": "invalid", "oom_kind": None, "error": "; ".join(problems)}
 
     def _missing(self, run: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
         batch, card = config.get("batch_size"), run.get("device_memory_mib")
@@ -482,7 +484,7 @@ def read_mapping(key: str, text: str | Mapping[str, Any] | None) -> dict[str, An
 
 
 def _convert(name: str, value: Any) -> Any:
-    """Return a cell or constant as the column's type; None if it is empty, or -1 where that means not measured."""
+    """Return a cell or constant as the column's type; None if it is empty, or -1 for a number not measured."""
     text = value.strip() if isinstance(value, str) else value
     if text is None or str(text).lower() in _EMPTY:
         return None
@@ -511,7 +513,7 @@ def _convert(name: str, value: Any) -> Any:
 
 
 def _scalar(text: str) -> bool | int | float | str:
-    """Return `32`, `0.1` and `true` as the values that they spell, anything else as text."""
+    """Return `32`, `0.1` and `true` as numbers and booleans, any other text unchanged."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

@@ -1,8 +1,8 @@
-"""Third-party measurements and data sets become rows of `runs`, `kernels` and `collocations`.
+"""Imports third-party measurements and data sets as rows of `runs`, `kernels` and `collocations`.
 
 Start reading at `ingest`, the body of `warehouse.ingest`. All files are read before anything is written; each file's
-new rows then land at once, so a kill leaves whole files' rows, and a repeat adds what is missing. A data set
-(source=dataset) brings its telemetry too.
+new rows then land together, so a kill leaves complete files, and a repeat adds the missing ones. A data set
+(source=dataset) also has telemetry.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from warehouse.reading.connection import connect
 from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS
 
 DATASET, CSV = "dataset", "csv"
-# Takes a file and the GPU model that was measured, in place of the file's own; returns the file's rows, or why it is
-# left out.
+# Takes a file and the GPU model that was measured (replaces the file's); returns the file's rows, or why it is left
+# out.
 Reader = Callable[[Path, str | None], ImportedFile | str]
 READERS: Mapping[str, Reader] = {
     **{source: partial(read_published_runs, source=source) for source in ("gpumemnet", "timm")},
@@ -62,7 +62,7 @@ READERS: Mapping[str, Reader] = {
 }
 SOURCES = (DATASET, *READERS, CSV)
 
-Progress = Callable[[str, int, int], None]  # (what is done, files done, files in all)
+Progress = Callable[[str, int, int], None]  # (activity, files done, all files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,9 @@ class IngestSettings(Checked):
       python -m warehouse.ingest source=csv path=mine.csv family=timm device_name=NVIDIA-L4 \
         columns='{peak_memory_mib: mem, batch_size: bs, config.model: net}' constants='{optimizer: sgd}'
 
-    A folder is searched with all that is below it; files of other kinds are named and left. Rows that make no sense
-    land as `invalid`, those in doubt with error_type = 'doubt', and those that no
-    trial config describes with error_type = 'untraceable'.
+    A folder is searched recursively; files of other kinds are listed and left out. Impossible rows land as
+    `invalid`, doubtful ones with error_type = 'doubt', and those that no trial config describes with
+    error_type = 'untraceable'.
     """
 
     source: str = key(
@@ -99,7 +99,7 @@ class IngestSettings(Checked):
         None,
         "GPU model that was measured; default: the file's, or A100-SXM4-40GB where it names none (not for source=csv)",
     )
-    family: str | None = key(None, "source=csv: the family that the rows are configurations of")
+    family: str | None = key(None, "source=csv: the family of the rows' configurations")
     columns: str | None = key(
         None,
         "source=csv: '{peak_memory_mib: COLUMN, config.FIELD: COLUMN, ...}', columns of `runs` and config fields",
@@ -112,9 +112,9 @@ class IngestSettings(Checked):
             yield "missing path=... (a file, or a folder)"
         if self.source != CSV:
             keys = ("family", "columns", "constants", *(("device_name",) if self.source == DATASET else ()))
-            odd = [key for key in keys if getattr(self, key) is not None]
-            if odd:
-                yield f"{', '.join(odd)}: for source=csv only; source={self.source} knows its columns"
+            foreign_keys = [key for key in keys if getattr(self, key) is not None]
+            if foreign_keys:
+                yield f"{', '.join(foreign_keys)}: for source=csv only; source={self.source} knows its columns"
         elif self.family is None:
             yield "family=... is missing: source=csv needs the family that its rows are configurations of"
 
@@ -134,7 +134,7 @@ class FileReport:
     path: Path
     rows: int = 0
     new: int = 0
-    left_out: int = 0  # rows that make no sense, of a table that keeps none of those
+    left_out: int = 0  # invalid rows of a table that keeps none
     label: str = ""  # in place of the file's name
     statuses: Counter[str] = field(default_factory=Counter)
     invalid: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -142,7 +142,7 @@ class FileReport:
 
     @classmethod
     def of(cls, path: Path, rows: Sequence[ImportedRow], new: int, label: str = "", left_out: int = 0) -> FileReport:
-        """Return the report of rows of which `new` have landed."""
+        """Return the report of rows; `new` of them have landed."""
         report = cls(path, len(rows), new, left_out, label)
         for row in rows:
             report.statuses[row.columns.get("status", "ok")] += 1
@@ -154,7 +154,7 @@ class FileReport:
 
     @property
     def name(self) -> str:
-        """The name that the report shows."""
+        """Return the name that the report shows."""
         return self.label or self.path.name
 
     @property
@@ -175,7 +175,7 @@ class IngestReport:
 
 
 def ingest(settings: IngestSettings, progress: Progress | None = None) -> IngestReport:
-    """Land those rows of the files at `settings.path` that the data folder lacks.
+    """Land the rows of the files at `settings.path` that the data folder lacks.
 
     Raises `UsageError` if the path does not exist or holds no file of this source, the mapping does not fit, the data
     folder cannot be written, or another ingest is running on it.
@@ -184,7 +184,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
     report = IngestReport()
     if settings.source == DATASET:
         return _ingest_dataset(settings, report, progress)
-    # Of files with the same measurements, the one with most measured columns lands first.
+    # Among files with the same measurements, the one with the most measured columns lands first.
     files = sorted(_read(settings, report, progress), key=lambda file: -file.measured_columns)
     if not files:
         left = "".join(f"; {path.name}: {why}" for path, why in report.left.items())
@@ -230,7 +230,7 @@ def _known_ids(folder: DataFolder, kind: str) -> set[str]:
 
 
 def _land_runs(folder: DataFolder, _source: str, rows: Sequence[ImportedRow], known: set[str]) -> int:
-    """Land the runs that the folder lacks; return how many these are."""
+    """Land the runs that the folder lacks; return their number."""
     new: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row.columns["run_id"] not in known:
@@ -243,7 +243,7 @@ def _land_runs(folder: DataFolder, _source: str, rows: Sequence[ImportedRow], kn
 
 
 def _land_details(folder: DataFolder, source: str, rows: Sequence[ImportedRow], known: set[str], *, kind: str) -> int:
-    """Land the rows of a table of `DETAILS` that the folder lacks, in one batch; return how many these are."""
+    """Land the rows of a table of `DETAILS` that the folder lacks, in one batch; return their number."""
     detail = DETAILS[kind]
     new = {row.columns[detail.row_id]: row.columns for row in rows if row.columns[detail.row_id] not in known}
     known |= new.keys()
@@ -258,7 +258,7 @@ def _land_details(folder: DataFolder, source: str, rows: Sequence[ImportedRow], 
 def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[ImportedFile]) -> Iterator[FileReport]:
     """Land the files' pairs in `collocations`, once the runs have landed.
 
-    Raises `UsageError` for pairs of jobs of which none has figures alone.
+    Raises `UsageError` for pairs whose jobs all lack solo figures.
     """
     if not files:
         return
@@ -280,7 +280,7 @@ def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[Im
 
 
 def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple[Path, list[Path]]:
-    """Return the path that was given, and the files to read: itself, or those of `suffix` below it."""
+    """Return the given path, and the files to read: itself, or those with `suffix` below it."""
     assert settings.path is not None
     root = Path(settings.path).expanduser()
     if root.is_file():
@@ -334,8 +334,10 @@ def _land_part(folder: DataFolder, part: DatasetPart, runs: pa.Table, samples: M
         return 0
     for kind, table in samples.items():
         with contextlib.closing(connect(folder)) as connection:
-            there = connection.execute(f"SELECT DISTINCT run_id FROM {kind} WHERE family = ?", [part.family]).fetchall()
-        wanted = set(runs.column("run_id").to_pylist()) - {run_id for (run_id,) in there}
+            landed = connection.execute(
+                f"SELECT DISTINCT run_id FROM {kind} WHERE family = ?", [part.family]
+            ).fetchall()
+        wanted = set(runs.column("run_id").to_pylist()) - {run_id for (run_id,) in landed}
         rows = table.filter(pc.is_in(table.column("run_id"), pa.array(sorted(wanted), pa.string())))
         if rows.num_rows:
             land_batch(folder, kind, part.family, rows)
@@ -358,6 +360,6 @@ def _known_public_ids(folder: DataFolder) -> set[str]:
 
 
 def _lock(folder: DataFolder) -> contextlib.AbstractContextManager[object]:
-    """Hold the folder's ingest lock, since two ingests at once would land rows twice. The kernel drops it at exit."""
+    """Hold the folder's ingest lock: two ingests in parallel would land rows twice. The kernel drops it at exit."""
     problem = f"another ingest is at work on data={folder.root}; run this one when it is done"
     return locked(folder.ingest_lock, lambda: EnvironmentProblem(problem))

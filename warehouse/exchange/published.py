@@ -2,7 +2,7 @@
 
 Start reading at `read_published`. The header determines the format. No row is dropped: an impossible label has the
 status `invalid` and a reason. GPUMemNet (arXiv 2602.17817) writes a configuration into a file name: `parse_filename`
-reads it. Nothing here needs models or torch.
+reads it. This module needs neither models nor torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from warehouse.exchange.imported_rows import (
 from warehouse.tables.schema import RUN_SCHEMA
 
 _ACTIVATIONS = {"swish": "silu"}
-# `:` separates key and value and `_` the pairs, and both keys and values hold `_` themselves.
+# `:` separates key and value, `_` separates pairs; keys and values may contain `_`.
 _KEYS = {
     "mlp": ("input", "output", "depth", "arch", "batch", "act", "dropout", "batchnorm"),
     "cnn": (
@@ -77,8 +77,8 @@ _DENSE_LAYERS, _GROWTH_RATE = 4, 32  # layers and growth rate of a dense block
 def parse_filename(name: str) -> dict[str, object]:
     """Parse the trial-config fields in a GPUMemNet file name. Raises `ValueError` with the reason.
 
-    The first half of the MLPs have neither activation, dropout nor batch norm in their names: they are plain ReLU
-    networks without the final softmax. How often a CNN's dense blocks pool was not recorded: `settle_pooling`.
+    The names of the first half of the MLPs have no activation, dropout or batch norm: these are plain ReLU networks
+    without the final softmax. A CNN's pooling between dense blocks was not recorded, see `settle_pooling`.
     """
     family = _FIRST_KEY.get(name.partition(":")[0])
     if family is None:
@@ -90,7 +90,7 @@ def parse_filename(name: str) -> dict[str, object]:
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         text = name.removesuffix(".out")[mark.end() : following.start() if following else None]
         if mark[1] == "dropout" and text in ("True", "False"):
-            switches["dropout"] = text  # `dropout:` occurs twice: the rate, then whether there is any
+            switches["dropout"] = text  # `dropout:` occurs twice: the rate, then a switch
         elif mark[1] in values:
             raise ValueError(f"file name has {mark[1]} twice")
         else:
@@ -173,22 +173,22 @@ _FIELDS: Mapping[str, Callable[..., dict[str, object]]] = {"mlp": _mlp, "cnn": _
 
 
 def whole(config: Mapping[str, object], key: str) -> int:
-    """Return the value of a key that holds an integer in every config of these files."""
+    """Return the value of a key that is an integer in every config of these files."""
     value = config[key]
     assert isinstance(value, int), f"{key} is {value!r}"
     return value
 
 
 def pool_intervals(image_size: int, depth: int) -> tuple[int, int]:
-    """Return the two `pool_interval`s of a dense CNN between which GPUMemNet's generator chose at random."""
+    """Return the two `pool_interval`s of a dense CNN that GPUMemNet's generator chose from at random."""
     halvings = max(1, int(math.log2(max(1, image_size // _SMALLEST_MAP))))
     return 5, max(1, math.ceil(depth / halvings))
 
 
 def settle_pooling(config: Mapping[str, object], parameters: float | None) -> dict[str, object]:
-    """Return a CNN's config with the `pool_interval` that gives this count of parameters.
+    """Return a CNN's config with the `pool_interval` that yields this count of parameters.
 
-    If neither of the two does, the first is taken. Configs without dense blocks are returned unchanged."""
+    If neither does, the first is used. Configs without dense blocks are returned unchanged."""
     if config.get("topology") != "dense":
         return dict(config)
     intervals = pool_intervals(whole(config, "image_size"), whole(config, "depth"))
@@ -215,7 +215,7 @@ def dense_parameters(config: Mapping[str, object]) -> int:
 
 
 def utilization(row: Mapping[str, str]) -> dict[str, float | None]:
-    """Return the means over the run from a row's cells, in [0, 1]; None: not measured. Absent columns stay absent."""
+    """Return a row's mean utilizations over the run, in [0, 1]; None: not measured. Absent columns stay absent."""
     means = {}
     for column, name in _UTILIZATION.items():
         if column in row:
@@ -227,25 +227,25 @@ def utilization(row: Mapping[str, str]) -> dict[str, float | None]:
 
 
 DEVICE_NAME = "A100-SXM4-40GB"
-TORCH_VERSION = "2.4.1"  # the version behind all these files
+TORCH_VERSION = "2.4.1"  # the release that all these files used
 CUDA_VERSION = "12.2"
 CARD_MIB = 40_960.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One measured training run. What was not measured is None or absent.
+    """One measured training run. Values that were not measured are None or absent.
 
-    file         stem of the file; row: its place there, 1 for the first below the header
-    status       ok; oom (`memory_mib` is then no need, the job needs more than the card); invalid (no label)
-    reason       why oom or invalid; doubt: why an `ok` or `oom` may be wrong, judged by the rows beside it
+    file         stem of the file; row: its number, 1 for the first below the header
+    status       ok; oom (the job needs more than the card, so `memory_mib` is not its need); invalid (no label)
+    reason       why oom or invalid; doubt: why an `ok` or `oom` may be wrong, by comparison with other rows
     family       a configuration's family: mlp, cnn, transformer; None for a named model
-    config       that family's trial config in mapping form, complete: `family`, `batch_size` and what the file leaves
-                 to be known; empty for a named model, see `timm_config`
+    config       the complete trial config in mapping form, with defaults for fields that the file lacks; empty for a
+                 named model, see `timm_config`
     model        name of a published model, group its module or kind; both None for configurations
-    label        what the file calls the run: the file name that holds a configuration, a model's name
-    memory_mib   peak of the device's memory in use, CUDA context and driver included
-    parameters   as the file counts them
+    label        the run's name in the file: the file name that encodes a configuration, or a model's name
+    memory_mib   peak of the device's memory in use, including CUDA context and driver
+    parameters   parameter count of the file
     utilization  means over the run: gpu_util, gract, smact, smocc, fp32a, drama, each in [0, 1] or None
     estimates    published estimates in the file: name -> MiB
     """
@@ -282,7 +282,7 @@ class PublishedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedFile:
-    """One file's rows, in its order. `form` is `gpumemnet`, `timm` or `models`; `columns` are the file's."""
+    """One file's rows, in file order. `form` is `gpumemnet`, `timm` or `models`; `columns` are the file's."""
 
     path: Path
     form: str
@@ -299,7 +299,7 @@ class Published:
 
 
 def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str] = ()) -> Published:
-    """Read one file, several, or every recognised CSV file right in a folder; `stems` names some of them.
+    """Read one file, several, or every recognised CSV file directly in a folder; `stems` selects some of them.
 
     Raises `UsageError` for a path that does not exist, a named file without a known header, a stem that the folder
     lacks, two files of one stem, and a folder without any such file.
@@ -334,9 +334,9 @@ def read_published(path: str | Path | Sequence[str | Path], stems: Sequence[str]
 def timm_config(row: PublishedRow) -> dict[str, object]:
     """Return the complete trial config of a timm model's row, in mapping form.
 
-    The optimizer was not recorded. The measured peaks hold one copy of the parameters on top of weights and gradients:
-    with none, large models at small batches come out a copy too low; with Adam's two, several take less than their
-    tensors fill. So SGD with momentum is what ran.
+    The optimizer was not recorded. The measured peaks have room for one copy of the parameters beside weights and
+    gradients: without a copy, large models at small batches would be one copy too low; with Adam's two, several would
+    take less than their tensors. So the optimizer was SGD with momentum.
     """
     return {
         **TRAINING,
@@ -351,8 +351,8 @@ def timm_config(row: PublishedRow) -> dict[str, object]:
 def read_published_runs(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
     """Return the rows of one file of GPUMemNet's or of timm models; or why the file is not one of `source`.
 
-    A run's identity is its configuration, card and memory. So measurements that are published again, with other
-    columns or in another file, are the same runs. `device_name` None stands for the card of these files.
+    A run's identity is its configuration, card and memory. So measurements published again, with other columns or in
+    another file, are the same runs. `device_name` None means the card of these files.
     """
     file = _read_file(path)
     if isinstance(file, str):
@@ -497,7 +497,7 @@ def _name_row(
 
 
 class _Measured(NamedTuple):
-    """A row that trained, as it is judged: its place among the rows, batch and memory."""
+    """A row that trained: its place among the rows, batch size and memory."""
 
     place: int
     batch_size: int
@@ -505,11 +505,11 @@ class _Measured(NamedTuple):
 
 
 def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
-    """Mark a row as out of memory if its tensors alone exceed the card, whatever usage was recorded.
+    """Mark rows as out of memory if their tensors alone exceed the card, whatever usage was recorded.
 
-    Where memory falls at a larger batch, that row and those of all larger batches are marked as well, unless the card
-    cannot have been the reason: memory grows at most in proportion to the batch, so if half a batch took less than
-    half the card, the fall is the smaller batch's own excess (a convolution's workspace).
+    If memory falls at a larger batch, that row and those of all larger batches are marked too, unless the card cannot
+    be the reason. Memory grows at most in proportion to the batch. So if half the batch took less than half the card,
+    the fall is an excess of the smaller batch (a convolution's workspace).
     """
     by_model: dict[str, list[_Measured]] = defaultdict(list)
     for index, row in enumerate(rows):

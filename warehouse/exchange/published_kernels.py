@@ -1,23 +1,23 @@
-"""Published times of operators, all-reduces and layers, as rows of `kernels`: NeuSight's, nccl-tests', Sailor's, ...
+"""Reads published times of operators, all-reduces and layers as rows of `kernels`: NeuSight, nccl-tests, Sailor, ...
 
 Start reading at `KERNEL_TABLES`, or at `read_kernel_times` for NeuSight. `operator` is an aten name,
-`nccl::all_reduce`, or `layer::NAME`; `dims` has the sizes by name, and `learn.fitting.published_jobs` knows which
-kernels such a layer runs.
+`nccl::all_reduce`, or `layer::NAME`; `dims` has the sizes by name, and `learn.fitting.published_jobs` has the kernels
+of such a layer.
 
 nccl-tests divides the time of many all-reduces in a row by their number: `timing` is `loop`.
 
 Sailor (SOSP 2025, eth-easl/sailor): layers of a decoder of Megatron-DeepSpeed in fp32, without flash attention, forward
-and backward each timed by itself. The sizes are those of its profiling script. TF32 is on where the GPU has it, except
-Llama on the A100-40: there the products stay below the rate of fp32 and above none of TF32's.
+and backward timed separately. The sizes are those of its profiling script. TF32 is on if the GPU has it, except for
+Llama on the A100-40, whose matrix products stay below the rate of fp32.
 
-Liger (linkedin/Liger-Kernel, benchmark/scripts): operators of plain PyTorch and transformers, the median of triton's
-`do_bench`. Of these, gated feed-forward layers in bf16 are read.
+Liger (linkedin/Liger-Kernel, benchmark/scripts): operators of plain PyTorch and transformers, medians of triton's
+`do_bench`. Only gated feed-forward layers are read.
 
 NeuSight (arXiv 2407.13853, `neusight/Dataset/collect.py`): each operator runs 25 times on the same inputs under
 `torch.no_grad`, between two CUDA events, and the 5 shortest times are averaged. So a duration holds the launch (some 25
 us at least) and every kernel of the operator, with a warm L2 cache, in fp32 (TF32 off), forward only. The kernel, its
-grid and its block are of one further call under the profiler; where an operator takes several kernels, one of them is
-named. `cudnn.benchmark` is on.
+grid and its block come from another call under the profiler; if an operator has several kernels, one of them is named.
+`cudnn.benchmark` is on.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from warehouse.exchange.imported_rows import (
 )
 
 OPERATOR = "nccl::all_reduce"
-_TYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}  # and bytes of an element
+_TYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}  # dtype, bytes of an element
 _MOST_RANKS = 72  # GPUs of the largest node: NVIDIA's NVL72
 _MOST_BYTES = 2**40
 PREFIX = "layer::"
-_SAILOR_SIZES = {  # model -> sizes of a layer, of its script; the vocabulary is GPT-2's, padded by Megatron
+_SAILOR_SIZES = {  # model -> sizes of a layer in its script; the vocabulary is GPT-2's, padded by Megatron
     "OPT-350": {"width": 1024, "heads": 16, "length": 2048, "vocabulary": 50304},
     "LLAMA-3-8": {"width": 4096, "heads": 32, "length": 8192, "vocabulary": 50304},
     "GPT-Neo-2.7": {"width": 2560, "heads": 20, "length": 2048, "vocabulary": 50304},
@@ -63,14 +63,14 @@ _GATED = {"swiglu": "silu", "geglu": "gelu", "tiled_geglu": "gelu", "tiled_swigl
 _LIGER_PHASES = {"forward": "forward", "no-grad-forward": "forward", "backward": "backward", "full": None}
 _LIGER_PROVIDERS = ("torch", "huggingface")
 _LIGER_DTYPES = ("float32", "bfloat16")
-_DEVICES = {  # the files' names -> names in conf/device; links do not depend on the memory
+_DEVICES = {  # name in the files -> name in conf/device; links do not depend on the memory size
     "A100-SXM4": "A100-SXM4-80GB",
     "V100-SXM2": "V100-SXM2-32GB",
     "A100-40": "A100-SXM4-40GB",
     "A100-80": "A100-SXM4-80GB",
     "GH-96": "GH200-96GB",
     "V100-16": "V100-SXM2-16GB",
-    "RTX-2080": "RTX-2080-Ti",  # it is as fast as a Titan RTX, which a 2080 is not
+    "RTX-2080": "RTX-2080-Ti",  # as fast as a Titan RTX, unlike a 2080
     "RTX-3090": "RTX-3090",
     "Titan-RTX": "TITAN-RTX",
     "NVIDIA A100-SXM4-80GB": "A100-SXM4-80GB",
@@ -148,7 +148,7 @@ def _layer(
     return {**named, "duration_us": value * us_per_unit, "timing": "cuda_events"}
 
 
-# Source -> columns of its files, and what reads a row: `ValueError` is the reason why it is left out.
+# Source -> columns of its files, and the reader of a row, whose `ValueError` is the reason to leave it out.
 KERNEL_TABLES: Mapping[str, tuple[str, Callable[[Cells], Columns]]] = {
     "allreduce": ("gpu, gpus, precision, size_bytes, what_was_measured, value, unit", _all_reduce),
     "sailor": ("model, layer, gpu, tp, batch_per_gpu, what_was_measured, value, unit", _sailor),
@@ -157,7 +157,7 @@ KERNEL_TABLES: Mapping[str, tuple[str, Callable[[Cells], Columns]]] = {
 
 
 def read_kernel_table(path: Path, device_name: str | None, *, source: str) -> ImportedFile | str:
-    """Return the times of a CSV file; or why the file is not one of `source`."""
+    """Return the times of a CSV file, or why the file is not of `source`."""
     names, read = KERNEL_TABLES[source]
     lines = read_with_columns(path, names)
     if isinstance(lines, str):
@@ -222,7 +222,7 @@ NEUSIGHT_COLUMNS = (
     "cuda",
     "cudnn",
 )
-_CUDA_DEVICES = {  # as CUDA names them -> names in conf/device
+_CUDA_DEVICES = {  # CUDA's name -> name in conf/device
     "NVIDIA A100-PCIE-40GB": "A100-PCIE-40GB",
     "NVIDIA A100 80GB PCIe": "A100-PCIE-80GB",
     "Tesla P4": "P4",
@@ -231,9 +231,8 @@ _CUDA_DEVICES = {  # as CUDA names them -> names in conf/device
     "Tesla V100-PCIE-32GB": "V100-PCIE-32GB",
 }
 
-# op -> aten operator, and shapes of its inputs: a tensor behind each comma, its sizes by their names in `dims`; one
-# without sizes is a number.
-# Their products are (M x N) times (N x K): N is what is summed over.
+# op -> aten operator, and shapes of its inputs: tensors separated by commas, sizes by their names in `dims`; an input
+# without sizes is a number. Matrix products are (M x N) times (N x K), summed over N.
 _OPERATORS: Mapping[str, tuple[str, str]] = {
     "bmm": ("aten::bmm", "B M N, B N K"),
     "linear": ("aten::addmm", "K, B*M N, N K"),
@@ -250,8 +249,7 @@ _OPERATORS: Mapping[str, tuple[str, str]] = {
 
 
 def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str:
-    """Return the operators of a Parquet file with one row an operator and shape; or why the file is not one of
-    NeuSight's.
+    """Return the operators of a Parquet file with a row per operator and shape, or why it is not NeuSight's.
 
     Raises:
         EnvironmentProblem: The file cannot be read.
@@ -274,7 +272,7 @@ def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str
 
 
 def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
-    """Return the columns of one row. Raises `ValueError` with the reason for a row that makes no sense."""
+    """Return the columns of one row. Raises `ValueError` with the reason for an invalid row."""
     op, device = cells["op"], cells["device"]
     if op not in _OPERATORS:
         raise ValueError(f"unknown op {str(op)[:40]!r}; known: {', '.join(_OPERATORS)}")

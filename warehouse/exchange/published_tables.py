@@ -1,8 +1,8 @@
 """Published tables of runs on other GPUs (step times, memory, power), and of pairs of jobs that shared a GPU.
 
-Start reading at `TABLES`; `warehouse.exchange.imported_rows` reads the files by these mappings. Each figure is of one
-instrument. `group_members` makes rows of `collocations` of the pairs of Lucid and Gavel. No row is dropped: a member
-without a figure is `invalid`, one whose figures others contradict has a doubt.
+Start reading at `TABLES`; `warehouse.exchange.imported_rows` reads the files by these mappings. Each figure comes from
+one instrument. `group_members` turns the pairs of Lucid and Gavel into rows of `collocations`. No row is dropped: a
+member without a figure is `invalid`, one whose figures other rows contradict has a doubt.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from warehouse.exchange.imported_rows import (
 )
 from warehouse.tables.schema import NOT_TOGETHER
 
-# The benchmark tries these from the largest down and reports the first that runs.
+# Batch sizes that the benchmark tries, from the largest down; it reports the first that runs.
 TIMM_BATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# Samples of an epoch: training images, and SQuAD's questions in pieces of 384 tokens at most.
+# Samples in an epoch: training images, or SQuAD's questions in pieces of at most 384 tokens.
 EPOCHS: Mapping[str, int] = {"cifar100": 50_000, "imagenet": 1_281_167, "squad": 88_524}
 _MIB = 2**20
-_SLACK = 0.05  # relative: figures that are rounded agree this closely
-_CARDS = {  # the files' names -> names in conf/device, and MiB that CUDA can use or the card has
+_SLACK = 0.05  # relative tolerance for rounded figures
+_CARDS = {  # name in the files -> name in conf/device, and MiB that CUDA can use or the card has
     "RTX-3090": ("RTX-3090", 24_260.0),
     "A100-SXM4-40GB": ("A100-SXM4-40GB", 40_960.0),
     "a100_40gb": ("A100-SXM4-40GB", 40_960.0),
@@ -58,12 +58,12 @@ _CARDS = {  # the files' names -> names in conf/device, and MiB that CUDA can us
     "V100-32GB": ("V100-SXM2-32GB", 32_768.0),
     "NVIDIA L40S": ("L40S", 46_068.0),
 }
-# The same of tables without memory.
+# The same for tables without memory.
 _CLUSTERS = dict.fromkeys(("H100", "DGX-H100"), "H100-SXM5-80GB") | dict.fromkeys(
     ("B200", "DGX-B200"), "B200-SXM-180GB"
 )
 _ZEUS_GPUS = {"V100": "V100-PCIE-32GB", "P100": "P100-PCIE-16GB", "RTX6000": "Quadro-RTX-6000"}
-_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that agree within this do not contradict each other
+_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that differ by more contradict each other
 _IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
 _MS = {"ms": 1.0, "s": 1e3}
 _MOST_WATTS = 2_000.0  # above any GPU's limit
@@ -78,9 +78,9 @@ _ALWAYS_ONE = "its speed is exactly 1 beside every partner: it may not have been
 _TABLES_DIFFER = "the file's tables differ by more than 10% for this pair on this GPU"
 _ORDERS_DIFFER = "the file has the pair in the other order with another figure"
 _WRONG_RATIO = "slowdown_a is not the ratio of the speeds"
-_RATIO_SLACK = 0.01  # slack for ratios that the file rounds
-_SHARE_OF_THE_SMALLER = 0.25  # share of the smaller member's memory that a pair takes beyond the larger's, at least
-_FEWEST = 5  # rows of a model before a figure that is the same in all of them is odd
+_RATIO_SLACK = 0.01  # for ratios that the file rounds
+_SHARE_OF_THE_SMALLER = 0.25  # least share of the smaller member's memory that a pair needs beyond the larger's
+_FEWEST = 5  # rows of a model from which equal figures in all are suspicious
 _GAVEL_BATCH = re.compile(r" ?\(batch size (\d{1,9})\)")
 LUCID_PAIRS = "model1, dataset1, batchsize1, amp1, speed1, model2, dataset2, batchsize2, amp2, speed2, gmem"
 _Read = Callable[[Cells, Mapping[Any, Mapping[str, Any]]], Iterator[Columns]]
@@ -101,7 +101,7 @@ def _gavel_batch(row: Cells) -> int | None:
 
 
 def _torch_version(row: Cells) -> tuple[str, str | None]:
-    """Return the releases of torch and CUDA in a text such as 2.13.0+cu130."""
+    """Return the releases of torch and CUDA from a text such as 2.13.0+cu130."""
     torch_version, _, build = row["torch"].partition("+cu")
     return torch_version, f"{build[:-1]}.{build[-1]}" if build.isdigit() else None
 
@@ -111,7 +111,7 @@ def _foundry_step_ms(row: Cells) -> float | None:
     return tokens / per_second * 1e3 if tokens and per_second else None
 
 
-def _is_no_whole_batch(row: Cells, _run: Columns) -> bool:
+def _contradicts_global_batch(row: Cells, _run: Columns) -> bool:
     sizes = [whole_above_zero(row[name]) for name in ("MicroBatchSize", "GradAccum", "# GPUs")]
     return whole_above_zero(row["GlobalBatchSize"]) != math.prod(size or 0 for size in sizes)
 
@@ -122,7 +122,7 @@ def _gavel_step_ms(row: Cells) -> float | None:
 
 
 def _parallel_step_ms(row: Cells) -> float | None:
-    """Return the time of a step, which NeMo gives as tokens a second and GPU."""
+    """Return the time of a step; NeMo reports tokens per second and GPU."""
     value, kind, unit = above_zero(row["value"]), row["what_was_measured"], row["unit"]
     if unit == "tokens/s/GPU" and value:
         samples, length, gpus = (above_zero(row[name]) for name in ("global_batch", "seq", "gpus"))
@@ -140,7 +140,7 @@ def _zeus_kind(row: Cells) -> tuple[str, str]:
 
 
 def _zeus_step_ms(row: Cells) -> float | None:
-    """Return the time of a step: that of an epoch over its steps, where the data set's samples are known."""
+    """Return the time of a step: an epoch's time over its steps, if the size of the data set is known."""
     samples, batch, value = EPOCHS.get(row["dataset"]), _zeus_batch(row), above_zero(row["value"])
     if _zeus_kind(row) != _EPOCH_TIME or None in (samples, batch, value):
         return None
@@ -175,9 +175,9 @@ def _image_config(model: str, batch: int, precision: str, layout: str, image_siz
 
 
 def _timm_benchmark(row: Cells) -> Iterator[Columns]:
-    """Yield the run, and the next larger batch that the benchmark tried before and that did not run.
+    """Yield the run, and the next larger batch, which the benchmark tried before and could not run.
 
-    Together they bracket the need: at most the card at one batch, more than the card at the next.
+    Together they bracket the memory: within the card at one batch, beyond it at the next.
     """
     batch, step_ms = whole_above_zero(row["batch"]), above_zero(row["step_ms"])
     side, per_second = whole_above_zero(row["img_size"]), above_zero(row["samples_per_s"])
@@ -224,7 +224,7 @@ def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
 
 
 def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
-    """Return the columns that mark the jobs alone whose figures differ between the file's tables."""
+    """Return the columns that mark solo jobs whose figures differ between the file's tables."""
     speeds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for index, row in enumerate(rows):
         per_second = above_zero(row["iters_per_s_a"])
@@ -250,9 +250,9 @@ _PARALLEL_RULES: tuple[Rule, ...] = (
 
 
 def _parallel(names: str) -> PublishedTable:
-    """Return a table of steps on several GPUs: vTrain's, and NVIDIA's of DGX Cloud, NeMo and Megatron's tests.
+    """Return a table of steps on several GPUs: vTrain, and NVIDIA's DGX Cloud, NeMo and Megatron tests.
 
-    `batch_size` stays empty: the time is of all micro-batches on all GPUs, and `origin` has their sizes.
+    `batch_size` stays empty: the time covers all micro-batches on all GPUs, whose sizes are in `origin`.
     """
     return PublishedTable(
         names=f"{_PARALLEL}, {names}",
@@ -360,7 +360,7 @@ TABLES: Mapping[str, PublishedTable] = {
         },
         rules=(
             (is_empty("step_time_ms"), invalid("no throughput")),
-            (_is_no_whole_batch, doubted("the global batch is not micro-batch x accumulation x GPUs")),
+            (_contradicts_global_batch, doubted("the global batch is not micro-batch x accumulation x GPUs")),
         ),
     ),
     "deeplearningexamples": PublishedTable(
@@ -398,7 +398,7 @@ TABLES: Mapping[str, PublishedTable] = {
     "dgxc": _parallel("cp, ep, framework, section, release"),
     "nemo": _parallel("seq, cp, ep, container, task, ga"),
     "megatron": _parallel("num_layers, hidden, test_case, environment"),
-    "zeus": PublishedTable(  # Zeus (NSDI 2023): the power of a job in one row, and the time of its epoch in another
+    "zeus": PublishedTable(  # Zeus (NSDI 2023): a job's power in one row, the time of its epoch in another
         names="model, dataset, gpu, gpus, batch_per_gpu, precision, optimizer, power_limit_w, what_was_measured, "
         "value, unit",
         why=_zeus_why,
@@ -428,8 +428,8 @@ def group_members(
     Args:
         source: lucid or gavel.
         pairs: Places and cells of the file's pairs.
-        alone: Rows of `runs` of the same source: `run_id`, `origin`, and the figures of the jobs alone.
-        device_name: GPU model that was measured, in place of the file's own.
+        alone: Rows of `runs` of the same source: `run_id`, `origin`, and the figures of solo jobs.
+        device_name: GPU model that was measured; replaces the file's.
     """
     read, key_of, doubts = _PAIR_SOURCES[source]
     by_job = {key_of(json.loads(run["origin"])): run for run in reversed(alone) if run["status"] != "invalid"}
@@ -440,9 +440,9 @@ def group_members(
         origin = canonical_json(dict(cells))
         for number, columns in enumerate(read(cells, by_job)):
             status = "ok" if columns.get("slowdown") else "invalid"
-            same = {"group_id": group_id, "member_row": f"{group_id}-c{number}", "member": number, "group_size": 2}
-            rest = {"source": "imported", "sharing": "time_slicing", "status": status, "origin": origin}
-            members.append({**same, **rest, **columns, **other})
+            ids = {"group_id": group_id, "member_row": f"{group_id}-c{number}", "member": number, "group_size": 2}
+            common = {"source": "imported", "sharing": "time_slicing", "status": status, "origin": origin}
+            members.append({**ids, **common, **columns, **other})
     doubts(members)
     places = [place for place, _ in pairs for _ in range(2)]
     return [
@@ -503,7 +503,7 @@ def _lucid_pair_doubts(members: Sequence[Columns]) -> None:
     for member, partner in _with_partners(members):
         sizes = [job["solo_memory_mib"] for job in (member, partner) if job.get("solo_memory_mib") is not None]
         joint = member["joint_memory_mib"]
-        # Each has a context of its own.
+        # Each member has a separate context.
         known = joint is not None and len(sizes) == 2
         if known and joint < max(sizes) + _SHARE_OF_THE_SMALLER * min(sizes):
             member["doubt"] = NOT_TOGETHER
@@ -514,7 +514,7 @@ def _lucid_pair_doubts(members: Sequence[Columns]) -> None:
 def _gavel(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Columns]:
     for letter in ("a", "b"):
         job, devices = cells[f"job_{letter}"], cells[f"gpus_{letter}"]
-        per_second = above_zero(cells[f"iters_per_s_{letter}"])  # 0: no figure
+        per_second = above_zero(cells[f"iters_per_s_{letter}"])  # 0 means no figure
         run = alone.get((cells["table"], cells["gpu"], job, devices))
         shared = 1e3 / per_second if per_second else None
         figures = _figures_alone(run)
@@ -538,7 +538,7 @@ def _gavel_job(cells: Cells) -> tuple[str, ...]:
 
 
 def _gavel_pair_doubts(members: Sequence[Columns]) -> None:
-    """Mark pairs that the file has in several tables, or in both orders, with figures that differ."""
+    """Mark pairs that the file has in several tables, or in both orders, with different figures."""
     by_table: dict[Any, list[float]] = defaultdict(list)
     by_order: dict[Any, list[float]] = defaultdict(list)
     for member, partner in _with_partners(members):
@@ -573,7 +573,7 @@ def _with_partners(members: Sequence[Columns]) -> Iterator[tuple[Columns, Column
 
 
 def _share(text: str | None) -> float | None:
-    """Return a percentage as a share; None for one that cannot be."""
+    """Return a percentage as a share; None if it is not between 0 and 100."""
     number = to_number(text)
     return number / 100 if number is not None and 0 <= number <= 100 else None
 

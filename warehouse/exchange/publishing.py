@@ -1,4 +1,4 @@
-"""A snapshot as a data set that others can use: Parquet by table, a card, Croissant metadata, an example, pages.
+"""Publishes a snapshot as a data set: Parquet by table, a card, Croissant metadata, an example, pages.
 
 Start reading at `publish`, the body of `warehouse.publish`. Names of machines, users and paths are taken out as
 `warehouse.exchange.exporting` does. `write_pages` writes the explorer's pages as files.
@@ -57,18 +57,17 @@ _NAME_CHARACTERS = 40
 
 
 def write_pages(published: Path, most_runs: int) -> int:
-    """Write the explorer as files that need no service, into `pages/` beside the tables; return how many there are.
+    """Write the explorer as static files into `pages/` beside the tables; return their number.
 
-    They read the published Parquet files and nothing else, so that they show no more than those do. Without a service
-    there are no queries, downloads and further pages of a list; each facet's values have a page of their own, as long
-    as there are few.
+    They read only the published Parquet files, so they show no more than those do. Without a service there are no
+    queries, downloads and further pages of a list; the most frequent values of each facet have a separate page.
 
     Args:
         published: Folder with a folder of Parquet files for each table.
-        most_runs: Runs that get a page of their own, the newest ones that the lists show.
+        most_runs: Runs that get a separate page: the newest ones that the lists show.
 
     Raises:
-        OSError: Where the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     to = published / PAGES_FOLDER
     to.mkdir()
@@ -77,7 +76,7 @@ def write_pages(published: Path, most_runs: int) -> int:
         first, devices = overview(reader), devices_page(reader)
         lists = dict(_lists(reader, {**first["tables"], "runs": first["runs"]}))
         runs = dict.fromkeys(row["run_id"] for page in lists.values() for row in page["rows"] if row.get("run_id"))
-        # Path and query that the service has a page at -> its template, and what makes the values that it shows.
+        # Path and query of a page of the service -> its template, and a function that returns its values.
         pages: dict[tuple[str, str], tuple[str, Callable[[], Values]]] = {
             ("/", ""): ("overview", lambda: {"page": first}),
             **{address: ("list", functools.partial(dict, page=page)) for address, page in lists.items()},
@@ -114,21 +113,21 @@ def _file_of(path: str, query: str) -> str:
 
 
 def _lists(reader: ExplorerReader, rows: Mapping[str, int]) -> Iterator[tuple[tuple[str, str], Any]]:
-    """Yield (path, query) and the page of each list that has rows: all of them, and those of each facet's values."""
+    """Yield (path, query) and the page of each list with rows: the whole list, and one for each facet's value."""
     for name, listing in LISTINGS.items():
         if name in rows and not rows[name]:
             continue
-        whole = list_page(reader, Filters(listing))
-        yield (f"/{name}", ""), whole
+        full_list = list_page(reader, Filters(listing))
+        yield (f"/{name}", ""), full_list
         for facet in listing.facets:
-            values = [entry.value for entry in whole["facets"][facet] if entry.value != NULL]
+            values = [entry.value for entry in full_list["facets"][facet] if entry.value != NULL]
             for value in values[:_FACET_VALUES] if len(values) > 1 else ():
                 filters = Filters(listing, {facet: (value,)})
                 yield (f"/{name}", filters.query()), list_page(reader, filters)
 
 
 def _connection(published: Path) -> duckdb.DuckDBPyConnection:
-    """Return a connection with the views of a data folder over the published files; what those lack is NULL."""
+    """Return a connection with a data folder's views over the published files; columns that they lack are NULL."""
     connection = duckdb.connect()
     connection.execute("SET TimeZone = 'UTC'")
     for table, schema in {**TABLE_SCHEMAS, "jobs": JOB_SCHEMA, "stale": STALE_SCHEMA}.items():
@@ -136,9 +135,15 @@ def _connection(published: Path) -> duckdb.DuckDBPyConnection:
         if not files:
             connection.execute(f"CREATE VIEW {table} AS SELECT {', '.join(typed_nulls(schema))} WHERE false")
             continue
-        there = set(pq.read_schema(files[0]).names)
-        more = [null for null, column in zip(typed_nulls(schema), schema, strict=True) if column.name not in there]
-        times = [column.name for column in schema if pa.types.is_timestamp(column.type) and column.name in there]
+        published_columns = set(pq.read_schema(files[0]).names)
+        more = [
+            null
+            for null, column in zip(typed_nulls(schema), schema, strict=True)
+            if column.name not in published_columns
+        ]
+        times = [
+            column.name for column in schema if pa.types.is_timestamp(column.type) and column.name in published_columns
+        ]
         replaced = ", ".join(f"{name} AT TIME ZONE 'UTC' AS {name}" for name in times)
         columns = ", ".join([f"* REPLACE ({replaced})" if times else "*", *more])
         paths = ", ".join(sql_text(str(path)) for path in files)
@@ -148,13 +153,13 @@ def _connection(published: Path) -> duckdb.DuckDBPyConnection:
 
 
 def _policy() -> str:
-    """Return the policy of the service's pages as an element: what of it an element may hold."""
-    kept = "; ".join(part for part in POLICY.split("; ") if not part.startswith("frame-ancestors"))
-    return f'<meta http-equiv="content-security-policy" content="{kept}">'
+    """Return the policy of the service's pages as an element, without the parts that an element cannot hold."""
+    directives = "; ".join(part for part in POLICY.split("; ") if not part.startswith("frame-ancestors"))
+    return f'<meta http-equiv="content-security-policy" content="{directives}">'
 
 
 METADATA, EXAMPLE = "croissant.json", "load_example.py"
-_PRIVATE = ("node", "worker", "final")  # empty in every published row, or the same
+_PRIVATE = ("node", "worker", "final")  # empty or constant in published rows
 _ALWAYS = {
     "runs": ("run_id", "family", "status", "source", "device_name", "peak_memory_mib"),
     "telemetry": ("run_id", "t_ms"),
@@ -170,7 +175,7 @@ _FILE_ROWS = {
     "collocations": 2_000_000,
     "jobs": 500_000,
 }
-_TOLD = ("citation", "creators", "url", "version")  # reported where missing
+_TOLD = ("citation", "creators", "url", "version")  # reported if missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +185,14 @@ class PublishSettings(Checked):
       python -m warehouse.publish out=/srv/gpu-runs licence=CC-BY-4.0
       python -m warehouse.publish out=runs snapshot=2026-11-20 licence=CC-BY-4.0 "creators=[Ada Lovelace,'org:ACME']"
 
-    Names of machines, users and paths are taken out. The folder appears whole or not at all. What is not given
-    (citation, creators, url, version) is left out of the card and the metadata, and said to be missing; a licence
-    must be given.
+    Names of machines, users and paths are removed. The folder appears complete or not at all. citation, creators,
+    url and version are optional: without them the card and the metadata lack them, and the report says so. A licence
+    is required.
     """
 
     out: str = key(help="folder of the data set, new or empty", kind="new path")
     data: str | None = data_key()
-    snapshot: str | None = key(None, "which one; default the newest, else one taken now")
+    snapshot: str | None = key(None, "snapshot to publish; default the newest, else one taken now")
     licence: str | None = key(None, "required: an SPDX name or a URL")
     citation: str | None = key(None, "how to cite the data set, best in BibTeX", "any text")
     creators: tuple[str, ...] | None = key(
@@ -197,14 +202,14 @@ class PublishSettings(Checked):
     version: str | None = key(None, "as in 1.0.0")
     published: str | None = key(None, "day, as in 2026-11-20; default the snapshot's")
     name: str | None = key(None, "the data set's name; default the folder's")
-    description: str | None = key(None, "a sentence or two; default says how many rows there are", "any text")
+    description: str | None = key(None, "a sentence or two; by default the numbers of rows", "any text")
     sources: tuple[str, ...] = key(
         ("measured", "simulated"),
-        "imported rows have licences of their own and are published only if named",
+        "sources to publish; imported rows have other licences and are published only if named",
         "text | list of text",
         SOURCES,
     )
-    pages: int = key(200, "runs that get a page of their own among the pages to browse; 0 writes no pages", "int >= 0")
+    pages: int = key(200, "runs with a separate page among the pages to browse; 0 writes no pages", "int >= 0")
     hz: float | None = key(
         10, "telemetry is thinned to this many readings a second of each sensor; null keeps all", "number > 0"
     )
@@ -239,9 +244,9 @@ class PublishReport:
     snapshot: str
     rows: Counter[str] = field(default_factory=Counter)  # by table
     total_bytes: int = 0
-    pages: int = 0  # to browse, the first of which is `pages/index.html`
-    left_out: dict[str, int] = field(default_factory=dict)  # why -> runs
-    imported_left_out: Counter[str] = field(default_factory=Counter)  # table -> rows, which belong to no run
+    pages: int = 0  # pages to browse, from `pages/index.html`
+    left_out: dict[str, int] = field(default_factory=dict)  # reason -> runs
+    imported_left_out: Counter[str] = field(default_factory=Counter)  # table -> rows that belong to no run
     findings: int = 0  # problems that the checks found
     missing: tuple[str, ...] = ()
 
@@ -259,7 +264,7 @@ class PublishReport:
         return lines
 
     def left_out_lines(self) -> list[str]:
-        """Return how many rows are left out, and why."""
+        """Return lines with the number of rows left out, by reason."""
         lines = [f"{count:,} runs: {why}" for why, count in self.left_out.items()]
         return lines + [f"{count:,} {kind}: source imported" for kind, count in self.imported_left_out.items()]
 
@@ -303,16 +308,16 @@ def _publish(folder: DataFolder, snapshot: Snapshot, settings: PublishSettings) 
 
 @contextlib.contextmanager
 def _choose_snapshot(folder: DataFolder, name: str | None) -> Iterator[Snapshot]:
-    """Yield the snapshot to publish: the one named, the newest, or a new one, which any error removes again."""
-    there = [find_snapshot(folder, name)] if name is not None else snapshots(folder)
-    if there:
-        yield there[-1]
+    """Yield the snapshot to publish: the named one, the newest, or a new one, which is removed after an error."""
+    candidates = [find_snapshot(folder, name)] if name is not None else snapshots(folder)
+    if candidates:
+        yield candidates[-1]
         return
     taken = take_snapshot(folder)
     try:
         yield taken
     except BaseException:
-        # Renamed first: a snapshot is there whole or not at all. `take_snapshot` removes what a kill leaves here.
+        # Renamed first: a snapshot exists complete or not at all. `take_snapshot` removes leftovers of a kill.
         leaving = folder.snapshots / f".{taken.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}"
         with contextlib.suppress(OSError):
             os.rename(taken.folder.root, leaving)
@@ -321,7 +326,7 @@ def _choose_snapshot(folder: DataFolder, name: str | None) -> Iterator[Snapshot]
 
 
 class _Writer:
-    """Files of one table: `TABLE/part-00000.parquet` and on."""
+    """Writes the files of one table: `TABLE/part-00000.parquet` and so on."""
 
     def __init__(self, root: Path, table: str, schema: pa.Schema, report: PublishReport):
         self._folder = root / table
@@ -347,7 +352,7 @@ class _Writer:
             writer.close()
 
     def abandon(self) -> None:
-        """Abandon the file after an error; closing it would write a footer, which fails again on a full disk."""
+        """Close the file after an error; writing its footer may fail again on a full disk."""
         with contextlib.suppress(OSError, pa.ArrowException):
             self.close()
 
@@ -355,7 +360,7 @@ class _Writer:
 def _write_tables(
     connection: WarehouseConnection, root: Path, settings: PublishSettings, report: PublishReport
 ) -> list[dict[str, Any]]:
-    """Write all tables; return what the card's sections read of the published runs."""
+    """Write all tables; return the columns of the published runs that the card's sections read."""
     chosen = f"source IN ({', '.join(map(sql_text, settings.sources))})"
     _count_left_out(connection, chosen, report)
     schemas = {
@@ -385,7 +390,7 @@ def _write_tables(
 def _write_runs(
     connection: WarehouseConnection, chosen: str, settings: PublishSettings, writers: Mapping[str, _Writer]
 ) -> Iterator[dict[str, Any]]:
-    """Write the chosen runs, their samples and details; yield what is read of each later."""
+    """Write the chosen runs, their samples and details; yield the columns of each that the card reads."""
     for rows in _chunks(connection, chosen):
         published = [(row["run_id"], public_row(row)) for row in rows]
         family, first, last = (sql_text(text) for text in (rows[0]["family"], published[0][0], published[-1][0]))
@@ -429,7 +434,7 @@ def _count_left_out(connection: WarehouseConnection, chosen: str, report: Publis
 
 
 def _keep_filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
-    """Return the columns that have a value, and those that are always published."""
+    """Return the columns that have values, and those that are always published."""
     counts = ", ".join(f"count({name})" for name in schema.names)
     (value_counts,) = connection.execute(f"SELECT {counts} FROM {view} WHERE {where}").fetchall()
     return pa.schema(

@@ -1,19 +1,24 @@
-"""The tables that the explorer lists, and which of their rows a page shows, as the URL holds it, and as SQL.
+"""The tables that the explorer lists, and the selection of a page's rows, as URL and as SQL.
 
-Start reading at `LISTINGS` for columns, facets and order, and at `Filters` for a page's choices.
+Start reading at `LISTINGS` for columns, facets and order, and at `Filters` for a page's choices. `memory_grid` counts
+the `USABLE` runs by peak memory, for the explorer and the night's report.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlencode
 
 from conf.errors import UsageError, unknown_name
 from conf.plain_text import sql_text
+from conf.reports.charts import Grid
 
-# A submission, or a published table that was imported. One that holds several families says `several`.
+# A column of a dataset: its only value, or `several`.
 _ONE = "CASE WHEN count(DISTINCT {0}) > 1 THEN 'several' ELSE min({0}) END AS {0}"
 _OF_RUNS = f"""SELECT coalesce(job_id, '') || ' ' || source AS dataset_row, job_id, 'runs' AS table_name, source,
  {_ONE.format("family")}, {_ONE.format("device_name")}, NULL::VARCHAR AS series, count(*) AS rows,
@@ -36,14 +41,14 @@ _MOST_VALUES = 50
 
 @dataclass(frozen=True, kw_only=True)
 class ListedTable:
-    """One table that is listed.
+    """A table that the explorer lists.
 
-    name      its pages' name, as in /runs
-    row_is    what a row is
+    name      path of its pages, as in /runs
+    row_is    a row in words
     rows_are  the same in the plural
-    relation  SQL that its rows are selected from
-    row_id    column that identifies rows; rows of equal order follow it
-    facets    columns whose values can be chosen
+    relation  SQL after FROM
+    row_id    column that identifies rows and breaks ties in the order
+    facets    columns with values to choose
     order     initial order: a column, with `-` before it for descending order
     keys      key of the URL -> column that must equal its value
     about     a sentence for the page
@@ -172,17 +177,17 @@ DATASETS = ListedTable(
     ),
     facets=("source", "table_name", "family", "device_name"),
     order="-rows",
-    about="A dataset is what one submission ran, or one published table that was imported; with_… counts its labels.",
+    about="A dataset has the runs of one submission, or one imported table; with_… counts its labels.",
 )
 LISTINGS = {listing.name: listing for listing in (RUNS, KERNELS, COLLOCATIONS, DATASETS)}
 
 
 @dataclass(frozen=True)
 class Filters:
-    """One state of a list. Raises `UsageError` for what no URL of ours holds.
+    """One state of a list. Raises `UsageError` for an invalid URL.
 
     listing  the table
-    chosen   facet -> values, of which a row has one
+    chosen   facet -> accepted values
     equal    key of the listing -> value that its column must have
     order    a column, with `-` before it for descending order; empty: the listing's own
     page     from 1
@@ -231,14 +236,14 @@ class Filters:
         return urlencode(pairs)
 
     def toggled(self, facet: str, value: str) -> Filters:
-        """Return the state with a facet's value chosen, or no longer."""
+        """Return the state with a facet's value added, or removed if it was chosen."""
         values = self.chosen.get(facet, ())
         changed = tuple(entry for entry in values if entry != value) if value in values else (*values, value)
-        chosen = {name: kept for name, kept in {**self.chosen, facet: changed}.items() if kept}
+        chosen = {name: accepted for name, accepted in {**self.chosen, facet: changed}.items() if accepted}
         return dataclasses.replace(self, chosen=chosen, page=1)
 
     def ordered_by(self, column: str) -> Filters:
-        """Return the state in a column's order, turned round where it is already."""
+        """Return the state ordered by a column, in reverse if it is ordered by it already."""
         order = column if self.effective_order == f"-{column}" else f"-{column}"
         return dataclasses.replace(self, order="" if order == self.listing.order else order, page=1)
 
@@ -247,25 +252,25 @@ class Filters:
         return dataclasses.replace(self, page=page)
 
     def where(self, without: str | None = None) -> str:
-        """Return the condition of the chosen values, except those of the facet `without`; empty where there is none."""
+        """Return the condition of the chosen values, except those of the facet `without`; empty without choices."""
         parts = [_condition(facet, values) for facet, values in self.chosen.items() if facet != without and values]
         parts += [f"{self.listing.keys[name]} = {sql_text(value)}" for name, value in self.equal.items()]
         return f" WHERE {' AND '.join(parts)}" if parts else ""
 
     @property
     def effective_order(self) -> str:
-        """Return the order, the listing's own where the URL has none."""
+        """Return the order of the URL, or the listing's."""
         return self.order or self.listing.order
 
     @property
     def order_sql(self) -> str:
-        """Return the order, by the rows' ids within equal values; NULLs come last."""
+        """Return the SQL order, with ties by row id and NULLs last."""
         column = self.effective_order.removeprefix("-")
         direction = "DESC" if self.effective_order.startswith("-") else "ASC"
         return f"{column} {direction} NULLS LAST, {self.listing.row_id}"
 
     def rows_sql(self) -> str:
-        """Return the query of the rows of this state, of all pages."""
+        """Return the query of this state's rows, on all pages."""
         columns = ", ".join(self.listing.columns)
         return f"SELECT {columns} FROM {self.listing.relation}{self.where()} ORDER BY {self.order_sql}"
 
@@ -274,12 +279,12 @@ class Filters:
         return f"{self.rows_sql()} LIMIT {ROWS_OF_A_PAGE} OFFSET {ROWS_OF_A_PAGE * (self.page - 1)}"
 
     def total_sql(self) -> str:
-        """Return the query of the number of rows, and of those in which each column has a value."""
+        """Return the query of the number of rows, and of each column's number of values."""
         counts = ", ".join(f"count({name})" for name in self.listing.columns)
         return f"SELECT count(*), {counts} FROM {self.listing.relation}{self.where()}"
 
     def counts_sql(self) -> str:
-        """Return the query of facets, values and counts, each facet's without its own choice."""
+        """Return the query of facets, values and counts; each facet ignores its own choice."""
         free = [facet for facet in self.listing.facets if facet not in self.chosen]
         parts = []
         if free:
@@ -304,3 +309,62 @@ def _condition(facet: str, values: Sequence[str]) -> str:
     parts = [f"{facet} IN ({', '.join(named)})"] if named else []
     parts += [f"{facet} IS NULL"] if NULL in values else []
     return parts[0] if len(parts) == 1 else f"({' OR '.join(parts)})"
+
+
+OUT_OF_MEMORY = "OOM"
+# Rows that `farm.sampling.coverage` learns from: with a label or out of device memory, and without doubt.
+USABLE = (
+    "group_id IS NULL AND quality IS DISTINCT FROM 'untrusted' AND error_type IS DISTINCT FROM 'doubt' AND "
+    "((status = 'ok' AND peak_memory_mib > 0) OR (status = 'oom' AND oom_kind = 'device'))"
+)
+COUNTED = "count(*), count(*) FILTER (tonight)"
+_GIB = 1024.0  # MiB
+_FINE_GIB = (1.0, 2.0, 4.0, 8.0)  # edges within the published 8-GB bin that holds most rows
+_MOST_WIDE_BINS = 18
+Execute = Callable[[str], Sequence[tuple[Any, ...]]]  # SQL -> its rows
+
+
+def memory_grid(execute: Execute, relation: str, families: Sequence[str]) -> Grid:
+    """Return the memory grid: fine bins up to 8 GiB, then 8-GiB ones up to the card's memory, then out of memory.
+
+    Args:
+        execute: Runs a query.
+        relation: Rows with `family`, `status`, `usable`, `tonight`, `peak_memory_mib` and `device_memory_mib`.
+        families: The grid's rows.
+    """
+    ((top_mib,),) = execute(
+        "SELECT greatest(max(peak_memory_mib) FILTER (status = 'ok' AND isfinite(peak_memory_mib)), "
+        f"max(device_memory_mib)) FROM {relation} WHERE usable"
+    )
+    width, top = 8.0, math.ceil((top_mib or 0.0) / _GIB)
+    while (top - 8) / width > _MOST_WIDE_BINS:
+        width *= 2
+    edges = [0.0, *_FINE_GIB]
+    while edges[-1] < top:
+        edges.append(edges[-1] + width)
+    columns = [f"{low:g}–{high:g}" for low, high in itertools.pairwise(edges)] + [OUT_OF_MEMORY]
+    over = " + ".join(f"(peak_memory_mib >= {edge * _GIB!r})::INT" for edge in edges[1:-1])
+    column = f"CASE WHEN status = 'oom' THEN {len(columns) - 1} ELSE {over} END"
+    place = place_of_family(families)
+    query = f"SELECT {place}, {column}, {COUNTED} FROM {relation} WHERE usable AND {place} >= 0 GROUP BY ALL"
+    return filled_grid(execute, "peak memory [GiB]", families, columns, query)
+
+
+def filled_grid(execute: Execute, name: str, rows: Sequence[str], columns: Sequence[str], query: str) -> Grid:
+    """Return the grid of a query that selects (row index, column index, number of rows, rows of tonight)."""
+    counts = [[0] * len(columns) for _ in rows]
+    new = [[0] * len(columns) for _ in rows]
+    for row, column, count, gain in execute(query):
+        counts[row][column], new[row][column] = count, gain
+    return Grid(
+        name=name,
+        rows=tuple(rows),
+        columns=tuple(columns),
+        counts=tuple(map(tuple, counts)),
+        tonight=tuple(map(tuple, new)),
+    )
+
+
+def place_of_family(families: Sequence[str]) -> str:
+    """Return the SQL of a row's place among the families, from 0; NULL for another family."""
+    return f"list_position([{', '.join(map(sql_text, families))}]::VARCHAR[], family) - 1"

@@ -1,10 +1,10 @@
-"""Queries of the explorer within limits: our own in this process, those that users type in a child process.
+"""Runs the explorer's queries within limits: its own in this process, those of users in a child process.
 
-Start reading at `ExplorerReader` for our own, with limits of rows and time, and at `run_limited` for the users'.
+Start reading at `ExplorerReader`, which limits rows and time, and at `run_limited` for users' queries.
 
-DuckDB checks its own limits only between chunks of rows: `list()` and `string_agg()` grow far beyond `memory_limit`,
-and an interrupt waits for them. So the child's resident memory is watched, and a timer of the kernel ends it. A child
-is forked from a process that has imported DuckDB, which takes milliseconds.
+DuckDB checks its limits only between chunks of rows: `list()` and `string_agg()` grow far beyond `memory_limit`, and
+an interrupt waits for them. So the parent watches the child's resident memory, and a kernel timer ends the child.
+Forking a child from a process that has imported DuckDB takes milliseconds.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _PRELOADED = ["warehouse.explorer.limited_query", "warehouse.files.folder_files"]
 _THREADS = 2
-_DUCKDB_SHARE = 0.75  # DuckDB's share of the memory limit: its own limit should come first, with the clearer message
+_DUCKDB_SHARE = 0.75  # of the memory limit: DuckDB's limit comes first, with the clearer message
 _BASE_BYTES = 2**28  # a child's memory before its query runs
 _LOOK_S = 0.02
-_MOST_RESERVED = 4  # times the memory limit: allocators reserve more than they use
+_MOST_RESERVED = 4  # multiple of the memory limit, because allocators reserve more than they use
 _BATCH_ROWS = 2048
-# Types that a CSV cell and a page's cell show as they are. Others are shown as DuckDB writes them.
+# Types that cells of CSV and pages show directly; others are shown as DuckDB's text.
 _INTEGERS = {f"{sign}{name}" for sign in ("", "u") for name in ("tinyint", "smallint", "integer", "bigint", "hugeint")}
 _TIMES = {"date", "time", "timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns"}
 _PLAIN = {*_INTEGERS, *_TIMES, "boolean", "float", "double", "decimal", "varchar", "uuid", "enum"}
@@ -55,7 +55,7 @@ _NOT_IN_PARQUET = re.compile(r"\b(INTERVAL|UNION|VARIANT|BIGNUM|BIT|TYPE|TIME WI
 
 
 class TooLong(UsageError):
-    """A query was ended at its limit of time."""
+    """A query reached its time limit."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class QueryRows:
 class ExplorerReader:
     """Reads one data folder for one page; a context manager. Raises `UsageError` for wrong SQL, and `TooLong`.
 
-    `limited_query` runs what users type.
+    `run_limited` runs users' queries.
 
     Args:
         source: A connection that has a data folder's views; it is closed with the reader.
@@ -88,11 +88,11 @@ class ExplorerReader:
         self._connection.close()
 
     def interrupt(self) -> None:
-        """End the query that runs, from another thread; it raises `TooLong`."""
+        """End the running query, from another thread; it raises `TooLong`."""
         self._connection.interrupt()
 
     def rows(self, sql: str, values: Sequence[Any] = (), most: int = 100_000) -> QueryRows:
-        """Return the rows of our own query."""
+        """Return the rows of a query of the explorer."""
         with self._in_time():
             self._connection.execute(sql, list(values))
             columns = tuple(column[0] for column in self._connection.description)
@@ -119,7 +119,7 @@ PAGE, CSV, PARQUET = "page", "csv", "parquet"
 
 @dataclass(frozen=True)
 class QueryLimits:
-    """Limits of one query. answer_bytes: of its rows, as Arrow holds them."""
+    """Limits of one query. answer_bytes: of its rows in Arrow's format."""
 
     seconds: float
     memory_bytes: int
@@ -128,7 +128,7 @@ class QueryLimits:
 
     @property
     def share(self) -> ReadingLimits:
-        """Return DuckDB's share of it."""
+        """Return DuckDB's share of the limits."""
         return ReadingLimits(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
 
 
@@ -140,7 +140,7 @@ def run_limited(
     Args:
         folder: The data folder.
         sql: The query as typed.
-        kind: `PAGE`, `CSV` or `PARQUET`; values that it cannot hold come as DuckDB's own text.
+        kind: `PAGE`, `CSV` or `PARQUET`; values that it cannot hold become DuckDB's text.
         limits: Limits at which the query ends.
         ends: Gets a function that ends the query from another thread.
 
@@ -213,7 +213,7 @@ def _reply(
 
 
 def _limit_data(limit_bytes: int) -> None:
-    """Bound the memory that this process may take beyond what it has; the kernel refuses it more."""
+    """Limit the additional memory of this process; the kernel refuses more."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + limit_bytes, resource.RLIM_INFINITY))
 
@@ -233,7 +233,7 @@ def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryL
     while True:
         try:
             return _read(arrow_batches(connection.sql(query), _BATCH_ROWS), limits)
-        except (pa.ArrowException, OSError) as error:  # a damaged file, met in the stream
+        except (pa.ArrowException, OSError) as error:  # a damaged file in the stream
             if is_of_the_statement(error) or not connection.leave_out_damaged():
                 raise
 

@@ -1,8 +1,8 @@
-"""The contents of each page of the explorer, and their HTML.
+"""The contents of the explorer's pages, and their HTML.
 
-Start reading at `overview`, `list_page` and `run_page`; `devices_page` shows how far estimates are off on each device
-model, `nights_page` the nights of growth by the reports that each left in the data folder. `over_time` and `histogram`
-draw telemetry and labels. `rendered` makes the HTML, with links that a service or files have.
+Start reading at `overview`, `list_page` and `run_page`. `device_page` shows the errors of estimates on a device model,
+`nights_page` the growth nights from their reports in the data folder. `over_time` and `histogram` draw telemetry and
+labels. `rendered` makes the HTML, with links for the service or for files.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from conf.errors import UsageError
 from conf.plain_text import figure, sql_text
 from conf.reports.blocks import rendered as rendered_template
 from conf.reports.charts import Axis, Margins, Plot, Svg, against, columns, heat_map
-from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, Filters
+from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, USABLE, Filters, memory_grid
 from warehouse.explorer.limited_query import ExplorerReader, QueryRows
 from warehouse.files.folder import DataFolder
-from warehouse.reading.coverage import USABLE, memory_grid
 from warehouse.reading.pairing import Pair, summed_up
 from warehouse.tables.schema import SOURCES
 
 RATIOS = ("smact", "smocc", "drama", "gpu_util")
 LABELS = ("peak_memory_mib", "smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
 COUNTED = ("attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
-_FACET_VALUES = 12  # shown of a facet, the most frequent ones
+_FACET_VALUES = 12  # most frequent values of a facet to show
 _POINTS = 400  # points of a plot
 _PLOTTED = (
     "process_memory_mib",
@@ -48,24 +47,24 @@ _PLOTTED = (
     "step_time_ms",
 )
 _KERNELS = 20
-_FAMILIES = 20  # families of a picture, the most frequent ones
+_FAMILIES = 20  # most frequent families in a picture
 _MARGINS = Margins(height=170, right=14, top=14, bottom=30)
-_LINES = 3  # lines of the grid, at least
+_LINES = 3  # least number of grid lines
 SOURCE_COLOURS = {"measured": "k4", "simulated": "k5", "imported": "k1"}
 _NIGHT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_NIGHTS_SHOWN = 400  # nights, the newest
+_NIGHTS_SHOWN = 400  # newest nights to show
 _NIGHTS_DRAWN = 60
-_MOST_REPORT_BYTES = 64 * 2**20  # largest report that is shown
+_MOST_REPORT_BYTES = 64 * 2**20  # largest report to show
 _LATEST_REPORT = "latest"
 # Inline style sheets and data pictures only; forms stay on the service.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
 Link: TypeAlias = Callable[..., "str | None"]
 Values: TypeAlias = dict[str, Any]  # of a page's template, by name
-SAMPLED_RUNS = 300  # runs of one device page: their estimates take a good tenth of a second
+SAMPLED_RUNS = 300  # runs of a device page, whose estimates take over a tenth of a second
 BOUND = "upper_mib"
 _TARGETS = ("peak_memory_mib", "step_time_ms", "smact", "smocc", "drama")  # errors of ratios are in points
-_ORDER = ("measured", "imported", "simulated")  # the first that a device has is shown first
-# Estimates of some runs, in order: target or `BOUND` -> figure; None where there is no estimate.
+_ORDER = ("measured", "imported", "simulated")  # the first of these that a device has is the default
+# Returns the estimates of runs, in order: target or `BOUND` -> figure; None without an estimate.
 Estimates = Callable[[Sequence[Mapping[str, Any]]], Sequence[Mapping[str, float | None] | None]]
 
 
@@ -82,9 +81,9 @@ class FacetValue:
 def overview(reader: ExplorerReader) -> Values:
     """Return the first page.
 
-    runs, tables  how many rows there are; counts: facet -> values
-    histograms    label -> picture; coverage: source -> picture of how many usable runs each family has by peak memory
-    nulls         (label, share of NULLs) of each; newest: the newest runs
+    runs, tables  numbers of rows; counts: facet -> values
+    histograms    label -> picture; coverage: source -> picture of usable runs by family and peak memory
+    nulls         (label, share of NULLs); newest: the newest runs
     """
     facets = _facets(reader, Filters())
     columns = ", ".join(f"count({name})" for name in LABELS)
@@ -105,7 +104,7 @@ def overview(reader: ExplorerReader) -> Values:
 
 
 def _histograms(reader: ExplorerReader) -> dict[str, Svg]:
-    """Return a picture of each label with values: how many runs of each source have how much."""
+    """Return a histogram of each label that has values, by source."""
     bins = {name: RATIO_BIN if name in RATIOS else LOG_BIN for name in LABELS}
     parts = [
         f"SELECT '{name}', source, {sql.format(name)}::INT, count(*) FROM runs "
@@ -140,8 +139,8 @@ def _coverage(reader: ExplorerReader) -> dict[str, Svg]:
 def list_page(reader: ExplorerReader, filters: Filters) -> Values:
     """Return one page of a list, in one state of its filters.
 
-    total    rows of all pages, of which there are `pages`, at least 1; sql: the query of the page's rows
-    nulls    (column, share of NULLs in all rows) of each; columns: name, query of its order, arrow
+    total    rows of all pages; pages: number of pages, at least 1; sql: the query of the page's rows
+    nulls    (column, share of NULLs in all rows); columns: name, query that orders by it, arrow
     """
     facets = _facets(reader, filters)
     total, *known = reader.rows(filters.total_sql()).rows[0]
@@ -167,9 +166,9 @@ def _nulls(names: Sequence[str], known: Sequence[int], total: int) -> list[tuple
 
 
 def run_page(reader: ExplorerReader, run_id: str) -> Values | None:
-    """Return one run, or None where no run has this id.
+    """Return one run, or None if no run has this id.
 
-    sections  title -> (column, value) of what is not NULL; plots: metric -> picture; tables: title -> rows
+    sections  title -> (column, value) of columns that are not NULL; plots: metric -> picture; tables: title -> rows
     """
     answer = reader.rows("SELECT * FROM runs WHERE run_id = ?", [run_id])
     if not answer.rows:
@@ -214,7 +213,7 @@ def _facets(reader: ExplorerReader, filters: Filters) -> dict[str, list[FacetVal
 
 
 def _plots(reader: ExplorerReader, run_id: str, window: tuple[float, float] | None) -> dict[str, Svg]:
-    """Return a picture of each metric with values, thinned to what a picture shows."""
+    """Return a picture of each metric with values, thinned to `_POINTS` points."""
     means = ", ".join(f"avg({name})" for name in _PLOTTED)
     answer = reader.rows(
         "WITH samples AS (SELECT * FROM telemetry WHERE run_id = ?), "
@@ -280,7 +279,7 @@ def _indent(config: object) -> str:
 
 
 def require_run_id(text: str) -> str:
-    """Return the id of a run as a URL holds it. Raises `UsageError` for anything else."""
+    """Return the run id in a URL. Raises `UsageError` for text that cannot be one."""
     if not text or len(text) > 300 or "\0" in text:
         raise UsageError("a run's id is wanted")
     return text
@@ -300,7 +299,7 @@ def over_time(
     Args:
         name: The metric's column, with its unit.
         points: (time in ms, value), in the order of time.
-        window: Begin and end of the measured window in ms, which is shaded; None where they are unknown.
+        window: Start and end in ms of the measured window, to shade; None if unknown.
     """
     if len(points) < 2:
         return None
@@ -317,18 +316,18 @@ def over_time(
 
 
 def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: bool) -> Svg:
-    """Return how many runs of each source lie in each bin, as columns stacked by source.
+    """Return the picture of runs by bin, as columns stacked by source.
 
     Args:
         name: The label, with its unit.
-        counts: Source -> place of a bin -> runs, binned by `LOG_BIN` or `RATIO_BIN`; at least one run.
+        counts: Source -> index of a bin -> runs, binned by `LOG_BIN` or `RATIO_BIN`; at least one run.
         is_log: Whether the axis is logarithmic.
     """
     places = sorted({place for by_place in counts.values() for place in by_place})
     first, last = (places[0], places[-1]) if is_log else (0, _RATIO_BINS - 1)
     missing = max(0, _FEWEST_BINS - (last - first + 1))
     first, last = first - missing // 2, last + missing - missing // 2
-    per = max(1, math.ceil((last - first + 1) / _MOST_BINS))  # bins that are drawn as one
+    per = max(1, math.ceil((last - first + 1) / _MOST_BINS))  # bins drawn as one
     edges = [
         10 ** (step / _BINS_OF_A_DECADE) if is_log else step / _RATIO_BINS for step in range(first, last + per + 1, per)
     ]
@@ -357,7 +356,7 @@ def histogram(name: str, counts: Mapping[str, Mapping[int, int]], *, is_log: boo
 def nights_page(folder: DataFolder) -> Values:
     """Return the nights of a data folder, the newest first.
 
-    unreadable  (name, reason) of each report that could not be read; has_more: there are older nights
+    unreadable  (name, reason) of each unreadable report; has_more: there are older nights
     """
     names = sorted((path.stem for path in folder.reports.glob("*.json") if path.stem != _LATEST_REPORT), reverse=True)
     nights, unreadable = [], []
@@ -376,7 +375,7 @@ def nights_page(folder: DataFolder) -> Values:
 
 
 def night_report(folder: DataFolder, name: str) -> bytes | None:
-    """Return the page that a night's report is; None where there is none. Raises `UsageError` for any other name."""
+    """Return the page of a night's report; None if there is none. Raises `UsageError` for an invalid name."""
     if not _NIGHT_NAME.fullmatch(name):
         raise UsageError("a night's name is wanted, as in 2026-11-20")
     path = folder.reports / f"{name}.html"
@@ -389,7 +388,7 @@ def night_report(folder: DataFolder, name: str) -> bytes | None:
 
 
 def _night(folder: DataFolder, name: str) -> Values:
-    """Return one night by its report. level: good, look or bad; by_status: outcome -> runs."""
+    """Return one night from its report. level: good, look or bad; by_status: outcome -> runs."""
     path = folder.reports / f"{name}.json"
     if path.stat().st_size > _MOST_REPORT_BYTES:
         raise ValueError("too large")
@@ -422,15 +421,15 @@ def rendered(template: str, link: Link = served_link, **values: Any) -> str:
 
     Args:
         template: Its name.
-        link: Returns the address of a page by its path and query; None where there is no such page.
-        **values: What the template shows.
+        link: Returns the address of a page by its path and query; None if the page does not exist.
+        **values: The template's values.
     """
     links = {"link": link, "is_served": link is served_link}
     return rendered_template(f"explorer/{template}", "explorer", colours=SOURCE_COLOURS, **links, **values)
 
 
 def devices_page(reader: ExplorerReader) -> QueryRows:
-    """Return a row a device model: runs by source and outcome, memory, means."""
+    """Return one row for each device model: runs by source and outcome, memory, means."""
     sources = ", ".join(f"count(*) FILTER (source = {sql_text(name)}) AS {name}" for name in SOURCES)
     return reader.rows(
         f"SELECT device_name, max(device_memory_mib) AS device_memory_mib, count(*) AS runs, {sources}, "
@@ -445,15 +444,14 @@ def devices_page(reader: ExplorerReader) -> QueryRows:
 def device_page(
     reader: ExplorerReader, name: str, source: str | None = None, estimates: Estimates | None = None
 ) -> Values | None:
-    """Return one device model: its runs by source, those of one source in figures, residuals of a sample of them; None
-    where no run has it.
+    """Return one device model: runs by source, figures of one source, residuals of a sample; None without runs.
 
-    sampled  runs of the sample, of which `without` have no estimate; note: why there are no residuals
+    sampled  runs in the sample; without: those without an estimate; note: why there are no residuals
 
     Args:
         reader: Reads the warehouse.
-        name: As runs have it in `device_name`.
-        source: Source of the runs; default the first of measured, imported, simulated that has some.
+        name: The runs' `device_name`.
+        source: Source of the runs; default the first of measured, imported and simulated with runs.
         estimates: Estimates runs; None shows no residuals.
 
     Raises:
@@ -487,7 +485,7 @@ def device_page(
 
 def _sample(reader: ExplorerReader, name: str, where: str, estimates: Estimates) -> Values:
     """Return the residuals of some of a device's runs."""
-    # By the hash of the id: the same runs at every look, and no family first.
+    # Ordered by the hash of the id: the same runs every time, from all families.
     answer = reader.rows(
         f"SELECT run_id, family, source, device_name, config, {', '.join(_TARGETS)} FROM runs WHERE run_id IN "
         f"(SELECT run_id {where} AND status = 'ok' AND ranks IS NULL AND group_id IS NULL "
@@ -504,10 +502,10 @@ def _sample(reader: ExplorerReader, name: str, where: str, estimates: Estimates)
 
 
 def residuals_of(target: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, float | None]]]) -> Values | None:
-    """Return how far the estimates of one target are off, from (run, estimate); None where no pair has both figures.
+    """Return the errors of estimates of one target, from pairs (run, estimate); None if no pair has both figures.
 
     errors  family -> runs, median and 90th percentile of the absolute error in `unit`; `all` is first
-    above   share of the runs whose measurement is above the estimated bound; None without one
+    above   share of the runs measured above the estimated bound; None without bounds
     """
     known = [
         Pair(key={"run_id": run["run_id"], "family": str(run["family"])}, before=run, after=estimate)

@@ -1,4 +1,4 @@
-"""Files of a data folder: written atomically, merged, checked, mended, frozen, and which of them count.
+"""Files of a data folder: written atomically, merged, checked, repaired, frozen, and selected for readers.
 
 Start reading at `writer` and `counting`. Called by readers and commands; it calls `tables`.
 """

@@ -1,21 +1,21 @@
 """Merges the many small files of runs into few large ones, under running readers.
 
-Start reading at `compact`; `read_files` reads many small files at once. Why no reader sees a row twice or not at all,
-and no kill matters:
+Start reading at `compact`; `read_files` reads many small files together. Readers see each row exactly once, and a kill
+does no harm, for these reasons:
 
-- A merged file counts only from the moment its listing is there (one `os.replace`), and from that moment the files
-  it replaces do not. Readers expand the listings before the data files (`warehouse.files.views`), so a reader that
+- A merged file counts from the moment its listing exists (one `os.replace`); from that moment the files that it
+  replaces do not. Readers expand the listings before the data files (`warehouse.files.views`), so a reader that
   finds a listing also finds its merged file; a reader that does not find it still finds the replaced files.
-- Replaced files are deleted by a later compaction, when their listing is older than `grace_s` and nobody has the
-  warehouse open, as a query that began earlier still opens (and then drops) them.
+- A later compaction deletes replaced files when their listing is older than `grace_s` and the warehouse is not open
+  anywhere, because a query that began earlier still opens (and then drops) them.
 - After a kill before the listing is written, the merged file does not count, and its sources are merged again. A later
   compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
   and the next compaction continues.
 - A file with a wrong checksum is reported, and never merged or deleted. Rows are deleted or hidden only if an intact
-  file that counts holds them, whatever a listing or a merged file claims: `warehouse.files.counting` proves it, and
-  repairs what kills, disk damage and foreign changes left (`settle_listings`).
+  file that counts holds them, whatever a listing or a merged file claims. `warehouse.files.counting` proves it, and
+  repairs the results of kills, disk damage and foreign changes (`settle_listings`).
 
-No clocks are compared between processes, so stepped clocks and long transactions do no harm.
+No clocks are compared between processes, so clock changes and long transactions do no harm.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ SORT_KEYS = {
     "collocations": ["run_id", "member_row"],
 }
 ROW_GROUP_ROWS = 100_000
-_BATCH_FILES = 500  # DuckDB holds their footers while it reads them, some 50 KiB each
-_BATCH_BYTES = 8 * 2**20  # compressed bytes, which may be a million rows
-_FEW_FILES = 8  # which pyarrow reads in less time than DuckDB takes to start
-_MOST_READERS = 2  # threads, each of which holds a batch
-_WHOLE_BYTES = 2**20  # a file up to this size is read at once to verify its checksum
-# Arrow's schema among a footer's key-value pairs, in base64, as Thrift's compact protocol has it.
+_BATCH_FILES = 500  # DuckDB keeps their footers while reading, some 50 KiB each
+_BATCH_BYTES = 8 * 2**20  # compressed; may be a million rows
+_FEW_FILES = 8  # pyarrow reads these before DuckDB has started
+_MOST_READERS = 2  # threads, each with a batch in memory
+_WHOLE_BYTES = 2**20  # files up to this size are read in one piece to verify their checksum
+# Arrow's schema among a footer's key-value pairs: base64 in Thrift's compact protocol.
 _SCHEMA_KEY = b"ARROW:schema"
 _STORED_SCHEMA = re.compile(_SCHEMA_KEY + rb"\x18[\x80-\xff]*[\x00-\x7f]([A-Za-z0-9+/=]+)")
-_OWN_BYTES = 14 * 2**10  # a small file's column names, statistics and page headers: everything but rows
+_OWN_BYTES = 14 * 2**10  # bytes of a small file beside its rows: column names, statistics, page headers
 _ABANDONED_AFTER_S = 86_400.0  # no running process owns a temporary file this old
 _probes: dict[Path, tuple[int, int]] = {}  # path -> inode, descriptor
 
@@ -92,8 +92,8 @@ class CompactionSettings(Checked):
       python -m warehouse.compact
       python -m warehouse.compact data=/srv/farm grace_s=600
 
-    Safe to kill at any point. Files that were merged are deleted by a later compaction, when they are grace_s old and
-    nobody has the warehouse open.
+    Safe to kill at any point. A later compaction deletes the merged files once they are grace_s old and the warehouse
+    is not open anywhere.
     """
 
     grace_s: float = key(
@@ -102,8 +102,8 @@ class CompactionSettings(Checked):
     force_after_s: float = key(
         86400, "seconds after which it deletes them even while the warehouse is open", "number 0 to 1e9"
     )
-    target_mib: float = key(64, "size that merged files grow to, MiB; larger ones are left alone", "number > 0 to 1e9")
-    target_rows: int = key(1000000, "rows that merged files grow to; bounds a merge's memory", "int 1 to 1000000000")
+    target_mib: float = key(64, "target size of merged files, MiB; larger files are left alone", "number > 0 to 1e9")
+    target_rows: int = key(1000000, "target rows of merged files; bounds a merge's memory", "int 1 to 1000000000")
     min_files: int = key(8, "fewer small files of a family are left as they are", "int >= 2")
     data: str | None = data_key()
 
@@ -112,16 +112,16 @@ class CompactionSettings(Checked):
 class CompactionReport:
     """Result of a compaction. Paths are relative to the data folder."""
 
-    busy: bool = False  # another compaction was at work, nothing was done
+    busy: bool = False  # another compaction is running; nothing was done
     merged: dict[str, int] = field(default_factory=dict)  # new file -> number of files it replaces
     rows: int = 0  # in the new files
     deleted_files: int = 0
-    kept_files: int = 0  # hidden, due for deletion, kept since somebody has the warehouse open
-    problems: list[str] = field(default_factory=list)  # lines that each name a file and what is wrong with it
-    left: set[Path] = field(default_factory=set)  # files that are neither merged nor deleted, named in `problems`
+    kept_files: int = 0  # hidden and due for deletion, but kept because the warehouse is open
+    problems: list[str] = field(default_factory=list)  # lines, each with a file and its problem
+    left: set[Path] = field(default_factory=set)  # files neither merged nor deleted, named in `problems`
 
     def left_alone(self, path: Path, why: str) -> None:
-        """Report a file that is neither merged nor deleted; each file is reported once."""
+        """Report a file that is neither merged nor deleted, once."""
         if path not in self.left:
             self.left.add(path)
             self.problems.append(f"{path} is left alone: {why}")
@@ -161,7 +161,7 @@ def compact(
 ) -> CompactionReport:
     """Merge small files of every table of runs by family, and delete files that were replaced long ago.
 
-    Only one compaction runs at a time; a second one returns at once with `busy`. `now_s` is in seconds since the
+    Only one compaction runs at a time; a second one returns immediately with `busy`. `now_s` is in seconds since the
     epoch. Killing it at any point is safe. Raises `UsageError` if there is no such folder, `OSError` if the disk is
     full.
     """
@@ -169,16 +169,16 @@ def compact(
     folder.open()
     report = CompactionReport()
     work = Compaction(folder=folder, settings=settings or CompactionSettings(), now_s=now_s, report=report)
-    with compaction_lock(folder) as got_it:
-        if not got_it:
+    with compaction_lock(folder) as is_locked:
+        if not is_locked:
             report.busy = True
             return report
-        # Runs last: which samples and kernels belong to a landed run is read off the files of runs.
+        # Runs last: their files show which samples and kernels belong to a landed run.
         for kind in reversed(KINDS):
-            with _passing(report, kind):
+            with _report_passing(report, kind):
                 _delete_replaced(work, kind)
             for family in folder.families(kind):
-                with _passing(report, f"{kind} of {family}"):
+                with _report_passing(report, f"{kind} of {family}"):
                     settle_unlisted(work, kind, family)
                     _remove_abandoned(folder.partition(kind, family), now_s)
                     _merge_family(work, kind, family)
@@ -186,8 +186,8 @@ def compact(
 
 
 @contextlib.contextmanager
-def _passing(report: CompactionReport, part: str) -> Iterator[None]:
-    """Report an error that may pass, and leave `part` to the next compaction: a kill there would be safe too."""
+def _report_passing(report: CompactionReport, part: str) -> Iterator[None]:
+    """Report an error that may pass and leave `part` to the next compaction, which is as safe as after a kill."""
     try:
         yield
     except OSError as error:
@@ -211,7 +211,7 @@ def _merge_family(work: Compaction, kind: str, family: str) -> None:
             del rows
             target = paths[0].parent / new_merged_name()
             sources = [f"{path.parent.name}/{path.name}" for path in files]
-            # A run that landed again while it was merged: its repeat is as good, and from here on hidden.
+            # If a run landed again during the merge, its new file is hidden from here on; both are equally good.
             land_merged(work.folder, kind, target, table, sources, work.now_s, row_group_size=ROW_GROUP_ROWS)
             report.merged[str(target.relative_to(work.folder.root))] = len(files)
             report.rows += table.num_rows
@@ -219,7 +219,7 @@ def _merge_family(work: Compaction, kind: str, family: str) -> None:
 
 
 def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
-    """Return the rows sorted by `keys`; most are sorted already, as files are read in the order of their names."""
+    """Return the rows sorted by `keys`; most are sorted already, because files are read in order of their names."""
     first, *more = [(table.column(key)[:-1], table.column(key)[1:]) for key in reversed(keys)]
     ascends = pc.less_equal(*first)
     for pair in more:
@@ -232,7 +232,7 @@ def _in_order(table: pa.Table, keys: Sequence[str]) -> pa.Table:
 def _merge_groups(
     work: Compaction, kind: str, family: str, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[list[Path]]:
-    """Return the groups of small files that are worth a merge.
+    """Yield the groups of small files that are worth a merge.
 
     Groups are formed by file size, since row counts are known only after reading.
     """
@@ -244,7 +244,7 @@ def _merge_groups(
     merged_already = held_ids(folder.partition(kind, family), counting_merged_names(folder, kind, family), run_ids)
     merged_ids: set[str] = set()
     landed: set[str] = set()
-    if kind in OF_RUNS:  # read later, so none is missed
+    if kind in OF_RUNS:  # read after the files above, so none is missed
         counting_runs = counting_merged_names(folder, "runs", family)
         landed = held_ids(folder.partition("runs", family), counting_runs, run_ids)
         landed |= {name.removesuffix(".parquet") for name in names_in(folder.partition("runs", family))}
@@ -265,9 +265,9 @@ def _merge_groups(
         if size > target_bytes / 2 or path in report.left:
             continue
         if kind in OF_RUNS and not is_merged and path.stem not in landed:
-            continue  # its run is being written, or was lost and will come again with other rows
+            continue  # its run is being written, or was lost and will be measured again
         if not is_merged and path.stem in merged_already:
-            continue  # a run that landed twice, as after the queue was lost: merged, it would be there twice
+            continue  # a run that landed twice, as after the queue was lost, must not be merged twice
         try:
             if is_merged:
                 if pq.read_metadata(path).num_rows > settings.target_rows / 2:
@@ -280,7 +280,7 @@ def _merge_groups(
             unreadable(path, error)
             continue
         small.append((max(size - _OWN_BYTES, size // 8), path))
-    # A merged file joins only when the others are worth rewriting it, so each row is rewritten few times.
+    # A merged file joins only if the others are large enough, so each row is rewritten few times.
     small.sort(key=lambda entry: (entry[0], entry[1].name))
     total = sum(size for size, _ in small)
     while small and is_merged_name(small[-1][1].name) and small[-1][0] > 4 * (total - small[-1][0]):
@@ -310,24 +310,24 @@ def _delete_replaced(work: Compaction, kind: str) -> None:
         if not listing.hidden or age_s < settings.grace_s:
             continue
         if still_hiding.intersection(listing.hidden):
-            continue  # a merged file goes after all that its own listing hides, else that would count again
+            continue  # a merged file is deleted after all files that its listing hides, or they would count again
         if age_s < settings.force_after_s and is_open_somewhere(folder):
             report.kept_files += len(listing.hidden)
             continue
-        kept = tuple(name for name in listing.hidden if root / name in report.left)
-        deletable = [name for name in listing.hidden if name not in kept]
+        undeletable = tuple(name for name in listing.hidden if root / name in report.left)
+        deletable = [name for name in listing.hidden if name not in undeletable]
         for name in deletable:
             with contextlib.suppress(FileNotFoundError):
                 (root / name).unlink()
                 report.deleted_files += 1
-        sync((root / listing.merged).parent)  # gone for good, before the listing forgets to hide them
-        # The listing of a merged file goes before the one that hides the file forgets it: otherwise, in between, it
-        # would look as if its rows were lost.
+        sync((root / listing.merged).parent)  # durably deleted before the listing stops hiding them
+        # Delete a merged file's listing before rewriting the listing that hides the file: otherwise its rows would
+        # seem lost in between.
         for name in map(os.path.basename, deletable):
             if is_merged_name(name):
                 listing_file(folder, kind, name).unlink(missing_ok=True)
-        dataclasses.replace(listing, hidden=kept).write()
-        if not kept:
+        dataclasses.replace(listing, hidden=undeletable).write()
+        if not undeletable:
             still_hiding.discard(listing.merged)
 
 
@@ -346,7 +346,7 @@ def is_open_somewhere(folder: DataFolder) -> bool:
         inode = path.stat().st_ino
     except FileNotFoundError:
         return False
-    # The descriptor stays open: closing one drops the locks that DuckDB holds on the file in this very process.
+    # Keep the descriptor open: closing it would drop the locks that DuckDB holds on the file in this process.
     if path not in _probes or _probes[path][0] != inode:
         if path in _probes:
             os.close(_probes.pop(path)[1])
@@ -358,7 +358,7 @@ def is_open_somewhere(folder: DataFolder) -> bool:
 def compaction_lock(folder: DataFolder, tell: Callable[[str], None] | None = None) -> Iterator[bool]:
     """Take the compaction lock and yield whether it was acquired.
 
-    With `tell`, which is told where another process holds it, block until it is.
+    With `tell`, block until it is; `tell` gets a line if another process holds it.
     """
     with open_lock(folder.compaction_lock) as file:
         try:
@@ -373,7 +373,7 @@ def compaction_lock(folder: DataFolder, tell: Callable[[str], None] | None = Non
 
 
 def settle_unlisted(work: Compaction, kind: str, family: str) -> None:
-    """Settle a merged file without a listing, which a kill left or somebody put there.
+    """Settle merged files without a listing, left by a kill or put there by a user.
 
     It is deleted if a merge wrote it and intact files that count hold its runs. Otherwise it stays and is reported.
     """
@@ -385,7 +385,7 @@ def settle_unlisted(work: Compaction, kind: str, family: str) -> None:
             path.unlink()
 
 
-# ---- many small files at once, through DuckDB, which takes a fraction of pyarrow's time
+# ---- reading many small files through DuckDB, in a fraction of pyarrow's time
 
 
 class DamagedContent(ValueError):
@@ -395,11 +395,11 @@ class DamagedContent(ValueError):
 def read_files(
     paths: Sequence[Path], schema: pa.Schema, most_rows: int, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[tuple[list[Path], pa.Table]]:
-    """Yield (files, their rows) in the files' order, about `most_rows` rows at once.
+    """Yield (files, their rows) in the files' order, about `most_rows` rows at a time.
 
-    Tables have the schema's columns and unknown ones; columns that a file lacks are NULL. Files that cannot be read or
-    have a wrong checksum are left out and passed to `unreadable`. Rows of a file keep their order, and so do files of
-    one schema.
+    Tables have the schema's columns and unknown ones; columns that a file lacks are NULL. Unreadable files and those
+    with a wrong checksum are left out and passed to `unreadable`. Rows of a file, and files of one schema, keep their
+    order.
     """
     files: list[Path] = []
     tables: list[pa.Table] = []
@@ -418,7 +418,7 @@ def read_files(
 
 
 def _unite(schema: pa.Schema, tables: list[pa.Table]) -> pa.Table:
-    """Return the concatenated table and empty `tables`, so that the rows are in memory once."""
+    """Return the concatenated table and empty `tables`: the rows are in memory once."""
     united = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive")
     tables.clear()
     return united
@@ -442,7 +442,7 @@ def _read_batches(
     for files, reading in _read_ahead(paths):
         try:
             batch = reading.result()
-        except (duckdb.Error, OSError):  # one by one, to name the file
+        except (duckdb.Error, OSError):  # singly, to name the file
             yield from _read_singly(files, unreadable)
             continue
         del reading
@@ -470,7 +470,7 @@ def _read_singly(
 
 
 def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[_Batch]]]:
-    """Yield batches and their tables in order, while the next ones are read."""
+    """Yield batches and their tables in order, while reading the next ones."""
     readers = min(_MOST_READERS, len(os.sched_getaffinity(0)))
     waiting: deque[tuple[list[Path], Future[_Batch]]] = deque()
     with scratch_cursor() as connection, ThreadPoolExecutor(readers) as pool:
@@ -483,7 +483,7 @@ def _read_ahead(paths: Sequence[Path]) -> Iterator[tuple[list[Path], Future[_Bat
 
 
 def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) -> _Batch:
-    """Return a table for each set of columns; DuckDB takes half the time when it need not unite them.
+    """Return a table for each set of columns; DuckDB takes half the time if it need not unite them.
 
     Files with a wrong checksum are left out. Those without one are read unverified.
     """
@@ -506,7 +506,7 @@ def _read_batch(connection: duckdb.DuckDBPyConnection, paths: Sequence[Path]) ->
 
 
 def _verify_schema(path: Path) -> bytes | None:
-    """Return the schema as Arrow stores it in a file, None where it is not known. Raises `DamagedContent`."""
+    """Return the schema as Arrow stores it in a file, None if unknown. Raises `DamagedContent`."""
     if path.stat().st_size > _WHOLE_BYTES:
         problem, content = checksum_problem(path), b""
     else:  # opened once, for both
@@ -515,7 +515,7 @@ def _verify_schema(path: Path) -> bytes | None:
         problem = content_problem(content)
     if problem is not None:
         raise DamagedContent(problem)
-    # The last one: texts of runs stand before it.
+    # The last occurrence: texts of runs come before it.
     stored = _STORED_SCHEMA.match(content, max(0, content.rfind(_SCHEMA_KEY)))
     return None if stored is None else stored[1]
 

@@ -1,14 +1,14 @@
-"""Finds the files of a data folder whose rows count: merged files with a listing, and files that no listing hides.
+"""Finds the data folder's files whose rows count: merged files with a listing, and files that no listing hides.
 
 Start reading at `counting_files`; `counting_plan` is for queries, which also show each run once and leave damaged files
 out. Both cost a listing of the folders; content is read in doubtful cases only.
 
 `judge` decides which listings are valid, i.e. could come from a compaction, and which rows are lost. A valid listing
-stands for the merged file of its own name, and that file holds every run of the files that it hides and that are there.
+names the merged file with the listing's own name. That file holds every run of the existing files that the listing
+hides.
 
-Who deletes or repairs wants proof: `unproven_sources` reads checksums and content of what a listing hides, and
-`settle_listings` repairs listings that are not valid. Compaction, snapshots, `warehouse.check` and `farm.doctor` use
-them.
+Deletion and repair need proof: `unproven_sources` reads checksums and content of the files that a listing hides, and
+`settle_listings` repairs invalid listings. Compaction, snapshots, `warehouse.check` and `farm.doctor` use them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ REDUNDANT = ""  # the reason when every run of a merged file is also in an intac
 SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
-_PASSES = 20  # over the folder, while compaction deletes what the last pass has found
+_PASSES = 20  # over the folder, while compaction deletes files that the last pass found
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Judgement:
     """State of a folder's files according to its listings; each file is named `family=F/NAME`."""
 
     listed: Mapping[str, Listing]  # by their merged files, which count unless another listing hides them
-    hidden: frozenset[str]  # files that do not count, as a merged one stands for them
-    lost: tuple[str, ...] = ()  # a line for each listing that cannot be read: rows may be missing, or there twice
+    hidden: frozenset[str]  # files that do not count, because a merged file replaces them
+    lost: tuple[str, ...] = ()  # a line for each unreadable listing: rows may be missing or duplicated
 
     @classmethod
     def of(cls, listings: Iterable[Listing], hides: Callable[[Listing], bool] = lambda listing: True) -> Judgement:
-        """Return the judgement in which every listing is valid; one for which `hides` is false hides nothing."""
+        """Return the judgement with every listing valid; a listing for which `hides` is false hides nothing."""
         listed = {listing.merged: listing for listing in listings}
         return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
 
@@ -76,10 +76,10 @@ class Judgement:
 def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
     """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
 
-    A damaged merged file hides nothing: what it replaces may still be there. `left_out` returns whether a file is
-    damaged; by default only footers are looked at.
+    A damaged merged file hides nothing: the files that it replaces may still exist. `left_out` returns whether a file
+    is damaged; by default only footers are read.
     """
-    believed, lost = _find_believed(folder, kind)
+    believed, lost = _find_valid(folder, kind)
     is_left_out = _is_damaged if left_out is None else left_out
     judgement = Judgement.of(believed, lambda listing: not is_left_out(folder.root / kind / listing.merged))
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
@@ -88,19 +88,19 @@ def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None
 def counting_merged_names(folder: DataFolder, kind: str, family: str) -> frozenset[str]:
     """Return the names of a partition's merged files that count: listed, not hidden, existing and intact.
 
-    Raises `OSError` where one, or its listing, has an error of the disk or the machine that does not pass at repeated
-    looks: whoever writes or merges runs would take it for one that is gone. Any other error is damage.
+    Raises `OSError` if one, or its listing, has a lasting error of the disk or the machine: a writer or a merge would
+    otherwise take it for missing. Any other error is damage.
     """
     root = folder.root / kind
-    listings = [listing for listing in _find_believed(folder, kind, family)[0] if (root / listing.merged).exists()]
-    whole = Judgement.of(listing for listing in listings if _merged_damage(root / listing.merged) is None)
-    return frozenset(map(os.path.basename, whole.listed.keys() - whole.hidden))
+    listings = [listing for listing in _find_valid(folder, kind, family)[0] if (root / listing.merged).exists()]
+    intact = Judgement.of(listing for listing in listings if _merged_damage(root / listing.merged) is None)
+    return frozenset(map(os.path.basename, intact.listed.keys() - intact.hidden))
 
 
 def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | None:
     """Return the merged file that counts and holds a run, or None. Damaged files hold no runs.
 
-    Raises `OSError` where a file cannot be read now, which is known neither to hold the run nor not to.
+    Raises `OSError` if a file cannot be read now: it may hold the run.
     """
     partition = folder.partition("runs", family)
     while True:
@@ -114,16 +114,16 @@ def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | Non
                 return partition / name
         if listings == names_in(folder.listings("runs")):
             return None
-        # A compaction has merged the file once more since: the next look finds the new one.
+        # A compaction has merged the file again: the next look finds the new one.
 
 
 def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
-    """Return the listings whose merged file is gone though no other listing replaces it: its rows are lost.
+    """Return the listings whose merged file is gone and not replaced by another listing: its rows are lost.
 
     Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
     """
     lost = _listed_and_gone(folder, kind)
-    if lost:  # a second look: a compaction may have been between the listings and their files
+    if lost:  # look again: a compaction may have run between reading listings and files
         again = {(listing.file, listing.merged) for listing in _listed_and_gone(folder, kind)}
         lost = [listing for listing in lost if (listing.file, listing.merged) in again]
     return lost
@@ -149,7 +149,7 @@ def refuse_lost(folder: DataFolder, kinds: Sequence[str] = KINDS) -> None:
 
 
 def is_damaged_merged(path: Path) -> bool:
-    """Return whether a file is an unusable merged one, and report it on stderr, once while it stays the same."""
+    """Return whether a file is an unusable merged one; report it on stderr, once while it is unchanged."""
     reason = damage.damage_now(lambda: _merged_damage(path)) if is_merged_name(path.name) else None
     if reason is not None:
         damage.report([DamagedFile(path, reason)])
@@ -161,9 +161,9 @@ def _is_damaged(path: Path) -> bool:
 
 
 def _merged_damage(path: Path) -> str | None:
-    """Return why a merged file cannot be used: no Parquet file, or columns of other types; None if it can, or is gone.
+    """Return why a merged file cannot be used: not Parquet, or wrong column types; None if it can, or is gone.
 
-    Only the footer is read, once while the file stays the same. Raises `OSError` where it cannot be read now.
+    Only the footer is read, once while the file is unchanged. Raises `OSError` if it cannot be read now.
     """
     try:
         return remember(path, lambda: damage.damage_of(path), "damage")
@@ -171,14 +171,11 @@ def _merged_damage(path: Path) -> str | None:
         return None
 
 
-def _find_believed(
-    folder: DataFolder, kind: str, family: str | None = None
-) -> tuple[list[Listing], list[DamagedListing]]:
-    """Return the valid listings, of `family` or of all, and damaged ones whose merged file exists but cannot replace
-    them.
+def _find_valid(folder: DataFolder, kind: str, family: str | None = None) -> tuple[list[Listing], list[DamagedListing]]:
+    """Return the valid listings, of `family` or of all, and damaged ones that their merged file cannot recover.
 
-    Their content is read once while they stay the same. What they hide is judged again, as files come and go. Raises
-    `OSError` where a listing and its merged file cannot be read now.
+    Listings are read once while unchanged. The files that they hide are judged each time, as files come and go. Raises
+    `OSError` if a listing and its merged file cannot be read now.
     """
     lost: list[DamagedListing] = []
     partition = None if family is None else folder.partition(kind, family)
@@ -197,7 +194,7 @@ def _find_believed(
 
 
 def _of_snapshot(folder: DataFolder, kind: str) -> list[Listing]:
-    """Return a snapshot's merged files, all of which count, as listings."""
+    """Return a snapshot's merged files as listings; all of them count."""
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
         rows = remember(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
@@ -219,14 +216,14 @@ def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) ->
 def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
     root = folder.root / kind
     listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
-    if all(os.path.lexists(root / listing.merged) for listing in listings):  # without a look into the files
+    if all(os.path.lexists(root / listing.merged) for listing in listings):  # without reading the files
         return []
-    believed, _ = _find_believed(folder, kind)
+    believed, _ = _find_valid(folder, kind)
     gone = [listing for listing in believed if not os.path.lexists(root / listing.merged)]
     if not gone:
         return []
     replaced = set(Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden)
-    # A compaction of an older version removed the listing last; the merged file itself names its sources.
+    # Older versions removed the listing last, but the merged file itself names its sources.
     for listing in believed:
         with contextlib.suppress(*_UNREADABLE):
             replaced.update(sources_of(root / listing.merged))
@@ -249,18 +246,18 @@ def _hidden_and_not_held(root: Path, listing: Listing) -> Sequence[str]:
     """Return the existing files that a listing hides although they have a run that the merged file lacks."""
     merged = root / listing.merged
     foreign = remember_by(("foreign", listing.merged, listing.hidden), lambda: _foreign(listing))
-    if foreign or _is_damaged(merged):  # a damaged one hides nothing, and is named where it would count
+    if foreign or _is_damaged(merged):  # a damaged one hides nothing, and is reported where it would count
         return foreign
     try:
         key = file_key(merged)
         doubtful = remember_by(("doubtful", key, listing.hidden), lambda: _doubtful(merged, listing))
-    except _UNREADABLE:  # torn or gone, which is another matter: it is named there
+    except _UNREADABLE:  # torn or gone, which is reported elsewhere
         return ()
     return [name for name in doubtful if not _is_held(root / name, merged, key)]
 
 
 def _foreign(listing: Listing) -> tuple[str, ...]:
-    """Return the hidden names that are not files right in the merged file's partition."""
+    """Return the hidden names that are not files directly in the merged file's partition."""
     prefix = f"{os.path.dirname(listing.merged)}/"
     return tuple(
         name
@@ -270,16 +267,16 @@ def _foreign(listing: Listing) -> tuple[str, ...]:
 
 
 def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
-    """Return the hidden names whose content must be read to know whether the merged file holds their run."""
+    """Return the hidden names whose content must be read to decide whether the merged file holds their run."""
     held = _ids(merged) if listing.hidden else frozenset()
     return tuple(name for name in listing.hidden if os.path.basename(name).removesuffix(".parquet") not in held)
 
 
 def _is_held(path: Path, merged: Path, merged_key: Hashable) -> bool:
-    """Return whether a merged file holds all runs of a file; True also of one that is torn or gone."""
+    """Return whether a merged file holds all runs of a file; True if the file is torn or gone."""
 
     def compare() -> bool:
-        ids = _ids(path)  # none where it has no rows
+        ids = _ids(path)  # empty without rows
         if None in ids:  # which `held_ids` leaves out
             return ids <= _ids(merged)
         return len(held_ids(merged.parent, [merged.name], ids)) == len(ids)
@@ -298,7 +295,7 @@ def _ids(path: Path) -> frozenset[str]:
 def counting_plan(
     folder: DataFolder, kind: str, left_out: Callable[[Path], bool]
 ) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield (family=F/NAME, runs that another file holds) of the files of one of `KINDS` that count now.
+    """Yield (family=F/NAME, runs that another file holds) for each file of one of `KINDS` that counts now.
 
     `left_out` returns whether a file is known to be damaged. A listed merged file that is missing raises
     `EnvironmentProblem`, since its rows are lost. A listing that no compaction can have written hides nothing.
@@ -308,7 +305,7 @@ def counting_plan(
         return left_out(path) or is_damaged_merged(path)
 
     for _ in range(_PASSES):
-        # The listings before the files: a merged file that is found listed was there before its listing.
+        # Listings before files: a merged file exists before its listing.
         judgement = judge(folder, kind, is_left_out)
         if judgement.lost:
             raise EnvironmentProblem("; ".join(judgement.lost))
@@ -328,9 +325,9 @@ def counting_files(folder: DataFolder, kind: str, family: str, listings: Sequenc
         folder: the data folder.
         kind: `runs` or `telemetry`.
         family: the family of the partition.
-        listings: taken at their word, and read before; by default those that are believed.
+        listings: used without validation; by default the valid ones.
     """
-    # The listings before the files, as queries do: a merged file that is found listed is there.
+    # Listings before files, as in queries: a merged file exists before its listing.
     judgement = judge(folder, kind) if listings is None else Judgement.of(listings)
     partition = folder.partition(kind, family)
     return [partition / name for name in _counting_names(partition.name, _parquet_names(partition), judgement)]
@@ -366,7 +363,7 @@ def _partition_plan(
     for name in _counting_names(partition.name, names, judgement):
         if not left_out(partition / name):
             (merged if is_merged_name(name) else unmerged).append(name)
-    if merged:  # where a run's own file and a merged one exist, the merged one came first
+    if merged:  # if a run has a file and is in a merged file, the merged row is older
         held = held_ids(partition, merged, (name.removesuffix(".parquet") for name in unmerged))
         unmerged = [name for name in unmerged if name.removesuffix(".parquet") not in held]
     doubled: Mapping[str, frozenset[str]] = {}
@@ -390,7 +387,7 @@ def _find_doubled(partition: Path, merged: Sequence[str]) -> dict[str, frozenset
     return {name: ids for name, ids in doubled.items() if ids}
 
 
-# ---- proved by checksums, for whoever deletes or repairs
+# ---- proved by checksums, for deletion and repair
 
 
 class Unreadable(Exception):
@@ -400,7 +397,7 @@ class Unreadable(Exception):
 def run_ids_of(path: Path) -> set[str]:
     """Return the run_ids of an intact file.
 
-    Raises `Unreadable`, `FileNotFoundError` if there is none, `OSError` where too many files are open.
+    Raises `Unreadable`, `FileNotFoundError` if there is no file, `OSError` if too many files are open.
     """
     try:
         problem = checksum_problem(path)
@@ -422,23 +419,23 @@ def _unheld_ids(
 
     For telemetry, only samples of landed runs are reported: others belong to no visible run.
     """
-    left = set(ids)
+    unheld = set(ids)
     merged: list[Path] = []
     for path in counting_files(folder, kind, family, listings):
         if is_merged_name(path.name):
             merged.append(path)
-        elif path.stem in left and checksum_problem(path) is None:
-            left.discard(path.stem)
+        elif path.stem in unheld and checksum_problem(path) is None:
+            unheld.discard(path.stem)
     for path in merged:
-        if not left:
+        if not unheld:
             break
         try:
-            left -= run_ids_of(path)
+            unheld -= run_ids_of(path)
         except (Unreadable, FileNotFoundError):
             continue
-    if left and kind == "telemetry":
-        left -= _unheld_ids(folder, "runs", family, left, read_listings(folder, "runs"))
-    return left
+    if unheld and kind == "telemetry":
+        unheld -= _unheld_ids(folder, "runs", family, unheld, read_listings(folder, "runs"))
+    return unheld
 
 
 @dataclass
@@ -459,10 +456,10 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     held = run_ids_of(path)
     family = path.parent.name.removeprefix("family=")
     partition = path.parent.name + "/"
-    there = {f"{partition}{name}" for name in os.listdir(path.parent)}
+    existing = {f"{partition}{name}" for name in os.listdir(path.parent)}
     unproven = Unproven(dict.fromkeys(_foreign(listing), "it is of another family"))
     for name in listing.hidden:
-        if name not in there or Path(name).stem in held:
+        if name not in existing or Path(name).stem in held:
             continue
         try:
             missing = run_ids_of(root / name) - held
@@ -491,7 +488,7 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
         merged = folder.root / kind / listing.merged
         if not os.path.lexists(merged):
             if listing.merged in hidden:
-                settled.append(listing)  # deleted as a part of a later merge, whose compaction was killed
+                settled.append(listing)  # deleted in a later merge, whose compaction was killed
             elif listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
                 aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
                 report.problems.append(
@@ -504,7 +501,7 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
                 listing.file.unlink(missing_ok=True)
             continue
         if not is_whole_listing(listing.file):
-            write_anew(folder, listing)  # as its merged file has it
+            write_anew(folder, listing)  # from its merged file
         if not listing.hidden:
             settled.append(listing)
             continue
@@ -516,10 +513,10 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
         for name, why in unproven.unreadable.items():
             report.left_alone(folder.root / kind / name, why)
         if unproven.unheld:
-            some, why = next(iter(unproven.unheld.items()))
+            example, why = next(iter(unproven.unheld.items()))
             report.problems.append(
                 f"{listing.file} hides {len(unproven.unheld):,} files whose runs {listing.merged} "
-                f"does not hold, as {some} ({why}); they count again"
+                f"does not hold, as {example} ({why}); they count again"
             )
             hidden_now = tuple(name for name in listing.hidden if name not in unproven.unheld)
             listing = dataclasses.replace(listing, hidden=hidden_now)
@@ -538,9 +535,9 @@ def write_anew(folder: DataFolder, listing: Listing) -> None:
 def unlisted_problem(
     folder: DataFolder, kind: str, family: str, path: Path, young_s: float, now_s: float | None = None
 ) -> str | None:
-    """Return the problem of a merged file without listing; `REDUNDANT` if it may be deleted, None if it has none.
+    """Return the problem of a merged file without listing: `REDUNDANT` if it may be deleted, None if there is none.
 
-    A listed file has no problem, nor one younger than `young_s`, which may be landing right now.
+    A listed file has no problem. Neither has one younger than `young_s`, which may be landing now.
     """
     if has_own_name(path) and listing_file(folder, kind, path.name).exists():
         return None

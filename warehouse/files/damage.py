@@ -28,7 +28,7 @@ from warehouse.tables.schema import KINDS, TABLES
 
 _BATCH_ROWS = 64 * 2**10
 
-# The column without which a file of this kind is of no use, and the types of the others.
+# Table -> the column that a file must have, and the types of its columns.
 _NEEDED = {
     **{table: ("job_id" if table == "jobs" else "run_id", schema) for table, schema in TABLES.items()},
     "compactions": ("path", LISTING_SCHEMA),
@@ -46,12 +46,12 @@ class DamagedFile:
     reason: str
 
     def line(self) -> str:
-        """Return the file and the reason as commands print them."""
+        """Return the line that commands print: the file and the reason."""
         return one_line(f"{self.path} cannot be read ({self.reason}): its rows are left out")
 
 
 def damage_of(path: Path, *, pages: bool = False) -> str | None:
-    """Return why a Parquet file of the folder cannot be read, None if it can be.
+    """Return why a Parquet file of the folder cannot be read, or None.
 
     Size, magic, footer and column types are checked, which takes well under a millisecond for a run's file. With
     `pages`, every page is decoded too. Raises `OSError` for a file that does not exist or cannot be read now.
@@ -76,9 +76,9 @@ def damage_of(path: Path, *, pages: bool = False) -> str | None:
 
 
 def damage_now(judge: Callable[[], str | None]) -> str | None:
-    """Return the damage that `judge` finds, or the disk's error, which may be gone at the next look.
+    """Return the damage that `judge` finds, or the disk's error, which may have passed at the next look.
 
-    Raises `FileNotFoundError` as `judge` does, and `OSError` where too many files are open.
+    Raises `FileNotFoundError` as `judge` does, and `OSError` if too many files are open.
     """
     try:
         return judge()
@@ -91,9 +91,9 @@ def damage_now(judge: Callable[[], str | None]) -> str | None:
 
 
 def file_problem(path: Path) -> tuple[bool, str | None]:
-    """Return whether a Parquet file carries a checksum, and its problem or None; without checksum, decode it in full.
+    """Return whether a Parquet file has a checksum, and its problem or None. Without a checksum it is decoded in full.
 
-    Anything but a plain file has a problem. Raises `FileNotFoundError` if there is no file, another `OSError` if the
+    Anything but a plain file is a problem. Raises `FileNotFoundError` if there is no file, another `OSError` if the
     disk cannot read it.
     """
     try:
@@ -104,8 +104,8 @@ def file_problem(path: Path) -> tuple[bool, str | None]:
 
 
 def damage_for_duckdb(path: Path) -> str | None:
-    """Return why DuckDB cannot read a file, None if it can. DuckDB rejects some flipped bits that Arrow ignores."""
-    import duckdb  # farm.status imports this module and asks no database
+    """Return why DuckDB cannot read a file, or None. DuckDB rejects some flipped bits that Arrow ignores."""
+    import duckdb  # imported here: farm.status uses this module without DuckDB
 
     try:
         with duckdb.connect(config={"threads": 1}) as connection:
@@ -123,9 +123,9 @@ def damage_for_duckdb(path: Path) -> str | None:
 def find_damaged(
     paths: Iterable[Path], *, pages: bool = False, judge: Callable[[Path], str | None] | None = None
 ) -> list[DamagedFile]:
-    """Return the unreadable files of `paths`, in order. Files that vanish while they are read are left out.
+    """Return the unreadable files of `paths`, in order, without files that vanish meanwhile.
 
-    `judge` returns why a file cannot be read, None if it can be; the default is `damage_of`.
+    `judge` returns why a file cannot be read, or None; the default is `damage_of`.
     """
 
     def check(path: Path) -> DamagedFile | None:
@@ -140,22 +140,22 @@ def find_damaged(
 
 
 def parquet_files(folder: DataFolder) -> Iterator[Path]:
-    """Yield the Parquet files of a folder, whether their rows count or not."""
+    """Yield all Parquet files of a folder, including those whose rows do not count."""
     for kind in _NEEDED:
         pattern = "family=*/*.parquet" if kind in KINDS else "*/*.parquet" if kind == "compactions" else "*.parquet"
         yield from sorted((folder.root / kind).glob(pattern))
 
 
 def report(damaged: Iterable[DamagedFile]) -> None:
-    """Print a line on stderr for each file, once in a process while the file stays as it is."""
+    """Print a line on stderr for each file, once in a process while the file is unchanged."""
     for file in damaged:
-        warn_once(file.path, file.line(), "damage")  # whose reason has other words by each reader
+        warn_once(file.path, file.line(), "damage")  # each reader words the reason differently
 
 
 def warn_once(path: Path, line: str, about: str | None = None) -> None:
-    """Print a line about a file on stderr, once in a process while the file stays as it is.
+    """Print a line about a file on stderr, once in a process while the file is unchanged.
 
-    `about` stands for all lines that say the same in other words, of which the first is printed.
+    Lines with the same `about` count as equal: only the first is printed.
     """
     known = identity(path)
     with _warned_lock:
@@ -167,14 +167,14 @@ def warn_once(path: Path, line: str, about: str | None = None) -> None:
 
 
 def _schema_damage(path: Path, schema: pa.Schema) -> str:
-    """Return why the schema does not fit: a view cannot read it, or would have rows without an id; empty if it does."""
+    """Return why a view cannot use the schema (unreadable types, or rows without an id); empty if it can."""
     parent, above = path.parent.name, path.parent.parent.name
     kind = above if parent.startswith("family=") or above == "compactions" else parent
     return "; ".join(column_problems(kind, schema)) if kind in _NEEDED else ""
 
 
 def column_problems(kind: str, schema: pa.Schema) -> list[str]:
-    """Return why a file of these columns cannot be read as rows of a table, or as a listing (`compactions`)."""
+    """Return why a file with these columns cannot be read as rows of a table, or as a listing (`compactions`)."""
     needed, known = _NEEDED[kind]
     missing = [] if needed in schema.names else [f"it has no column {needed}"]
     return missing + [
@@ -201,7 +201,7 @@ def _fits(stored: pa.DataType, wanted: pa.DataType) -> bool:
 def set_aside(folder: DataFolder, path: Path, reason: str) -> Path:
     """Move a file of the folder to the same place below `damaged/`; return its new path.
 
-    If the target exists, the new file gets a number. The reason is durable before the file moves, so a kill in
+    If the target exists, a number is appended. The reason is durable before the file moves, so a kill in
     between leaves the file in place.
     """
     target = folder.damaged / path.relative_to(folder.root)

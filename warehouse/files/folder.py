@@ -1,9 +1,9 @@
-"""The data folder: its paths, how one is made, opened and brought to this schema version; its files' checksums.
+"""The data folder: its paths, creating, opening and upgrading it; checksums of its files.
 
 Start reading at `DataFolder`, then at `write_parquet`. `sealed_bytes` writes the checksum of a Parquet file into its
-own footer, and `checksum_problem` verifies it: it covers every byte, the footer and its statistics too. The file is
-written with zeros where the digest belongs, hashed whole, and then the digest takes the zeros' place; to verify, the
-zeros are put back. A checksum detects damage by disks, cables and copies; it proves no authorship.
+footer, and `checksum_problem` verifies it. The checksum covers every byte, including the footer and its statistics:
+the file is written with zeros in place of the digest and hashed, then the digest replaces the zeros. Verification
+hashes it with zeros again. A checksum detects damage by disks, cables and copies; it does not prove authorship.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from warehouse.files.plain_file import names_in, open_binary
 from warehouse.tables.schema import JOB_SCHEMA, KINDS, SCHEMA_VERSION, STALE_SCHEMA, TABLES
 
 COMPRESSION: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
-# Of at most one row: larger with compression or dictionaries, and three times as long to write.
+# For at most one row: compression or dictionaries would make it larger and three times as slow to write.
 _PLAIN: dict[str, Any] = {"compression": "none", "use_dictionary": False}
 
-# One small file per merged file, see `warehouse.files.compaction`: the merged file (hidden=false) and what it replaces.
+# One small file per merged file, see `warehouse.files.compaction`: the merged file (hidden=false) and its sources.
 LISTING_SCHEMA = pa.schema([("path", pa.string()), ("hidden", pa.bool_())])
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
-_ANCHOR_FAMILY = "_schema"  # no family can be called so: a name starts with a letter or digit
+_ANCHOR_FAMILY = "_schema"  # not a valid family name: those start with a letter or digit
 CHECKSUM_KEY = "gpufarm_checksum"
 _PREFIX = "sha256:"
 _DIGEST_CHARACTERS = 64
 _PLACEHOLDER = "0" * _DIGEST_CHARACTERS
-# A key-value pair of the footer as Thrift's compact protocol has it: a binary field is 0x18, its length, its bytes.
+# A key-value pair of the footer in Thrift's compact protocol: a binary field is 0x18, its length, its bytes.
 _VALUE_HEAD = b"\x18" + bytes([len(_PREFIX) + _DIGEST_CHARACTERS]) + _PREFIX.encode()
 _KEY = CHECKSUM_KEY.encode()
 _VALUE = re.compile(re.escape(_VALUE_HEAD) + rb"[0-9a-f]{%d}" % _DIGEST_CHARACTERS)
 _MAGIC = b"PAR1"
-_ENDING_BYTES = 8  # the footer's length in 4 bytes, and the magic
+_ENDING_BYTES = 8  # 4 bytes of the footer's length, and the magic
 _LEAST_BYTES = len(_MAGIC) + _ENDING_BYTES
 _TAIL_BYTES = 64 * 2**10  # holds the whole footer of most files
 _CHUNK_BYTES = 2**20
 
 
 class FolderPlace:
-    """The path of a file or folder of a data folder, which `conf.files.outputs` lets no command overwrite."""
+    """The path of a file or folder of a data folder. `conf.files.outputs` keeps commands from overwriting it."""
 
     def __init__(self, *names: str) -> None:
         assert names[0] in (*OWN_FOLDERS, *OWN_FILES), f"{names[0]} is missing in conf.files.outputs"
@@ -80,9 +80,9 @@ class DataFolder:
     features = FolderPlace("features")  # computed features, by their version: a cache that may be deleted
     snapshots = FolderPlace("snapshots")  # a folder for each snapshot, see `warehouse.snapshot`
     growth = FolderPlace("growth")  # the growth cycles' journal and plans, see `farm.nights`
-    reports = FolderPlace("reports")  # the growth cycles' pages with their JSON, and `latest` of both
+    reports = FolderPlace("reports")  # pages of the growth cycles and their JSON, and `latest` of both
     replays = FolderPlace("replays")  # pages of replayed traces and their JSON, see `farm.replaying`
-    environments = FolderPlace("environments")  # a data folder for each that was compared, see `farm.comparison`
+    environments = FolderPlace("environments")  # a data folder for each compared environment, see `farm.comparison`
     comparisons = FolderPlace("comparisons")  # pages of comparisons and their JSON, see `farm.comparison`
     machines = FolderPlace("machines")  # profiles of machines, by GPU model, see `learn.calibrate`
     locks = FolderPlace("locks")
@@ -92,7 +92,7 @@ class DataFolder:
     growth_lock = FolderPlace("locks", "growth.lock")
     ingest_lock = FolderPlace("locks", "ingest.lock")
     service_lock = FolderPlace("locks", "service.lock")
-    service = FolderPlace("service.sqlite")  # what the service traces: SQLite that may be deleted, see `farm.serving`
+    service = FolderPlace("service.sqlite")  # SQLite: the service's questions; may be deleted, see `farm.serving`
 
     @classmethod
     def resolve(cls, data: str | os.PathLike[str] | DataFolder | None = None) -> DataFolder:
@@ -112,7 +112,7 @@ class DataFolder:
         return cls(Path(path))
 
     def create(self) -> DataFolder:
-        """Make the folder, or bring an older one to this schema version. An existing current folder stays as it is.
+        """Make the folder, or upgrade an older one to this schema version. A current folder stays as it is.
 
         Raises `UsageError` if the path is a file, `EnvironmentProblem` without permission or for a newer schema.
         """
@@ -126,13 +126,13 @@ class DataFolder:
             if version != SCHEMA_VERSION:
                 text = json.dumps({"format": DATA_FORMAT, "schema_version": SCHEMA_VERSION}) + "\n"
                 write_file(self.format_marker, text.encode())
-            from warehouse.files.views import refresh  # needs DuckDB, which users of the paths alone may lack
+            from warehouse.files.views import refresh  # needs DuckDB, which users of only the paths may lack
 
             refresh(self)
         return self
 
     def open(self) -> DataFolder:
-        """Check that the folder is there and readable by this code; `UsageError` says how to make one."""
+        """Check that the folder exists and this code can read it. Raises `UsageError` that says how to make one."""
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"data={self.root} is a file, not a folder")
         if self._read_version() is None:
@@ -172,7 +172,7 @@ class DataFolder:
         except OSError as error:
             if self.root.is_dir():
                 raise EnvironmentProblem(f"data={self.root} cannot be written: {error.strerror or error}") from error
-            # /proc and the like say "No such file or directory" of the folder that was to be made
+            # /proc and the like report "No such file or directory" for the new folder
             why = "" if error.errno == errno.ENOENT else f": {error.strerror or error}"
             raise EnvironmentProblem(
                 f"data={self.root}: the folder cannot be made there{why}; name another place with data=PATH"
@@ -193,13 +193,13 @@ class DataFolder:
         return [family for family in families if family != _ANCHOR_FAMILY]
 
     def write_anchors(self) -> None:
-        """Write the missing files without rows, so that every glob of the views matches a file."""
+        """Write missing files without rows, so every glob of the views matches a file."""
         for path, schema in self._anchors().items():
             if not path.exists():
                 write_file(path, _without_rows(schema))
 
     def _anchors(self) -> dict[Path, pa.Schema]:
-        """Return path -> schema of the files that anchor the views. An older one does too, as views add columns."""
+        """Return path -> schema of the files that anchor the views. Older ones work too, since views add columns."""
         name, partition = f"anchor-v{SCHEMA_VERSION}.parquet", f"family={_ANCHOR_FAMILY}"
         return {
             **{self.root / kind / partition / name: TABLES[kind] for kind in KINDS},
@@ -215,7 +215,7 @@ def _beginning(path: Path) -> str:
 
 
 def check_name(kind: str, name: object) -> str:
-    """Return `name` if it can be part of a file's path and of a hive partition unchanged, else raise `ValueError`."""
+    """Return `name` if it can be part of a path and of a hive partition unchanged, else raise `ValueError`."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > 180:
         raise ValueError(
             f"{kind} must be of letters, digits and _ . + - and start with a letter or digit, got {name!r}"
@@ -224,13 +224,13 @@ def check_name(kind: str, name: object) -> str:
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:
-    """Write a small table atomically and durably, with its checksum in the footer; its folder is made if missing."""
+    """Write a small table atomically and durably, with its checksum in the footer; make its folder if missing."""
     write_file(path, sealed_bytes(table, **(COMPRESSION if table.num_rows > 1 else _PLAIN)))
 
 
 @functools.cache
 def _without_rows(schema: pa.Schema) -> bytes:
-    """Return a file without rows: the same in every folder, and as much work as a file with rows."""
+    """Return a file without rows. Cached: it is the same in every folder."""
     return sealed_bytes(schema.empty_table(), **_PLAIN)
 
 
@@ -242,12 +242,12 @@ class NoParquetFile(ValueError):
 def _writer(target: Any, schema: pa.Schema, **options: Any) -> Iterator[pq.ParquetWriter]:
     with pq.ParquetWriter(target, schema, **options) as writer:
         yield writer
-        # Not as metadata of the schema, which pyarrow stores a second time, in base64.
+        # Not as schema metadata, which pyarrow stores twice, once in base64.
         writer.add_key_value_metadata({CHECKSUM_KEY: _PREFIX + _PLACEHOLDER})
 
 
 def sealed_bytes(table: pa.Table, **options: Any) -> bytes:
-    """Return the table as a Parquet file that carries its checksum; `options` are `ParquetWriter`'s."""
+    """Return the table as a Parquet file with its checksum; `options` are `ParquetWriter`'s."""
     buffer = pa.BufferOutputStream()
     with _writer(buffer, table.schema, **options) as writer:
         writer.write_table(table)
@@ -265,7 +265,7 @@ def write_sealed(table: pa.Table, path: Path, *, row_group_size: int | None = No
 
 
 def _seal(file: BinaryIO) -> str:
-    """Put the digest of a file in place of its zeros, and return it."""
+    """Replace a file's zeros by its digest, and return the digest."""
     place = _place(file)
     assert place is not None
     digest = _digest(file, place)
@@ -275,7 +275,7 @@ def _seal(file: BinaryIO) -> str:
 
 
 def checksum_problem(path: Path) -> str | None:
-    """Return the problem of a Parquet file, None where its checksum is right or where it carries none.
+    """Return the problem of a Parquet file; None if its checksum is right, or it has none.
 
     An empty file, or one without a footer, has a problem. Raises `OSError` as reading does.
     """
@@ -283,13 +283,13 @@ def checksum_problem(path: Path) -> str | None:
 
 
 def verify(path: Path) -> tuple[bool, str | None]:
-    """Return whether the file carries a checksum, and what is wrong with the file, if anything."""
+    """Return whether the file has a checksum, and the file's problem or None."""
     with open_binary(path) as file:
         return _verify(file)
 
 
 def content_problem(content: bytes) -> str | None:
-    """Return the problem of a Parquet file that is in memory, as `checksum_problem` does."""
+    """Return the problem of a Parquet file in memory, as `checksum_problem` does."""
     return _verify(io.BytesIO(content))[1]
 
 
@@ -308,9 +308,9 @@ def _verify(file: BinaryIO) -> tuple[bool, str | None]:
 
 
 def recorded_checksum(path: Path) -> str | None:
-    """Return the checksum that a file's footer states, unverified; None where it states none.
+    """Return the checksum in a file's footer, unverified; None if there is none.
 
-    Raises `NoParquetFile`, and `ValueError` for a statement that is damaged itself.
+    Raises `NoParquetFile`, and `ValueError` for a damaged checksum entry.
     """
     with open_binary(path) as file:
         place = _place(file)
@@ -323,7 +323,7 @@ def _read_recorded(file: BinaryIO, place: int) -> str:
 
 
 def _digest(file: BinaryIO, place: int) -> str:
-    """Return the SHA-256 of a file with zeros where its digest is."""
+    """Return the SHA-256 of a file with zeros in place of its digest."""
     digest = hashlib.sha256()
     file.seek(0)
     for start in range(0, place, _CHUNK_BYTES):
@@ -336,7 +336,7 @@ def _digest(file: BinaryIO, place: int) -> str:
 
 
 def frame_problem(file: BinaryIO) -> str | None:
-    """Return the damage that shows in a file's size and first and last bytes, None if none does."""
+    """Return the damage visible in a file's size and first and last bytes, or None."""
     file_bytes = file.seek(0, os.SEEK_END)
     if file_bytes == 0:
         return "it is empty"
@@ -359,8 +359,8 @@ def frame_problem(file: BinaryIO) -> str | None:
 def _place(file: BinaryIO) -> int | None:
     """Return the offset of the digest, None if there is none. Raises `ValueError` if the entry is damaged.
 
-    Searched from the end: statistics, which hold texts of runs, stand before the key-value pairs. Searched also before
-    the footer, since a flipped bit in the footer's length makes it begin elsewhere.
+    Searched from the end: statistics, which contain texts of runs, precede the key-value pairs. Searched also before
+    the footer, since a flipped bit in the footer's length moves its start.
     """
     problem = frame_problem(file)
     if problem is not None:

@@ -1,9 +1,9 @@
-"""A read-only file system through which DuckDB sees those Parquet files of a data folder that count.
+"""A read-only file system that shows DuckDB the Parquet files of a data folder that count.
 
-Start reading at `FolderFiles`; `warehouse.reading.connection` registers it, and closes every other way to files.
+Start reading at `FolderFiles`; `warehouse.reading.connection` registers it, and blocks all other access to files.
 
 DuckDB's `allowed_directories` permits writing as well as reading, so no path of the folder is allowed. This file system
-is: it knows no operation that writes, and no file but those of the warehouse's tables that count.
+is allowed: it has no write operation, and serves only files of the warehouse's tables that count.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from warehouse.files.plain_file import identity, identity_of, is_out_of_descript
 from warehouse.files.views import SCHEME, files_of
 from warehouse.tables.schema import KINDS, TABLES
 
-_PINNED = 256  # most files that a connection keeps open for each view of a query that has begun
-_PATHS = 16 * _PINNED  # names that a connection remembers for such queries
-_VIEWS_OF_A_QUERY = 32  # views that are remembered; older ones almost always belong to a finished query
-_ATTEMPTS = 100  # attempts at a list of files that all stay until they are opened
+_PINNED = 256  # most files to keep open for each view of a running query
+_PATHS = 16 * _PINNED  # file names to remember for such queries
+_VIEWS_OF_A_QUERY = 32  # views to remember; older ones almost always belong to a finished query
+_ATTEMPTS = 100  # attempts to list files that all exist until they are opened
 _NO_ROWS = "no-rows.parquet"
 _PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)")
 
@@ -48,10 +48,10 @@ _PATH = re.compile(rf"{SCHEME}://(\w+)/(\d+)/((?:family=[^/]+/)?[^/]+\.parquet)"
 class FolderFiles(AbstractFileSystem):
     """The files of one data folder for one DuckDB connection and its cursors.
 
-    A query's globs are answered with the files that count at that moment. As many as `_PINNED` of them are opened
-    then, so that compaction may delete them; a larger folder's small files are opened by name, and those that are gone
-    by then are counted in `lost`. What queries open is in `opened`. All of it takes up to a quarter of the descriptors
-    that the process may have, files that are open by name up to half; beyond that each read reopens the file.
+    A query's globs are answered with the files that count at that moment. Up to `_PINNED` of them are opened then, so
+    compaction may delete them. Further files are opened by name, and those that are gone by then are counted in `lost`.
+    `opened` has all files that queries open. Pinned files take up to a quarter of the process's descriptors, files
+    opened by name up to half; beyond that, each read reopens the file.
     """
 
     protocol = SCHEME
@@ -62,12 +62,12 @@ class FolderFiles(AbstractFileSystem):
         self._folder = folder
         self._lock = threading.RLock()
         self._plans = 0
-        self._pinned: OrderedDict[str, bytes | _SharedFile] = OrderedDict()  # path of DuckDB -> what it reads
+        self._pinned: OrderedDict[str, bytes | _SharedFile] = OrderedDict()  # DuckDB's path -> its content
         self._shared: weakref.WeakValueDictionary[tuple[int, ...], _SharedFile] = weakref.WeakValueDictionary()
-        self._altered: set[str] = set()  # paths of DuckDB that stood for other content than their files have
+        self._altered: set[str] = set()  # DuckDB's paths whose content differed from their files
         self._damaged: dict[str, tuple[int, ...]] = {}
-        self._whole: dict[str, tuple[int, ...]] = {}  # verified, page by page
-        # Counts, as several cursors may be at work: each compares what there was before its query and after.
+        self._intact: dict[str, tuple[int, ...]] = {}  # verified page by page
+        # Counts: several cursors may run, and each compares the values before and after its query.
         self.failures = 0
         self.failure: CommandError | OSError | None = None  # the last one
         self.lost = 0
@@ -86,9 +86,9 @@ class FolderFiles(AbstractFileSystem):
         paths = [
             path
             for path, known in identities.items()
-            if known not in (self._damaged.get(str(path)), self._whole.get(str(path)))
+            if known not in (self._damaged.get(str(path)), self._intact.get(str(path)))
         ]
-        # Footers first; only where all are whole, every page is decoded, and last as DuckDB does it.
+        # Footers first; if all are intact, every page by Arrow, then by DuckDB.
         damaged = (
             damage.find_damaged(paths)
             or damage.find_damaged(paths, pages=True)
@@ -97,7 +97,7 @@ class FolderFiles(AbstractFileSystem):
         self._leave_out(damaged, identities)
         if not damaged:
             with self._lock:
-                self._whole |= {str(path): identities[path] for path in paths}
+                self._intact |= {str(path): identities[path] for path in paths}
         return damaged
 
     def _leave_out(self, damaged: list[DamagedFile], identities: dict[Path, tuple[int, ...]]) -> None:
@@ -106,7 +106,7 @@ class FolderFiles(AbstractFileSystem):
         damage.report(damaged)
 
     def glob(self, path: str, **_options: Any) -> list[str]:
-        """Return the files that `path` stands for: a glob of `files_of`, or a file of an earlier answer."""
+        """Return the files that `path` matches: a glob of `files_of`, or a file of an earlier answer."""
         for kind in TABLES:
             if path == files_of(kind):
                 try:
@@ -137,7 +137,7 @@ class FolderFiles(AbstractFileSystem):
             raise
 
     def note(self, error: OSError) -> None:
-        """Count a file that could not be read as it is gone, or because too many are open."""
+        """Count a file that could not be read because it is gone, or because too many are open."""
         if isinstance(error, FileNotFoundError):
             self.lost += 1
         elif is_out_of_descriptors(error):
@@ -175,7 +175,7 @@ class FolderFiles(AbstractFileSystem):
     ) = copy = delete = write_bytes = write_text = _refused
 
     def close(self) -> None:
-        """Close the files that are kept open; those that DuckDB has open stay until it drops them."""
+        """Close the pinned files; those that DuckDB has open stay until it drops them."""
         with self._lock:
             self._pinned.clear()
 
@@ -186,7 +186,7 @@ class FolderFiles(AbstractFileSystem):
         most = min(_PINNED, _descriptors() // 4)
         for _ in range(_ATTEMPTS):
             paths = [plan + _NO_ROWS]
-            kept: dict[str, bytes | _SharedFile] = {plan + _NO_ROWS: _empty_file(kind)}
+            contents: dict[str, bytes | _SharedFile] = {plan + _NO_ROWS: _empty_file(kind)}
             is_pinned = True
             damaged: list[DamagedFile] = []
             identities: dict[Path, tuple[int, ...]] = {}
@@ -194,7 +194,7 @@ class FolderFiles(AbstractFileSystem):
                 for name, doubled in self._counting(kind):
                     paths.append(plan + name)
                     real = self._folder.root / kind / name
-                    if len(kept) >= most and not doubled:
+                    if len(contents) >= most and not doubled:
                         is_pinned = False
                         continue
                     self.opened.add(real)
@@ -214,15 +214,15 @@ class FolderFiles(AbstractFileSystem):
                     if content is None:
                         is_pinned = False
                     else:
-                        kept[plan + name] = content
-            except FileNotFoundError:  # merged and deleted since the folder was listed: a new listing knows better
+                        contents[plan + name] = content
+            except FileNotFoundError:  # merged and deleted since the folder was listed: list it again
                 continue
-            if damaged:  # what they hide may be there
+            if damaged:  # the files that they hide may exist
                 self._leave_out(damaged, identities)
                 continue
             with self._lock:
                 self.unpinned += not is_pinned
-                self._pinned |= kept
+                self._pinned |= contents
                 while len(self._pinned) > _PATHS:
                     self._drop_oldest()
             return paths
@@ -285,7 +285,7 @@ class FolderFiles(AbstractFileSystem):
 
 
 class _SharedFile:
-    """A file's content, which any number of threads read at once; closed when nobody holds it any more."""
+    """A file's content, which any number of threads may read; closed with the last reference."""
 
     def __init__(self, source: int | bytes) -> None:
         self._content: bytes | None = None
@@ -298,8 +298,8 @@ class _SharedFile:
             status = os.fstat(source)
             self.size, self.modified_s, self.identity = status.st_size, status.st_mtime, identity_of(status)
         if self._descriptor >= 0:
-            # Not in `__del__`: while that runs, a weak reference still leads here, and a thread that follows it would
-            # read from a descriptor that is closed, or is another file's by then.
+            # Not in `__del__`: while it runs, weak references are still valid, and another thread could read from a
+            # descriptor that is closed or belongs to another file by then.
             weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def read(self, at: int, size: int) -> bytes:
@@ -332,7 +332,7 @@ class _NamedFile(_SharedFile):
 
 
 class _OpenFile:
-    """A file as DuckDB reads it. Each thread has its own position, since several seek and read at once."""
+    """A file as DuckDB reads it. Each thread has its own position, since several seek and read in parallel."""
 
     def __init__(self, file: _SharedFile) -> None:
         self._file: _SharedFile | None = file
@@ -398,7 +398,7 @@ def _without_runs(path: Path, run_ids: frozenset[str]) -> bytes:
 
 @functools.cache
 def _empty_file(kind: str) -> bytes:
-    # Not `empty_table()`, which imports pandas where there is one, for a quarter of a second.
+    # Not `empty_table()`, which imports pandas if it is installed, for a quarter of a second.
     return _parquet_bytes(pa.Table.from_batches([], TABLES[kind]))
 
 

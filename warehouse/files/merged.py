@@ -1,4 +1,4 @@
-"""Merged files and their listings: what each says, how both are written, and how the listings of a folder are read.
+"""Merged files and their listings: contents, writing and reading.
 
 Start reading at `Listing` and `read_listings`; a damaged listing is recovered from the merged file of the same name.
 `held_ids` finds runs in merged files.
@@ -46,7 +46,7 @@ from warehouse.files.plain_file import (
 )
 from warehouse.tables.schema import MERGED_PREFIX
 
-SOURCES = b"gpufarm_sources"  # in a merged file's metadata: the files whose rows it has, as JSON
+SOURCES = b"gpufarm_sources"  # key of a merged file's metadata: its source files, as JSON
 _OWN_NAME = re.compile(r"merged-\d{8}T\d{6}-[0-9a-f]{12}\.parquet")
 _PUBLISHED_AT = b"gpufarm_published_at"
 _CHECKSUM = b"gpufarm_merged_checksum"
@@ -55,7 +55,7 @@ PARTITION = "family="
 T = TypeVar("T")
 _REMEMBERED_IDS = 3_200_000  # some 100 bytes each
 _range_memory: dict[Hashable, list[tuple[str, str]]] = {}
-_group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups, of which a compaction writes 100,000 into each
+_group_memory: dict[Hashable, frozenset[str]] = {}  # ids of row groups; a compaction writes 100,000 rows into each
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Listing:
 
     file: Path  # the listing's own file
     merged: str
-    hidden: tuple[str, ...]  # still on disk, or were when the listing was written
+    hidden: tuple[str, ...]  # on disk, at least when the listing was written
     published_at_s: float  # seconds since the epoch
     checksum: str | None = None  # the merged file's; None in listings of older versions
     rows: int | None = None  # the merged file's
 
     @classmethod
     def read(cls, file: Path) -> Listing:
-        """Read a listing. Raises `ValueError` if the file is damaged or no listing, `OSError` if it cannot be read."""
+        """Read a listing. Raises `ValueError` for a damaged file or none, `OSError` if it cannot be read."""
         problem = checksum_problem(file)
         if problem is not None:
             raise ValueError(problem)
@@ -94,7 +94,7 @@ class Listing:
             raise ValueError(f"it is not a listing: {first_line(error)}") from error
 
     def write(self) -> None:
-        """Write the listing atomically; from this moment `merged` counts, and `hidden` no longer does."""
+        """Write the listing atomically; from this moment `merged` counts and `hidden` does not."""
         table = pa.Table.from_arrays(
             [
                 pa.array([self.merged, *self.hidden]),
@@ -120,7 +120,7 @@ def is_merged_name(name: str) -> bool:
 
 
 def has_own_name(path: Path) -> bool:
-    """Return whether the name of a merged file or listing is of the form that `new_merged_name` makes."""
+    """Return whether the name of a merged file or listing has the form that `new_merged_name` makes."""
     return _OWN_NAME.fullmatch(path.name) is not None
 
 
@@ -135,10 +135,10 @@ def is_own_merge(path: Path) -> bool:
 
 
 def sources_of(merged: Path) -> tuple[str, ...]:
-    """Return the sources of a merged file, as its footer names them.
+    """Return the sources of a merged file, from its footer.
 
-    Raises `KeyError` for a file of an older version, and `pa.ArrowException`, `OSError` or `ValueError` where the
-    footer cannot be read.
+    Raises `KeyError` for a file of an older version, and `pa.ArrowException`, `OSError` or `ValueError` if the footer
+    cannot be read.
     """
     return tuple(map(str, parse_json((pq.read_metadata(plain(merged)).metadata or {})[SOURCES])))
 
@@ -159,7 +159,7 @@ def land_merged(
 ) -> None:
     """Write the merged file `target`, then its listing, which hides `sources` from the same moment on.
 
-    The file names its sources too, so a damaged listing can be read off it.
+    The file names its sources too, so a damaged listing can be recovered from it.
     """
     table = table.replace_schema_metadata({SOURCES: json.dumps(dict.fromkeys(sources)).encode()})
     with replacing(target) as temporary:
@@ -175,7 +175,7 @@ def land_merged(
     try:
         listing.write()
     except BaseException:
-        if not listing.file.exists():  # the disk is full: nothing half-done stays
+        if not listing.file.exists():  # the disk is full: leave no partial result
             target.unlink(missing_ok=True)
         raise
 
@@ -183,8 +183,8 @@ def land_merged(
 def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> Path:
     """Make rows durable in a new merged file and return its path. Readers see all of the rows or none.
 
-    They count from the moment that the listing is written; a kill before leaves a file that does not count. The caller
-    makes sure that none of the rows has landed before.
+    They count once the listing is written; a kill before that leaves a file that does not count. The caller ensures
+    that none of the rows has landed before.
     """
     partition = folder.partition(kind, family)
     if not partition.exists():
@@ -197,10 +197,10 @@ def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> P
 
 @dataclass(frozen=True)
 class DamagedListing(DamagedFile):
-    """A listing that can be read neither itself nor from its merged file."""
+    """A damaged listing that cannot be recovered from its merged file either."""
 
-    merged: Path | None = None  # the merged file of its name, if it exists and cannot replace the listing
-    error: OSError | None = None  # of reading one of them, which may pass
+    merged: Path | None = None  # the merged file of its name, if it exists
+    error: OSError | None = None  # a read error that may pass
 
     def line(self) -> str:
         """Return the file and the reason as commands print them."""
@@ -213,8 +213,8 @@ OnDamage = Callable[[DamagedListing], None]
 def read_listings(folder: DataFolder, kind: str, on_damage: OnDamage | None = None) -> list[Listing]:
     """Return the listings of `runs` or `telemetry`, oldest first. Each has the name of the merged file that it lists.
 
-    A damaged one is read off its merged file, which names the files that it replaces; a line on stderr says so. Where
-    that fails too, `on_damage` is called (default: a line on stderr), and the merged file does not count.
+    A damaged one is recovered from its merged file, which names the files that it replaces; a line on stderr says so.
+    If that fails too, `on_damage` is called (default: a line on stderr), and the merged file does not count.
     """
     listings = []
     for name in names_in(folder.listings(kind)):
@@ -222,7 +222,7 @@ def read_listings(folder: DataFolder, kind: str, on_damage: OnDamage | None = No
             continue
         try:
             read = _read(folder, kind, folder.listings(kind) / name)
-        except FileNotFoundError:  # compaction has removed it since
+        except FileNotFoundError:  # a compaction has removed it
             continue
         if isinstance(read, Listing):
             listings.append(read)
@@ -234,10 +234,10 @@ def read_listings(folder: DataFolder, kind: str, on_damage: OnDamage | None = No
 
 
 def recover_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None:
-    """Return the content of a damaged listing, from its merged file; None if that is damaged, or too old to hold it.
+    """Recover a damaged listing from its merged file; None if that is damaged, or too old to contain it.
 
-    A listing is written whole, so a damaged one was there: its merged file counted. Raises `OSError` where the merged
-    file cannot be read now.
+    Listings are written atomically, so a damaged one was once complete: its merged file counted. Raises `OSError` if
+    the merged file cannot be read now.
     """
     candidates = _merged_files_named(folder, kind, file.name)
     if len(candidates) != 1:
@@ -290,7 +290,7 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
     try:
         key = ("recovered", content, *map(file_key, merged))
         recovered = remember_by(key, lambda: recover_listing(folder, kind, path))
-    except OSError as error:  # also of a link to nothing, or one that is gone since
+    except OSError as error:  # includes a broken link, and a file that is gone now
         recovered, passing = None, error if is_passing(error) else passing
     if recovered is None:
         return DamagedListing(path, content, merged[0], passing)
@@ -323,21 +323,21 @@ def _merged_files_named(folder: DataFolder, kind: str, name: str) -> list[Path]:
 def held_ids(partition: Path, merged: Iterable[str], run_ids: Iterable[str]) -> set[str]:
     """Return those of `run_ids` that one of the partition's merged files holds, by their names.
 
-    Content is read only of row groups whose statistics do not rule the runs out. A file that is gone holds nothing, nor
-    does what is damaged, which is reported elsewhere. Raises `OSError` where a file cannot be read now.
+    Only row groups whose statistics do not rule the runs out are read. A missing or damaged file holds no runs; damage
+    is reported elsewhere. Raises `OSError` if a file cannot be read now.
     """
-    left = sorted(run_id for run_id in run_ids if run_id is not None)  # a damaged file may have nulls
+    wanted = sorted(run_id for run_id in run_ids if run_id is not None)  # a damaged file may have nulls
     held: set[str] = set()
-    for name in merged if left else ():
+    for name in merged if wanted else ():
         for group, (least, most) in enumerate(id_ranges(partition / name)):
-            within = left[bisect.bisect_left(left, least) : bisect.bisect_right(left, most)]
+            within = wanted[bisect.bisect_left(wanted, least) : bisect.bisect_right(wanted, most)]
             if within:
                 held |= group_ids(partition / name, group).intersection(within)
     return held
 
 
 def id_ranges(path: Path) -> list[tuple[str, str]]:
-    """Return (least, greatest) run_id of each row group; none where `held_ids` says that nothing is held."""
+    """Return (least, greatest) run_id of each row group; none for a missing or damaged file."""
 
     def read() -> list[tuple[str, str]]:
         metadata = pq.read_metadata(plain(path))
@@ -363,7 +363,7 @@ def group_ids(path: Path, group: int) -> frozenset[str]:
 
 
 def _remember_intact(path: Path, read: Callable[[], T], part: Hashable, nothing: T, memory: dict[Hashable, Any]) -> T:
-    """Return what `remember` returns; `nothing` for a file that is gone or damaged. Raises `OSError` with its path."""
+    """Return the result of `remember`; `nothing` for a missing or damaged file. Raises `OSError` with its path."""
 
     def read_intact() -> T:
         try:
@@ -375,7 +375,7 @@ def _remember_intact(path: Path, read: Callable[[], T], part: Hashable, nothing:
 
     try:
         return remember(path, read_intact, part, memory)
-    except OSError as error:  # also of a link to itself
+    except OSError as error:  # includes a link to itself
         if is_passing(error):
             raise
         return nothing

@@ -1,9 +1,9 @@
-"""Opens plain files of a data folder, for reading or as locks, and caches their content until they change.
+"""Opens plain files of a data folder, for reading or as locks, and caches results until the files change.
 
-Start reading at `open_plain`: opening a pipe instead would block forever. `remember` judges whether a file stayed
-the same by inode, size and time. `open_lock` lets no hostile or copied folder have another file written to;
-`hold_shared` and `is_shared_by_any` handle locks that DuckDB clients see, too. `queue_copy` makes the queue's file
-readable where its folder is read-only: SQLite needs to write beside a file in WAL mode, even to read it.
+Start reading at `open_plain`: opening a pipe instead would block forever. `remember` detects changed files by inode,
+size and time. `open_lock` keeps a hostile or copied folder from redirecting writes to another file. `hold_shared` and
+`is_shared_by_any` handle locks that DuckDB clients see, too. `queue_copy` makes the queue's file readable in a
+read-only folder: SQLite writes beside a file in WAL mode, even to read it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, BinaryIO, TypeVar
 
 from conf.errors import PASSING_ERRNOS, EnvironmentProblem
 
-# Not of the file, but of this process or computer.
+# Errors of this process or computer, not of the file.
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-_OF_THE_NAME = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # of a link to itself, a socket, a device that is gone
+_OF_THE_NAME = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link to itself, a socket, a missing device
 T = TypeVar("T")
 _MOST = 4096
-_PAUSES_S = (0.02, 0.1)  # between looks at what cannot be read
+_PAUSES_S = (0.02, 0.1)  # between attempts to read
 _memory: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 # O_NONBLOCK: opening a fifo must not wait for its other end.
@@ -37,7 +37,7 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class NoPlainFile(OSError):
-    """The name leads to no plain file, but to a pipe, a device, a folder or a broken link."""
+    """The name does not lead to a plain file, but to a pipe, a device, a folder or a broken link."""
 
 
 def open_plain(path: Path) -> int:
@@ -73,17 +73,17 @@ def open_binary(path: Path) -> BinaryIO:
 
 
 def is_out_of_descriptors(error: BaseException) -> bool:
-    """Return whether an error means that too many files are open, and so nothing about the file itself."""
+    """Return whether an error means that too many files are open, not that the file is damaged."""
     return isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return whether an error is of this machine or its disk: it tells nothing of what a file holds, and may pass."""
+    """Return whether an error comes from this machine or its disk, not from a file's contents, and may pass."""
     return isinstance(error, OSError) and error.errno in PASSING_ERRNOS
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """Return the result of `read`, which is called a few times, with pauses, while its error may pass."""
+    """Return the result of `read`; repeat it a few times, with pauses, while its error may pass."""
     for pause_s in _PAUSES_S:
         try:
             return read()
@@ -95,7 +95,7 @@ def patiently(read: Callable[[], T]) -> T:
 
 
 def names_in(path: Path) -> list[str]:
-    """Return the names in a folder, sorted; none where there is no folder. Raises `OSError` where it cannot be read."""
+    """Return the names in a folder, sorted; none if it does not exist. Raises `OSError` if it cannot be read."""
     try:
         return sorted(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -103,7 +103,7 @@ def names_in(path: Path) -> list[str]:
 
 
 def identity(path: Path) -> tuple[int, ...] | None:
-    """Return a value that changes when the file does (for a broken link, the link); None if there is no such name."""
+    """Return a value that changes when the file does (for a broken link, the link); None if it does not exist."""
     try:
         return identity_of(os.stat(path) if os.path.exists(path) else os.lstat(path))
     except OSError:
@@ -111,15 +111,15 @@ def identity(path: Path) -> tuple[int, ...] | None:
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
-    """Return the `identity` of what `status` describes."""
+    """Return the `identity` of the file with this status."""
     return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 def remember(path: Path, read: Callable[[], T], part: Hashable, memory: dict[Hashable, Any] = _memory) -> T:
-    """Return the result of `read`, which is called once per process while the file stays the same.
+    """Return the result of `read`, called once per process while the file is unchanged.
 
-    `part` names which content of the file is read. Raises what `read` raises, where that may pass at repeated looks,
-    and `OSError` where there is no file.
+    `part` names the content to read. Raises as `read` does, after repeated attempts if the error may pass, and
+    `OSError` if there is no file.
     """
     return remember_by((file_key(path), part), read, memory)
 
@@ -127,7 +127,7 @@ def remember(path: Path, read: Callable[[], T], part: Hashable, memory: dict[Has
 def file_key(path: Path) -> Hashable:
     """Return a key that changes when the file (a broken link: the link) is replaced or written.
 
-    Raises `OSError` if there is no such name.
+    Raises `OSError` if it does not exist.
     """
     try:
         status = os.stat(path)
@@ -137,7 +137,7 @@ def file_key(path: Path) -> Hashable:
 
 
 def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any] = _memory) -> T:
-    """Return the result of `read`, called once per process and key. `memory` is emptied where it is full."""
+    """Return the result of `read`, called once per process and key. A full `memory` is emptied."""
     with _lock:
         if key in memory:
             known: T = memory[key]
@@ -161,7 +161,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
 
     Args:
         path: the lock, in the folder `locks/` of a data folder.
-        written: whether the caller writes into it. Then a file with a second name is refused, too.
+        written: whether the caller writes into it. Then a file with a second hard link is refused, too.
 
     Raises `EnvironmentProblem` for anything but a plain file: a symbolic link, a device, a pipe, a folder.
     """
@@ -181,7 +181,7 @@ def open_lock(path: Path, *, written: bool = False) -> BinaryIO:
 def locked(path: Path, busy: Callable[[], Exception], *, written: bool = False) -> Iterator[BinaryIO]:
     """Hold a lock file, which the kernel drops with the process.
 
-    Raises `busy()` where another process holds it, and what `open_lock` does.
+    Raises `busy()` if another process holds it, and as `open_lock` does.
     """
     with open_lock(path, written=written) as file:
         try:
@@ -231,7 +231,7 @@ def hold_shared(descriptor: int) -> bool:
 
 
 def is_shared_by_any(descriptor: int) -> bool:
-    """Return whether any process, also this one, holds a POSIX lock on the file. Raises `OSError` as `fcntl` does."""
+    """Return whether any process, including this one, holds a POSIX lock on the file. Raises `OSError` as `fcntl`."""
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
     (lock_type,) = struct.unpack_from("h", answer)
     return bool(lock_type != fcntl.F_UNLCK)
@@ -258,12 +258,12 @@ def _explain(error: OSError, path: Path) -> OSError | EnvironmentProblem:
 
 
 _COPY_TRIES = 5
-_PARTS = ("", "-wal")  # the shared memory beside them is made again from these
+_PARTS = ("", "-wal")  # SQLite rebuilds the shared memory from these
 
 
 @contextlib.contextmanager
 def queue_copy(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary copy of the queue, with its log of changes.
+    """Yield the path of a temporary copy of the queue, with its write-ahead log.
 
     Raises `EnvironmentProblem` if another process keeps writing to it, `OSError` if it cannot be read.
     """
@@ -274,7 +274,7 @@ def queue_copy(path: Path) -> Iterator[Path]:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """Copy the database and its log of changes; repeat if another process wrote in the meantime."""
+    """Copy the database and its write-ahead log; repeat if another process wrote meanwhile."""
     for _ in range(_COPY_TRIES):
         before = _state(path)
         for suffix in _PARTS:

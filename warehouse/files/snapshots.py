@@ -1,4 +1,4 @@
-"""Snapshots: the warehouse's rows frozen under a name, as links to the files that count, and a manifest.
+"""Snapshots: the warehouse's rows frozen under a name, as links to the files that count, with a manifest.
 
 Start reading at `take_snapshot`; `warehouse.connect(snapshot=NAME)` reads one.
 """
@@ -40,7 +40,7 @@ MANIFEST = "manifest.json"
 NOW = "now"  # in a diff: the folder as it is
 ALL = "all"  # in verify=
 _FOLDERS = (*TABLES, "compactions")
-# Hard links fail across file systems, where there are none, for another user's file, and beyond their maximum.
+# Hard links fail across file systems, without support, for another user's file, and beyond their maximum.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}
 
 
@@ -52,12 +52,12 @@ class SnapshotFile:
     bytes: int
     rows: int
     sha256: str
-    modified_ns: int  # since the epoch: one that is written again has another
+    modified_ns: int  # since the epoch; changes when the file is rewritten
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The warehouse at one moment: files that nobody changes, and their manifest."""
+    """The warehouse at one moment: unchanging files and their manifest."""
 
     folder: DataFolder  # laid out like a data folder, but read-only
     name: str
@@ -66,7 +66,7 @@ class Snapshot:
     rows: Mapping[str, int]  # view -> rows
     columns: Mapping[str, Mapping[str, str]]  # table -> column -> Arrow type
     files: tuple[SnapshotFile, ...]
-    left_out: tuple[str, ...] = ()  # files of the folder that were damaged then, and why
+    left_out: tuple[str, ...] = ()  # files of the folder that were damaged, with the reasons
 
     @property
     def bytes(self) -> int:
@@ -91,7 +91,7 @@ class Snapshot:
             except (FileNotFoundError, NotADirectoryError):
                 problems.append(f"{file.path} is gone")
                 continue
-            if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be foreign
+            if not stat.S_ISREG(status.st_mode) or not _is_below(root, file.path):  # the manifest may be forged
                 problems.append(f"{file.path} is not a plain file of the snapshot")
                 continue
             if status.st_size != file.bytes:
@@ -116,11 +116,10 @@ def take_snapshot(
 ) -> Snapshot:
     """Freeze the rows that the views show now under `name`, or the UTC day (`2026-11-20`, then `2026-11-20.2`).
 
-    Files are linked, not copied, so they cost no disk until compaction has replaced them; a compaction before the
-    snapshot makes them few. Waits for a compaction that is at work (`tell` says so), and none begins in the meantime;
-    runs may land. May be killed at any point: the snapshot is there whole or not at all. A damaged file is left out and
-    named, on stderr and in the manifest. Raises `UsageError` for a name that is taken or invalid, and where a merged
-    file is gone.
+    Files are linked, not copied, so they take no disk space until compaction has replaced them; a compaction before the
+    snapshot makes them few. Waits for a running compaction (`tell` says so) and blocks further ones; runs may land. May
+    be killed at any point: the snapshot exists complete or not at all. A damaged file is left out and named, on stderr
+    and in the manifest. Raises `UsageError` for a name that is taken or invalid, and if a merged file is gone.
     """
     folder.open()
     if name is not None:
@@ -154,7 +153,7 @@ def snapshots(folder: DataFolder) -> list[Snapshot]:
 
 
 def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
-    """Return the snapshot of that name, its files unchecked. Raises `UsageError`, which lists the existing ones."""
+    """Return the snapshot of that name without checking its files. Raises `UsageError` that lists existing ones."""
     folder.open()
     with contextlib.suppress(ValueError):
         path = folder.snapshots / check_name("snapshot", str(name)) / MANIFEST
@@ -164,7 +163,7 @@ def find_snapshot(folder: DataFolder, name: str) -> Snapshot:
 
 
 def check_snapshot(folder: DataFolder, name: str) -> Snapshot:
-    """Return the snapshot, its files checked without hashes. Raises `EnvironmentProblem` naming the damaged ones."""
+    """Return the snapshot after checking its files without hashes. Raises `EnvironmentProblem` naming damaged ones."""
     snapshot = find_snapshot(folder, name)
     problems = snapshot.problems(hashes=False)
     if problems:
@@ -191,11 +190,11 @@ def _check_new_name(folder: DataFolder, name: str) -> None:
 def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
     """Link the files that count into `building`; return the damaged ones, which are left out.
 
-    Runs are linked before their samples and kernels, so every linked run has those, which land first. Samples without
+    Runs are linked first: their samples and kernels landed before them, so every linked run has them. Samples without
     a run belong to a run that is landing or was lost, and are left out.
     """
     refuse_lost(folder)
-    mended = CompactionReport()  # the lock is held: a listing that hides what its merged file lacks hides nothing
+    mended = CompactionReport()  # with the lock held; a listing stops hiding runs that its merged file lacks
     settled = {kind: settle_listings(folder, kind, mended) for kind in KINDS}
     damaged: list[DamagedFile] = []
 
@@ -206,17 +205,17 @@ def _link_files(folder: DataFolder, building: DataFolder) -> list[DamagedFile]:
         return problem is None
 
     building.write_anchors()
-    there: set[str] = set()
+    linked_runs: set[str] = set()
     counting: dict[str, list[Path]] = {kind: [] for kind in KINDS}
     for family in folder.families("runs"):
         for path in counting_files(folder, "runs", family, settled["runs"]):
             if is_whole(path):
                 counting["runs"].append(path)
-                there |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
+                linked_runs |= run_ids_of(path) if is_merged_name(path.name) else {path.stem}
     for kind in OF_RUNS:
         for family in folder.families(kind):
             for path in counting_files(folder, kind, family, settled[kind]):
-                if (is_merged_name(path.name) or path.stem in there) and is_whole(path):
+                if (is_merged_name(path.name) or path.stem in linked_runs) and is_whole(path):
                     counting[kind].append(path)
     for kind, paths in counting.items():
         for path in paths:
@@ -269,7 +268,7 @@ def _write_manifest(building: DataFolder, name: str, taken_at: datetime.datetime
 
 
 def _view_rows(building: DataFolder) -> dict[str, int]:
-    """Return the row count of each view; counting through the views proves that the linked files can be read."""
+    """Return the row count of each view, which proves that the linked files can be read."""
     with duckdb.connect() as connection:
         try:
             for statement in view_statements(building):
@@ -288,7 +287,7 @@ def _parquet_files(root: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> Snapshot:
-    """Return the snapshot that a manifest describes. Raises `EnvironmentProblem` where it is damaged, or too new."""
+    """Return the snapshot that a manifest describes. Raises `EnvironmentProblem` if it is damaged or too new."""
     try:
         manifest = read_json(path)
         if manifest["format"] != FORMAT:

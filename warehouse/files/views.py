@@ -1,6 +1,6 @@
 """The views of `warehouse.duckdb`: `runs`, `attempts` and one for each other table, which `connect` opens.
 
-Start reading at `view_statements`; `_partitioned_view` is where a file is decided to count or not.
+Start reading at `view_statements`; `_partitioned_view` decides which files count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 VIEWS = ("runs", "attempts", "telemetry", "kernels", "ranks", "collocations", "jobs", "stale")
 
-SCHEME = "gpufarm"  # of paths that `warehouse.files.folder_files` serves
+SCHEME = "gpufarm"  # scheme of the paths that `warehouse.files.folder_files` serves
 _FIRST_KINDS = ("runs", "telemetry")  # every data folder has a file of these
 _SQL_TYPES = {
     pa.string(): "VARCHAR",
@@ -50,7 +50,7 @@ _SQL_TYPES = {
 
 
 def refresh(folder: DataFolder) -> None:
-    """Rewrite `warehouse.duckdb` unless it is current; it is not after the folder moved or the schema grew.
+    """Rewrite `warehouse.duckdb` if it is outdated, as after the folder moved or the schema grew.
 
     Raises `OSError` if the folder cannot be written. Clients that have the old file open keep it.
     """
@@ -63,7 +63,7 @@ def refresh(folder: DataFolder) -> None:
         built = Path(building) / folder.warehouse.name
         try:
             build(folder, built)
-        except duckdb.Error:  # a torn file keeps DuckDB from planning over all: other clients fail on it as well
+        except duckdb.Error:  # a torn data file, on which other clients fail as well
             return
         write_file(folder.warehouse, built.read_bytes())
     # Opening a database takes longer than a query of a small folder.
@@ -73,7 +73,7 @@ def refresh(folder: DataFolder) -> None:
 def view_statements(folder: DataFolder) -> list[str]:
     """Return the SQL that creates a folder's views for any DuckDB client; they read the files by their paths."""
     snapshots = f"read_parquet({sql_text(escaped_glob(folder.jobs) + '/*.parquet')}, union_by_name=true)"
-    # A folder from before there were marks has no file of them.
+    # A folder older than marks has no file of them.
     marks = f"SELECT {', '.join(typed_nulls(STALE_SCHEMA))} WHERE false"
     if next(folder.stale.glob("*.parquet"), None) is not None:
         files = f"read_parquet({sql_text(escaped_glob(folder.stale) + '/*.parquet')}, union_by_name=true)"
@@ -83,12 +83,12 @@ def view_statements(folder: DataFolder) -> list[str]:
 
 
 def files_of(kind: str) -> str:
-    """Return the glob that stands for the files of `kind` that count."""
+    """Return the glob for the files of `kind` that count."""
     return f"{SCHEME}://{kind}/*.parquet"
 
 
 def reading_statements() -> list[str]:
-    """Return the SQL that creates the same views for `warehouse.connect`, whose file system knows which files count."""
+    """Return the SQL that creates the same views for `warehouse.connect`, whose file system serves files that count."""
 
     def read(kind: str) -> str:
         # With explicit columns, no file is opened before its rows are needed. A column that a file lacks is NULL.
@@ -99,7 +99,7 @@ def reading_statements() -> list[str]:
             if kind not in KINDS or field.name != "family"
         )
         source = f"read_parquet('{files_of(kind)}', schema=MAP {{{columns}}}, hive_partitioning=false, filename=true)"
-        # Of the path, as partitions are: a function that DuckDB evaluates once a file, and prunes files by.
+        # From the path: DuckDB evaluates this once per file, and prunes files by it.
         family = ", regexp_extract(filename, '/family=([^/]*)/', 1) AS family" if kind in KINDS else ""
         return f"SELECT * EXCLUDE (filename){family} FROM {source}"
 
@@ -114,7 +114,7 @@ def _statements(partitioned: Mapping[str, str], job_rows: str, marks: str) -> li
     counts = ", ".join(f"coalesce({status}, 0) AS {status}" for status in STATUSES)
     counted = ", ".join(f"count(*) FILTER (status = '{status}') AS {status}" for status in STATUSES)
     return [
-        # `runs` has each task once; `attempts` also what was measured and not trusted, before the task ran again.
+        # `runs` has each task once; `attempts` also has untrusted measurements of tasks that ran again.
         f"CREATE VIEW runs AS {attempts} AND file.final IS NOT FALSE",
         f"CREATE VIEW attempts AS {attempts}",
         *(f"CREATE VIEW {kind} AS {partitioned[kind]}" for kind in OF_RUNS),
@@ -137,14 +137,14 @@ def _stale_view(marks: str) -> str:
 def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
     """Return every row of the files that count: merged files that are listed, others that no listing hides.
 
-    DuckDB expands globs from left to right, the listings' before the data's, once a query. So a merged file that
-    this query finds listed is among its data files too, as it was there before its listing. One query thus sees
-    either what was merged or the merged file. This is what makes the order of the join matter: the listings stand
-    left of a RIGHT JOIN, and not in a CTE or subquery of WHERE, whose globs DuckDB expands last.
+    DuckDB expands globs from left to right, once per query: the listings' before the data's. So a merged file that
+    this query finds listed is among its data files too, because it existed before its listing. A query thus sees
+    either the replaced files or the merged file. So the order of the join matters: the listings are left of a RIGHT
+    JOIN, not in a CTE or a subquery of WHERE, whose globs DuckDB expands last.
     """
     root = folder.root / kind
     if kind not in _FIRST_KINDS and next(root.glob("family=*/*.parquet"), None) is None:
-        # A folder from before there was this kind has no file of it.
+        # A folder older than this kind has no file of it.
         nothing = ", ".join([*typed_nulls(schema), "NULL::VARCHAR AS family"])
         return f"SELECT * FROM (SELECT {nothing}) AS file WHERE false"
     columns = _partitioned_columns(schema)
@@ -167,14 +167,14 @@ def _partitioned_columns(schema: pa.Schema) -> str:
     columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
     if not any(detail.imported and detail.row_id in schema.names for detail in DETAILS.values()):
         return columns
-    # Compaction needs an id of every row; that of an imported batch is not a run's.
+    # Compaction needs an id of every row; for an imported batch it is not a run's.
     return columns.replace("file.run_id", "CASE WHEN file.source <> 'imported' THEN file.run_id END AS run_id", 1)
 
 
 def _with_every_column(schema: pa.Schema, files: str) -> str:
     """Return the rows of `files`, with the schema's columns that none of them has as NULL.
 
-    A column that was added lately is in no file of an older folder, and such a folder may only be read. DuckDB drops
+    No file of an older folder has a new column, and the folder may be read-only. DuckDB drops
     the side without rows when it plans a query, so this costs nothing.
     """
     return f"SELECT {', '.join(typed_nulls(schema))} WHERE false UNION ALL BY NAME SELECT * FROM {files}"
@@ -186,7 +186,7 @@ def typed_nulls(schema: pa.Schema) -> list[str]:
 
 
 def _columns(schema: pa.Schema, table: str) -> str:
-    # Timestamps without zone: with one, DuckDB prints local time, and its Python client needs a further package.
+    # Timestamps without time zone: otherwise DuckDB prints local time, and its Python client needs another package.
     return ", ".join(
         f"{table}.{field.name} AT TIME ZONE 'UTC' AS {field.name}"
         if pa.types.is_timestamp(field.type)
@@ -196,14 +196,14 @@ def _columns(schema: pa.Schema, table: str) -> str:
 
 
 def build(folder: DataFolder, path: Path) -> None:
-    """Make the DuckDB file. `path` ends in the file's final name, and is not in the data folder, whose path may
-    hold what DuckDB can read from but not write to (a question mark)."""
+    """Make the DuckDB file. `path` ends in the file's final name, and is outside the data folder: DuckDB can read
+    from a path with a question mark, but not write to it."""
     with new_database(path) as connection:
         create_views(connection, view_statements(folder))
 
 
 def create_views(connection: duckdb.DuckDBPyConnection, statements: Sequence[str]) -> None:
-    """Create the views, and one with the version that they belong to."""
+    """Create the views, and a view with their version."""
     for statement in statements:
         connection.execute(statement)
     connection.execute(
@@ -221,5 +221,5 @@ def _read_fingerprint(path: Path) -> str | None:
         with existing_database(path) as connection:
             row = connection.execute("SELECT fingerprint FROM warehouse_format").fetchone()
             return None if row is None else str(row[0])
-    except duckdb.Error:  # not ours, torn, or of another DuckDB: it holds views only, so it is made again
+    except duckdb.Error:  # foreign, torn, or of another DuckDB: it has only views, so it is rewritten
         return None

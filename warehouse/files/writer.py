@@ -1,6 +1,6 @@
-"""Lands runs in the warehouse: checks them, then writes telemetry and the details before their run, atomically.
+"""Lands runs in the warehouse: checks them, then writes telemetry and details, and last the run, atomically.
 
-Start reading at `RunWriter.write`. Each landing asks first whether a merged file holds the run already
+Start reading at `RunWriter.write`. Each landing first checks whether a merged file already holds the run
 (`warehouse.files.counting.merged_file_with`).
 
 `write_marks` marks labels that no longer hold in an environment of their device. The view `stale` shows them, and
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 REQUIRED = ("run_id", "family", "status", "source")
 RUN_RATIOS = ("smact", "smocc", "drama", "gpu_util")
 TELEMETRY_RATIOS = tuple(name for name, (unit, _) in METRICS.items() if unit == "ratio")
-WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # closed lists of telemetry's text columns
+WORDS = {"phase": ("warmup", "window"), "quality": SAMPLE_QUALITIES}  # possible values of telemetry's text columns
 
 
 class RunWriter:
-    """Writes runs and job snapshots into a data folder, which it creates if missing. A process may hold several."""
+    """Writes runs and job snapshots into a data folder, which it creates if missing. A process may have several."""
 
     def __init__(self, folder: DataFolder):
         self._folder = folder.create()
@@ -71,13 +71,13 @@ class RunWriter:
         Args:
             run: a `Run`, or its columns by name; absent ones are NULL.
             telemetry: columns of `TELEMETRY_SCHEMA`; `run_id` may be absent.
-            kernels: columns of `KERNEL_SCHEMA` without those that the run has; None if they were not asked for.
-            ranks: columns of `RANK_SCHEMA`, likewise; None of a run on one device.
-            collocations: columns of `COLLOCATION_SCHEMA`, likewise; None of a run that had its device to itself.
+            kernels: columns of `KERNEL_SCHEMA` without those of the run; None if they were not requested.
+            ranks: columns of `RANK_SCHEMA`, likewise; None for a run on one device.
+            collocations: columns of `COLLOCATION_SCHEMA`, likewise; None for a run that did not share its device.
 
-        A repeat of a run_id replaces the run, or is without effect once compaction has merged it, so its row is never
-        there twice. Raises `ValueError` naming every column that breaks the schema's rules, and `OSError` (full disk)
-        with nothing of this call left behind but whole files.
+        A repeat of a run_id replaces the run, or has no effect once compaction has merged it, so its row never exists
+        twice. Raises `ValueError` naming every column that breaks the schema's rules, and `OSError` (full disk), which
+        leaves only complete files behind.
         """
         given = run.columns() if isinstance(run, Run) else run
         columns = {"telemetry_rows": telemetry.num_rows, "schema_version": SCHEMA_VERSION, **given}
@@ -90,7 +90,7 @@ class RunWriter:
             kind: None if rows is None else rows_of_run(kind, columns, rows) for kind, rows in given_rows.items()
         }
         runs = self._folder.partition("runs", family)
-        # On first attempts too: the queue may have been lost, or restored from an older copy.
+        # Also on first attempts: the queue may have been lost, or restored from an older copy.
         landed = merged_file_with(self._folder, family, run_id)
         if landed is not None:
             return landed
@@ -101,7 +101,7 @@ class RunWriter:
             path = self._folder.partition(kind, family) / name
             if own_rows is not None and own_rows.num_rows:
                 write_parquet(path, own_rows)
-            else:  # left by an earlier execution, which was killed before its run landed
+            else:  # left by an earlier attempt that was killed before its run landed
                 path.unlink(missing_ok=True)
         write_parquet(runs / name, run_row)
         return runs / name
@@ -115,7 +115,7 @@ class RunWriter:
     def write_batch(self, runs: Sequence[Mapping[str, Any]]) -> Path:
         """Make runs of one family durable in one file, all or none, without telemetry; return its path.
 
-        Does not check whether some have landed before. Raises as `write` does, with nothing written.
+        Does not check whether some have landed before. Raises as `write` does, and then writes nothing.
         """
         families = {run.get("family") for run in runs}
         if len(families) != 1:
@@ -135,7 +135,7 @@ class RunWriter:
 
 
 def run_table(run: Mapping[str, Any]) -> pa.Table:
-    """Return the run as one row of `RUN_SCHEMA`. Raises `ValueError` listing every rule that `run` breaks."""
+    """Return the run as one row of `RUN_SCHEMA`. Raises `ValueError` listing every broken rule."""
     return _one_row(run, RUN_SCHEMA, "run", run_problems(run))
 
 
@@ -176,7 +176,7 @@ def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
 
 
 def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
-    """Return a run's rows of `kernels` or `ranks` with every column, identity and origin of the run. Raises alike."""
+    """Return a run's rows of a table of `DETAILS` with every column, ids and the run's columns. Raises `ValueError`."""
     detail = DETAILS[kind]
     if not isinstance(rows, pa.Table):
         raise ValueError(f"{kind} must be a pyarrow.Table, got {type(rows).__name__}")
@@ -189,7 +189,7 @@ def rows_of_run(kind: str, run: Mapping[str, Any], rows: pa.Table) -> pa.Table:
 
 
 def detail_table(kind: str, rows: pa.Table, same: Mapping[str, Any]) -> pa.Table:
-    """Return rows of `kernels` or `ranks` with every column; `same` fills absent ones. Raises `ValueError`."""
+    """Return rows of a table of `DETAILS` with every column; `same` fills absent ones. Raises `ValueError`."""
     detail = DETAILS[kind]
     problems: list[str] = []
     table = _conform(rows, kind, detail.schema, same, detail.words, problems)
@@ -212,7 +212,7 @@ def _conform(
     words: Mapping[str, Sequence[str]],
     problems: list[str],
 ) -> pa.Table:
-    """Return the rows with every column of `schema`, absent ones from `same` or NULL; add the rules that they break."""
+    """Return the rows with every column of `schema`, absent ones from `same` or NULL; append broken rules."""
     if not isinstance(table, pa.Table):
         raise ValueError(f"{table_name} must be a pyarrow.Table, got {type(table).__name__}")
     problems += _unknown(table.column_names, schema)
@@ -270,7 +270,7 @@ _AS_THEY_ARE = ("run_id", "label", "device_name", "source", "shift", "said")
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """One label of one run.
+    """A stale label of one run.
 
     environment  columns of `warehouse.tables.schema.ENVIRONMENT` in which it is stale
     operators    operator families of the run that moved
@@ -306,8 +306,8 @@ def write_marks(folder: DataFolder, cycle: str, marks: Sequence[Mark], *, marked
 def stale_now(connection: duckdb.DuckDBPyConnection | WarehouseConnection, label: str) -> set[str]:
     """Return the run_ids of the rows whose `label` (a column of `runs`) is stale now.
 
-    Now is the environment of the newest run that is ok on the same device with the same source; others may have ended
-    before they could say what they ran in.
+    The current environment is that of the newest `ok` run on the same device with the same source; other runs may have
+    ended before reporting theirs.
     """
     marks = connection.execute(
         f"SELECT run_id, device_name, source, {', '.join(ENVIRONMENT)} FROM stale WHERE label = ?", [label]

@@ -36,10 +36,10 @@ from warehouse.tables.schema import (
     Detail,
 )
 
-SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be, and need a look
+SEVERITIES = ("error", "warning")  # error: the rows cannot be right; warning: they may be right, and need a look
 _EXAMPLES = 5
 _SHOWN = 80  # characters of a value
-# Figures of two sources, or of a window's two halves, may differ by rounding and by when they were read.
+# Slack: figures of two sources, or of a window's two halves, differ by rounding and by time of reading.
 _MIB = 1.0
 _RATIO = 0.02
 _CARD = 1.01  # drivers round the card's size
@@ -50,7 +50,7 @@ _IDS = {kind: detail.row_id for kind, detail in DETAILS.items()}  # column that 
 class Finding:
     """A rule that some rows break, with examples. Journals keep it, so each field has a default."""
 
-    rule: str = ""  # as in `impossible.oom_with_full_window`
+    rule: str = ""  # such as `impossible.oom_with_full_window`
     severity: str = ""  # error | warning
     count: int = 0  # rows, or files
     examples: tuple[str, ...] = ()  # run_ids or files, with the values that matter
@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A rule of `table`: rows for which `broken` is true break it, rows for which it is NULL do not."""
+    """A rule of `table`, broken by rows for which the SQL `broken` is true (not NULL)."""
 
     name: str
     severity: str
@@ -76,8 +76,8 @@ class _Rule:
 def check(warehouse: DataFolder | duckdb.DuckDBPyConnection | WarehouseConnection) -> list[Finding]:
     """Return a finding for each broken rule, errors first; an empty list if all rows are in order.
 
-    A data folder's files are looked at too, and where one cannot be read, only they; a connection (also of a
-    snapshot) is asked through its views. Runs that were not their task's last are checked as well. Raises
+    A data folder's files are checked first; if one cannot be read, the rows are not checked. A connection, also of a
+    snapshot, is checked through its views. Attempts that were not their task's last run are checked as well. Raises
     `UsageError` for a folder that is not a data folder.
     """
     if not isinstance(warehouse, DataFolder):
@@ -97,7 +97,7 @@ def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> It
     for table, schema in (("attempts", TABLES["runs"]), *((kind, TABLES[kind]) for kind in OF_RUNS)):
         rules = [rule for rule in RULES if rule.table == table] + _ranges(table, schema)
         counts = ", ".join(f"count(*) FILTER ({rule.broken})" for rule in rules)
-        # All of it is fetched: the connection is the caller's, who would find it busy.
+        # Fetch all rows: the connection is the caller's and must not stay busy.
         (broken_counts,) = connection.execute(f"SELECT {counts} FROM {table}").fetchall()
         for rule, count in zip(rules, broken_counts, strict=True):
             if count:
@@ -370,7 +370,7 @@ _SAMPLES = "(SELECT run_id, count(*) AS samples FROM telemetry GROUP BY run_id)"
 
 
 def _grouped_of(kind: str, detail: Detail) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the rules that hold a table's rows against their runs."""
+    """Yield the rules that compare a table's rows with their runs."""
     of_run = f"(SELECT run_id, count(*) AS of_run FROM {kind} WHERE run_id IS NOT NULL GROUP BY run_id)"
     yield (
         f"duplicate.{detail.row_id}",
@@ -395,7 +395,7 @@ def _grouped_of(kind: str, detail: Detail) -> Iterator[tuple[str, str, str, str]
     )
 
 
-# rule, severity, in words, query of one text column with a row for each that breaks it
+# rule, severity, sentence, query that selects one text for each violation
 _GROUPED = (
     (
         "duplicate.run_id",
@@ -405,7 +405,7 @@ _GROUPED = (
         "WHERE run_id IS NOT NULL GROUP BY run_id HAVING count(*) > 1",
     ),
     (
-        # Jobs of data sets that were loaded ran on several machines, each with its own task 0.
+        # Jobs of loaded data sets ran on several machines, each with a task 0.
         "duplicate.task",
         "error",
         "a task has more than one run that counts",
@@ -414,7 +414,7 @@ _GROUPED = (
         GROUP BY job_id, task_index HAVING count(*) > 1""",
     ),
     (
-        # By a digest: ten million texts would take gigabytes.
+        # Grouped by a digest: ten million texts would take gigabytes.
         "duplicate.sample",
         "error",
         "a sensor was read twice at one time of one run",
@@ -461,7 +461,7 @@ _GROUPED = (
 
 
 def _files(folder: DataFolder) -> Iterator[Finding]:
-    """Yield the problems of the files that count, before any row is read."""
+    """Yield the problems of the files that count, by their footers."""
     problems: dict[str, list[str]] = {"unreadable_file": [], "unknown_column": [], "column_type": []}
     for kind in KINDS:
         for family in folder.families(kind):

@@ -1,12 +1,12 @@
-"""Opens the warehouse read-only: a DuckDB connection that sees its views, or a snapshot's, and nothing else.
+"""Opens the warehouse read-only: a DuckDB connection that sees only its views, or a snapshot's.
 
 Start reading at `connect`. A `WarehouseConnection` and its relations survive damaged files and compaction: a query that
 fails because of a file is planned again. DuckDB reads through `warehouse.files.folder_files`.
 
-Why nothing is written, by DuckDB's own means: `enable_external_access` is off and `lock_configuration` on, so no
-statement reaches a path that was not allowed before. Two are: `gpufarm://`, whose file system has no operation that
-writes, and DuckDB's directory for spilling, which is private to the connection and lies outside the data folder. DuckDB
-also allows the database file that it opened and its log; so it opens a copy, whose folder is gone by then.
+DuckDB itself prevents writes: `enable_external_access` is off and `lock_configuration` on, so statements reach only
+paths that were allowed before. There are two: `gpufarm://`, whose file system has no write operation, and DuckDB's
+directory for spilling, which is private to the connection and outside the data folder. DuckDB also allows the database
+file that it opened and its log; so it opens a copy whose folder has been deleted.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 _NOWHERE = Path("/nonexistent")
-_MEMORY = Path("/dev/shm")  # where the copy of the views goes if the temporary folder is full
+_MEMORY = Path("/dev/shm")  # for the copy of the views if the temporary folder is full
 T = TypeVar("T")
-_ATTEMPTS = 100  # at a query that loses its files each time
-# Of the statement unless they name what the files are made of.
+_ATTEMPTS = 100  # attempts at a query whose files keep vanishing
+# Errors of the statement, unless the message mentions a file's contents.
 _OF_EITHER = (duckdb.InvalidInputException, duckdb.OutOfRangeException, duckdb.ConversionException)
 _TEXTS_OF_EITHER = ("Invalid Input Error", "Out of Range Error", "Conversion Error")
 _OF_A_FILE = re.compile(
@@ -50,7 +50,7 @@ _OF_A_FILE = re.compile(
     r"dictionary|bit.?pack|\brle\b|out of buffer|unicode|utf-?8",
     re.IGNORECASE,
 )
-# Some damage ends in an error after which DuckDB refuses every further query of the database.
+# Errors from damage after which DuckDB refuses every further query of the database.
 _GIVES_UP = (duckdb.InternalException, duckdb.FatalException)
 _ROWS = ("fetchone", "fetchmany", "fetchall")
 _DERIVED = tuple(
@@ -62,7 +62,7 @@ _DERIVED = tuple(
 
 @dataclass(frozen=True)
 class ReadingLimits:
-    """Limits of a connection on a machine that others use as well; it spills nothing to disk."""
+    """Limits of a connection on a shared machine; it spills nothing to disk."""
 
     memory_bytes: int
     threads: int
@@ -78,16 +78,15 @@ def connect(
     """Open the warehouse's views read-only; any number of readers may, also while the farm writes.
 
     `snapshot` names one of the folder's snapshots (`warehouse.snapshot`), whose rows never change. Raises `UsageError`
-    naming each snapshot file that has changed. `share` bounds what queries take; without it they take the machine.
-    `views_file` is what `make_views_file()` returned in another process, for one that has no time to make it.
+    naming each snapshot file that has changed. `share` limits queries; without it they may use the whole machine.
+    `views_file` is the result of `make_views_file()` from another process, to save the time of making it.
 
-    The result behaves as a DuckDB connection. It reads the folder's Parquet files that count and nothing else: INSERT,
-    CREATE, ATTACH of a file, SET and COPY to anywhere fail in DuckDB itself, and so does `relation.write_parquet`. (A
-    Python caller can write what it has fetched.) pandas and Arrow tables are joined after
-    `connection.register("name", table)`. A query sees each run exactly once, also while files are merged and deleted.
-    A damaged file is named on stderr and costs its own rows; a listed merged file that is missing raises
-    `UsageError`. Timestamps are UTC. Close the connection when done: compaction keeps what it has replaced for up to a
-    day while somebody has the warehouse open.
+    The result behaves as a DuckDB connection. It reads only the folder's Parquet files that count. INSERT, CREATE,
+    ATTACH of a file, SET and COPY to a file fail in DuckDB itself, and so does `relation.write_parquet`; a Python
+    caller can write fetched rows. pandas and Arrow tables can be joined after `connection.register("name", table)`. A
+    query sees each run exactly once, also while files are merged and deleted. A damaged file is named on stderr and
+    only its rows are missing; a listed merged file that is gone raises `UsageError`. Timestamps are UTC. Close the
+    connection when done: compaction keeps replaced files for up to a day while the warehouse is open.
     """
     from warehouse.files.folder_files import FolderFiles
 
@@ -127,7 +126,7 @@ def make_views_file() -> bytes:
 def _opened_views(
     content: bytes, files: FolderFiles, spill: Path | None, share: ReadingLimits | None
 ) -> duckdb.DuckDBPyConnection:
-    """Open the views over `files` and nothing else."""
+    """Open the views over `files`, without other access."""
     connection = _open_copy(content)
     try:
         connection.register_filesystem(files)
@@ -165,7 +164,7 @@ def _open_copy(content: bytes) -> duckdb.DuckDBPyConnection:
 
 
 def _scratch() -> str:
-    """Yield a folder with free space for short-lived files."""
+    """Return a folder with free space for short-lived files."""
     wanted_bytes = 4 * 2**20
     for candidate in (Path(tempfile.gettempdir()), _MEMORY):
         with contextlib.suppress(OSError):
@@ -177,7 +176,7 @@ def _scratch() -> str:
 def _spill_folder() -> Path:
     """Make a folder where queries spill rows; no other user may read it."""
     spill = Path(tempfile.gettempdir()) / f"gpufarm-spill-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    with contextlib.suppress(OSError):  # the disk may be full, where no query that has to spill succeeds anyway
+    with contextlib.suppress(OSError):  # the disk may be full; queries that spill would then fail anyway
         spill.mkdir(mode=0o700)
     return spill
 
@@ -186,8 +185,8 @@ def _confine(connection: duckdb.DuckDBPyConnection, spill: Path | None) -> None:
     """Close the connection's access to all files but `gpufarm://`, and lock this configuration."""
     connection.execute(f"SET temp_directory = {sql_text(str(spill or ''))}")
     connection.execute("SET secret_directory = ''")
-    # A name is one of the warehouse or a registered one, never a variable of whatever Python code calls; and what a
-    # query has read of a file is not kept for the next, which may find another file of that name.
+    # Names resolve to the warehouse or to registered tables, never to variables of the calling Python code. File
+    # contents are not cached between queries, since a later query may find another file of that name.
     for name in ("python_enable_replacements", "enable_external_file_cache", "autoload_known_extensions"):
         if has_setting(name):
             connection.execute(f"SET {name} = false")
@@ -218,7 +217,7 @@ def check_readable(error: duckdb.Error, folder: DataFolder) -> EnvironmentProble
     return None
 
 
-# Of the user's statement, whatever the files hold.
+# Errors of the user's statement, whatever the files contain.
 _OF_THE_STATEMENT = (
     duckdb.ParserException,
     duckdb.BinderException,
@@ -229,7 +228,7 @@ _OF_THE_STATEMENT = (
     duckdb.InterruptException,
     duckdb.OutOfMemoryException,
 )
-# Their rows are read after the call has returned, when nothing can be planned again.
+# Methods whose rows are read after the call returns, too late to plan the query again.
 _STREAMS = (
     "to_arrow_reader",
     "fetch_arrow_reader",
@@ -279,7 +278,7 @@ class _Planned:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and not name.startswith("__arrow") and name != "_repr_mimebundle_":
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        value = self._again(lambda: getattr(self._wrapped, name))
+        value = self._retry(lambda: getattr(self._wrapped, name))
         if not callable(value) or isinstance(value, _DERIVED):
             return self._own(value)
 
@@ -298,9 +297,9 @@ class _Planned:
     def _call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         args = tuple(_bare(value) for value in args)
         options = {key: _bare(value) for key, value in options.items()}
-        return self._own(self._again(lambda: getattr(self._wrapped, name)(*args, **options)))
+        return self._own(self._retry(lambda: getattr(self._wrapped, name)(*args, **options)))
 
-    def _again(self, act: Callable[[], T], before_retry: Callable[[], None] | None = None) -> T:
+    def _retry(self, act: Callable[[], T], before_retry: Callable[[], None] | None = None) -> T:
         """Return the result of `act`, repeated while it fails because files vanished or are damaged."""
         files = self._opened.files
         for _ in range(_ATTEMPTS):
@@ -320,7 +319,7 @@ class _Planned:
         raise failed
 
     def _renew(self) -> None:
-        """Open a new database in place of one that DuckDB has given up; a relation is of its connection, and cannot."""
+        """Replace a database that DuckDB has given up. A relation cannot: it belongs to its connection."""
 
     def _own(self, result: Any) -> Any:
         if isinstance(result, _DERIVED):
@@ -332,7 +331,7 @@ class WarehouseRelation(_Planned):
     """A DuckDB relation over the warehouse: a query that has not run, with all of DuckDB's methods."""
 
     def __len__(self) -> int:
-        return self._again(lambda: len(self._wrapped))
+        return self._retry(lambda: len(self._wrapped))
 
     def __contains__(self, name: object) -> bool:
         return name in self._wrapped
@@ -341,10 +340,10 @@ class WarehouseRelation(_Planned):
         return self._own(self._wrapped[name])
 
     def __str__(self) -> str:
-        return self._again(lambda: str(self._wrapped))
+        return self._retry(lambda: str(self._wrapped))
 
     def __repr__(self) -> str:
-        return self._again(lambda: repr(self._wrapped))
+        return self._retry(lambda: repr(self._wrapped))
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> Any:
         return self._call("__arrow_c_stream__", (requested_schema,), {})
@@ -353,11 +352,11 @@ class WarehouseRelation(_Planned):
         unpinned = self._opened.files.unpinned
         result = super()._call(name, args, options)
         if name in _STREAMS and self._opened.files.unpinned > unpinned and hasattr(self._wrapped, "materialize"):
-            # Files that are opened later, by name, may be gone by then: all rows now.
+            # Files that are opened later by name may be gone by then: fetch all rows now.
             if hasattr(result, "close"):
                 result.close()
             del result
-            rows = self._again(self._wrapped.materialize)
+            rows = self._retry(self._wrapped.materialize)
             return getattr(rows, name)(*args, **options)
         return result
 
@@ -365,17 +364,17 @@ class WarehouseRelation(_Planned):
 class WarehouseConnection(_Planned):
     """A read-only DuckDB connection to a data folder, with all of DuckDB's methods; a context manager.
 
-    It differs from DuckDB's own in this: a query that loses a file to compaction is planned again, and so is one that
-    meets a damaged file, which is named on stderr and left out from then on. Rows are never there twice or missing:
-    where some have been handed out already, the error is raised, and says that the query has to run again.
+    Unlike DuckDB's own, it plans a query again that loses a file to compaction or meets a damaged file. A damaged file
+    is named on stderr and left out from then on. Rows are never duplicated or missing: if some have been returned
+    already, the error is raised, and says to run the query again.
     """
 
     def __init__(self, wrapped: duckdb.DuckDBPyConnection, opened: _Opened, *, is_cursor: bool = False) -> None:
         super().__init__(wrapped, opened)
         self._is_cursor = is_cursor
         self._executed: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # the arguments of `execute`
-        self._is_fetched = False  # some rows of it have been handed out
-        self._is_unpinned = False  # it may open files by name that are gone by then
+        self._is_fetched = False  # some rows have been returned
+        self._is_unpinned = False  # it may open files by name, which may be gone by then
         self._rows: deque[tuple[Any, ...]] | None = None
 
     @classmethod
@@ -384,8 +383,8 @@ class WarehouseConnection(_Planned):
     ) -> Self:
         """Open a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it.
 
-        `renew` opens it, and reopens it where a damaged file has made DuckDB give up its database. Tables that were
-        registered are gone then.
+        `renew` opens it, and reopens it if a damaged file has made DuckDB give up its database. Registered tables are
+        then gone.
         """
         return cls(renew(), _Opened(files, lock, spill, renew))
 
@@ -406,7 +405,7 @@ class WarehouseConnection(_Planned):
 
     @property
     def damaged(self) -> tuple[Path, ...]:
-        """The damaged files that queries have met and left out."""
+        """Return the damaged files that queries have met and left out."""
         return self._opened.files.damaged
 
     def leave_out_damaged(self) -> bool:
@@ -421,7 +420,7 @@ class WarehouseConnection(_Planned):
         self._executed, self._is_fetched, self._rows = (args, options), False, None
         args = tuple(_bare(value) for value in args)
         unpinned = self._opened.files.unpinned
-        self._again(lambda: self._wrapped.execute(*args, **options))
+        self._retry(lambda: self._wrapped.execute(*args, **options))
         self._is_unpinned = self._opened.files.unpinned > unpinned
         return self
 
@@ -444,9 +443,9 @@ class WarehouseConnection(_Planned):
             if self._executed is None or self._is_fetched:
                 raise duckdb.IOException("a file changed while rows were being fetched; run the query again")
             execute_args, execute_options = self._executed
-            self._again(lambda: self._wrapped.execute(*execute_args, **execute_options))
+            self._retry(lambda: self._wrapped.execute(*execute_args, **execute_options))
 
-        result = self._again(lambda: getattr(self._wrapped, name)(*args, **options), execute_again)
+        result = self._retry(lambda: getattr(self._wrapped, name)(*args, **options), execute_again)
         self._is_fetched = True
         return self._own(result)
 
@@ -472,7 +471,7 @@ class WarehouseConnection(_Planned):
 
 
 def is_of_the_statement(error: Exception) -> bool:
-    """Return whether an error of DuckDB, or of Arrow on its stream, is due to the user's SQL and not to a file."""
+    """Return whether an error of DuckDB, or of Arrow on its stream, comes from the user's SQL and not from a file."""
     if isinstance(error, duckdb.Error) and not isinstance(error, _OF_EITHER):
         return isinstance(error, _OF_THE_STATEMENT)
     text = str(error)
@@ -482,5 +481,5 @@ def is_of_the_statement(error: Exception) -> bool:
 
 
 def _bare(value: Any) -> Any:
-    """Return the DuckDB object that one of ours wraps, as DuckDB's functions take no other."""
+    """Return the DuckDB object that ours wraps; DuckDB's functions accept no other."""
     return value._wrapped if isinstance(value, _Planned) else value

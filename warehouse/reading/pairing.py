@@ -1,7 +1,7 @@
-"""Pairs what two sets of rows measured alike, sums up by how much it differs, and compares snapshots by it.
+"""Pairs equal measurements of two sets of rows, summarizes their differences, and compares snapshots.
 
-Start reading at `paired`. Snapshots, kernels and releases are compared with it, and measured runs with their estimates;
-canaries take `shift_of`. `diff` returns the changes of runs, labels, kernels and schema between two snapshots.
+Start reading at `paired`, which compares snapshots, kernels and releases, and measured runs with their estimates.
+Canaries use `shift_of`. `diff` returns the changes of runs, labels, kernels and schema between two snapshots.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _KEY = ("config_hash", "family", "source", *_WHERE)
 
 
 def shift_of(label: str, before: float | None, after: float | None) -> float | None:
-    """Return the difference relative to `before`, of ratios (`smact`, ...) the difference itself.
+    """Return the difference relative to `before`; for ratios (`smact`, ...) the difference itself.
 
-    None where a side has no figure, or there is nothing to be relative to.
+    None if a side has no figure, or `before` is 0.
     """
     if before is None or after is None:
         return None
@@ -46,7 +46,7 @@ def shift_of(label: str, before: float | None, after: float | None) -> float | N
 
 
 def shift_text(label: str, shift: float) -> str:
-    """Return a shift as text: of ratios with three digits, of others in percent."""
+    """Return a shift as text: ratios with three digits, others in percent."""
     return f"{shift:+.3f}" if label in RUN_RATIOS else f"{shift:+.1%}"
 
 
@@ -54,7 +54,7 @@ def shift_text(label: str, shift: float) -> str:
 class Pair:
     """Rows of both sides with the same key: the median of each label, and further columns of a side.
 
-    before, after  empty where only the other side has the key
+    before, after  empty if only the other side has the key
     """
 
     key: Mapping[str, Any]
@@ -71,8 +71,8 @@ class Shift:
     """Differences of one label over pairs, as in `shift_of`. `median` and `largest` are signed, `median_size` and `p90`
     are of their absolute values.
 
-    group   what the pairs have in common: column -> value
-    beyond  pairs whose difference is beyond the tolerance; equal: those with the very same value
+    group   column -> value that the pairs have in common
+    beyond  pairs whose difference exceeds the tolerance; equal: pairs with the same value
     """
 
     label: str
@@ -87,7 +87,7 @@ class Shift:
     examples: tuple[str, ...]  # values of the key's first column, the largest differences first
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the shift as JSON has it, the group's columns beside the others."""
+        """Return the shift as a JSON-compatible mapping, with the group's columns at the top level."""
         values = dict(vars(self))
         return {"label": values.pop("label"), **values.pop("group"), **values}
 
@@ -106,11 +106,11 @@ def paired(
 
     Args:
         connection: What the queries run on.
-        before, after: What stands behind FROM for each side.
-        key: Columns that rows have in common which measured the same.
-        labels: Name -> SQL of the value of a row; the median of a key's rows is compared.
-        about: Name -> SQL of what else a side has of a key, as an aggregate.
-        alone: Return keys of one side alone too.
+        before, after: SQL after FROM for each side.
+        key: Columns that identify equal measurements.
+        labels: Name -> SQL of a row's value; medians over a key's rows are compared.
+        about: Name -> SQL aggregate of further values of a key on a side.
+        alone: Also return keys that only one side has.
     """
     columns = {name: f"median({sql})" for name, sql in labels.items()} | dict(about or {})
     shown, keys = ", ".join(f"{sql} AS {name}" for name, sql in columns.items()), ", ".join(key)
@@ -134,10 +134,10 @@ def summed_up(pairs: Iterable[Pair], label: str, tolerance: float, by: Sequence[
     """Return the differences of a label for each group of the pairs that have it.
 
     Args:
-        pairs: As of `paired`.
-        label: One of theirs.
+        pairs: Pairs from `paired`.
+        label: One of their labels.
         tolerance: Largest difference that does not count as beyond.
-        by: Columns of the key by which pairs are grouped; without any there is one group at most.
+        by: Columns of the key to group by; without any there is at most one group.
     """
     groups: dict[tuple[Any, ...], list[tuple[float, str]]] = {}
     for pair in pairs:
@@ -167,7 +167,7 @@ def _summed_up(label: str, group: Mapping[str, Any], shifts: Sequence[tuple[floa
     )
 
 
-# What two rows have in common that time the same work on the same GPU model and software.
+# Key of rows that time the same work on the same GPU model and software.
 _KERNEL_KEY = (
     "operator",
     "source",
@@ -189,13 +189,13 @@ class RunCount:
 
     family: str
     device_name: str | None
-    status: str  # after, where there is an after
+    status: str  # of the later side, if it has the run
     runs: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaChange:
-    """Columns of a table that one side lacks, or that have another type there."""
+    """Columns of a table that one side lacks, or whose types differ."""
 
     table: str
     added: tuple[str, ...]
@@ -268,13 +268,13 @@ def _open(data: DataFolder, name: str) -> contextlib.closing[WarehouseConnection
 
 def _runs(connection: WarehouseConnection) -> pa.Table:
     columns = dict.fromkeys(("run_id", *_BY, *_KEY, *LABELS))
-    whole = ", ".join(RUN_SCHEMA.names)
-    return connection.sql(f"SELECT {', '.join(columns)}, hash({whole}) AS digest FROM runs").to_arrow_table()
+    all_columns = ", ".join(RUN_SCHEMA.names)
+    return connection.sql(f"SELECT {', '.join(columns)}, hash({all_columns}) AS digest FROM runs").to_arrow_table()
 
 
 def _rows(connection: WarehouseConnection) -> dict[str, int]:
     counts = ", ".join(f"(SELECT count(*) FROM {view})" for view in VIEWS)
-    # All of it is fetched: a result that is left unfinished makes the connection refuse tables.
+    # Fetch all rows: with an unfinished result, the connection refuses tables.
     (row_counts,) = connection.execute(f"SELECT {counts}").fetchall()
     return dict(zip(VIEWS, row_counts, strict=True))
 
@@ -288,7 +288,7 @@ def _counts(joined: duckdb.DuckDBPyConnection, side: str, which: str) -> tuple[R
 
 
 def _changed_columns(joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection]) -> dict[str, int]:
-    """Return how many runs of both sides differ in each column, the most frequent first."""
+    """Return column -> number of common runs in which it differs, the most frequent first."""
     ids = joined.sql("SELECT run_id FROM pairs WHERE was AND is_there AND NOT same").to_arrow_table()
     if not ids.num_rows:
         return {}
@@ -303,7 +303,7 @@ def _changed_columns(joined: duckdb.DuckDBPyConnection, sides: Sequence[Warehous
 
 
 def _label_shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> tuple[Shift, ...]:
-    """Compare runs of `after` that are new or changed with those of `before` of the same key."""
+    """Compare new or changed runs of `after` with runs of `before` that have the same key."""
     measured = "(SELECT * FROM {} WHERE status = 'ok' AND config_hash IS NOT NULL)"
     again = "(SELECT * FROM {} SEMI JOIN (SELECT run_id FROM pairs WHERE NOT same) USING (run_id))"
     pairs = paired(
@@ -315,7 +315,7 @@ def _label_shifts(joined: duckdb.DuckDBPyConnection, tolerance: float) -> tuple[
 def _kernel_shifts(
     joined: duckdb.DuckDBPyConnection, sides: Sequence[WarehouseConnection], tolerance: float
 ) -> tuple[Shift, ...]:
-    """Compare rows of `kernels` that are new in `after` with those of `before` that time the same kernel."""
+    """Compare new rows of `kernels` in `after` with rows of `before` that time the same kernel."""
     columns = ", ".join(("kernel_row", "duration_us", *_KERNEL_KEY))
     for name, side in zip(("kernels_before", "kernels_after"), sides, strict=True):
         joined.register(name, side.sql(f"SELECT {columns} FROM kernels WHERE duration_us > 0").to_arrow_table())
@@ -346,7 +346,7 @@ def _schema_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iter
 
 
 def difference_blocks(difference: Difference, most: int | None = None) -> list[Block]:
-    """Return the difference as a page or the terminal shows it.
+    """Return the blocks that a page or the terminal shows of the difference.
 
     Args:
         most: Rows of a table of shifts, the largest first; None: all.
@@ -384,7 +384,7 @@ def difference_blocks(difference: Difference, most: int | None = None) -> list[B
 
 
 def _shift_blocks(title: str, heads: Sequence[str], shifts: Sequence[Shift], most: int | None) -> Iterator[Block]:
-    """Yield the shifts of what was measured again, those with a pair beyond the tolerance marked."""
+    """Yield the shifts of repeated measurements; those with a pair beyond the tolerance are marked."""
     if not shifts:
         yield Lead(f"{title}, measured again: none.")
         return

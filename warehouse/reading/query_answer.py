@@ -41,33 +41,33 @@ if TYPE_CHECKING:
 _UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
 _EXPLAIN = duckdb.StatementType.EXPLAIN
 _BLANK = r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
-# EXPLAIN, ANALYZE, and options in parentheses, which hold no others.
+# EXPLAIN, ANALYZE, and options in parentheses without nesting.
 _EXPLAIN_WORDS = re.compile(
     rf"{_BLANK}EXPLAIN\b{_BLANK}(?:ANALY[ZS]E\b{_BLANK})?(?:VERBOSE\b{_BLANK})?(?:\([^()]*\)(?={_BLANK}\w){_BLANK})?",
     re.IGNORECASE | re.DOTALL,
 )
 _BATCH_ROWS = 10_000
 _HELD_CHARACTERS = 8 * 2**20
-_WIDTH_ELSEWHERE = 200  # columns of a table that goes into a file or pipe, which has no width of its own
+_WIDTH_ELSEWHERE = 200  # columns of a table in a file or pipe
 _UNBOUNDED = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuerySettings(Checked):
-    """A query and where its answer goes.
+    """A query, and the output for its answer.
 
       python -m warehouse.query "SELECT family, status, count(*) FROM runs GROUP BY ALL"
       python -m warehouse.query "DESCRIBE runs"
       python -m warehouse.query "SELECT * FROM runs WHERE status = 'ok'" format=csv out=runs.csv
       python -m warehouse.query "SELECT run_id, config FROM runs LIMIT 5" format=json data=/srv/farm
 
-    The first argument that holds a space is the query. NULL is empty in csv and null in json; times are UTC.
+    The first argument with a space is the query. NULL is empty in csv and null in json; times are UTC.
     """
 
     sql: str = key(help="the query: one statement in DuckDB's SQL", kind="any text")
     format: str = key(
         "table",
-        "a table has one line a value where rows are too wide; parquet needs out=FILE",
+        "a table has one line a value if rows are too wide; parquet needs out=FILE",
         choices=("table", "csv", "json", "parquet"),
     )
     out: str | None = key(None, "file to write instead of standard output", "new path")
@@ -93,7 +93,7 @@ def run_query(settings: QuerySettings, stdout: TextIO) -> None:
             try:
                 _write_answer(relation, stdout, target, begun, settings)
                 return
-            except (pa.ArrowException, OSError) as error:  # a stream's; DuckDB's own errors have been looked into
+            except (pa.ArrowException, OSError) as error:  # from a stream; DuckDB's own errors were handled before
                 if _is_of_output(error) or begun.is_out or is_of_the_statement(error):
                     raise
                 if not connection.leave_out_damaged():
@@ -120,11 +120,11 @@ def _write_answer(
                 begun.release()
                 text.flush()
             finally:
-                text.detach()  # the caller that opened the file closes it
+                text.detach()  # its opener closes the file
 
 
 class _HeldBack(io.StringIO):
-    """Holds the first characters of an answer back, so that a damaged file found early costs no half answer."""
+    """Holds back the start of an answer, so an early damaged file does not leave half an answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _HeldBack(io.StringIO):
         self._characters = 0
         self._target: TextIO | None = None
         self._can_restart = False
-        self.is_out = False  # some of it has been written where it cannot be taken back
+        self.is_out = False  # some of it has been written irrevocably
 
     def write_to(self, target: TextIO, *, can_restart: bool = False) -> None:
         self._target, self._can_restart = target, can_restart
@@ -157,7 +157,7 @@ def _is_of_output(error: Exception) -> bool:
 
 
 def only_statement(connection: WarehouseConnection, sql: str) -> str:
-    """Return the one statement of a text that only reads. Raises `UsageError` for several, and for another kind."""
+    """Return the single read-only statement of a text. Raises `UsageError` for several, or for another kind."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UsageError(f"give one SQL statement, got {len(statements)}")
@@ -183,7 +183,7 @@ def _find_explained(connection: WarehouseConnection, statement: duckdb.Statement
 
 
 def _write_table(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
-    # A stored text must not command the terminal; csv and json are exact.
+    # Escape stored texts, which could contain terminal commands; csv and json are exact.
     names = [printable(name) for name in relation.columns]
     rows = list(_rows(relation.limit(settings.max_rows + 1)))
     shown = rows[: settings.max_rows]
@@ -213,7 +213,7 @@ def _write_table(relation: WarehouseRelation, file: TextIO, settings: QuerySetti
 
 
 def _print_records(console: Console, names: list[str], rows: list[list[Text]]) -> None:
-    """A line for each value, as `psql` does with \\x; a value's further lines stand below its first."""
+    """Print a line for each value, like `psql` with \\x; further lines of a value are below its first."""
     from rich.cells import cell_len
     from rich.text import Text
 
@@ -246,14 +246,14 @@ _NUMBERS = {
 
 
 def _write_csv(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
-    """RFC 4180 with \\n; NULL is an empty field, an empty text is quoted."""
+    """Write RFC 4180 with \\n; NULL is an empty field, an empty text is quoted."""
     file.write(",".join(map(_csv_text, relation.columns)) + "\n")
     for row in _rows(relation):
         file.write(",".join("" if value is None else _csv_text(_cell(value)) for value in row) + "\n")
 
 
 def _write_json(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
-    """A list of objects, one line each."""
+    """Write a list of objects, one line each."""
     names, separator = relation.columns, "[\n"
     for row in _rows(relation):
         record = dict(zip(names, map(_json_value, row), strict=True))
@@ -284,7 +284,7 @@ def arrow_batches(relation: WarehouseRelation, rows: int) -> pa.RecordBatchReade
 
 
 def _rows(relation: WarehouseRelation) -> Iterator[tuple[Any, ...]]:
-    # By way of Arrow, which needs no further package for timestamps with a zone.
+    # Through Arrow, which needs no other package for timestamps with a time zone.
     for batch in arrow_batches(relation, _BATCH_ROWS):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
@@ -312,7 +312,7 @@ def _json(value: Any) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """JSON has no NaN, infinity or interval: they are written as text."""
+    """Return a value that JSON can hold; NaN, infinity and intervals become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, pa.MonthDayNano):
@@ -322,16 +322,16 @@ def _json_value(value: Any) -> Any:
         return int(value) if isinstance(exponent, int) and exponent >= 0 else float(value)
     if isinstance(value, dict):
         return {str(key): _json_value(entry) for key, entry in value.items()}
-    if type(value) in (list, tuple):  # an interval is a named tuple, and stays what it is
+    if type(value) in (list, tuple):  # not an interval, which is a named tuple
         return [_json_value(entry) for entry in value]
     return value
 
 
 @contextlib.contextmanager
 def _explain_errors(folder: DataFolder) -> Iterator[None]:
-    """Return our error with DuckDB's whole message, which has the position and a suggestion.
+    """Raise `UsageError` with DuckDB's full message, which has the position and a suggestion.
 
-    Not for an unknown table: DuckDB then proposes tables of its own.
+    For an unknown table the message lists the views, because DuckDB would suggest internal tables.
     """
     try:
         yield

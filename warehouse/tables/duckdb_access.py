@@ -1,7 +1,7 @@
-"""DuckDB as this project uses it: in memory for a process's own work, its settings, and disk errors.
+"""DuckDB access: an in-memory instance for a process, settings, and disk errors.
 
-Start reading at `scratch_cursor`: one instance for a process, since an instance for each task would take longer to
-start than the task. `disk_errors_named` turns disk errors into `OSError`, which every command prints in one line.
+Start reading at `scratch_cursor`. A process has one instance, since starting one for each task would take longer than
+the task. `disk_errors_named` turns disk errors into `OSError`, which every command prints in one line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def has_setting(name: str) -> bool:
 
 @functools.cache
 def _settings() -> frozenset[str]:
-    """Return the names of all settings, asked once: the list takes DuckDB as long as opening a small file."""
+    """Return the names of all settings. Cached: the query takes as long as opening a small file."""
     with duckdb.connect() as connection:
         return frozenset(name for (name,) in connection.execute("SELECT name FROM duckdb_settings()").fetchall())
 
@@ -42,14 +42,14 @@ def scratch_cursor() -> duckdb.DuckDBPyConnection:
         cursor = _INSTANCES[process].cursor()
         cursor.execute("SELECT 1")
         return cursor
-    except (KeyError, duckdb.Error):  # after an internal error, as of a torn file, DuckDB wants to be restarted
+    except (KeyError, duckdb.Error):  # after an internal error, as from a torn file, DuckDB needs a new instance
         _INSTANCES[process] = _new_instance()
         return _INSTANCES[process].cursor()
 
 
 @contextlib.contextmanager
 def new_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Make a database file, into which the statements of the block go at once or not at all; it is closed then."""
+    """Make and close a database file; the block's statements are one transaction."""
     with _attach(path, "") as cursor:
         cursor.execute("BEGIN")
         yield cursor
@@ -58,21 +58,21 @@ def new_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 @contextlib.contextmanager
 def existing_database(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a database file to read it. Raises `duckdb.Error` where it is not one."""
+    """Open a database file for reading. Raises `duckdb.Error` if it is not one."""
     with _attach(path, " (READ_ONLY)") as cursor:
         yield cursor
 
 
 @contextlib.contextmanager
 def _attach(path: Path, mode: str) -> Iterator[duckdb.DuckDBPyConnection]:
-    name = f'"{path.stem}"'  # as a client that opens the file calls it
+    name = f'"{path.stem}"'  # the name that a client sees when it opens the file
     with _ATTACHING, scratch_cursor() as cursor:
         cursor.execute(f"ATTACH {sql_text(str(path))} AS {name}{mode}")
         try:
             cursor.execute(f"USE {name}")
             yield cursor
         except BaseException:
-            with contextlib.suppress(duckdb.Error):  # where none was begun
+            with contextlib.suppress(duckdb.Error):  # no transaction was begun
                 cursor.execute("ROLLBACK")
             raise
         finally:
@@ -83,8 +83,8 @@ def _attach(path: Path, mode: str) -> Iterator[duckdb.DuckDBPyConnection]:
 
 def _new_instance() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect()
-    connection.execute("SET GLOBAL TimeZone = 'UTC'")  # time zone of the timestamps that Arrow gets
-    # DuckDB's own threads cost a fifth on small files and gain nothing there; and no thread is lost in a fork.
+    connection.execute("SET GLOBAL TimeZone = 'UTC'")  # time zone of timestamps exported to Arrow
+    # DuckDB's threads cost a fifth on small files and gain nothing; without them, no thread is lost in a fork.
     connection.execute("SET threads = 1")
     if has_setting("async_threads"):  # since DuckDB 2.0
         connection.execute("SET async_threads = 0")

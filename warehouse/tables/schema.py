@@ -1,10 +1,10 @@
-"""The Arrow schemas of runs, telemetry samples, kernels and groups of jobs, with their words and units; a run's value.
+"""The Arrow schemas of runs, telemetry samples, kernels and groups of jobs; closed word lists; and `Run`.
 
-Start reading at `RUN_SCHEMA`; `TABLES` names the schema of each table. Every column that can be missing is NULL when it
-was not measured; ratios lie in [0, 1]; units stand in the names. A new column is appended here and `SCHEMA_VERSION`
-grows; older files stay readable, since views unite by name. `DETAILS` has the tables whose rows belong to a run, beside
-its telemetry: landing, checks, export, publication and ingest treat them alike. `Run` is a run as a typed value, from
-the worker that made it to the writer that lands it as a row of `RUN_SCHEMA`.
+Start reading at `RUN_SCHEMA`; `TABLES` names the schema of each table. A value that was not measured is NULL; ratios
+are in [0, 1]; names include units. To add a column, append it here and raise `SCHEMA_VERSION`; older files stay
+readable, since views unite by name. `DETAILS` has the tables, beside telemetry, whose rows belong to a run: landing,
+checks, export, publication and ingest treat them alike. `Run` is a run as a typed value, from the worker that made it
+to the writer that lands it as a row of `RUN_SCHEMA`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ SCHEMA_VERSION = 6
 
 STATUSES = ("ok", "oom", "timeout", "crashed", "invalid")
 SOURCES = ("measured", "simulated", "imported")
-DATASET_JOB_PREFIX = "dataset-"  # prefix of the job_id of rows that were loaded: they are not of this folder's own jobs
-# The doubt about an imported group whose members did not share the GPU.
+DATASET_JOB_PREFIX = "dataset-"  # prefix of the job_id of loaded rows, which belong to no job of this folder
+# Doubt about an imported group whose members did not share the GPU.
 NOT_TOGETHER = "the joint memory is that of one member alone: they did not train at the same time"
-OOM_KINDS = ("device", "host")  # which memory ran out; only `device` bounds the GPU-memory label from below
-# Whether a run's labels can be relied on. `suspect`: something was odd, and the labels that it touches say so;
-# `untrusted`: they must not be learned from. NULL: not judged (imported rows, older files).
+OOM_KINDS = ("device", "host")  # the memory that ran out; only `device` bounds the GPU-memory label from below
+# Reliability of a run's labels. `suspect`: something was odd, as the affected labels note; `untrusted`: no model may
+# learn from them. NULL: not judged (imported rows, older files).
 QUALITIES = ("trusted", "suspect", "untrusted")
-# What a telemetry row is: a reading of its own; one that the source had served before; no reading; or a reading that
-# its circumstances (`reasons`) put in doubt.
+# Kinds of telemetry rows: a new reading; one that the source had served before; no reading; a reading in doubt because
+# of its `reasons`.
 SAMPLE_QUALITIES = ("measured", "repeated", "unavailable", "suspect")
 
 _PEAKS = ("peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib")
 _FIGURES = ("smact", "smocc", "drama", "gpu_util", "power_w", "energy_j", "step_time_ms")
 LABELS = (*_PEAKS, *_FIGURES)  # a run's figures that are learned and compared
-RANK_LABELS = (*_PEAKS, "peak_rss_mib", *_FIGURES, "steps", "quality")  # columns of `ranks` that are as in `runs`
+RANK_LABELS = (*_PEAKS, "peak_rss_mib", *_FIGURES, "steps", "quality")  # columns of `ranks` as in `runs`
 
 _TIME = pa.timestamp("us", tz="UTC")
 
@@ -65,7 +65,7 @@ RUN_SCHEMA = pa.schema(
         ("device_memory_mib", pa.float64()),
         ("node", pa.string()),
         ("worker", pa.string()),
-        # environment: what can invalidate labels
+        # environment, whose changes can invalidate labels
         ("torch_version", pa.string()),
         ("cuda_version", pa.string()),
         ("cudnn_version", pa.string()),
@@ -74,13 +74,13 @@ RUN_SCHEMA = pa.schema(
         ("allocator_settings", pa.string()),
         ("farm_version", pa.string()),
         ("schema_version", pa.int32()),
-        # training settings, doubled from `config` because everybody groups by them
+        # training settings, copied from `config` because queries group by them
         ("batch_size", pa.int64()),
         ("precision", pa.string()),
         ("optimizer", pa.string()),
         ("parameters", pa.int64()),
         # labels
-        ("peak_memory_mib", pa.float64()),  # what the device charges the process: context and cached blocks included
+        ("peak_memory_mib", pa.float64()),  # charged to the process by the device, with context and cached blocks
         ("peak_reserved_mib", pa.float64()),
         ("peak_allocated_mib", pa.float64()),
         ("peak_rss_mib", pa.float64()),  # host memory of the trial's process tree
@@ -94,7 +94,7 @@ RUN_SCHEMA = pa.schema(
         ("steps", pa.int64()),  # in the window
         # time
         ("window_kind", pa.string()),  # adaptive | fixed
-        ("window_ended", pa.string()),  # why: steady | max_seconds | fixed
+        ("window_ended", pa.string()),  # steady | max_seconds | fixed
         ("warmup_s", pa.float64()),
         ("window_s", pa.float64()),
         ("window_start_ms", pa.float64()),  # on the clock of telemetry.t_ms
@@ -104,41 +104,38 @@ RUN_SCHEMA = pa.schema(
         ("finished_at", _TIME),
         # telemetry
         ("telemetry_rows", pa.int64()),
-        ("telemetry_missing", pa.string()),  # JSON: sensor -> why it read nothing
+        ("telemetry_missing", pa.string()),  # JSON: sensor -> reason without readings
         # added in version 2
         ("quality", pa.string()),  # trusted | suspect | untrusted
-        ("quality_reasons", pa.string()),  # JSON: reason -> what was seen, in words
+        ("quality_reasons", pa.string()),  # JSON: reason -> observation, in words
         ("quality_summary", pa.string()),  # JSON: see workers.labels.quality.Verdict
-        ("samples_measured", pa.int64()),  # telemetry rows of the window, by what they are
+        ("samples_measured", pa.int64()),  # telemetry rows of the window, by quality
         ("samples_repeated", pa.int64()),
         ("samples_unavailable", pa.int64()),
         ("samples_suspect", pa.int64()),
         ("half_widths", pa.string()),  # JSON: label -> half-width of its 95 % confidence interval over the window
         ("final", pa.bool_()),  # false: an attempt after which the task was queued again; `runs` leaves it out
-        ("memory_fraction", pa.float64()),  # share of the card's memory that the trial was allowed; NULL: all of it
+        ("memory_fraction", pa.float64()),  # share of the card's memory that the trial may use; NULL: all
         ("mig_profile", pa.string()),  # e.g. 1g.5gb; NULL: a whole GPU
-        ("mps", pa.bool_()),  # whether CUDA's multi-process service stood between the trial and the GPU
+        ("mps", pa.bool_()),  # whether the trial used the GPU through CUDA's multi-process service
         ("startup_s", pa.float64()),  # from the task's start to its first step
-        ("prepared", pa.bool_()),  # whether its process was made ready while the trial before it ran
+        ("prepared", pa.bool_()),  # whether its process was prepared while the previous trial ran
         # added in version 3
         ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported run was read from
-        ("convolutions", pa.string()),  # JSON: cuDNN's answers, in runs of the former family cudnn; NULL in all others
+        ("convolutions", pa.string()),  # JSON: cuDNN's answers, only in runs of the former family cudnn
         # added in version 4
-        ("kernel_rows", pa.int64()),  # rows of the run in `kernels`; NULL: its kernels were not asked for
+        ("kernel_rows", pa.int64()),  # rows of the run in `kernels`; NULL: kernels not requested
         # added in version 5
-        ("parallel", pa.string()),  # the trial config's, as in ddp=2; NULL: one device
-        ("ranks", pa.int64()),  # processes, a device each, and the run's rows in `ranks`; NULL: one
-        ("worst_rank", pa.int64()),  # the rank whose labels these are: the one with most memory, or the one that failed
+        ("parallel", pa.string()),  # the trial config's layout, as in ddp=2; NULL: one device
+        ("ranks", pa.int64()),  # processes with a device each, one row each in `ranks`; NULL: one
+        ("worst_rank", pa.int64()),  # the rank that the labels come from: the one with most memory, or the failed one
         # added in version 6
-        ("collocation_rows", pa.int64()),  # rows of the run in `collocations`; NULL: it had the device to itself
-        (
-            "group_id",
-            pa.string(),
-        ),  # the group that it ran in, beside other trials; NULL: it had the device to itself
+        ("collocation_rows", pa.int64()),  # rows of the run in `collocations`; NULL: it did not share the device
+        ("group_id", pa.string()),  # group of trials that shared the device with it; NULL: none
     ]
 )
 
-# metric -> (unit, what it is). One column each in `telemetry`.
+# metric -> (unit, description). One column each in `telemetry`.
 METRICS: dict[str, tuple[str, str]] = {
     "memory_used_mib": ("MiB", "device memory in use, all processes and the driver"),
     "process_memory_mib": ("MiB", "device memory charged to the trial's processes"),
@@ -180,23 +177,20 @@ TELEMETRY_SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),
         ("t_ms", pa.float64()),  # since the run started; each sample's own time
-        ("sensor", pa.string()),  # which telemetry source took it: nvml | gpm | dcgm | process | torch | simulated
+        ("sensor", pa.string()),  # telemetry source: nvml | gpm | dcgm | process | torch | simulated
         ("phase", pa.string()),  # warmup | window | NULL before and after
         ("quality", pa.string()),  # measured | repeated | unavailable | suspect
-        (
-            "reasons",
-            pa.string(),
-        ),  # why it is unavailable or suspect: names of workers.labels.quality.REASONS, with commas
+        ("reasons", pa.string()),  # why unavailable or suspect: workers.labels.quality.REASONS, comma-separated
         *((name, pa.int64() if name == "throttle_reasons" else pa.float64()) for name in METRICS),
-        ("rank", pa.int64()),  # added in version 5: of a run of several; NULL: of the whole run
+        ("rank", pa.int64()),  # added in version 5; NULL: a reading of the whole run
     ]
 )
 
-# How a rank ended: as its run does, or `stopped`, with the rank that ended the run.
+# How a rank ended: as a run does, or `stopped` because another rank ended the run.
 RANK_STATUSES = (*STATUSES, "stopped")
 
-RANK_OF_RUN = ("source", "device_name", "node")  # columns of `ranks` that are its run's
-# A row is one rank of a run on several devices. Columns with the names of `runs` mean the same, of the rank alone.
+RANK_OF_RUN = ("source", "device_name", "node")  # columns of `ranks` copied from the run
+# A row is one rank of a run on several devices. Columns named as in `runs` mean the same for the rank.
 RANK_SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),
@@ -204,31 +198,31 @@ RANK_SCHEMA = pa.schema(
         ("rank", pa.int64()),  # from 0
         ("source", pa.string()),
         ("device_name", pa.string()),
-        ("device_uuid", pa.string()),  # NULL where the ranks share a device
+        ("device_uuid", pa.string()),  # NULL if the ranks share a device
         ("node", pa.string()),
         ("status", pa.string()),
         *((name, RUN_SCHEMA.field(name).type) for name in RANK_LABELS),
         # of a simulated step
         ("exposed_ms", pa.float64()),  # part of step_time_ms: waiting for other ranks
         ("communication_ms", pa.float64()),  # all collectives of a step
-        ("sent_mib", pa.float64()),  # what the rank sends in a step
+        ("sent_mib", pa.float64()),  # sent by the rank in a step
     ]
 )
 
 KERNEL_PHASES = ("forward", "backward", "optimizer")
-# How a duration was taken. `cupti`: of the kernel alone, on the GPU. `cuda_events`: of a whole operator between two
-# events, its launch included. `loop`: of many in a row, divided by their number. `cpu`: of an operator on the CPU.
-# `model`: priced.
+# How a duration was measured. `cupti`: the kernel alone, on the GPU. `cuda_events`: a whole operator between two
+# events, with its launch. `loop`: many in a row, divided by their number. `cpu`: an operator on the CPU. `model`:
+# priced.
 KERNEL_TIMINGS = ("cupti", "cuda_events", "loop", "cpu", "model")
 
-# A row stands for all launches of one kernel by one operator on inputs of the same shapes.
+# A row summarizes all launches of one kernel by one operator on inputs of the same shapes.
 KERNEL_SCHEMA = pa.schema(
     [
         # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
         ("run_id", pa.string()),
         ("kernel_row", pa.string()),  # id of the row, the same whenever the same content is imported
         ("source", pa.string()),
-        ("device_name", pa.string()),  # as conf/device names it, where it does
+        ("device_name", pa.string()),  # the name in conf/device, if it is there
         ("torch_version", pa.string()),
         ("cuda_version", pa.string()),
         ("cudnn_version", pa.string()),
@@ -246,11 +240,11 @@ KERNEL_SCHEMA = pa.schema(
         ("blocks_per_sm", pa.float64()),
         ("warps_per_sm", pa.float64()),
         ("registers_per_thread", pa.int64()),
-        ("shared_memory_bytes", pa.int64()),  # a block's, static and dynamic
+        ("shared_memory_bytes", pa.int64()),  # of a block, static and dynamic
         ("stream", pa.int64()),
         ("duration_us", pa.float64()),  # median of one launch
         ("count", pa.int64()),  # launches that the row stands for
-        ("steps", pa.int64()),  # training steps that they were seen in; NULL outside a training step
+        ("steps", pa.int64()),  # training steps with these launches; NULL outside training steps
         ("timing", pa.string()),
         ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported row was read from
     ]
@@ -293,24 +287,24 @@ COLLOCATION_RATIOS = (
 COLLOCATION_SCHEMA = pa.schema(
     [
         # In the files an imported row has the id of the batch with which it landed; the view shows NULL.
-        ("run_id", pa.string()),  # the run of the member beside the others
+        ("run_id", pa.string()),  # the member's run in the group
         ("member_row", pa.string()),  # id of the row, the same whenever the same content is imported
         ("group_id", pa.string()),
         ("member", pa.int64()),  # number in the group, from 0
         ("group_size", pa.int64()),
         ("source", pa.string()),
-        ("series", pa.string()),  # which of several tables or campaigns of one source; solo figures are of the same one
+        ("series", pa.string()),  # table or campaign of the source; solo figures are of the same one
         ("device_name", pa.string()),
         ("sharing", pa.string()),
         ("devices", pa.int64()),  # the member's devices; NULL: one
-        # what the member is
+        # the member's job
         ("model", pa.string()),  # name by which a model is held out: a family's topology, or a published name
         ("name", pa.string()),  # the job's name: the same for the same job in all groups of a source
-        ("config", pa.string()),  # trial config as JSON; NULL where none describes the job
+        ("config", pa.string()),  # trial config as JSON; NULL if none describes the job
         ("batch_size", pa.int64()),
         ("precision", pa.string()),
         # alone on the device
-        ("solo_run_id", pa.string()),  # run that the figures alone are of
+        ("solo_run_id", pa.string()),  # run with the solo figures
         ("solo_step_ms", pa.float64()),
         ("solo_memory_mib", pa.float64()),
         ("solo_gpu_util", pa.float64()),
@@ -321,12 +315,12 @@ COLLOCATION_SCHEMA = pa.schema(
         ("solo_tensor_active", pa.float64()),
         ("solo_launches_per_s", pa.float64()),
         ("solo_power_w", pa.float64()),
-        # beside the others
+        # in the group
         ("shared_step_ms", pa.float64()),
         ("slowdown", pa.float64()),  # shared_step_ms / solo_step_ms, or the published ratio
         ("status", pa.string()),
-        ("died_of", pa.int64()),  # member whose allocation exhausted the memory, of a member that ran out of it
-        ("doubt", pa.string()),  # why the row's figures may be wrong; NULL: nothing speaks against them
+        ("died_of", pa.int64()),  # if this member ran out of memory: the member whose allocation exhausted it
+        ("doubt", pa.string()),  # why the row's figures may be wrong; NULL: no doubt
         # of the whole group
         ("joint_memory_mib", pa.float64()),
         ("joint_smact", pa.float64()),
@@ -335,7 +329,7 @@ COLLOCATION_SCHEMA = pa.schema(
         ("joint_gpu_util", pa.float64()),
         ("joint_memory_util", pa.float64()),
         ("joint_power_w", pa.float64()),
-        ("window_start_ms", pa.float64()),  # all members are warm; on the clock of telemetry.t_ms of `run_id`
+        ("window_start_ms", pa.float64()),  # when all members are warm; on the clock of telemetry.t_ms of `run_id`
         ("window_end_ms", pa.float64()),
         ("origin", pa.string()),  # JSON: column -> cell of the published file that an imported row was read from
     ]
@@ -355,15 +349,15 @@ JOB_SCHEMA = pa.schema(
     ]
 )
 
-# What can invalidate labels, beside the device itself.
+# Columns whose changes can invalidate labels, beside the device itself.
 ENVIRONMENT = ("torch_version", "cuda_version", "cudnn_version", "driver_version", "allocator_settings")
 
-# A mark: a run's label does not hold on its device once that is in the environment named; see `warehouse.files.writer`.
+# A mark: a run's label is stale while its device is in the environment named; see `warehouse.files.writer`.
 STALE_SCHEMA = pa.schema(
     [
         ("run_id", pa.string()),
         ("label", pa.string()),  # a column of `runs`
-        ("operators", pa.string()),  # operator families of the run that moved, with commas; `everything`
+        ("operators", pa.string()),  # operator families of the run that moved, comma-separated, or `everything`
         ("device_name", pa.string()),
         ("source", pa.string()),
         *((name, pa.string()) for name in ENVIRONMENT),  # the environment in which the label is stale
@@ -374,9 +368,9 @@ STALE_SCHEMA = pa.schema(
     ]
 )
 
-KINDS = ("runs", "telemetry", "kernels", "ranks", "collocations")  # what is partitioned by family and compacted
-OF_RUNS = KINDS[1:]  # rows that belong to a run, and land before it
-MERGED_PREFIX = "merged-"  # of the names of files into which compaction has merged others
+KINDS = ("runs", "telemetry", "kernels", "ranks", "collocations")  # tables partitioned by family and compacted
+OF_RUNS = KINDS[1:]  # tables whose rows belong to a run, and land before it
+MERGED_PREFIX = "merged-"  # of the names of files that compaction has merged
 # Every table of the warehouse by its name.
 TABLES = {
     "runs": RUN_SCHEMA,
@@ -391,18 +385,18 @@ TABLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Detail:
-    """One such table.
+    """A table whose rows belong to a run.
 
     Args:
         schema: Its columns.
         row_id: Column with the id of each row, which begins with its run's.
-        letter: Before the row's number in that id.
+        letter: Precedes the row's number in that id.
         count: Column of `runs` with the number of its rows.
         required: Columns that are never NULL, beside `run_id`.
-        words: Column -> what it may hold.
-        of_run: Columns that are the run's own.
-        row: What one row is, in words.
-        imported: Whether rows may be imported, which belong to no run.
+        words: Column -> its possible values.
+        of_run: Columns copied from the run.
+        row: One row in words.
+        imported: Whether it may have imported rows, which belong to no run.
     """
 
     schema: pa.Schema
@@ -466,7 +460,7 @@ JSON_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One finished execution of a task. Fields are the columns of `RUN_SCHEMA`; None was not measured and becomes NULL.
+    """One finished execution of a task. Fields are the columns of `RUN_SCHEMA`; None becomes NULL.
 
     Nothing is checked here: a worker may send anything, and the writer refuses what breaks the schema.
     """
@@ -549,7 +543,7 @@ class Run:
     def columns(self) -> dict[str, Any]:
         """Return the row's columns, JSON objects as text; those that are None are left out.
 
-        Raises `TypeError` or `ValueError` for what JSON cannot hold.
+        Raises `TypeError` or `ValueError` for values that JSON cannot hold.
         """
         values = {name: getattr(self, name) for name in _FIELDS}
         return {name: _store(name, value) for name, value in values.items() if value is not None}
