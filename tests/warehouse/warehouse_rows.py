@@ -133,7 +133,7 @@ def compact_at(folder, *hours: float, settings: CompactionSettings = EAGER):
 
 @contextlib.contextmanager
 def unreadable(monkeypatch, is_chosen: Callable[[Path], bool], code: int = errno.EIO) -> Iterator[None]:
-    """Let no file that is chosen be opened within, for the reason of this `errno`."""
+    """Fail each opening of a chosen file within, with this `errno`."""
 
     def fail(opened, really_open=plain_file.open_plain):
         if is_chosen(opened):
