@@ -1,7 +1,7 @@
-"""Names of GPU models and of their MIG slices: the data sheet's or the driver's, in any case, or a beginning of it.
+"""Resolves names of GPU models and their MIG slices: the data sheet's or the driver's name, in any case, or a prefix.
 
-Start reading at `resolve_device`; `read_device_file` reads a description that is not in `conf/device/`. A slice is
-named `A100-SXM4-40GB:3g.20gb`, or `NVIDIA A100-SXM4-40GB MIG 3g.20gb` as by drivers; `slice_values` describes it.
+Start reading at `resolve_device`; `read_device_file` reads a description outside of `conf/device/`. A slice is named
+`A100-SXM4-40GB:3g.20gb`, or by drivers `NVIDIA A100-SXM4-40GB MIG 3g.20gb`; `slice_values` describes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from conf.errors import UsageError, shown, unknown_name
 
-# What drivers call models whose data sheets have other names; in lower case, without the vendor.
+# Driver's name -> data sheet's name, where they differ; in lower case, without the vendor.
 _DRIVER_NAMES = {
     "a100 80gb pcie": "a100-pcie-80gb",
     "h100 80gb hbm3": "h100-sxm5-80gb",
@@ -23,10 +23,10 @@ _DRIVER_NAMES = {
     "gh200 480gb": "gh200-96gb",  # the host's memory
     "b200": "b200-sxm-180gb",
     "rtx 6000 ada generation": "rtx-6000-ada",
-    "mi250": "mi250-gcd",  # ROCm calls each of a board's two dies by the board's name
+    "mi250": "mi250-gcd",  # ROCm gives both dies of a board the board's name
     "mi250x": "mi250x-gcd",
 }
-# What a short name means: the model that the others are variants of.
+# Short name -> the usual variant of the model.
 _USUAL = {"a100": "a100-sxm4-40gb", "h100": "h100-sxm5-80gb", "v100": "v100-sxm2-32gb", "p100": "p100-pcie-16gb"}
 
 
@@ -34,14 +34,14 @@ _LARGEST_FILE = 65_536  # bytes of a description
 
 
 def is_device_file(device: str) -> bool:
-    """Return whether a device is given as the YAML file that describes it, rather than by name."""
+    """Return whether a device is given as a YAML file rather than by name."""
     return device.endswith((".yaml", ".yml"))
 
 
 def read_device_file(path: str) -> dict[str, Any]:
-    """Return the mapping in a user's own description of a GPU model, `device=FILE.yaml`; its keys are not checked here.
+    """Return the mapping in a user's description of a GPU model, `device=FILE.yaml`; its keys are not checked.
 
-    Raises `UsageError` for anything that is not a file with a mapping.
+    Raises `UsageError` unless the file holds a mapping.
     """
     import yaml
 
@@ -71,9 +71,9 @@ def plain_device(name: str | None) -> str:
 
 
 def resolve_device(name: object, known: Iterable[str]) -> str:
-    """Return the known name that `name` stands for, as `H100-SXM5-80GB` for `h100`.
+    """Return the known name that `name` means, such as `H100-SXM5-80GB` for `h100`.
 
-    Raises `UsageError` that lists the candidates of an ambiguous beginning, or all that are known.
+    Raises `UsageError` that lists the candidates for an ambiguous prefix, or all known names.
     """
     known = sorted(known)
     wanted = plain_device(name) if isinstance(name, str) else ""
@@ -89,7 +89,7 @@ def resolve_device(name: object, known: Iterable[str]) -> str:
 
 
 class Slice(NamedTuple):
-    """A profile: `sms` multiprocessors, and `memory` of the `of` parts of memory, L2 cache and bandwidth."""
+    """A profile: `sms` multiprocessors, and `memory` out of `of` parts of memory, L2 cache and bandwidth."""
 
     sms: int
     memory: int
@@ -97,7 +97,7 @@ class Slice(NamedTuple):
 
 
 def _of_ampere(unit_gb: int) -> dict[str, Slice]:
-    """Return the profiles of an A100 whose smallest slice has this many GB."""
+    """Return the profiles of an A100 whose smallest slice has `unit_gb`."""
     return {
         f"1g.{unit_gb}gb": Slice(14, 1),
         f"1g.{2 * unit_gb}gb": Slice(14, 2),
@@ -109,7 +109,7 @@ def _of_ampere(unit_gb: int) -> dict[str, Slice]:
 
 
 def _of_hopper(*gb: int) -> dict[str, Slice]:
-    """Return the profiles of a Hopper GPU of 132 SMs, by the GB of an eighth, a quarter, a half, all of its memory."""
+    """Return the profiles of a Hopper GPU with 132 SMs; `gb` are an eighth, a quarter, a half and all of its memory."""
     eighth, quarter, half, whole = gb
     return {
         f"1g.{eighth}gb": Slice(16, 1),
@@ -121,8 +121,8 @@ def _of_hopper(*gb: int) -> dict[str, Slice]:
     }
 
 
-# Source: NVIDIA Multi-Instance GPU User Guide, "Supported MIG Profiles", and `nvidia-smi mig -lgip`. Of Hopper GPUs
-# with other numbers of SMs than 132 nothing is said here.
+# Source: NVIDIA Multi-Instance GPU User Guide, "Supported MIG Profiles", and `nvidia-smi mig -lgip`. Hopper GPUs with
+# other numbers of SMs than 132 are missing.
 PROFILES: Mapping[str, Mapping[str, Slice]] = {
     "a30": {"1g.6gb": Slice(14, 1, 4), "2g.12gb": Slice(28, 2, 4), "4g.24gb": Slice(56, 4, 4)},
     "a100-sxm4-40gb": _of_ampere(5),
@@ -139,29 +139,29 @@ _NAME = re.compile(r"(?P<parent>.+?)(?:\s*:\s*|\s+MIG\s+)(?P<profile>\d+g\.\d+gb
 
 
 def split_slice(name: object) -> tuple[str, str] | None:
-    """Return the whole GPU's name and the profile of a slice's name; None for any other name."""
+    """Split a slice's name into the whole GPU's name and the profile; return None for any other name."""
     match = _NAME.fullmatch(name.strip()) if isinstance(name, str) and len(name) <= _LONGEST_NAME else None
     return None if match is None else (match["parent"], match["profile"].lower())
 
 
 def profiles_of(parent: str) -> Mapping[str, Slice]:
-    """Return the profiles of a GPU model, by its described name; none of one that has no slices."""
+    """Return the profiles of a GPU model by its described name; empty if it has no slices."""
     return PROFILES.get(plain_device(parent), {})
 
 
 def slice_values(parent: Mapping[str, Any], profile: str) -> dict[str, Any]:
     """Return the values of a slice's description that replace the whole GPU's.
 
-    Memory, L2 cache and bandwidth go by memory slices, rates by multiprocessors. Power goes by multiprocessors, too,
-    which is assumed: boards report it as a whole. The context is the whole GPU's, an upper bound. How slices talk to
-    each other is not known: they have no interconnect.
+    Memory, L2 cache and bandwidth scale with memory slices, rates with multiprocessors. Power also scales with
+    multiprocessors, an assumption, because boards report only their total. The context is the whole GPU's, an upper
+    bound. Communication between slices is unknown: they have no interconnect.
 
     Args:
         parent: The whole GPU's description.
         profile: `3g.20gb`.
 
     Raises:
-        UsageError: The GPU model has no such slice; the message lists those that it has.
+        UsageError: The GPU model does not have this slice; the message lists its slices.
     """
     profiles = profiles_of(parent["name"])
     if profile not in profiles:

@@ -1,4 +1,4 @@
-"""Errors that a command prints in one line, without a traceback, and ends with exit code 2.
+"""Errors that a command prints in one line, without a traceback, before it exits with code 2.
 
 Start reading at `CommandError`.
 """
@@ -13,16 +13,16 @@ from conf.plain_text import shown
 
 __all__ = ["CommandError", "EnvironmentProblem", "UsageError", "kept_from_exit", "shown", "unknown_name"]
 
-# Of this process, machine or disk, and not of what a file holds: they may be gone at the next look.
+# Errors of this process, machine or disk rather than of a file's content: a later attempt may succeed.
 PASSING_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT)
 
 
 class CommandError(Exception):
-    """The base of both: the message says what to change; catch it where either kind ends the work at hand.
+    """Base class of both errors. The message says what to change.
 
     Args:
-        keep_lines: whether the message has lines of its own, such as DuckDB's, which points at a position. Otherwise a
-            line break comes from a name that is quoted, and is shown escaped.
+        keep_lines: whether the message has several lines, such as DuckDB's, which point at a position. Otherwise a line
+            break comes from a quoted name, and is shown escaped.
     """
 
     def __init__(self, *args: object, keep_lines: bool = False) -> None:
@@ -31,31 +31,31 @@ class CommandError(Exception):
 
 
 class UsageError(CommandError, ValueError):
-    """A mistake in the user's input: a key, a value, a name, a model; the message names it and the valid choices.
+    """A mistake in the user's input: a key, a value, a name, a model. The message names it and the valid choices.
 
     The same call fails again until the arguments change.
     """
 
 
 class EnvironmentProblem(CommandError, RuntimeError):
-    """A lack of the machine or a folder: space, a package, a GPU, an undamaged file, a lock that nobody else holds.
+    """A problem of the machine or a folder: no space, a missing package or GPU, a damaged file, a lock held elsewhere.
 
     The arguments are right: the same call succeeds once the environment is repaired, or another program has ended.
     """
 
 
 def unknown_name(kind: str, name: object, known: Iterable[object]) -> UsageError:
-    """Return the error for an unknown name, with the known ones: `unknown family 'cmm'; known: cnn, mlp`."""
+    """Return the error for an unknown name, which lists the known ones: `unknown family 'cmm'; known: cnn, mlp`."""
     return UsageError(f"unknown {kind} {shown(name)}; known: {', '.join(sorted(map(str, known)))}")
 
 
 @contextlib.contextmanager
 def kept_from_exit() -> Iterator[None]:
-    """Turn what a user's code raises to end the process, as `sys.exit` does, into a `RuntimeError`; not Ctrl-C."""
+    """Turn a user's code's attempt to end the process, such as `sys.exit`, into a `RuntimeError`; not Ctrl-C."""
     try:
         yield
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        left = RuntimeError(f"it ends the process by {type(error).__name__}({error})")
-        raise left.with_traceback(error.__traceback__) from error
+        problem = RuntimeError(f"it ends the process by {type(error).__name__}({error})")
+        raise problem.with_traceback(error.__traceback__) from error

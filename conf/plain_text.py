@@ -1,8 +1,8 @@
 """Makes text safe for terminals, pages, storage and SQL: escape sequences and control characters are escaped.
 
-Start reading at `printable`; `shown` is for values that a message quotes, `error_line` for stored errors, `safe_text`
-for what a trial sends, `sql_text` for a value in a query, `clean_text` for a page; `count_of`, `duration`, `energy` and
-`figure` write figures out.
+Start reading at `printable`. `shown` is for values that a message quotes, `error_line` for stored errors, `safe_text`
+for texts from a trial, `sql_text` for a value in a query, `clean_text` for a page. `count_of`, `duration`, `energy` and
+`figure` format figures.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ _LONGEST_SHOWN = 200  # characters of a value that is quoted back
 OUTPUT_STARTS = "\n--- the trial's output ends:"  # separates the error of a run from the last output of its trial
 _TRACEBACK_STARTS = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s*(?:[|+]\s*)?File ".*", line \d+')
-_IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # how a traceback draws the exceptions of a group
+_IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # frame that a traceback draws around the exceptions of a group
 ERROR_CHARACTERS = 32_000  # characters of an error's text that are kept
-_HEAD_SHARE = 0.25  # share of the kept text; the rest is its end, where a traceback has its message
+_HEAD_SHARE = 0.25  # share of a kept text for its beginning; a traceback has its message at the end
 _QUOTED_CHARACTERS = 200
-_TAB_OR_LINE_FEED = re.compile("([\t\n])")  # what is kept as it is
+_TAB_OR_LINE_FEED = re.compile("([\t\n])")
 _LINE_END = re.compile("\r\n?")
-MISSING = "–"  # how a page and a table show that there is no value
+MISSING = "–"  # shown for a missing value on pages and in tables
 _TERMINAL_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LONGEST_ON_PAGE = 20_000  # characters of one text on a page
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters escaped, as in `\\x1b`. Line feeds stay, tabs become blanks."""
+    """Return `text` with control characters escaped, such as `\\x1b`. Line feeds stay, tabs become blanks."""
     if text.isprintable():
         return text
     return "".join(map(_spell, text))
 
 
 def one_line(text: str) -> str:
-    """Return `text` in one line: as `printable`, with tabs and line feeds escaped too."""
+    """Return `printable` text in one line: tabs and line feeds are also escaped."""
     return printable(text.replace("\t", "\\t")).replace("\n", "\\n")
 
 
 def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
-    """Print lines on standard output or `file`, each as `one_line` writes it: they name files, whose names are any."""
+    """Print lines on standard output or `file`, each through `one_line`: file names may hold any character."""
     for line in lines:
         print(one_line(line), file=file)
 
 
 def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with aligned columns, indented by two; none without rows."""
+    """Return the lines of a table with aligned columns, indented by two; empty without rows."""
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
@@ -66,24 +66,23 @@ def counted(count: int, one: str, many: str) -> str:
 
 
 def first_few(texts: Sequence[str], most: int, between: str = "; ") -> str:
-    """Return the first `most` texts, and how many more there are: `a; b; 3 more`."""
+    """Return the first `most` texts and the number of the others: `a; b; 3 more`."""
     more = [f"{len(texts) - most:,} more"] if len(texts) > most else []
     return between.join([*texts[:most], *more])
 
 
 def left_out(count: int, unit: str) -> str:
-    """Return the line that stands for what was cut."""
+    """Return the line that marks a cut."""
     return f"\n[... {count:,} {unit} left out ...]\n"
 
 
 def truncated(text: str) -> str:
-    """Return `text`, or its beginning and its end where it is too long for a message."""
+    """Return `text`, or its beginning and end if it is too long for a message."""
     return _cut(text, _LONGEST_LINE, " ... ")
 
 
 def shown(value: object) -> str:
-    """Return a value as a message quotes it: its `repr`, cut where it is long, with bytes that are not UTF-8 as
-    such."""
+    """Return the `repr` of a value for a message, cut if it is long; bytes that are not UTF-8 appear as `\\xNN`."""
     text = re.sub(r"(?<!\\)((?:\\\\)*)\\udc([89a-f][0-9a-f])", r"\1\\x\2", repr(value))
     cut = _cut(text, _LONGEST_SHOWN, "...")
     return text if cut == text else f"{cut} ({len(text):,} characters)"
@@ -95,16 +94,16 @@ def first_line(error: BaseException) -> str:
 
 
 def exception_line(error: BaseException) -> str:
-    """Return an exception as one line: `TypeError: the first non-blank line of its text`, or its type alone."""
+    """Return an exception as one line: `TypeError: first non-blank line of its text`, or only its type."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"
 
 
 def error_line(text: str) -> str:
-    """Return the line of an error that says what happened, without the control characters that `printable` escapes.
+    """Return the line of an error that says what happened, made `printable`; empty for an empty text.
 
-    Of a traceback this is the first line of its last exception (`TypeError: ...`), of anything else the first line
-    that is not blank. The output of a trial, which may follow, is left out. Empty where the text is.
+    In a traceback this is the first line of its last exception (`TypeError: ...`), otherwise the first line that is not
+    blank. The output of a trial, which may follow, is ignored.
     """
     lines = [line for line in text.partition(OUTPUT_STARTS)[0].splitlines() if line.strip()]
     traced = [number for number, line in enumerate(lines) if _TRACEBACK_STARTS in line or _FRAME.match(line)]
@@ -128,7 +127,7 @@ def _spell(character: str) -> str:
         return character
     if character == "\t":
         return " "
-    # Controls, surrogates, what turns the direction of text or is not seen, line ends, characters of no known meaning.
+    # Control characters, surrogates, direction marks, invisible characters, line ends and unassigned characters.
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that Python could not decode (PEP 383)
         code -= 0xDC00
@@ -136,7 +135,7 @@ def _spell(character: str) -> str:
 
 
 def safe_text(text: str, limit: int = ERROR_CHARACTERS) -> str:
-    """Return `text` escaped as `printable` does, except tabs, cut to about `limit` characters.
+    """Return `printable` text, but with its tabs, cut to about `limit` characters.
 
     The beginning and the end are kept; a line between them says how many characters were left out.
     """
@@ -154,11 +153,11 @@ def shortened(text: str, limit: int = ERROR_CHARACTERS) -> str:
 
 
 def quoted(data: bytes | str) -> str:
-    """Return the beginning of `data` in quotes and plain ASCII, with the full length where that is more."""
-    kept = data[:_QUOTED_CHARACTERS]
-    text = ascii(kept.decode("utf-8", "backslashreplace") if isinstance(kept, bytes) else kept)
+    """Return the beginning of `data` in quotes and plain ASCII; if it was cut, also the full length."""
+    beginning = data[:_QUOTED_CHARACTERS]
+    text = ascii(beginning.decode("utf-8", "backslashreplace") if isinstance(beginning, bytes) else beginning)
     unit = "bytes" if isinstance(data, bytes) else "characters"
-    return text if len(kept) == len(data) else f"{text}... ({len(data):,} {unit})"
+    return text if len(beginning) == len(data) else f"{text}... ({len(data):,} {unit})"
 
 
 def sql_text(value: str) -> str:
@@ -174,8 +173,8 @@ def escaped_glob(path: Path) -> str:
 def clean_text(value: object, longest: int = _LONGEST_ON_PAGE) -> str:
     """Return a value as text for a page, not yet escaped.
 
-    Terminal escapes are removed, control characters replaced, and of a text beyond `longest` characters the end is
-    kept. None becomes a dash.
+    Terminal escapes are removed and control characters replaced. Of a text longer than `longest` characters only the
+    end is kept. None becomes a dash.
     """
     text = MISSING if value is None else str(value)
     if len(text) > longest:

@@ -73,7 +73,7 @@ __all__ = [
     "plan",
     "slowdowns",
 ]
-_LATER = {  # what a plain estimate does not need -> the module that has it
+_LATER = {  # name -> the module that defines it, imported on first use
     "Admission": "sharing.admitting",
     "admit": "sharing.admitting",
     "GpuState": "sharing.admitting",
@@ -92,7 +92,7 @@ _LATER = {  # what a plain estimate does not need -> the module that has it
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a plain estimate does not need when it is asked for."""
+    """Import a name of `_LATER` when it is first used."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

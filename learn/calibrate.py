@@ -47,14 +47,14 @@ KINDS = {
 _JOB_COLUMNS = ("reserved_mib", "cudnn", "config")
 COLUMNS = ("kind", "mib", *_JOB_COLUMNS)
 MOST_RUNS = 50  # the newest; each is traced once, for whether it loads cuDNN
-# How far a machine may be from the typical one, and a figure from the truth: standard deviations in MiB.
+# Standard deviations in MiB: of a machine from the typical one, and of a figure from the truth.
 _SPREAD_MIB = {"context_mib": 300.0, "kernels_mib": 300.0, "cudnn_mib": 150.0, "other_mib": 300.0}
 _NOISE_MIB = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMemory(Checked):
-    """One number that was read on the machine. Raises `UsageError`."""
+    """One measured number of a machine. Raises `UsageError`."""
 
     kind: str = key(help="what the number is of", choices=tuple(KINDS))
     mib: float = key(help="the number, in MiB", kind="number >= 0")
@@ -69,7 +69,7 @@ class MeasuredMemory(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A machine's profile, and by how many MiB it misses each number that it was made from."""
+    """A machine's profile, and the residual in MiB of each number that it was fitted to."""
 
     profile: MachineProfile
     measured: tuple[MeasuredMemory, ...]
@@ -79,11 +79,11 @@ class Calibration:
 def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str = "calibrated") -> Calibration:
     """Return the profile that explains the numbers, as near to a typical machine as they allow.
 
-    The least-squares estimate with a normal prior around `machine("current")`, no part below 0: one number moves
-    the parts that it covers, several separate them.
+    The least-squares estimate with a normal prior around `machine("current")`, no part below 0. One number moves only
+    the parts that it covers; several numbers separate the parts.
 
     Raises:
-        UsageError: There is no number.
+        UsageError: No number is given.
     """
     if not measured:
         raise UsageError("nothing to calibrate with: give at least one measured number")
@@ -100,7 +100,7 @@ def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str 
 
 
 def _parts_in(memory: MeasuredMemory) -> tuple[float, ...]:
-    """Return which of `PARTS` a number holds, as 0 and 1."""
+    """Return which of `PARTS` the number includes, as 0.0 and 1.0."""
     process = memory.kind in ("process", "card")
     parts = {
         "context_mib": memory.kind != "idle",
@@ -114,7 +114,7 @@ def _parts_in(memory: MeasuredMemory) -> tuple[float, ...]:
 def _nearest(design: np.ndarray, wanted: np.ndarray, centre: np.ndarray, spread: np.ndarray) -> np.ndarray:
     """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2.
 
-    Of so few parts, every choice of those that are 0 is tried.
+    There are few parts, so every choice of parts that are 0 is tried.
     """
     rows = np.vstack([design / _NOISE_MIB, np.diag(1 / spread)])
     target = np.concatenate([wanted / _NOISE_MIB, centre / spread])
@@ -132,8 +132,8 @@ def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
     """Return the numbers of a CSV file.
 
     Columns: `kind` (one of `KINDS`) and `mib`. For `process` and `card` also the job: `reserved_mib`
-    (`torch.cuda.max_memory_reserved` in MiB) with `cudnn` (true or false), or a trial `config` as JSON, to be traced.
-    The file is data: code that a config names is not imported.
+    (`torch.cuda.max_memory_reserved` in MiB) with `cudnn` (true or false), or a trial `config` as JSON, which is
+    traced. The file is data: code that a config names is never imported.
 
     Raises:
         UsageError: A file that cannot be read, or a bad line; the message names it.
@@ -190,7 +190,7 @@ def _trace(job: TrainingJob, device: DeviceSpec) -> tuple[float, bool]:
 def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMemory]:
     """Return the newest trusted runs that a data folder holds of this GPU model, at most `MOST_RUNS`.
 
-    Runs that are simulated, imported or without the allocator's own figure say nothing of this machine.
+    Runs that are simulated, imported or lack the allocator's figure are left out: they do not describe this machine.
     """
     import warehouse
 
@@ -221,10 +221,10 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
     return numbers
 
 
-def to_mapping(made: Calibration, device: DeviceSpec) -> dict[str, Any]:
-    """Return the content of the profile's file: the machine, the device and the numbers that it was made from."""
+def to_mapping(calibration: Calibration, device: DeviceSpec) -> dict[str, Any]:
+    """Return the content of the profile's file: the machine, the device and the measured numbers."""
     return {
-        "machine": made.profile.to_mapping(),
+        "machine": calibration.profile.to_mapping(),
         "device": device.name,
         "measured": [
             {
@@ -233,25 +233,25 @@ def to_mapping(made: Calibration, device: DeviceSpec) -> dict[str, Any]:
                 "reserved_mib": memory.reserved_mib,
                 "cudnn": memory.loads_cudnn,
                 "source": memory.source,
-                "residual_mib": round(left, 1),
+                "residual_mib": round(residual_mib, 1),
             }
-            for memory, left in zip(made.measured, made.residuals_mib, strict=True)
+            for memory, residual_mib in zip(calibration.measured, calibration.residuals_mib, strict=True)
         ],
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings(Checked):
-    """Which numbers to calibrate with, and for which GPU model. Raises `UsageError`.
+    """The measured numbers and their GPU model. Raises `UsageError`.
 
       python -m learn.calibrate measured=numbers.csv device=A100-SXM4-40GB
       python -m learn.calibrate idle_mib=310 context_mib=520
       python -m learn.calibrate data=/srv/farm name=station
 
     A CSV file has the columns kind (idle, context, process or card) and mib, and for process and card the job:
-    reserved_mib (torch.cuda.max_memory_reserved) with cudnn (true or false), or a trial config as JSON. Without any
-    number here, the measured runs of the data folder are taken. The profile is kept in DATA/machines/DEVICE.json; from
-    then on every estimate for this GPU model with this data folder uses it. One to five numbers are enough.
+    reserved_mib (torch.cuda.max_memory_reserved) with cudnn (true or false), or a trial config as JSON. Without
+    measured numbers, the runs of the data folder are taken. The profile is written to DATA/machines/DEVICE.json and
+    applies to every later estimate for this GPU model with this data folder. One to five numbers are enough.
     """
 
     device: DeviceSpec | None = group(None, "GPU model, by default A100-SXM4-40GB", described_device)
@@ -266,7 +266,7 @@ class CalibrateSettings(Checked):
 
 
 def entry(settings: CalibrateSettings) -> None:
-    """Fit the profile, keep it and print it."""
+    """Fit the profile, write it and print it."""
     device = settings.device or load_device(DEFAULT_DEVICE)
     folder = DataFolder.resolve(settings.data)
     measured = _read_measured(settings, device, folder)
@@ -275,15 +275,15 @@ def entry(settings: CalibrateSettings) -> None:
             f"data={folder.root} holds no measured run on {device.name}; give numbers: measured=FILE.csv, "
             "idle_mib=..., context_mib=..."
         )
-    made = calibrate(measured, device, settings.name)
+    calibration = calibrate(measured, device, settings.name)
     path = profile_path(folder.create(), device)
-    content = to_mapping(made, device)
+    content = to_mapping(calibration, device)
     path.parent.mkdir(exist_ok=True)
     write_file(path, json.dumps(content, indent=1).encode())
     if settings.format == "json":
         print(json.dumps({**content, "path": str(path)}, indent=1))
     else:
-        _print_table(made, device, path)
+        _print_table(calibration, device, path)
 
 
 def _read_measured(settings: CalibrateSettings, device: DeviceSpec, folder: DataFolder) -> list[MeasuredMemory]:
@@ -297,13 +297,13 @@ def _read_measured(settings: CalibrateSettings, device: DeviceSpec, folder: Data
     return measured or measured_in_runs(folder.open(), device)
 
 
-def _print_table(made: Calibration, device: DeviceSpec, path: Path) -> None:
-    parts = [(part.removesuffix("_mib"), f"{getattr(made.profile, part):,.1f}") for part in PARTS]
+def _print_table(calibration: Calibration, device: DeviceSpec, path: Path) -> None:
+    parts = [(part.removesuffix("_mib"), f"{getattr(calibration.profile, part):,.1f}") for part in PARTS]
     numbers = [
         (memory.source, KINDS[memory.kind], f"{memory.mib:,.1f}", f"{residual_mib:+,.1f}")
-        for memory, residual_mib in zip(made.measured, made.residuals_mib, strict=True)
+        for memory, residual_mib in zip(calibration.measured, calibration.residuals_mib, strict=True)
     ]
-    print(f"machine {made.profile.name} with {device.name}")
+    print(f"machine {calibration.profile.name} with {device.name}")
     print(*table_lines(("part", "MiB"), parts), "", sep="\n")
     print(*table_lines(("measured", "what", "MiB", "left unexplained"), numbers), f"kept: {path}", sep="\n")
 

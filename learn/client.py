@@ -25,16 +25,16 @@ from learn.sharing.slowdowns import Slowdown
 _WAIT_S = 20  # how long the service may hold a question back while it is traced
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _CONNECT_S = 10.0
-_RECONNECT_S = 10.0  # a service that is restarted answers within seconds
+_RECONNECT_S = 10.0  # a restarted service answers within seconds
 _OK, _ACCEPTED, _BUSY = 200, 202, 429
-_AGAIN = (_BUSY, 409, 503)  # busy, a job that is not yet known, a service that starts
-_FAILURES = 500  # statuses from here on are the service's only with its media types; a proxy makes them otherwise
+_AGAIN = (_BUSY, 409, 503)  # busy, a job not yet known, a service that is starting
+_FAILURES = 500  # from this status on, an answer without the service's media types is a proxy's
 _OURS = ("application/json", "application/problem+json")
 _BATCH = 500
 
 
 class Refused(UsageError):
-    """The service's problem document. `errors` holds (JSON Pointer, detail) of each field that it names."""
+    """A request that the service refused. `errors` holds (JSON Pointer, detail) of each invalid field."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         super().__init__(str(document.get("detail") or document.get("title") or "the service refused the request"))
@@ -47,11 +47,11 @@ class _ProxyFailed(http.client.HTTPException):
 
 
 class Client:
-    """Asks one service; a context manager. A thread of its own needs a client of its own.
+    """A client of one service, and a context manager. It is not thread-safe: use one client per thread.
 
     Args:
         url: The service's URL, as in `http://127.0.0.1:8350`.
-        token: What the service's `token_file` has, where it has one.
+        token: A token of the service's `token_file`, if it has one.
         timeout_s: Seconds that one call may take, traces included.
 
     Raises:
@@ -175,7 +175,7 @@ class Client:
         return answer
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send one request until it is answered. Returns the answer's JSON."""
+        """Send a request, again while the service is busy or computes. Returns the answer as JSON."""
         ends = time.monotonic() + self._timeout_s
         content = None if body is None else json.dumps(body).encode()
         for pause_s in _pauses():
@@ -196,7 +196,7 @@ class Client:
     def _sent(
         self, method: str, path: str, content: bytes | None, ends: float
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Send the request once, over a connection that holds; a lost one is opened again for some seconds."""
+        """Send the request once; reconnect for some seconds if the connection is lost."""
         ends = min(ends, time.monotonic() + _RECONNECT_S)
         for pause_s in _pauses():
             try:

@@ -18,7 +18,7 @@ _SERVER = "--server"
 
 
 def _server_as_key(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `--server URL` as the key that it is."""
+    """Return the arguments with `--server URL` rewritten as the key `server=URL`."""
     rewritten: list[str] = []
     for argument in arguments:
         if rewritten[-1:] == [_SERVER]:

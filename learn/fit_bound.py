@@ -1,4 +1,4 @@
-"""`python -m learn.fit_bound`: fit the bound by causes to answers beside measurements, and judge it on left-out ones.
+"""`python -m learn.fit_bound`: fit the bound by causes to measured jobs, and judge it on left-out ones.
 
 Start reading at `fit_bound`. It writes the file that `learn.estimation.job_estimate` reads.
 """
@@ -32,12 +32,12 @@ from learn.judging.evaluate import held_out_by, left_out_errors
 
 AXES = {"family": "families", "source": "sources", "device": "GPU models"}  # each value is left out in turn
 LEAST_ROWS = 30
-LEAST_GROUPS = 4  # values of an axis, for leaving one out to say anything
-MOST_OVER = 0.15  # share of the need by which a bound may lie above it in the median
-_CONTRADICTS = 1.5  # times the estimate: such a row is probably of another job. It is judged, and not fitted on
-# The causes whose shares rows can separate; the others stay in proportion, as too few rows are moved by them alone.
+LEAST_GROUPS = 4  # values that an axis needs before leaving one out is meaningful
+MOST_OVER = 0.15  # median share of the need by which a bound may exceed it
+_CONTRADICTS = 1.5  # times the estimate: such a row is probably of another job; it is judged but not fitted on
+# The causes that rows can separate. Too few rows are moved by any of the others alone, which stay in proportion.
 _FITTED = (WORKSPACES, KERNELS)
-# Instrument -> causes that move it: torch counts no context, and its allocated memory no caches.
+# Instrument -> causes that it shows: torch counts no context, and its allocated memory includes no caches.
 _MOVED_BY = {
     "allocated": (WORKSPACES, KERNELS),
     "reserved": (WORKSPACES, KERNELS, FRAGMENTATION),
@@ -52,13 +52,14 @@ class FitBoundSettings(Checked):
 
       python -m learn.fit_bound rows=answers.jsonl out=bound_by_causes.json
 
-    `answers.jsonl` has a line of JSON for each measured job, as this checkout answers it with estimator=trace: source,
+    `answers.jsonl` has one JSON object a line for each measured job, answered by this checkout with estimator=trace:
+    source,
     family, device, kind (process, card, reserved or allocated), measured_mib, point_mib (the estimate of that kind) and
-    causes (`uncertain` of the estimate). Other keys are left alone. A line with `traced` false is counted.
+    causes (`uncertain` of the estimate). Other keys are ignored. A line with `traced` false counts as refused.
 
-    Learns by how much each cause widens the bound. Families, sources and GPU models are left out in turn, and the bound
-    is widened until 99 % of their rows hold, or until it is 15 % over the need in the median. What held is printed and
-    kept in the file. Rows 1.5 times above their estimate are judged, but not fitted on.
+    The fit learns how much each cause widens the bound. Families, sources and GPU models are left out in turn. The
+    bound is widened until it holds for 99 % of their rows, or until its median is 15 % over the need. The shares that
+    held are printed and stored in the file. Rows 1.5 times above their estimate are judged but not fitted on.
     """
 
     rows: str = key(help="file of answers beside measurements, JSON lines", kind="path")
@@ -73,17 +74,17 @@ class FitBoundSettings(Checked):
 
     @property
     def path(self) -> Path:
-        """The file that is written."""
+        """The file to write."""
         return packaged_path() if self.out is None else Path(self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Rows beside their answers.
+    """Measured rows with their estimates.
 
     Args:
-        above_mib: (n,) what was measured less the estimate.
-        measured_mib: (n,).
+        above_mib: (n,) measured memory minus the estimate, in MiB.
+        measured_mib: (n,) measured memory in MiB.
         causes_mib: (n, 4) margins by cause, as the packaged shares make them.
         groups: Axis -> (n,) names.
         refused: Rows without an answer.
@@ -131,53 +132,53 @@ def read_answers(path: Path) -> Answers:
 
 
 def fit_bound(answers: Answers) -> BoundShares:
-    """Return the shares of the causes, the margin's distribution, and what held on left-out rows.
+    """Return the shares of the causes, the margin's distribution, and the share of left-out rows that held.
 
-    The shares of all causes are widened alike. Axes of fewer than 4 values are not left out.
+    All causes' shares are widened by one factor. Axes of fewer than 4 values are not left out.
 
     Raises:
-        UsageError: The rows are of too few families, sources and devices to leave one out.
+        UsageError: No axis has enough values to leave one out.
     """
     axes = {axis: names for axis, names in answers.groups.items() if len(set(names)) >= LEAST_GROUPS}
     if not axes:
         raise UsageError(f"to leave one out takes {LEAST_GROUPS} families, sources or devices; the rows have fewer")
-    seen = answers.measured_mib < _CONTRADICTS * (answers.measured_mib - answers.above_mib)
-    factors = _fit(answers, seen)
-    # How many times wider each row's bound may be before it is 15 % over the need.
+    plausible = answers.measured_mib < _CONTRADICTS * (answers.measured_mib - answers.above_mib)
+    factors = _fit(answers, plausible)
+    # Factor by which each row's bound may grow before it is 15 % over the need.
     affordable = (MOST_OVER * answers.measured_mib + answers.above_mib) / (answers.causes_mib @ factors)
-    most = group_score(affordable[seen], answers.groups["source"][seen], 0.5)
-    needs = {axis: _needs(answers, names, seen) for axis, names in axes.items()}
+    most = group_score(affordable[plausible], answers.groups["source"][plausible], 0.5)
+    needs = {axis: _needs(answers, names, plausible) for axis, names in axes.items()}
 
     def wider(axis: str, rows: np.ndarray) -> float:
-        rows = rows & seen
+        rows = rows & plausible
         return min(max(group_score(needs[axis][rows], axes[axis][rows], LEVEL), 1.0), most)
 
-    widest = max(axes, key=lambda axis: wider(axis, seen))
-    times = wider(widest, seen)
+    widest = max(axes, key=lambda axis: wider(axis, plausible))
+    times = wider(widest, plausible)
     checked = (held_of(needs[axis], names, partial(wider, axis), AXES[axis]) for axis, names in axes.items())
     old = bound_shares().of_causes
     sources, counts = np.unique(answers.groups["source"], return_counts=True)
     return BoundShares(
         of_causes={**old, **{c: old[c] * times * float(f) for c, f in zip(MEASURED, factors, strict=True)}},
-        scores=_scores(needs[widest][seen] / times, axes[widest][seen]),
+        scores=_scores(needs[widest][plausible] / times, axes[widest][plausible]),
         held=tuple(held for held in checked if held is not None),
         rows=dict(zip(map(str, sources), map(int, counts), strict=True)),
     )
 
 
-def _needs(answers: Answers, names: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Return (n,) how many times its margin each row took, by shares that were fitted without its group."""
+def _needs(answers: Answers, names: np.ndarray, plausible: np.ndarray) -> np.ndarray:
+    """Return (n,) each row's need over its margin, by shares that were fitted without its group."""
 
     def without(mask: np.ndarray) -> np.ndarray:
-        margin_mib = answers.causes_mib @ _fit(answers, seen & ~mask)
+        margin_mib = answers.causes_mib @ _fit(answers, plausible & ~mask)
         return np.asarray(answers.above_mib / np.maximum(margin_mib, 1.0))
 
     return left_out_errors(answers.above_mib, held_out_by(names), without)
 
 
 def _fit(answers: Answers, inside: np.ndarray) -> np.ndarray:
-    """Return the factor of each cause, by 99 % quantile regression (Koenker and Bassett 1978) of what was measured
-    above the estimate, as a share of the need. Sources count alike, and so do families of a source."""
+    """Return the factor of each cause, by 99 % quantile regression (Koenker and Bassett 1978) of measured minus
+    estimated memory, as a share of the need. Sources have equal weight, and so have families of a source."""
     from scipy.optimize import linprog
 
     need_mib = answers.measured_mib[inside]
@@ -185,12 +186,13 @@ def _fit(answers: Answers, inside: np.ndarray) -> np.ndarray:
     above = answers.above_mib[inside] / need_mib
     weight = _even_out(answers, inside)
     free = [MEASURED.index(cause) for cause in _FITTED]
-    left = above - np.delete(table, free, axis=1).sum(axis=1)
-    # Variables: the factors, then by how much each row lies above its margin. What lies below costs by the margin.
+    unexplained = above - np.delete(table, free, axis=1).sum(axis=1)
+    # Variables: the factors, then each row's excess over its margin. Slack below the margin is charged through the
+    # margin.
     costs = np.concatenate([(1 - LEVEL) * weight @ table[:, free], weight])
-    above_all = -np.hstack([table[:, free], np.eye(len(left))])
+    above_all = -np.hstack([table[:, free], np.eye(len(unexplained))])
     factors = np.ones(len(MEASURED))
-    factors[free] = linprog(costs, A_ub=above_all, b_ub=-left, bounds=(0, None)).x[: len(free)]
+    factors[free] = linprog(costs, A_ub=above_all, b_ub=-unexplained, bounds=(0, None)).x[: len(free)]
     return factors
 
 
@@ -212,7 +214,7 @@ def _scores(need: np.ndarray, names: np.ndarray) -> dict[float, float]:
 
 
 def entry(settings: FitBoundSettings) -> None:
-    """Fit, write, and print what held on left-out rows."""
+    """Fit, write, and print the shares that held on left-out rows."""
     from conf.files.outputs import write_file
 
     answers = read_answers(Path(settings.rows))

@@ -1,4 +1,4 @@
-"""`python -m learn.fit_kernels`: fit the time of kernels to measured steps and kernels, and judge it on held-out ones.
+"""`python -m learn.fit_kernels`: fit kernel times to measured steps and kernels, and judge them on held-out ones.
 
 Start reading at `fit_kernels`. It writes the file that `featurize.timing.step_time` reads.
 """
@@ -31,14 +31,14 @@ class FitKernelsSettings(Checked):
       python -m warehouse.ingest source=allreduce path=allreduce_times.csv data=steps
       python -m learn.fit_kernels data=steps out=parameters.json
 
-    Learns the efficiencies of kernels from all measured steps of a data folder (its own trials' and imported ones) and
+    Learns the efficiencies of kernels from all measured steps of a data folder (its trials and imported rows) and
     from its table of kernels. Each step is traced first, which takes most of the time: half a second a row. The table
-    says by which factor estimates are off: of rows that were learned from, and of families of models, of sources and of
-    GPU models that were left out in turn.
+    shows the factor by which estimates are off: on rows that were fitted, and on families of models, sources and GPU
+    models that were left out in turn.
 
-    What the kernels keep busy is fitted to jobs with measured SM activity and occupancy: GPUMemNet's rows, and your own
-    trials on GPUs with those counters. What collectives reach on NVLink is fitted to measured all-reduces. Without such
-    rows, those parameters stay as they are in the packaged file.
+    SM activity and occupancy are fitted to jobs with measured figures: GPUMemNet's rows, and your trials on GPUs with
+    those counters. The bandwidth of collectives on NVLink is fitted to measured all-reduces. Without such rows, those
+    parameters keep their packaged values.
 
     Power is fitted to Zeus' jobs, measured under several power limits on at least two GPU models.
 
@@ -56,7 +56,7 @@ class FitKernelsSettings(Checked):
 
     @property
     def path(self) -> Path:
-        """The file that is written."""
+        """The file to write."""
         if self.out is not None:
             return Path(self.out)
         import featurize.timing
@@ -66,10 +66,10 @@ class FitKernelsSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedKernels:
-    """Scores of what was fitted.
+    """Scores of a fit.
 
     Args:
-        times, activity, power: Scores; of activity and power none without measured rows.
+        times, activity, power: Scores; those of activity and power are empty without measured rows.
         left_out: Reason -> number of rows.
     """
 
@@ -92,28 +92,28 @@ def fit_kernels(settings: FitKernelsSettings, progress: Callable[[str, int, int]
     from learn.estimators.kernel_fitting import TimeFit
     from learn.fitting.constants_fit import (
         ActivityFit,
-        fitted_hosts,
-        fitted_links,
-        fitted_power,
-        judged_activity,
+        fit_hosts,
+        fit_links,
+        fit_power,
+        judge_activity,
         power_rows,
     )
-    from learn.fitting.kernel_formulas import judged, learned_of
+    from learn.fitting.kernel_formulas import efficiencies_of, judge
     from learn.fitting.kernel_rows import LEAST_ROWS, WEIGHTS, measured_activity, measured_rows
 
     rows, left_out = measured_rows(settings.data, progress, steps=settings.steps, kernels=settings.kernels)
     fit = TimeFit(rows, WEIGHTS)
-    scores, held_out = judged(fit, FOLDS, progress)
-    learned = learned_of(fit, held_out, load_efficiencies().activity)
+    scores, held_out = judge(fit, FOLDS, progress)
+    learned = efficiencies_of(fit, held_out, load_efficiencies().activity)
     powered, power_left_out = power_rows(settings.data, progress)
-    hosts, of_hosts, hosts_left_out = fitted_hosts(settings.data, learned, powered, packaged_hosts())
+    hosts, of_hosts, hosts_left_out = fit_hosts(settings.data, learned, powered, packaged_hosts())
     jobs, jobs_left_out = measured_activity(settings.data, progress)
     of_activity: Sequence[RowScores] = ()
     if len(jobs) >= LEAST_ROWS:
-        of_activity, activity = judged_activity(ActivityFit(jobs, learned, hosts[EAGER]), FOLDS, progress)
+        of_activity, activity = judge_activity(ActivityFit(jobs, learned, hosts[EAGER]), FOLDS, progress)
         learned = replace(learned, activity=activity)
-    links, of_links, links_left_out = fitted_links(settings.data)
-    power, of_power = fitted_power(powered, learned, progress)
+    links, of_links, links_left_out = fit_links(settings.data)
+    power, of_power = fit_power(powered, learned, progress)
     sections = {"links": asdict(links), "host": {name: asdict(host) for name, host in hosts.items()}, "power": power}
     reasons: Counter[str] = Counter()
     for of_rows in (left_out, jobs_left_out, hosts_left_out, links_left_out, power_left_out):

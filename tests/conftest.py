@@ -72,7 +72,7 @@ QUICK_CASES = 4  # of so many cases of a test, a quick run takes one
 
 # Files that share what starts for seconds, once a session: one of the processes of `make test` runs them all.
 TOGETHER = {
-    f"tests/{folder}/test_{name}.py": folder
+    f"tests/{folder}/test_{name}.py": f"tests/{folder}/together"
     for folder, names in {
         "farm": ("explorer", "explorer_browser", "kubernetes", "serving", "slurm"),  # the services
         "featurize": ("data_parallel", "flat_ranks", "float8", "pipelines", "sharded_ranks"),  # real ranks
@@ -83,13 +83,31 @@ TOGETHER = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Share the tests a file at a time, as `--dist loadfile` does, but for those that stay together."""
+    """Share the tests a file at a time, as `--dist loadfile` does, but for those that stay together.
+
+    Each process has files of one folder as long as there are: it has imported their libraries, and started their
+    servers, which together take a process longer than many a file.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return TOGETHER.get(file, file)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            folders = {
+                process: os.path.dirname(next(reversed(files)))
+                for process, files in self.assigned_work.items()
+                if files
+            }
+
+            def distance(file: str) -> tuple[bool, bool]:
+                folder = os.path.dirname(file)
+                return folder != folders.get(node), folder in folders.values()
+
+            self.workqueue.move_to_end(min(self.workqueue, key=distance), last=False)
+            super()._assign_work_unit(node)
 
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 

@@ -1,4 +1,4 @@
-"""Child processes: started, held to limits of time, memory and output, and ended with everything that they start.
+"""Starts child processes, limits their time, memory and output, and ends them with everything that they start.
 
-Start reading at `running.ChildServer`. `keeper` has the process that children are forked from, and what holds each.
+Start reading at `running.ChildServer`. `keeper` has the process that forks children, and the keeper of each child.
 """

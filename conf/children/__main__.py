@@ -1,6 +1,6 @@
 """`python conf/children/__main__.py PREPARE FOLDER_BASE CONTROL`: a server of children (`conf.children.keeper`).
 
-As a file, so that no other `conf` is found. PREPARE is empty, or `module:function`.
+Run as a file, to not find another `conf`. PREPARE is empty, or `module:function`.
 """
 
 import pkgutil

@@ -1,13 +1,13 @@
-"""Keeps a child's processes together so that all can be ended, and measures their memory.
+"""Finds all processes of a child, ends them, and measures their memory.
 
-Start reading at `end_below`, or at `TreeMemory`. A process below a subreaper cannot leave: when its parent ends it
-becomes the subreaper's child, whatever session, group, environment or descriptors it gave up (prctl(2),
-PR_SET_CHILD_SUBREAPER). Where control groups are writable, a child has one of its own. Linux only; imports little,
-since a keeper needs no more than this.
+Start reading at `end_below`, or at `TreeMemory`. A process below a subreaper cannot escape. When its parent ends, it
+becomes the subreaper's child, even if it changed its session, group, environment or descriptors (prctl(2),
+PR_SET_CHILD_SUBREAPER). If control groups are writable, each child gets its own. Linux only; imports little, because a
+keeper needs nothing else.
 
-The memory of several processes is less than the sum of their resident sets: what a fork shares with its parent is
-there once. The kernel's proportional set size (PSS, proc_pid_smaps_rollup(5)) gives each process its part of a shared
-page; asking walks the page tables, some milliseconds a GiB, so that is done seldom.
+The memory of several processes is less than the sum of their resident sets, because a fork shares pages with its
+parent. The kernel's proportional set size (PSS, proc_pid_smaps_rollup(5)) splits a shared page among its processes.
+Reading it walks the page tables, some milliseconds per GiB, so it is read rarely.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import NoReturn
 from conf.files.identity import alive
 
 _GROUP_PREFIX = "gpufarm-"
-_END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
+_END_S = 10.0  # a killed process ends within milliseconds, unless the kernel hangs in it
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LOOK_PERIOD_NS = 1_000_000_000
 _SHARES = (b"Pss", b"Private_Clean", b"Private_Dirty")
 
 
 def run_as_child(body: Callable[[], None]) -> NoReturn:
-    """Run a forked process's body and exit as Python does: with what `sys.exit` is given, or 1 and a traceback."""
+    """Run a forked process's body and exit as Python does: with the code of `sys.exit`, or 1 and a traceback."""
     code = 1
     try:
         body()
@@ -44,7 +44,7 @@ def run_as_child(body: Callable[[], None]) -> NoReturn:
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
-        import traceback  # which a keeper does not need, and takes longer than the rest
+        import traceback  # slow to import, and a keeper does not need it
 
         traceback.print_exc()
     finally:
@@ -52,7 +52,7 @@ def run_as_child(body: Callable[[], None]) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            os._exit(code & 0xFF)  # any other is refused, and the child would go on
+            os._exit(code & 0xFF)  # a larger code would raise, and the child would continue
 
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -65,9 +65,9 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send this process SIGKILL when its parent dies. The parent must have a single thread."""
+    """Make the kernel kill this process when its parent dies. The parent must have a single thread."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
 
 
@@ -79,7 +79,7 @@ def children_of(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with (
-                contextlib.suppress(OSError),  # the thread has ended since: its children are another's
+                contextlib.suppress(OSError),  # the thread has ended, and another one has its children
                 open(f"/proc/{pid}/task/{thread}/children", "rb") as listed,
             ):
                 children += map(int, listed.read().split())
@@ -90,14 +90,14 @@ def children_of(pid: int) -> list[int]:
 def lists_children() -> bool:
     """Return whether the kernel lists each thread's children (CONFIG_PROC_CHILDREN).
 
-    Without that list the whole process table is read, which takes milliseconds in place of microseconds.
+    Without that list the whole process table is read, which takes milliseconds instead of microseconds.
     """
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
 def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
     """Return all descendants of a process, without `spared` and their descendants."""
-    # Without the lists, one reading of the table is enough for all.
+    # Without the lists, read the whole table once.
     children = children_of if lists_children() else _children_by_parent().__getitem__
     below: dict[int, None] = {}
     todo = [pid]
@@ -110,16 +110,16 @@ def descendants_of(pid: int, spared: Collection[int] = ()) -> list[int]:
 
 
 def end_below(pid: int, group: ControlGroup | None = None, spared: Collection[int] = ()) -> tuple[int, int]:
-    """Kill and reap all descendants of this process (`pid` is its own), without `spared` and their descendants.
+    """Kill and reap all descendants of this process, whose id is `pid`, except `spared` and their descendants.
 
-    Returns the number of living processes that were killed, and of those that still exist after ten seconds.
+    Returns the number of living processes that were killed, and the number that still exist after ten seconds.
     """
     killed: set[int] = set()
     give_up = time.monotonic() + _END_S
     pause_s = _PAUSE_S
     while True:
         if group is not None:
-            killed |= group.kill()  # all at once: one that forks forever cannot run ahead
+            killed |= group.kill()  # all at once, so that a process that forks forever cannot escape
         remaining = 0
         for process in descendants_of(pid, spared):
             if _reap(process):
@@ -147,7 +147,7 @@ def kill(pid: int) -> bool:
 
 
 def _reap(pid: int) -> bool:
-    """Reap the process; return whether it was an ended child of ours."""
+    """Reap the process; return whether it was an ended child of this process."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
@@ -173,23 +173,23 @@ def _children_by_parent() -> dict[int, list[int]]:
 
 
 class ControlGroup:
-    """A control group (version 2) of a keeper's child. One write kills all its processes."""
+    """A control group (version 2) of a keeper's child. A single write kills all its processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def of_owner(cls, owner: str) -> ControlGroup | None:
-        """Create the group of one keeper's child, and end groups whose owner is dead.
+        """Create the group for a keeper's child, and end groups whose owner is dead.
 
-        `owner` is a process's `conf.files.identity.identity`. Returns None if we may not write to any control group.
+        `owner` is a process's `conf.files.identity.identity`. Returns None if control groups are not writable.
         """
         parent = _own_group()
         if parent is None or not os.access(parent, os.W_OK):
             return None
-        for left in parent.glob(f"{_GROUP_PREFIX}*@*"):
-            if not alive(left.name.removeprefix(_GROUP_PREFIX)):
-                group = cls(left)
+        for path in parent.glob(f"{_GROUP_PREFIX}*@*"):
+            if not alive(path.name.removeprefix(_GROUP_PREFIX)):
+                group = cls(path)
                 group.kill()
                 group.remove()
         made = cls(parent / (_GROUP_PREFIX + owner))
@@ -203,11 +203,11 @@ class ControlGroup:
         return made
 
     def enter(self) -> None:
-        """Move this process into the group; processes that it starts afterwards are inside as well."""
+        """Move this process into the group; processes that it starts later are also inside."""
         try:
             (self.path / "cgroup.procs").write_text("0")
         except OSError:
-            pass  # without the group there is still the subreaper
+            pass  # the subreaper is still there
 
     def kill(self) -> set[int]:
         """Send SIGKILL to all processes inside; return their ids, without zombies."""
@@ -234,14 +234,14 @@ class ControlGroup:
 
 
 def line_of(path: str, name: str) -> str | None:
-    """Return what follows a name and its colon in the first line of a file of /proc that begins with it, or None."""
+    """Return the value after `name` and a colon in the first line of a /proc file that begins with it, or None."""
     with contextlib.suppress(OSError), open(path) as lines:
         return next((line.removeprefix(name).strip(": \t\n") for line in lines if line.startswith(name)), None)
     return None
 
 
 def _own_group() -> Path | None:
-    """Return this process's control group of version 2; None if no such file system is mounted that shows it."""
+    """Return this process's control group of version 2; None if no mounted file system shows it."""
     inside = line_of("/proc/self/cgroup", "0::")
     with contextlib.suppress(OSError), open("/proc/self/mountinfo", errors="replace") as mounts:
         for fields, _, kind in (line.partition(" - ") for line in mounts):
@@ -254,7 +254,7 @@ def _own_group() -> Path | None:
 
 
 def resident_bytes(pids: Iterable[int]) -> dict[int, int]:
-    """Return the resident set in bytes of each process that still exists, by process id."""
+    """Return process id -> resident set in bytes, for processes that still exist."""
     resident = {}
     for pid in pids:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as sizes:
@@ -265,8 +265,8 @@ def resident_bytes(pids: Iterable[int]) -> dict[int, int]:
 class TreeMemory:
     """Memory of one process tree over successive readings.
 
-    Shared memory is read when a process starts or ends, and once a second; between, the growth of the resident sets is
-    added as if it were not shared.
+    Shared memory is read when a process starts or ends, and once a second. In between, the growth of the resident sets
+    counts as not shared.
     """
 
     def __init__(self) -> None:
@@ -275,7 +275,7 @@ class TreeMemory:
         self._looked_ns = 0
 
     def beyond(self, pids: Iterable[int], limit_bytes: float) -> int | None:
-        """Return the memory of these processes in bytes where it is beyond the limit, else None."""
+        """Return the memory of these processes in bytes if it exceeds the limit, else None."""
         resident = resident_bytes(pids)
         if sum(resident.values()) <= limit_bytes:
             return None
@@ -283,7 +283,7 @@ class TreeMemory:
         return used_bytes if used_bytes > limit_bytes else None
 
     def bytes(self, resident: Mapping[int, int], now_ns: int) -> int:
-        """Return the memory of the tree in bytes, as `tree_memory_bytes` does; `resident` is by process id."""
+        """Return the memory of the tree in bytes; `resident` maps process ids to resident sets."""
         total = sum(resident.values())
         if len(resident) < 2:
             return total
@@ -294,13 +294,13 @@ class TreeMemory:
 
 
 def tree_memory_bytes(resident: Mapping[int, int]) -> int:
-    """Return the memory of a tree of processes in bytes, shared pages counted once. `resident` is by process id.
+    """Return the memory of a tree of processes in bytes, with shared pages counted once.
 
-    One process: its resident set. Several: the sum of their proportional sets, or the resident set of one of them with
-    the private pages of the others, whichever is most. Each of these is at most what the tree uses: the former counts
-    what is shared with processes outside of the tree in part, the latter leaves out what only the others share. Where
-    the kernel does not tell (before Linux 4.14, another user's process) a resident set counts as private. A process
-    that has ended since counts no more.
+    `resident` maps process ids to resident sets. For a single process the memory is its resident set. For several it is
+    the larger of two lower bounds. The sum of the proportional sets counts pages shared with processes outside of the
+    tree only in part. The largest shared part of a process plus all private pages leaves out pages that only other
+    processes share. If the kernel does not report shares (before Linux 4.14, or for another user's process), a resident
+    set counts as private. A process that has ended meanwhile does not count.
     """
     if len(resident) < 2:
         return sum(resident.values())

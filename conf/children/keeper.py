@@ -1,19 +1,18 @@
-"""A server of children, and the keeper that it forks for each, which ends the child with everything below it.
+"""A server of children, and the keeper that it forks for each child. The keeper ends the child and its descendants.
 
 Start reading at `serve` and `keep`; `conf.children.running` is the caller's side. The server is a small single-threaded
-process. What a program needs for long, such as torch, is imported there once, so that a child starts within
-milliseconds. The keeper is a subreaper: what a process below it starts, in whatever session, group or environment,
-becomes the keeper's child at the latest when its own parent ends. So it can end all of them, whether the child has
-ended, has reached a limit, or nobody wants it any more. `ChildOutput` keeps the beginning and the end of what a child
-prints.
+process. It imports slow modules such as torch once, so that a child starts within milliseconds. The keeper is a
+subreaper: a process below it, in any session, group or environment, becomes the keeper's child when its own parent
+ends. The keeper can therefore end all of them when the child ends, reaches a limit, or is no longer wanted.
+`ChildOutput` keeps the beginning and the end of a child's output.
 
-Wire: the control socket and each child's line are SOCK_SEQPACKET, a JSON object a packet.
+Wire: the control socket and each child's line are SOCK_SEQPACKET, with a JSON object per packet.
   caller -> server   {"function": "module:name", "arguments": VALUE, ...} + the keeper's end of the line [+ a channel]
   server -> caller   {"hello": VALUE}, once; or {"problem": TEXT}
   keeper -> caller   on the line: {"started": PID}, then the fields of `Ended`
-A word of the caller's on the line, or its end, ends the child. The line is at its end when the server has reaped the
-keeper. Where a keeper was killed, the server ends what became its own child; where the server was, the keepers end
-their children. The end of the control socket ends everything.
+A word from the caller on the line, or the end of the line, ends the child. The line ends when the server has reaped the
+keeper. If a keeper is killed, the server ends the processes that became its children. If the server is killed, the
+keepers end their children. The end of the control socket ends everything.
 """
 
 from __future__ import annotations
@@ -52,17 +51,17 @@ from conf.plain_text import left_out
 
 _HEAD_BYTES, _TAIL_BYTES = 2000, 4000
 _CHUNK_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20  # bytes that a child can write before it has to wait for this process to read
-_DRAIN_CHUNKS = 64  # most chunks that are read at once, so that nothing else waits long
+_PIPE_BYTES = 1 << 20  # output that a child can write without waiting for this process
+_DRAIN_CHUNKS = 64  # most chunks to read at once, because other work waits meanwhile
 FOLDER_PREFIX = "gpufarm-child-"
 _LOOK_S = 0.1
-_END_S = 10.0  # a killed process goes within milliseconds, unless the kernel itself hangs in it
+_END_S = 10.0  # a killed process ends within milliseconds, unless the kernel hangs in it
 _PAUSE_S = 0.0005
-_ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a keeper ends with its child or its caller
+_ENDED_BY_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ignored: a keeper ends with its child or caller
 
 
 class ChildOutput:
-    """The reading end of a child's output: keeps a few kilobytes, however much the child writes. Never blocks."""
+    """The reading end of a child's output: keeps a few kilobytes of any amount. Never blocks."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -71,13 +70,13 @@ class ChildOutput:
         self._head = bytearray()
         self._tail = bytearray()
         self._length = 0
-        self.open = True  # until no process can write any more
+        self.open = True  # False once no process can write
 
     def fileno(self) -> int:
         return self.reader
 
     def drain(self) -> None:
-        """Read the available output, 4 MiB at most."""
+        """Read the available output, at most 4 MiB."""
         for _ in range(_DRAIN_CHUNKS):
             try:
                 data = os.read(self.reader, _CHUNK_BYTES)
@@ -112,7 +111,7 @@ def _widen(pipe: int) -> None:
 
     try:
         fcntl.fcntl(pipe, getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_BYTES)
-    except OSError:  # the user's pipes hold as much as they may together: the usual 64 KiB do as well
+    except OSError:  # the user's pipes have reached their common limit; the usual 64 KiB are enough
         pass
 
 
@@ -120,7 +119,7 @@ TIME, MEMORY = "time", "memory"
 
 
 def receive(source: socket.socket, most_bytes: int) -> bytes:
-    """Return what has arrived; empty at the end, also where the other side was killed."""
+    """Return the data that has arrived; empty at the end, also if the other side was killed."""
     try:
         return source.recv(most_bytes)
     except ConnectionResetError:
@@ -128,12 +127,13 @@ def receive(source: socket.socket, most_bytes: int) -> bytes:
 
 
 class Ended(NamedTuple):
-    """How a child ended: `code` of its process, negative for a signal; None where a limit or the caller ended it.
+    """How a child ended. `code` is its exit code, negative for a signal; None if a limit or the caller ended it.
 
     limit       the limit that it reached: `TIME`, `MEMORY` or None
-    used_bytes  the memory beyond its limit
-    output      the beginning and the end of what it printed, where that was read
-    left        processes that it left behind and that were killed; stayed: those of them that could not be
+    used_bytes  its memory when that exceeded the limit
+    output      beginning and end of its output, if that was read
+    left        number of processes that it left behind and that were killed
+    stayed      number of those that could not be killed
     """
 
     code: int | None
@@ -155,16 +155,16 @@ def keep(
 ) -> Ended:
     """Run a function in a forked child, and end the child with all that it started. Make this process its keeper.
 
-    Call it once in a process, on its main thread, where no other thread and no other child is.
+    Call it once per process, on the main thread, without other threads or children.
 
     Args:
-        body: What the child runs, in a session of its own.
-        line: Connection to the caller, who gets the child's id. When it can be read from, or is at its end, the child
-            is no longer wanted.
-        parent: The process that forked this one; without it the child is not wanted either.
+        body: Function that the child runs, in its own session.
+        line: Connection to the caller, which gets the child's id. Anything that arrives on it, or its end, ends the
+            child.
+        parent: The process that forked this one; its end also ends the child.
         time_limit_s: Seconds after which everything ends.
         memory_limit_bytes: Memory of all processes below this one beyond which everything ends.
-        output: Takes what the child prints; None: that goes where this process's goes.
+        output: Receives the child's output; None: the child shares this process's.
     """
     wake = wakes_on_exit()
     become_subreaper()
@@ -213,7 +213,7 @@ def keep(
 
 @contextlib.contextmanager
 def kept_folder(base: str) -> Iterator[str]:
-    """Make a folder below `base`, which holds its owner's identity, and delete it at the end."""
+    """Make a folder below `base` with its owner's identity, and delete it at the end."""
     path = os.path.join(base, FOLDER_PREFIX + os.urandom(6).hex())
     os.mkdir(path, 0o700)
     try:
@@ -224,7 +224,7 @@ def kept_folder(base: str) -> Iterator[str]:
 
 
 def wakes_on_exit() -> tuple[int, int]:
-    """Return a pipe that can be read from when a child has ended; ignore signals that others are to handle."""
+    """Return a pipe that becomes readable when a child ends; ignore signals that other processes handle."""
     for number in _ENDED_BY_OTHERS:
         signal.signal(number, signal.SIG_IGN)
     wake_read, wake_write = os.pipe()
@@ -244,12 +244,12 @@ def _begin_child(
     signal.set_wakeup_fd(-1)
     for ignored in (signal.SIGCHLD, *_ENDED_BY_OTHERS):
         signal.signal(ignored, signal.SIG_DFL)
-    os.setsid()  # a kill of the keeper's session or group does not meet the child
+    os.setsid()  # a kill of the keeper's session or group must not reach the child
     die_with_parent(keeper)
     if group is not None:
         group.enter()
     if output is None:
-        os.dup2(2, 1)  # what it prints does not belong to the caller's own output
+        os.dup2(2, 1)  # its output must not mix with the caller's
     else:
         for number in (1, 2):
             os.dup2(output.writer, number)
@@ -260,7 +260,7 @@ def _begin_child(
 
 
 def _exit_code(child: int) -> int | None:
-    """Return the exit code of a child that has ended; it stays a zombie, so that its id is not used again."""
+    """Return the exit code of a child that has ended. It stays a zombie: its id must not be used again."""
     end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if end is None:
         return None
@@ -268,7 +268,7 @@ def _exit_code(child: int) -> int | None:
 
 
 def _kill_session(child: int) -> None:
-    """Kill a child and its process group, which it may have left, and wait until it has ended."""
+    """Kill a child and its process group, even if it has left the group, and wait until it has ended."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty; gVisor returns EPERM
             kill(child, signal.SIGKILL)
@@ -278,10 +278,10 @@ def _kill_session(child: int) -> None:
 
 
 def _delete(folder: str) -> None:
-    """Delete a folder with its contents, also with folders in it that may not be written to. Follows no link.
+    """Delete a folder with its contents, also read-only folders in it. Follows no link.
 
-    Unlike `shutil.rmtree` it holds no descriptor for each level: a child may nest folders more deeply than files may be
-    open.
+    Unlike `shutil.rmtree` it does not hold a descriptor per level: a child may nest folders more deeply than the limit
+    of open files.
     """
     paths, todo = [], [folder]
     while todo:
@@ -298,45 +298,45 @@ def _delete(folder: str) -> None:
 
 PACKET_BYTES = 1 << 20
 _GRACE_S = 10.0  # for keepers to end by themselves
-_CALLER_LOOK_S = 1.0  # between two looks at whether the caller is still there
+_CALLER_LOOK_S = 1.0  # period of checks that the caller still exists
 
 
 def run_server(control: int, folder_base: str, prepare: Callable[[], Any]) -> None:
-    """Serve until the caller is gone; the main function of a process, which ends with it.
+    """Serve until the caller is gone, then end the process. The main function of a server's process.
 
     Args:
         control: Descriptor of the control socket.
-        folder_base: Where a folder is made that lives as long as the server, which its hello names; empty for none.
-        prepare: Imports what children need, and returns what else the hello says.
+        folder_base: Where to make a folder that lives as long as the server and that its hello names; empty for none.
+        prepare: Imports modules that children need, and returns further values of the hello.
     """
     os.set_inheritable(control, False)
     caller = os.getppid()
     try:
         hello = prepare() or {}
     except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # its caller says that it died: where its imports were is of no use to anybody
+        os._exit(128 + signal.SIGINT)  # the caller reports that the server died; a traceback of imports helps nobody
     with socket.socket(fileno=control) as channel:
         try:
             with kept_folder(folder_base) if folder_base else contextlib.nullcontext() as folder:
                 serve(channel, hello if folder is None else {**hello, "folder": folder}, caller)
         except OSError as error:
             _tell(channel, {"problem": str(error)})
-    os._exit(0)  # an orderly end of torch takes a second, and nothing is left to be written
+    os._exit(0)  # torch's normal exit takes a second, and nothing is left to write
 
 
 def serve(control: socket.socket, hello: dict[str, Any], caller: int) -> None:
     """Fork a keeper for each request until the caller is gone; then end everything below this process.
 
-    On the main thread, with one thread only.
+    Call it on the main thread of a process without other threads.
     """
     wake = wakes_on_exit()
     become_subreaper()
     _tell(control, {"hello": hello})
     gc.collect()
-    gc.freeze()  # what is here now is never collected: children do not copy its pages
+    gc.freeze()  # never collect the current objects: children then do not copy their pages
     server = os.getpid()
     lines: dict[int, socket.socket] = {}
-    while os.getppid() == caller:  # the socket alone does not tell: a process forked from the caller may hold it
+    while os.getppid() == caller:  # the socket is not enough: a process forked from the caller may hold it open
         waiting: list[Any] = [control, wake[0]]
         readable = select.select(waiting, [], [], _CALLER_LOOK_S)[0]
         if wake[0] in readable:
@@ -348,7 +348,7 @@ def serve(control: socket.socket, hello: dict[str, Any], caller: int) -> None:
         if not packet:
             break
         for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)  # programs that a child runs do not get them
+            os.set_inheritable(descriptor, False)  # programs that a child runs must not inherit it
         line, *channels = descriptors
         wanted = json.loads(packet)
         for module in wanted["imports"]:
@@ -371,7 +371,7 @@ def serve(control: socket.socket, hello: dict[str, Any], caller: int) -> None:
         for descriptor in channels:
             os.close(descriptor)
     for end in lines.values():
-        end.shutdown(socket.SHUT_RD)  # its keeper sees it, ends its child and deletes the child's folder
+        end.shutdown(socket.SHUT_RD)  # the keeper then ends its child and deletes the child's folder
     give_up = time.monotonic() + _GRACE_S
     while lines and time.monotonic() < give_up:
         if select.select([wake[0]], [], [], _GRACE_S)[0]:
@@ -381,7 +381,7 @@ def serve(control: socket.socket, hello: dict[str, Any], caller: int) -> None:
 
 
 def _reap(lines: dict[int, socket.socket]) -> None:
-    """Close the lines of keepers that have ended; where one did not do so by itself, end what it kept."""
+    """Close the lines of ended keepers; if a keeper was killed, end the processes that it kept."""
     with contextlib.suppress(ChildProcessError):
         while (end := os.waitpid(-1, os.WNOHANG))[0]:
             keeper, status = end
@@ -393,7 +393,7 @@ def _reap(lines: dict[int, socket.socket]) -> None:
 
 
 def _keep(server: int, wanted: dict[str, Any], line: int, channels: list[int]) -> None:
-    """Keep one child; the body of a keeper's process."""
+    """Keep one child. The body of a keeper's process."""
     output = ChildOutput() if wanted["keeps_output"] else None
     with (
         socket.socket(fileno=line) as to_caller,
@@ -411,13 +411,13 @@ def _keep(server: int, wanted: dict[str, Any], line: int, channels: list[int]) -
 
 
 def _run(wanted: dict[str, Any], folder: str | None, channels: list[int]) -> None:
-    if folder is not None:  # for all temporary files: the keeper deletes it
+    if folder is not None:  # for all temporary files; the keeper deletes it
         os.environ["TMPDIR"] = tempfile.tempdir = folder
     pkgutil.resolve_name(wanted["function"])(wanted["arguments"], *channels)
 
 
 def run_program(program: list[str]) -> None:
-    """Run a Python file with its arguments as a program; the function of a child."""
+    """Run a Python file with its arguments as a program. Children run this function."""
     sys.argv = program
     runpy.run_path(program[0], run_name="__main__")
 

@@ -18,19 +18,19 @@ from conf.children.keeper import PACKET_BYTES, ChildOutput, Ended, receive
 from conf.errors import EnvironmentProblem
 
 _ROOT = Path(__file__).parents[2]  # the folder of this project's packages
-_START_TIMEOUT_S = 120.0  # importing torch from a cold disk takes long
+_START_TIMEOUT_S = 120.0  # importing torch from a cold disk is slow
 _ANSWER_TIMEOUT_S = 30.0  # a fork takes milliseconds; a machine that swaps takes seconds
 _CLOSE_TIMEOUT_S = 15.0
 _PART_BYTES = 1 << 16
 
 
 class ServerLost(EnvironmentProblem):
-    """The server died or did not answer. The child is not at fault."""
+    """The server died or did not answer; the child did not cause it."""
 
 
 @dataclass(eq=False)
 class Child:
-    """A child in flight: its process, and the line to its keeper."""
+    """A running child: its process, and the line to its keeper."""
 
     pid: int
     line: socket.socket
@@ -41,15 +41,15 @@ class Child:
         return self.line.fileno()
 
     def end(self) -> None:
-        """Have the child ended with all that it started; `has_ended` says when that is done."""
+        """Ask to end the child with all that it started; `has_ended` tells when that is done."""
         self._unwanted = True
         with contextlib.suppress(OSError):
             self.line.shutdown(socket.SHUT_WR)
 
     def has_ended(self) -> bool:
-        """Read once from the line; return whether it is at its end: then `ended` is set, and no process is left.
+        """Read once from the line; return True at its end. Then `ended` is set, and no process is left.
 
-        Raises `ServerLost` where the keeper or the server was killed.
+        Raises `ServerLost` if the keeper or the server was killed.
         """
         if packet := receive(self.line, PACKET_BYTES):
             self.ended = Ended(**json.loads(packet))
@@ -60,7 +60,7 @@ class Child:
         return True
 
     def wait(self, timeout_s: float | None = None) -> Ended:
-        """Wait until the child has ended, with all that it started. Raises `ServerLost`, also after `timeout_s`."""
+        """Wait until the child and all that it started have ended. Raises `ServerLost`, also after `timeout_s`."""
         self.line.settimeout(timeout_s)
         try:
             while not self.has_ended():
@@ -72,12 +72,12 @@ class Child:
 
 
 class ChildServer:
-    """One server process. Threads may start children side by side once `hello` has returned. `close` ends everything.
+    """One server process. Once `hello` has returned, several threads may start children. `close` ends everything.
 
     Args:
         command: Starts the server; the descriptor of its control socket is added.
         environment: Environment of the server and its children; None: this process's.
-        keeps_output: Whether its output is kept for the message of `ServerLost`, rather than printed.
+        keeps_output: Whether to keep its output for the message of `ServerLost` rather than to print it.
     """
 
     name = "the server of child processes"
@@ -98,7 +98,7 @@ class ChildServer:
                     stdin=subprocess.DEVNULL,
                     stdout=writer,
                     stderr=writer,
-                    start_new_session=True,  # a Ctrl-C in the terminal is this process's to handle
+                    start_new_session=True,  # only this process handles Ctrl-C in the terminal
                 )
             except OSError as error:
                 raise EnvironmentProblem(f"no child process can be started: {error}") from error
@@ -112,11 +112,11 @@ class ChildServer:
         return self._process.pid
 
     def lives(self) -> bool:
-        """Return whether the process has not ended."""
+        """Return whether the process still runs."""
         return self._process.poll() is None
 
     def hello(self) -> dict[str, Any]:
-        """Return the server's description of itself once it is ready. Raises `ServerLost` with the server's output."""
+        """Wait until the server is ready; return its hello. Raises `ServerLost` with the server's output."""
         if self._hello is None:
             message = self._answer(self._control, _START_TIMEOUT_S)
             if "problem" in message:
@@ -139,12 +139,12 @@ class ChildServer:
         """Start a child. Raises `ServerLost`.
 
         Args:
-            function: `module:function`; it is called with `arguments`, a JSON value, and the channel's descriptor.
-            channel: The child's own socket.
+            function: `module:function`, called with `arguments`, a JSON value, and the channel's descriptor.
+            channel: A socket for the child.
             time_limit_s: Seconds after which it is ended.
             memory_limit_bytes: Memory of all of its processes beyond which they are ended.
-            keeps_output: Whether its output goes into `Ended`, rather than to the server's.
-            has_folder: Whether it has a folder of its own for all temporary files, which is deleted at its end.
+            keeps_output: Whether its output goes into `Ended` rather than to the server's output.
+            has_folder: Whether it gets its own folder for temporary files, which is deleted at its end.
             imports: Modules that the server imports, for this child and later ones.
         """
         self.hello()
@@ -185,10 +185,10 @@ class ChildServer:
         memory_limit_bytes: float = math.inf,
         has_folder: bool = False,
     ) -> tuple[bytes, Ended | None]:
-        """Have a child read a question to its end and write an answer; return what it wrote, and how it ended.
+        """Send a question to a child; return its answer and how it ended, None if its keeper or the server was killed.
 
-        None in place of the latter: its keeper or the server was killed. The arguments are those of `start`. Raises
-        `ServerLost` where no child is started.
+        The child reads the question to its end before it answers. The other arguments are those of `start`. Raises
+        `ServerLost` if the child cannot be started.
         """
         ours, theirs = socket.socketpair()
         with ours:
@@ -201,7 +201,7 @@ class ChildServer:
                     memory_limit_bytes=memory_limit_bytes,
                     has_folder=has_folder,
                 )
-            with contextlib.suppress(OSError):  # it has ended: its line says how
+            with contextlib.suppress(OSError):  # the child has ended; its line says how
                 ours.sendall(question)
                 ours.shutdown(socket.SHUT_WR)
             written = bytearray()
@@ -214,13 +214,13 @@ class ChildServer:
 
     def close(self) -> None:
         """End the server and all processes under it."""
-        with contextlib.suppress(OSError):  # a process that was forked from this one may hold the socket open
+        with contextlib.suppress(OSError):  # another process forked from this one may hold the socket open
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._process.wait(timeout=_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its keepers see it, and end what they keep
+            self._process.kill()  # its keepers notice, and end their children
             self._process.wait()
         if self._output is not None:
             self._output.close()
@@ -247,10 +247,9 @@ class ChildServer:
 
 
 class ChildRunner:
-    """A temporary folder, and a Python program or a function that may use it; a context manager.
+    """Runs a Python program or a function that may use a temporary folder; a context manager.
 
-    At its end, or when this process ends in whatever way, all processes that were started are ended and the folder is
-    deleted.
+    At its end, or whenever this process ends, all started processes are ended and the folder is deleted.
 
     Args:
         environment: The child's environment; None: this process's.
@@ -285,11 +284,11 @@ class ChildRunner:
         """Run a program, or call a function, and end all that it started. Raises `ServerLost`.
 
         Args:
-            arguments: Of a program, the path of a Python file, and its arguments; of another function, a JSON value.
+            arguments: For a program, the path of a Python file and its arguments; for another function, a JSON value.
             function: `module:function`.
             time_limit_s: Seconds after which it is ended.
             memory_limit_bytes: Memory of all of its processes beyond which they are ended.
-            shows_output: Whether its output goes to standard error, rather than into the result.
+            shows_output: Whether its output goes to standard error rather than into the result.
         """
         child = self._server.start(
             function,
@@ -312,11 +311,11 @@ def local_server(
     """Return a server that runs from this project's own files.
 
     Args:
-        prepare: `module:function` that imports what children need; empty for nothing.
+        prepare: `module:function` that imports modules for children; empty for none.
         environment: Environment of the server and its children; None: this process's.
-        folder_base: Where it makes a folder that lives as long as the server; empty for none.
-        python: Runs it.
-        code: Folder of this project's packages; None: where they are installed, whose other packages then hide
-            those of `python`.
+        folder_base: Where to make a folder that lives as long as the server; empty for none.
+        python: Path of the Python that runs it.
+        code: Folder of this project's packages; None: where they are installed. Other packages there then hide those
+            of `python`.
     """
     return ChildServer([python, str((code or _ROOT) / "conf/children/__main__.py"), prepare, folder_base], environment)

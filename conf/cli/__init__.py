@@ -1,5 +1,5 @@
-"""The command line of every command: settings classes in, keys, help and one-line errors out.
+"""The command line of every command: derives keys, help and one-line errors from settings classes.
 
-Start reading at `settings` and `command_line.command`. Every command of every room calls it; it calls Hydra, and
-no other folder.
+Start reading at `settings` and `command_line.command`. Commands of all packages call it; it calls Hydra, and no other
+folder.
 """

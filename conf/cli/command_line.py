@@ -1,10 +1,9 @@
-"""Turns a settings class into a command line: overrides in, an object of the class out, one-line errors.
+"""Turns a settings class into a command line: parses arguments into an object, and prints one-line errors.
 
-Start reading at `command`; `conf.cli.overrides` reads the arguments and names the keys. Hydra's own decorator is not
-used because it prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops at the first
-mistake; Hydra's compose API underneath is the same. Developers' commands, which are in no table, are run by
-`developer_command`.
-The progress bar of all commands is here too: `StepBar`.
+Start reading at `command`; `conf.cli.overrides` reads the arguments and lists the keys. Hydra's compose API is used
+without its decorator, which prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops
+at the first mistake. `developer_command` runs developers' commands, which are in no table. `StepBar` is the progress
+bar of all commands.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ __all__ = ["command", "documented_keys", "group_options", "groups", "help_text",
 _LINE_EVERY_S = 10.0
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command, later, continues
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command can continue later
 
-# Errors caused by the user's machine rather than by our code: printed in one line instead of a traceback.
+# Errors of the user's machine rather than of this code: printed in one line instead of a traceback.
 _ENVIRONMENT_ERRNOS = {
     errno.EACCES,
     errno.EPERM,
@@ -81,22 +80,23 @@ def command(
 ) -> NoReturn:
     """Run `entry(settings)` with the settings of the process's arguments, then exit with its return value.
 
-    `positional` names the key of the one argument that is not an override, the one with white space. Values of text
-    keys are taken as they stand, with their commas and brackets.
-    `rewrite` turns a command's own spellings into `KEY=VALUE`; it raises `UsageError`. `entry_of_rest` is called in
-    place of `entry` where there is a `--`, with what follows as `command`.
-    Exit codes: 0, what `entry` returns, 2 for anything that the user can fix, 130 after Ctrl-C.
+    `positional` names the key of the only argument that is not an override, the first with white space. Values of text
+    keys are taken as typed, with their commas and brackets. `rewrite` turns a command's special spellings into
+    `KEY=VALUE`; it raises `UsageError`. If the arguments have a `--`, `entry_of_rest` replaces `entry`, and gets the
+    arguments after it as `command`.
+
+    Exit codes: 0 or the value from `entry`, 2 for anything that the user can fix, 130 after Ctrl-C.
     """
     if not _standard_files():
         sys.exit(EXIT_USAGE)
     arguments = sys.argv[1:]
     if entry_of_rest is not None and "--" in arguments:
         dashes = arguments.index("--")
-        arguments, rest = arguments[:dashes], arguments[dashes + 1 :]
-        entry = functools.partial(entry_of_rest, command=rest)
+        arguments, program = arguments[:dashes], arguments[dashes + 1 :]
+        entry = functools.partial(entry_of_rest, command=program)
     code = _flush_output(run(name, entry, arguments, positional, rewrite))
     if code in (EXIT_INTERRUPTED, EXIT_TEMPORARY):
-        # At once, and with this code: Ray's clean-up at exit would put its own in its place.
+        # Exit immediately: Ray's clean-up at exit would replace the code.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
@@ -140,7 +140,7 @@ def run(
             raise
         print_error(advice)
         return EXIT_USAGE
-    except BrokenPipeError:  # `... | head`: what was wanted has been read
+    except BrokenPipeError:  # the reader has enough, as in `... | head`
         _discard_output()
         return 0
     except _OutputFails as error:
@@ -156,7 +156,7 @@ def run(
 
 
 def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
-    """Return the values that the arguments set; the one with white space in it sets the key `positional`."""
+    """Return the arguments as overrides; the argument with white space sets the key `positional`."""
     if positional is None:
         return parsed(arguments)
     value, arguments = _split_positional(arguments)
@@ -169,23 +169,23 @@ def _overrides(arguments: list[str], positional: str | None) -> list[Override]:
 
 
 def print_error(error: CommandError | str) -> None:
-    """Print `error: ...` on standard error, in one line unless the error has lines of its own."""
+    """Print `error: ...` on standard error, in one line unless the error keeps its lines."""
     keep_lines = isinstance(error, CommandError) and error.keep_lines
     text = truncated(str(error))
     print(f"error: {printable(text) if keep_lines else one_line(text)}", file=sys.stderr)
 
 
 def _standard_files() -> bool:
-    """Make the standard files safe to use. Return False, and print why, where standard output is closed.
+    """Make the standard files safe to use. If standard output is closed, print an error and return False.
 
-    A closed one would give its number to the next file that is opened, a database say, and a later print writes
-    into that. What the terminal's encoding lacks is printed escaped.
+    The next opened file, such as a database, would get the number of a closed standard file, and later prints would
+    write into it. Characters that the terminal's encoding lacks are printed escaped.
     """
     for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         if stream is None:
             try:
-                os.fstat(number)  # in use again
-            except OSError:  # the lowest free number, which the next file gets, is this one
+                os.fstat(number)  # another file already uses the number
+            except OSError:  # the number is free, so the next opened file gets it
                 os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -209,7 +209,7 @@ def _standard_files() -> bool:
 
 
 def _flush_output(code: int) -> int:
-    """Flush standard output and return the exit code, or another one where the output cannot be written."""
+    """Flush standard output and return the exit code, or `EXIT_USAGE` if the output cannot be written."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -220,7 +220,7 @@ def _flush_output(code: int) -> int:
 
 
 class _OutputFails(OSError):
-    """Standard output cannot be written, as on a full disk. Its own type, since a failed print names no file."""
+    """Standard output cannot be written, for example on a full disk. A separate type: a failed print names no file."""
 
 
 class _Output(io.FileIO):
@@ -245,7 +245,7 @@ def _say_output_fails(error: OSError) -> int:
 
 
 def _discard_output() -> None:
-    with contextlib.suppress(OSError, ValueError):  # a stream of a program that has none of its own
+    with contextlib.suppress(OSError, ValueError):  # the stream may have no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
@@ -255,11 +255,11 @@ def _check_current_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        raise EnvironmentProblem("the current folder has been removed; change to one that is there") from error
+        raise EnvironmentProblem("the current folder has been removed; change to an existing one") from error
 
 
 def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Return whether `--cfg job`, as Hydra spells it, is among the arguments, and the other arguments."""
+    """Return whether the arguments include Hydra's `--cfg job`, and the other arguments."""
     if "--cfg" not in arguments:
         return False, arguments
     flag = arguments.index("--cfg")
@@ -270,7 +270,7 @@ def _split_show_config(arguments: list[str]) -> tuple[bool, list[str]]:
 
 
 def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split off the positional argument: the first with white space that is no `KEY=...`; SQL may hold `=`."""
+    """Split off the positional argument: the first with white space and without a leading `KEY=`; SQL may hold `=`."""
     for place, item in enumerate(arguments):
         if any(character.isspace() for character in item) and not re.match(r"[+~]*[\w.@/]+=", item):
             return item, arguments[:place] + arguments[place + 1 :]
@@ -280,11 +280,11 @@ def _split_positional(arguments: list[str]) -> tuple[str | None, list[str]]:
 def help_text(name: str, everything: bool = True) -> str:
     """Return the `--help` of a command from its settings class: description, keys and defaults, choices.
 
-    Without `everything`, only the keys in `COMMON` of the class are explained, in that order, and the others named.
+    Without `everything`, it explains only the keys in the class's `COMMON`, in that order, and names the others.
     """
     described = []
     for line in description(name):
-        for group in groups():  # {arch} in a description stands for the choices there are
+        for group in groups():  # {arch} in a description means the choices of that group
             line = line.replace(f"{{{group}}}", ", ".join(group_options(group)))
         described.append(line)
     rows: list[tuple[str, str]] = []
@@ -309,9 +309,9 @@ def help_text(name: str, everything: bool = True) -> str:
 
 
 def developer_command(settings: str, entry: Entry, argv: Sequence[str], rewrite: Rewrite | None = None) -> int:
-    """Run a command that is in no table, `MODULE:CLASS` of its settings, and return its exit code, as `run` does.
+    """Run a command that is in no table and return its exit code, like `run`.
 
-    The same command continues what it is interrupted in.
+    `settings` is the `MODULE:CLASS` of its keys. After an interrupt it advises to run the same command again.
     """
     code = run(settings, entry, argv, rewrite=rewrite)
     if code == EXIT_INTERRUPTED:
@@ -320,10 +320,10 @@ def developer_command(settings: str, entry: Entry, argv: Sequence[str], rewrite:
 
 
 class StepBar:
-    """Show a bar on stderr that names the running step, on a terminal. A context manager.
+    """Shows a bar with the running step on stderr, if that is a terminal. A context manager.
 
-    The last column is the elapsed time, or with `remaining` the time left. With `lines`, a line every ten seconds says
-    it where there is no terminal.
+    The last column is the elapsed time, or with `remaining` the time left. With `lines`, it prints a line every ten
+    seconds if stderr is not a terminal.
     """
 
     def __init__(self, label: str, *, remaining: bool = False, lines: bool = False) -> None:
@@ -347,15 +347,15 @@ class StepBar:
         return self._console.is_terminal
 
     def update(self, step: str, completed: int, total: int) -> None:
-        """Show the running step and its progress, `completed` of `total`; 0 of 0 where the number is unknown.
+        """Show the running step and its progress, `completed` of `total`; 0 of 0 if the number is unknown.
 
-        An empty step is the only one: the label says what runs.
+        With an empty step, the bar shows only the label.
         """
         if not self.is_shown:
             if self._lines and completed:
                 self._print_line(completed, total)
             return
-        if self._running is None:  # not before there is something to show: another bar may be on the screen until then
+        if self._running is None:  # start it late: until now another bar may be on the screen
             from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
             column = TimeRemainingColumn() if self._remaining else TimeElapsedColumn()
@@ -373,7 +373,7 @@ class StepBar:
 
 
 def start_bar(console: Console, label: str, column: ProgressColumn, **fields: Any) -> tuple[Progress, TaskID]:
-    """Start a bar (spinner, `label`, bar, count, `column`) and return it with its task, whose total is unknown.
+    """Start a bar (spinner, `label`, bar, count, `column`) of unknown total, and return it with its task.
 
     `fields` are the values that `column` shows. The caller stops the bar.
     """

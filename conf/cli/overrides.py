@@ -1,9 +1,9 @@
-"""Command-line arguments as values of a composed config, and the keys that a command has.
+"""Reads command-line arguments into a composed config, and lists the keys of a command.
 
 Start reading at `load_config`. Hydra composes the defaults of a command with the chosen files of `conf/`, and its
-parser reads each value. Keys are checked here, as Hydra's grammar knows more (packages, deletions, sweeps, its own
-settings) than these commands have; all mistakes are reported together. `documented_keys` and `documented_choice` are
-what `--help` and docs/commands.md show; they compose nothing and import neither Hydra nor OmegaConf.
+parser reads each value. This module checks the keys, because Hydra's grammar allows more than these commands do
+(packages, deletions, sweeps, Hydra's settings). It reports all mistakes together. `--help` and docs/commands.md show
+the results of `documented_keys` and `documented_choice`, which import neither Hydra nor OmegaConf.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-_LONGEST_VALUE = 20_000  # characters that Hydra's parser is given: it takes seconds for each 100,000
-_LONGEST_TEXT = 1_000_000  # characters of a value that is taken as it stands
+_LONGEST_VALUE = 20_000  # limit for Hydra's parser, which takes seconds per 100,000 characters
+_LONGEST_TEXT = 1_000_000  # limit for a value that is taken as typed
 DEVICES = "device"  # the group of GPU models and backends
 _SPACE = "arch.space."
 _QUOTE = "quote values that hold spaces or commas"
 _ARGUMENT = re.compile(r"(\+{0,2})([A-Za-z_][\w.-]*)=(.*)", re.DOTALL | re.ASCII)
-# (command, group): no choices with a backend that runs trials
+# (command, group) that offers no choices with a backend that runs trials
 _DESCRIPTIONS_ONLY = {("estimate", "device"), ("plan", "device")}
 
 
@@ -57,11 +57,11 @@ class Override:
     plus: str
     key: str
     written: str
-    verbatim: bool = False  # text whatever it looks like
+    verbatim: bool = False  # text, even if it looks like a list
 
     @property
     def choice(self) -> str:
-        """Return the value without quotes, as the name of a group's choice."""
+        """Return the value without quotes, for the name of a group's choice."""
         return self.written[1:-1] if re.fullmatch(r"(['\"]).*\1", self.written) else self.written
 
     def text(self) -> str:
@@ -69,7 +69,7 @@ class Override:
 
 
 def parsed(arguments: Sequence[str]) -> list[Override]:
-    """Split the arguments. Raises `UsageError` that names every one that is no `KEY=VALUE`."""
+    """Split the arguments. Raises `UsageError` that names every argument that is not `KEY=VALUE`."""
     overrides, problems = [], []
     for argument in arguments:
         match = _ARGUMENT.fullmatch(argument)
@@ -114,12 +114,12 @@ def _unreadable(argument: str) -> str | None:
 def load_config(name: str, arguments: Sequence[str | Override], settings: type | None = None) -> DictConfig:
     """Compose a command's settings with `KEY=VALUE` arguments into a `DictConfig` whose values are of their kinds.
 
-    Of a key that is given twice the last value counts, so that a script's own arguments can be overridden. The values
-    of keys whose kind is text are taken as they stand. Required keys may be missing
-    still. `settings` is the class of a command that is not in `conf.cli.commands.TABLE`.
+    If a key is given twice, the last value counts: a user can override a script's arguments. Values of text keys are
+    taken as typed. Required keys may still be missing. `settings` is the class of a command that is not in
+    `conf.cli.commands.TABLE`.
 
     Raises:
-        UsageError: It reports every bad argument together, each with its nearest or valid choices.
+        UsageError: Reports all bad arguments together, each with its nearest or valid choices.
     """
     overrides = [item if isinstance(item, Override) else parsed([item])[0] for item in arguments]
     overrides = [_as_own_key(name, override) for override in overrides]
@@ -161,7 +161,7 @@ def _collected(problems: list[str]) -> Iterator[None]:
 
 
 def _as_own_key(name: str, override: Override) -> Override:
-    """Return a command's own spellings as its keys, and any other override as it is.
+    """Translate a command's special spellings into its keys; return any other override unchanged.
 
     `device=[A,B]` of an estimate is `devices`, `arch=[A,B]` of a submission `families`, and `+collocate` `collocate`.
     """
@@ -178,10 +178,10 @@ def _as_own_key(name: str, override: Override) -> Override:
 
 
 def _chosen(name: str, override: Override, group: ConfigGroup) -> tuple[Override, Mapping[str, Any] | None]:
-    """Return the override with the file of its group that it chooses, and what holds in place of the file's values.
+    """Return the override with the chosen file of its group, and values that replace the file's, if any.
 
     Raises:
-        UsageError: An unknown choice, or one that is chosen in another way.
+        UsageError: The choice is unknown, or needs or forbids a `+`.
     """
     choice, values = override.choice, None
     options = group_options(override.key)
@@ -195,9 +195,9 @@ def _chosen(name: str, override: Override, group: ConfigGroup) -> tuple[Override
 
 
 def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
-    """Return the file of a device that is named in another way, and the values of what has no file of its own.
+    """Return the file of a device with another name, and the values of a device without a file.
 
-    A user's own file and a slice stand beside a described GPU model, which has the keys that a description has.
+    A user's file and a slice have no file; a described GPU model then provides the keys of a description.
     """
     options = command_options(name, DEVICES)
     if is_device_file(choice):
@@ -212,7 +212,7 @@ def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
 
 
 def _compose(settings: type, choices: Sequence[Override]) -> DictConfig:
-    """Return the command's defaults with the chosen files of its groups, as Hydra composes them."""
+    """Compose the command's defaults with the chosen files of its groups by Hydra."""
     from hydra import compose, initialize_config_module
     from hydra.core.config_store import ConfigStore
 
@@ -222,21 +222,21 @@ def _compose(settings: type, choices: Sequence[Override]) -> DictConfig:
     store.store(name=name, node={"defaults": ["_self_", *defaults], **defaults_of(settings)})
     try:
         with initialize_config_module(config_module="conf", version_base="1.3"):
-            # Hydra takes no null for a group, and of these the default is null anyway.
+            # Hydra does not accept null for a group; the default of such a group is null anyway.
             return compose(name, overrides=[choice.text() for choice in choices if choice.written != "null"])
-    finally:  # Hydra copies all that is there each time
+    finally:  # Hydra would copy it at each later call
         del store.repo[f"{name}.yaml"]
 
 
 def _require_known(cfg: DictConfig, plus: str, key: str, known: Sequence[str]) -> None:
-    """Raise `UsageError` for a key that no command reads. The keys of a search space may be added with `plus`."""
+    """Raise `UsageError` for an unknown key. Keys of a search space may be added with `plus`."""
     in_space = "arch" in cfg and key.startswith(_SPACE)
     if plus and not in_space:
         raise UsageError(f"{key} is set without +: {key}=VALUE" if key in known else _unknown_key(key, known))
     if plus or key in known or _has_keys_below(key, known):
         return
     name, _, end = key.removeprefix(_SPACE).partition(".")
-    if not (in_space and end and isinstance(cfg.arch.space.get(name), Mapping)):  # an end of a range
+    if not (in_space and end and isinstance(cfg.arch.space.get(name), Mapping)):  # low or high of a range
         raise UsageError(_unknown_key(key, known))
 
 
@@ -247,10 +247,10 @@ def _has_keys_below(key: str, known: Sequence[str]) -> bool:
 def _set(cfg: DictConfig, plus: str, key: str, value: Any, known: Sequence[str]) -> None:
     """Set a key to a value, or those below it one by one.
 
-    What is given replaces what stood there, so that a new range keeps nothing of the old one.
+    The value replaces the old one completely, so that a new range keeps nothing of the old range.
 
     Raises:
-        UsageError: The key has keys below it, and the value is not a mapping of these.
+        UsageError: The key has keys below it, but the value is not a mapping of these.
     """
     if not _has_keys_below(key, known):
         _put(cfg, key, value)
@@ -281,10 +281,10 @@ def _unknown_key(key: str, known: Sequence[str]) -> str:
 
 
 def _value(override: Override, kind: Kind | None) -> Any:
-    """Return an argument's value: text as it stands, and anything else as Hydra's parser reads it.
+    """Return an argument's value: text as typed, anything else through Hydra's parser.
 
     Raises:
-        UsageError: It cannot be read, or says several values.
+        UsageError: The value cannot be read, or is a sweep over several values.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -310,21 +310,20 @@ def _value(override: Override, kind: Kind | None) -> Any:
 
 
 def literal(value: str) -> str:
-    r"""Escape text for OmegaConf, for which `${` begins an interpolation and `\${` does not."""
+    r"""Escape text for OmegaConf, where `${` begins an interpolation and `\${` does not."""
     return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
 
 
 def load_settings(settings: type[Settings], name: str, arguments: Sequence[str]) -> Settings:
-    """Return the settings that a command's `entry` gets for these arguments. Raises `UsageError` as `load_config` and
-    `made`."""
+    """Return the settings that a command's `entry` gets for these arguments. Raises `UsageError`."""
     return made(settings, load_config(name, arguments, settings))
 
 
 def made(settings: type[Settings], cfg: DictConfig) -> Settings:
-    """Return the composed config as an object of its settings class.
+    """Make an object of the settings class from the composed config.
 
     Raises:
-        UsageError: It names every missing required key with its meaning, or what the class refuses.
+        UsageError: Names every missing required key with its meaning, or the values that the class refuses.
     """
     from omegaconf import OmegaConf
 
@@ -337,7 +336,7 @@ def made(settings: type[Settings], cfg: DictConfig) -> Settings:
 
 
 def plain_values(cfg: DictConfig) -> dict[str, Any]:
-    """Return the config as plain values with `${...}` filled in. Raises `UsageError` where that fails."""
+    """Return the config as plain values with `${...}` filled in. Raises `UsageError` if that fails."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -353,7 +352,7 @@ def plain_values(cfg: DictConfig) -> dict[str, Any]:
 
 @cache
 def groups() -> tuple[str, ...]:
-    """Return the config groups: the folders of this package that hold YAML files."""
+    """Return the config groups: the folders of `conf` with YAML files."""
     root = importlib.resources.files("conf")
     return tuple(
         sorted(d.name for d in root.iterdir() if d.is_dir() and any(f.name.endswith(".yaml") for f in d.iterdir()))
@@ -367,7 +366,7 @@ def group_options(group: str) -> tuple[str, ...]:
 
 
 def command_options(name: str, group: str) -> tuple[str, ...]:
-    """Return the choices of a group that a command takes; `estimate` takes GPU models and no trial backends."""
+    """Return the choices of a group for a command; `estimate` allows GPU models but no trial backends."""
     options = group_options(group)
     if (name, group) not in _DESCRIPTIONS_ONLY:
         return options
@@ -375,7 +374,7 @@ def command_options(name: str, group: str) -> tuple[str, ...]:
 
 
 def documented_keys(name: str) -> tuple[tuple[str, str, str], ...]:
-    """Return (dotted key, default as written, help text with the kind) of each key of a command."""
+    """Return (dotted key, default, help text with the kind) of each key of a command."""
     return tuple(
         (documented.name, written(documented.default), text_of(documented))
         for documented in keys_of(settings_class(name))
@@ -389,7 +388,7 @@ def text_of(key: Key) -> str:
 
 
 def documented_choice(name: str, group: str, choice: str) -> tuple[tuple[str, str, str], ...]:
-    """Return the same of each key of a group's choice, as a command takes it."""
+    """Return (dotted key, value, help text) of each key of a group's choice."""
     described = groups_of(settings_class(name))[group].schema
     texts = {known_key.name: text_of(known_key) for known_key in keys_of(described)} if described else {}
     return tuple((key, written(value), texts.get(key, "")) for key, value in flat(choice_values(group, choice)))

@@ -1,8 +1,8 @@
-"""Keeps files of the user's working folder from standing in for this project's packages (`conf`, `workers`, ...).
+"""Prevents files in the user's working folder from hiding this project's packages (`conf`, `workers`, ...).
 
 Start reading at `require_own_packages`. `python -m farm.submit` puts the working folder first on the path, and many
-projects hold a `conf/` or a `workers.py`. Needs the standard library alone: a package runs this file before it imports
-any other.
+projects have a `conf/` or a `workers.py`. Needs only the standard library: a package runs this file before any other
+import.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import NoReturn
 
 PACKAGES = ("conf", "farm", "featurize", "learn", "warehouse", "workers")
 ROOT = Path(__file__).parents[2]
-SAFE_PATH = "PYTHONSAFEPATH"  # Python's variable: `-m` does not put the working folder first
-_BEFORE = "GPUFARM_USERS_PATHS"  # what the user had of Python's variables, before `put_working_folder_last`
+SAFE_PATH = "PYTHONSAFEPATH"  # Python's variable that keeps `-m` from putting the working folder first
+_BEFORE = "GPUFARM_USERS_PATHS"  # the user's values of Python's variables, from before `put_working_folder_last`
 _OF_COMMANDS = ("farm", "learn", "warehouse")
 
 
 def shadowing_files() -> dict[str, str]:
-    """Return each package of ours that an import would take from elsewhere, with the file or folder it would take.
+    """Return each package of this project that an import would take from elsewhere -> that file or folder.
 
-    A folder without `__init__.py` hides a package of an editable install, whose finder comes after the path.
+    A folder without `__init__.py` hides a package of an editable install, because its finder comes after the path.
     """
     shadowing = {}
     for package in PACKAGES:
@@ -42,26 +42,26 @@ def shadowing_files() -> dict[str, str]:
 
 
 def require_own_packages(arguments: Sequence[str] | None = None) -> None:
-    """End the process with exit code 2 and one line where another file would stand in for a package of ours.
+    """End the process with one line and exit code 2 if another file hides a package of this project.
 
     Args:
-        arguments: How the process was started; None is `sys.orig_argv`.
+        arguments: The process's command line; None is `sys.orig_argv`.
     """
     if shadowing := shadowing_files():
         _refuse(shadowing, sys.orig_argv if arguments is None else arguments)
 
 
 def working_folder() -> str | None:
-    """Return the working folder; None where this project itself is there, and where the folder was removed."""
+    """Return the working folder; None if this project is in it, or if the folder was removed."""
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # the command says so
+    except FileNotFoundError:  # the command reports it
         return None
     return None if _is_same(here, ROOT) else here
 
 
 def search_working_folder() -> None:
-    """Make imports find modules of the working folder, last of all unless it is on the path already."""
+    """Append the working folder to the path, unless the path already has it."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -71,13 +71,12 @@ def search_working_folder() -> None:
 
 
 def searching_last(folder: str | None) -> Callable[[], None]:
-    """Return a function that has its process search the folder last, after this project; None changes nothing.
+    """Return a function that makes its process search the folder last, after this project; None changes nothing.
 
-    Ray puts the driver's working folder first on a worker's path, where a `workers.py` of the user's would hide our
-    package. A function that a function defines is sent by value, so a worker can call this one before any import of
-    ours.
+    Ray puts the driver's working folder first on a worker's path, where a user's `workers.py` would hide this project's
+    package. Ray sends a nested function by value, so a worker can call it before it imports this project.
     """
-    root = str(ROOT)  # named too: an editable install's own finder is asked only after the whole path
+    root = str(ROOT)  # added too: an editable install's own finder comes after the whole path
 
     def search_last() -> None:
         import os
@@ -95,8 +94,7 @@ def searching_last(folder: str | None) -> Callable[[], None]:
 def put_working_folder_last() -> None:
     """Search the working folder after everything else, in this process and in those that it starts.
 
-    A model that the user names by `MODULE:FACTORY` is still found there. Nothing changes where the working folder holds
-    this project itself.
+    A model named by `MODULE:FACTORY` is still found there. Nothing changes if the working folder holds this project.
     """
     if (here := working_folder()) is None:
         return
@@ -112,7 +110,7 @@ def put_working_folder_last() -> None:
 
 
 def users_environment() -> dict[str, str]:
-    """Return this process's environment as its user set it: for programs of the user's own."""
+    """Return this process's environment as its user set it, for the user's own programs."""
     environment = dict(os.environ)
     for name, value in json.loads(environment.pop(_BEFORE, "{}")).items():
         environment.pop(name, None)
@@ -146,7 +144,7 @@ def _printable(text: str) -> str:
 
 
 def _require_libraries(arguments: Sequence[str]) -> None:
-    """End the process with exit code 2 and one line where the command lacks libraries that it imports at once."""
+    """End the process with one line and exit code 2 if the command needs libraries that are not installed."""
     from conf.cli.commands import COMMANDS, missing_from
 
     module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:-1] else ""
@@ -155,6 +153,6 @@ def _require_libraries(arguments: Sequence[str]) -> None:
         sys.exit(2)
 
 
-if __name__ == "__main__":  # run by a package of ours that was started by `python -m`
+if __name__ == "__main__":  # run by a package of this project that `python -m` started
     require_own_packages()
     _require_libraries(sys.orig_argv)

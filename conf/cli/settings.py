@@ -1,17 +1,17 @@
 """Settings of a command: a frozen dataclass whose fields are the keys of its command line, each with its kind.
 
-Start reading at `key`. A field's annotation, default and metadata are all that composition, checks, `--help` and
-docs/commands.md know of a key. `defaults_of` is what Hydra composes, `built` makes an object.
+Start reading at `key`. Composition, checks, `--help` and docs/commands.md read a key's annotation, default and metadata
+only. `defaults_of` returns the values that Hydra composes, `built` makes an object.
 
-A `Kind` says what a key may hold; `--help` shows it in brackets:
+A `Kind` defines the values that a key may hold; `--help` shows it in brackets:
 
     n: ???  # [int 1 to 10000000] how many trials the job has
     grace_s: 3600  # [number 0 to 1e9] seconds before a later compaction deletes the files
     families: null  # [text | list of text | null] as in [cnn,gpt]
 
-Kinds: `int` and `number`, with bounds (`>= 1`, `> 0`, `1 to 5`, `> 0 to 1`) where there are some; `bool`; `text`;
-`any text`, which may look like a list or a mapping; `path`; `new path`, which is made where it is not there; `mapping`;
-`list`, `list of text`, `list of int`; `null`.
+Kinds: `int` and `number`, with optional bounds (`>= 1`, `> 0`, `1 to 5`, `> 0 to 1`); `bool`; `text`; `any text`, which
+may look like a list or a mapping; `path`; `new path`, which is made if it is missing; `mapping`; `list`,
+`list of text`, `list of int`; `null`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from conf.errors import UsageError, shown, unknown_name
 
 _NUMBER = r"-?\d+(?:\.\d+)?(?:e\d+)?"
 _BOUNDED = re.compile(rf"(int|number)(?: (?:(>=?) )?({_NUMBER})(?: to ({_NUMBER}))?| <= ({_NUMBER}))?")
-_INT64_MAX = 2**63 - 1  # what SQLite and Parquet hold
+_INT64_MAX = 2**63 - 1  # the limit of SQLite and Parquet
 _SHAPES = {"list": ("[", "]"), "mapping": ("{", "}")}
 _TEXTS = {"text", "any text", "path", "new path"}
-_QUOTE = "in quotes of its own it is taken as text"
+_QUOTE = "in its own quotes it is taken as text"
 Settings = TypeVar("Settings")
 _hints = cache(typing.get_type_hints)
 
@@ -43,7 +43,7 @@ _hints = cache(typing.get_type_hints)
 def _is_number(value: object, whole: bool) -> TypeGuard[int | float]:
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return False
-    return whole or abs(value) <= sys.float_info.max  # false of NaN, too
+    return whole or abs(value) <= sys.float_info.max  # also False for NaN
 
 
 def _is_text(value: object) -> bool:
@@ -58,7 +58,7 @@ def _is_list(value: object, takes: Callable[[object], bool] = lambda _: True) ->
     return isinstance(value, list | tuple) and all(map(takes, value))
 
 
-# Kind -> its words in messages, and whether it takes a value. Numbers have bounds, too.
+# Kind -> (its text in messages, function that checks a value). Numbers are checked elsewhere, with their bounds.
 _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("text", _is_text),
@@ -80,9 +80,10 @@ _PLAIN: dict[str, tuple[str, Callable[[Any], bool]]] = {
 class Kind:
     """The alternatives that a key may hold.
 
-    declared: as `--help` shows them
-    names: the alternatives without bounds; `int` or `number` comes with `low` and `high`, both included, or `above` low
-    choices: the only values, where there are some
+    declared: the kind as `--help` shows it
+    names: the alternatives without bounds; `int` and `number` have the bounds `low` and `high`, both included
+    above: whether `low` itself is excluded
+    choices: the only allowed values, if any
     """
 
     declared: str
@@ -94,7 +95,7 @@ class Kind:
 
     @classmethod
     def parse(cls, declared: str, choices: Sequence[object] = ()) -> Kind:
-        """Read a kind as text, as `int >= 1 | null`. Raises `ValueError`."""
+        """Parse the text of a kind, such as `int >= 1 | null`. Raises `ValueError`."""
         names, low, high, above = [], None, None, False
         for alternative in (part.strip() for part in declared.split("|")):
             if bounded := _BOUNDED.fullmatch(alternative):
@@ -108,7 +109,7 @@ class Kind:
         return cls(declared, tuple(names), _bound(low), _bound(high), above, tuple(choices))
 
     def stands_as_typed(self, written: str) -> bool:
-        """Return whether an argument is plain text: not in quotes, not null, no list where a list is allowed."""
+        """Return whether an argument is plain text: not in quotes, not null, and not a list where a list is allowed."""
         if written in ("", "null") or written[0] in "'\"" or _TEXTS.isdisjoint(self.names):
             return False
         if "bool" in self.names and written.lower() in ("true", "false"):
@@ -116,7 +117,7 @@ class Kind:
         return not any(name.partition(" ")[0] in _SHAPES and _has_shape(written, name) for name in self.names)
 
     def problems_as_written(self, key: str, written: str) -> list[str]:
-        """Return the problems of text as typed, before anything reads it."""
+        """Return the problems of an argument's text, before it is parsed."""
         begun = not {"path", "new path"} & set(self.names)  # a path may begin with a bracket
         shapes = [name for name in _SHAPES if "any text" not in self.names and _has_shape(written, name, begun)]
         if shapes:
@@ -129,7 +130,7 @@ class Kind:
         return [f"{key} must be {self.words()}{separator} {problem} {shown(f'{key}={written}')}; {_QUOTE}"]
 
     def problem(self, key: str, value: object) -> str | None:
-        """Return `KEY must be an integer >= 1, got 'many'`; None where the kind takes the value."""
+        """Return a message such as `KEY must be an integer >= 1, got 'many'`; None if the kind allows the value."""
         if not any(self._takes(name, value) for name in self.names):
             return f"{key} must be {self.words(value)}, got {shown(value)}"
         if self.choices:
@@ -140,7 +141,7 @@ class Kind:
         return None
 
     def words(self, value: object = None) -> str:
-        """Return the kind in words, as `a path or a list of names`, with the bound that `value` exceeds."""
+        """Return the kind in words, such as `a path or a list of names`, with the bound that `value` exceeds."""
         names = [name for name in ("int", "number", *_PLAIN) if name in self.names and name != "null"]
         words = (_PLAIN[name][0] if name in _PLAIN else self._number_words(name, value) for name in names)
         return " or ".join(dict.fromkeys(words))
@@ -181,9 +182,9 @@ def _has_shape(written: str, name: str, begun: bool = False) -> bool:
 
 
 def problems_of(values: Mapping[str, Any], kinds: Mapping[str, Kind], section: str = "") -> list[str]:
-    """Return the problems of values by dotted key, which `section` goes before in messages.
+    """Return the problems of values. Messages name the dotted key after `section`.
 
-    Keys that are missing, or required and not given, have none.
+    Missing keys have no problem, also if they are required.
     """
     given = ((key, kind, _at(values, key.split("."))) for key, kind in kinds.items())
     return [problem for key, kind, value in given if value != "???" and (problem := kind.problem(section + key, value))]
@@ -215,9 +216,9 @@ class ConfigGroup:
     """A key whose value is chosen by name from the files of `conf/NAME/`.
 
     default: the name of a file, or None
-    build: makes the typed value of a file's values; None: an object of `schema`
-    schema: settings class that says what the files' keys may hold; None where the files themselves do
-    added: chosen with `+NAME=CHOICE`, without a default
+    build: makes the typed value from a file's values; None: an object of `schema`
+    schema: settings class with the kinds of the files' keys; None: the files are not checked
+    added: whether it is chosen with `+NAME=CHOICE`, without a default
     """
 
     default: str | None
@@ -236,18 +237,18 @@ def key(
     """Return a dataclass field that is a key of a command.
 
     Args:
-        default: The value where none is given; left out, the key is required.
+        default: Default value; without one, the key is required.
         help: Meaning, for `--help`.
-        kind: Narrows the annotation, as `int >= 1` or `new path`; where it holds a `|`, it is the whole kind.
-        choices: The only values that the key may hold.
-        build: Makes the field's value of what is given. Raises `UsageError`.
+        kind: Narrows the annotation, as in `int >= 1` or `new path`; with a `|` it replaces the whole kind.
+        choices: The only allowed values.
+        build: Makes the field's value from the given one. Raises `UsageError`.
     """
     metadata = {_HELP: help, _KIND: kind, _CHOICES: tuple(choices), _BUILD: build}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(settings: type, required: bool = False) -> Any:
-    """Return a dataclass field that holds keys of its own: `log.file`, `log.format`, ..."""
+    """Return a dataclass field that groups further keys, such as `log.file` and `log.format`."""
     default: dict[str, Any] = {} if required else {"default_factory": settings}
     return dataclasses.field(**default, metadata={_SECTION: settings})
 
@@ -263,12 +264,12 @@ def group(
 
 
 def added_group(build: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Return a dataclass field that `+NAME=CHOICE` chooses, and None where it is not given."""
+    """Return a dataclass field that is chosen with `+NAME=CHOICE`; None if it is not given."""
     return dataclasses.field(default=None, metadata={_HELP: "", _GROUP: ConfigGroup(None, build, added=True)})
 
 
 def given_values() -> Any:
-    """Return a dataclass field for all values of the command line, as they were composed."""
+    """Return a dataclass field for all composed values of the command line."""
     return dataclasses.field(default_factory=dict, repr=False, metadata={_GIVEN: True})
 
 
@@ -276,7 +277,7 @@ def given_values() -> Any:
 class Key:
     """One key of a command. `default` is None for null, `dataclasses.MISSING` for a required key.
 
-    kind: what it may hold; None of a group
+    kind: the allowed values; None for a group
     """
 
     name: str  # dotted
@@ -308,7 +309,7 @@ def _own_keys(settings: type) -> Iterator[Key]:
 
 
 def _kind_of(annotation: Any, narrower: str, choices: tuple[object, ...]) -> Kind:
-    """Return the kind of a key, as `new path | null` for `str | None` that is narrowed to `new path`."""
+    """Return the kind of a key, such as `new path | null` for `str | None` that is narrowed to `new path`."""
     alternatives = _alternatives(annotation)
     optional = ["null"] if type(None) in alternatives else []
     if narrower:
@@ -325,8 +326,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 @cache
 def kinds_of(settings: type) -> dict[str, Kind]:
-    """Return the kind of value that each key holds: those of a class with its groups' files, search spaces and
-    descriptions aside."""
+    """Return the kind of each key of a class and of its groups' files, except search spaces and descriptions."""
     kinds = {key.name: key.kind for key in keys_of(settings) if key.kind is not None}
     for name, chosen in groups_of(settings).items():
         if chosen.schema is not None:
@@ -340,9 +340,9 @@ def groups_of(settings: type) -> dict[str, ConfigGroup]:
 
 
 class Checked:
-    """Base of settings classes: an object holds what its keys may hold, or it is not made.
+    """Base of settings classes, which checks values against the kinds of their keys when an object is made.
 
-    `section` is the name of the key that holds the others in messages: `class LogSettings(Checked, section="log")`.
+    `section` is the parent key in messages: `class LogSettings(Checked, section="log")`.
     """
 
     _section = ""
@@ -366,12 +366,12 @@ class Checked:
             raise UsageError("; ".join(problems))
 
     def problems(self) -> Iterable[str]:
-        """Return the problems of values that are of their kinds, a line each."""
+        """Return further problems of values that match their kinds, one line each."""
         return ()
 
 
 def _make_value(field: dataclasses.Field[Any], annotation: Any, value: Any) -> Any:
-    """Return a field's value: the object of a section, what `build` makes, several names as a tuple."""
+    """Return a field's value: an object for a section, the result of `build`, or a tuple for several names."""
     about = field.metadata
     chosen = about.get(_GROUP)
     if chosen and (chosen.build or value is None):
@@ -380,7 +380,7 @@ def _make_value(field: dataclasses.Field[Any], annotation: Any, value: Any) -> A
     settings = about.get(_SECTION) or (chosen and chosen.schema)
     if settings and not isinstance(value, settings):
         known = [known_field.name for known_field in dataclasses.fields(settings)]
-        if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # of another release
+        if unknown := [str(key) for key in _mapping(field.name, value) if key not in known]:  # from another release
             raise UsageError(f"{field.name}: unknown {', '.join(unknown)}; known: {', '.join(known)}")
         return built(settings, value)
     if build := about.get(_BUILD):
@@ -405,7 +405,7 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def defaults_of(settings: type) -> dict[str, Any]:
-    """Return the composed values where nothing is given: `???` for a required key, added groups left out."""
+    """Return the composed values of an empty command line: `???` for a required key, without added groups."""
     values: dict[str, Any] = {}
     for key in keys_of(settings):
         *parents, name = key.name.split(".")
@@ -420,7 +420,7 @@ def defaults_of(settings: type) -> dict[str, Any]:
 
 
 def written(default: object) -> str:
-    """Return a default as a command line has it: `null`, `true`, `[a, b]`, `???` for a required key."""
+    """Return a default in the syntax of the command line: `null`, `true`, `[a, b]`, `???` for a required key."""
     if default is MISSING:
         return "???"
     if default is None or isinstance(default, bool):

@@ -1,4 +1,4 @@
-"""Files that this project writes and reads: atomically, within limits, with the identity of what they hold.
+"""Writes files atomically, reads them within limits, and computes identities of their content.
 
 Start reading at `outputs`. Called by all rooms; it calls no other folder.
 """

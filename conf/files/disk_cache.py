@@ -1,6 +1,6 @@
-"""Bytes by key in one SQLite file, for all processes of a machine: what can be computed again, and is not.
+"""Caches computed bytes by key in one SQLite file, for all processes of a machine.
 
-Start reading at `DiskCache`; `user_cache` is the one of this user. What cannot be read is missing, never an error.
+Start reading at `DiskCache`; `user_cache` returns this user's. An unreadable entry counts as missing and is no error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from conf.files.identity import version_of
 
 MOST_BYTES = 256 * 2**20
 _BUSY_S = 1.0
-_AT_ONCE = 500  # parameters of one statement; SQLite allows at least 999
+_AT_ONCE = 500  # parameters per statement; SQLite allows at least 999
 _LIBRARIES = ("torch", "timm", "torchvision", "transformers")  # libraries whose code determines a trace
-PACKAGES = ("conf", "featurize", "learn")  # this project's packages, whose code makes traces and answers
+PACKAGES = ("conf", "featurize", "learn")  # this project's packages that make traces and answers
 _TABLE = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, sha256 BLOB NOT NULL, content BLOB NOT NULL)"
 
 
@@ -37,8 +37,11 @@ def libraries() -> str:
 
 @functools.cache
 def code_version() -> str:
-    """Return a digest of everything besides the question that an answer depends on: the releases of Python and of
-    libraries, and the sizes and times of this project's files. An edit or another release starts a new cache."""
+    """Return a digest of what an answer depends on besides the question.
+
+    That is the releases of Python and of libraries, and the sizes and times of this project's files. An edit or another
+    release starts a new cache.
+    """
     digest = hashlib.sha256(f"{sys.version} {libraries()}".encode())
     folders = [str(resources.files(package)) for package in PACKAGES]
     while folders:
@@ -51,48 +54,50 @@ def code_version() -> str:
 
 
 def user_folder() -> Path:
-    """Return the user's own folder: `$XDG_CACHE_HOME/gpufarm`, else `~/.cache/gpufarm`. Raises `RuntimeError` of a user
-    without a home."""
+    """Return the user's cache folder: `$XDG_CACHE_HOME/gpufarm`, else `~/.cache/gpufarm`.
+
+    Raises `RuntimeError` for a user without a home.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpufarm"
 
 
 class DiskCache:
-    """A file of entries. Above `most_bytes` the oldest ones go. An entry with a wrong checksum counts as missing.
+    """A file of entries. Above `most_bytes` the oldest are deleted. An entry with a wrong checksum counts as missing.
 
     Args:
         path: The file; its folder need not exist.
-        most_bytes: None: without limit.
+        most_bytes: Limit of the file's size; None: no limit.
     """
 
     def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self.path, self._most_bytes = path, most_bytes
-        self._here = threading.local()  # a thread's connection, and the process and file that it is of
+        self._here = threading.local()  # each thread's connection, with the process and file that it belongs to
 
     def read(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """Return the contents that are there, by key."""
+        """Return the stored contents by key."""
         wanted = list(keys)
-        there: dict[str, bytes] = {}
+        contents: dict[str, bytes] = {}
         if not self.path.is_file():
-            return there
+            return contents
         with contextlib.suppress(sqlite3.Error, OSError, zlib.error):
             database = self._opened()
             for start in range(0, len(wanted), _AT_ONCE):
-                some = wanted[start : start + _AT_ONCE]
-                query = f"SELECT key, sha256, content FROM entries WHERE key IN ({','.join('?' * len(some))})"
-                for key, checksum, content in database.execute(query, some):
+                batch = wanted[start : start + _AT_ONCE]
+                query = f"SELECT key, sha256, content FROM entries WHERE key IN ({','.join('?' * len(batch))})"
+                for key, checksum, content in database.execute(query, batch):
                     if isinstance(content, bytes) and hashlib.sha256(key.encode() + content).digest() == checksum:
-                        there[key] = zlib.decompress(content)
-        return there
+                        contents[key] = zlib.decompress(content)
+        return contents
 
     def write(self, entries: Iterable[tuple[str, bytes]]) -> None:
-        """Keep entries, where that is possible. Of two processes that write the same one, the later one's stays."""
+        """Store entries if possible. If two processes write the same entry, the later one wins."""
         packed = ((key, zlib.compress(content, 1)) for key, content in entries)
         rows = [(key, hashlib.sha256(key.encode() + content).digest(), content) for key, content in packed]
         try:
             self._write(rows)
-        except (sqlite3.OperationalError, OSError):  # busy, full, or not ours to write
+        except (sqlite3.OperationalError, OSError):  # busy, full, or not writable
             return
-        except sqlite3.DatabaseError:  # no database, or a damaged one
+        except sqlite3.DatabaseError:  # damaged, or not a database
             with contextlib.suppress(sqlite3.Error, OSError):
                 self.path.unlink()
                 self._write(rows)
@@ -115,20 +120,24 @@ class DiskCache:
         return used
 
     def _opened(self) -> sqlite3.Connection:
-        """Return this thread's connection to the file that lies there now: opening one takes longer than a query."""
+        """Return this thread's connection to the current file; keep it, because opening takes longer than a query."""
         status = self.path.stat()
         place = os.getpid(), status.st_dev, status.st_ino
         if vars(self._here).get("place") != place:
             database = sqlite3.connect(self.path, timeout=_BUSY_S)
-            database.execute("PRAGMA synchronous = OFF")  # what a crash of the machine damages is computed again
+            database.execute(
+                "PRAGMA synchronous = OFF"
+            )  # entries that a crash of the machine damages are computed again
             vars(self._here).update(place=place, database=database)
         opened: sqlite3.Connection = self._here.database
         return opened
 
 
 def user_cache() -> DiskCache | None:
-    """Return the cache of this user: `traces.sqlite` in `$GPUFARM_CACHE`, else in `$XDG_CACHE_HOME/gpufarm`, else in
-    `~/.cache/gpufarm`. None with `GPUFARM_CACHE=off`, and for a user without a home."""
+    """Return this user's cache; None with `GPUFARM_CACHE=off`, and for a user without a home.
+
+    It is `traces.sqlite` in `$GPUFARM_CACHE`, else in `$XDG_CACHE_HOME/gpufarm`, else in `~/.cache/gpufarm`.
+    """
     return _cache_at(*map(os.environ.get, ("GPUFARM_CACHE", "XDG_CACHE_HOME", "HOME")))
 
 
@@ -143,7 +152,7 @@ def _cache_at(given: str | None, *_: str | None) -> DiskCache | None:
 
 
 def recall(*names: str) -> list[Any]:
-    """Return the values that this code left in the user's cache under these names; None where there is none."""
+    """Return the values that this version of the code stored in the user's cache; None for a missing name."""
     keys, cache = [f"{code_version()} {name}" for name in names], user_cache() if names else None
     stored = {} if cache is None else cache.read(keys)
     return [_value(stored.get(key, b"null")) for key in keys]
@@ -155,7 +164,7 @@ def _value(content: bytes) -> Any:
 
 
 def keep(values: Mapping[str, Any]) -> None:
-    """Leave values, of which JSON can be made, in the user's cache."""
+    """Store values, which must fit into JSON, in the user's cache."""
     if values and (cache := user_cache()) is not None:
         cache.write(
             (f"{code_version()} {name}", json.dumps(value, check_circular=False).encode())

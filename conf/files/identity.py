@@ -1,7 +1,7 @@
 """Identities of mappings, files, packages and processes.
 
-Start reading at `mapping_hash`, the identity of a trial config; `own_sha256` is the checksum that a JSON file holds of
-itself, `identity` that of a process.
+Start reading at `mapping_hash`, the identity of a trial config. `own_sha256` is the checksum of a JSON file, stored in
+the file itself. `identity` identifies a process.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OWN_SHA256 = "own_sha256"  # the key of a JSON object under which it holds its own checksum
-OWNER_FILE = "owner"  # in each temporary folder of ours: the `identity` of the process that made it
+OWN_SHA256 = "own_sha256"  # key of a JSON object that holds the object's own checksum
+OWNER_FILE = "owner"  # in each of this project's temporary folders: the `identity` of the process that made it
 
 
 def canonical_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
-    """Return JSON with sorted keys and no spaces: equal mappings and equal lists give equal text."""
+    """Return JSON with sorted keys and without spaces: equal mappings and equal lists give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -42,7 +42,7 @@ def sha256_of(path: Path) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Return a package's version from its metadata, also of one kept aside; None where it is not installed."""
+    """Return a package's version from its metadata, also if it is kept aside; None if it is not installed."""
     import importlib.metadata
 
     try:
@@ -53,15 +53,15 @@ def version_of(package: str) -> str | None:
 
 
 def aside_folder() -> Path:
-    """Return the folder for a torchvision built for another torch, which is not on the path of programs."""
+    """Return the folder for a torchvision that was built for another torch; it is not on the path of programs."""
     return Path(sys.prefix) / "share" / "gpufarm" / "aside"
 
 
 def identity(pid: int) -> str:
     """Return `PID@START@WHERE` of a process: its number, its start in ticks since boot, its boot and PID namespace.
 
-    The namespace distinguishes a container's processes from ours. psutil's `create_time` is not used, since it moves
-    when the system's clock is set. Raises `ProcessLookupError`.
+    The namespace distinguishes processes of different containers. psutil's `create_time` is not used, because it
+    changes when the system's clock is set. Raises `ProcessLookupError`.
     """
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as stat:  # a process may have any name

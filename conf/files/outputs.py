@@ -1,9 +1,9 @@
-"""Files that a user names or sends: outputs are written whole, JSON is read within limits, private files are checked.
+"""Writes a user's output files atomically, reads JSON within limits, and opens private files safely.
 
-Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all; links are followed;
-devices, pipes and descriptors (`/dev/stdout`, `/dev/fd/3`) are written to as they are; a data folder's own files are
-refused. `new_folder` makes a folder that appears whole. `read_json` reads an untrusted file: every fault of its content
-is a `ValueError`. `own_folder` opens what only this user can change.
+Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all. Links are followed.
+Devices, pipes and descriptors (`/dev/stdout`, `/dev/fd/3`) are written to directly. A data folder's own files are
+refused. `new_folder` makes a folder that appears whole. `read_json` reads an untrusted file, and raises `ValueError`
+for any fault in its content. `own_folder` opens a folder that only this user can change.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-# What a data folder consists of; other names in it belong to the user. `warehouse.files.folder` takes its paths from
-# here.
+# Folders of a data folder; other names in it belong to the user. `warehouse.files.folder` takes its paths from here.
 DATA_FORMAT = "gpufarm-data"
 OWN_FOLDERS = (
     "runs",
@@ -56,17 +55,17 @@ OWN_FOLDERS = (
     "replays",
     "machines",
 )
-# And what SQLite and DuckDB put beside them.
+# Files of a data folder, also with suffixes that SQLite and DuckDB add.
 OWN_FILES = ("format.json", "queue.sqlite", "service.sqlite", "warehouse.duckdb")
 
-TEMPORARY_SUFFIX = ".tmp"  # never `.parquet`: one torn file breaks a whole glob
+TEMPORARY_SUFFIX = ".tmp"  # not `.parquet`: one torn file would break a whole glob
 _ABANDONED_AFTER_S = 86_400.0
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
-_LINKS = 40  # as many as the kernel follows
-MOST_BYTES = 1 << 30  # most bytes of a file that grows with the data: a list of files, a plan
-MARKER_BYTES = 1 << 16  # most bytes of a file that says what a folder is
+_LINKS = 40  # the kernel's limit
+MOST_BYTES = 1 << 30  # limit for files that grow with the data: a list of files, a plan
+MARKER_BYTES = 1 << 16  # limit for the file that identifies a folder
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_MAY = 0o077
 _OTHERS_MAY_WRITE = 0o022
@@ -74,22 +73,22 @@ _OTHERS_MAY_WRITE = 0o022
 
 @dataclass(frozen=True)
 class Output:
-    """The resolved place of a user's output."""
+    """The resolved path of a user's output."""
 
-    key: str  # as the user spelled it: out or report
+    key: str  # the user's key: out or report
     given: str
-    path: Path  # after all links; for a descriptor, the path as given
-    descriptor: int | None = None  # an already open descriptor, where the output names one
-    is_plain: bool = True  # a file that is replaced in one step; devices and pipes take what they are given
+    path: Path  # after following links; for a descriptor, the path as given
+    descriptor: int | None = None  # the open descriptor that the output names, if any
+    is_plain: bool = True  # a regular file, which is replaced in one step; False for devices and pipes
 
 
 def checked_output(
     out: str | os.PathLike[str], *, key: str = "out", data: Sequence[str | os.PathLike[str]] = ()
 ) -> Output:
-    """Return where `out` leads, checked before any work is done.
+    """Resolve and check `out` before any work is done.
 
-    `data` are data folders that are searched for hard links; others show by their `format.json`. Raises `UsageError`
-    for a folder, for a file in a folder that does not exist, and for a data folder's own file, however it is named.
+    `data` are data folders to search for hard links; other data folders are recognized by their `format.json`. Raises
+    `UsageError` for a folder, for a file in a missing folder, and for a data folder's own file under any name.
     """
     output = _output(out, key, data)
     if output.descriptor is None and not output.path.parent.is_dir():
@@ -100,16 +99,16 @@ def checked_output(
 def checked_report(
     report: str | os.PathLike[str], *, key: str, like: str, data: Sequence[str | os.PathLike[str]]
 ) -> Path:
-    """Return the path of a page that a command will write, checked to be writable before any work.
+    """Return the path of a page that a command will write; check that it is writable before any work.
 
     Args:
-        report: the path as the user gave it.
+        report: the path from the user.
         key: the user's key for it, which messages name.
         like: an example of a file name, for messages.
         data: data folders whose own files are refused.
 
     Raises:
-        UsageError: for a folder, for a file that cannot be written, and as `checked_output` does.
+        UsageError: for a folder, for a file that cannot be written, and as in `checked_output`.
     """
     path = Path(report)
     if path.is_dir():
@@ -125,7 +124,7 @@ def checked_report(
 
 
 def _try_to_write(path: Path) -> None:
-    """Make a temporary file beside `path` and remove it. Raises `OSError` where no file can be made."""
+    """Make a temporary file beside `path` and remove it. Raises `OSError` if that fails."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"):
         pass
 
@@ -160,7 +159,7 @@ def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathL
 
 
 def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[str]:
-    """Return why a command cannot make its own files in the folder `out`: it is a data folder's own, or read-only."""
+    """Return why a command cannot make files in the folder `out`: it belongs to a data folder, or is read-only."""
     real = Path(os.path.realpath(os.path.expanduser(out)))
     place = real
     while not place.exists() and place != place.parent:
@@ -179,7 +178,7 @@ def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[st
 
 
 def file_problems(path: Path, *, key: str = "out") -> list[str]:
-    """Return why no file can be written to `path`: it is a folder, or its folder is not there."""
+    """Return why `path` cannot be written: it is a folder, or its folder is missing."""
     if path.is_dir():
         return [f"{key}={path} is a folder; name a file"]
     return [] if path.parent.is_dir() else [f"{key}={path}: there is no folder {path.parent}"]
@@ -191,19 +190,19 @@ def output_file(
 ) -> Iterator[BinaryIO]:
     """Open a binary file for the output of `key`.
 
-    A plain file becomes visible, whole and durable, when the block ends; after an error nothing has changed. Raises
-    `UsageError` as `checked_output` does, and `EnvironmentProblem` for what the system refuses (a full disk).
+    A plain file appears, whole and durable, when the block ends; an error changes nothing. Raises `UsageError` as
+    `checked_output` does, and `EnvironmentProblem` for system errors such as a full disk.
     """
     target = out if isinstance(out, Output) else _output(out, key, data)
     try:
         with _replaced(target.path) if target.is_plain else _stream(target) as file:
             yield file
-    except BrokenPipeError:  # the reader has what it wanted
+    except BrokenPipeError:  # the reader needs no more
         raise
     except OSError as error:
-        if error.errno is None:  # raised by what the block reads, as Arrow does
+        if error.errno is None:  # raised by the block's own reading, such as Arrow's
             raise
-        # By its number: a library's own text may name the temporary file.
+        # Use the number: a library's text may name the temporary file.
         why = os.strerror(error.errno)
         raise EnvironmentProblem(f"{target.key}={target.given} cannot be written: {why}") from error
 
@@ -215,13 +214,13 @@ def write_output(
     key: str = "out",
     data: Sequence[str | os.PathLike[str]] = (),
 ) -> None:
-    """Write `content` to where `out` leads. Raises as `output_file` does."""
+    """Write `content` to `out`. Raises the errors of `output_file`."""
     with output_file(out, key=key, data=data) as file:
         file.write(content)
 
 
 def _follow(path: str) -> tuple[Path, int | None]:
-    """Follow links: return (path, None), or (path, descriptor) where they end at a descriptor of this process."""
+    """Follow links: return (path, None), or (path, descriptor) if they end at a descriptor of this process."""
     for _ in range(_LINKS):
         path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         match = _DESCRIPTOR.fullmatch(path)
@@ -241,12 +240,12 @@ def _is_own(path: str) -> bool:
 def _status(path: Path) -> os.stat_result | None:
     try:
         return path.lstat()
-    except (FileNotFoundError, NotADirectoryError):  # its folder is looked at elsewhere
+    except (FileNotFoundError, NotADirectoryError):  # the caller checks its folder
         return None
 
 
 def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.PathLike[str]]) -> Path | None:
-    """Return the data folder that the file belongs to, by its place or as a hard link of one of its files."""
+    """Return the data folder that the file belongs to, by its path or as a hard link of one of its files."""
     for folder in path.parents:
         if _is_data_folder(folder):
             inside = path.relative_to(folder)
@@ -266,7 +265,7 @@ def _is_data_folder(folder: Path) -> bool:
         marker = read_json(folder / "format.json", MARKER_BYTES)
     except OSError:
         return False
-    except ValueError:  # damaged, and still somebody's data if the queue is beside it
+    except ValueError:  # damaged, but still a data folder if it has the queue
         return (folder / "queue.sqlite").exists() or (folder / "runs").is_dir()
     return isinstance(marker, dict) and marker.get("format") == DATA_FORMAT
 
@@ -279,12 +278,12 @@ def _statuses(root: Path) -> Iterator[os.stat_result]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write one of the program's own files, whole and durable or not at all; its folder is made if missing."""
+    """Write a file of the program durably, whole or not at all; make its folder if it is missing."""
     if not path.parent.exists():
         missing = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         for folder in missing:
-            with contextlib.suppress(PermissionError):  # one may write to a folder without being able to read it
+            with contextlib.suppress(PermissionError):  # a folder may be writable but not readable
                 sync(folder.parent)
     with _replaced(path) as file:
         file.write(content)
@@ -302,7 +301,7 @@ def _replaced(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` durably on success, remove it on any error."""
+    """Yield a temporary path beside `path`; on success rename it to `path` durably, on any error remove it."""
     temporary = path.with_name(f".{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}")
     try:
         yield temporary
@@ -318,14 +317,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(path: Path, *, of_links: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder beside `path`, for the caller to make; rename it to `path` durably on success, remove it on
-    any error.
+    """Yield a hidden folder beside `path`, which the caller makes; rename it to `path` durably on success.
 
-    What a killed process left of the same name at least a day ago is removed first.
+    On any error it is removed. Folders that killed processes left for the same path are removed after a day.
 
     Args:
-        path: Nothing yet, or an empty folder.
-        of_links: Whether its files are links to files that are durable already.
+        path: A path that does not exist, or an empty folder.
+        of_links: Whether its files are links to files that are already durable.
     """
     for abandoned in path.parent.glob(f".{glob.escape(path.name)}.????????{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(FileNotFoundError):
@@ -346,7 +344,7 @@ def new_folder(path: Path, *, of_links: bool = False) -> Iterator[Path]:
 
 
 def _name_file(error: BaseException, path: Path) -> None:
-    """Add the path to an error that only writing has, and that does not say what is written."""
+    """Add the path to an error of writing that does not name a file."""
     if isinstance(error, OSError) and error.errno in _OF_WRITING and error.filename is None:
         error.filename = str(path)
 
@@ -363,13 +361,13 @@ def sync(path: Path) -> None:
 def _stream(target: Output) -> _Stream:
     if target.descriptor is None:
         return _Stream(os.open(target.path, os.O_WRONLY))
-    for printed in (sys.stdout, sys.stderr):  # what was printed before comes before
+    for printed in (sys.stdout, sys.stderr):  # keep the order with earlier prints
         printed.flush()
     return _Stream(os.dup(target.descriptor))
 
 
 class _Stream(io.BufferedWriter):
-    """A file that counts the bytes written: Parquet's writer asks for its position, which a pipe does not know."""
+    """A file that counts the bytes written: Parquet's writer asks for its position, which a pipe does not have."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(io.FileIO(descriptor, "wb"))
@@ -390,7 +388,7 @@ class _Stream(io.BufferedWriter):
 def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
     """Return the value in a JSON file of at most `most_bytes`.
 
-    Raises `ValueError` for a longer file, nesting too deep to read, bad UTF-8 and bad JSON; `OSError` as `open` does.
+    Raises `ValueError` for a longer file, too deep nesting, bad UTF-8 and bad JSON, and the `OSError` of `open`.
     """
     with Path(path).open("rb") as file:
         content = file.read(most_bytes + 1)
@@ -400,7 +398,7 @@ def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value of JSON, in UTF-8 where it is bytes. Raises `ValueError` as `read_json` does."""
+    """Return the value of JSON; bytes must be UTF-8. Raises the `ValueError` of `read_json`."""
     try:
         return json.loads(content.decode() if isinstance(content, bytes) else content)
     except RecursionError as error:
@@ -408,9 +406,9 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, from the byte `start` on; no file has none.
+    """Return the objects in a file of JSON lines, from the byte `start` on; empty if the file is missing.
 
-    A line that a kill has cut off is left out.
+    An incomplete line, left by a kill, is skipped.
     """
     records = []
     for line in path.read_bytes()[start:].splitlines() if path.is_file() else ():
@@ -421,11 +419,11 @@ def json_lines(path: Path, start: int = 0) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def own_folder(path: str | os.PathLike[str], *, private: bool) -> Iterator[int | None]:
-    """Open a real folder of this user and yield its descriptor; None for a link, another user's folder, or none.
+    """Open a real folder of this user and yield its descriptor; None for a link, another user's or a missing folder.
 
     Args:
         path: the folder.
-        private: whether it must also be closed to everybody else, as mode 0700 is.
+        private: whether it must also be closed to everybody else, as with mode 0700.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
@@ -443,8 +441,8 @@ def own_folder(path: str | os.PathLike[str], *, private: bool) -> Iterator[int |
 def open_own_file(folder: int, name: str, flags: int = os.O_RDONLY, *, private: bool = False) -> int:
     """Open a plain file of this user in an open folder and return its descriptor. Never blocks.
 
-    `flags` are those of `os.open`; a file that they create has mode 0600. A `private` file is one that nobody else may
-    write to. Raises `OSError` as opening does, and `PermissionError` for anything that is not such a file.
+    `flags` are those of `os.open`; created files have mode 0600. With `private`, nobody else may write to the file.
+    Raises the `OSError` of opening, and `PermissionError` for any other kind of file.
     """
     descriptor = os.open(name, flags | os.O_NONBLOCK | _NO_LINK, 0o600, dir_fd=folder)
     status = os.fstat(descriptor)

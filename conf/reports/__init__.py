@@ -1,4 +1,4 @@
-"""The HTML pages of all commands: typed blocks, the templates and the style sheet that draw them, and charts as SVG.
+"""HTML pages of all commands: typed blocks, the templates and style sheet that draw them, and charts as SVG.
 
-Start reading at `blocks.Page`; `blocks.render_page` makes the HTML of one.
+Start reading at `blocks.Page`; `blocks.render_page` returns its HTML.
 """

@@ -1,9 +1,9 @@
-"""The typed parts that a report page consists of, and how a page becomes one HTML file without network or script.
+"""Typed blocks of a report page, and their rendering as one HTML file without network or script.
 
-Start reading at `Page`; `render_page` turns one into HTML, `rendered` fills any other template. A block holds plain
-values. All HTML stands in `templates/`, which clean and escape every text, so a block never holds markup; the one
-exception is `Svg`, which `charts.Drawing` makes. `print_page` prints text and tables of a page in the terminal; its
-pictures, facts and what a reader unfolds are on the page alone. Jinja2 and rich are imported on use.
+Start reading at `Page`; `render_page` turns it into HTML, `rendered` fills any other template. A block holds plain
+values and never markup: `templates/` has all HTML, and cleans and escapes every text. The only exception is `Svg`,
+which `charts.Drawing` makes. `print_page` prints a page's text and tables in the terminal, without its pictures, facts
+and folded blocks. Jinja2 and rich are imported on use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Swatch:
-    """A table cell with a coloured square before its text. `css` is a colour class of the style sheet, as `k1`."""
+    """A table cell with a coloured square before its text. `css` is a colour class of the style sheet, such as `k1`."""
 
     css: str
     text: str
@@ -70,7 +70,7 @@ Cell: TypeAlias = str | int | float | Code | Swatch | ShareBar | None
 
 @dataclass(frozen=True)
 class TableColumn:
-    """One column of a table. `is_copied`: a terminal never folds it, so that its words can be copied."""
+    """One column of a table. A terminal never folds a column with `is_copied`, so that its text can be copied."""
 
     name: str
     kind: ColumnKind
@@ -79,7 +79,7 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Row:
-    """`css` marks a row: `moved` stands out, `first` begins a group, `others` is set apart, `sum` is a total."""
+    """A table row. `css` marks it: `moved` highlights, `first` begins a group, `others` separates, `sum` is a total."""
 
     cells: tuple[Cell, ...]
     css: str = ""
@@ -95,14 +95,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Facts:
-    """Rows that begin with a name; there is no header row."""
+    """Rows that begin with a name, without a header row."""
 
     rows: tuple[tuple[Cell, ...], ...]
 
 
 @dataclass(frozen=True, init=False)
 class Lead:
-    """A paragraph of plain text, in which `Code` may stand."""
+    """A paragraph of plain text, which may include `Code`."""
 
     parts: tuple[str | Code, ...]
 
@@ -120,7 +120,7 @@ class Callout:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One word on a coloured pill, and the sentence that goes with it."""
+    """One word on a coloured pill, and a sentence."""
 
     level: Level
     word: str
@@ -129,7 +129,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Heading:
-    """A heading below that of the section."""
+    """A heading within a section."""
 
     text: str
 
@@ -150,7 +150,7 @@ class Bullets:
 
 @dataclass(frozen=True)
 class Tile:
-    """One main figure: its name above it, a remark below."""
+    """One main figure, with its name above and a remark below."""
 
     name: str
     value: str
@@ -180,8 +180,10 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chart:
-    """An SVG picture in its own size, with a title. `newest_first_seen`: time runs to the right, so a picture that is
-    too wide for the page shows its right end."""
+    """An SVG picture in its own size, with a title.
+
+    With `newest_first_seen`, a picture that is too wide for the page shows its right end, where time is latest.
+    """
 
     title: str
     svg: Svg
@@ -198,7 +200,7 @@ class Charts:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks that a reader unfolds by a click on `summary`."""
+    """Blocks that unfold with a click on `summary`."""
 
     summary: str
     blocks: tuple[Block, ...]
@@ -207,7 +209,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Branch:
-    """A line of a tree with a gauge. `share` is the gauge's length, from 0 to 1; `figures` stand beside it."""
+    """A line of a tree with a gauge, whose length is `share`, from 0 to 1, and with `figures` beside it."""
 
     name: str
     share: float
@@ -218,7 +220,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree that a reader unfolds; largest branches first."""
+    """A tree of folded branches, the largest first."""
 
     branches: tuple[Branch, ...]
 
@@ -261,20 +263,20 @@ Block: TypeAlias = (
 
 @dataclass(frozen=True)
 class Section:
-    """`key` is its address on the page, `name` its link in the header; without a name there is no link."""
+    """A section of a page. `key` is its address on the page, `name` its link in the header; empty: no link."""
 
     key: str
     title: str
     blocks: tuple[Block, ...]
     name: str = ""
-    apart: bool = False  # on a ground of its own
+    apart: bool = False  # whether it has its own background
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
     """A whole page.
 
-    title     plain text, as anybody may have written it
+    title     plain text, possibly from an untrusted source
     head      blocks of the header, above the links
     """
 
@@ -284,7 +286,7 @@ class Page:
 
 
 def linked(sections: Mapping[str, Section | None]) -> tuple[Section, ...]:
-    """Return the sections that exist, each with its key of the mapping as the name of its link."""
+    """Return the sections that exist, with the keys of the mapping as the names of their links."""
     return tuple(replace(section, name=name) for name, section in sections.items() if section is not None)
 
 
@@ -300,9 +302,9 @@ def table(
 
     Args:
         heads: column names; a leading `*` marks a column of long text.
-        rows: cells of each row, as many as there are heads.
-        words: how many of the first columns hold words; the others hold figures.
-        marked: indexes of rows that stand out.
+        rows: cells of each row, one per head.
+        words: number of leading columns with words; the others hold figures.
+        marked: indexes of rows to highlight.
         copied: the column that a terminal never folds.
     """
     kinds: list[ColumnKind] = [
@@ -315,24 +317,24 @@ def table(
 
 
 def render_page(page: Page) -> str:
-    """Return the HTML of a whole page, its style sheet inside."""
+    """Return the HTML of a whole page, including its style sheet."""
     return rendered("page", page=page, title=one_line(page.title))
 
 
 def page_bytes(page: Page) -> bytes:
-    """Return the page as its file holds it."""
+    """Return the content of the page's file."""
     return render_page(page).encode("utf-8", errors="replace")
 
 
 def write_page(path: str | Path, page: Page) -> None:
-    """Write the page to where `report=` leads, in place of what was there. Raises as `write_output` does."""
+    """Write the page to the path of `report=`, replacing an older one. Raises the errors of `write_output`."""
     write_output(path, page_bytes(page), key="report")
 
 
 def keep_page(path: Path, page: Page, figures: str) -> Path:
-    """Write the page into a data folder, and beside it its figures, which are JSON; return the page's path.
+    """Write the page into a data folder, and its figures, in JSON, beside it; return the page's path.
 
-    Raises `EnvironmentProblem` where it cannot be written.
+    Raises `EnvironmentProblem` if it cannot be written.
     """
     try:
         write_file(path.with_suffix(".json"), figures.encode() + b"\n")
@@ -344,7 +346,7 @@ def keep_page(path: Path, page: Page, figures: str) -> Path:
 
 
 def render_for_notebook(*blocks: Block) -> str:
-    """Return the HTML of blocks with their style sheet, which applies to nothing else on the page that shows them."""
+    """Return the HTML of blocks with their style sheet, which does not affect the rest of a notebook."""
     return rendered("notebook", blocks=blocks, style=Markup(_style("report").replace(":root", ":scope")))
 
 
@@ -353,8 +355,8 @@ def rendered(template: str, *more_styles: str, **values: Any) -> str:
 
     Args:
         template: Its name in `templates/`.
-        *more_styles: Names of style sheets after that of all pages.
-        **values: What the template shows.
+        *more_styles: Names of style sheets to add to the common one.
+        **values: Values for the template.
     """
     styles = Markup("".join(map(_style, ("report", *more_styles))))
     return _environment().get_template(f"{template}.html.j2").render({"style": styles} | values)
@@ -390,11 +392,11 @@ def _style(name: str) -> str:
 
 
 def _clean(value: object) -> object:
-    """Return finished markup as it is, and every other value as cleaned text, which Jinja2 then escapes."""
+    """Return finished markup unchanged, and every other value as cleaned text, which Jinja2 then escapes."""
     return value if hasattr(value, "__html__") else clean_text(value)
 
 
-_PLAIN_WIDTH = 200  # characters of a line in a file or a pipe, where rich would fold figures at 80
+_PLAIN_WIDTH = 200  # characters per line in a file or a pipe, where rich would fold figures at 80
 
 
 def print_page(page: Page) -> None:
@@ -404,7 +406,7 @@ def print_page(page: Page) -> None:
 
 
 def print_blocks(*blocks: Block) -> None:
-    """Print blocks in the terminal; a heading only where something below it is printed before the next one."""
+    """Print blocks in the terminal; skip a heading if nothing below it is printed."""
     from rich.console import Console
 
     screen = Console(highlight=False, emoji=False)
@@ -426,7 +428,7 @@ def print_blocks(*blocks: Block) -> None:
 
 
 def _texts(block: Block) -> list[str]:
-    """Return the lines of a block of text; none for another one."""
+    """Return the lines of a text block; empty for other blocks."""
     match block:
         case Lead():
             return ["".join(part.text if isinstance(part, Code) else part for part in block.parts)]
@@ -449,7 +451,7 @@ def _print_table(screen: Console, table: Table) -> None:
 
     drawn = rich_table.Table()
     for column in table.columns:
-        # Where a table is too wide, rich folds the widest columns first; one that may not fold would be cut off.
+        # If a table is too wide, rich folds the widest columns first; a column that may not fold would be cut off.
         justify: JustifyMethod = "right" if column.kind == "figure" else "left"
         drawn.add_column(Text(column.name), justify=justify, overflow="fold", no_wrap=column.is_copied)
     for place, row in enumerate(table.rows):
@@ -481,12 +483,12 @@ def _explorer_cell(value: object) -> str:
 
 
 def wrapped(name: str) -> Markup:
-    """Return a column's name that may be broken behind its underscores, and nowhere else."""
+    """Return a column's name that may break only after underscores."""
     return Markup(str(escape(clean_text(name))).replace("_", "_<wbr>"))
 
 
 def numeric_places(rows: Iterable[Iterable[object]]) -> frozenset[int]:
-    """Return the places of the columns that hold numbers."""
+    """Return the indexes of columns with numbers."""
     return frozenset(
         place
         for place, column in enumerate(zip(*rows, strict=True))

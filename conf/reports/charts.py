@@ -1,7 +1,7 @@
-"""Charts of all pages as SVG, every text escaped: shapes, axes, what is drawn between them, heat maps.
+"""Draws the charts of all pages as SVG with escaped texts: shapes, axes, plots, heat maps.
 
-Start reading at `Plot`; `Axis` places values, `Drawing` collects shapes, `heat_map` draws rows by cell. Nothing is
-scaled down: a page scrolls what is too wide for it, so that figures stay readable.
+Start reading at `Plot`; `Axis` places values, `Drawing` collects shapes, `heat_map` draws rows by cell. Charts are
+never scaled down, to keep figures readable: a page scrolls charts that are too wide.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from conf.plain_text import clean_text, figure, short
 
-LETTER_PX = 7.7  # width of a digit at 12 pixels in the widest of the usual system fonts (DejaVu Sans, Verdana)
+LETTER_PX = 7.7  # width of a digit at 12 pixels in the widest usual system fonts (DejaVu Sans, Verdana)
 Anchor: TypeAlias = Literal["start", "middle", "end"]
 _MOST_LOG_TICKS = 8
 _LEAST_GAP = 10.0  # pixels between two texts
@@ -24,7 +24,7 @@ DARK_SHADE = 4  # from this shade on, text is drawn light
 
 
 class Markup(str):
-    """Text that is HTML already, which a template inserts as it is: a picture, the style sheet, base64."""
+    """Finished HTML, which a template inserts unchanged: a picture, the style sheet, base64."""
 
     __slots__ = ()
 
@@ -33,13 +33,13 @@ class Markup(str):
 
 
 class Svg(Markup):
-    """Finished markup of a picture. Only `Drawing.svg` makes one."""
+    """Finished markup of a picture. Only `Drawing.svg` makes it."""
 
     __slots__ = ()
 
 
 class Drawing:
-    """Collects the shapes of one picture, in the order in which they are drawn. Lengths are in pixels."""
+    """Collects the shapes of one picture in drawing order. Lengths are in pixels."""
 
     def __init__(self) -> None:
         self._shapes: list[str] = []
@@ -71,8 +71,8 @@ class Drawing:
 
         Args:
             width, height: in pixels.
-            label: what the picture shows, for readers who cannot see it.
-            css: a class whose pictures take the page's width; without one the picture keeps its size.
+            label: description of the picture for readers who cannot see it.
+            css: a class whose pictures take the page's width; empty: the picture keeps its size.
         """
         size = f'class="{css}"' if css else f'width="{width:.0f}" height="{height:.0f}"'
         return Svg(
@@ -90,14 +90,14 @@ def _title(text: str) -> str:
 
 
 def nice_step(least: float, steps: Sequence[float] = (1, 2, 2.5, 5, 10)) -> float:
-    """Return the smallest of `steps` times a power of ten that is `least` or more. `least` is positive."""
+    """Return the smallest of `steps` times a power of ten that is at least `least`, which is positive."""
     power = 10.0 ** math.floor(math.log10(least))
     return next((step * power for step in steps if step * power >= least * (1 - 1e-9)), 10 * power)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The values along one side of a plot; `ticks` are those that are named."""
+    """The values along one side of a plot; `ticks` are labelled."""
 
     low: float
     high: float
@@ -106,7 +106,7 @@ class Axis:
 
     @classmethod
     def of(cls, low: float, high: float, steps: int = 4) -> Axis:
-        """Return a linear axis with about this many round steps, which begins and ends at one."""
+        """Return a linear axis with about this many round steps, from a step to a step."""
         step = nice_step(max(high - low, 1e-9) / steps)
         first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
         ticks = tuple(step * k for k in range(first, max(last, first + 1) + 1))
@@ -114,13 +114,13 @@ class Axis:
 
     @classmethod
     def within(cls, low: float, high: float, steps: int = 5) -> Axis:
-        """Return a linear axis that begins and ends at these values, with round ticks between them."""
-        whole = cls.of(low, high, steps)
-        return cls(low, high, tuple(tick for tick in whole.ticks if low <= tick <= high))
+        """Return a linear axis with exactly these ends, and with round ticks between them."""
+        rounded = cls.of(low, high, steps)
+        return cls(low, high, tuple(tick for tick in rounded.ticks if low <= tick <= high))
 
     @classmethod
     def log(cls, low: float, high: float) -> Axis:
-        """Return a logarithmic axis with round ticks, few enough to stand side by side. Both ends are positive."""
+        """Return a logarithmic axis with a few round ticks. Both ends are positive."""
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         for factors, stride in (((1, 2, 5), 1), ((1,), 1), ((1,), 2), ((1,), 4)):
             powers = range(first, last + 1, stride)
@@ -134,12 +134,12 @@ class Axis:
 
     @classmethod
     def decades(cls, low: float, high: float) -> Axis:
-        """Return a logarithmic axis that begins and ends at a power of ten. Both values are positive."""
+        """Return a logarithmic axis whose ends are powers of ten. Both values are positive."""
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high) - 1e-9)
         return cls.log(10.0**first, 10.0 ** max(last, first + 1))
 
     def share(self, value: float) -> float:
-        """Return where a value lies, from 0 at the axis's beginning to 1 at its end."""
+        """Return the position of a value, from 0 at the axis's start to 1 at its end."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -147,7 +147,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Margins:
-    """Size of a picture, and what lies around the values for the axes. Pixels."""
+    """Size of a picture, and the space around its plot area, in pixels."""
 
     width: float = 560.0
     height: float = 230.0
@@ -158,7 +158,7 @@ class Margins:
 
 
 class Plot(Drawing):
-    """A drawing between two axes. `x` and `y` give the pixels of values."""
+    """A drawing between two axes. `x` and `y` return the pixels of values."""
 
     def __init__(self, x_axis: Axis, y_axis: Axis, margins: Margins) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Plot(Drawing):
         return self.bottom - self.y_axis.share(value) * (self.bottom - self.top)
 
     def grid(self, texts: Sequence[str] | None = None, unit: str = "") -> None:
-        """Draw a horizontal line at each tick, with its text beside it; `unit` stands over these."""
+        """Draw a horizontal line at each tick with its text beside it, and `unit` above the texts."""
         for tick, text in zip(self.y_axis.ticks, texts or map(figure, self.y_axis.ticks), strict=True):
             self.across("grid", tick)
             self.text("axis", self.left - 8, self.y(tick) + 4, text, "end")
@@ -182,7 +182,7 @@ class Plot(Drawing):
             self.text("axis", self.left - 8, self.top - 9, unit, "end")
 
     def ticks_below(self, title: str = "", unit: str = "", *, lines: bool = False) -> None:
-        """Name the ticks of the horizontal axis, as far as there is room; `title` stands below.
+        """Label the ticks of the horizontal axis if there is room, and write `title` below.
 
         With `lines`, draw a vertical line at each.
         """
@@ -193,7 +193,7 @@ class Plot(Drawing):
             self.text("axis", self.right, self.height - 5, title, "end")
 
     def across(self, css: str, value: float) -> None:
-        """Draw a horizontal line at a value over the whole width."""
+        """Draw a horizontal line over the whole width at a value."""
         self.path(css, f"M{self.left:g} {self.y(value):.1f}H{self.right:g}")
 
     def line(self, css: str, points: Iterable[tuple[float, float]], title: str = "") -> None:
@@ -209,12 +209,12 @@ class Plot(Drawing):
     def column(
         self, css: str, left: float, right: float, low: float, high: float, title: str = "", *, gap: float = 0.0
     ) -> None:
-        """Draw a column between two values of either axis, with a gap of this many pixels on both sides."""
+        """Draw a column between two values on each axis, with `gap` pixels on both sides."""
         x, y = self.x(left) + gap, self.y(high)
         self.rect(css, x, y, self.x(right) - gap - x, self.y(low) - y, title=title)
 
     def texts(self, css: str, places: Sequence[tuple[float, float, str]], anchor: Anchor = "middle") -> None:
-        """Write texts at pixels, from the right to the left, as far as there is room: the last one is always there."""
+        """Write texts at pixels from right to left; skip those without room, but never the rightmost."""
         free_to = math.inf
         for x, y, text in sorted(places, reverse=True):
             half = len(text) * LETTER_PX / 2
@@ -229,13 +229,13 @@ class Plot(Drawing):
 
 
 class Curve(NamedTuple):
-    """One line over names. `values` has None where there is none; `marks`: places that are drawn as a full dot."""
+    """One line over names. None in `values` is a gap; places in `marks` get a full dot."""
 
     name: str
     css: str
     values: Sequence[float | None]
     marks: frozenset[int] = frozenset()
-    figures: bool = True  # written beside the line
+    figures: bool = True  # whether figures are written beside the line
 
 
 def curves(
@@ -244,11 +244,11 @@ def curves(
     """Draw lines over `names`, from 0 on.
 
     Args:
-        names: Names of the places from left to right; every line has a value, or None, for each.
-        lines: What is drawn.
+        names: Names from left to right; every line has a value or None for each.
+        lines: The lines to draw.
         unit: Unit of the values.
-        limit: A value drawn across, dashed.
-        most: The largest value that there can be, where the axis ends at the latest.
+        limit: A value that gets a dashed line.
+        most: The largest possible value, a limit for the axis.
     """
     known = [value for line in lines for value in line.values if value is not None]
     top = 1.08 * max([*known, limit or 0.0]) or 1.0
@@ -263,7 +263,7 @@ def curves(
         for x, height in points:
             is_full = int(x) in line.marks
             plot.dot(f"{line.css} full" if is_full else line.css, x, height, 4.5 if is_full else 2.5)
-    for line in lines:  # figures last, so that no line runs over them
+    for line in lines:  # draw figures last, above all lines
         shown: list[tuple[float, float, str]] = []
         for k, value in reversed(list(enumerate(line.values)) if line.figures else []):
             if value is not None and (not shown or figure(value) != shown[-1][2]):
@@ -273,7 +273,7 @@ def curves(
 
 
 def columns(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str) -> Svg:
-    """Draw a stacked column for each name; `parts`: name -> (CSS class, values)."""
+    """Draw a stacked column for each name; `parts` maps a part's name to (CSS class, values)."""
     sums = [sum(values[k] for _, values in parts.values()) for k in range(len(names))]
     plot = _over_names(names, 1.08 * max(sums, default=0.0) or 1.0, unit)
     half = min(0.36, _WIDEST_COLUMN / 2 / (plot.x(1) - plot.x(0)))
@@ -289,7 +289,7 @@ def columns(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]
 
 
 def _over_names(names: Sequence[str], top: float, unit: str) -> Plot:
-    """Return a plot with a place for each name; the last is always named, others as far as there is room."""
+    """Return a plot with a place for each name; the last is always labelled, others if there is room."""
     plot = Plot(Axis(0.0, max(len(names), 1)), Axis.of(0.0, top), Margins())
     plot.grid(unit=unit)
     plot.texts("axis", [(plot.x(k + 0.5), plot.bottom + 20, name) for k, name in enumerate(names)])
@@ -303,12 +303,12 @@ def against(
     is_log: bool,
     axes: tuple[str, str] = ("in the run", "estimate"),
 ) -> Svg | None:
-    """Return estimates against measurements, with the line on which both are equal; None without points.
+    """Plot estimates against measurements, with a line where both are equal; return None without points.
 
     Args:
         name: The target, with its unit.
-        points: (measured, estimated, whose).
-        is_log: Whether both axes are logarithmic; figures that are not positive are left out then.
+        points: (measured, estimated, owner).
+        is_log: Whether both axes are logarithmic, without figures that are not positive.
         axes: Names of both axes, the measured one first.
     """
     used = [point for point in points if not is_log or min(point[0], point[1]) > 0]
@@ -320,8 +320,8 @@ def against(
     plot.grid()
     plot.ticks_below()
     plot.line("limit", [(axis.low, axis.low), (axis.high, axis.high)], "estimate and measurement are equal")
-    for known, estimated, whose in used:
-        title = f"{whose}: {figure(estimated)} estimated, {figure(known)} in the run"
+    for known, estimated, owner in used:
+        title = f"{owner}: {figure(estimated)} estimated, {figure(known)} in the run"
         plot.dot("dot k1", known, estimated, 3, title)
     plot.text("axis", (plot.left + plot.right) / 2, plot.height - 4, axes[0])
     plot.text("axis", 4, 12, axes[1], "start")
@@ -333,7 +333,7 @@ _CELL_WIDTH, _CELL_HEIGHT = 38.0, 31.0
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Usable rows by cell (row names, column names): in total, and those of this cycle."""
+    """Usable rows by cell (row names, column names): in total, and from this cycle."""
 
     name: str
     rows: tuple[str, ...]
@@ -343,7 +343,7 @@ class Grid:
 
     @property
     def gained(self) -> tuple[tuple[str, str, int], ...]:
-        """Return (row, column, rows) of the cells that had no rows before this cycle."""
+        """Return (row, column, number of rows) of the cells that had no rows before this cycle."""
         return tuple(
             (row, column, count)
             for row, counts, new in zip(self.rows, self.counts, self.tonight, strict=True)
@@ -357,12 +357,12 @@ class Grid:
 
 
 def shade(count: int) -> int:
-    """Return the shade of a count: 0 for none, then two shades a decade, the last from 316 rows on."""
+    """Return the shade of a count: 0 for none, then two shades per decade, the last from 316 rows on."""
     return 0 if count < 1 else min(SHADES, 1 + int(2 * math.log10(count) + 1e-9))
 
 
 class GridCell(NamedTuple):
-    """How one cell of a grid is drawn: `more` stands small below its text, `ink` is the class of both."""
+    """The appearance of a grid's cell: `more` is written small below its text, `ink` is the class of both."""
 
     css: str
     title: str
@@ -372,7 +372,7 @@ class GridCell(NamedTuple):
 
 
 def heat_map(grid: Grid, row_title: str = "", column_title: str = "") -> Svg:
-    """Draw the rows of each cell, and below them what this cycle added; cells outlined had no row before."""
+    """Draw the number of rows in each cell, with this cycle's below; outlined cells had none before."""
 
     def cell(i: int, k: int) -> GridCell:
         count, new = grid.counts[i][k], grid.tonight[i][k]
@@ -395,8 +395,8 @@ def draw_grid(
     row_title: str = "",
     column_title: str = "",
 ) -> Svg:
-    """Draw a cell for each row and column; none where `cell` returns None. `label` says what it shows."""
-    # Column names stand beside one another, so cells are as wide as the longest.
+    """Draw a cell for each row and column, except where `cell` returns None. `label` describes the picture."""
+    # Cells are as wide as the longest column name.
     wide = max(_CELL_WIDTH, max(map(len, columns), default=0) * LETTER_PX + 9)
     left = max([len(name) for name in rows] + [len(row_title)]) * LETTER_PX + 10
     top = 40.0 if column_title else 22.0

@@ -1,6 +1,6 @@
-"""The dimensions of a family's search space, and how a point of the unit cube becomes raw values.
+"""The dimensions of a family's search space, and the mapping from a point of the unit cube to raw values.
 
-Start reading at `Space`; `read_dimensions` makes one of what YAML says. `featurize.configs.draws` makes the points.
+Start reading at `Space`; `read_dimensions` makes one from YAML. `featurize.configs.draws` makes the points.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from featurize.configs.trial import canonical_json, code_fields
 
 SCALES = ("auto", "uniform", "log")
 RANGE_KEYS = ("low", "high", "scale", "step")
-_LARGEST = 2**63 - 1  # the largest integer: the queue and the warehouse keep 64 bits
-AUTO_LOG_RATIO = 100  # `scale: auto` is `log` from this high / low on
+_LARGEST = 2**63 - 1  # the largest integer: the queue and the warehouse store 64 bits
+AUTO_LOG_RATIO = 100  # least ratio high / low for which `scale: auto` is `log`
 
 Scalar = bool | int | float | str | None
 
@@ -69,7 +69,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both ends included; on the grid low, low + step, ... if there is a `step`.
+    """Numbers from `low` to `high`, both included; with a `step`, on the grid low, low + step, ...
 
     Integers (step 1 unless given) when both ends are integers, floats otherwise. `scale` is `uniform` or `log`.
     """
@@ -113,7 +113,7 @@ class Range:
             return min(self.low + u * (self.high - self.low), float(self.high))
         count = self._count(step)
         if self.scale == "log":
-            # One step past the top, so that the highest value has a cell of its own to be rounded down from.
+            # One step past the top, so that the highest value has a cell that is rounded down to it.
             step_index = int((self.low * ((self.low + count * step) / self.low) ** u - self.low) / step)
         else:
             step_index = int(u * count)
@@ -129,7 +129,7 @@ Dimension = Constant | Choice | Range
 
 @dataclass(frozen=True)
 class Space:
-    """A family's dimensions in the order of its YAML file, `scale: auto` resolved."""
+    """A family's dimensions in the order of its YAML file, with `scale: auto` resolved."""
 
     family: str
     dimensions: tuple[Dimension, ...]
@@ -174,7 +174,7 @@ def valid_keys(family: str) -> tuple[str, ...]:
 
 @cache
 def own_space(family: str) -> Space:
-    """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; without dimensions if there is no such file."""
+    """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; empty if there is no such file."""
     dimensions, problems = read_dimensions(family, (default_space(family) or {}).items())
     return Space(family, require_valid(family, dimensions, problems))
 
@@ -182,7 +182,8 @@ def own_space(family: str) -> Space:
 def read_dimensions(
     family: str, items: Iterable[tuple[str, Any]], refused: Callable[[Dimension], Iterable[str]] = lambda _: ()
 ) -> tuple[tuple[Dimension, ...], list[str]]:
-    """Return the dimensions that name-spec pairs describe, and their problems; `refused` of their values.
+    """Return the dimensions of name-spec pairs, and their problems; `refused` yields the problems of a dimension's
+    values.
 
     A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
     `scale` and `step` optional.
@@ -191,13 +192,13 @@ def read_dimensions(
     dimensions: list[Dimension] = []
     problems: list[str] = []
     unknown: list[str] = []
-    seen: set[str] = set()
+    names: set[str] = set()
     for name, spec in items:
         if name not in known:
             unknown.append(str(name))
-        if name in seen:
+        if name in names:
             problems.append(f"{name}: given twice")
-        seen.add(name)
+        names.add(name)
         dimension = _dimension(name, spec, problems)
         if dimension is not None:
             dimensions.append(dimension)
@@ -208,7 +209,7 @@ def read_dimensions(
 
 
 def require_valid(family: str, dimensions: tuple[Dimension, ...], problems: Sequence[str]) -> tuple[Dimension, ...]:
-    """Return the dimensions. Raises `UsageError` with all the problems, where there are some."""
+    """Return the dimensions. Raises `UsageError` with all problems, if there are any."""
     if problems:
         raise UsageError(f"search space of {family}: " + "; ".join(problems))
     return dimensions

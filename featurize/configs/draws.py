@@ -1,7 +1,7 @@
 """Draws trial configs from a search space: a pure function of the space, the seed and the index.
 
 Start reading at `sample`. `POLICIES` are the sampling policies: they turn (space, seed, index) into a point of the unit
-cube, never by what was drawn before; the space turns the point into values, and the family repairs them.
+cube, independently of earlier draws. The space turns the point into values, and the family repairs them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 PointsOf = Callable[[Space, bytes, range], list[list[float]]]  # (space, key, indices) -> their points
 _DIGITS = 32  # binary digits of a stratified coordinate
-_MANY = 2**40  # combinations of choices, of which no job sees the last
+_MANY = 2**40  # combinations of choices: more than any job draws
 
 
 def key_of(space: Space, seed: int) -> bytes:
-    """Return the key of a space and seed, from which all their numbers come."""
+    """Return the key of a space and seed, which determines all random numbers."""
     return hashlib.blake2b(f"{space.identity} {seed}".encode(), digest_size=16).digest()
 
 
@@ -53,7 +53,8 @@ def _uniform_points(space: Space, key: bytes, indices: range) -> list[list[float
 
 
 def _stratified_points(space: Space, key: bytes, indices: range) -> list[list[float]]:
-    """Return points whose coordinates are even by themselves: see `_choice_places` and `_stratified_digits`."""
+    """Return points whose coordinates are evenly spread in each dimension: see `_choice_places` and
+    `_stratified_digits`."""
     if not space.varied:
         return [[] for _ in indices]
     names = [dimension.name.encode() for dimension in space.varied]
@@ -71,14 +72,14 @@ def _stratified_points(space: Space, key: bytes, indices: range) -> list[list[fl
 def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -> dict[int, np.ndarray]:
     """Return each list's places at these indices: every list is drawn evenly, and every combination once.
 
-    A list of k choices has each of them once in each aligned block of k indices, so that any prefix holds them to
-    within one. The combinations of all lists come once each, then again in another order.
+    A list of k choices has each of them once in each aligned block of k indices, so that any prefix holds them evenly
+    to within one. The combinations of all lists come once each, then again in another order.
 
     Lists are added in turn, the shortest first. P combinations are known, and repeat with period P; the next list has
     k choices. With g = gcd(P, k), L = lcm(P, k) indices pair P combinations with k/g choices each. Choices fall into g
     classes, and a combination meets one of them in these L indices. In the next L indices the classes are shifted, so
-    that it meets another; after g times all k. Within a block of k indices the classes are permuted at random, by the
-    same permutation each time, which changes neither.
+    that it meets another; after g rounds it has met all k. Within a block of k indices the classes are permuted at
+    random, by the same permutation each time, which changes neither.
 
     Args:
         sizes: Row of `keys` -> the list's length.
@@ -86,7 +87,7 @@ def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -
         index: [N], uint64.
     """
     total = math.prod(sizes.values())
-    turn = index // np.uint64(min(total, _MANY))  # each time all combinations came
+    turn = index // np.uint64(min(total, _MANY))  # how often all combinations have come before
     period = 1
     places: dict[int, np.ndarray] = {}
     for row in sorted(sizes, key=lambda row: (sizes[row], row)):
@@ -99,16 +100,16 @@ def _choice_places(sizes: dict[int, int], keys: np.ndarray, index: np.ndarray) -
         block, place = (turn_index % np.uint64(joint)) // np.uint64(size), turn_index % np.uint64(size)
         shift = (turn_index // np.uint64(joint)) % np.uint64(shared)
         of_block = _mix(_mix(keys[row] ^ _mix(turn)) ^ block)
-        kind, rest = place % np.uint64(shared), place // np.uint64(shared)
+        kind, remaining = place % np.uint64(shared), place // np.uint64(shared)
         kind = _permute(of_block, kind, shared) + _permute(_mix(of_block), shift, shared)
-        place = kind % np.uint64(shared) + np.uint64(shared) * rest
+        place = kind % np.uint64(shared) + np.uint64(shared) * remaining
         places[row] = _permute(_mix(keys[row] + turn), place, size)
         period *= size
     return places
 
 
 def _permute(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
-    """Return where a random permutation of `size` places puts each `place`; keys [N] and place [N] -> [N]."""
+    """Return the image of each place under a random permutation of `size` places; keys [N] and place [N] -> [N]."""
     if size == 1:
         return place
     drawn = _mix(keys[:, None] ^ _mix(np.arange(size, dtype=np.uint64)))
@@ -118,18 +119,18 @@ def _permute(keys: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
 
 
 def _stratified_digits(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Return the first 32 binary digits of each coordinate as one number, the first digit on top.
+    """Return the first 32 binary digits of each coordinate as one number, the first digit as the highest bit.
 
-    Every dimension follows a random (0, 1)-sequence in base 2 of its own (a nested Latin hypercube).
+    Every dimension follows its own random (0, 1)-sequence in base 2 (a nested Latin hypercube).
 
     Digit m of index i is bit m-1 of i, flipped or not by a coin that depends on the dimension, on m, on the aligned
     block i >> m and on the digits before. In each aligned block of 2^m indices, every dyadic interval of length 2^-m of
     every dimension then holds exactly one point: by induction, the block's two halves hold one point each in an
     interval of length 2^-(m-1), and these two meet the same coin with different bits, so they fall into different
-    halves of it. A prefix of any length is made of such blocks, hence even: n points put n/k + O(log n) into each of k
-    equal bins. Coins of different dimensions are independent, so that no pair of dimensions is confounded, unlike in a
-    digital sequence (Sobol), where the first digits of two dimensions are fixed parities of the same index bits
-    whatever the linear scrambling. A dimension's key comes from space, seed and name: a point needs no other point.
+    halves of it. A prefix of any length consists of such blocks, and is therefore even: n points put n/k + O(log n)
+    into each of k equal bins. Coins of different dimensions are independent, so no pair of dimensions is confounded. In
+    a digital sequence (Sobol), the first digits of two dimensions are fixed parities of the same index bits, whatever
+    the linear scrambling. A dimension's key comes from space, seed and name: a point needs no other point.
 
     Args:
         keys: [D], uint64.
@@ -165,19 +166,19 @@ POLICIES: dict[str, PointsOf] = {
 }
 
 
-# Part of a job's identity: grows whenever the same seed would draw other configs. A job of an older version continues
-# with what its queue holds; submitted again, it is a new job. 3: lists are drawn evenly, small spaces without repeats.
+# Part of a job's identity; raise it when the same seed would draw other configs. A job of an older version continues
+# from its queue; submitted again, it is a new job. 3: lists are drawn evenly, small spaces without repeats.
 SAMPLER_VERSION = 3
-MAX_ATTEMPTS = 1000  # points tried for one index before the space is called empty
-SMALL_SPACE = 2**20  # points; a space of no more repeats none of them before all were drawn
-_SAME_CHOICES = 16  # substitutes of a point that keep what it has of the lists, so that these stay evenly drawn
-_DRAWN = 64  # substitutes that are drawn, before a small space is searched
+MAX_ATTEMPTS = 1000  # points tried for one index before the space counts as empty
+SMALL_SPACE = 2**20  # points; a space of at most this size repeats none before all are drawn
+_SAME_CHOICES = 16  # substitutes of a point that keep its choices from lists, so that lists stay evenly drawn
+_DRAWN = 64  # substitutes to draw before a small space is searched
 _POINTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Checked, section="limits"):
-    """Ceilings that a config must stay under, computed from its layer plan; None: no limit."""
+    """Limits of a config, computed from its layer plan; None: no limit."""
 
     max_parameters: float | None = key(None, "sample no model with more parameters", "number > 0")
     max_memory_mib: float | None = key(
@@ -213,8 +214,8 @@ def sample(
 ) -> TrialConfig:
     """Return the trial config of one index.
 
-    Raises `UsageError` for a space that sets too few of the family's fields, and when
-    `MAX_ATTEMPTS` points in a row had to be rejected; the message says by which rules.
+    Raises `UsageError` for a space without a value for a required field of the family, and when
+    `MAX_ATTEMPTS` points in a row were rejected, with the rules that rejected them.
     """
     return next(sample_range(space, seed, index, index + 1, policy, limits, None, batch_sizes))
 
@@ -229,14 +230,13 @@ def sample_range(
     rejections: Counter[str] | None = None,
     batch_sizes: Sequence[int] | None = None,
 ) -> Iterator[TrialConfig]:
-    """Yield the configs of the indices `start` <= i < `stop`, as `sample` draws them one by one.
+    """Yield the configs of the indices `start` <= i < `stop`, equal to those of `sample`.
 
-    A space of no more than `SMALL_SPACE` points draws no config twice while it has others.
+    A space of at most `SMALL_SPACE` points draws no config twice while others are left.
 
-    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, whatever the space sets for batch
-    sizes: the same trial except for that. A point is taken only if its configs are valid at all of them.
-    `rejections`, if given, is filled with how many points each rule rejected. Errors as in `sample`, at the first
-    config drawn.
+    With k `batch_sizes`, index i is sampled point i // k at batch size number i % k, which replaces the space's batch
+    size: the trials are otherwise the same. A point is taken only if its configs are valid at all batch sizes.
+    `rejections`, if given, counts the points that each rule rejected. Raises as `sample`, at the first config drawn.
     """
     sizes = tuple(batch_sizes or ())
     k = max(1, len(sizes))
@@ -258,7 +258,7 @@ def _configs(
 ) -> Iterator[list[TrialConfig]]:
     """Yield each point's config, or its configs at every batch size.
 
-    What a small space drew before an index is drawn again first, from the last multiple of its number of points on.
+    In a small space, the draws since the last multiple of its number of points are repeated first, to know them.
     """
     family = families.get_family(space.family)
     drawn = _drawn_before(space)
@@ -275,7 +275,7 @@ def _configs(
 
 
 class _Drawn:
-    """Values and configs so far of a space with this many points; empty again once all points were drawn."""
+    """Values and configs drawn so far from a space with this many points; emptied once all points are drawn."""
 
     def __init__(self, points: int) -> None:
         self.points = points
@@ -283,7 +283,7 @@ class _Drawn:
         self.configs: set[tuple[TrialConfig, ...]] = set()
 
     def is_new(self, values: Mapping[str, Scalar]) -> bool:
-        """Return whether these values were not drawn yet, and record them."""
+        """Return whether these values are new, and record them."""
         if len(self.values) >= self.points:
             self.forget()
         before = len(self.values)
@@ -291,7 +291,7 @@ class _Drawn:
         return len(self.values) > before
 
     def gives(self, configs: list[TrialConfig]) -> bool:
-        """Return whether no other values led to these configs, and record them."""
+        """Return whether these configs are new, and record them."""
         before = len(self.configs)
         self.configs.add(tuple(configs))
         return len(self.configs) > before
@@ -302,7 +302,7 @@ class _Drawn:
 
 
 def _drawn_before(space: Space) -> _Drawn | None:
-    """Return an empty record for a small space; None for a larger one, whose repeats are rare."""
+    """Return an empty record for a small space; None for a larger one, where repeats are rare."""
     counts = [dimension.count for dimension in space.varied]
     points = 0 if None in counts else math.prod(count or 1 for count in counts)
     return _Drawn(points) if 1 < points <= SMALL_SPACE else None
@@ -319,7 +319,7 @@ def _configs_at(
     sizes: Sequence[int],
     drawn: _Drawn | None,
 ) -> list[TrialConfig]:
-    """Return the configs (one a batch size) at `point`, or at the first of its substitutes that is valid and new."""
+    """Return the configs (one a batch size) at `point`, or at its first valid and new substitute."""
     rejected: list[tuple[dict[str, Any], list[_Breach]]] = []
     for attempt, drawn_values in enumerate(_tries(space, key, index, point, searched=drawn is not None)):
         if drawn is not None and not drawn.is_new(drawn_values):
@@ -347,14 +347,15 @@ def _configs_at(
 
 
 def _tries(space: Space, key: bytes, index: int, point: list[float], searched: bool) -> Iterator[dict[str, Scalar]]:
-    """Yield the values at `point`, then those of its substitutes, without end; `searched` for what was not drawn."""
+    """Yield the values at `point`, then those of its substitutes, without end; `searched` adds a search of the
+    space."""
     yield space.values(point)
     lists = [isinstance(dimension, Choice) for dimension in space.varied]
     keeps = any(lists) and not all(lists)
 
     def draw_again(attempt: int, keep: bool) -> dict[str, Scalar]:
         other = uniform_point(space, key, index, attempt)
-        return space.values([u if keep and kept else v for u, v, kept in zip(point, other, lists, strict=True)])
+        return space.values([u if keep and is_list else v for u, v, is_list in zip(point, other, lists, strict=True)])
 
     for attempt in range(1, _SAME_CHOICES):
         yield draw_again(attempt, keeps)
@@ -369,7 +370,7 @@ def _tries(space: Space, key: bytes, index: int, point: list[float], searched: b
 def _search(
     space: Space, draw: Callable[[str], float], kept: set[str], point: list[float]
 ) -> Iterator[dict[str, Scalar]]:
-    """Yield every point of a small space once, in an order of its own; names that are `kept` stay as at `point`."""
+    """Yield every point of a small space once, in a random order; the names in `kept` keep their value at `point`."""
     values = space.values(point)
     searched = [d for d in space.varied if d.name not in kept]
     points = math.prod(dimension.count or 1 for dimension in searched)
@@ -377,17 +378,17 @@ def _search(
     while math.gcd(stride, points) != 1:
         stride += 1
     for _ in range(points):
-        cell, rest = (cell + stride) % points, cell
+        cell, remaining = (cell + stride) % points, cell
         for dimension in searched:
-            rest, place = divmod(rest, dimension.count or 1)
+            remaining, place = divmod(remaining, dimension.count or 1)
             values[dimension.name] = dimension.at(place)
         yield dict(values)
 
 
 @dataclass(frozen=True, slots=True)
 class _Breach:
-    """One rule that a point broke: `text` names the value that broke it, `rule` does not, so that points can be counted
-    by rule. `needed` is the limit that would have let the point through; None for the family's own rules."""
+    """A rule that a point broke. `text` contains the value; `rule` does not, so that points can be counted by rule.
+    `needed` is the limit that would have let the point pass; None for the family's own rules."""
 
     rule: str
     text: str
@@ -397,7 +398,7 @@ class _Breach:
 def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
     """Return the config and no breaches, or None and every rule that it breaks."""
     missing = missing_fields(family, values)
-    if missing:  # not a matter of luck: no other point of this space can help
+    if missing:  # no other point of this space has a value either
         raise UsageError(f"search space of {family.Config.family}: gives no value for {', '.join(missing)}")
     try:
         config = family.Config(**named_by_user(family.Config.family, values))  # the user chose the space
@@ -461,7 +462,7 @@ def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict[s
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """`draw(name)` of `repair`: uniform in [0, 1), the same for the same point and name."""
+    """`draw(name)` for `repair`: uniform in [0, 1), the same for the same point and name."""
 
     key: bytes
     index: int

@@ -1,8 +1,8 @@
-"""Scalar features of trial configs, without torch: what a table-based estimator sees of a job before it runs.
+"""Scalar features of trial configs, without torch, for estimators that read tables.
 
-Start reading at `feature_columns`. All of it follows from the configs' fields and their layer plans, in some 15
-microseconds a config where there are many. `FEATURES_VERSION` is what artifacts and stored features carry, so that
-older ones are known to be stale.
+Start reading at `feature_columns`. All features follow from the configs' fields and their layer plans, in some 15
+microseconds a config in large batches. `FEATURES_VERSION` is stored with artifacts and features, so that outdated ones
+are recognised.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from featurize.families import get_family, layers_of
 from featurize.job.layers import Layer, NetworkBlock
 from featurize.job.training_settings import ACTIVATIONS, OPTIMIZERS, TrialConfig
 
-# Kinds counted one by one; activations are counted together, anything else under "other". The list is fixed, so that
-# the columns of a joint table don't depend on the families in it.
+# Kinds counted separately; activations are counted together, all others under "other". The list is fixed, so that the
+# columns of a joint table do not depend on its families.
 KINDS = (
     "linear",
     "conv2d",
@@ -60,10 +60,10 @@ _LOGGED = (
 
 
 def feature_columns(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
-    """Return name -> (n,) floats, or words, of n configs of one family. Raises what the family's `layers` does.
+    """Return name -> (n,) floats, or words, of n configs of one family. Raises as the family's `layers`.
 
-    The configs' own fields under their own names (a field that the family lacks, or that is not a scalar, is absent;
-    NaN or None in a column where others have it), and
+    The configs' fields under their own names (a field that the family lacks, or that is not a scalar, is absent; NaN or
+    None where only some configs have it), and
 
     layers, parameters, output_elements, flops    totals of the plan, per sample; `batch_*` for the batch
     max_*, mean_*                                 the largest and the mean of a single layer
@@ -84,13 +84,13 @@ def feature_columns(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
     columns["batch_output_mib"] = 4 * columns["batch_output_elements"] / MIB
     columns["rough_memory_mib"] = 4 * ((2 + states) * parameters + columns["batch_output_elements"]) / MIB
     columns["flops_per_element"] = columns["flops"] / np.maximum(columns["output_elements"], 1.0)
-    for name in _LOGGED:  # by Python: numpy's own logarithm is another one on some processors
+    for name in _LOGGED:  # math.log1p, as numpy's logarithm differs between processors
         columns[f"log_{name}"] = np.array([math.log1p(value) for value in columns[name].tolist()])
     return {name: column.astype(float) if column.dtype == bool else column for name, column in columns.items()}
 
 
 def _fields(configs: Sequence[TrialConfig]) -> dict[str, np.ndarray]:
-    """Return field -> (n,) floats, switches or words, for the fields that hold such."""
+    """Return field -> (n,) floats, bools or words, for the fields that hold such values."""
     columns = {"family": np.array([config.family for config in configs], dtype=object)}
     for name in (field.name for field in fields(configs[0])):
         values = [getattr(config, name) for config in configs]
@@ -130,8 +130,8 @@ def _plan_columns(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.nda
 
 
 def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield layers of the configs: (m,) places of the configs, (m,) places of the kinds in `KINDS`, and (4, m) counts,
-    output elements, parameters and FLOPs."""
+    """Yield layers of the configs: (m,) indices of the configs, (m,) indices of the kinds in `KINDS`, and (4, m)
+    counts, output elements, parameters and FLOPs."""
     family = get_family(configs[0].family)
     if hasattr(family, "layers"):
         for place, config in enumerate(configs):
@@ -143,7 +143,7 @@ def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]
                 np.array(of_layers, float).reshape(-1, 4).T,
             )
         return
-    blocks: dict[str, list[tuple[int, ...]]] = defaultdict(list)  # each behind its config's place
+    blocks: dict[str, list[tuple[int, ...]]] = defaultdict(list)  # each preceded by its config's index
     for place, config in enumerate(configs):
         for block in family.blocks(config):
             blocks[block.kind].append((place, *block[1:]))
@@ -165,15 +165,15 @@ def _entries(configs: Sequence[TrialConfig], of_fields: Mapping[str, np.ndarray]
 
 
 def _kind(layer: Layer) -> int:
-    """Return the place in `KINDS`; of many configs, the kind of an activation is an array of names."""
+    """Return the index in `KINDS`; for many configs, the kind of an activation is an array of names."""
     return _KIND_OF.get(layer.kind if isinstance(layer.kind, str) else "activation", KINDS.index("other"))
 
 
 def group_key(config: TrialConfig) -> str:
-    """Identity of the architecture: equal for configs whose networks have the same layers of the same sizes, whatever
-    the batch size, the training settings and the dropout. Near-copies share it, so that a split keeps them together:
-    `FAMILY-` and 16 hex digits. A family whose plan takes long defines by `identity` what distinguishes its
-    networks."""
+    """Return the identity of the architecture, `FAMILY-` and 16 hex digits: equal for configs whose networks have the
+    same layers of the same sizes, whatever the batch size, the training settings and the dropout. Near-copies share it,
+    so that a split keeps them together. A family whose plan is slow to compute defines `identity` in place of its
+    layers."""
     digest = hashlib.sha256()
     family = get_family(config.family)
     if hasattr(family, "identity"):
@@ -185,7 +185,7 @@ def group_key(config: TrialConfig) -> str:
     return f"{config.family}-{digest.hexdigest()[:16]}"
 
 
-# Raise it when a feature of a trial config or of a traced step gets another value or name.
+# Raise it when the value or name of a feature changes, of a trial config or of a traced step.
 # `tests/learn/test_golden_features.py` fails when values move and this number does not.
 FEATURES_VERSION = 5
 
@@ -199,9 +199,9 @@ HISTORY = MappingProxyType(
     }
 )
 
-FEATURES_STAMP = str(FEATURES_VERSION)  # as artifacts carry it
+FEATURES_STAMP = str(FEATURES_VERSION)  # as stored in artifacts
 
 
 def is_current(stamp: object) -> bool:
-    """Return whether a recorded stamp stands for the features that this code computes."""
+    """Return whether a stored stamp is that of this code's features."""
     return stamp == FEATURES_STAMP

@@ -1,9 +1,9 @@
 """A Hugging Face `config.json` as a model of transformers with plain arguments. Torch-free.
 
-Start reading at `hf_model`; `lora_of` and `quantization_of` read an adapter's and a quantization's.
+Start reading at `hf_model`; `lora_of` and `quantization_of` read configurations of adapters and of quantization.
 
-The file is data: it names one of the library's own model classes, and what of it would name other code or fetch weights
-is refused.
+The file is data: it names one of the library's own model classes. Entries that name other code or fetch weights are
+refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _CLASS = re.compile(r"[A-Z]\w{0,127}")
-_CODE = ("auto_map", "custom_pipelines")  # they name code of the model's own repository
-_NO_MODEL = (  # about text generation, files and labels: the network is the same without them
+_CODE = ("auto_map", "custom_pipelines")  # name code in the model's own repository
+_NO_MODEL = (  # fields about text generation, files and labels: the network is the same without them
     "quantization_config",
     "architectures",
     "model_type",
@@ -48,13 +48,13 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 def hf_model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """Return the model's name as `learn.estimate` takes it, its arguments, and what was left out, in words.
+    """Return the model's name as `learn.estimate` takes it, its arguments, and notes on ignored fields.
 
     Args:
-        config: The object of a `config.json`. `architectures` names the class, of which the first counts.
+        config: The object of a `config.json`. The first of `architectures` names the class.
 
     Raises:
-        UsageError: No class is named, or the configuration needs code of its own.
+        UsageError: No class is named, or the configuration names code of its own repository.
     """
     if named := [name for name in _CODE if config.get(name)]:
         raise UsageError(f"{named[0]} names code of the model's own repository, which is not run")
@@ -73,7 +73,7 @@ def hf_model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str,
     return f"transformers:{name}", arguments, notes
 
 
-# peft's LoraConfig, as adapter_config.json holds it: fields that shape the adapter, by what they may be.
+# Fields of peft's LoraConfig, as in adapter_config.json, that shape the adapter, with their allowed values.
 _LORA: Mapping[str, str | tuple[str, ...]] = {
     "r": "count",
     "lora_alpha": "number",
@@ -90,7 +90,7 @@ _LORA: Mapping[str, str | tuple[str, ...]] = {
     "rank_pattern": "named counts",
     "layers_pattern": "names",
 }
-# Fields that change nothing of a training step's memory and time.
+# Fields that do not affect a training step's memory and time.
 _LORA_ASIDE = (
     "alpha_pattern",
     "base_model_name_or_path",
@@ -101,7 +101,7 @@ _LORA_ASIDE = (
     "revision",
     "task_type",
 )
-# Fields that name code, or change the step in a way that is not followed: taken where they are off.
+# Fields that name code, or change the step in an unsupported way: accepted only where they are off.
 _LORA_OFF = (
     "auto_mapping",
     "alora_invocation_tokens",
@@ -121,7 +121,7 @@ _LORA_OFF = (
     "use_bdlora",
     "use_qalora",
 )
-_OFF = {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}  # what peft writes where they are not used
+_OFF = {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}  # peft's values of unused fields
 _NAME = re.compile(r"[A-Za-z_0-9][\w.-]{0,127}")
 
 
@@ -129,7 +129,8 @@ def lora_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of peft's `LoraConfig` that an `adapter_config.json` sets, all of them plain data.
 
     Raises:
-        UsageError: It is not a LoRA, or has fields that are unknown, not followed, or no plain data; all together.
+        UsageError: It is not a LoRA, or has fields that are unknown, not supported, or not plain data; all are
+            reported.
     """
     if str(adapter.get("peft_type", "LORA")).upper() != "LORA":
         raise UsageError(f"peft_type must be LORA, got {shown(adapter['peft_type'])}")
@@ -179,7 +180,7 @@ def _field_problem(name: str, value: Any, kind: str | tuple[str, ...]) -> str | 
     def is_count(number: Any) -> bool:
         return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**16
 
-    def are_names(many: Any) -> bool:  # no pattern: peft would search with it
+    def are_names(many: Any) -> bool:  # not a text, which peft would use as a pattern
         return isinstance(many, list) and all(isinstance(entry, str) and _NAME.fullmatch(entry) for entry in many)
 
     if isinstance(kind, tuple):
@@ -205,7 +206,7 @@ def _field_problem(name: str, value: Any, kind: str | tuple[str, ...]) -> str | 
     return None if holds else f"{name} must be {words}, got {shown(value)}"
 
 
-# bitsandbytes' fields of quantization_config (transformers' BitsAndBytesConfig); those that change nothing here.
+# bitsandbytes' fields of quantization_config (transformers' BitsAndBytesConfig) that have no effect here.
 _BNB = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_skip_modules")
 _BNB_ASIDE = (
     "quant_method",
@@ -223,12 +224,12 @@ _BNB_USUAL = {
 
 
 def quantization_of(quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training settings `quantize` and `quantize_skip` that bitsandbytes' `quantization_config` means.
+    """Return the training settings `quantize` and `quantize_skip` for bitsandbytes' `quantization_config`.
 
     `bnb_4bit_compute_dtype` is left to the training setting `precision`.
 
     Raises:
-        UsageError: Another method, unknown fields, or fields that are not supported; all together.
+        UsageError: Another method, unknown fields, or fields that are not supported; all are reported together.
     """
     method = quantization.get("quant_method", "bitsandbytes")
     if str(getattr(method, "value", method)) != "bitsandbytes":
@@ -269,10 +270,10 @@ def hf_inputs(config: Mapping[str, Any], batch_size: int | None, sequence_length
     Args:
         config: The object of a `config.json`.
         batch_size: Samples of a batch.
-        sequence_length: Tokens of a sample; of images it is left out.
+        sequence_length: Tokens of a sample; not needed for images.
 
     Raises:
-        UsageError: A size is missing, or the inputs of such a model do not follow from its configuration.
+        UsageError: A size is missing, or the configuration does not determine the model's inputs.
     """
     if batch_size is None:
         raise UsageError("batch_size is missing: samples of a batch; or give inputs, with a shape for each")
@@ -295,8 +296,8 @@ def hf_inputs(config: Mapping[str, Any], batch_size: int | None, sequence_length
 
 
 def _arguments(config: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
-    """Return the fields that shape the network; the names of others that say something are added to `left_out`."""
-    kept: dict[str, Any] = {}
+    """Return the fields that shape the network; other fields with a non-default value are added to `left_out`."""
+    fields: dict[str, Any] = {}
     for name, value in config.items():
         if name.startswith("_") or name in _NO_MODEL:
             continue
@@ -304,9 +305,9 @@ def _arguments(config: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]
             left_out.append(name)
         elif isinstance(value, Mapping):
             if name.endswith("_config"):
-                kept[name] = _arguments(value, left_out)
+                fields[name] = _arguments(value, left_out)
             elif name not in _ROPE:  # rotary angles change no size
                 left_out.append(name)
         else:
-            kept[name] = value
-    return kept
+            fields[name] = value
+    return fields

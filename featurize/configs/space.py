@@ -1,8 +1,8 @@
-"""The search space of one family, as `conf/arch/NAME.yaml` defines it, checked as a whole and made canonical.
+"""The search space of one family, as `conf/arch/NAME.yaml` defines it, checked in full and made canonical.
 
 Start reading at `parse_space`; `featurize.configs.dimensions` has the types. `require_within_limits` finds values that
-the family never takes: beyond its limits, or changed by its `repair`. Each is tried on configs of the family's own
-space, so that families say their limits once, in `Config.problems`.
+the family never uses: beyond its limits, or changed by its `repair`. Each value is tried on configs of the family's own
+space, so that families state their limits once, in `Config.problems`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from featurize.configs.trial import TrialConfig
 def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:
     """Return the space of a YAML mapping name -> spec, see `featurize.configs.dimensions.read_dimensions`.
 
-    Raises `UsageError` that reports every problem together: an unknown family or key, and a listed value that the
-    family's config never takes (`optimizer: [adam, lion]`). `require_within_limits` checks numbers.
+    Raises `UsageError` that reports all problems together: an unknown family or key, and a listed value that the
+    family's config never accepts (`optimizer: [adam, lion]`). `require_within_limits` checks numbers.
     """
     return _check(family, mapping.items())
 
@@ -44,8 +44,8 @@ def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
     Raises `UsageError` as `parse_space` does.
     """
     if set(mapping) != {"family", "space"}:
-        got = ", ".join(sorted(map(str, mapping))) or "nothing"
-        raise UsageError(f"a search space has the keys family and space, got {got}")
+        keys = ", ".join(sorted(map(str, mapping))) or "nothing"
+        raise UsageError(f"a search space has the keys family and space, got {keys}")
     space = mapping["space"]
     if not isinstance(space, Mapping | list):
         raise UsageError(f"space must be a mapping name -> values, got {space!r}")
@@ -63,7 +63,7 @@ _TRIED_ON = 16  # configs that a value is tried on
 def require_within_limits(space: Space) -> None:
     """Raise `UsageError` that names each value of the space beyond its family's limits, with the limit.
 
-    For a user's new spaces. Spaces that older jobs recorded are read without it: `repair` has mended their values.
+    For a user's new spaces. Recorded spaces of older jobs are read without it: `repair` adjusts their values.
     """
     problems = [
         f"arch.space.{dimension.name}: {'' if end is None else f'{end}: '}{problem}"
@@ -76,7 +76,7 @@ def require_within_limits(space: Space) -> None:
 
 
 def refused_values(family: str, dimension: Dimension) -> Iterator[str]:
-    """Return a problem for each listed value of a config's field that the family refuses even after its `repair`."""
+    """Yield a problem for each listed value of a config's field that the family refuses even after its `repair`."""
     if not isinstance(dimension, Range) and _is_field(family, dimension.name):
         for value, _ in _values(dimension):
             if problem := _problem_after_repair(family, dimension.name, value):
@@ -90,12 +90,12 @@ def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | No
 
 
 def _is_field(family: str, name: str) -> bool:
-    """Return whether the config holds the key; `repair` consumes other keys."""
+    """Return whether the config has the key as a field; `repair` consumes other keys."""
     return name in {field.name for field in dataclasses.fields(families.get_family(family).Config)}
 
 
 def _values(dimension: Dimension) -> Iterable[tuple[Scalar, str | None]]:
-    """Return the distinct values, each with the end of the range that it is; 1 is not True."""
+    """Return the distinct values, each with the end of its range, low or high; 1 and True are distinct."""
     if isinstance(dimension, Range):
         return ((dimension.low, "low"), (dimension.high, "high"))
     values = (dimension.fixed,) if isinstance(dimension, Constant) else dimension.choices
@@ -106,10 +106,10 @@ def _values(dimension: Dimension) -> Iterable[tuple[Scalar, str | None]]:
 
 
 def _problem_of_number(family: str, name: str, value: int | float, end: str | None) -> str | None:
-    """Return why no config of the family has this number as given; None if one has.
+    """Return why no config of the family has this number unchanged; None if one has.
 
-    `repair` would turn -3 into the least depth. The end of a range it may mend (to a multiple of 32, say), but not move
-    a low end upwards.
+    `repair` would turn -3 into the least depth. It may adjust the end of a range (to a multiple of 32, say), but not
+    raise a low end.
     """
     configs = _valid_configs(family)
     refused = _common_problem(name, ((config, value) for config in configs))
@@ -122,9 +122,9 @@ def _problem_of_number(family: str, name: str, value: int | float, end: str | No
 
 
 def _problem_after_repair(family: str, name: str, value: Scalar) -> str | None:
-    """Return why no config of the family has this value; values that `repair` changes or fills in are not judged."""
-    kept = ((config, value) for config in _valid_configs(family) if _repair(config, name, value) == value)
-    return _common_problem(name, kept)
+    """Return why no config of the family has this value; values that `repair` changes or fills in are not checked."""
+    unchanged = ((config, value) for config in _valid_configs(family) if _repair(config, name, value) == value)
+    return _common_problem(name, unchanged)
 
 
 def _repair(config: TrialConfig, name: str, value: Scalar) -> Any:
@@ -134,7 +134,7 @@ def _repair(config: TrialConfig, name: str, value: Scalar) -> Any:
 
 
 def _common_problem(name: str, tries: Iterable[tuple[TrialConfig, Any]]) -> str | None:
-    """Return the problem of the field `name` that all of these configs have at the value beside them."""
+    """Return the problem of the field `name` that all of these configs have, each with its value."""
     common: set[str] | None = None
     for config, value in tries:
         problems = {problem for problem in _problems(config, name, value) if problem.startswith(f"{name} ")}
@@ -145,7 +145,7 @@ def _common_problem(name: str, tries: Iterable[tuple[TrialConfig, Any]]) -> str 
 
 
 def _problems(config: TrialConfig, name: str, value: Scalar) -> list[str]:
-    """Return the problems of a valid config once its field `name` is `value`."""
+    """Return the problems of a valid config after its field `name` is set to `value`."""
     try:
         _with_field(config, name, value)
     except CommandError as error:
@@ -162,7 +162,7 @@ def _with_field(config: TrialConfig, name: str, value: Any) -> TrialConfig:
 
 
 def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | None:
-    """Return why the value leads to no config, or only configs of another value of the family's own space."""
+    """Return why the value leads to no config, or only to configs of another value in the family's own space."""
     known = next((dimension for dimension in own_space(family).dimensions if dimension.name == name), None)
     if known is None:
         return None
@@ -187,7 +187,7 @@ def _is_switch(dimension: Dimension) -> bool:
 
 
 def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
-    """Return the config, or the reasons why there is none."""
+    """Return the config, or the reasons why it is invalid."""
     values = module.repair(values, _middle)
     if missing := sorted(missing_fields(module, values)):
         return f"it leaves {', '.join(missing)} without a value"
@@ -198,18 +198,18 @@ def _build(module: ModuleType, values: dict[str, Any]) -> TrialConfig | str:
     return config
 
 
-# ---- constants that the other dimensions of the same space rule out
+# ---- constants that conflict with other dimensions of the same space
 
 
 def _changed_constants(space: Space) -> Iterator[str]:
-    """Return a problem for each given number that no config of this space has, because `repair` changes it."""
+    """Yield a problem for each given number that no config of this space has, because `repair` changes it."""
     given = [d for d in space.dimensions if isinstance(d, Constant) and _is_field(space.family, d.name)]
     constants = [d for d in given if isinstance(d.fixed, bool | int | float)]
-    # Without the switches that only `repair` consumes: `use_dropout: false` sets the rate to 0 on purpose.
+    # Without the bools that only `repair` consumes: `use_dropout: false` sets the rate to 0 on purpose.
     dimensions = tuple(d for d in space.dimensions if _is_field(space.family, d.name) or not _is_switch(d))
     try:
         configs = list(sample_range(Space(space.family, dimensions), 0, 0, _TRIED_ON))
-    except CommandError:  # it has no config at all; sampling reports why
+    except CommandError:  # the space has no config at all; sampling reports why
         return
     for constant in constants:
         name, value = constant.name, constant.fixed
@@ -230,7 +230,7 @@ def _reason_of_change(config: TrialConfig, name: str, value: Scalar) -> str | No
     return "sizes have to fit each other"
 
 
-# ---- what values are tried on
+# ---- configs that values are tried on
 
 
 @cache
@@ -246,7 +246,7 @@ def _own_points(family: str) -> tuple[dict[str, Scalar], ...]:
 
 @cache
 def _valid_configs(family: str) -> tuple[TrialConfig, ...]:
-    """Return configs of the family's own space; none if it has none."""
+    """Return configs of the family's own space; empty if it has none."""
     space = own_space(family)
     return tuple(sample_range(space, 0, 0, _TRIED_ON)) if space.dimensions else ()
 

@@ -1,8 +1,8 @@
 """Features of a traced step on one GPU model, for learners: a flat row of numbers, and the operator graph as arrays.
 
-Start reading at `step_features` and `opgraph`. Names beginning with `net_` say what the network is, whatever the batch
-size: they are of one sample. `job_` is what the whole job takes and does, `gpu_` the device. Nodes of the graph are the
-operators of one steady step in their order, edges the tensors that one makes and another reads.
+Start reading at `step_features` and `opgraph`. Names that begin with `net_` describe the network for one sample,
+whatever the batch size; `job_` the whole job, `gpu_` the device. Nodes of the graph are the operators of one steady
+step in their order; edges are tensors that one operator makes and another reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INDEX = {kind: index for index, kind in enumerate(VOCABULARY)}
 
 _PHASES = ("forward", "backward", "optimizer")
 _LOGS = ("flops", "bytes_read", "bytes_written", "launches", "output_elements", "input_elements")
-# Of products, convolutions, attention and recurrent layers: `batch` matrix products of m x k by k x n.
+# For products, convolutions, attention and recurrent layers: `batch` matrix products of m x k by k x n.
 _DIMS = ("batch", "m", "n", "k", "kernel_elements", "stride")
 NODE_COLUMNS = (
     *(f"log_{name}" for name in _LOGS),
@@ -68,8 +68,8 @@ class OpGraph:
     """One step on a GPU model. Names beginning with `log_` hold log2(1 + x); every value is finite.
 
     categories  (n,) int64, indices of `VOCABULARY`
-    nodes       (n, f) float32, `node_columns` names the columns. `depth` (the longest path from the step's begin) and
-                `position` (in the order of execution) lie in [0, 1]; dims that are not known are 0, with `has_dims` 0
+    nodes       (n, f) float32, `node_columns` names the columns. `depth` (the longest path from the step's start) and
+                `position` (in the order of execution) lie in [0, 1]; unknown dims are 0, with `has_dims` 0
     edges       (2, e) int64: source, reader; source < reader, no pair twice, sorted by reader
     """
 
@@ -85,7 +85,7 @@ def opgraph(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> O
     Args:
         trace: One step.
         spec: The GPU model.
-        settings: The trace's own.
+        settings: The trace's training settings.
     """
     count = len(trace.operators)
     columns = list(zip(*trace.operators, strict=True)) if count else [()] * len(Operator._fields)
@@ -123,7 +123,7 @@ def opgraph(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> O
 
 
 def _edges(sources: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the edges (2, e), and how many inputs of each operator come from before the step."""
+    """Return the edges (2, e), and the number of each operator's inputs that were made before the step."""
     reader = np.repeat(np.arange(len(sources)), [len(of_node) for of_node in sources])
     source = np.array([node for of_node in sources for node in of_node], dtype=np.int64)
     outside = np.bincount(reader[source < 0], minlength=len(sources))
@@ -142,12 +142,12 @@ def _depths(edges: np.ndarray, count: int) -> np.ndarray:
 
 
 def product_dims(op: Operator) -> tuple[float, ...]:
-    """Return batch, m, n, k, kernel elements and stride of an operator's matrix products; zeros where it has none."""
+    """Return batch, m, n, k, kernel elements and stride of an operator's matrix products; zeros if it has none."""
     kind = category(op.name)
     find = _DIMS_OF.get(kind)
     try:
         dims = find(op, "backward" in kind) if find is not None else None
-    except (IndexError, ValueError, ZeroDivisionError):  # not shaped as its class is
+    except (IndexError, ValueError, ZeroDivisionError):  # its shapes do not match its class
         dims = None
     return dims or (0.0,) * len(_DIMS)
 
@@ -178,7 +178,7 @@ def _attention_dims(op: Operator, backward: bool) -> tuple[float, ...]:
 
 def _recurrent_dims(op: Operator, backward: bool) -> tuple[float, ...]:
     x = op.input_shapes[0]
-    matrices = [shape for shape in op.input_shapes[1:] if len(shape) == 2]  # shapes of the input, of the state, ...
+    matrices = [shape for shape in op.input_shapes[1:] if len(shape) == 2]  # weights of the input, of the state, ...
     steps, hidden = math.prod(x[:-1]), matrices[1][1]
     return 1, steps, hidden, op.flops / (2 * steps * hidden), 0, 0
 
@@ -215,11 +215,11 @@ def step_features(
     batch_size: int,
     training_loop: bool,
 ) -> dict[str, float]:
-    """Return name -> number, every one finite; the same names for every job.
+    """Return name -> finite number, with the same names for every job.
 
     `memory` is the trace's replay on `spec`. Sizes are in MiB, or logarithms of base 2 (`log_*`), `share_*` lie in
-    [0, 1]. `job_priced_*` are those of `featurize.timing.step_time.features`, with the input pipeline of a plain loop
-    where the job runs in one.
+    [0, 1]. `job_priced_*` are the features of `featurize.timing.step_time.features`, with the input pipeline of a plain
+    loop if the job runs in one.
     """
     return {
         **trace.remembered(("network", batch_size), lambda: _network(trace, batch_size)),
@@ -235,7 +235,7 @@ def step_features(
 
 
 def _network(trace: StepTrace, batch: int) -> dict[str, float]:
-    """Counts and sizes of the forward pass, of one sample: equal for equal networks at any batch size."""
+    """Return counts and sizes of the forward pass for one sample: equal for equal networks at any batch size."""
     counts = dict.fromkeys(VOCABULARY, 0)
     elements: dict[str, float] = defaultdict(float)
     flops: dict[str, float] = defaultdict(float)
@@ -253,15 +253,15 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
             if source >= 0:
                 readers[source] += 1
         kind = category(op.name)
-        # The first output: others are statistics and the like, which do not grow with the batch; nor does a loss.
-        made = math.prod(op.output_shapes[0]) if op.output_shapes and kind != "loss" else 0
+        # Only the first output: others are statistics and the like, which do not grow with the batch; nor does a loss.
+        elements_made = math.prod(op.output_shapes[0]) if op.output_shapes and kind != "loss" else 0
         work = op.flops if kind != "loss" else 0
         if of_batch[index]:
-            made, work = (size // batch if size % batch == 0 else 0 for size in (made, work))
+            elements_made, work = (size // batch if size % batch == 0 else 0 for size in (elements_made, work))
         counts[kind] += 1
-        elements[kind] += made
+        elements[kind] += elements_made
         flops[kind] += work
-        largest = max(largest, made)
+        largest = max(largest, elements_made)
         if kind == "convolution":
             groups, rows, n, k, kernel, stride = product_dims(op)
             inner = k / max(kernel, 1)
@@ -280,7 +280,7 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
             ):
                 if holds:
                     kinds[name] += 1
-                    convolution_elements[name] += made
+                    convolution_elements[name] += elements_made
         elif kind == "attention":
             _, queries, _, size, _, _ = product_dims(op)
             tokens, head = max(tokens, queries), max(head, size)
@@ -320,8 +320,8 @@ def _network(trace: StepTrace, batch: int) -> dict[str, float]:
 
 
 def _reached_by_batch(trace: StepTrace) -> list[bool]:
-    """Return which operators work on samples: those that read the batch, and those that read what these made. The
-    others (standardised weights, tables of positions) do the same work for any batch."""
+    """Return whether each operator works on samples: it reads the batch, or the output of an operator that does. Others
+    (standardised weights, tables of positions) do the same work for any batch."""
     reached: list[bool] = []
     for op in trace.operators:
         reached.append(any(source == BATCH or (source >= 0 and reached[source]) for source in op.sources))

@@ -1,8 +1,8 @@
-"""Trial configs as the rest of the project meets them: from mappings and rows, by hash, and whose code they name.
+"""Trial configs for the rest of the project: from mappings and rows, their hashes, and the code that they name.
 
-Start reading at `config_from_mapping`; `config_of_row` reads what a row holds, whatever its text is. A config that was
-read from a row or a file names no code, unless the user trusts its module (`config_of_user`, `trusting`), so that a
-path that forgets to ask is refused. Torch-free, so that sampling and the dispatcher can use it.
+Start reading at `config_from_mapping`; `config_of_row` reads a row, whatever its text. Code named by a config from a
+row or a file is not imported, unless the user trusts its module (`config_of_user`, `trusting`). A path that forgets to
+ask is therefore refused. Torch-free, so that sampling and the dispatcher can use it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARKS = {"typed": CodeName, "trusted": TrustedName}
 
 
 def named_by_user(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config that the user typed, or of a task that the user submitted: its names of code count."""
+    """Return the fields of a config that the user typed or submitted, with their names of code permitted."""
     marked = dict(values)
     for name in code_fields(family):
         if isinstance(marked.get(name), str):
@@ -43,13 +43,13 @@ def named_by_user(family: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of_user(mapping: Mapping[str, Any]) -> TrialConfig:
-    """Return `config_from_mapping` of what the user typed, or of a task that the user submitted. Errors as there."""
+    """Return `config_from_mapping` of a mapping that the user typed or submitted. Raises as there."""
     family = mapping.get("family")
     return config_from_mapping(named_by_user(family, mapping) if isinstance(family, str) else mapping)
 
 
 def trusting(config: TrialConfig, trust: Sequence[str]) -> TrialConfig:
-    """Return the config, its names of code marked as `granted_model` marks them."""
+    """Return the config, with its names of code marked as `granted_model` marks them."""
     granted: dict[str, Any] = {
         name: granted_model(getattr(config, name), trust) for name in code_fields(config.family) if trust
     }
@@ -63,19 +63,19 @@ def code_marks(config: TrialConfig) -> dict[str, str]:
 
 
 def config_with_marks(mapping: Mapping[str, Any], marks: Mapping[str, str]) -> TrialConfig:
-    """Return `config_from_mapping` with the permissions that `code_marks` returned. Errors as there."""
+    """Return `config_from_mapping` with the permissions that `code_marks` returned. Raises as there."""
     return config_from_mapping({**mapping, **{name: _MARKS[mark](mapping[name]) for name, mark in marks.items()}})
 
 
 def data_refusal(config: TrialConfig) -> str | None:
-    """Return `refusal` of the config as if it came from data, whatever named its code."""
+    """Return the `refusal` of the config as if it came from data, whoever named its code."""
     plain: dict[str, Any] = {name: str(getattr(config, name)) for name in code_fields(config.family)}
     return refusal(replace(config, **plain))
 
 
 def code_entries(config: TrialConfig) -> dict[str, str]:
-    """Return each name of code in a config, with the text by which the same code is known again. A library's model
-    stands with its arguments where these are more than plain data."""
+    """Return each name of code in a config, with a text that identifies the code. A library's model is listed with its
+    arguments if these are more than plain data."""
     entries = {}
     for name in (getattr(config, field) for field in code_fields(config.family)):
         library = name.partition(":")[0].partition(".")[0] in LIBRARY_MODULES
@@ -85,19 +85,19 @@ def code_entries(config: TrialConfig) -> dict[str, str]:
 
 
 def refusal(config: TrialConfig) -> str | None:
-    """Return why nothing is imported for this config, or None. Imports nothing itself."""
+    """Return why nothing may be imported for this config, or None. Imports nothing itself."""
     family = _family_of_code(config.family) if code_fields(config.family) else None
     return None if family is None else family.refusal(config)
 
 
 def code_fields(family: str) -> tuple[str, ...]:
-    """Return the fields of a family's config that name code; none of a family that is not known."""
+    """Return the fields of a family's config that name code; empty for an unknown family."""
     return getattr(_family_of_code(family), "CODE_FIELDS", ())
 
 
 @lru_cache(maxsize=256)
 def _family_of_code(family: str) -> ModuleType | None:
-    """Return the family's module, which is remembered: every row asks for it."""
+    """Return the family's module if its config names code; cached, as it is needed for every row."""
     return get_family(family) if family in family_names() else None
 
 
@@ -107,8 +107,8 @@ def config_hash(config: TrialConfig) -> str:
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
-    """Return the config that `TrialConfig.to_mapping` wrote. Unknown family or fields raise `UsageError` naming the
-    known."""
+    """Return the config that `TrialConfig.to_mapping` wrote. Raises `UsageError`, with the known names, for an unknown
+    family or field."""
     values = dict(mapping)
     if "family" not in values:
         raise UsageError("a trial config needs the key 'family'")
@@ -122,7 +122,7 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> TrialConfig:
     return config
 
 
-@functools.cache  # every leased task asks
+@functools.cache  # needed for every leased task
 def _fields_of(cls: type[TrialConfig]) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return the names of a config's fields, and of those without a default, in their order."""
     fields = dataclasses.fields(cls)
@@ -135,19 +135,19 @@ MOST_DEPTH = 8
 MOST_VALUES = 20_000
 MOST_INTEGER = 2**31 - 1
 MOST_REPEATS = 10_000
-_REPEATED = ("depth", "bottom_depth", "top_depth", "levels", "blocks")  # how often families build something
+_REPEATED = ("depth", "bottom_depth", "top_depth", "levels", "blocks")  # fields that count repeated parts
 _LONG_NUMBER = re.compile(r"\d{16,}")
-# What parsing and checking of values nobody has checked before may raise.
+# Exceptions of parsing and checking unchecked values.
 _ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class UnreadableConfig(UsageError):
-    """A row whose config this code makes nothing of; the message has no control characters."""
+    """A row with an invalid config; the message has no control characters."""
 
 
 def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
-    """Return the config that `runs.config` holds as JSON, its names of code not allowed to run except those of modules
-    in `trust` (see the module's docstring). Raises `UnreadableConfig` for anything else, however large, deep or
+    """Return the config that `runs.config` holds as JSON; its names of code may not run, except those of modules in
+    `trust` (see the module's docstring). Raises `UnreadableConfig` for anything else, however large, deep or
     absurd."""
     try:
         config = config_from_mapping(_plain(text))
@@ -162,8 +162,8 @@ def config_of_row(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
     """Return `config_of_row` of a row whose figures are those of its whole job.
 
-    `UnreadableConfig` also for a job on several GPUs: what one rank takes and how long it waits for the others is not a
-    label of its config alone.
+    Also raises `UnreadableConfig` for a job on several GPUs: one rank's memory and waiting time are not labels of the
+    config alone.
     """
     config = config_of_row(text, trust)
     if config.parallel is not None:
@@ -172,7 +172,7 @@ def config_of_one_gpu(text: object, trust: Sequence[str] = ()) -> TrialConfig:
 
 
 def problem_of(config: TrialConfig) -> str | None:
-    """Return why the layers of a row's config cannot be had, or None. Builds a library's model, without memory."""
+    """Return why the layers of a row's config are not known, or None. Builds a library's model, without memory."""
     if (reason := refusal(config)) is not None:
         return reason
     family = get_family(config.family)
@@ -188,8 +188,8 @@ def printable(text: str, most: int = 80) -> str:
 
 
 def code_problem(config: TrialConfig) -> str | None:
-    """Return why this config must not become a task, which may import whatever it names; None for what the user named,
-    and for models of libraries that data may name."""
+    """Return why this config must not become a task, which may import any code that it names; None for code that the
+    user named, and for models of libraries that data may name."""
     named = [getattr(config, name) for name in code_fields(config.family)]
     return None if all(isinstance(name, CodeName) for name in named) else problem_of(config)
 
@@ -212,7 +212,7 @@ def _plain(text: object) -> Mapping[str, Any]:
     values = _parse(text, "config")
     for name, value in values.items():
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            _parse(value, name)  # what a family takes for YAML in what people type is JSON in what it stores
+            _parse(value, name)  # YAML that people type into this field is stored as JSON
         if name in _REPEATED and isinstance(value, int) and value > MOST_REPEATS:
             raise UnreadableConfig(f"{name} must be at most {MOST_REPEATS:,}, got {value}")
     return values

@@ -1,4 +1,5 @@
-"""Asks cuDNN which engine and workspace it takes for a convolution, on a machine without a GPU.
+"""Asks cuDNN for a convolution's engine and workspace, on a machine without a GPU.
 
-Start reading at `workspaces.py`, what a trace asks; `oracle.py` asks it of a process, `child.py`, which loads cuDNN.
+Start reading at `oracle.py`, which asks a process, `child.py`, that loads cuDNN; `signature.py` has question and
+answer.
 """

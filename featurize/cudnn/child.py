@@ -1,7 +1,6 @@
-"""The process that loads cuDNN: it answers one query at a time, and may crash or hang without harm to anyone else.
+"""The process that loads cuDNN: it answers one query at a time; its parent survives a crash or a hang.
 
-Start reading at `main`. `featurize.cudnn.oracle` starts it by its file, and reads a line of JSON for each line that it
-writes. Imports no torch.
+Start reading at `main`. `featurize.cudnn.oracle` runs this file, and exchanges lines of JSON with it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any, TextIO
 from conf.errors import EnvironmentProblem
 from featurize.cudnn.signature import ConvolutionSignature, EnginePlan, OracleAnswer, SearchSettings, signature_of
 
-# torch.backends.cudnn.benchmark_limit: how many plans PyTorch measures by default.
+# torch.backends.cudnn.benchmark_limit: number of plans that PyTorch measures by default.
 BENCHMARK_LIMIT = 10
 NO_ENGINE = "cuDNN has no engine for it"
 
-# The shared object that stands in for a missing driver.
+# The shared object that replaces a missing driver.
 SONAME = "libcuda.so.1"
 FUNCTIONS = (
     "cuGetErrorString",
@@ -48,13 +47,13 @@ _READ, _READ_EXECUTE, _READ_WRITE = 4, 5, 6
 
 def main() -> None:
     """Answer queries from standard input until it ends."""
-    # The libraries may print: the answers have a descriptor of their own.
+    # The libraries may print to standard output: the answers use another descriptor.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     opening = json.loads(sys.stdin.readline())
     try:
         ask, version = _open_libraries(opening["libraries"], opening["device"])
-    except Exception as error:  # whatever the libraries raise, the parent says that there is no oracle, and why
+    except Exception as error:  # the libraries may raise anything; the parent reports that cuDNN cannot be asked
         _write(answers, {"problem": f"{type(error).__name__}: {error}"})
         return
     _write(answers, {"version": version})
@@ -73,21 +72,22 @@ def _write(answers: TextIO, content: dict[str, Any]) -> None:
 def _open_libraries(
     libraries: list[str], device: dict[str, Any]
 ) -> tuple[Callable[[ConvolutionSignature, SearchSettings], OracleAnswer], int]:
-    """Load the driver or its stand-in, the libraries in their order, and cuDNN's frontend; describe the device."""
+    """Load the driver or its stand-in, the libraries in their order, and cuDNN's frontend; describe the device to
+    it."""
     try:
         ctypes.CDLL(SONAME, mode=ctypes.RTLD_GLOBAL)
     except OSError:
         with tempfile.TemporaryDirectory(prefix="gpufarm-cudnn-") as folder:
             stand_in = Path(folder, SONAME)
             stand_in.write_bytes(driver_stand_in(platform.machine()))
-            ctypes.CDLL(str(stand_in), mode=ctypes.RTLD_GLOBAL)  # stays loaded after its file is gone
+            ctypes.CDLL(str(stand_in), mode=ctypes.RTLD_GLOBAL)  # stays loaded after its file is removed
     for library in libraries:
         loaded = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
         if "libcudart" in library:
             runtime = ctypes.c_int()
             loaded.cudaRuntimeGetVersion(ctypes.byref(runtime))
             device = {**device, "driverVer": runtime.value}
-    import cudnn  # the frontend finds the library that is loaded already
+    import cudnn  # the frontend uses the library that is already loaded
 
     properties = cudnn.create_device_properties(json.dumps(device))
     return _Asking(cudnn, properties).ask, cudnn.backend_version()
@@ -110,14 +110,14 @@ class _Asking:
         """Return the plans that build: the first, or with `benchmark` those that PyTorch measures."""
         limit = BENCHMARK_LIMIT if search.benchmark else 1
         plans: list[EnginePlan] = []
-        # PyTorch asks the heuristics first, and the list of fallbacks where they leave nothing, or to benchmark.
+        # PyTorch asks the heuristics first, then the fallbacks if these leave nothing, or with benchmark.
         modes = self._cudnn.heur_mode
         for source in (modes.B if search.heuristics == "B" else modes.A, modes.FALLBACK):
             try:
                 graph = self._graph(signature)
                 graph.create_execution_plans([source])
             except (RuntimeError, self._cudnn.cudnnGraphNotSupportedError):
-                continue  # no configuration of this source
+                continue  # this source has no configuration
             self._deselect(graph, signature, search)
             for place in range(graph.get_execution_plan_count()):
                 if len(plans) == limit:
@@ -149,21 +149,21 @@ class _Asking:
             "dilation": list(signature.dilation),
         }
         if signature.operation == "forward":
-            made = signature.response
+            output = signature.response
             out = graph.conv_fprop(tensor("x", signature.image), tensor("w", signature.kernel), **geometry)
         elif signature.operation == "data_gradient":
-            made = signature.image
+            output = signature.image
             out = graph.conv_dgrad(tensor("dy", signature.response), tensor("w", signature.kernel), **geometry)
         else:
-            made = signature.kernel
+            output = signature.kernel
             out = graph.conv_wgrad(tensor("x", signature.image), tensor("dy", signature.response), **geometry)
-        out.set_output(True).set_data_type(dtype).set_dim(list(made)).set_stride(list(signature.strides_of(made)))
+        out.set_output(True).set_data_type(dtype).set_dim(list(output)).set_stride(list(signature.strides_of(output)))
         graph.validate()
         graph.build_operation_graph()
         return graph
 
     def _deselect(self, graph: Any, signature: ConvolutionSignature, search: SearchSettings) -> None:
-        """Leave out what PyTorch leaves out (Conv_v8.cpp: filterEngineConfigs)."""
+        """Exclude the engines that PyTorch excludes (Conv_v8.cpp: filterEngineConfigs)."""
         notes = self._cudnn.numerical_note
         unwanted = [notes.NONDETERMINISTIC] if search.deterministic else []
         if signature.dtype == "float32" or not search.allow_tf32:
@@ -175,16 +175,16 @@ class _Asking:
 
 
 def driver_stand_in(machine: str) -> bytes:
-    """Return the bytes of an ELF shared object that stands in for the CUDA driver where none is installed.
+    """Return the bytes of an ELF shared object that replaces the CUDA driver where none is installed.
 
-    One of cuDNN's libraries is linked against the driver, and calls none of its functions before it has a GPU: they
-    need to exist, and say that there is no device. No compiler is needed to write it.
+    One of cuDNN's libraries is linked against the driver, and calls its functions only once it has a GPU. The functions
+    need to exist, and to report that there is no device. No compiler is needed to write it.
 
     Args:
         machine: The processor's architecture, as `platform.machine()` names it.
 
     Raises:
-        EnvironmentProblem: An architecture for which there are no wheels of cuDNN either.
+        EnvironmentProblem: An architecture without wheels of cuDNN.
     """
     if machine not in _MACHINES:
         raise EnvironmentProblem(f"cuDNN runs on {' and '.join(_MACHINES)}, this machine is {machine}")
@@ -200,7 +200,7 @@ def driver_stand_in(machine: str) -> bytes:
     names_at = hash_at + len(hash_table)
     code_at = -(-(names_at + len(names)) // 16) * 16
     read_only_end = code_at + len(code)
-    dynamic_at = -(-read_only_end // page) * page  # a page of its own: the loader writes into it
+    dynamic_at = -(-read_only_end // page) * page  # on a separate page: the loader writes into it
     entries = (
         (14, 1),  # SONAME
         (4, hash_at),  # HASH
@@ -214,7 +214,7 @@ def driver_stand_in(machine: str) -> bytes:
     symbols = bytes(_SYMBOL)
     for name in FUNCTIONS:
         offset = names.index(b"\0" + name.encode() + b"\0") + 1
-        # A global function; its section's index only has to be none of the reserved ones.
+        # A global function; the index of its section only has to avoid the reserved ones.
         symbols += struct.pack("<IBBHQQ", offset, 1 << 4 | 2, 0, 1, code_at, len(code))
     header = b"\x7fELF" + bytes((2, 1, 1)) + bytes(9)
     header += struct.pack("<HHIQQQIHHHHHH", 3, number, 1, 0, _HEADER, 0, 0, _HEADER, _PROGRAM_HEADER, 4, 64, 0, 0)

@@ -1,7 +1,7 @@
-"""Asks cuDNN in a process of its own, and keeps what it answers on disk.
+"""Asks cuDNN in a separate process, and stores its answers on disk.
 
-Start reading at `CudnnOracle.answers`; `oracle_for` returns the one of a GPU model, which `device_properties` describes
-to cuDNN. A crash or a hang of the library costs the query that caused it: the process is restarted for the next one.
+Start reading at `CudnnOracle.answers`; `oracle_for` returns a GPU model's oracle, and `device_properties` describes the
+model to cuDNN. A crash or a hang of the library costs one query: the process is restarted for the next one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from conf.files.disk_cache import DiskCache, user_folder
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
 from featurize.device.device_spec import DeviceSpec
 
-START_S = 60.0  # for the process to load its libraries; an idle machine takes one second
-QUERY_S = 20.0  # for one query; an idle machine takes milliseconds
-MOST_FAILURES = 3  # ends of the process in one call, after which the rest is left unanswered
+START_S = 60.0  # limit for the process to load its libraries; an idle machine takes one second
+QUERY_S = 20.0  # limit for one query; an idle machine takes milliseconds
+MOST_FAILURES = 3  # crashes in one call, after which the remaining queries are left unanswered
 HUNG = "cuDNN did not answer in time"
 CRASHED = "the query ended cuDNN's process"
 NOT_ASKED = "cuDNN's process ended too often"
 
-OLDEST = (9, 8, 0)  # earlier releases know no device that is not there
+OLDEST = (9, 8, 0)  # earlier releases need a real device
 _VERSION = re.compile(r"#define CUDNN_(MAJOR|MINOR|PATCHLEVEL)\s+(\d+)")
 _CHILD = str(Path(__file__).with_name("child.py"))
 
@@ -44,11 +44,11 @@ class CudnnOracle:
     """cuDNN's answers for one GPU model.
 
     Args:
-        libraries: What the process loads.
+        libraries: Libraries that the process loads.
         device: The GPU model.
-        cache: Where answers are kept; None keeps none.
-        command: The process; the default is `child.py` under this Python.
-        query_s: Seconds for one query.
+        cache: Store of the answers; None: they are not stored.
+        command: Command of the process; by default `child.py` under this Python.
+        query_s: Limit for one query, in seconds.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class CudnnOracle:
     def answers(
         self, signatures: Iterable[ConvolutionSignature], search: SearchSettings
     ) -> dict[ConvolutionSignature, OracleAnswer]:
-        """Return an answer for each signature; one that has no plan says why.
+        """Return an answer for each signature; an answer without a plan holds the reason.
 
         Raises:
             EnvironmentProblem: The process does not start: its libraries cannot be loaded.
         """
         wanted = list(dict.fromkeys(signatures))
-        asked = self._asked(search)
-        known = self._cache.read(asked, wanted) if self._cache is not None else {}
+        scope = self._scope(search)
+        known = self._cache.read(scope, wanted) if self._cache is not None else {}
         if missing := [signature for signature in wanted if signature not in known]:
             with self._lock:
                 fresh = self._ask(missing, search)
@@ -85,7 +85,7 @@ class CudnnOracle:
                 signature: answer for signature, answer in fresh.items() if answer.problem not in (HUNG, NOT_ASKED)
             }
             if self._cache is not None and lasting:
-                self._cache.write(asked, lasting)
+                self._cache.write(scope, lasting)
             known |= fresh
         return known
 
@@ -96,19 +96,19 @@ class CudnnOracle:
             process.end()
 
     def prepare(self, search: SearchSettings) -> None:
-        """Start the process, without waiting for it, where no answer at all is kept for such a search.
+        """Start the process without waiting for it, if no answer at all is stored for such a search.
 
-        Its libraries take most of a second to load. Meanwhile the caller can trace the step that it will ask about."""
-        if self._cache is None or not self._cache.has_any(self._asked(search)):
+        Its libraries take most of a second to load; meanwhile the caller can trace the step that it will ask about."""
+        if self._cache is None or not self._cache.has_any(self._scope(search)):
             with self._lock:
-                self._running()
+                self._ensure_running()
 
-    def _asked(self, search: SearchSettings) -> str:
+    def _scope(self, search: SearchSettings) -> str:
         return json.dumps([self.version, self._properties, search.to_text()])
 
-    def _running(self) -> _CudnnProcess:
+    def _ensure_running(self) -> _CudnnProcess:
         if self._process is not None and self._process.owner != os.getpid():
-            self._process = None  # it belongs to the process that this one was forked from
+            self._process = None  # it belongs to the parent that this process was forked from
         if self._process is None:
             self._process = _CudnnProcess(self._command, self._libraries, self._properties)
         return self._process
@@ -123,20 +123,20 @@ class CudnnOracle:
                 answers[signature] = OracleAnswer(problem=NOT_ASKED)
                 continue
             query = {"signature": signature, "search": vars(search)}
-            began_anew = self._process is None
+            is_fresh = self._process is None
             try:
                 try:
-                    answers[signature] = answer_of(self._running().asked(query, self._query_s))
+                    answers[signature] = answer_of(self._ensure_running().ask(query, self._query_s))
                 except (_NoAnswer, ValueError) as error:
-                    if began_anew or isinstance(error, _Hung):
+                    if is_fresh or isinstance(error, _Hung):
                         raise
-                    self.close()  # it may have been killed while it waited: only a fresh process's end counts
-                    answers[signature] = answer_of(self._running().asked(query, self._query_s))
+                    self.close()  # it may have been killed while it waited: only the crash of a fresh process counts
+                    answers[signature] = answer_of(self._ensure_running().ask(query, self._query_s))
             except (_NoAnswer, ValueError) as error:
                 failures += 1
                 self.close()
                 answers[signature] = OracleAnswer(problem=HUNG if isinstance(error, _Hung) else CRASHED)
-            except BaseException:  # an interrupt, too: the next query would read the answer of this one
+            except BaseException:  # also an interrupt: the next query would read this one's answer
                 self.close()
                 raise
         return answers
@@ -144,7 +144,7 @@ class CudnnOracle:
 
 @functools.lru_cache(maxsize=16)
 def oracle_for(device: DeviceSpec) -> CudnnOracle:
-    """Return the oracle of a GPU model, which keeps its process until this one ends.
+    """Return the oracle of a GPU model; its process runs until this one ends.
 
     Raises:
         EnvironmentProblem: The libraries are not installed; the message names the extra.
@@ -158,11 +158,11 @@ class _NoAnswer(Exception):
 
 
 class _Hung(_NoAnswer):
-    """It did not answer in time."""
+    """The process did not answer in time."""
 
 
 class _CudnnProcess:
-    """The process and its two pipes: a line of JSON each way a query."""
+    """The process and its two pipes: each query is a line of JSON, and so is its answer."""
 
     def __init__(self, command: Sequence[str], libraries: CudnnLibraries, properties: dict[str, Any]) -> None:
         self.owner = os.getpid()
@@ -174,28 +174,28 @@ class _CudnnProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # the libraries list every function of the driver that they miss
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is the parent's; the end of its pipe ends the process
+            start_new_session=True,  # Ctrl-C is for the parent; the end of its pipe ends the process
         )
         self._version, self._opened = libraries.version, False
-        with contextlib.suppress(_NoAnswer):  # `asked` says so
+        with contextlib.suppress(_NoAnswer):  # `ask` reports it
             self._send({"libraries": libraries.paths, "device": properties})
 
-    def asked(self, query: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return its answer; before the first one, wait until its libraries are loaded.
+    def ask(self, query: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the answer to a query; the first call waits until the libraries are loaded.
 
         Raises:
-            _NoAnswer: It ended, or took longer.
-            ValueError: A line that is not an answer.
+            _NoAnswer: The process ended, or took longer than `seconds`.
+            ValueError: The line is not an answer.
             EnvironmentProblem: Its libraries cannot be loaded.
         """
         if not self._opened:
             self._require_opened()
         self._send(query)
-        return self._received(seconds)
+        return self._receive(seconds)
 
     def _require_opened(self) -> None:
         try:
-            problem = self._received(START_S).get("problem")
+            problem = self._receive(START_S).get("problem")
         except (_NoAnswer, ValueError) as error:
             raise EnvironmentProblem(f"cuDNN {self._version} cannot be asked: its process does not start") from error
         if problem:
@@ -210,13 +210,13 @@ class _CudnnProcess:
         except OSError as error:
             raise _NoAnswer from error
 
-    def _received(self, seconds: float) -> dict[str, Any]:
+    def _receive(self, seconds: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         deadline = time.monotonic() + seconds
         descriptor = self._process.stdout.fileno()
         while b"\n" not in self._unread:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not select.select([descriptor], [], [], remaining_s)[0]:
                 raise _Hung
             if not (part := os.read(descriptor, 65536)):
                 raise _NoAnswer
@@ -228,7 +228,7 @@ class _CudnnProcess:
         return content
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -238,43 +238,43 @@ class _CudnnProcess:
 
 
 def cache_path() -> Path:
-    """Return the user's own file, `cudnn.sqlite`."""
+    """Return the path of the user's file of answers, `cudnn.sqlite`."""
     return user_folder() / "cudnn.sqlite"
 
 
 class AnswerCache:
-    """A file of answers, for all processes of this user: an answer never changes. One that cannot be opened or read is
-    as missing. `asked` is everything besides the signature that an answer depends on: cuDNN's version, the device
-    and how PyTorch searches."""
+    """A file of answers, shared by all processes of this user: an answer never changes. A file that cannot be opened or
+    read counts as missing. `scope` holds all that an answer depends on besides the signature: cuDNN's version, the
+    device and PyTorch's search settings."""
 
     def __init__(self, path: Path) -> None:
         self._disk = DiskCache(path)
 
-    def read(self, asked: str, signatures: Iterable[ConvolutionSignature]) -> dict[ConvolutionSignature, OracleAnswer]:
-        """Return the answers that are known, by signature."""
-        by_key = {_key(asked, signature): signature for signature in signatures}
+    def read(self, scope: str, signatures: Iterable[ConvolutionSignature]) -> dict[ConvolutionSignature, OracleAnswer]:
+        """Return the stored answers, by signature."""
+        by_key = {_key(scope, signature): signature for signature in signatures}
         answers: dict[ConvolutionSignature, OracleAnswer] = {}
         for key, content in self._disk.read(by_key).items():
-            with contextlib.suppress(ValueError):  # one that is not an answer is asked for again
+            with contextlib.suppress(ValueError):  # a value that is not an answer is asked for again
                 answers[by_key[key]] = answer_of(json.loads(content))
         return answers
 
-    def has_any(self, asked: str) -> bool:
-        """Return whether an answer is known for any signature."""
-        return bool(self._disk.read([asked]))
+    def has_any(self, scope: str) -> bool:
+        """Return whether an answer is stored for any signature."""
+        return bool(self._disk.read([scope]))
 
-    def write(self, asked: str, answers: Mapping[ConvolutionSignature, OracleAnswer]) -> None:
-        """Keep answers. Of two processes that write the same one, the later one's stays."""
-        kept = [
-            (_key(asked, signature), json.dumps(answer.to_mapping(), separators=(",", ":")).encode())
+    def write(self, scope: str, answers: Mapping[ConvolutionSignature, OracleAnswer]) -> None:
+        """Store answers. If two processes write the same one, the later one's stays."""
+        rows = [
+            (_key(scope, signature), json.dumps(answer.to_mapping(), separators=(",", ":")).encode())
             for signature, answer in answers.items()
         ]
-        if kept:
-            self._disk.write([(asked, b"answered"), *kept])
+        if rows:
+            self._disk.write([(scope, b"answered"), *rows])
 
 
-def _key(asked: str, signature: ConvolutionSignature) -> str:
-    return f"{asked} {signature.to_text()}"
+def _key(scope: str, signature: ConvolutionSignature) -> str:
+    return f"{scope} {signature.to_text()}"
 
 
 class _Multiprocessor(NamedTuple):
@@ -302,10 +302,10 @@ _MEMORY_BUS_BITS = 4096
 
 
 def device_properties(spec: DeviceSpec) -> dict[str, Any]:
-    """Return the properties of a GPU model that cuDNN asks for.
+    """Return the properties of a GPU model that cuDNN reads.
 
-    The clock is that at which the cores reach the described fp32 rate. The width of the memory bus is the same for all
-    models, and the memory's clock makes up the described bandwidth: neither changed an answer of cuDNN 9.28 for 60
+    The clock is the one at which the cores reach the described fp32 rate. The memory bus has the same width for all
+    models, and the memory's clock follows from the described bandwidth: neither changed an answer of cuDNN 9.28 for 60
     random signatures on compute capability 8.0.
 
     Raises:
@@ -346,7 +346,7 @@ def device_properties(spec: DeviceSpec) -> dict[str, Any]:
         "isTccDriver": 0,
         "pciDeviceId": 0,
         "cudaDeviceId": 0,
-        "driverVer": 0,  # the process that asks sets it to the runtime's
+        "driverVer": 0,  # the asking process sets it to the runtime's
     }
 
 
@@ -368,11 +368,11 @@ def installed_libraries() -> CudnnLibraries:
         raise EnvironmentProblem(advice)
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
-    # CUDA 12 has a folder for each library, CUDA 13 one for all but cuDNN.
+    # CUDA 12 has a folder for each library, CUDA 13 one folder for all except cuDNN.
     patterns = {
         "nvidia-cuda-runtime": ("cuda_runtime/lib/libcudart.so.*", "cu1*/lib/libcudart.so.*"),
         "nvidia-cuda-nvrtc": ("cuda_nvrtc/lib/libnvrtc.so.*", "cu1*/lib/libnvrtc.so.*"),
-        # cuDNN ends its process where it does not find this one, which may lie in another folder.
+        # cuDNN ends its process if it does not find this library, which may lie in another folder.
         "nvidia-cublas": ("cublas/lib/libcublasLt.so.*", "cu1*/lib/libcublasLt.so.*"),
         "nvidia-cudnn": ("cudnn/lib/libcudnn.so.9",),
     }

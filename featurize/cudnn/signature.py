@@ -20,8 +20,8 @@ HEURISTICS = ("A", "B")
 class ConvolutionSignature(NamedTuple):
     """One operation of cuDNN. Shapes have a batch and a channel dimension, and 2 or 3 spatial ones.
 
-    `image`, `kernel` and `response` are those of the convolution, whatever the operation computes: of a transposed
-    convolution, `image` is its output. Groups follow from the channels of image and kernel.
+    `image`, `kernel` and `response` are those of the convolution, whichever of them the operation computes: for a
+    transposed convolution, `image` is the output. Groups follow from the channels of image and kernel.
     """
 
     operation: str  # one of OPERATIONS
@@ -31,27 +31,27 @@ class ConvolutionSignature(NamedTuple):
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
-    dtype: str  # one of DTYPES, of all three tensors
+    dtype: str  # one of DTYPES, for all three tensors
     channels_last: bool
 
     @property
     def groups(self) -> int:
-        """Groups of channels."""
+        """Number of groups of channels."""
         return self.image[1] // self.kernel[1]
 
     @property
     def depthwise(self) -> bool:
-        """Return whether each channel is a group of its own."""
+        """Return whether each channel is its own group."""
         return self.groups > 1 and self.kernel[1] == 1
 
     @property
     def pointwise(self) -> bool:
-        """Return whether the kernel has one place."""
+        """Return whether the kernel has a single element."""
         return set(self.kernel[2:]) == {1}
 
     @property
     def layout(self) -> str:
-        """The layout in which cuDNN is given the tensors, as it names it."""
+        """The layout of the tensors, as cuDNN names it."""
         spatial = "dhw"[-(len(self.image) - 2) :]
         return f"n{spatial}c" if self.channels_last else f"nc{spatial}"
 
@@ -71,7 +71,7 @@ class ConvolutionSignature(NamedTuple):
 
 
 def signature_of(content: Sequence[Any]) -> ConvolutionSignature:
-    """Return a signature from the lists that JSON makes of one."""
+    """Return a signature from its lists in JSON."""
     operation, *sizes, dtype, channels_last = content
     image, kernel, response, stride, padding, dilation = map(tuple, sizes)
     return ConvolutionSignature(operation, image, kernel, response, stride, padding, dilation, dtype, channels_last)
@@ -79,13 +79,13 @@ def signature_of(content: Sequence[Any]) -> ConvolutionSignature:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """How PyTorch looks for an engine (ATen/native/cudnn/Conv_v8.cpp).
+    """PyTorch's settings for the search of an engine (ATen/native/cudnn/Conv_v8.cpp).
 
     Args:
         heuristics: `A` (cuDNN's INSTANT, PyTorch's default) or `B` (`TORCH_CUDNN_USE_HEURISTIC_MODE_B=1`).
         allow_tf32: `torch.backends.cudnn.allow_tf32`, True by default.
         deterministic: `torch.backends.cudnn.deterministic`, or deterministic algorithms, False by default.
-        benchmark: `torch.backends.cudnn.benchmark`: several engines are tried, the fallbacks too.
+        benchmark: `torch.backends.cudnn.benchmark`: several engines are tried, with the fallbacks.
 
     Raises:
         UsageError: An unknown heuristic.
@@ -107,7 +107,7 @@ class SearchSettings:
 
 
 class EnginePlan(NamedTuple):
-    """One engine configuration that builds for a device, and the bytes that it takes while it runs."""
+    """One engine configuration that builds for a device, and the bytes of its workspace."""
 
     engine: str
     workspace_bytes: int
@@ -119,19 +119,19 @@ class OracleAnswer:
 
     plans     the configurations that build, in the order in which PyTorch tries them: the first alone, or with
               `benchmark` as many as PyTorch measures
-    problem   why there is none: cuDNN has no engine, or the query ended its process; empty otherwise
+    problem   why there are no plans: cuDNN has no engine, or the query ended its process; empty otherwise
     """
 
     plans: tuple[EnginePlan, ...] = ()
     problem: str = ""
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the answer as `answer_of` reads it."""
+        """Return the answer as a mapping for `answer_of`."""
         return {"plans": self.plans, "problem": self.problem}
 
 
 def answer_of(content: Any) -> OracleAnswer:
-    """Return an answer from what `json.loads` returned. Raises `ValueError` for anything else."""
+    """Return an answer from a result of `json.loads`. Raises `ValueError` for other values."""
     try:
         plans = tuple(EnginePlan(engine, nbytes) for engine, nbytes in content["plans"])
         problem = content["problem"]
@@ -144,7 +144,7 @@ def answer_of(content: Any) -> OracleAnswer:
 
 
 def require_signature(signature: ConvolutionSignature) -> ConvolutionSignature:
-    """Return the signature. Raises `UsageError` for one that no convolution has."""
+    """Return the signature. Raises `UsageError` for an impossible one."""
     dimensions = len(signature.image)
     shapes = (signature.image, signature.kernel, signature.response)
     if signature.operation not in OPERATIONS:

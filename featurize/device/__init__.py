@@ -1,4 +1,4 @@
-"""GPU models: data sheets, what follows from an architecture, and memory that a machine takes outside the allocator.
+"""GPU models: data sheets, properties of architectures, and a machine's memory outside the allocator.
 
-Start reading at `device_spec.DeviceSpec`. Called by all that prices or places a step; it calls `conf` alone.
+Start reading at `device_spec.DeviceSpec`. Called by all code that prices or places a step; it calls `conf` alone.
 """

@@ -1,8 +1,8 @@
-"""Descriptions of GPU models, what follows from their architecture, and memory that a machine takes on top.
+"""Descriptions of GPU models, properties of their architectures, and a machine's memory outside the allocator.
 
-Start reading at `DeviceSpec`: a data sheet, from conf/device/NAME.yaml, read only when asked. `architecture_of` is the
-home of what differs by vendor. `MachineProfile` has what a process takes outside PyTorch's allocator, for the driver,
-kernels and libraries; `learn.calibrate` fits one to a user's own measurements. Torch-free.
+Start reading at `DeviceSpec`: a data sheet, read on use from conf/device/NAME.yaml. `architecture_of` holds all that
+differs by vendor. `MachineProfile` is a process's memory outside PyTorch's allocator, for the driver, kernels and
+libraries; `learn.calibrate` fits one to a user's own measurements. Torch-free.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANY_WIDTH = 1 << 31
 
 
 class AttentionKernels(NamedTuple):
-    """The widest head that each kind of PyTorch's fused attention takes; 0 where it has no kernels for the GPU."""
+    """The widest head of each kind of PyTorch's fused attention; 0 where it has no kernels for the GPU."""
 
     flash: int
     efficient: int
@@ -38,17 +38,17 @@ class Architecture:
     """One architecture.
 
     Args:
-        title: In answers: `compute capability 8.0`, `AMD gfx942`.
+        title: Name in answers: `compute capability 8.0`, `AMD gfx942`.
         vendor: `NVIDIA` or `AMD`.
         fp32_lanes: FP32 lanes of a multiprocessor, as the data sheet's vector rate counts them.
         warp_size: Lanes that run together: a warp, AMD's wavefront.
         watts_per_tflop: W per TFLOP/s of fp32 that a chip takes at full load, below which its clock falls; None where
-            nothing is known of that.
+            it is not known.
         blas_workspace_bytes: Workspace that PyTorch gives the matrix library, for each thread that calls it.
-        blas_fallback_bytes: The same for a second library, whose products the first one cannot do.
-        attention: PyTorch's kernels.
+        blas_fallback_bytes: The same for a second library, for products that the first one does not support.
+        attention: Widest heads of PyTorch's kernels.
         tf32_convolutions: Whether convolutions of fp32 tensors may run in TF32, where the GPU has it.
-        torch_capability: What `torch.cuda.get_device_capability` returns.
+        torch_capability: Result of `torch.cuda.get_device_capability`.
     """
 
     title: str
@@ -63,22 +63,23 @@ class Architecture:
     torch_capability: tuple[int, int]
 
 
-# FP32 lanes of an SM from a compute capability on (CUDA C Programming Guide, arithmetic instructions), newest first.
+# FP32 lanes of an SM, by the least compute capability (CUDA C Programming Guide, arithmetic instructions), newest
+# first.
 _FP32_LANES = (((8, 6), 128), ((7, 0), 64), ((6, 1), 128), ((6, 0), 64), ((5, 0), 128), ((0, 0), 192))
-# Chosen by the process: 4 to 5, 7 to 8, 12 and 16 nm; by compute capability, the newest first.
+# Chosen by the manufacturing process: 4 to 5, 7 to 8, 12 and 16 nm; by compute capability, the newest first.
 _WATTS_PER_TFLOP = (((8, 9), 8.0), ((8, 0), 11.0), ((7, 0), 16.0), ((6, 0), 20.0), ((0, 0), 25.0))
 
 
 def _of_amd(
     name: str, *, lanes: int, blas_mib: int, fallback_mib: int, widest_head: int, capability: tuple[int, int]
 ) -> Architecture:
-    """Wavefronts of CDNA have 64 lanes. MIOpen does not take TF32 (PyTorch's pull request 162943), matrix products do.
-    What power a chip takes at full load is not known.
+    """Return an AMD GPU's architecture. Wavefronts of CDNA have 64 lanes. MIOpen does not use TF32 (PyTorch's pull
+    request 162943), matrix products do. The power of a chip at full load is not known.
 
     Args:
         name: The LLVM target.
-        lanes: Such that two FLOP each make up the data sheet's rate of vectors; packed FP32 counts twice on gfx942.
-        blas_mib: Workspace of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a, gfx942), else of hipBLAS
+        lanes: Number such that two FLOP a lane make up the data sheet's vector rate; packed FP32 counts twice on
+        gfx942. blas_mib: Workspace of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a, gfx942), else of hipBLAS
             (CublasHandlePool.cpp).
         fallback_mib: Workspace of hipBLAS, where hipBLASLt comes first.
         widest_head: Widest head of AOTriton's kernels, flash or memory-efficient (sdp_utils.cpp: from AOTriton 0.9 on).
@@ -117,9 +118,9 @@ def architecture_of(compute_capability: tuple[int, int] | None, llvm_target: str
 
 
 def _of_nvidia(capability: tuple[int, int]) -> Architecture:
-    """Sources: ATen/cuda/CublasHandlePool.cpp (4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8; cuBLASLt shares it
-    from PyTorch 2.8 on, and took 1 MiB more for single calls before, which is left out) and sdp_utils.cpp (flash
-    attention from compute capability 8.0 on, heads up to 256)."""
+    """Return an NVIDIA GPU's architecture. Sources: ATen/cuda/CublasHandlePool.cpp (4096 KiB x 2 + 16 KiB x 8, on
+    Hopper 4096 KiB x 8; cuBLASLt shares it from PyTorch 2.8 on, and took 1 MiB more for single calls before, which is
+    left out) and sdp_utils.cpp (flash attention from compute capability 8.0 on, heads up to 256)."""
     return Architecture(
         title=f"compute capability {capability[0]}.{capability[1]}",
         vendor=NVIDIA,
@@ -134,12 +135,12 @@ def _of_nvidia(capability: tuple[int, int]) -> Architecture:
     )
 
 
-DEFAULT_DEVICE = "A100-SXM4-40GB"  # what is simulated and estimated for where nobody names a GPU model
+DEFAULT_DEVICE = "A100-SXM4-40GB"  # GPU model of simulations and estimates where none is named
 _LARGEST = 1e12  # the largest figure, in its unit
 _ARCHITECTURE = ("compute_capability", "llvm_target")  # a description has one of these
 _OPTIONAL = (*_ARCHITECTURE, "interconnect", "power_cap_w")
-_LEAST_CAP = 0.25  # share of a board's own limit, as an A100-SXM4 takes it: 100 of 400 W; lower ones were not measured
-_ABOVE_IDLE = 1.2  # times idle power is the least limit: below it, nothing is left for kernels
+_LEAST_CAP = 0.25  # least power limit as a share of the board's, as on an A100-SXM4: 100 of 400 W
+_ABOVE_IDLE = 1.2  # least power limit as a multiple of idle power: below it, no power is left for kernels
 _NO_NUMBERS = ("name", "peak_tflops", *_OPTIONAL)
 
 
@@ -151,8 +152,8 @@ class UnsuitableDevice(UsageError):
 class PeakTflops:
     """Dense peak rates in TFLOP/s, a multiply-add counted as 2. None: no tensor cores for that type.
 
-    `fp32` is that of vectors; `fp32_matrix` that of products on units for matrices, as AMD's GPUs have them in fp32.
-    `fp8` is that of products of 8-bit floats, summed up in fp32, as `torch._scaled_mm` runs them.
+    `fp32` is the vector rate; `fp32_matrix` the rate of products on matrix units, as AMD's GPUs have them in fp32.
+    `fp8` is the rate of products of 8-bit floats, summed in fp32, as `torch._scaled_mm` runs them.
     """
 
     fp32: float
@@ -165,12 +166,12 @@ class PeakTflops:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """Links of a GPU to the others of its node, in GB/s per direction, as data sheets state it.
+    """Links of a GPU to the others of its node, in GB/s per direction, from the data sheet.
 
-    `link_gb_s`: all links of NVLink or Infinity Fabric together, where they join all GPUs of a node. None: the GPUs
-    talk over PCIe.
-    `mesh`: how many links join each GPU of a node to each other one, where no switch does, as `nvidia-smi topo -m`
-    shows them. None: any GPU reaches any other one with all of its links.
+    `link_gb_s`: all links of NVLink or Infinity Fabric together, if they join all GPUs of a node. None: the GPUs
+    communicate over PCIe.
+    `mesh`: number of links between each two GPUs of a node without a switch, as in `nvidia-smi topo -m`. None: any GPU
+    reaches any other one with all of its links.
     """
 
     pcie_gb_s: float
@@ -180,16 +181,16 @@ class Interconnect:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """One GPU model. Raises `UsageError` naming the file's bad keys.
+    """One GPU model. Raises `UsageError` that names the bad keys.
 
-    `memory_mib` is what CUDA can use, `context_mib` what NVML charges a process before its first tensor (context
-    and library kernels); `launch_overhead_us` is the host's time for one eager operator, which bounds small kernels.
-    `power_limit_w` is the board's own limit, `power_cap_w` a lower one that is set (`nvidia-smi -pl`); None: none.
-    `interconnect` is None where nothing is known; it decides nothing of a job on one GPU, so that neither equality nor
-    the mapping that stands for a description in identities has it.
-    An NVIDIA GPU has a `compute_capability`, an AMD GPU an `llvm_target` (gfx942), and none has both: PyTorch's
-    numbers for AMD's GPUs are not compute capabilities. Of an AMD GPU, `sm_count` counts compute units, `warps_per_sm`
-    the wavefronts that one holds.
+    `memory_mib` is the memory that CUDA can use, `context_mib` the memory that NVML charges a process before its first
+    tensor (context and library kernels); `launch_overhead_us` is the host's time for one eager operator, which bounds
+    small kernels. `power_limit_w` is the board's own limit, `power_cap_w` a lower one that is set (`nvidia-smi -pl`);
+    None: none. `interconnect` is None where it is not known; jobs on one GPU do not depend on it, so it is part neither
+    of equality nor of the mapping that identifies a description.
+    An NVIDIA GPU has a `compute_capability`, an AMD GPU an `llvm_target` (gfx942), never both: PyTorch's capability
+    numbers of AMD's GPUs are not compute capabilities. For an AMD GPU, `sm_count` counts compute units, `warps_per_sm`
+    their wavefronts.
     """
 
     name: str
@@ -233,7 +234,7 @@ class DeviceSpec:
         return [f"{key} must be {self.least_limit_w:g} to {self.power_limit_w:g}, got {limit_w!r}"]
 
     def under_board_limit(self, limit_w: float) -> DeviceSpec:
-        """Return the GPU model with a limit that is set on its board, in W; a MIG slice has its share of that.
+        """Return the GPU model with a power limit in W set on its board; a MIG slice gets its share of the limit.
 
         Raises:
             UsageError: The limit is out of the board's range.
@@ -257,20 +258,19 @@ class DeviceSpec:
 
     @property
     def multiplies_fp32(self) -> bool:
-        """Return whether units for matrices take float32 operands, in TF32 or in full."""
+        """Return whether matrix units take float32 operands, in TF32 or in full precision."""
         return self.peak_tflops.tf32 is not None or self.peak_tflops.fp32_matrix is not None
 
     def tflops(self, math: str) -> float:
-        """Peak rate of a matrix product in `fp32`, `tf32`, `bf16`, `fp16` or `fp8`; fp32's where the GPU has no such
-        units."""
+        """Return the peak rate in TFLOP/s of a matrix product in `fp32`, `tf32`, `bf16`, `fp16` or `fp8`; fp32's where
+        the GPU has no such units."""
         rates = self.peak_tflops
         return (getattr(rates, math) if math != "fp32" else None) or rates.fp32_matrix or rates.fp32
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the description as `device_from_mapping` reads it and a YAML file would hold it, without the
-        interconnect.
+        """Return the description as a mapping for `device_from_mapping` and YAML files, without the interconnect.
 
-        The rate of 8-bit floats is left out where it is the described one: identities are older than it.
+        The rate of 8-bit floats is left out if it is the described one: identities are older than this field.
         """
         mapping = {name: value for name, value in vars(self).items() if name not in _OPTIONAL}
         mapping["peak_tflops"] = dict(vars(self.peak_tflops))
@@ -284,15 +284,15 @@ class DeviceSpec:
 
 
 def device_names() -> tuple[str, ...]:
-    """Return the described GPU models, sorted; backend choices (files with the key `backend`) are not among them."""
+    """Return the described GPU models, sorted; files with the key `backend`, which choose a backend, are left out."""
     return tuple(sorted(_descriptions()))
 
 
 def load_device(name: str) -> DeviceSpec:
     """Return the description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
 
-    A MIG slice is named by its GPU and profile, as `conf.device_names` says. An unknown name raises `UsageError`
-    listing the known ones, an ambiguous beginning its candidates.
+    A MIG slice is named by its GPU and profile, as in `conf.device_names`. Raises `UsageError` for an unknown name,
+    with the known ones, and for an ambiguous prefix, with its candidates.
     """
     return _load_device(name) if isinstance(name, str) else _load_device.__wrapped__(name)
 
@@ -307,7 +307,7 @@ def _load_device(name: str) -> DeviceSpec:
 
 
 def known_device(name: str | None) -> str | None:
-    """Return the name, as `load_device` takes it, of the GPU model or MIG slice that a driver calls so; None without a
+    """Return the name, as `load_device` takes it, of the GPU model or MIG slice with this driver name; None without a
     description."""
     parent, profile = split_slice(name) or (name, None)
     known = next((listed for listed in device_names() if same_device(listed, parent)), None)
@@ -317,18 +317,18 @@ def known_device(name: str | None) -> str | None:
 
 
 def describe_device(name: str | DeviceSpec) -> DeviceSpec:
-    """Return the description of a GPU by a name that `load_device` takes; a description is returned as
-    it is. Unknown and ambiguous names raise `UsageError` listing the choices."""
+    """Return the description of a GPU by a name that `load_device` takes; a description is returned unchanged. Raises
+    `UsageError`, with the choices, for unknown and ambiguous names."""
     return name if isinstance(name, DeviceSpec) else load_device(name)
 
 
 def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None) -> DeviceSpec:
-    """Return the description that a user gives: a name, a description, or the path of a YAML file like those of
-    `conf/device/`. Not for names out of rows or requests, which must open no file.
+    """Return the description for a user's value: a name, a description, or the path of a YAML file like those of
+    `conf/device/`. Not for names in rows or requests, which must not open files.
 
     Args:
-        device: What the user gives.
-        power_limit_w: Set on the GPU's board, in W; None: the description's own.
+        device: The user's value.
+        power_limit_w: Limit set on the GPU's board, in W; None: the description's own.
 
     Raises:
         UsageError: As `describe_device` and `device_from_mapping` do, or for a limit out of the GPU model's range.
@@ -341,11 +341,11 @@ def device_of_user(device: str | DeviceSpec, power_limit_w: float | None = None)
 
 
 def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
-    """Return a description as its YAML holds it. Missing and unknown keys are reported together as `UsageError`.
+    """Return a description from its mapping in YAML. Raises `UsageError` with all missing and unknown keys.
 
-    `count`, how many of it the farm is to simulate, is not a property of the device and is left out. A mapping without
-    an `interconnect`, as `DeviceSpec.to_mapping` returns it, gets that of the described GPU model of its name; likewise
-    one without a rate of 8-bit floats.
+    `count`, the number of simulated devices, is not a property of the device and is ignored. A mapping without an
+    `interconnect`, as from `DeviceSpec.to_mapping`, gets that of the described GPU model of its name; the same holds
+    for the rate of 8-bit floats.
     """
     values = {name: value for name, value in mapping.items() if name != "count"}
     described = _descriptions().get(str(values.get("name")), {})
@@ -396,13 +396,13 @@ def _described_fp8(name: str) -> float | None:
     return fp8
 
 
-def same_device(one: str | None, other: str | None) -> bool:
-    """Drivers say `NVIDIA A100-SXM4-40GB` where data sheets say `A100-SXM4-40GB`."""
-    return plain_device(one) == plain_device(other)
+def same_device(name: str | None, other: str | None) -> bool:
+    """Return whether two names are the same device: drivers prefix `NVIDIA ` to data sheets' `A100-SXM4-40GB`."""
+    return plain_device(name) == plain_device(other)
 
 
 def device_features(spec: DeviceSpec) -> dict[str, float]:
-    """Return the features that a learner sees of a GPU model."""
+    """Return a GPU model's features for learners."""
     rates = spec.peak_tflops
     return {
         "gpu_memory_mib": spec.memory_mib,
@@ -419,7 +419,7 @@ def device_features(spec: DeviceSpec) -> dict[str, float]:
 
 
 def capability_feature(compute_capability: tuple[int, int] | None) -> float:
-    """Return a compute capability as a learner sees it, 8.6; 0 of AMD's GPUs, which have none."""
+    """Return a compute capability as a number, 8.6; 0 for AMD's GPUs, which have none."""
     major, minor = compute_capability or (0, 0)
     return major + minor / 10
 
@@ -439,7 +439,7 @@ def _joins(joined: object) -> bool:
 
 
 def _is_mesh(mesh: object) -> bool:
-    """Return whether these are numbers of links between each two GPUs."""
+    """Return whether the value is a matrix of the number of links between each two GPUs."""
     if not isinstance(mesh, list | tuple) or len(mesh) < 2 or not all(isinstance(row, list | tuple) for row in mesh):
         return False
     counts = [count for row in mesh for count in row]
@@ -477,12 +477,12 @@ def _descriptions() -> dict[str, dict[str, Any]]:
 
 CURRENT, EAGER, DESCRIBED = "current", "eager", "described"
 MACHINES = (CURRENT, DESCRIBED, EAGER)
-# Kernels of a small training step, each loaded when it first runs (the default of CUDA 12); typical, not measured.
+# Kernels of a small training step, each loaded when it first runs (CUDA 12's default); typical, not measured.
 LAZY_KERNELS_MIB, LAZY_CUDNN_MIB = 40.0, 50.0
-# What all of PyTorch's and cuBLAS's kernels take on top, loaded at once: an A100's measured 1,430 MiB less a typical
-# 450 under lazy loading. `CUDNN_MIB` is of such a process, too.
+# Additional memory of all of PyTorch's and cuBLAS's kernels, loaded together: an A100's measured 1,430 MiB less a
+# typical 450 under lazy loading. `CUDNN_MIB` is for such a process, too.
 EAGER_KERNELS_MIB = 1020.0
-# MiB that a process takes more, outside the allocator, once cuDNN has loaded its convolutions: the gap between measured
+# Additional MiB of a process, outside the allocator, once cuDNN has loaded its convolutions: the gap between measured
 # MLPs and CNNs on one machine (A100, cuDNN 9.1).
 CUDNN_MIB = 270
 # Device -> context and kernels under lazy loading, where the description's `context_mib` was measured on another stack.
@@ -498,8 +498,8 @@ class MachineProfile:
         name: Its name in answers.
         context_mib: The driver's and the CUDA context's share of a process.
         kernels_mib: Kernels of PyTorch and cuBLAS that a training step loads.
-        cudnn_mib: What comes on top where cuDNN's layers run.
-        other_mib: What the machine holds without the process: a display, other processes, the driver's reserve.
+        cudnn_mib: Additional memory where cuDNN's layers run.
+        other_mib: Memory in use without the process: a display, other processes, the driver's reserve.
 
     Raises:
         UsageError: A figure is not a number of at least 0.
@@ -521,16 +521,16 @@ class MachineProfile:
             raise UsageError(f"machine {self.name}: " + "; ".join(bad))
 
     def outside_mib(self, loads_cudnn: bool) -> float:
-        """Return the process's memory outside the allocator."""
+        """Return the process's memory in MiB outside the allocator."""
         return self.context_mib + self.kernels_mib + (self.cudnn_mib if loads_cudnn else 0.0)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the profile as `from_mapping` reads it."""
+        """Return the profile as a mapping for `from_mapping`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Return the profile that a mapping describes. Raises `UsageError` that names missing and unknown keys."""
+        """Return the profile that a mapping describes. Raises `UsageError` with all missing and unknown keys."""
         wanted = {"name", *PARTS}
         problems = [f"missing {key}" for key in sorted(wanted - set(mapping))]
         problems += [f"unknown {key}" for key in sorted(map(str, set(mapping) - wanted))]
@@ -545,10 +545,10 @@ PARTS = ("context_mib", "kernels_mib", "cudnn_mib", "other_mib")
 def machine(name: str, spec: DeviceSpec) -> MachineProfile:
     """Return one of the packaged profiles, for one GPU model.
 
-    `current` is CUDA 12 with lazy loading of kernels, `eager` a stack that loads all of them at once (CUDA 11, or
-    CUDA_MODULE_LOADING=EAGER), `described` what the device's description says: the machine of the measured rows.
+    `current` is CUDA 12 with lazy loading of kernels, `eager` a stack that loads all of them at start (CUDA 11, or
+    CUDA_MODULE_LOADING=EAGER), `described` the device's description: the machine of the measured rows.
 
-    Of an AMD GPU, MIOpen is taken to need what cuDNN does.
+    On an AMD GPU, MIOpen is assumed to need as much as cuDNN.
 
     Raises:
         UsageError: An unknown name, or `eager` of an AMD GPU; the message lists the known ones.
@@ -571,7 +571,7 @@ def machine(name: str, spec: DeviceSpec) -> MachineProfile:
 
 
 def read_machine(path: Path) -> MachineProfile:
-    """Return the profile that a JSON file holds. Raises `EnvironmentProblem` where it cannot be read as one."""
+    """Return the profile in a JSON file. Raises `EnvironmentProblem` where it cannot be read as a profile."""
     try:
         return MachineProfile.from_mapping(json.loads(path.read_text(encoding="utf-8"))["machine"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """Parts that families share without torch: entries of the layer plan, and checks of common fields.
 
 Start reading at `linear`; `prenorm_block` is the plan of the blocks of `featurize.nets.prenorm`. FLOPs count matrix
-products and convolutions only, as `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, which
-`output_elements` gives.
+products and convolutions only, as `torch.utils.flop_counter` does; elementwise layers are priced by their bytes, from
+`output_elements`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def linear(inputs: int, outputs: int, rows: int = 1) -> Layer:
 
 
 def conv2d(inputs: int, outputs: int, kernel: int, side_out: int, *, bias: int = 1, present: bool = True) -> Layer:
-    """Return `nn.Conv2d` with a square kernel, giving square maps of `side_out` pixels."""
+    """Return `nn.Conv2d` with a square kernel, whose output is square maps of `side_out` pixels."""
     weights, area = inputs * outputs * kernel**2, side_out**2
     return Layer("conv2d", outputs * area, weights + outputs * bias, 2 * weights * area, present)
 
 
 def activation(name: str, elements: int) -> Layer:
-    """Any of `featurize.job.training_settings.ACTIVATIONS`; `prelu` owns one slope (`nn.PReLU()`)."""
+    """Return an activation of `featurize.job.training_settings.ACTIVATIONS`; `prelu` has one slope (`nn.PReLU()`)."""
     return Layer(name, elements, 1 * (name == "prelu"))
 
 
@@ -88,7 +88,7 @@ def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def at_least(values: dict[str, Any], name: str, floor: int) -> None:
-    """Raise an integer of a sampled point to `floor`; anything else is left for the config to reject."""
+    """Raise an integer of a sampled point to `floor`; other values are left for the config to reject."""
     value = values.get(name)
     if is_integer(value):
         values[name] = max(value, floor)
@@ -102,7 +102,7 @@ T = TypeVar("T")
 
 
 def pick(options: Sequence[T], draw: Callable[[str], float], name: str) -> T:
-    """Return one of `options`, evenly, by the sampled point's own draw."""
+    """Return one of `options` at random, by the sampled point's draw of that name."""
     return options[min(int(draw(name) * len(options)), len(options) - 1)]
 
 
@@ -115,8 +115,8 @@ def layer_norm(width: int, length: int) -> Layer:
 
 
 def attention_part(width: int, length: int, rate: float) -> list[Layer]:
-    """Return the norm, the projections and the fused attention between them, whose products count masked or not,
-    dropout, sum."""
+    """Return the norm, the projections with fused attention between them, dropout and sum. The attention's products
+    count, masked or not."""
     outer = length * width
     return [
         layer_norm(width, length),
@@ -131,7 +131,7 @@ def attention_part(width: int, length: int, rate: float) -> list[Layer]:
 def dense_part(
     width: int, inner: int, length: int, rate: float, *, activation_name: str = "gelu", inner_rate: float = 0.0
 ) -> list[Layer]:
-    """Return the norm, two linear layers, dropout, sum."""
+    """Return the norm, two linear layers, dropout and sum."""
     outer = length * width
     return [
         layer_norm(width, length),
@@ -149,8 +149,8 @@ def prenorm_block(width: int, inner: int, length: int, rate: float, **dense: Any
     return [*attention_part(width, length, rate), *dense_part(width, inner, length, rate, **dense)]
 
 
-def embedded(width: int, length: int, vocabulary: int, rate: float) -> list[Layer]:
-    """Tokens looked up, positions added, dropout."""
+def embed_tokens(width: int, length: int, vocabulary: int, rate: float) -> list[Layer]:
+    """Return the token embedding, the addition of positions, and dropout."""
     outer = length * width
     return [
         Layer("embedding", outer, vocabulary * width),

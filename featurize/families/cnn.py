@@ -1,7 +1,7 @@
 """Convolutional networks: blocks of convolutions, global average pool, one linear layer to the classes.
 
 Start reading at `blocks`: the topologies are those of GPUMemNet's CNNs (arXiv 2602.17817), width for width, with kernel
-size, dilation and pooling as further dimensions. `block_layers` and `build` both follow the list that `blocks` gives.
+size, dilation and pooling as further dimensions. `block_layers` and `build` both follow the list from `blocks`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MAX_FILTERS = 2048
 SMALLEST_MAP = 7  # published: neither strides nor pooling continue below 7x7
 SAMPLED_ONLY = ("use_dropout",)  # dimensions of the search space that only `repair` consumes
 DENSE_LAYERS = 4  # convolutions in a dense block
-MIN_DEPTH = {"residual": 2, "dense": DENSE_LAYERS}  # convolutions in their first block
+MIN_DEPTH = {"residual": 2, "dense": DENSE_LAYERS}  # convolutions in the first block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
-    """depth: convolutions; a residual block takes 2 of them and a dense block 4 (what is left over is not built).
+    """depth: convolutions; a residual block takes 2 of them and a dense block 4 (a remainder is not built).
     base_filters: width of the first block (a dense network's widths follow from `growth_rate` instead).
     Convolutions keep the map's size: an even kernel pads one side more. dropout: rate, 0 for no such layers.
-    pooling: 2x2 max pool after every `pool_interval`-th block but the first, down to 7x7; plain topologies only, since
-    residual networks shrink by strides and dense ones by transitions every `pool_interval`-th dense block.
+    pooling: 2x2 max pool after every `pool_interval`-th block except the first, down to 7x7; plain topologies only,
+    since residual networks shrink by strides and dense ones by transitions every `pool_interval`-th dense block.
     softmax: ends in a softmax before the loss, as published; off, the outputs are logits."""
 
     family: ClassVar[str] = "cnn"
@@ -76,7 +76,7 @@ class Config(TrialConfig):
 
 
 def widths(config: Config) -> list[int]:
-    """Filters of each block of a plain or residual topology, geometric between `base_filters` and 2,048."""
+    """Return the filters of each block of a plain or residual topology, geometric between `base_filters` and 2,048."""
     base, depth = config.base_filters, config.depth
 
     def grow(steps: int, power: int) -> int:
@@ -93,8 +93,8 @@ def widths(config: Config) -> list[int]:
         factor = (MAX_FILTERS / base) ** (1 / depth)
         return [max(int(base / factor**i), 1) for i in range(depth)]
     if config.topology == "bottleneck":
-        rest = [base] if depth == 2 else [grow(depth - 1, i) for i in range(depth - 1)]
-        return [min(2 * base, MAX_FILTERS), *rest]
+        others = [base] if depth == 2 else [grow(depth - 1, i) for i in range(depth - 1)]
+        return [min(2 * base, MAX_FILTERS), *others]
     assert config.topology == "hourglass"
     half = depth // 2
     falling = depth - half
@@ -146,7 +146,7 @@ def _dense_blocks(config: Config) -> list[NetworkBlock]:
 
 
 def padding(config: Config) -> tuple[int, int]:
-    """Zeros before and after each side, so that stride 1 keeps the map's size."""
+    """Return the zeros before and after each side, so that stride 1 keeps the map's size."""
     total = config.dilation * (config.kernel_size - 1)
     return total // 2, total - total // 2
 
@@ -208,7 +208,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, channels, image_size, image_size] floats -> [N, classes]."""
+    """Return the network: [N, channels, image_size, image_size] floats -> [N, classes]."""
     from torch import nn
 
     from featurize.nets import modules
@@ -250,7 +250,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Deep enough for one residual or dense block; settings without effect at their defaults, so that two points which
+    """Make it deep enough for one residual or dense block, and reset settings without effect, so that two points that
     build the same network get the same config. Consumes `use_dropout`."""
     values = parts.switch_dropout(values)
     topology = values.get("topology", "pyramid")

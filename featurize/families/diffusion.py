@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GROUPS = 32  # groups of every group norm: all widths are multiples
 TIMESTEPS = 1000  # steps at which the noise is drawn
 SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair`
-MIN_HEAD = 8  # sampled heads have a multiple of this many channels, as fast attention kernels ask for
+MIN_HEAD = 8  # sampled heads have a multiple of this many channels, as fast attention kernels need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Config(TrialConfig):
     base_channels: width of the first level, a multiple of 32; each level doubles it, up to `widest` times as much.
     blocks: residual blocks a level in the encoder; the decoder has one more.
     attention_size, attention_size_min: every block on a map of that many pixels a side, or between the two, is followed
-    by self-attention; 0: only the one between encoder and decoder, which always is. heads: must divide `base_channels`.
+    by self-attention; 0: only between encoder and decoder, where it always is. heads: must divide `base_channels`.
     dropout: rate, 0 for none."""
 
     family: ClassVar[str] = "diffusion"
@@ -66,18 +66,19 @@ class Config(TrialConfig):
 
 
 def _block(config: Config, inputs: int, outputs: int, side: int) -> NetworkBlock:
-    """Self-attention follows the blocks on maps of some sizes."""
+    """Return a block; self-attention follows it on maps of some sizes."""
     attends = config.attention_size_min <= side <= config.attention_size
     return NetworkBlock("attending" if attends else "block", inputs, outputs, map_out=side)
 
 
 def widths(config: Config) -> list[int]:
-    """Channels of each level, the image's own size first."""
+    """Return the channels of each level, the image's own size first."""
     return [config.base_channels * min(2**i, config.widest) for i in range(config.levels)]
 
 
 def encoder(config: Config) -> list[NetworkBlock]:
-    """From the first convolution's result to the smallest map. The decoder reads each block's output."""
+    """Return the blocks from the first convolution's result to the smallest map. The decoder reads each one's
+    output."""
     steps, inputs, side = [], config.base_channels, config.image_size
     for level, width in enumerate(widths(config)):
         if level:
@@ -90,13 +91,13 @@ def encoder(config: Config) -> list[NetworkBlock]:
 
 
 def middle(config: Config) -> list[NetworkBlock]:
-    """Two blocks on the smallest map."""
+    """Return the two blocks on the smallest map."""
     width, side = widths(config)[-1], config.image_size >> (config.levels - 1)
     return [NetworkBlock(kind, width, width, map_out=side) for kind in ("attending", "block")]
 
 
 def decoder(config: Config) -> list[NetworkBlock]:
-    """From the smallest map to the last convolution. Inputs of blocks count what they read of the encoder."""
+    """Return the blocks from the smallest map to the last convolution. Inputs include what is read from the encoder."""
     skips = [config.base_channels, *(block.outputs for block in encoder(config))]
     side, inputs, steps = config.image_size >> (config.levels - 1), skips[-1], []
     for level, width in reversed(list(enumerate(widths(config)))):
@@ -110,7 +111,7 @@ def decoder(config: Config) -> list[NetworkBlock]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """Return the network in the order of the forward pass; `joined` is what a block of the decoder reads."""
+    """Return the network in the order of the forward pass; `joined` blocks of the decoder also read the encoder."""
     steps = [NetworkBlock("input", map_out=config.image_size), *encoder(config), *middle(config)]
     for block in decoder(config):
         steps += [block] if block.kind == "double" else [block._replace(kind="joined"), block]
@@ -166,7 +167,8 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """Noisy images [N, channels, image_size, image_size], timesteps [N] -> the noise, of the images' shape."""
+    """Return the network: noisy images [N, channels, image_size, image_size], timesteps [N] -> noise of the same
+    shape."""
     from torch import nn
 
     from featurize.nets.modules import DenoisingBlock, DenoisingUNet, Stack, enlarge_nearest
@@ -198,7 +200,8 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Noisy images [N, channels, image_size, image_size] float32 and timesteps [N]; the noise, of the images' shape."""
+    """Return noisy images [N, channels, image_size, image_size] float32 and timesteps [N]; noise of the images'
+    shape."""
     import torch
 
     size = (config.batch_size, config.channels, config.image_size, config.image_size)
@@ -214,7 +217,7 @@ def loss(config: Config) -> Callable[..., Any]:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Widths become multiples of 32, the image's size one of 2**(levels - 1), and `heads` the largest number up to it
+    """Make widths multiples of 32, the image's size one of 2**(levels - 1), and `heads` the largest number up to it
     with a multiple of 8 channels a head. Consumes `use_dropout`."""
     values = parts.switch_dropout(values)
     size, levels = values.get("image_size"), values.get("levels")

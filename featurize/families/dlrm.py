@@ -17,18 +17,18 @@ from featurize.job.training_settings import TrialConfig, at_least
 if TYPE_CHECKING:
     import torch
 
-# Of the search space, consumed by `repair`, which makes `rows` of them.
+# Keys of the search space that `repair` consumes to make `rows`.
 SAMPLED_ONLY = ("tables", "smallest_table", "largest_table")
-SPARSE_OPTIMIZERS = ("sgd",)  # torch's Adam refuses sparse gradients; momentum would pile up every row ever seen
+SPARSE_OPTIMIZERS = ("sgd",)  # torch's Adam refuses sparse gradients; momentum would accumulate every row ever seen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
-    """rows: of each embedding table; `bag_size` rows of each are summed for a sample, `embedding_size` wide.
-    bottom_width, bottom_depth: hidden layers for the `dense_features`, each half as wide as the one before and no
-    narrower than the embedding, which one more layer gives. top_width, top_depth: hidden layers after the interaction,
-    each half as wide as the one before; one more gives the logit.
-    sparse_gradients: gradients of the tables hold the rows that were looked up, not all; needs optimizer sgd."""
+    """rows: rows of each embedding table; a sample sums `bag_size` rows of each, `embedding_size` wide.
+    bottom_width, bottom_depth: hidden layers for the `dense_features`, each half as wide as the one before, and at
+    least as wide as the embedding, which is the output of one more layer. top_width, top_depth: hidden layers after the
+    interaction, each half as wide as the one before; the output of one more is the logit. sparse_gradients: gradients
+    of the tables hold only the rows that were looked up; needs optimizer sgd."""
 
     family: ClassVar[str] = "dlrm"
 
@@ -43,7 +43,7 @@ class Config(TrialConfig):
     sparse_gradients: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.rows, list):  # as JSON has it
+        if isinstance(self.rows, list):  # from JSON
             object.__setattr__(self, "rows", tuple(self.rows))
         super().__post_init__()
 
@@ -63,17 +63,17 @@ class Config(TrialConfig):
 
 
 def bottom(config: Config) -> list[int]:
-    """Widths of the hidden layers for the dense features."""
+    """Return the widths of the hidden layers for the dense features."""
     return [max(config.bottom_width >> i, config.embedding_size) for i in range(config.bottom_depth)]
 
 
 def top(config: Config) -> list[int]:
-    """Widths of the hidden layers after the interaction."""
+    """Return the widths of the hidden layers after the interaction."""
     return [max(config.top_width >> i, 1) for i in range(config.top_depth)]
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """Return the network in the order of the forward pass; of a `table`, `inputs` are its rows, else widths."""
+    """Return the network in the order of the forward pass; `inputs` of a `table` are its rows, else widths."""
     size, vectors = config.embedding_size, len(config.rows) + 1
     after = [size + vectors * (vectors - 1) // 2, *top(config)]
     before = [config.dense_features, *bottom(config), size]
@@ -99,7 +99,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """Dense features [N, dense_features] and indices [tables, N, bag_size] -> logits [N]."""
+    """Return the network: dense features [N, dense_features] and indices [tables, N, bag_size] -> logits [N]."""
     from featurize.nets.modules import Recommender
 
     return Recommender(
@@ -114,7 +114,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Dense features [N, dense_features] float32, indices [tables, N, bag_size] int64; zeros and ones [N] float32."""
+    """Return dense features [N, dense_features] float32 and indices [tables, N, bag_size] int64; 0 or 1 [N] float32."""
     import torch
 
     size = (config.batch_size, config.bag_size)
@@ -124,7 +124,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def loss(config: Config) -> Callable[..., Any]:
-    """Binary cross entropy of the logits."""
+    """Return the binary cross entropy of the logits."""
     import torch.nn.functional as F
 
     # looked up when called: the trace casts there
@@ -132,8 +132,8 @@ def loss(config: Config) -> Callable[..., Any]:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """`rows` of as many `tables`: one has `largest_table` rows, the others sizes from `smallest_table` to it, evenly
-    drawn on a log scale. Gradients are dense where the optimizer takes no sparse ones."""
+    """Make `rows` from `tables`: one table has `largest_table` rows, the others between `smallest_table` and it, drawn
+    evenly on a log scale. Gradients are dense where the optimizer does not support sparse ones."""
     values = dict(values)
     tables, low, high = (values.pop(name, None) for name in SAMPLED_ONLY)
     if "rows" not in values and all(parts.is_integer(n) and n > 0 for n in (tables, low, high)):

@@ -24,9 +24,9 @@ MAX_SAMPLED_EDGES = 4_000_000  # edges of a sampled batch
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
     """A graph has `nodes` nodes with `features` features each, and `nodes` * `degree` edges; `batch_size` of them are
-    joined into one that has no edges between them. depth: convolutions, `hidden` features wide.
+    joined into one without edges between them. depth: convolutions, `hidden` features wide.
     operator: `gcn`, weighted by degrees; `sage`, the neighbours' mean; `gat`, attention with `heads` heads, which must
-    divide `hidden`; without effect on the others. dropout: rate after every convolution, 0 for none."""
+    divide `hidden`; the others ignore `heads`. dropout: rate after every convolution, 0 for none."""
 
     family: ClassVar[str] = "gnn"
 
@@ -64,7 +64,7 @@ def _matrix(inputs: int, outputs: int, rows: int) -> Layer:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """Return the network in the order of the forward pass: the convolutions go by their operator."""
+    """Return the network in the order of the forward pass: convolutions have their operator's name."""
     first = NetworkBlock(config.operator, config.features)
     return [first, NetworkBlock(config.operator, config.hidden, times=config.depth - 1), NetworkBlock("head")]
 
@@ -83,7 +83,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def _convolution(config: Config, block: NetworkBlock) -> list[Layer]:
-    """`gather`: features read edge by edge; `scatter`: summed into their targets. Loops count as edges."""
+    """Return a convolution: `gather` reads features edge by edge, `scatter` sums them into targets. Loops are edges."""
     inputs, nodes, outputs, edges = block.inputs, config.nodes, config.hidden, config.nodes * config.degree
     if block.kind == "sage":
         return [
@@ -103,7 +103,7 @@ def _convolution(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """Nodes [V, features] floats and edges [2, E] indices -> logits [V, classes]."""
+    """Return the network: nodes [V, features] floats and edges [2, E] indices -> logits [V, classes]."""
     from torch import nn
 
     from featurize.nets.modules import (
@@ -131,8 +131,8 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Nodes [V, features] float32 and edges [2, E] int64, V = N * nodes and E = V * degree, with no edge from one graph
-    to another; class indices [V]."""
+    """Return nodes [V, features] float32 and edges [2, E] int64, V = N * nodes and E = V * degree, with no edge between
+    graphs; class indices [V]."""
     import torch
 
     graphs, nodes = config.batch_size, config.nodes
@@ -143,8 +143,8 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """For attention, `hidden` becomes a multiple of `heads`; the others have one head, so that two points which build
-    the same network get the same config. The degree goes down to what `MAX_SAMPLED_EDGES` allows. Consumes
+    """Make `hidden` a multiple of `heads` for attention; others get one head, so that two points that build the same
+    network get the same config. The degree is lowered to what `MAX_SAMPLED_EDGES` allows. Consumes
     `use_dropout`."""
     values = parts.switch_dropout(values)
     heads, hidden = values.get("heads"), values.get("hidden")

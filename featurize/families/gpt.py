@@ -24,10 +24,10 @@ SAMPLED_ONLY = parts.SAMPLED_ONLY
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
-    """heads: must divide `embedding_size`. feed_forward: inner size of the feed-forward part, absolute.
+    """heads: must divide `embedding_size`. feed_forward: absolute inner size of the feed-forward part.
     projection: kind of the blocks' linear layers; `conv1d` keeps weights as [in, out], as transformers' GPT-2 does.
     activation: `gelu`, or `gelu_new`, its tanh formula operator by operator, which keeps more tensors.
-    tied_embeddings: the output layer has the token embedding's weights. dropout: rate of every dropout, the
+    tied_embeddings: the output layer shares the token embedding's weights. dropout: rate of every dropout, the
     attention's included; 0 for none."""
 
     family: ClassVar[str] = "gpt"
@@ -64,14 +64,14 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """Return a block's part of the forward pass per sample. The tanh formula counts as one activation."""
     length, width = config.sequence_length, config.embedding_size
     if block.kind == "embedding":
-        return parts.embedded(width, length, config.vocabulary_size, config.dropout)
+        return parts.embed_tokens(width, length, config.vocabulary_size, config.dropout)
     if block.kind == "block":
         return parts.prenorm_block(width, config.feed_forward, length, config.dropout)
     return parts.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings)
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, sequence_length] token indices -> logits [N, sequence_length, vocabulary_size]."""
+    """Return the network: [N, sequence_length] token indices -> logits [N, sequence_length, vocabulary_size]."""
     from torch import nn
 
     from featurize.nets import prenorm as modules
@@ -106,5 +106,5 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_parts.repair_prenorm`."""
+    """Return sizes that fit each other, see `_parts.repair_prenorm`."""
     return parts.repair_prenorm(values, draw)

@@ -22,7 +22,7 @@ SAMPLED_ONLY = ("linear_layers", "use_dropout")  # dimensions of the search spac
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
-    """depth: hidden layers by the topology's rule (a bottleneck adds one more), so `depth + 1` linear layers, or
+    """depth: hidden layers by the topology's rule (a bottleneck adds one more): `depth + 1` linear layers, or
     `depth + 2`. classes: outputs; 1 trains on a loss of 0, at the same cost. dropout: rate, 0 for no such layers.
     softmax: ends in a softmax before the loss, as published; off, the outputs are logits."""
 
@@ -51,7 +51,7 @@ class Config(TrialConfig):
 
 
 def widths(config: Config) -> list[int]:
-    """Outputs of every linear layer, the last one's (`classes`) included."""
+    """Return the outputs of every linear layer, with the last one's (`classes`)."""
     width, hidden = config.input_size, []
     step = (config.input_size - config.classes) // config.depth
     for _ in range(config.depth + (config.topology == "bottleneck")):
@@ -64,7 +64,7 @@ def widths(config: Config) -> list[int]:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """Return the linear layers in the order of the forward pass, each with what belongs to it."""
+    """Return the linear layers in the order of the forward pass, each with its norm, activation and dropout."""
     *hidden, classes = widths(config)
     pairs = zip([config.input_size, *hidden], hidden, strict=False)
     return [*(NetworkBlock("hidden", *pair) for pair in pairs), NetworkBlock("head", hidden[-1], classes)]
@@ -85,7 +85,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, input_size] floats -> [N, classes]."""
+    """Return the network: [N, input_size] floats -> [N, classes]."""
     from torch import nn
 
     from featurize.nets import modules
@@ -107,7 +107,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Inputs [N, input_size] float32 and class indices [N]."""
+    """Return inputs [N, input_size] float32 and class indices [N]."""
     import torch
 
     inputs = torch.randn(config.batch_size, config.input_size, device=device)
@@ -115,7 +115,8 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Turns `linear_layers`, counted in all, into `depth` unless that is given, and consumes `use_dropout`."""
+    """Turn `linear_layers`, the number of all linear layers, into `depth` unless that is given; consume
+    `use_dropout`."""
     values = parts.switch_dropout(values)
     linear_layers = values.pop("linear_layers", None)
     if "depth" not in values and linear_layers is not None:

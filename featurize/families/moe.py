@@ -28,10 +28,10 @@ SAMPLED_ONLY = parts.SAMPLED_ONLY
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
     """topology: `decoder`, causal, a logit a token of the vocabulary; `encoder`, mean pool and one linear layer to
-    `classes`, which decoders do without. experts: in each routed part; top_k: 1 or 2, that a token goes to.
+    `classes`, which decoders ignore. experts: number in each routed part; top_k: 1 or 2 experts for each token.
     capacity_factor: places of an expert, as a multiple of its even share of a sample's choices.
-    moe_every: every n-th block is routed, the others are dense. feed_forward: inner size of each expert and of the
-    dense parts, absolute. heads: must divide `embedding_size`. dropout: rate of every dropout, the attention's too; 0
+    moe_every: every n-th block is routed, the others are dense. feed_forward: absolute inner size of each expert and of
+    the dense parts. heads: must divide `embedding_size`. dropout: rate of every dropout, the attention's included; 0
     for none."""
 
     family: ClassVar[str] = "moe"
@@ -72,7 +72,7 @@ class Config(TrialConfig):
 
 
 def capacity(config: Config) -> int:
-    """Places of each expert for one sample's tokens; a token asks for an expert once at most."""
+    """Return the places of each expert for one sample's tokens; a token chooses an expert at most once."""
     share = config.top_k * config.sequence_length / config.experts
     return min(max(math.ceil(share * config.capacity_factor), 1), config.sequence_length)
 
@@ -83,7 +83,8 @@ def is_routed(config: Config, index: int) -> bool:
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """Return the network in the order of the forward pass; of a `routed` block's experts, `outputs` rows in all."""
+    """Return the network in the order of the forward pass; `outputs` of a `routed` block are the rows of all
+    experts."""
     routed = NetworkBlock("routed", outputs=config.experts * capacity(config))
     body = [routed if is_routed(config, index) else NetworkBlock("dense") for index in range(config.depth)]
     return [NetworkBlock("embedding"), *body, NetworkBlock(config.topology)]
@@ -93,7 +94,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """Return a block's part of the forward pass per sample."""
     length, width, rate = config.sequence_length, config.embedding_size, config.dropout
     if block.kind == "embedding":
-        return parts.embedded(width, length, config.vocabulary_size, rate)
+        return parts.embed_tokens(width, length, config.vocabulary_size, rate)
     if block.kind == "dense":
         return parts.prenorm_block(width, config.feed_forward, length, rate, activation_name=config.activation)
     if block.kind == "routed":
@@ -104,8 +105,8 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def _routed_part(config: Config, rows: int) -> list[Layer]:
-    """Return the norm, router, the experts' rows gathered, their linear layers side by side, rows back at their tokens,
-    sum."""
+    """Return the norm, the router, the gathered rows of the experts, their linear layers side by side, the scattered
+    rows, and the sum."""
     length, width, inner, experts = config.sequence_length, config.embedding_size, config.feed_forward, config.experts
     outer, products = length * width, 2 * rows * width * inner
     return [
@@ -123,8 +124,8 @@ def _routed_part(config: Config, rows: int) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, sequence_length] token indices -> (logits, balance): [N, sequence_length, vocabulary_size] of a decoder or
-    [N, classes] of an encoder, and the routers' auxiliary loss, a scalar."""
+    """Return the network: [N, sequence_length] token indices -> (logits, balance). Logits are [N, sequence_length,
+    vocabulary_size] for a decoder, [N, classes] for an encoder; balance is the routers' auxiliary loss, a scalar."""
     from torch import nn
 
     from featurize.nets import prenorm as modules
@@ -184,11 +185,11 @@ def loss(config: Config) -> Callable[..., Any]:
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_parts.repair_prenorm`; deep enough for one routed block. A decoder's `classes`,
-    which have no effect, go back to their default."""
+    """Return sizes that fit each other, see `_parts.repair_prenorm`, with at least one routed block. A decoder's
+    `classes`, which have no effect, are reset to their default."""
     values = parts.repair_prenorm(values, draw)
-    if parts.is_integer(every := values.get("moe_every", Config.moe_every)):
-        parts.at_least(values, "depth", every)
+    if parts.is_integer(interval := values.get("moe_every", Config.moe_every)):
+        parts.at_least(values, "depth", interval)
     if values.get("topology", Config.topology) == "decoder":
         values.pop("classes", None)
     return values

@@ -24,9 +24,9 @@ SAMPLED_ONLY = ("use_dropout",)  # keys of the search space, consumed by `repair
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
-    """cell: `lstm` or `gru`. depth: recurrent layers. bidirectional: a layer of its own for each direction.
-    task: `classify_last`, from the states where each direction ends; `classify_mean`, from the mean over the tokens;
-    `language_model`, a logit for each token of the vocabulary at every place, which needs no `classes` and takes one
+    """cell: `lstm` or `gru`. depth: recurrent layers. bidirectional: a separate layer for each direction.
+    task: `classify_last`, from the last state of each direction; `classify_mean`, from the mean over the tokens;
+    `language_model`, a logit for each token of the vocabulary at every place, which ignores `classes` and needs one
     direction. dropout: rate after the embedding, between the recurrent layers and before the last one; 0 for none."""
 
     family: ClassVar[str] = "rnn"
@@ -56,13 +56,13 @@ class Config(TrialConfig):
 
 
 def kind(config: Config) -> str:
-    """Return the kind, such as `rnn/lstm`, by which networks are grouped."""
+    """Return the kind of network, such as `rnn/lstm`."""
     return f"{config.family}/{config.cell}"
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """Return the network in the order of the forward pass: the recurrent layers go by their cell, the last one by the
-    task."""
+    """Return the network in the order of the forward pass: recurrent layers are named by their cell, the last layer by
+    the task."""
     state = config.hidden_size * (1 + config.bidirectional)
     first, others = (
         NetworkBlock(config.cell, config.embedding_size),
@@ -90,7 +90,8 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, sequence_length] token indices -> [N, classes], or logits [N, sequence_length, vocabulary_size]."""
+    """Return the network: [N, sequence_length] token indices -> [N, classes], or [N, sequence_length,
+    vocabulary_size]."""
     from featurize.nets.modules import RecurrentModel
 
     models_language = config.task == "language_model"
@@ -114,7 +115,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """A language model has one direction, and its `classes`, which have no effect, at their default. Consumes
+    """Give a language model one direction, and reset its `classes`, which have no effect, to the default. Consumes
     `use_dropout`."""
     values = parts.switch_dropout(values)
     if values.get("task") == "language_model":

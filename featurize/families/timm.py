@@ -1,7 +1,7 @@
 """Image models of the timm library, by name, with random weights.
 
-Start reading at `build`; `layers` reads the plan off one forward pass without memory
-(`featurize.recording.skeleton`). timm and torch are imported when a model is built, and never to make or check a
+Start reading at `build`; `layers` derives the plan from one forward pass without memory
+(`featurize.recording.skeleton`). timm and torch are imported when a model is built, never to make or check a
 config.
 """
 
@@ -26,8 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
-    """model: a name of `timm.list_models()`; whether there is such a model is known when it is built.
-    image_size: side of square images; None for the model's own size. Many models with attention take no other."""
+    """model: a name of `timm.list_models()`; it is checked when the model is built.
+    image_size: side of square images; None: the model's own size. Many models with attention support no other."""
 
     family: ClassVar[str] = "timm"
 
@@ -49,8 +49,8 @@ def identity(config: Config) -> str:
 
 
 def kind(config: Config) -> str:
-    """Return the kind, such as `timm/convnext`: the library's module that defines the model, as its authors group them.
-    A model that this release does not know is of `timm/unknown`; `UsageError` if timm is not installed."""
+    """Return the kind of network, such as `timm/convnext`: the library's module that defines the model. `timm/unknown`
+    for a model that this release does not know. Raises `UsageError` if timm is not installed."""
     return _kind(config.model.partition(".")[0])
 
 
@@ -65,7 +65,7 @@ def _kind(architecture: str) -> str:
 def layers(config: Config) -> list[Layer]:
     """Return the forward pass per sample. Builds the model on the first call for a model and size (tenths of a second).
 
-    Raises `UsageError` if timm is not installed or its release does not know the model, or not at this size.
+    Raises `UsageError` if timm is not installed, or its release does not support the model or the size.
     """
     return list(_layers(config.model, config.image_size))
 
@@ -82,10 +82,10 @@ def _layers(model: str, image_size: int | None) -> tuple[Layer, ...]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, channels, H, W] floats -> [N, classes], of the model's default channels and classes.
+    """Return the network: [N, channels, H, W] floats -> [N, classes], with the model's default channels and classes.
 
     A model without a head returns the mean over its feature map instead. Raises `UsageError` as `layers` does, and for
-    a model that cannot checkpoint its activations where that is asked for.
+    a model that cannot checkpoint its activations although the config asks for it.
     """
     import torch
 
@@ -96,7 +96,7 @@ def build(config: Config) -> torch.nn.Module:
         model = _create(config.model, config.image_size)
         if config.activation_checkpointing:
             switch_on(model, f"timm's model {config.model!r}")
-        # A hook and no wrapping module, so that the modules keep timm's names.
+        # A hook, not a wrapping module, so that the modules keep timm's names.
         model.register_forward_hook(_as_logits)
         return model
 
@@ -114,16 +114,16 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Nothing depends on anything else."""
+    """Return the values unchanged: no dimension depends on another."""
     return dict(values)
 
 
 @lru_cache(maxsize=4096)
 def defaults(name: str) -> Any:
-    """Return timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... `UsageError` as
+    """Return timm's description of a model: `input_size`, `num_classes`, `fixed_input_size`, ... Raises `UsageError` as
     `layers`."""
     timm = import_library("timm")
-    architecture = name.partition(".")[0]  # what follows names pretrained weights
+    architecture = name.partition(".")[0]  # the part after it names pretrained weights
     try:
         pretrained = timm.models.get_pretrained_cfg(name) if timm.is_model(architecture) else None
     except RuntimeError:
@@ -146,13 +146,13 @@ def _create(name: str, image_size: int | None) -> torch.nn.Module:
 
 
 def _input_shape(name: str, image_size: int | None) -> tuple[int, int, int]:
-    """Channels, height, width."""
+    """Return channels, height and width."""
     channels, height, width = defaults(name).input_size
     return (channels, height, width) if image_size is None else (channels, image_size, image_size)
 
 
 def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
-    """[N, C] of whatever the model returns: the first tensor, features averaged over places or tokens."""
+    """Return the model's output as [N, C]: its first tensor, with features averaged over places or tokens."""
     import torch
 
     while not isinstance(output, torch.Tensor):

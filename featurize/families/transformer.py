@@ -25,9 +25,9 @@ HEAD_SIZES = range(8, 257, 8)  # sizes of sampled heads
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
     """topology: `encoder`; `decoder`, decoder-only, causal self-attention; `hybrid`, an encoder of `depth // 2` layers
-    read by a causal decoder of the others. heads: must divide `embedding_size`. feed_forward: inner size of the
-    feed-forward part, absolute. dropout: rate of every dropout, the attention's included; 0 for none.
-    softmax: ends in a softmax before the loss; off, as published, the outputs are logits."""
+    read by a causal decoder of the others. heads: must divide `embedding_size`. feed_forward: absolute inner size of
+    the feed-forward part. dropout: rate of every dropout, the attention's included; 0 for none. softmax: ends in a
+    softmax before the loss; off, as published, the outputs are logits."""
 
     family: ClassVar[str] = "transformer"
 
@@ -68,15 +68,15 @@ def stages(config: Config) -> tuple[int, int]:
 
 
 def _attention(config: Config) -> Layer:
-    """Fused kernels keep no scores, so the output is what counts; the scores' products are in the FLOPs, masked or
-    not, as `torch.utils.flop_counter` has it."""
+    """Return the fused attention: its kernels keep no scores, so only the output counts; the scores' products are in
+    the FLOPs, masked or not, as in `torch.utils.flop_counter`."""
     length, width = config.sequence_length, config.embedding_size
     projections = 4 * width * (width + 1)
     return Layer("attention", length * width, projections, 8 * length * width**2 + 4 * length**2 * width)
 
 
 def blocks(config: Config) -> list[NetworkBlock]:
-    """Return the network in the order of the forward pass; `crossed` layers have cross-attention too."""
+    """Return the network in the order of the forward pass; `crossed` layers also have cross-attention."""
     plain, crossed = stages(config)
     return [
         NetworkBlock("embedding"),
@@ -108,7 +108,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, sequence_length] token indices -> [N, classes]."""
+    """Return the network: [N, sequence_length] token indices -> [N, classes]."""
     from featurize.nets import modules
 
     plain, crossed = stages(config)
@@ -135,7 +135,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_parts.repair_prenorm`; a hybrid has a layer for each of its stacks."""
+    """Return sizes that fit each other, see `_parts.repair_prenorm`; a hybrid has a layer for each of its stacks."""
     if values.get("topology") == "hybrid":
         parts.at_least(values := dict(values), "depth", 2)
     return parts.repair_prenorm(values, draw, head_sizes=HEAD_SIZES, step=16)

@@ -27,7 +27,7 @@ class Config(TrialConfig):
     base_channels: width of the first level; each halving doubles it, up to 1,024.
     enlargement: how the decoder doubles the map: `transposed`, a 2x2 convolution with stride 2, or `upsample`, bilinear
     and a 3x3 convolution. batch_norm: after every 3x3 convolution of the blocks, which then have no bias.
-    Two convolutions a block, one block for each size on either side."""
+    Each block has two convolutions; each size has one block on either side."""
 
     family: ClassVar[str] = "unet"
 
@@ -59,7 +59,7 @@ class Config(TrialConfig):
 
 
 def widths(config: Config) -> list[int]:
-    """Channels of each level, the image's own size first: `depth` + 1 of them."""
+    """Return the channels of each level, the image's own size first: `depth` + 1 of them."""
     return [min(config.base_channels * 2**i, MAX_CHANNELS) for i in range(config.depth + 1)]
 
 
@@ -94,13 +94,14 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
         weights = inputs * outputs * 4
         return [Layer("conv_transpose2d", elements, weights + outputs, 2 * weights * (side // 2) ** 2), joined]
     norm = Layer("batchnorm2d", elements, 2 * outputs, present=config.batch_norm)
-    rest = [norm, parts.activation(config.activation, elements)]
+    norm_and_activation = [norm, parts.activation(config.activation, elements)]
     first, second = (parts.conv2d(c, outputs, 3, side, bias=1 - config.batch_norm) for c in (inputs, outputs))
-    return [first, *rest, second, *rest]
+    return [first, *norm_and_activation, second, *norm_and_activation]
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, channels, image_size, image_size] floats -> logits [N, classes, image_size, image_size]."""
+    """Return the network: [N, channels, image_size, image_size] floats -> logits [N, classes, image_size,
+    image_size]."""
     from featurize.nets.modules import UNet
 
     return UNet(
@@ -124,8 +125,8 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def loss(config: Config) -> Callable[..., Any]:
-    """Return the cross entropy with the classes in the second dimension, also where there are as many classes as pixels
-    a side."""
+    """Return the cross entropy with the classes in the second dimension, even if there are as many classes as pixels a
+    side."""
     import torch.nn.functional as F
 
     return lambda logits, targets: F.cross_entropy(logits, targets)  # looked up when called: the trace casts there

@@ -22,8 +22,9 @@ SAMPLED_ONLY = parts.SAMPLED_ONLY
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
-    """patch_size: side of a patch, must divide `image_size`. heads: must divide `embedding_size`. feed_forward: inner
-    size of the feed-forward part, absolute. dropout: rate of every dropout, the attention's included; 0 for none."""
+    """patch_size: side of a patch, must divide `image_size`. heads: must divide `embedding_size`. feed_forward:
+    absolute inner size of the feed-forward part. dropout: rate of every dropout, the attention's included; 0 for
+    none."""
 
     family: ClassVar[str] = "vit"
 
@@ -75,7 +76,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
 
 
 def build(config: Config) -> torch.nn.Module:
-    """[N, channels, image_size, image_size] floats -> [N, classes]."""
+    """Return the network: [N, channels, image_size, image_size] floats -> [N, classes]."""
     from torch import nn
 
     from featurize.nets import prenorm as modules
@@ -109,7 +110,7 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Sizes that fit each other, see `_parts.repair_prenorm`; the image becomes a whole number of patches."""
+    """Return sizes that fit each other, see `_parts.repair_prenorm`; the image becomes a whole number of patches."""
     values = parts.repair_prenorm(values, draw)
     side, patch = values.get("image_size"), values.get("patch_size")
     if parts.is_integer(side) and parts.is_integer(patch) and patch > 0:

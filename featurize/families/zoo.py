@@ -1,8 +1,8 @@
-"""Models of anyone's library or of your own, by `module:factory`, as they are: torchvision, timm, transformers, ...
+"""Models of any library or of the user, by `module:factory`, unchanged: torchvision, timm, transformers, ...
 
-Start reading at `Config`; `_read` runs a model once without memory, for its plan and what its targets look like, and
-`parse_tensors` reads how a config spells a sample's tensors. Random weights: nothing is downloaded unless the arguments
-ask for it. torch and the libraries are imported when a model is built, and never to make or check a config.
+Start reading at `Config`; `_read` runs a model once without memory, for its plan and the form of its targets, and
+`parse_tensors` parses a config's description of a sample's tensors. Random weights: nothing is downloaded unless the
+arguments ask for it. torch and the libraries are imported when a model is built, never to make or check a config.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _TENSOR = re.compile(rf"(?:([A-Za-z_]\w*)=)?({'|'.join(DTYPES)})\[([\d, ]*)\](?:
 
 
 class Tensors(NamedTuple):
-    """One input, or the target: `shape` is a sample's. `bound`: integers are 0 <= x < bound. `value`: all are this one.
-    `name`: the keyword, if it is passed as one."""
+    """One input, or the target. `shape` is a sample's. `bound`: integers are 0 <= x < bound. `value`: all elements have
+    this value. `name`: the keyword, if it is passed as one."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Tensors(NamedTuple):
 
 
 def parse_tensors(text: str) -> tuple[Tensors, ...]:
-    """Return the tensors of a text that `tensor_problems` finds nothing wrong with."""
+    """Return the tensors of a text in which `tensor_problems` finds no problem."""
     return tuple(_tensor(match) for match in _TENSOR.finditer(text))
 
 
@@ -74,14 +74,14 @@ def _tensor(match: re.Match[str]) -> Tensors:
 
 
 def canonical_tensors(text: Any) -> Any:
-    """Return the same tensors in one spelling; what cannot be read as it is."""
+    """Return the same tensors in canonical spelling; invalid text is returned unchanged."""
     if not isinstance(text, str) or _unread(text):
         return text
     return " ".join(map(str, parse_tensors(text)))
 
 
 def _unread(text: str) -> str:
-    """Return the text from where it is not a list of tensors."""
+    """Return the rest of the text from where it is not a list of tensors."""
     position, end = 0, len(text.rstrip())
     while position < end:  # linear time: clients of a service choose the text
         match = _TENSOR.match(text, position)
@@ -92,7 +92,7 @@ def _unread(text: str) -> str:
 
 
 def tensor_problems(text: Any, single: bool) -> list[str]:
-    """Return the problems of an `inputs`, or of a `target`, which is one tensor without a name."""
+    """Return the problems of `inputs`, or of `target`, which is one tensor without a name."""
     if not isinstance(text, str) or _unread(text):
         unread = text if not isinstance(text, str) else _unread(text)
         return [
@@ -118,16 +118,16 @@ def tensor_problems(text: Any, single: bool) -> list[str]:
 
 
 def canonical_arguments(value: Any) -> Any:
-    """Return the same arguments as canonical JSON; anything but a mapping unchanged."""
+    """Return the same arguments as canonical JSON; values other than mappings are returned unchanged."""
     arguments = parse_arguments({} if value is None else value)
     try:
         return value if arguments is None else canonical_json(arguments)
-    except (TypeError, ValueError):  # holds what JSON has no word for
+    except (TypeError, ValueError):  # holds a value that JSON cannot represent
         return value
 
 
 def parse_arguments(value: Any) -> dict[str, Any] | None:
-    """Return the mapping that the text or mapping holds; None where it holds none."""
+    """Return the mapping in the text or mapping; None if there is none."""
     arguments = value
     if isinstance(value, str):
         try:
@@ -138,8 +138,8 @@ def parse_arguments(value: Any) -> dict[str, Any] | None:
 
 
 def _yaml(text: str) -> Any:
-    """`{n_layer: 4}`: JSON whose quotes a shell has eaten. An empty text means no arguments."""
-    if not text.strip().startswith("{"):  # YAML would take a bare word for a mapping
+    """Parse `{n_layer: 4}`: JSON without quotes, which a shell has removed. An empty text means no arguments."""
+    if not text.strip().startswith("{"):  # YAML would accept a bare word too
         return None if text.strip() else {}
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -154,23 +154,24 @@ def _yaml(text: str) -> Any:
 CODE_FIELDS = ("model",)  # fields of a config that name code: see `featurize.configs.trial`
 LIBRARIES = ("timm", "torchvision", "transformers")  # libraries whose models `kind` groups; pip install "gpufarm[zoo]"
 _MODEL = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*:[A-Za-z_]\w*(?:\.\w+)*")
-# Errors of a factory whose arguments or Python do not suit it. Running out of memory is not one of these.
+# Errors of a factory with unsuitable arguments or Python code. Running out of memory is not one of these.
 _MISTAKES = (TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrialConfig):
-    """A model, what one sample looks like, and with which arguments the model is made. All of it is text.
+    """A model, the tensors of one sample, and the model's arguments, all of them text.
 
     model      `MODULE:FACTORY`: a class or function that returns a `torch.nn.Module`, as `torchvision.models:resnet50`,
-               `timm:create_model`, `transformers:GPT2LMHeadModel`, or one of your own that can be imported
+                          `timm:create_model`, `transformers:GPT2LMHeadModel`, or your own if it can be imported
     inputs     the tensors of one sample, `DTYPE[SIZE,...]`, of integers with a bound: `float32[3,224,224]`,
-               `int64[128]<50257`, or one value, `int64[128]=1`. Several are separated by spaces and given in order;
-               those with a name as keyword arguments: `int64[64]<32128 decoder_input_ids=int64[32]<32128`
-    arguments  JSON object (or a mapping, or YAML) of the factory's keyword arguments; of a class that has a
-               `config_class`, as transformers' have, the fields of that
-    target     what a loss compares the output of one sample with, as `int64[128]<21` classes; None: what suits cross
-               entropy of the output. A model that cannot be run without memory needs it
+                          `int64[128]<50257`, or one value, `int64[128]=1`. Several are separated by spaces and passed
+                          in order; those with a name as keyword arguments: `int64[64]<32128
+                          decoder_input_ids=int64[32]<32128`
+               arguments  JSON object (or a mapping, or YAML) of the factory's keyword arguments; for a class with a
+                          `config_class`, as in transformers, the fields of its configuration
+               target     the target of one sample's loss, as `int64[128]<21` classes; None: one that suits cross
+                          entropy of the output. A model that cannot be run without memory needs it
     """
 
     family: ClassVar[str] = "zoo"
@@ -215,13 +216,13 @@ def identity(config: Config) -> str:
 
 
 def refusal(config: Config) -> str | None:
-    """Return why nothing is imported for a config that data brought, or None; see `featurize.configs.trial`."""
+    """Return why nothing is imported for a config from data, or None; see `featurize.configs.trial`."""
     return library_problem(config.model, config.arguments)
 
 
 def kind(config: Config) -> str:
-    """Return the kind, such as `transformers/gpt2`: the library and its module that defines the model; timm's as the
-    family `timm` has them. Of other models, and where the library is not installed or does not know it,
+    """Return the kind of network, such as `transformers/gpt2`: the library and its module that defines the model;
+    timm's as in the family `timm`. For other models, and where the library is not installed or does not know the model,
     `zoo/MODULE.FACTORY`."""
     return _kind(config.model, config.arguments)
 
@@ -252,8 +253,8 @@ def _kind_of_timm(model: str, arguments: Mapping[str, Any]) -> str:
 def layers(config: Config) -> list[Layer]:
     """Return the forward pass per sample. Builds the model on the first call for it (tenths of a second).
 
-    Raises `UsageError` for a library that is not installed, a name that it does not have, a factory that refuses its
-    arguments or returns no module, inputs that the model does not take, or an output that no loss can be taken of.
+    Raises `UsageError` for a library that is not installed, an unknown name, a factory that refuses its arguments or
+    does not return a module, inputs that the model does not accept, or an output without a loss.
     """
     return list(_reading(config).plan)
 
@@ -263,7 +264,7 @@ def build(config: Config) -> torch.nn.Module:
     holds them.
 
     It is the library's own module with hooks, so that modules keep their names. Raises `UsageError` as `layers` does,
-    except for the inputs; and for a model that cannot checkpoint its activations where that is asked for.
+    except for the inputs; and for a model that cannot checkpoint its activations although the config asks for it.
     """
     import torch
 
@@ -283,7 +284,7 @@ def build(config: Config) -> torch.nn.Module:
 def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """Return the inputs [N, ...], those with names last, and targets that suit the loss; see `Config`.
 
-    Raises `UsageError` as `layers` does, unless the config says what targets look like.
+    Raises `UsageError` as `layers` does, unless the config describes the targets.
     """
     inputs = tuple(tensor.make(config.batch_size, device) for tensor in parse_tensors(config.inputs))
     (target,) = parse_tensors(config.target or _reading(config).target)
@@ -291,8 +292,8 @@ def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tenso
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Takes an entry of the search space apart: `MODEL INPUTS {ARGUMENTS}`, where a field that is sampled by itself
-    (`arch.space.inputs=...`) goes before."""
+    """Split an entry of the search space, `MODEL INPUTS {ARGUMENTS}`; a field that is sampled separately
+    (`arch.space.inputs=...`) takes precedence."""
     values = dict(values)
     model = values.get("model")
     if not isinstance(model, str) or len(parts := model.strip().split(None, 1)) < 2:
@@ -309,8 +310,8 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
 
 
 def _load(model: str, arguments: str) -> Callable[..., Any]:
-    """Return the object of this name. `UsageError` for no such module or attribute, with near names, and for no
-    callable; `NotTrusted`, before anything is imported, for code that data names."""
+    """Return the object of this name. Raises `UsageError` for an unknown module or attribute, with near names, and for
+    an object that is not callable; `NotTrusted`, before anything is imported, for code that data names."""
     if problem := library_problem(model, arguments):
         raise NotTrusted(f"zoo: {problem}")
     load = import_library if re.split("[.:]", model, maxsplit=1)[0] in LIBRARIES else importlib.import_module
@@ -330,7 +331,7 @@ def _is_module(value: object) -> TypeGuard[torch.nn.Module]:
 
 
 def create(model: str, arguments: str) -> torch.nn.Module:
-    """Return the library's own module, without hooks, on the current default device. Errors as `layers` has them, and
+    """Return the library's own module, without hooks, on the current default device. Raises as `layers`, and
     `NotTrusted` for a model or arguments that data may not name."""
     factory, given = _load(model, arguments), json.loads(arguments)
     try:
@@ -338,27 +339,27 @@ def create(model: str, arguments: str) -> torch.nn.Module:
         if config_class is not None:
             settings = _settings(model, config_class, given)
             require_settings(model, settings)
-            made = mending(lambda: factory(settings))
+            model_made = mending(lambda: factory(settings))
         else:
-            made = mending(lambda: factory(**given))
+            model_made = mending(lambda: factory(**given))
     except CommandError:
         raise
     except _MISTAKES as error:
         given_arguments = f" of {arguments}" if given else ""
         raise UsageError(f"zoo: {model} makes no model{given_arguments}: {exception_line(error)}") from error
-    if not _is_module(made):
-        raise UsageError(f"zoo: {model} gives {type(made).__name__}, not a torch.nn.Module")
-    return made
+    if not _is_module(model_made):
+        raise UsageError(f"zoo: {model} gives {type(model_made).__name__}, not a torch.nn.Module")
+    return model_made
 
 
 def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
-    """Return an object of a transformers model's configuration, which would take any name: a mistyped one is found
-    here."""
+    """Return the configuration object of a transformers model. The class would accept any name, so mistyped ones are
+    refused here."""
     default = config_class()
     known = sorted(
         {*vars(default), *getattr(default, "attribute_map", {}), *inspect.signature(config_class).parameters}
     )
-    # some are kept under another name: attn_implementation
+    # some are stored under another name: attn_implementation
     unknown = [name for name in given if name not in known and not any(hasattr(default, x + name) for x in ("", "_"))]
     if unknown:
         near = sorted({n for name in unknown for n in difflib.get_close_matches(name, known, n=3, cutoff=0.6)})
@@ -368,7 +369,7 @@ def _settings(model: str, config_class: type, given: Mapping[str, Any]) -> Any:
 
 
 def _hook(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Module:
-    """Return the same module, which takes named inputs by position and returns what a loss can be taken of."""
+    """Return the same module with hooks: it takes named inputs by position, and returns an output for the loss."""
     names = [tensor.name for tensor in inputs if tensor.name is not None]
     if names:
         plain = len(inputs) - len(names)
@@ -384,7 +385,7 @@ def _hook(model: torch.nn.Module, inputs: tuple[Tensors, ...]) -> torch.nn.Modul
 
 
 def _as_logits(_model: torch.nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
-    """Return a mapping's `out`, where it has no logits, or else its first tensor; return others as they are."""
+    """Return a mapping's `out`, if it has no logits, or else its first tensor; return other outputs unchanged."""
     import torch
 
     if not isinstance(output, Mapping) or isinstance(getattr(output, "logits", None), torch.Tensor):
@@ -402,7 +403,7 @@ class _Reading(NamedTuple):
 
 
 def _reading(config: Config) -> _Reading:
-    if problem := refusal(config):  # whatever is remembered of a config that the user named
+    if problem := refusal(config):  # even if a permitted config of the same text was read before
         raise NotTrusted(f"zoo: {problem}")
     return _read(config.model, config.inputs, config.arguments, config.target)
 
@@ -418,7 +419,7 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
     tensors = parse_tensors(inputs)
 
     class Fed(nn.Module):
-        """Takes as many numbers as there are samples, and passes the model inputs of its own kind."""
+        """Takes one number a sample, and passes the model inputs of its own kind."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -447,8 +448,8 @@ def _read(model: str, inputs: str, arguments: str, target: str | None) -> _Readi
         return _Reading(tuple(fed.plan()), fed.targets)
     except CommandError:
         raise
-    except Exception as error:  # a model may raise anything, and no memory can run out here
-        # on a real device a model that reads values back may run all the same
+    except Exception as error:  # a model may raise anything, and memory cannot run out here
+        # on a real device, a model that reads values back may still run
         hint = "; with a target of yours, real devices can still train it" if "meta" in str(error) else ""
         raise UsageError(f"zoo: {model} does not run on {inputs}: {exception_line(error)}{hint}") from error
 

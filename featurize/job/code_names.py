@@ -1,6 +1,6 @@
-"""Names of code that a config may hold, and which may be imported: the user's own, models of known libraries.
+"""Names of code in configs, and the rules by which they may be imported: the user's own, models of known libraries.
 
-Start reading at `CodeName` and `TrustedName`, then `require_model`. Torch-free until a model is looked at.
+Start reading at `CodeName` and `TrustedName`, then `require_model`. Torch-free until a model is inspected.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from conf.cli.settings import key
 from conf.errors import UsageError
 from conf.plain_text import shown
 
-# Modules of libraries whose models data may name. A factory is one name in them: nothing is looked up through it.
+# Modules of libraries whose models data may name. A factory is a plain name in them, without further attributes.
 LIBRARY_MODULES = {
     "torchvision": re.compile(r"torchvision\.models(\.\w+){0,2}"),
     "timm": re.compile(r"timm(\.models(\.\w+)?)?"),
     "transformers": re.compile(r"transformers(\.models\.\w+(\.modeling_\w+)?)?"),
 }
-_TIMM_INSIDE = ("transformers.models.timm_wrapper", "transformers.models.timm_backbone")  # they take any timm model
+_TIMM_INSIDE = ("transformers.models.timm_wrapper", "transformers.models.timm_backbone")  # accept any timm model
 _WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "use_pretrained_backbone")
-_LONGEST_KEY = 200  # characters; beyond, the search would take long
-# Keys whose values libraries look up in tables of their own: activations, norms, kinds of pooling and of tasks.
+_LONGEST_KEY = 200  # characters; the pattern search of longer keys is slow
+# Keys whose values libraries look up in their own tables: activations, norms, kinds of pooling and of tasks.
 _WORD_KEY = re.compile(r"act|\w*_act|\w*(act_|activation|norm|pool|_type)\w*|model_name|dtype|attn_implementation")
 _NO_WORD = re.compile(r"path|file|dir(_|$)|url|repo|checkpoint|cfg|config|class|module|kernel|experts")
 _FETCHING = re.compile(r"pretrain|remote|trust|(^|_)hub(_|$)")
 _WORD = re.compile(r"[A-Za-z]\w{0,63}")
 _WORDS = {
     "dtype": re.compile(r"float32|float16|bfloat16|float64"),
-    "attn_implementation": re.compile(r"eager|sdpa"),  # others fetch kernels
+    "attn_implementation": re.compile(r"eager|sdpa"),  # other values fetch kernels
     "model_name": re.compile(r"[A-Za-z]\w{0,99}(\.\w{1,99})?"),  # timm's, looked up in its registry
 }
-# Mappings that configurations of transformers hold: parts of a model with configurations of their own.
+# Mappings in configurations of transformers: the configurations of a model's parts.
 _NESTED = re.compile(r"(text|vision|audio|encoder|decoder)_config")
-_REPEATED = re.compile(r"layer|depth|block|stage|repeat|level")  # how often something is built
+_REPEATED = re.compile(r"layer|depth|block|stage|repeat|level")  # keys that count repeated parts
 MOST_REPEATS = 1000
 MOST_CHARACTERS = 20_000
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
 class NotTrusted(UsageError):
-    """A config that data brought names code, and nobody allowed it to run."""
+    """A config from data names code that was not allowed to run."""
 
 
 class CodeName(str):
     """`MODULE:FACTORY` that the user of this process gave: it may be imported and called, whatever it names.
 
-    The type is the permission. It survives copies, `dataclasses.replace` and pickling between processes of one command;
-    JSON and Parquet hold plain text, so what is read from a file has lost it.
+    The type is the permission. It survives copies, `dataclasses.replace` and pickling between processes of one command.
+    JSON and Parquet hold plain text, so a name read from a file has lost it.
     """
 
     __slots__ = ()
 
 
 class TrustedName(str):
-    """`MODULE:FACTORY` that data brought, of a module that the user trusts. The module is imported; of what it holds,
-    only classes of `nn.Module` and functions that the module itself defines are called."""
+    """`MODULE:FACTORY` from data, in a module that the user trusts. The module is imported; only its own classes of
+    `nn.Module`, and functions that it defines itself, are called."""
 
     __slots__ = ()
 
 
 def parse_trust(value: object) -> tuple[str, ...]:
-    """Return the modules of a `trust=` option: a name, or several. Raises `UsageError` for anything that is not a
+    """Return the modules of a `trust=` option: a name, or several. Raises `UsageError` for a value that is not a
     module's name."""
     given = () if value is None else (value,) if isinstance(value, str) else value
     names = tuple(given) if isinstance(given, Sequence) else (given,)
@@ -79,13 +79,13 @@ _ROWS_TRUST = "modules whose code may run where a row names it, as in [mypackage
 
 
 def trust_key(help: str = _ROWS_TRUST) -> Any:
-    """Return the field `trust` of commands that meet names of code in data."""
+    """Return the field `trust` of commands that read names of code from data."""
     return key(None, help, "text | list of text | null", build=parse_trust)
 
 
 def granted_model(model: str, trust: Sequence[str]) -> str:
-    """Return a model's name that data brought, marked as trusted where it lies in one of the modules `trust`, and as
-    the user's where `trust` holds it as `MODULE:FACTORY`."""
+    """Return a model's name from data, marked as trusted if it lies in one of the modules `trust`, and as the user's if
+    `trust` lists it as `MODULE:FACTORY`."""
     module, colon, _ = model.partition(":")
     if isinstance(model, CodeName):
         return model
@@ -97,9 +97,9 @@ def granted_model(model: str, trust: Sequence[str]) -> str:
 
 
 def library_problem(model: str, arguments: str, *, advice: str | None = None) -> str | None:
-    """Return why data may not name this model with these arguments (a JSON object), as far as texts show, or None.
+    """Return why data may not name this model with these arguments (a JSON object), judged by their texts, or None.
 
-    `advice`: what the reader can do where the module is nobody's; default: what helps at a command line.
+    `advice`: the way to allow a third-party module; default: the one for a command line.
     """
     if isinstance(model, CodeName):
         return None
@@ -119,7 +119,7 @@ def library_problem(model: str, arguments: str, *, advice: str | None = None) ->
 
 
 def arguments_problem(model: str, arguments: str) -> str | None:
-    """Return why these arguments are more than plain data: numbers, words of a few known keys, and lists of them."""
+    """Return why these arguments are more than plain data: numbers, words for a few known keys, and lists of them."""
     if len(arguments) > MOST_CHARACTERS:
         return f"{model}: arguments of {len(arguments):,} characters are too long for data"
     given = json.loads(arguments)
@@ -132,7 +132,7 @@ def arguments_problem(model: str, arguments: str) -> str | None:
 
 def require_model(model: str, factory: Any, arguments: str) -> None:
     """Raise `NotTrusted` unless the user named the model, a module that the user trusts defines the imported `factory`,
-    or it is a library's model of plain data. Whoever imports what a config names asks this before the first call."""
+    or it is a library's model with plain data. Importers of a config's names call this before the first call."""
     if isinstance(model, CodeName):
         return
     problem = library_problem(model, arguments)
@@ -151,13 +151,13 @@ def require_model(model: str, factory: Any, arguments: str) -> None:
 
 
 def require_settings(model: str, settings: Any) -> None:
-    """Raise `NotTrusted` where a transformers model's configuration would fetch weights of its own accord."""
+    """Raise `NotTrusted` where a transformers model's configuration would fetch weights by itself."""
     if not isinstance(model, CodeName | TrustedName) and _fetches(settings, 0):
         raise NotTrusted(f"zoo: {model} would fetch pretrained weights, which data may not ask for")
 
 
 def _foreign_problem(model: str, factory: Any) -> str | None:
-    """Return why `factory`, which the trusted module holds, is not called; None: the module itself defines it."""
+    """Return why `factory`, an attribute of the trusted module, is not called; None if the module itself defines it."""
     from torch import nn
 
     module = model.partition(":")[0]
@@ -202,7 +202,7 @@ def _value_problem(name: str, value: Any, depth: int) -> str | None:
 
 
 def _is_a_model(model: str, factory: Any) -> bool:
-    """Return whether the library itself calls it a model: by its registry, or as a class of its models' files."""
+    """Return whether the library lists it as a model: in its registry, or as a class of its models' files."""
     from torch import nn
 
     module, _, name = model.partition(":")
@@ -225,7 +225,7 @@ def _is_a_model(model: str, factory: Any) -> bool:
 
 
 def _download(model: str, factory: Any, given: Mapping[str, Any]) -> str | None:
-    """Return why the call would fetch weights by a default of the library's, or name none of timm's models."""
+    """Return why the call would fetch weights by a default of the library, or does not name one of timm's models."""
     import importlib
 
     if "model_name" in given:

@@ -1,7 +1,7 @@
 """DeepSpeed's own file of settings (ds_config.json): its settings of ZeRO and of the training. Torch-free.
 
-Start reading at `read_deepspeed`. Names and defaults are of DeepSpeed 0.19 (deepspeed/runtime/config.py,
-deepspeed/runtime/zero/config.py); "auto" is what Hugging Face's Trainer fills in
+Start reading at `read_deepspeed`. Names and defaults are those of DeepSpeed 0.19 (deepspeed/runtime/config.py,
+deepspeed/runtime/zero/config.py); "auto" is replaced as by Hugging Face's Trainer
 (transformers/integrations/deepspeed.py).
 """
 
@@ -20,8 +20,8 @@ from conf.errors import UsageError, shown
 ZERO_STAGES = (1, 2, 3)
 AUTO = "auto"
 _ZERO = "zero_optimization"
-# Keys of zero_optimization that are fields of `featurize.job.layout.Zero`, by the same name: the stages that read them,
-# and what Hugging Face's Trainer fills in for "auto", by the model's width; None: it leaves that to DeepSpeed.
+# Keys of zero_optimization that are fields of `featurize.job.layout.Zero` of the same name: the stages that read them,
+# and the Trainer's value for "auto", from the model's width; None: it leaves the value to DeepSpeed.
 _FIELDS: Mapping[str, tuple[tuple[int, ...], Callable[[int], int] | None]] = {
     "reduce_bucket_size": (ZERO_STAGES, lambda width: width * width),
     "sub_group_size": ((3,), None),
@@ -32,7 +32,7 @@ _FIELDS: Mapping[str, tuple[tuple[int, ...], Callable[[int], int] | None]] = {
     "overlap_comm": (ZERO_STAGES, None),
     "contiguous_gradients": (ZERO_STAGES, None),
 }
-# Keys of what can lie in host memory: the field of `Zero`, the stages that read them, and older keys.
+# Keys of state that can lie in host memory: the field of `Zero`, the stages that read them, and older keys.
 _OFFLOADED: Mapping[str, tuple[str, tuple[int, ...], str]] = {
     "offload_optimizer": ("cpu_offload", ZERO_STAGES, "cpu_offload"),
     "offload_param": ("offload_param", (3,), "cpu_offload_param"),
@@ -105,7 +105,7 @@ _READ = frozenset(
         "train_batch_size",
     }
 )
-# Keys that are known with one value only: another one changes what a step takes, and is not estimated.
+# Keys that are supported with one value only: another value changes the step, and is not estimated.
 _ONLY: Mapping[str, Any] = {
     "reduce_scatter": True,
     "use_multi_rank_bucket_allreduce": True,
@@ -125,7 +125,7 @@ _ONLY: Mapping[str, Any] = {
 _KNOWN_OF_ZERO = frozenset(
     {"stage", *_FIELDS, *_OFFLOADED, "cpu_offload", "cpu_offload_param", *_ONLY, *_NO_MATTER_OF_ZERO}
 )
-# DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW unless set otherwise.
+# DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW does, by default.
 _OPTIMIZERS = {
     "adam": "adamw",
     "adamw": "adamw",
@@ -143,8 +143,8 @@ class DeepSpeedFile:
 
     zero          settings of `featurize.job.layout.Zero`, as users write them
     training      settings of `featurize.job.training_settings.Training`
-    micro_batch   samples of a rank's micro-step; None: it does not say
-    left_open     keys that are "auto", and are taken as DeepSpeed's defaults, or as the job has them
+    micro_batch   samples of a rank's micro-step; None if the file does not set it
+    left_open     keys with "auto" that get DeepSpeed's defaults, or the job's values
     """
 
     zero: Mapping[str, Any]
@@ -161,21 +161,21 @@ def read_deepspeed(
     Args:
         given: The settings, or the path of their JSON file.
         ranks: GPUs of the job.
-        hidden_size: Returns the model's, from which Hugging Face computes buckets where they are "auto"; asked only
-            there. None leaves them open.
+        hidden_size: Returns the model's width, from which Hugging Face computes buckets for "auto"; called only then.
+            None leaves them open.
 
     Raises:
-        UsageError: The file cannot be read; a key is unknown, has a wrong value, or one that is not estimated; all of
-            them are named.
+        UsageError: The file cannot be read, or has unknown keys, wrong values, or values that are not estimated; all
+            of them are named.
     """
     return _Reader(settings_of(given), ranks, hidden_size).read()
 
 
 def hidden_size_of(config: object) -> int | None:
-    """Return the width of a model by its `config`, as Hugging Face's Trainer finds it; None where it has none.
+    """Return the width of a model from its `config`, as Hugging Face's Trainer finds it; None if it has none.
 
     Args:
-        config: With `hidden_size`, `hidden_sizes`, or a `text_config` that has either.
+        config: An object with `hidden_size`, `hidden_sizes`, or a `text_config` that has either.
     """
     for part in (config, getattr(config, "text_config", None)):
         if isinstance(size := getattr(part, "hidden_size", None), int):
@@ -186,14 +186,14 @@ def hidden_size_of(config: object) -> int | None:
 
 
 def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Return settings as they are, or those of a JSON file. Raises `UsageError` for a file that cannot be read."""
+    """Return settings unchanged, or those of a JSON file. Raises `UsageError` for a file that cannot be read."""
     if isinstance(given, Mapping):
         return given
     if not isinstance(given, str | Path):
         raise UsageError(f"deepspeed is a JSON file or a mapping of settings, got {type(given).__name__}")
     try:
         text = Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # no text, or no path
+    except (OSError, ValueError) as error:  # not text, or not a path
         raise UsageError(f"deepspeed: {shown(str(given))} cannot be read: {error}") from error
     try:
         content = json.loads(text)
@@ -205,7 +205,7 @@ def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 
 
 class _Reader:
-    """Collects what the settings say, and every problem of theirs."""
+    """Collects the settings, and all of their problems."""
 
     def __init__(self, given: Mapping[str, Any], ranks: int, hidden_size: Callable[[], int | None] | None) -> None:
         self._given, self._ranks = given, ranks
@@ -366,7 +366,7 @@ def is_finite(value: object) -> TypeGuard[float]:
 
 
 def _is_off(value: object) -> bool:
-    """Return whether a block asks for nothing."""
+    """Return whether a block switches nothing on."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
     return value in (None, False)

@@ -1,4 +1,4 @@
-"""The layer plan: what a family's forward pass is made of, per sample, without torch.
+"""The layer plan: the modules of a family's forward pass, per sample, without torch.
 
 The same granularity as GPUMemNet's `Activations-Params` tuples (arXiv 2602.17817), with true sizes.
 """
@@ -14,10 +14,10 @@ from featurize.job.training_settings import OPTIMIZERS
 
 
 class NetworkBlock(NamedTuple):
-    """One step through a network: what a family's `blocks` lists and its `block_layers` takes apart.
+    """One part of a network, as a family's `blocks` lists it and its `block_layers` takes it apart.
 
-    kind: the family's own word; channels or widths in and out; the square map's side before and after; `times`: how
-    often the block follows itself.
+    kind: the family's name for it; channels or widths in and out; the square map's side before and after; `times`:
+    number of consecutive repetitions.
     """
 
     kind: str
@@ -30,10 +30,10 @@ class NetworkBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One module of the forward pass, or the same one of many configs: then numbers are arrays.
+    """One module of the forward pass, or the same module of many configs, with arrays as numbers.
 
     kind: `linear`, `conv2d`, `batchnorm2d`, `relu`, `dropout`, `attention`, ...; `output_elements` per sample;
-    `parameters` counted once, in the layer that owns them; `flops` per sample, forward, a multiply-add counts 2.
+    `parameters` counted once, in the layer that owns them; `flops` per sample, forward; a multiply-add counts as 2.
     present: false for a layer that the config leaves out.
     """
 
@@ -46,7 +46,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over a plan. Elements, parameters and FLOPs; not bytes."""
+    """Sums over a plan: elements, parameters and FLOPs, not bytes."""
 
     layers: int
     parameters: int
@@ -55,7 +55,7 @@ class Totals:
 
 
 def totals(plan: Iterable[Layer]) -> Totals:
-    """Sum a plan."""
+    """Return the sums over a plan."""
     plan = list(plan)
     return Totals(
         layers=len(plan),
@@ -66,8 +66,8 @@ def totals(plan: Iterable[Layer]) -> Totals:
 
 
 def rough_memory_mib(plan: Iterable[Layer], batch_size: int, optimizer: str) -> float:
-    """Return a quick upper-side guess for the sampling ceiling: fp32 weights, gradients, optimizer state, and every
-    layer's output kept once. No context, no workspace, no allocator. Not an estimator: see `learn`."""
+    """Return a quick high guess in MiB for the sampling limit: fp32 weights, gradients, optimizer state, and every
+    layer's output, without context, workspaces and allocator. It is not an estimator: see `learn`."""
     sums = totals(plan)
-    copies = 2 + OPTIMIZERS[optimizer].states  # with weights and gradients
+    copies = 2 + OPTIMIZERS[optimizer].states  # weights, gradients and states
     return 4 * (copies * sums.parameters + batch_size * sums.output_elements) / MIB

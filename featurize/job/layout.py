@@ -1,7 +1,7 @@
-"""How a job is spread over several GPUs, as its user says it: modes, settings, and which go together. Torch-free.
+"""The layout of a job over several GPUs, as its user writes it: modes, settings, and their rules. Torch-free.
 
-Start reading at `Parallel`, whose parts hold the settings of one mode each, and at `parse_parallel`, which reads a text
-or a mapping.
+Start reading at `Parallel`, whose parts hold the settings of one mode each, and at `parse_parallel`, which parses a
+text or a mapping.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from conf.errors import UsageError, shown
 from featurize.job.deepspeed_config import ZERO_STAGES, DeepSpeedFile, is_finite, read_deepspeed
 
 MODES = ("pp", "ddp", "fsdp", "cp", "tp")  # the outermost first: ranks of the last one are neighbours
-WRAPPED = ("ddp", "fsdp", "tp")  # those among them that real ranks run in
-EXPERTS = "ep"  # which divides the ranks of fsdp, cp and tp, and does not multiply them
-EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads the experts of a rank
-EXPERT_REPLICAS = "eddp"  # the axis of the replicas of these shards, the same ranks as ddp's in groups of their own
+WRAPPED = ("ddp", "fsdp", "tp")  # modes in which real ranks can run
+EXPERTS = "ep"  # divides the ranks of fsdp, cp and tp, and does not multiply them
+EXPERT_SHARDS = "efsdp"  # the axis over which FSDP2 spreads a rank's experts
+EXPERT_REPLICAS = "eddp"  # the axis of these shards' replicas: ddp's ranks, in separate groups
 OWN = "own"  # the model's own code spreads it
-HYBRID = "hsdp"  # a name for both: shards within each node, replicas across nodes
+HYBRID = "hsdp"  # fsdp within each node, ddp across nodes
 GPIPE, ONE_F_ONE_B, INTERLEAVED = SCHEDULES = ("gpipe", "1f1b", "interleaved")  # schedules of pipelines
 ROTATIONS = ("allgather", "alltoall")  # torch.distributed.tensor.experimental.set_rotate_method; its default first
 DTYPES = ("fp32", "bf16", "fp16")
@@ -30,7 +30,7 @@ PREFETCHES = ("pre", "post", "none")  # torch.distributed.fsdp.BackwardPrefetch;
 MOST_RANKS = 65_536
 DEEPSPEED = "deepspeed"
 _WITHIN = re.compile(r"[\[{][^\]}]*")  # brackets
-_COMMA = "\0"  # stands for one within brackets
+_COMMA = "\0"  # replaces a comma within brackets
 _QUOTED = " '\""
 EXAMPLE = "parallel=ddp=8"
 EXAMPLE_STARTS = "stage_starts=[layers.8,layers.16]"
@@ -38,7 +38,7 @@ EXAMPLE_PLAN = "tp_plan={'layers.*.up': colwise, 'layers.*.down': rowwise}"
 
 
 class Where(NamedTuple):
-    """Layouts that have a setting, in words, and by the degrees, `zero` and `fsdp_version` that are given."""
+    """Layouts that have a setting, in words, and as a test of the given degrees, `zero` and `fsdp_version`."""
 
     words: str
     holds: Callable[[Mapping[str, Any]], bool]
@@ -70,7 +70,7 @@ _STAGE_3 = Where("zero=3", lambda given: given.get("zero") == 3)
 
 
 class Allowed(NamedTuple):
-    """Values that a setting may have, in words. `read` makes them of what texts, YAML and JSON have in their place."""
+    """Allowed values of a setting, with a description. `read` converts values from texts, YAML and JSON."""
 
     fit: Callable[[Any], bool]
     words: str
@@ -96,7 +96,7 @@ def _tuple(value: Any) -> Any:
 
 
 def _paths(value: Any) -> Any:
-    several = _tuple(value)  # in which YAML reads members of an nn.Sequential as numbers
+    several = _tuple(value)  # YAML reads the members of an nn.Sequential as numbers
     return tuple(str(p) if type(p) is int else p for p in several) if isinstance(several, tuple) else several
 
 
@@ -110,14 +110,14 @@ _POSITIVE = Allowed(lambda value: is_finite(value) and 0 < value < 1e9, "a numbe
 _BOOLEAN = Allowed(lambda value: isinstance(value, bool), "true or false")
 
 
-# Annotations of the parts' fields say which values they may have, if not true and false, and which layouts have them,
-# if not all that have the part. A text is the name that users write, if that is not the field's.
-# `_declared` reads them, so this module evaluates its annotations as it is imported.
+# The annotation of a part's field holds its allowed values, if these are not true and false, and the layouts that have
+# the field, if not all with the part do. A text is the name that users write, if it differs from the field's.
+# `_iterate_settings` reads the annotations, so this module evaluates them as it is imported.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Ranks of each mode.
+    """Number of ranks of each mode.
 
     pp    ranks of a pipeline, each with a part of the model (one stage or several). The batch is that of a whole step
           of the pipeline, which `schedule.step` of torch.distributed.pipelining divides into micro-batches
@@ -144,7 +144,7 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes that the ranks fill.
+    """The nodes of the ranks.
 
     gpus_per_node  GPUs of a node. More ranks than that take several nodes, all of them full
     network_gb_s   each GPU's share of the network between nodes, in GB/s per direction. None: one adapter a GPU, as
@@ -159,12 +159,12 @@ class Cluster:
 class DataParallel:
     """Arguments of DistributedDataParallel (`ddp`).
 
-    gradient_as_bucket_view  gradients are views of the buckets in which they are reduced, not copies
+    gradient_as_bucket_view  whether gradients are views of the buckets in which they are reduced, not copies
     bucket_cap_mb            size at which a bucket of gradients is full, in MiB. None: torch's own, 25 (the first
                              bucket 1)
-    static_graph             every step runs the same operators
-    find_unused_parameters   parameters may go without a gradient. Buckets then keep the order of the parameters
-    broadcast_buffers        the first rank's buffers are sent to all others before each step
+    static_graph             whether every step runs the same operators
+    find_unused_parameters   whether parameters may lack a gradient. Buckets then keep the order of the parameters
+    broadcast_buffers        whether the first rank's buffers are sent to all others before each step
     """
 
     gradient_as_bucket_view: bool = False
@@ -178,29 +178,30 @@ class DataParallel:
 class FullyShard:
     """Arguments of FSDP2 (`fsdp`, and `cp`, over whose ranks it spreads too), and of FSDP1.
 
-    reshard_after_forward  gathered parameters are freed after the forward pass and gathered again for the backward
-                           pass; a number: they are spread over this many ranks in between. None: FSDP2's choice, all
-                           but the root's
+    reshard_after_forward  whether gathered parameters are freed after the forward pass and gathered again for the
+                           backward pass; a number: they are spread over this many ranks in between. None: FSDP2's
+                           choice, all units except the root
     param_dtype            type in which FSDP2 gathers parameters and computes, one of `DTYPES`. None: their own
     reduce_dtype           type in which it reduces gradients. None: `param_dtype`
-    cpu_offload            shards, their gradients and the optimizer are in host memory
+    cpu_offload            whether shards, their gradients and the optimizer are in host memory
     wrap                   classes of the modules whose parameters are gathered together. None: the repeated blocks
     fsdp_version           2: `fully_shard`. 1: `FullyShardedDataParallel`, with flat parameters: FULL_SHARD or
-                           SHARD_GRAD_OP, as `reshard_after_forward` is true or false, and HYBRID_SHARD and its variant
+                           SHARD_GRAD_OP for `reshard_after_forward` true or false, and HYBRID_SHARD and its variant
                            with `ddp`
 
     FSDP1 alone (`fsdp_version=1`):
 
-    backward_prefetch      when it gathers the next unit of the backward pass, one of `PREFETCHES`: before this one's
-                           gradients are computed, after that, or not ahead at all
-    limit_all_gathers      the host waits before it gathers more than two units ahead of the kernels
-    use_orig_params        the original parameters are kept. False: the optimizer gets flat ones, and each unit's
-                           parameters all train or are all frozen. Lightning, Composer and accelerate set true; torch's
-                           own is false
-    no_sync                all micro-steps but the last run under `no_sync`: each rank keeps whole gradients during them
+    backward_prefetch      when it gathers the next unit of the backward pass, one of `PREFETCHES`: before this unit's
+                           gradients are computed, after that, or without prefetching
+    limit_all_gathers      whether the host waits before it gathers more than two units ahead of the kernels
+    use_orig_params        whether the original parameters are kept. False: the optimizer gets flat ones, and each
+                           unit's parameters all train or are all frozen. Lightning, Composer and accelerate set true;
+                           torch's default is false
+    no_sync                whether all micro-steps except the last run under `no_sync`: ranks keep full gradients until
+    then
     """
 
-    reshard_after_forward: Annotated[bool | int | None, _ANY] = None  # what it may be depends on the degrees
+    reshard_after_forward: Annotated[bool | int | None, _ANY] = None  # its allowed values depend on the degrees
     param_dtype: Annotated[str | None, _one_of(DTYPES), _SHARDED] = None
     reduce_dtype: Annotated[str | None, _one_of(DTYPES)] = None
     cpu_offload: Annotated[bool, _SHARDED] = False
@@ -232,9 +233,9 @@ class FullyShard:
 class ContextParallel:
     """Ring attention of context parallelism (`cp`).
 
-    cp_rotate        how keys and values go around, one of `ROTATIONS`. None: PyTorch's choice, allgather
-    cp_load_balance  each rank has a part of the sequence's head and one of its tail, so that a causal mask leaves all
-                     ranks the same work. None: PyTorch's choice, true. False is for attention without a causal mask
+    cp_rotate        rotation of keys and values, one of `ROTATIONS`. None: PyTorch's choice, allgather
+    cp_load_balance  whether each rank has a part of the sequence's head and one of its tail, which balances the work
+                     under a causal mask. None: PyTorch's choice, true. False is for attention without a causal mask
     """
 
     cp_rotate: Annotated[str | None, _one_of(ROTATIONS)] = None
@@ -243,10 +244,10 @@ class ContextParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """How modules are split (`tp`).
+    """Division of modules (`tp`).
 
-    tp_plan  path of a module, with `*` for any part of it -> how it is split, as in plans of transformers' models:
-             `colwise`, `rowwise` and others. None: the model's own plan
+    tp_plan  path of a module, with `*` for any part of it -> style of its division, as in plans of transformers'
+             models: `colwise`, `rowwise` and others. None: the model's own plan
     """
 
     tp_plan: Annotated[
@@ -255,7 +256,7 @@ class TensorParallel:
             lambda value: isinstance(value, Mapping) and bool(value) and _are_names((*value.keys(), *value.values())),
             f"module path -> style, as in {EXAMPLE_PLAN}",
         ),
-    ] = field(default=None, hash=False)  # a mapping has no hash
+    ] = field(default=None, hash=False)  # a mapping is not hashable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,19 +268,19 @@ class Zero:
     param_dtype            type of the model itself, whose master weights are in fp32. None: its own
     cpu_offload            DeepSpeed's `offload_optimizer`
     reduce_bucket_size     elements of the buffer in which gradients are reduced
-    overlap_comm           gradients are reduced on their own stream, in two alternating buffers. None: DeepSpeed's
-                           choice, only in stage 3
-    contiguous_gradients   gradients are copied into that buffer as they come
+    overlap_comm           whether gradients are reduced on their own stream, in two alternating buffers. None:
+                           DeepSpeed's choice, only in stage 3
+    contiguous_gradients   whether gradients are copied into that buffer as they are computed
     deepspeed              DeepSpeed's own file, from which `parse_parallel` made the layout
 
     Stage 3 alone:
 
-    offload_param          partitions of parameters are in host memory
+    offload_param          whether partitions of parameters are in host memory
     sub_group_size         elements of a partition that are updated at a time
     stage3_prefetch_bucket_size         elements that are gathered ahead of use
     stage3_max_live_parameters          gathered elements beyond which parameters are freed, and no more are gathered
                                         ahead
-    stage3_max_reuse_distance           gathered parameters are kept that are used again within this many elements
+    stage3_max_reuse_distance           elements within which gathered parameters that are used again are kept
     stage3_param_persistence_threshold  smaller parameters stay gathered
     """
 
@@ -314,9 +315,9 @@ class Pipeline:
     micro_batches    number of micro-batches that the batch is divided into, along the first dimension. None: two for
                      each rank of `pp`
     stages_per_rank  stages of each rank, for `interleaved` only. None: 2 there
-    stage_starts     paths of the modules at which all stages but the first begin, in order. None: blocks are spread
+    stage_starts     paths of the modules at which all stages except the first begin, in order. None: blocks are spread
                      evenly, where the parts before and after them count as a block each
-    drop_outputs     the last stage does not keep the outputs of its micro-batches to return them as one
+    drop_outputs     whether the last stage drops the outputs of its micro-batches instead of returning them joined
                      (`return_outputs=False` of `schedule.step`)
     """
 
@@ -331,15 +332,15 @@ class Pipeline:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Parallel:
-    """A job's ranks, one GPU each, and how they share it. The degrees of modes multiply, except that of `ep`.
+    """A job's ranks, one GPU each, and their layout. The degrees of modes multiply, except that of `ep`.
 
-    It is made of settings by the names that users write, as `Parallel(fsdp=8, cpu_offload=True)`, and holds them by
-    mode, as in `layout.fsdp.cpu_offload`: an annotation says which layouts have a part. What several modes share is in
-    the parts of all of them.
+    It is built from settings by the names that users write, as `Parallel(fsdp=8, cpu_offload=True)`, and holds them by
+    mode, as in `layout.fsdp.cpu_offload`. A part's annotation tells which layouts have it. A setting that several modes
+    share is in the parts of all of them.
 
     Raises:
-        UsageError: An unknown setting, with the known ones; a value out of range, or a setting of a mode that the
-            layout does not have; all of them are named.
+        UsageError: An unknown setting, with the known ones; a value out of range; or a setting of a mode that the
+            layout does not have. All of them are named.
     """
 
     degrees: Annotated[Degrees, _EVERYWHERE]
@@ -372,7 +373,7 @@ class Parallel:
         return {name: value for name, value in self.settings().items() if value != _SETTINGS[name].default}
 
     def changed(self, **settings: Any) -> Self:
-        """Return the layout with other values of some settings. Raises `UsageError` as the class."""
+        """Return the layout with other values of some settings. Raises `UsageError` as the class does."""
         return type(self)(**{**self.settings(), **settings})
 
     def __repr__(self) -> str:
@@ -385,58 +386,59 @@ class Parallel:
 
     @property
     def order(self) -> str:
-        """The schedule of a pipeline, of `SCHEDULES`."""
+        """The schedule of a pipeline, one of `SCHEDULES`."""
         return self.pipeline.schedule or ONE_F_ONE_B
 
     @property
     def chunks(self) -> int:
-        """Micro-batches into which a pipeline divides its batch; 1 where there is none."""
+        """Number of micro-batches of a pipeline's batch; 1 without a pipeline."""
         return 1 if self.degrees.pp == 1 else self.pipeline.micro_batches or 2 * self.degrees.pp
 
     @property
     def parts(self) -> int:
-        """Stages of each rank of a pipeline."""
+        """Number of stages of each rank of a pipeline."""
         return (self.pipeline.stages_per_rank or 2) if self.order == INTERLEAVED else 1
 
     @property
     def stages(self) -> int:
-        """Stages of a pipeline: those of rank 0 are 0, `pp`, and so on."""
+        """Number of stages of a pipeline: those of rank 0 are 0, `pp`, and so on."""
         return self.degrees.pp * self.parts
 
     @property
     def of_stage(self) -> int:
-        """Ranks that have the same stages."""
+        """Number of ranks that have the same stages."""
         return self.ranks // self.degrees.pp
 
     @property
     def sharded(self) -> int:
-        """Ranks over which FSDP2 spreads each replica."""
+        """Number of ranks over which FSDP2 spreads each replica."""
         return self.degrees.fsdp * self.degrees.cp
 
     @property
     def replicates(self) -> bool:
-        """Each replica holds all of its gradients, which are reduced in buckets."""
+        """Whether each replica holds all of its gradients, which are reduced in buckets."""
         return self.degrees.ddp > 1 and self.sharded == 1
 
     @property
     def flat(self) -> bool:
-        """FullyShardedDataParallel spreads flat parameters."""
+        """Whether FullyShardedDataParallel spreads flat parameters."""
         return self.degrees.fsdp > 1 and self.fsdp.fsdp_version == FLAT
 
     @property
     def expert_shards(self) -> int:
-        """Ranks over which FSDP2 spreads the same experts."""
+        """Number of ranks over which FSDP2 spreads the same experts."""
         return self.sharded * self.degrees.tp // self.degrees.ep
 
     @property
     def axes(self) -> dict[str, int]:
-        """The dimensions of the mesh of wrappers, the outermost first: `fsdp` is all that FSDP2 spreads over."""
+        """The dimensions of the wrappers' mesh, the outermost first: `fsdp` covers all ranks that FSDP2 spreads
+        over."""
         sizes = {**vars(self.degrees), "fsdp": self.sharded}
         return {name: sizes[name] for name in ("pp", "ddp", "fsdp", "tp", OWN) if sizes[name] > 1}
 
     @property
     def groups(self) -> dict[str, tuple[int, int]]:
-        """Ranks that talk to each other, by the axis of what they send: how many, and how far they are apart."""
+        """Groups of ranks that communicate, by axis: (number of ranks, distance between them)."""
         groups, stride = {}, self.ranks
         for name, degree in self.axes.items():
             stride //= degree
@@ -448,28 +450,28 @@ class Parallel:
                 groups[EXPERT_REPLICAS] = groups["ddp"]
             groups[EXPERTS] = self.degrees.ep, 1
             groups[EXPERT_SHARDS] = self.expert_shards, self.degrees.ep
-        # A dimension that is the whole mesh talks within the default group (torch/distributed/device_mesh.py).
+        # A dimension that spans the mesh communicates in the default group (torch/distributed/device_mesh.py).
         whole = [name for name, (degree, _) in groups.items() if degree == self.ranks]
         return {name: group for name, group in groups.items() if group[0] > 1 and name not in whole[1:]}
 
     @property
     def ranks(self) -> int:
-        """All GPUs of the job."""
+        """Number of all ranks, one GPU each."""
         return math.prod(degree for mode, degree in self.modes.items() if mode != EXPERTS)
 
     @property
     def replicas(self) -> int:
-        """How many batches a step takes: one for each rank that has its own."""
+        """Number of batches of a step: one for each rank with its own batch."""
         return self.degrees.ddp * self.degrees.fsdp * self.degrees.own
 
     @property
     def shards(self) -> bool:
-        """PyTorch's own wrappers spread tensors over ranks, except what a pipeline does."""
+        """Whether PyTorch's own wrappers spread tensors over ranks, pipelines aside."""
         return self.sharded > 1 or self.degrees.tp > 1 or self.degrees.own > 1
 
     @property
     def nodes(self) -> int:
-        """Nodes that the ranks fill."""
+        """Number of nodes."""
         return -(-self.ranks // self.cluster.gpus_per_node)
 
     def text(self) -> str:
@@ -486,7 +488,7 @@ def _write(value: object) -> str:
 
 
 class _Declared(NamedTuple):
-    """A setting as a part of a layout declares it."""
+    """A setting, as a part of a layout declares it."""
 
     part: str
     field: str
@@ -498,7 +500,7 @@ class _Declared(NamedTuple):
 _PARTS = {part: annotation.__origin__ for part, annotation in Parallel.__annotations__.items()}
 
 
-def _declared() -> Iterator[tuple[str, _Declared]]:
+def _iterate_settings() -> Iterator[tuple[str, _Declared]]:
     """Yield the settings of all parts, by the names that users write."""
     for part, annotation in Parallel.__annotations__.items():
         for setting in dataclasses.fields(annotation.__origin__):
@@ -507,21 +509,21 @@ def _declared() -> Iterator[tuple[str, _Declared]]:
             yield given.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
 
 
-_DECLARED = list(_declared())
-_SETTINGS = dict(_DECLARED)  # of a setting that parts share, one of its declarations
+_DECLARED = list(_iterate_settings())
+_SETTINGS = dict(_DECLARED)  # for a setting that parts share, one of its declarations
 
 
 def apt_settings(given: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, Any]:
-    """Return those of several settings that a layout with these degrees has."""
-    kept = dict(given)
-    for name in ("zero", "fsdp_version", *given):  # on the first two depends where others belong
-        if name in kept and name in _SETTINGS and not _SETTINGS[name].where.holds({**kept, **degrees}):
-            del kept[name]
-    return kept
+    """Return the given settings that a layout with these degrees has."""
+    apt = dict(given)
+    for name in ("zero", "fsdp_version", *given):  # the first two decide which others apply
+        if name in apt and name in _SETTINGS and not _SETTINGS[name].where.holds({**apt, **degrees}):
+            del apt[name]
+    return apt
 
 
 def _problems_of(layout: Parallel) -> Iterator[str]:
-    """Yield each thing that is wrong with a layout, in words; what follows from a wrong value is left out."""
+    """Yield each problem of a layout as text; consequences of a wrong value are left out."""
     wrong = set()
     for name, value in layout.settings().items():
         known = _SETTINGS[name]
@@ -541,7 +543,7 @@ def _problems_of(layout: Parallel) -> Iterator[str]:
 
 
 def _rules_of_modes(layout: Parallel) -> tuple[tuple[bool, str], ...]:
-    """Return whether each rule is broken, and the rule in words."""
+    """Return each rule's text, with whether it is broken."""
     degrees, stage, kept = layout.degrees, layout.zero.stage, layout.fsdp.reshard_after_forward
     among, is_flat = layout.sharded * degrees.tp, layout.fsdp.fsdp_version == FLAT
     of_node = layout.cluster.gpus_per_node
@@ -590,7 +592,7 @@ def _rules_of_modes(layout: Parallel) -> tuple[tuple[bool, str], ...]:
 
 
 def _rules_of_pipelines(layout: Parallel) -> tuple[tuple[bool, str], ...]:
-    """Return the rules of torch's schedules, and of the number of stages, in the same form."""
+    """Return the rules of torch's schedules and of the number of stages, in the same form."""
     pp, starts, chunks = layout.degrees.pp, layout.pipeline.stage_starts, layout.chunks
     return (
         (layout.zero.stage is not None, "pp with zero: DeepSpeed's own pipelines are not estimated; leave either out"),
@@ -617,12 +619,12 @@ def _rules_of_pipelines(layout: Parallel) -> tuple[tuple[bool, str], ...]:
 def parse_parallel(
     given: object, *, files: bool = False, hidden_size: Callable[[], int | None] | None = None
 ) -> Parallel | None:
-    """Return how a job is spread over GPUs; None for a job on one GPU, which no wrapper changes.
+    """Return the layout of a job over GPUs; None for a job on one GPU, which no wrapper changes.
 
     Args:
         given: A `Parallel`, a mapping of settings, or text such as `ddp=8` and `ddp=8,gradient_as_bucket_view=true`.
-        files: `deepspeed=FILE` may name DeepSpeed's own settings: where they are, as a job's config holds no files.
-        hidden_size: Returns the model's, where such a file leaves sizes to it.
+        files: Whether `deepspeed=FILE` may name DeepSpeed's own settings; a job's config may not name files.
+        hidden_size: Returns the model's width, where such a file leaves sizes to it.
 
     Raises:
         UsageError: An unknown mode or setting, with the known ones; a value out of range; a file that cannot be read.
@@ -638,18 +640,18 @@ def parse_parallel(
 
 
 def names_network_only(given: object) -> bool:
-    """Return whether a text or a mapping says no more than what joins the nodes, as `network_gb_s=50` does."""
+    """Return whether a text or a mapping sets the network between nodes alone, as `network_gb_s=50` does."""
     return isinstance(given, str | Mapping) and set(named_settings(given)) == {"network_gb_s"}
 
 
 def named_settings(given: str | Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return settings by name, as a text or a mapping has them. Raises `UsageError` for text that is not such a
-    list."""
+    """Return settings by name, from a text or a mapping. Raises `UsageError` for a text that is not a list of
+    settings."""
     return dict(_pairs(given) if isinstance(given, str) else given)
 
 
 def _with_file(given: dict[Any, Any], hidden_size: Callable[[], int | None] | None, *, files: bool) -> dict[Any, Any]:
-    """Settings with what DeepSpeed's file says; those that are given beside it say the same, or what it does not."""
+    """Return settings merged with DeepSpeed's file. Raises `UsageError` where a given setting contradicts the file."""
     if not files:
         raise UsageError(
             "parallel: deepspeed: a file is read where one job is estimated; give its settings, as in ddp=8,zero=2"
@@ -683,10 +685,10 @@ def _of_mapping(given: Mapping[Any, Any]) -> Parallel:
 
 
 def _hybrid(given: Mapping[Any, Any]) -> dict[str, int]:
-    """Return the degrees of shards within nodes and replicas across them."""
+    """Return the degrees of shards within nodes and of replicas across nodes."""
     ranks, of_node = given[HYBRID], given.get("gpus_per_node", Cluster.gpus_per_node)
-    if both := [name for name in ("ddp", "fsdp") if name in given]:
-        raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(both)} out, or {HYBRID}")
+    if excluded := [name for name in ("ddp", "fsdp") if name in given]:
+        raise UsageError(f"parallel: {HYBRID} is ddp and fsdp in one: leave {' and '.join(excluded)} out, or {HYBRID}")
     if not all(type(size) is int and size > 0 for size in (ranks, of_node)) or ranks % of_node or ranks == of_node:
         raise UsageError(
             f"parallel: {HYBRID} must be GPUs of several full nodes of {shown(of_node)}, got {shown(ranks)}"

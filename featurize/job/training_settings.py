@@ -1,7 +1,7 @@
-"""Settings that a job trains with: the trial config, which families extend, and those of models of no family.
+"""Training settings of a job: the trial config, which families extend, and those of models outside families.
 
-Start reading at `TrialConfig`; `featurize.configs.trial` makes one of a mapping. `Training` says what a model of any
-library trains with, and which settings exclude each other. Torch-free.
+Start reading at `TrialConfig`; `featurize.configs.trial` makes one from a mapping. `Training` holds the settings of any
+library's model, and the rules by which they exclude each other. Torch-free.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ IMPLEMENTATIONS = ("foreach", "fused", "loop")
 class Optimizer:
     """Properties of an optimizer that are known before `featurize.training.optimizers` makes it.
 
-    states: tensors of its parameter's size, in float32, that it keeps on the device.
-    implementations: torch's, of which it has these.
-    elementwise: its step does the same to every element, so that ranks that share a parameter update their parts alone.
+    states: number of float32 tensors of its parameter's size that it keeps on the device.
+    implementations: torch's implementations that it has.
+    elementwise: its step treats every element alike, so that ranks that share a parameter update only their parts.
     shared: it runs on parameters that ranks share (DTensor).
     on_host: DeepSpeed-like offloading runs it on the CPU.
-    package: what it takes beside torch.
-    cuda_only: no other device runs it for real.
+    package: package that it needs besides torch.
+    cuda_only: it does not run on other devices.
     """
 
     states: float
@@ -80,10 +80,10 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """Base of every family's config. Raises `ValueError` naming the field, the rule and the value.
+    """Base of every family's config. Raises `ValueError` that names the field, the rule and the value.
 
-    A subclass sets `family`, adds its fields, and extends `problems`. `parallel` is text such as `ddp=2`, kept in the
-    one form that `Parallel.text` writes; None, also for `ddp=1`, is one GPU.
+    A subclass sets `family`, adds its fields, and extends `problems`. `parallel` is text such as `ddp=2`, in the
+    canonical form of `Parallel.text`; None, also for `ddp=1`, is one GPU.
     """
 
     family: ClassVar[str]
@@ -97,13 +97,13 @@ class TrialConfig:
     parallel: str | None = None
 
     def __post_init__(self) -> None:
-        with contextlib.suppress(UsageError):  # `problems` says what is wrong with it
+        with contextlib.suppress(UsageError):  # `problems` reports it
             object.__setattr__(self, "parallel", None if self.layout is None else self.layout.text())
         if problems := self.problems():
             raise UsageError(f"{self.family}: " + "; ".join(problems))
 
     def problems(self) -> list[str]:
-        """Return every rule this config breaks, in words; empty when it can be built."""
+        """Return every rule that this config breaks, as text; empty if it can be built."""
         problems = [
             *at_least(self, batch_size=1),
             *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),
@@ -122,17 +122,17 @@ class TrialConfig:
 
     @property
     def layout(self) -> Parallel | None:
-        """How the trial is spread over GPUs; None: it runs on one."""
+        """The layout of the trial over GPUs; None if it runs on one."""
         return parse_parallel(self.parallel)
 
     @property
     def ranks(self) -> int:
-        """GPUs that the trial runs on, a process each."""
+        """Number of GPUs of the trial, with a process each."""
         return 1 if self.layout is None else self.layout.ranks
 
     def to_mapping(self) -> dict[str, Any]:
         """Return `{"family": ..., field: value, ...}`, which `runs.config` holds as JSON. A trial on one GPU has no
-        `parallel` in it, so that configs keep the hashes that they had before there were others."""
+        `parallel` entry, so that older configs keep their hashes."""
         values = dataclasses.asdict(self)
         if self.parallel is None:
             del values["parallel"]
@@ -165,65 +165,68 @@ def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
     return [
         f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
         for name, known in choices.items()
-        if getattr(config, name) not in tuple(known)  # the value may be of any type, also an unhashable one
+        if getattr(config, name) not in tuple(known)  # the value may be of any type, even an unhashable one
     ]
 
 
-# Weights, gradients and optimizer state in that type, without autocast.
+# Precisions with weights, gradients and optimizer state in that type, without autocast.
 LOW_PRECISIONS = ("bf16-true", "fp16-true")
 ALL_PRECISIONS = (*PRECISIONS, *LOW_PRECISIONS)
-# `mode` of torch.compile, and those that run the model as CUDA graphs (torch/_inductor/__init__.py: list_mode_options).
+# `mode` of torch.compile, and the modes that run the model as CUDA graphs (torch/_inductor/__init__.py).
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 CHECKPOINTING = ("full", "selective")
 _ON_HOST = tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.on_host)
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao.float8.Float8LinearRecipeName
-# What runs the job on the host: PyTorch operator by operator, what torch.compile made, Megatron-LM and what builds on
-# it, or the whole step as CUDA graphs.
+# How the host runs the job: PyTorch operator by operator, torch.compile's code, Megatron-LM and libraries built on it,
+# or the whole step as CUDA graphs.
 EAGER, COMPILED, MEGATRON, GRAPHS = FRAMEWORKS = ("eager", "compiled", "megatron", "graphs")
 QUANTIZATIONS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Training settings by themselves, for a model that is not a family's.
+    """Training settings of a model that is not a family's.
 
     Args:
         optimizer: One of `OPTIMIZERS`.
         precision: `fp32`, `tf32`; `bf16` and `fp16`: autocast over the model's weights; `bf16-true` and `fp16-true`:
             weights, gradients and optimizer state in that type.
-        cudnn_benchmark: cuDNN searches for its fastest algorithms.
-        channels_last: Model and inputs are in channels-last format.
+        cudnn_benchmark: Whether cuDNN searches for its fastest algorithms.
+        channels_last: Whether model and inputs are in channels-last format.
         implementation: `foreach`, `fused` or `loop`; None is torch's own choice on a GPU.
-        weight_decay: The optimizer's factor. None: its library's default, 0.01 of AdamW and 0 of the others.
+        weight_decay: The optimizer's factor. None: its library's default, 0.01 for AdamW and 0 for the others.
         accumulation: Micro-steps, each of one batch, before the optimizer's step. Gradients live over all of them.
         clip_norm: Largest norm of all gradients together; None does not clip.
         clip_value: Largest absolute value of a gradient; None does not clip.
-        set_to_none: `zero_grad` frees the gradients; False fills them with zeros.
+        set_to_none: Whether `zero_grad` frees the gradients; False fills them with zeros.
         zero_grad: `before_forward`; `after_forward`: between the loss and the backward pass, so that the last step's
             gradients live through the forward pass.
-        holds_output: Output and loss live until the next step's, as variables of a loop do. False: the step is a
-            function of its own, which leaves no output behind. A resident loop never holds them.
-        grad_scaler: The loss is scaled by a `GradScaler`. None: with precision=fp16 only.
-        ema: An exponential moving average of all weights and buffers is kept on the device.
-        optimizer_in_backward: Each weight is updated, and its gradient freed, as soon as the gradient is complete.
-        checkpointing: Activations of the repeated blocks are recomputed in the backward pass: `full`, or `selective`:
+        holds_output: Whether output and loss live until the next step's, as variables of a loop do. False: the step is
+            a function, which leaves no output behind. A resident loop never holds them.
+        grad_scaler: Whether a `GradScaler` scales the loss. None: with precision=fp16 only.
+        ema: Whether an exponential moving average of all weights and buffers is kept on the device.
+        optimizer_in_backward: Whether each weight is updated, and its gradient freed, as soon as the gradient is
+        complete. checkpointing: Recomputation of the repeated blocks' activations in the backward pass: `full`, or
+        `selective`:
             all but the results of matrix products and attention.
         checkpoint_every: Every n-th block is checkpointed.
-        checkpoint_reentrant: The variant of `torch.utils.checkpoint`.
-        offload_activations: Saved tensors lie in host memory until the backward pass (`save_on_cpu`).
-        offload_optimizer: State and step of the optimizer are on the host; weights are copied back.
-        compile: The model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not. A text of
-            `COMPILE_MODES` is torch.compile's mode; True is `default`.
-        framework: What launches the kernels, one of `FRAMEWORKS`: it decides how long the host takes. None: `compiled`
-            with `compile`, else `megatron` where modules or stages are split over ranks, else `eager`.
-        float8: Linear layers multiply 8-bit floats, as torchao's `convert_to_float8_training` makes them: one of its
-            recipes. Layers one of whose sizes is not a multiple of 16 stay as they are.
+        checkpoint_reentrant: Whether to use the reentrant variant of `torch.utils.checkpoint`.
+        offload_activations: Whether saved tensors lie in host memory until the backward pass (`save_on_cpu`).
+        offload_optimizer: Whether state and step of the optimizer are on the host; weights are copied back.
+        compile: Whether the model is compiled (`torch.compile`), with Inductor. The loss and the optimizer are not. A
+            text from `COMPILE_MODES` is torch.compile's mode; True is `default`.
+        framework: Framework that launches the kernels, one of `FRAMEWORKS`: it decides the host's time. None:
+            `compiled` with `compile`, else `megatron` where modules or stages are split over ranks, else `eager`.
+        float8: Recipe of 8-bit floats in linear layers, as torchao's `convert_to_float8_training` takes it. Layers with
+            a size that is not a multiple of 16 are not converted.
         float8_skip: Names of the linear layers that are not converted. None: the output layer.
-        float8_all_gather: FSDP2 casts weights before it gathers them, torchao's `enable_fsdp_float8_all_gather`.
+        float8_all_gather: Whether FSDP2 casts weights before it gathers them (`enable_fsdp_float8_all_gather` of
+            torchao).
         quantize: Frozen weights of linear layers are stored in 4 or 8 bits; `-dq` quantizes the block constants too.
-        quantize_skip: Names of the linear layers that stay as they are. None: the output layer, as in transformers.
-        quantize_keeps_inputs: 4-bit layers keep their inputs for the backward pass, as in bitsandbytes before 0.43.2.
+        quantize_skip: Names of the linear layers that are not quantized. None: the output layer, as in transformers.
+        quantize_keeps_inputs: Whether 4-bit layers keep their inputs for the backward pass, as bitsandbytes before
+            0.43.2.
 
     Raises:
         UsageError: A value is unknown, or two settings exclude each other.
@@ -277,7 +280,7 @@ class Training:
 
     @property
     def scales_loss(self) -> bool:
-        """Return whether a `GradScaler` takes part."""
+        """Return whether a `GradScaler` is used."""
         return self.precision == "fp16" if self.grad_scaler is None else self.grad_scaler
 
     @property
@@ -296,14 +299,15 @@ class Training:
         return (self.compile_mode or "").startswith("max-autotune")
 
     def beyond_trials(self) -> tuple[str, ...]:
-        """Return the settings, as `name=value`, beyond trial configs, and an optimizer that no model was fitted on."""
+        """Return the settings, as `name=value`, that trial configs lack, and an optimizer that no model was fitted
+        on."""
         return self._beyond("cudnn_benchmark", "channels_last", "framework")
 
     def beyond_fits(self) -> tuple[str, ...]:
         """Return the settings among `beyond_trials` that no fitted model covers.
 
-        Where gradients are freed is not among them, nor weight decay: what lives longer, or is copied, is in the traced
-        peak, which fitted models scale. Nor is the framework, which changes the host's time alone.
+        When gradients are freed, and weight decay, are not among them: tensors that live longer, or are copied, are in
+        the traced peak, which fitted models scale. The framework is not, as it changes the host's time alone.
         """
         return self._beyond("cudnn_benchmark", "channels_last", "framework", "zero_grad", "weight_decay")
 
@@ -416,7 +420,7 @@ _RULES: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
 )
 
 
-TrainingSettings: TypeAlias = Training | TrialConfig  # what a job trains with; the latter has the first four alone
+TrainingSettings: TypeAlias = Training | TrialConfig  # a trial config has the first four fields only
 
 
 class TrainingKeywords(TypedDict, total=False):
@@ -453,7 +457,7 @@ class TrainingKeywords(TypedDict, total=False):
 
 
 def training_of(settings: TrainingSettings) -> Training:
-    """Return the settings with every field; a trial config has the first four, and its model does the rest."""
+    """Return the settings with every field; a trial config sets the first four, and its model decides the others."""
     if isinstance(settings, Training):
         return settings
     return _of_trial(settings.optimizer, settings.precision, settings.cudnn_benchmark, settings.channels_last)
@@ -466,16 +470,16 @@ def _of_trial(optimizer: str, precision: str, cudnn_benchmark: bool, channels_la
     )
 
 
-# Type of ZeRO's model -> precisions that say the same, or nothing
+# Type of ZeRO's model -> precisions that mean the same, or leave it open
 _APT = {"bf16": ("fp32", "bf16", "bf16-true"), "fp16": ("fp32", "fp16", "fp16-true"), "fp32": ("fp32", "tf32")}
 
 
 def settings_of_ranks(layout: Parallel | None, settings: TrainingSettings) -> Training:
-    """Return the settings as the ranks of a job train. With `param_dtype` of ZeRO, the whole model is of that type, and
-    there is no autocast (DeepSpeed 0.19, deepspeed/runtime/engine.py: `_cast_module_mixed_precision`).
+    """Return the settings with which the ranks of a job train. With ZeRO's `param_dtype`, the whole model is of that
+    type, without autocast (DeepSpeed 0.19, deepspeed/runtime/engine.py: `_cast_module_mixed_precision`).
 
     Raises:
-        UsageError: A setting that the job's wrapper does not have; `param_dtype` of ZeRO contradicts the precision.
+        UsageError: A setting that the job's wrapper does not support, or `param_dtype` contradicts the precision.
     """
     training = training_of(settings)
     if layout is not None and (stage := layout.zero.stage):

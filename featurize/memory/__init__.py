@@ -1,4 +1,4 @@
-"""Memory of a traced step on a GPU: PyTorch's caching allocator, simulated, and the step's blocks replayed through it.
+"""Memory of a traced step on a GPU: PyTorch's caching allocator, simulated, and the replay of the step's blocks on it.
 
 Start reading at `replay`; `allocator` holds the rules. Called by estimates, features and simulated devices; it calls
 recordings, operators and cuDNN's answers.

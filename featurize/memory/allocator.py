@@ -1,4 +1,4 @@
-"""PyTorch's CUDA caching allocator, simulated rule by rule: which block serves a request, and what stays reserved.
+"""PyTorch's CUDA caching allocator, simulated rule by rule: the block for each request, and the reserved segments.
 
 Start reading at `CachingAllocator.allocate`. It follows c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.4 to 2.13.
 """
@@ -13,26 +13,27 @@ from dataclasses import dataclass, field
 from conf.units import MIB
 from featurize.memory.allocator_settings import AllocatorSettings, round_to_512
 
-SMALL_REQUEST = MIB  # and below: the small pool
+SMALL_REQUEST = MIB  # requests up to this go to the small pool
 SMALL_SEGMENT = 2 * MIB
-MIDDLE_REQUEST = 10 * MIB  # below: a segment of `large_segment_size_mb`
-LARGE_STEP = 2 * MIB  # from there on a segment is the request rounded up to this
+MIDDLE_REQUEST = 10 * MIB  # requests below this get a segment of `large_segment_size_mb`
+LARGE_STEP = 2 * MIB  # from there on, a segment is the request rounded up to this
 LEAST_REST_SMALL = 512
 LEAST_REST_LARGE = MIB + 512  # "more than 1 MiB", in steps of 512
 UNLIMITED = 1 << 62
-UNBOUNDED_ADDRESSES = 1 << 40  # addresses of an expandable segment where no capacity is given
+UNBOUNDED_ADDRESSES = 1 << 40  # address space of an expandable segment without a capacity
 
-# A free piece's place in its pool is one integer, size first, then address: both are multiples of 512.
+# A free piece's key in its pool is one integer, size first, then address: both are multiples of 512.
 KEY_SHIFT = 48
 ADDRESS_SHIFT = 9
 
-# Handles are never used twice, not even by two allocators: a stale or foreign one is always noticed.
+# Handles are never reused, not even by another allocator: a stale or foreign one is always detected.
 _handles = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolBlock:
-    """Bytes. `requested` is 0 where nothing lives; `state` is `active_allocated` or `inactive`, PyTorch's names."""
+    """A block; sizes in bytes. `requested` is 0 for a free block; `state` is PyTorch's `active_allocated` or
+    `inactive`."""
 
     address: int
     size: int
@@ -55,7 +56,7 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class SegmentEvent:
     """`segment_alloc`, `segment_free`, `segment_map`, `segment_unmap` or `oom`, as PyTorch's memory history names them.
-    `size` in bytes; addresses are the driver's choice and don't take part in comparisons."""
+    `size` in bytes; addresses are the driver's choice and are ignored in comparisons."""
 
     action: str
     size: int
@@ -64,10 +65,10 @@ class SegmentEvent:
 
 
 class Piece:
-    """A run of bytes of a segment, with its neighbours there.
+    """A run of bytes in a segment, linked to its neighbours.
 
     free   True: cached in `pool`; False: handed out; None: address space of an expandable segment without memory
-    key    where it stands in `pool.keys`, and `born`, the count of large requests when it became free: both are only
+    key    its key in `pool.keys`, and `born`, the count of large requests when it became free: both are only
            valid while `free`
     """
 
@@ -92,16 +93,16 @@ class Piece:
         return self.before is not None or self.behind is not None
 
     def split(self, size: int) -> Piece:
-        """Shorten the piece to its first `size` bytes. Return the rest, in the same state and in no pool."""
+        """Shorten the piece to its first `size` bytes. Return the remainder, in the same state and in no pool."""
         behind = self.behind
-        rest = Piece(self.address + size, self.size - size, 0, self.free, self.pool, self, behind)
+        remainder = Piece(self.address + size, self.size - size, 0, self.free, self.pool, self, behind)
         if behind is not None:
-            behind.before = rest
-        self.behind, self.size = rest, size
-        return rest
+            behind.before = remainder
+        self.behind, self.size = remainder, size
+        return remainder
 
     def merge_neighbours(self) -> None:
-        """Swallow the neighbours in the same state, free or unmapped, which leave their pool."""
+        """Merge with neighbours in the same state, free or unmapped, which leave their pool."""
         state, near = self.free, self.before
         if near is not None and near.free is state:
             self.pool.forget(near)
@@ -125,7 +126,7 @@ class Pool:
     keys, by_key   the free pieces, sorted
     unmapped       address -> free address space of expandable segments
     ranges         those segments' address ranges, base -> size
-    least_rest     what must be left over, at least, for a piece to be split
+    least_rest     least size of the remainder for which a piece is split
     """
 
     __slots__ = ("by_key", "keys", "least_rest", "ranges", "small", "stream", "unmapped")
@@ -148,7 +149,7 @@ class Pool:
         del self.by_key[piece.key]
 
     def forget(self, piece: Piece) -> None:
-        """Take out a piece, free or unmapped, that becomes part of another one."""
+        """Remove a piece, free or unmapped, that becomes part of another one."""
         if piece.free:
             self.take(piece)
         else:
@@ -159,15 +160,15 @@ class Pool:
         return [self.by_key[key] for key in self.keys]
 
     def base_of(self, address: int) -> int:
-        """Return where the expandable segment that holds this address begins."""
+        """Return the start of the expandable segment that holds this address."""
         return max(base for base in self.ranges if base <= address)
 
 
 class AddressSpace:
-    """Where the driver puts segments: the lowest free range that is large enough, in steps of 2 MiB.
+    """The driver's placement of segments: the lowest free range that is large enough, in steps of 2 MiB.
 
-    What a driver really does is not documented and differs between versions; it decides only between free pieces of
-    equal size in different segments.
+    A real driver's placement is not documented and differs between versions. It matters only for the choice between
+    free pieces of equal size in different segments.
     """
 
     STEP = 2 * MIB
@@ -177,7 +178,7 @@ class AddressSpace:
         self._holes: list[tuple[int, int]] = []  # address, size; sorted, never adjacent
 
     def take(self, size: int, action: str) -> int:
-        """Return an address for `size` bytes. `action` is the event that asks, `segment_alloc` or `segment_map`."""
+        """Return an address for `size` bytes. `action` is the requesting event, `segment_alloc` or `segment_map`."""
         size = -(-size // self.STEP) * self.STEP
         for i, (address, room) in enumerate(self._holes):
             if room >= size:
@@ -202,10 +203,10 @@ class AddressSpace:
 
 
 class OutOfMemory(Exception):
-    """No cached block serves the request, and no segment for it fits, even after all cached segments were given back.
+    """No cached block serves the request, and no segment for it fits, even after all cached segments were freed.
 
-    requested_bytes   size of the segment that did not fit; `capacity_bytes` is the limit it met: what the device gives,
-    or the allowed fraction of it.
+    requested_bytes   size of the segment that did not fit; `capacity_bytes` is the limit: the device's capacity, or the
+    allowed fraction of it.
     """
 
     def __init__(self, *, requested_bytes: int, reserved_bytes: int, allocated_bytes: int, capacity_bytes: int) -> None:
@@ -220,16 +221,16 @@ class OutOfMemory(Exception):
 class CachingAllocator:
     """One device's allocator. All sizes in bytes.
 
-    capacity_bytes     what the driver can give this process, None: all it asks for
-    total_bytes        the device's memory as the driver states it, which `per_process_memory_fraction` is a share of
-                       and expandable segments reserve 9/8 of as address space; `capacity_bytes` by default
-    allocated_bytes    in blocks handed out, with rounding; `requested_bytes` without; `reserved_bytes` in segments
-    retries, ooms      how often all cached segments were given back for a request, and how often that did not help
-    segment_events     every segment taken and given back, and every out-of-memory, in order
+    capacity_bytes     memory that the driver can give this process; None: unlimited
+    total_bytes        the device's memory as the driver reports it: `per_process_memory_fraction` is a share of it, and
+                       expandable segments reserve 9/8 of it as address space; `capacity_bytes` by default
+    allocated_bytes    bytes in live blocks, with rounding; `requested_bytes` without; `reserved_bytes` in segments
+    retries, ooms      how often all cached segments were freed for a request, and how often that did not help
+    segment_events     every segment allocated and freed, and every out-of-memory, in order
 
     Not modelled: private pools of CUDA graphs and `MemPool`, the backend `cudaMallocAsync`, and the driver's own
-    fragmentation: a segment fits where its bytes do.
-    Where PyTorch's rules changed, the newest hold; they differ from those of 2.4 in settings out of the ordinary only.
+    fragmentation: a segment fits if its bytes do.
+    Where PyTorch's rules changed, the newest apply; those of 2.4 differ only under unusual settings.
     """
 
     def __init__(
@@ -263,20 +264,20 @@ class CachingAllocator:
         self._expandable = settings.expandable_segments
         self._split_below = UNLIMITED if self._expandable else self._max_split
         self._least_rest = LEAST_REST_SMALL if self._expandable else LEAST_REST_LARGE
-        # Whether the best fit is not simply taken: kept out of the way of the default settings.
+        # Whether the best fit may be rejected: False under the default settings, which then skip these rules.
         self._picky = self._expandable or self._max_split < UNLIMITED or self._collect_above is not None
         self._large_requests = 0
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> small, large
         self._live: dict[int, Piece] = {}
-        self._retired: set[int] = set()  # those of them that are retired
+        self._retired: set[int] = set()  # handles of retired blocks
         self._addresses = address_space if address_space is not None else AddressSpace()
-        # What a new expandable segment reserves of the address space, at least.
+        # Least address space that a new expandable segment reserves.
         self._address_bytes = UNBOUNDED_ADDRESSES if total is None else total + total // 8
 
     def allocate(self, nbytes: int, stream: int = 0) -> int | None:
-        """Return a handle to a block of at least `nbytes`, for `free`; None, and no block, for 0 bytes.
+        """Return a handle for `free` to a block of at least `nbytes`; None, without a block, for 0 bytes.
 
-        Raises `OutOfMemory`, which leaves the allocator usable, its cache given back.
+        Raises `OutOfMemory`, which leaves the allocator usable, with its cache freed.
         """
         if nbytes <= 0:
             if nbytes < 0:
@@ -290,11 +291,11 @@ class CachingAllocator:
         if self._picky:
             position = self._pick(pool, position, size)
         piece = pool.by_key.pop(keys.pop(position)) if position < len(keys) else self._acquire(pool, size)
-        rest = piece.size - size
-        if rest >= pool.least_rest and size < self._split_below:
+        remainder = piece.size - size
+        if remainder >= pool.least_rest and size < self._split_below:
             pool.put(piece.split(size), self._large_requests)  # the front is handed out
         else:
-            size += rest
+            size += remainder
         piece.free, piece.requested = False, nbytes
         self.requested_bytes += nbytes
         self.allocated_bytes = allocated = self.allocated_bytes + size
@@ -305,9 +306,9 @@ class CachingAllocator:
         return handle
 
     def free(self, handle: int | None) -> None:
-        """Give a block back to its stream's pool, merged with free neighbours. None, the empty block, is nothing.
+        """Return a block to its stream's pool, merged with free neighbours. None, the empty block, is ignored.
 
-        Raises `ValueError` for a handle that is not this allocator's, or was freed.
+        Raises `ValueError` for a handle of another allocator, or one that was freed already.
         """
         if handle is None:
             return
@@ -324,7 +325,7 @@ class CachingAllocator:
         piece.pool.put(piece, self._large_requests)
 
     def touch(self, nbytes: int, stream: int = 0) -> int:
-        """Take a block and give it back at once. Return `allocated_bytes` of the moment between.
+        """Allocate a block and free it immediately. Return `allocated_bytes` between the two.
 
         Raises `OutOfMemory`, as `allocate` does.
         """
@@ -333,7 +334,7 @@ class CachingAllocator:
             size = (nbytes + 511) & -512 if self._round is None else self._round(nbytes)
             pool = pools[size > SMALL_REQUEST]
             position = bisect_left(pool.keys, size << KEY_SHIFT)
-            if position < len(pool.keys):  # split and merged again, a cached piece is what it was
+            if position < len(pool.keys):  # after a split and a merge, a cached piece is unchanged
                 cached = pool.by_key[pool.keys[position]].size
                 allocated = self.allocated_bytes + (size if cached - size >= pool.least_rest else cached)
                 self.peak_allocated_bytes = max(self.peak_allocated_bytes, allocated)
@@ -344,8 +345,8 @@ class CachingAllocator:
         return allocated
 
     def retire(self, handle: int | None) -> None:
-        """Count a block as given back, while another stream uses it (`record_stream`): `settle` gives its memory to
-        others. Out of memory, PyTorch waits for these streams."""
+        """Count a block as freed while another stream uses it (`record_stream`): `settle` makes its memory available.
+        Out of memory, PyTorch waits for these streams."""
         if handle is None:
             return
         piece = self._live[handle]
@@ -354,12 +355,12 @@ class CachingAllocator:
         self._retired.add(handle)
 
     def settle(self, handle: int | None) -> None:
-        """Give back a retired block, unless it was given back for lack of memory."""
+        """Free a retired block, unless it was freed for lack of memory."""
         if handle in self._retired:
             self.free(handle)
 
     def empty_cache(self) -> None:
-        """Give back every segment, and every page of expandable segments, in which nothing lives."""
+        """Free every segment, and every page of expandable segments, without live blocks."""
         for of_size in (1, 0):  # the large pools first
             pieces = [piece for stream in sorted(self._pools) for piece in self._pools[stream][of_size].pieces()]
             for piece in pieces:
@@ -369,16 +370,16 @@ class CachingAllocator:
                     self._release(piece)
 
     def address_of(self, handle: int) -> int:
-        """Return the address where a live block begins. Raises `KeyError` for any other handle."""
+        """Return the address of a live block. Raises `KeyError` for any other handle."""
         return self._live[handle].address
 
     def snapshot(self) -> tuple[Segment, ...]:
-        """Return every segment with its blocks, by address: what `torch.cuda.memory_snapshot()` shows."""
+        """Return every segment with its blocks, by address, like `torch.cuda.memory_snapshot()`."""
         free = (piece for pools in self._pools.values() for pool in pools for piece in pool.by_key.values())
         return segments_of(itertools.chain(free, self._live.values()), expandable=self._expandable)
 
     def gives_back_for(self, nbytes: int, stream: int = 0) -> bool:
-        """Return whether a request would make the allocator give cached segments back, or try to. Changes no block."""
+        """Return whether a request would make the allocator free cached segments, or try to. Changes no block."""
         size = self.settings.size_rounding()(nbytes)
         pool = (self._pools.get(stream) or self._new_pools(stream))[size > SMALL_REQUEST]
         counted = self._large_requests
@@ -393,7 +394,7 @@ class CachingAllocator:
         missing = self._missing_bytes(pool, size) if self._expandable else segment
         return not (self._is_allowed(segment) and self._fits(missing))
 
-    # ---- the rules of a request that the default best fit does not settle
+    # ---- the rules for requests that the default best fit does not decide
 
     def _new_pools(self, stream: int) -> tuple[Pool, Pool]:
         self._pools[stream] = pools = (
@@ -403,14 +404,16 @@ class CachingAllocator:
         return pools
 
     def _pick(self, pool: Pool, position: int, size: int) -> int:
-        """Return which free piece serves the request, from the best fit on; the number of pieces for none of them."""
+        """Return the index of the free piece for the request, from the best fit on; the number of pieces if there is
+        none."""
         if not pool.small:
             self._large_requests += 1
         keys = pool.keys
         if position == len(keys):
             return position
         if self._expandable:
-            # The last piece before unmapped space counts as large as it can become, so that it is kept for later.
+            # The last piece before unmapped space counts with the size that it can grow to, so that it is kept for
+            # later.
             while position + 1 < len(keys) and self._reach(pool, position + 1) < self._reach(pool, position):
                 position += 1
         cached = pool.by_key[keys[position]].size
@@ -427,7 +430,7 @@ class CachingAllocator:
         return piece.size + (behind.size if behind is not None and behind.free is None else 0)
 
     def _acquire(self, pool: Pool, size: int) -> Piece:
-        """Return a free piece for the request from new memory. Gives cached segments back where it must."""
+        """Return a free piece for the request from new memory. Frees cached segments if necessary."""
         if self._collect_above is not None:
             self._collect_garbage(self._collect_above)
         piece = self._grow(pool, size)
@@ -475,7 +478,7 @@ class CachingAllocator:
         return Piece(address, segment, 0, False, pool, None, None)
 
     def _reserve(self, action: str, address: int, size: int, pool: Pool) -> None:
-        """Book `size` more bytes as reserved, or fewer where it is negative."""
+        """Count `size` more bytes as reserved, or fewer where it is negative."""
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         self.segment_events.append(SegmentEvent(action, abs(size), pool.stream, address))
@@ -486,7 +489,7 @@ class CachingAllocator:
         self._addresses.give(piece.address, piece.size)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back the smallest unsplittable segment that makes room, or several, the largest first."""
+        """Free the smallest unsplittable segment that makes room, or several, the largest first."""
         wanted = max(size, self._max_split)
         position = bisect_left(pool.keys, wanted << KEY_SHIFT)
         if position < len(pool.keys) and not self._expandable:
@@ -502,18 +505,18 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self, threshold_bytes: int) -> None:
-        """Give back large segments that have been free for longer than the average, until below the threshold."""
+        """Free large segments that have been free for longer than the average, until below the threshold."""
         excess = self.reserved_bytes - threshold_bytes
         if excess <= 0:
             return
         pools = [self._pools[stream][1] for stream in sorted(self._pools)]
-        whole = [] if self._expandable else [p for pool in pools for p in pool.pieces() if not p.is_split()]
-        ages = {piece.key: self._large_requests - piece.born for piece in whole}
+        candidates = [] if self._expandable else [p for pool in pools for p in pool.pieces() if not p.is_split()]
+        ages = {piece.key: self._large_requests - piece.born for piece in candidates}
         total_age, freed_any = sum(ages.values()), True
-        while excess > 0 and freed_any and whole:
-            threshold = total_age / len(whole)
-            old = [piece for piece in whole if ages[piece.key] >= threshold]
-            whole = [piece for piece in whole if ages[piece.key] < threshold]
+        while excess > 0 and freed_any and candidates:
+            threshold = total_age / len(candidates)
+            old = [piece for piece in candidates if ages[piece.key] >= threshold]
+            candidates = [piece for piece in candidates if ages[piece.key] < threshold]
             freed_any = bool(old)
             for piece in old:
                 excess -= piece.size
@@ -525,22 +528,22 @@ class CachingAllocator:
 
     def _expand(self, pool: Pool, size: int) -> Piece | None:
         """Map pages at the lowest address where free and unmapped space together hold the request. The piece is in no
-        pool. None: the pages don't fit; those that did stay mapped, as cached memory."""
+        pool. None if the pages do not fit; those that did stay mapped, as cached memory."""
         piece = self._find_space(pool, size) or self._new_segment(pool, size)
         if piece is None or (piece.free is None and not self._map(piece, min(piece.size, size))):
             return None
         while piece.size < size:
             behind = piece.behind
-            if behind is None:  # `_find_space` and `_new_segment` give enough room in a row
+            if behind is None:  # `_find_space` and `_new_segment` return enough contiguous room
                 raise AssertionError("a segment ends before the room that was found in it")
             if not self._map(behind, min(size - piece.size, behind.size)):
                 return None
-            piece = behind  # which has swallowed the free piece before it
+            piece = behind  # merged with the free piece before it
         pool.take(piece)
         return piece
 
     def _unmap(self, piece: Piece) -> None:
-        """Give back the pages that lie wholly inside a free piece; what sticks out of them stays free."""
+        """Free the pages that lie entirely inside a free piece; the remainder stays free."""
         pool, page = piece.pool, self._page(piece.pool)
         base = pool.base_of(piece.address)
         begin = base + -(-(piece.address - base) // page) * page
@@ -605,7 +608,7 @@ class CachingAllocator:
         return piece
 
     def _map(self, piece: Piece, size: int) -> bool:
-        """Back the front of an unmapped piece with pages, merged with free neighbours. False: they don't fit."""
+        """Map pages to the front of an unmapped piece, merged with free neighbours. False if they do not fit."""
         pool, page = piece.pool, self._page(piece.pool)
         size = -(-size // page) * page
         if not self._fits(size):
@@ -623,7 +626,7 @@ class CachingAllocator:
 
 
 def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, ...]:
-    """Return the segments that hold these pieces, which are all mapped, by address."""
+    """Return the segments that hold these mapped pieces, by address."""
     segments = []
     for head in pieces:
         if head.before is not None and head.before.free is not None:

@@ -1,4 +1,4 @@
-"""The settings of PyTorch's CUDA caching allocator: what PYTORCH_ALLOC_CONF spells, checked, and its rounding of sizes.
+"""The settings of PyTorch's CUDA caching allocator, as in PYTORCH_ALLOC_CONF, checked, and its rounding of sizes.
 
 Start reading at `AllocatorSettings.parse`.
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 from conf.errors import UsageError
 
-_LONGEST = 4000  # characters of all settings
+_LONGEST = 4000  # characters of a settings text
 MIN_BLOCK_BYTES = 512
 # Rounding by divisions of a power of two has one entry for each of 1, 2, 4, ... 32768 MiB and above.
 INTERVALS = 16
 
-# Settings of pinned host memory and of locking: valid in PyTorch, without effect on what the GPU's memory holds.
+# Settings of pinned host memory and of locking: valid in PyTorch, without effect on the GPU's memory.
 WITHOUT_EFFECT = frozenset(
     {
         "release_lock_on_cudamalloc",
@@ -39,10 +39,10 @@ WITHOUT_EFFECT = frozenset(
 class AllocatorSettings:
     """Names, units and limits are PyTorch's own (c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.cpp, 2.13).
 
-    max_split_size_mb             blocks of this size or more are never split, None: every block may be. At least
+    max_split_size_mb             blocks of this size or more are never split; None: every block may be. At least
                                   `large_segment_size_mb` (up to PyTorch 2.8: more than it)
-    max_non_split_rounding_mb     how much larger a block may be that serves such a request, None: a large segment
-    large_segment_size_mb         the segment for requests between 1 and 10 MiB, more than 10
+    max_non_split_rounding_mb     excess of a cached block that may serve such a request; None: that of a large segment
+    large_segment_size_mb         size of the segment for requests between 1 and 10 MiB, more than 10
     roundup_power2_divisions      empty, or 16 divisions for sizes from 1, 2, 4, ... 32768 MiB: 0 (off) or a power of 2
     garbage_collection_threshold  share of the allowed memory above which old cached blocks are given back, in (0, 1).
                                   As in PyTorch it has an effect only beside a memory fraction below 1
@@ -85,8 +85,9 @@ class AllocatorSettings:
         """Return the settings from the value of PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF), such as
         `max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2,>:8],expandable_segments:True`.
 
-        The last of two equal keys counts, spaces don't. Raises `UsageError` for unknown keys, for values that PyTorch
-        refuses and for some that it misreads (`12.5` or `-1` for a size), and for the backend `cudaMallocAsync`.
+        The last of two equal keys counts; spaces are ignored. Raises `UsageError` for unknown keys, for values that
+        PyTorch refuses and for some that it misreads (`12.5` or `-1` for a size), and for the backend
+        `cudaMallocAsync`.
         """
         if len(text) > _LONGEST:
             raise UsageError(f"allocator settings: {len(text):,} characters, more than {_LONGEST:,}")
@@ -114,8 +115,8 @@ class AllocatorSettings:
             raise UsageError("allocator settings: " + "; ".join(wrong))
         return cls(**values)
 
-    def spelled(self) -> str:
-        """Return the inverse of `parse`, in its shortest form: settings at their defaults are left out."""
+    def to_text(self) -> str:
+        """Return the shortest text that `parse` accepts: settings at their defaults are left out."""
         items = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -133,7 +134,7 @@ class AllocatorSettings:
 
 
 def round_to_512(nbytes: int) -> int:
-    """Return the rounding without `roundup_power2_divisions`."""
+    """Return the block size without `roundup_power2_divisions`."""
     return (nbytes + MIN_BLOCK_BYTES - 1) & -MIN_BLOCK_BYTES
 
 
@@ -142,7 +143,7 @@ def _round_by(divisions: tuple[int, ...], nbytes: int) -> int:
     parts = divisions[min(max(exponent - 20, 0), INTERVALS - 1)]
     if parts <= 1 or nbytes <= MIN_BLOCK_BYTES * parts:
         return round_to_512(nbytes)
-    # A part is at least 512 bytes here, so that the result keeps the alignment of every block.
+    # A division is at least 512 bytes here, so that the result keeps the alignment of every block.
     part = (1 << exponent) // parts
     return -(-nbytes // part) * part
 
@@ -164,8 +165,8 @@ def _boolean(text: str) -> bool:
 
 
 def _divisions(text: str) -> tuple[int, ...]:
-    """`4`, or `[256:1,512:2,>:8]`: boundaries in MiB, the first value also below the first boundary, `>` above the
-    last; intervals that are not named stay off."""
+    """Parse `4`, or `[256:1,512:2,>:8]`: boundaries in MiB. The first value also applies below the first boundary, `>`
+    above the last; intervals that are not named stay off."""
     if not text.startswith("["):
         value = _integer(text)
         if not _is_power_of_2(value):

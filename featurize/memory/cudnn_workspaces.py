@@ -1,7 +1,7 @@
-"""Workspaces of a traced step's convolutions on one GPU model, how they are known, and what follows if they are not.
+"""Workspaces of a traced step's convolutions on one GPU model: from cuDNN, or guessed, with scenarios for the guesses.
 
 Start reading at `convolution_workspaces`; `for_release` turns its answers into those of a PyTorch release's own cuDNN.
-Nobody knows without a GPU, or without asking cuDNN, which workspaces convolutions take. `scenario_features` returns the
+Without a GPU, and without asking cuDNN, workspaces of convolutions are not known. `scenario_features` returns the
 peak under several assumptions, which a learner weights by measurements.
 """
 
@@ -32,7 +32,7 @@ ORACLE, GUESSED = "oracle", "guessed"
 
 Version = tuple[int, int, int]
 
-# PyTorch's RELEASE.md, "Release Compatibility Matrix": the build that PyPI has.
+# PyTorch's RELEASE.md, "Release Compatibility Matrix": the build on PyPI.
 _CUDNN_OF_TORCH: dict[tuple[int, int], Version] = {
     (2, 0): (8, 5, 0),
     (2, 1): (8, 9, 2),
@@ -58,11 +58,11 @@ class ConvolutionWorkspace:
     """The workspace of one convolution.
 
     source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`library_calls`)
-    sizes      bytes that PyTorch tries to take, the largest first
-    engine     cuDNN's name of the configuration that the heuristics name first; empty where cuDNN was not asked
-    layout     layout in which cuDNN is given the tensors: nchw, nhwc, ...; empty where it is guessed
+    sizes      bytes that PyTorch tries to allocate, the largest first
+    engine     cuDNN's name of the configuration that the heuristics rank first; empty where cuDNN was not asked
+    layout     layout of the tensors for cuDNN: nchw, nhwc, ...; empty where it is guessed
     cudnn      version of cuDNN; empty where it is guessed
-    problem    why cuDNN did not answer, where it was asked
+    problem    why cuDNN did not answer; empty where it did, or was not asked
     """
 
     source: str
@@ -74,7 +74,7 @@ class ConvolutionWorkspace:
 
 
 def search_settings(*, benchmark: bool) -> SearchSettings:
-    """Return how PyTorch searches, as this process has set it: `torch.backends.cudnn` and the environment."""
+    """Return PyTorch's search settings in this process: `torch.backends.cudnn` and the environment."""
     mode_b = os.environ.get("TORCH_CUDNN_USE_HEURISTIC_MODE_B") == "1"
     return SearchSettings(
         heuristics="B" if mode_b else "A",
@@ -87,7 +87,7 @@ def search_settings(*, benchmark: bool) -> SearchSettings:
 def convolution_workspaces(
     trace: StepTrace, spec: DeviceSpec, oracle: CudnnOracle, search: SearchSettings
 ) -> dict[LibraryCall, ConvolutionWorkspace]:
-    """Return the workspace of each convolution of a trace; all of them are asked about at once.
+    """Return the workspace of each convolution of a trace, from one batch of questions.
 
     Raises:
         EnvironmentProblem: cuDNN's process does not start.
@@ -97,12 +97,12 @@ def convolution_workspaces(
 
 
 def guessed_workspace(call: LibraryCall, spec: DeviceSpec, problem: str = "") -> ConvolutionWorkspace:
-    """Return the guess, and why cuDNN did not answer, where it was asked."""
+    """Return the guess, with the reason why cuDNN did not answer, if it was asked."""
     return ConvolutionWorkspace(source=GUESSED, sizes=(workspace_bytes(call, spec),), problem=problem)
 
 
 def workspaces_note(workspaces: Mapping[LibraryCall, ConvolutionWorkspace]) -> str:
-    """Return one line that says who answered for how many distinct convolutions."""
+    """Return one line with the sources of the workspaces, and their numbers of distinct convolutions."""
     if not workspaces:
         return "workspaces: the step has no convolution"
     by_source = Counter(workspace.source for workspace in workspaces.values())
@@ -133,7 +133,7 @@ def _workspace(
 
 
 def cudnn_of(torch_version: str) -> Version | None:
-    """Return the cuDNN that comes with a release of PyTorch, as `2.4.1+cu121`; None for an unknown release."""
+    """Return the cuDNN of a release of PyTorch, such as `2.4.1+cu121`; None for an unknown release."""
     release = re.match(r"(\d+)\.(\d+)", torch_version)
     return _CUDNN_OF_TORCH.get((int(release[1]), int(release[2]))) if release is not None else None
 
@@ -142,7 +142,7 @@ def require_release(given: object) -> str | None:
     """Return a release of PyTorch whose cuDNN is known, as text such as `2.4`; None for None.
 
     Raises:
-        UsageError: No release, or an unknown one; the message gives the known range.
+        UsageError: Not a release, or an unknown one; the message gives the known range.
     """
     if given is None:
         return None
@@ -154,7 +154,7 @@ def require_release(given: object) -> str | None:
 
 
 def traced_release_note(torch_version: str | None) -> str | None:
-    """Return a note on what in an estimate does not follow the requested release; None where none was requested."""
+    """Return a note on the parts of an estimate that do not follow the requested release; None without a request."""
     if torch_version is None:
         return None
     return (
@@ -170,16 +170,16 @@ def for_release(
     torch_version: str | None = None,
     benchmark: bool = False,
 ) -> dict[LibraryCall, ConvolutionWorkspace]:
-    """Return the workspaces as the cuDNN of a release of PyTorch takes them.
+    """Return the workspaces that the cuDNN of a release of PyTorch takes.
 
-    cuDNN before 9.8 cannot be asked. Jobs that ran with 9.1 (fp32, A100) leave no room for what later versions take for
-    1x1 kernels: channels-last copies of input and output. So those stay guessed for such a release, which is not one.
+    cuDNN before 9.8 cannot be asked. Jobs that ran with 9.1 (fp32, A100) left no room for the workspaces that later
+    versions take for 1x1 kernels: channels-last copies of input and output. Those stay guessed for such a release.
 
     Args:
-        workspaces: The answers of a cuDNN that can be asked.
+        workspaces: The answers of a newer cuDNN.
         spec: The GPU model.
         torch_version: The release of PyTorch that runs the job; None: the installed one.
-        benchmark: `cudnn.benchmark`: all engines are tried, so the answers are left as they are.
+        benchmark: `cudnn.benchmark`: all engines are tried, so the answers stay unchanged.
     """
     release = cudnn_of(torch_version or torch.__version__)
     if release is None or release >= OLDEST or benchmark:
@@ -194,20 +194,20 @@ def for_release(
 def release_note(
     workspaces: Mapping[LibraryCall, ConvolutionWorkspace], *, torch_version: str | None = None
 ) -> str | None:
-    """Return a note where the cuDNN that was asked is not the release's; None where it is, or is unknown."""
+    """Return a note where the cuDNN that answered is not the release's; None where it is, or where it is not known."""
     torch_version = torch_version or torch.__version__
     release = cudnn_of(torch_version)
-    asked = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
+    answered = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
     if release is None:
         return None
-    kept = sum(workspace.problem == _NOT_AS_ASKED.format(version_text(release)) for workspace in workspaces.values())
+    guessed = sum(workspace.problem == _NOT_AS_ASKED.format(version_text(release)) for workspace in workspaces.values())
     brings = f"workspaces: PyTorch {torch_version.partition('+')[0]} comes with cuDNN {version_text(release)}"
-    if kept and not asked:
-        return f"{brings}; {kept} convolutions with 1x1 kernels stay guessed"
-    if not asked or (all(version.split(".")[:2] == version_text(release).split(".")[:2] for version in asked)):
+    if guessed and not answered:
+        return f"{brings}; {guessed} convolutions with 1x1 kernels stay guessed"
+    if not answered or (all(version.split(".")[:2] == version_text(release).split(".")[:2] for version in answered)):
         return None
-    note = f"{brings}, and {' and '.join(asked)} was asked: two versions can choose different engines"
-    return f"{note}; {kept} convolutions with 1x1 kernels stay guessed" if kept else note
+    note = f"{brings}, and {' and '.join(answered)} was asked: two versions can choose different engines"
+    return f"{note}; {guessed} convolutions with 1x1 kernels stay guessed" if guessed else note
 
 
 def _copied_later_only(call: LibraryCall, workspace: ConvolutionWorkspace) -> bool:
@@ -222,8 +222,8 @@ def _copied_later_only(call: LibraryCall, workspace: ConvolutionWorkspace) -> bo
 
 
 # Scenario -> operation, and whether the kernel is pointwise (of one element) -> copies of image, kernel and response in
-# the workspace; none where it is not named. Engines for the tensor cores work on copies in channels-last layout; in
-# `copies` each operation takes those that cuDNN 9.8 takes most often on compute capability 8.0.
+# the workspace; none for operations that are not listed. Engines for the tensor cores work on copies in channels-last
+# layout; `copies` has those that cuDNN 9.8 takes most often on compute capability 8.0.
 _ALL = (1, 1, 1)
 SCENARIOS: Mapping[str, Mapping[tuple[str, bool], tuple[int, int, int]]] = {
     "none": {},
@@ -239,18 +239,18 @@ SCENARIOS: Mapping[str, Mapping[tuple[str, bool], tuple[int, int, int]]] = {
         ("weight_gradient", True): _ALL,
     },
 }
-_FEW_CHANNELS = 4  # channels of the image: there cuDNN has forward kernels that take no copy
+_FEW_CHANNELS = 4  # channels of the image up to which cuDNN has forward kernels without copies
 SETTLED = "settled"
 _MOST_STEPS = 8  # more than the replay's: of 2,039 networks, none reserved more after five
 
 
 def scenario_features(trace: StepTrace, spec: DeviceSpec, outside_mib: float, memory_mib: float) -> dict[str, float]:
-    """Return scenario -> logarithm (base 2) of the job's memory under it, over its memory as replayed.
+    """Return scenario -> logarithm (base 2) of the ratio of the job's memory under it to its memory as replayed.
 
     Args:
         trace: The step.
-        spec: The GPU model. Its capacity plays no part.
-        outside_mib: What lies outside the allocator.
+        spec: The GPU model. Its capacity is ignored.
+        outside_mib: Memory outside the allocator.
         memory_mib: The job's memory as replayed, `outside_mib` included.
     """
     reserved = reserved_by_scenario(trace, spec)
@@ -258,10 +258,10 @@ def scenario_features(trace: StepTrace, spec: DeviceSpec, outside_mib: float, me
 
 
 def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
-    """Return scenario -> the most bytes that are reserved.
+    """Return scenario -> the peak of reserved bytes.
 
-    `settled` takes the guessed workspaces, as the replay does, and repeats the last step until reserved memory stays.
-    The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
+    `settled` uses the guessed workspaces, as the replay does, and repeats the last step until reserved memory is
+    constant. The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
     """
     guessed = trace.guessed_sizes(spec)
     return trace.remembered(("scenarios", *guessed.values()), lambda: _reserved_by_scenario(trace, guessed))
@@ -303,14 +303,15 @@ def _spare_workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[
 
 
 def _by_pool(trace: StepTrace, calls: Sequence[LibraryCall]) -> tuple[_Pool, _Pool]:
-    """Return the events of the allocator's small and large pool, which never meet. `calls` are the distinct ones."""
+    """Return the events of the allocator's small and large pool, which share no memory. `calls` are the distinct
+    ones."""
     numbers = {call: number for number, call in enumerate(calls)}
     pools = _Pool(calls, small=True), _Pool(calls, small=False)
     last = max((event.step for event in trace.events), default=0)
     for block, nbytes, step, _phase in trace.events:
         if nbytes:
             pools[abs(nbytes) > SMALL_REQUEST].add(block, nbytes, step == last)
-        elif (call := trace.blocks[block].call) is not None:  # a scenario decides its size
+        elif (call := trace.blocks[block].call) is not None:  # the scenario decides its size
             for pool in pools:
                 pool.add(~numbers[call], 0, step == last)
     return pools
@@ -321,12 +322,12 @@ class _Pool:
 
     Args:
         calls: The distinct library calls, whose workspaces may lie in either pool.
-        small: The pool: requests of up to `SMALL_REQUEST` bytes, or those above.
+        small: Whether it is the pool of requests of up to `SMALL_REQUEST` bytes, or of larger ones.
     """
 
     def __init__(self, calls: Sequence[LibraryCall], *, small: bool) -> None:
         self._calls, self._small = calls, small
-        self._first: list[tuple[int, int]] = []  # block and bytes; of a workspace, ~ its call's number and 0
+        self._first: list[tuple[int, int]] = []  # block and bytes; for a workspace, ~ its call's index and 0
         self._last: list[tuple[int, int]] = []
 
     def add(self, block: int, nbytes: int, in_last: bool) -> None:
@@ -334,7 +335,7 @@ class _Pool:
         (self._last if in_last else self._first).append((block, nbytes))
 
     def key(self, sizes: Sequence[int]) -> tuple[Any, ...]:
-        """Return a function from workspaces of these sizes, one for each call, to the bytes reserved with them."""
+        """Return the pool's parameters for workspaces of these sizes: equal keys reserve equally."""
         return "reserved", self._small, tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
 
     @cached_property
@@ -345,33 +346,33 @@ class _Pool:
 
     @cached_property
     def _successors(self) -> dict[int, int] | None:
-        """Block that the last step inherits and frees -> the equally large one that it leaves to the next step."""
+        """Block that the last step inherits and frees -> the equally large block that it leaves to the next step."""
         sizes = {block: nbytes for block, nbytes in (*self._first, *self._last) if nbytes > 0}
-        taken = [block for block, nbytes in self._last if nbytes > 0]
+        allocated = [block for block, nbytes in self._last if nbytes > 0]
         freed = {block for block, nbytes in self._last if nbytes < 0}
-        left: dict[int, list[int]] = defaultdict(list)
-        for block in reversed(taken):
+        remaining: dict[int, list[int]] = defaultdict(list)
+        for block in reversed(allocated):
             if block not in freed:
-                left[sizes[block]].append(block)
+                remaining[sizes[block]].append(block)
         pairs = {}
-        for block in sorted(freed.difference(taken)):
-            if not left[sizes[block]]:
+        for block in sorted(freed.difference(allocated)):
+            if not remaining[sizes[block]]:
                 return None
-            pairs[block] = left[sizes[block]].pop()
-        return None if any(left.values()) else pairs
+            pairs[block] = remaining[sizes[block]].pop()
+        return None if any(remaining.values()) else pairs
 
     def play(self, sizes: Sequence[int]) -> Iterator[int]:
-        """Yield the bytes that are reserved after all steps, then after each repetition of the last one.
+        """Yield the reserved bytes after all steps, then after each repetition of the last one.
 
         Args:
-            sizes: Workspace sizes of the calls; those of the other pool are left out.
+            sizes: Workspace sizes of the calls; those in the other pool are ignored.
         """
         allocator = CachingAllocator()
         handles: dict[int, int | None] = {}
-        taken = self.key(sizes)[-1]
-        self._take(self._first, allocator, handles, taken)
+        workspace_sizes = self.key(sizes)[-1]
+        self._take(self._first, allocator, handles, workspace_sizes)
         while True:
-            self._take(self._last, allocator, handles, taken)
+            self._take(self._last, allocator, handles, workspace_sizes)
             yield allocator.reserved_bytes
             for inherited, successor in (self._successors or {}).items():
                 handles[inherited] = handles.pop(successor)
@@ -389,8 +390,8 @@ class _Pool:
                 handles[block] = allocate(nbytes)
             elif nbytes < 0:
                 free(handles.pop(block))
-            elif taken := sizes[~block]:
-                if self._calls[~block].kind == CUBLAS:  # which keeps what it took
-                    allocate(taken)
+            elif nbytes_taken := sizes[~block]:
+                if self._calls[~block].kind == CUBLAS:  # cuBLAS keeps its workspace
+                    allocate(nbytes_taken)
                 else:
-                    touch(taken)
+                    touch(nbytes_taken)

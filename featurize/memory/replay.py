@@ -1,9 +1,9 @@
-"""Places a traced step's memory as PyTorch would on one GPU model: its peaks, whether it fits, what the peak holds.
+"""Places a traced step's memory as PyTorch would on one GPU model: its peaks, whether it fits, and the peak's parts.
 
-Start reading at `replay`. The allocator is `featurize.memory.allocator`; what libraries take,
-`featurize.operators.library_calls`. `RecordingAllocator` keeps a replay in the format that PyTorch's memory viewer
-opens (torch/csrc/cuda/Module.cpp, `THCPModule_memorySnapshot`, and torch/cuda/memory.py, of PyTorch 2.13).
-`replay_history` replays a history that `workers.probes.children` recorded of a real allocator.
+Start reading at `replay`. The allocator is `featurize.memory.allocator`; workspaces are in
+`featurize.operators.library_calls`. `RecordingAllocator` records a replay in the format of PyTorch's memory viewer
+(torch/csrc/cuda/Module.cpp, `THCPModule_memorySnapshot`, and torch/cuda/memory.py, of PyTorch 2.13).
+`replay_history` replays a history that `workers.probes.children` recorded from a real allocator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Moment(NamedTuple):
-    """The allocator after one event of the trace, in bytes. A workspace's moment is the one while it is taken."""
+    """The allocator after one event of the trace, in bytes. For a workspace, it is the state while it is allocated."""
 
     step: int
     phase: str
@@ -37,20 +37,20 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """Result of a replay. Bytes, of the allocator; the context lies outside it.
+    """Result of a replay, in bytes of the allocator; the context lies outside it.
 
-    fits            False: the step needs more than the capacity even after cached memory was given back, and the
+    fits            False: the step needs more than the capacity even after cached memory was freed, and the
                     peaks are those of a device without limit
-    peak_parts      block kind -> bytes at the moment of the most allocated bytes, workspaces included; they sum to
-                    `peak_allocated`, except for rounding: to 512 bytes, or up to a whole cached block where it is at
-                    most 1 MiB larger and is not split
+    peak_parts      block kind -> bytes at the peak of allocated memory, workspaces included; they sum to
+                    `peak_allocated`, except for rounding: to 512 bytes, or up to a cached block that is at most
+                    1 MiB larger and is not split
     peak_modules    module -> bytes of the activations alive then that its operators made
-    peak_operator, peak_module   what took memory at that moment
-    retries         times that cached memory had to be given back
-    timeline        every moment, in order; empty unless asked for
+    peak_operator, peak_module   source of the last allocation before that peak
+    retries         number of times that cached memory had to be freed
+    timeline        every moment, in order; empty unless requested
     snapshot        the allocator's history and its state at the end, in the format of PyTorch's memory snapshots; None
-                    unless the timeline was asked for. Of a step that does not fit it ends where memory runs out.
-    workspaces      what each distinct convolution takes and how that is known; empty where all are guessed
+                    without a timeline. For a step that does not fit, it ends where memory runs out.
+    workspaces      workspace and source for each distinct convolution; empty where all are guessed
     """
 
     fits: bool
@@ -75,8 +75,8 @@ def loads_cudnn(trace: StepTrace) -> bool:
 
 
 def outside_mib(trace: StepTrace, spec: DeviceSpec) -> float:
-    """Return the MiB outside the allocator where the device's description was measured: the context, and cuDNN where
-    its layers run. `featurize.device.device_spec` has other machines."""
+    """Return the MiB outside the allocator on the machine of the device's description: the context, and cuDNN where its
+    layers run. `featurize.device.device_spec` has other machines."""
     return spec.context_mib + (CUDNN_MIB if loads_cudnn(trace) else 0)
 
 
@@ -92,12 +92,12 @@ def replay(
 ) -> MemoryProfile:
     """Replay a trace's set-up and both steps through the caching allocator of one GPU model.
 
-    The capacity is the device's memory without what lies outside the allocator: `taken_mib`, by default `outside_mib`.
-    Where it does not suffice, cached segments are given back first, then convolutions do without their workspace, as in
-    PyTorch. Assumes one stream, and a process that did nothing before. With `cudnn_benchmark`, PyTorch empties its
-    cache after it has tried a convolution's algorithms for the first time; what the tried ones take is assumed to be
-    what the chosen one takes. `workspaces` has what convolutions take (`featurize.memory.cudnn_workspaces`), else it is
-    guessed; of several sizes, the largest that fits is taken.
+    The capacity is the device's memory without the memory outside the allocator: `taken_mib`, by default `outside_mib`.
+    Where it does not suffice, cached segments are freed first, then convolutions do without their workspace, as in
+    PyTorch. Assumes one stream, and a fresh process. With `cudnn_benchmark`, PyTorch empties its cache after it has
+    tried a convolution's algorithms for the first time; the tried algorithms are assumed to need as much as the chosen
+    one. `workspaces` holds workspaces of convolutions (`featurize.memory.cudnn_workspaces`), else they are guessed; of
+    several sizes, the largest that fits is used.
     """
 
     def unlimited() -> MemoryProfile:
@@ -112,7 +112,7 @@ def replay(
         profile = trace.remembered(key, unlimited)
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
     capacity = int((spec.memory_mib - taken_mib) * MIB)
-    # Below the card's limit, only what the settings make of a limit differs.
+    # Below the card's limit, a limit matters only to settings that depend on it.
     limits = allocator is not None and allocator.per_process_memory_fraction is not None
     if profile.peak_reserved <= capacity and not limits:
         return profile
@@ -154,7 +154,7 @@ class _Run:
         allocator, blocks, timeline = self.allocator, self.trace.blocks, self.timeline
         allocate, free = allocator.allocate, allocator.free
         placed: dict[int, int | None] = {}
-        retired: dict[int, list[int | None]] = {}  # number of an event -> what can be used again before it
+        retired: dict[int, list[int | None]] = {}  # index of an event -> blocks whose memory is available before it
         for index, event in enumerate(self.trace.events):
             block, nbytes, step, phase = event
             for handle in retired.pop(index, ()) if retired else ():
@@ -199,7 +199,7 @@ class _Run:
             if block.kind == "activation":
                 modules[block.module] += event.nbytes
         peak = trace.events[self.peak_at] if trace.events else None
-        made = trace.blocks[peak.block] if peak is not None else None
+        peak_block = trace.blocks[peak.block] if peak is not None else None
         return MemoryProfile(
             fits=fits,
             peak_allocated=self.allocator.peak_allocated_bytes,
@@ -207,8 +207,8 @@ class _Run:
             retries=self.allocator.retries,
             peak_step=peak.step if peak is not None else 0,
             peak_phase=peak.phase if peak is not None else "setup",
-            peak_operator=made.operator if made is not None else "",
-            peak_module=made.module if made is not None else "",
+            peak_operator=peak_block.operator if peak_block is not None else "",
+            peak_module=peak_block.module if peak_block is not None else "",
             peak_parts=parts,
             peak_modules={name: nbytes for name, nbytes in modules.most_common() if nbytes},
             timeline=tuple(self.moments),
@@ -217,18 +217,18 @@ class _Run:
         )
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the allocator's history and state, where the timeline was asked for."""
+        """Return the allocator's history and state, if the timeline was requested."""
         return self.allocator.memory_snapshot() if isinstance(self.allocator, RecordingAllocator) else None
 
     def _take(self, call: LibraryCall) -> tuple[int, int]:
-        """Take a workspace: the size that is tried first, where it does not fit the next, then none. Return the bytes
-        that are then allocated, and those of the workspace."""
+        """Allocate a workspace: its largest size that fits, or none. Return the bytes that are then allocated, and
+        those of the workspace."""
         answer = self.workspaces.get(call)
         for size in (self._sizes[call], *(answer.sizes[1:] if answer is not None else ())):
             try:
                 if call.kind != CUBLAS:
                     return self.allocator.touch(size), size
-                self.allocator.allocate(size)  # which its handle keeps
+                self.allocator.allocate(size)  # kept by its handle
                 return self.allocator.allocated_bytes, size
             except OutOfMemory:
                 if not call.spare:
@@ -236,15 +236,15 @@ class _Run:
         return self.allocator.allocated_bytes, 0
 
 
-_POOL = (0, 0)  # the default memory pool, in which everything lies but CUDA graphs
-# The viewer fails where entries have categories and none is of this one (torch/utils/viz/MemoryViz.js, at the end of
+_POOL = (0, 0)  # the default memory pool, which holds everything except CUDA graphs
+# The viewer fails if entries have categories and none of them is this one (torch/utils/viz/MemoryViz.js, at the end of
 # `annotate_snapshot`).
 _OF_SEGMENTS = "unknown"
-_LINE = 0  # frames are operators and modules, which have no line
+_LINE = 0  # frames are operators and modules, without line numbers
 
 
 class _Taken(NamedTuple):
-    """A live block of memory: where it begins, the bytes that were requested, and the entries that all of it share."""
+    """A live block of memory: its address, the requested bytes, and the fields that all of its entries share."""
 
     address: int
     requested_bytes: int
@@ -252,81 +252,81 @@ class _Taken(NamedTuple):
 
 
 class RecordingAllocator(CachingAllocator):
-    """A caching allocator that keeps the history of a trace's replay, as `_record_memory_history` does.
+    """A caching allocator that records the history of a trace's replay, as `_record_memory_history` does.
 
     Args:
         trace: Trace whose events are replayed, in their order.
-        at: The events so far; its length is the number of the event under way.
+        events_so_far: The events so far; its length is the index of the current event.
         settings, capacity_bytes, total_bytes: As in `CachingAllocator`.
     """
 
     def __init__(
         self,
         trace: StepTrace,
-        at: Sequence[object],
+        events_so_far: Sequence[object],
         settings: AllocatorSettings | None,
         capacity_bytes: int | None,
         total_bytes: int | None,
     ) -> None:
         super().__init__(capacity_bytes, settings, total_bytes=total_bytes)
-        self._trace, self._at = trace, at
+        self._trace, self._at = trace, events_so_far
         self._entries: list[dict[str, Any]] = []
         self._taken: dict[int, _Taken] = {}
         self._segments_seen = 0
 
     def allocate(self, nbytes: int, stream: int = 0) -> int | None:
-        """Take a block, as in `CachingAllocator.allocate`."""
-        shared = self._shared(stream)
+        """Allocate a block, as `CachingAllocator.allocate`."""
+        shared = self._common_fields(stream)
         try:
             handle = super().allocate(nbytes, stream)
         finally:
             self._see_segments(shared)
         if handle is not None:
-            taken = self._taken[handle] = _Taken(self.address_of(handle), nbytes, shared)
-            self._enter("alloc", taken)
+            block = self._taken[handle] = _Taken(self.address_of(handle), nbytes, shared)
+            self._enter("alloc", block)
         return handle
 
     def free(self, handle: int | None) -> None:
-        """Give a block back, as in `CachingAllocator.free`."""
+        """Free a block, as `CachingAllocator.free`."""
         retired = handle in self._retired
         super().free(handle)
         if handle is None:
             return
-        taken = self._taken.pop(handle)
+        block = self._taken.pop(handle)
         if not retired:
-            self._enter("free_requested", taken)
-        self._enter("free_completed", taken)
+            self._enter("free_requested", block)
+        self._enter("free_completed", block)
 
     def touch(self, nbytes: int, stream: int = 0) -> int:
-        """Take a block and give it back, as in `CachingAllocator.touch`."""
+        """Allocate a block and free it, as `CachingAllocator.touch`."""
         handle = self.allocate(nbytes, stream)
         allocated = self.allocated_bytes
         self.free(handle)
         return allocated
 
     def retire(self, handle: int | None) -> None:
-        """Count a block as given back, as in `CachingAllocator.retire`."""
+        """Count a block as freed, as `CachingAllocator.retire`."""
         super().retire(handle)
         if handle is not None:
             self._enter("free_requested", self._taken[handle])
 
     def memory_snapshot(self) -> dict[str, Any]:
-        """Return the segments as they are now, and the history, as `torch.cuda.memory._snapshot()` returns them."""
-        self._see_segments(self._shared(0))
-        by_address = {taken.address: taken for taken in self._taken.values()}
+        """Return the current segments and the history, like `torch.cuda.memory._snapshot()`."""
+        self._see_segments(self._common_fields(0))
+        by_address = {live_block.address: live_block for live_block in self._taken.values()}
         retired = {self._taken[handle].address for handle in self._retired}
         segments = []
         for segment in self.snapshot():
             blocks = []
             for piece in segment.blocks:
-                taken = by_address.get(piece.address) if piece.state != "inactive" else None
+                live_block = by_address.get(piece.address) if piece.state != "inactive" else None
                 blocks.append(
                     {
                         "address": piece.address,
                         "size": piece.size,
                         "requested_size": piece.requested,
-                        "state": "active_pending_free" if piece.address in retired and taken else piece.state,
-                        "frames": taken.shared["frames"] if taken is not None else [],
+                        "state": "active_pending_free" if piece.address in retired and live_block else piece.state,
+                        "frames": live_block.shared["frames"] if live_block is not None else [],
                     }
                 )
             active = [block for block in blocks if block["state"] != "inactive"]
@@ -353,8 +353,8 @@ class RecordingAllocator(CachingAllocator):
             "external_annotations": [],
         }
 
-    def _shared(self, stream: int) -> dict[str, Any]:
-        """Return what every entry of the event under way has."""
+    def _common_fields(self, stream: int) -> dict[str, Any]:
+        """Return the fields that every entry of the current event has."""
         number = len(self._at)
         if number >= len(self._trace.events):
             return {"stream": stream, "frames": [], "category": _OF_SEGMENTS, "user_metadata": ""}
@@ -368,15 +368,15 @@ class RecordingAllocator(CachingAllocator):
         }
 
     def _see_segments(self, shared: dict[str, Any]) -> None:
-        """Record what the driver gave, took back or refused since the last time."""
-        for seen in self.segment_events[self._segments_seen :]:
-            place = {"device_free": self._free_bytes()} if seen.action == "oom" else {"addr": seen.address}
+        """Record the segments that the driver gave, took back or refused since the last call."""
+        for event in self.segment_events[self._segments_seen :]:
+            place = {"device_free": self._free_bytes()} if event.action == "oom" else {"addr": event.address}
             self._entries.append(
                 {
                     **shared,
-                    "action": seen.action,
-                    "size": seen.size,
-                    "stream": seen.stream,
+                    "action": event.action,
+                    "size": event.size,
+                    "stream": event.stream,
                     **place,
                     **self._clock(),
                     "category": _OF_SEGMENTS,
@@ -384,12 +384,12 @@ class RecordingAllocator(CachingAllocator):
             )
         self._segments_seen = len(self.segment_events)
 
-    def _enter(self, action: str, taken: _Taken) -> None:
-        place = {"addr": taken.address, "size": taken.requested_bytes}
-        self._entries.append({**taken.shared, "action": action, **place, **self._clock()})
+    def _enter(self, action: str, block: _Taken) -> None:
+        place = {"addr": block.address, "size": block.requested_bytes}
+        self._entries.append({**block.shared, "action": action, **place, **self._clock()})
 
     def _clock(self) -> dict[str, Any]:
-        """Return an entry's time: its number in µs, as a replay has an order and no clock."""
+        """Return an entry's time: its index in µs, as a replay has an order and no clock."""
         return {"time_us": len(self._entries), "pool_id": _POOL}
 
     def _free_bytes(self) -> int:
@@ -407,7 +407,7 @@ def _frames(block: Block, step: int, phase: str) -> list[dict[str, Any]]:
 
 
 TAKEN = ("segment_alloc", "segment_map")
-BEYOND = 1 << 50  # past all addresses that a driver gives: where segments go once the two have parted
+BEYOND = 1 << 50  # past all addresses of real drivers: segments go there once simulation and record differ
 GIVEN_BACK = ("segment_free", "segment_unmap")
 _IN_WORDS = {
     "segment_alloc": "takes a segment of",
@@ -420,8 +420,8 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryReplay:
-    """simulated, recorded   segments taken and given back, and out-of-memory errors, in order
-    allocator               the simulator as the history left it
+    """simulated, recorded   segments allocated and freed, and out-of-memory errors, in order
+    allocator               the simulator after the history
     unmatched_frees         freed blocks whose allocation was not recorded; above 0, nothing is proven
     """
 
@@ -431,7 +431,7 @@ class HistoryReplay:
     unmatched_frees: int
 
     def first_difference(self) -> str | None:
-        """Return None where both agree in every event; otherwise the first one that differs, in words."""
+        """Return None where both agree in every event; otherwise a description of the first difference."""
         pairs = itertools.zip_longest(self.simulated, self.recorded)
         for i, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
@@ -448,14 +448,14 @@ def replay_history(
     capacity_bytes: int | None = None,
     total_bytes: int | None = None,
 ) -> HistoryReplay:
-    """Replay one device's entries of `torch.cuda.memory._snapshot()["device_traces"]` with the settings that the
-    recorded process had.
+    """Replay one device's entries of `torch.cuda.memory._snapshot()["device_traces"]`, with the settings of the
+    recorded process.
 
     The history must begin before the device's first allocation (`torch.cuda.memory._record_memory_history()`, with
     `max_entries` large enough). Segments are put at the recorded addresses, since those are the driver's choice and
     decide between free blocks of equal size. A block is free from `free_completed` on. `torch.cuda.empty_cache()`
-    leaves no entry of its own: segments that were given back where the simulator would not do so for the next
-    request were given back by it (where both would explain them, `allocator.retries` may count too few).
+    leaves no entry: freed segments are attributed to it if the simulator would not free them for the next request (if
+    both explain them, `allocator.retries` may count too few).
 
     Raises `ValueError` for an unknown action.
     """
@@ -466,7 +466,7 @@ def replay_history(
     live: dict[int, int | None] = {}
     recorded = []
     unmatched = 0
-    pending: list[int] = []  # addresses given back since the last entry that was not a segment's
+    pending: list[int] = []  # addresses of segments freed since the last entry that is not a segment's
     for entry in entries:
         action, size = str(entry["action"]), int(entry.get("size", 0))
         stream, address = int(entry.get("stream", 0)), int(entry.get("addr", 0))
@@ -516,20 +516,20 @@ def _in_words(event: SegmentEvent | None) -> str:
 
 
 def _explains(allocator: CachingAllocator, nbytes: int, stream: int, given_back: list[int]) -> bool:
-    """Return whether the request itself may have given these segments back, rather than `empty_cache` before it."""
+    """Return whether the request itself may have freed these segments, rather than `empty_cache` before it."""
     if not allocator.gives_back_for(nbytes, stream):
         return False
     settings = allocator.settings
     if settings.garbage_collection_threshold is None and settings.max_split_size_mb is None:
         return True
-    # Those two give back a part, or in another order, than emptying the cache does.
-    whole = [s for s in allocator.snapshot() if [block.state for block in s.blocks] == ["inactive"]]
-    whole.sort(key=lambda s: (s.pool == "small", s.stream, s.size, s.address))
-    return [s.address for s in whole] != given_back
+    # These two free a part of the cache, or free it in another order than `empty_cache`.
+    cached = [s for s in allocator.snapshot() if [block.state for block in s.blocks] == ["inactive"]]
+    cached.sort(key=lambda s: (s.pool == "small", s.stream, s.size, s.address))
+    return [s.address for s in cached] != given_back
 
 
 class _RecordedAddresses(AddressSpace):
-    """Puts a segment where the recorded driver put its counterpart, as long as both take the same ones in order."""
+    """Puts a segment where the recorded driver put its counterpart, while both allocate the same ones in order."""
 
     def __init__(self, entries: list[Mapping[str, Any]]) -> None:
         super().__init__()
@@ -539,14 +539,14 @@ class _RecordedAddresses(AddressSpace):
             for e in entries
             if e["action"] in TAKEN
         ]
-        self.events: list[SegmentEvent] = []  # the simulator's own, which grow
+        self.events: list[SegmentEvent] = []  # the simulator's events, which grow
         self._seen = self._count = 0
 
     def take(self, size: int, action: str) -> int:
         self._count += sum(event.action in TAKEN for event in self.events[self._seen :])
         self._seen = len(self.events)
         expected = self._taken[self._count] if self._count < len(self._taken) else None
-        # An expandable segment takes its whole address range at its first mapping.
+        # An expandable segment reserves its whole address range at its first mapping.
         if expected is not None and expected.action == action and (action == "segment_map" or expected.size == size):
             return expected.address
         return super().take(size, action)

@@ -1,6 +1,6 @@
 """Activation checkpointing as a setting: applied to a model's repeated blocks, or by the model's own switch.
 
-Start reading at `checkpoint_blocks`; `repeated_blocks` says what counts as a block.
+Start reading at `checkpoint_blocks`; `repeated_blocks` defines the blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from conf.errors import UsageError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# What selective checkpointing saves: the results that take long to compute again.
+# Operators whose results selective checkpointing saves, as they are slow to recompute.
 _SAVED = (
     "mm",
     "addmm",
@@ -37,16 +37,16 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
     """Make the model recompute its blocks' activations in the backward pass. Changes the model.
 
     Args:
-        model: transformers' and timm's models, also inside another module, have a switch of their own, which is used
-            for `full`. Of others, and for what these switches cannot do, the repeated blocks' forward passes are
+        model: transformers' and timm's models, also inside another module, have their own switch, which is used for
+            `full`. For other models, and where these switches do not suffice, the repeated blocks' forward passes are
             wrapped. Key-value caches are switched off, since blocks would fill them twice.
-        how: `full`, or `selective`: products and attention are saved, what is cheap is recomputed.
+        how: `full`, or `selective`: products and attention are saved, cheap operators are recomputed.
         every: Every n-th block is checkpointed, beginning with the first.
-        reentrant: The variant of `torch.utils.checkpoint`.
+        reentrant: Whether to use the reentrant variant of `torch.utils.checkpoint`.
 
     Raises:
         UsageError: The model has no repeated blocks, or is one of peft's prefix tuning, which fails with checkpointing
-            on a GPU too: its prefixes stand in the key-value cache, which checkpointed layers do without.
+            on a GPU too: its prefixes are in the key-value cache, which checkpointed layers do not use.
     """
     if any(_tunes_a_prefix(module) for module in model.modules()):
         raise UsageError(
@@ -70,7 +70,7 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
 
 
 def _leave_caches_out(model: nn.Module) -> None:
-    """Set `use_cache` of transformers' models to false, as they do themselves with a warning in each forward pass."""
+    """Set `use_cache` of transformers' models to false; they do so themselves in each forward pass, with a warning."""
     uncached: dict[int, Any] = {}  # copies: a factory's config is the user's, and outlives the model
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -83,12 +83,12 @@ def _leave_caches_out(model: nn.Module) -> None:
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks, in order: members of the outermost nn.ModuleList and nn.Sequential that hold at least two of
-    one class, where that class has modules of its own. Blocks that are nn.Sequential count where nothing else does."""
+    one class, if that class has submodules. Blocks that are nn.Sequential count only where there are no others."""
     return _blocks(model, nested=False) or _blocks(model, nested=True)
 
 
 def _tunes_a_prefix(module: nn.Module) -> bool:
-    configs = getattr(module, "peft_config", None)  # a peft model has it, by the adapter's name
+    configs = getattr(module, "peft_config", None)  # an attribute of peft models, by the adapter's name
     adapters = configs.values() if isinstance(configs, dict) else ()
     return any(getattr(adapter, "peft_type", None) == "PREFIX_TUNING" for adapter in adapters)
 
@@ -104,16 +104,16 @@ def _blocks(module: nn.Module, *, nested: bool) -> list[nn.Module]:
 
 
 def _is_block(module: nn.Module, nested: bool) -> bool:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # which have no forward pass
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # they have no forward pass
         return False
     return any(True for _ in module.children()) and (nested or not isinstance(module, nn.Sequential))
 
 
 def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
-    """Return whether the model, or else any of its members, has a switch that can do it, which is on now."""
-    variant = {"use_reentrant": reentrant}  # by position: models of one's own may call the argument otherwise
+    """Return whether the model, or else any of its members, has a suitable switch, which is then switched on."""
+    variant = {"use_reentrant": reentrant}  # passed by position: users' models may name the argument otherwise
     if getattr(model, "supports_gradient_checkpointing", True):
-        enable = getattr(model, "activation_checkpointing_enable", None)  # transformers has it from 5 on
+        enable = getattr(model, "activation_checkpointing_enable", None)  # in transformers from 5 on
         if callable(enable):
             enable(variant, **({"every_n_layers": every} if every > 1 else {}))
             return True
@@ -129,12 +129,12 @@ def _by_own_switches(model: nn.Module, every: int, reentrant: bool) -> bool:
 
 
 def switch_on(model: nn.Module, name: str) -> None:
-    """Have a library's model recompute its blocks by its own switch. Raises `UsageError` that names it where it has
-    none that works."""
+    """Make a library's model recompute its blocks by its own switch. Raises `UsageError`, with the model's `name`, if
+    it has none that works."""
     refusal = UsageError(f"{name} has no activation_checkpointing")
     try:
         switched = _by_own_switches(model, every=1, reentrant=False)
-    except (AttributeError, AssertionError, TypeError, ValueError) as error:  # as libraries refuse it
+    except (AttributeError, AssertionError, TypeError, ValueError) as error:  # libraries refuse it in these ways
         raise refusal from error
     if not switched:
         raise refusal
@@ -142,7 +142,7 @@ def switch_on(model: nn.Module, name: str) -> None:
 
 def _checkpoint(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recompute(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if not reentrant:
@@ -155,7 +155,7 @@ def _checkpoint(forward: Callable[..., Any], reentrant: bool, more: dict[str, An
 
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=True)
 
-    return recomputed
+    return recompute
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -1,7 +1,7 @@
 """The torch modules that families are built from. Imported only inside a family's `build`, so families stay torch-free.
 
-Start reading at `Stack`, the body of every model: blocks in a row, each recomputed in the backward pass if asked for.
-Then come those of one family or two: `RecurrentModel`, `Recommender`, `GraphClassifier`, `UNet`, `DenoisingUNet`.
+Start reading at `Stack`, the body of every model: blocks in a row, each recomputed in the backward pass if requested.
+Modules of one or two families follow: `RecurrentModel`, `Recommender`, `GraphClassifier`, `UNet`, `DenoisingUNet`.
 
 Shape suffixes: N batch, C channels, L sequence length or places of a map, E embedding or edges of a graph, H hidden or
 heads, D directions or time features, V nodes, F features, P pairs of vectors.
@@ -40,13 +40,13 @@ def activation(name: str) -> nn.Module:
 
 
 def dropout(rate: float) -> list[nn.Module]:
-    """No module at rate 0."""
+    """Return a dropout module, or none at rate 0."""
     return [nn.Dropout(rate)] if rate > 0 else []
 
 
 class Stack(nn.Module):
-    """Blocks in a row. With `recompute`, training keeps each block's input only and runs the block again in backward
-    (`torch.utils.checkpoint`, non-reentrant). Further arguments go to every block as they are."""
+    """Blocks in a row. With `recompute`, training keeps each block's input only and runs the block again in the
+    backward pass (`torch.utils.checkpoint`, non-reentrant). Further arguments are passed to every block unchanged."""
 
     def __init__(self, blocks: Iterable[nn.Module], *, recompute: bool):
         super().__init__()
@@ -76,9 +76,9 @@ class ConvStyle:
 
 
 def conv_block(inputs: int, outputs: int, style: ConvStyle, stride: int = 1) -> nn.Sequential:
-    """[N, C_in, H, W] -> [N, C_out, ceil(H / stride), ceil(W / stride)]: convolution, norm, activation, dropout.
+    """Return [N, C_in, H, W] -> [N, C_out, ceil(H / stride), ceil(W / stride)]: convolution, norm, activation, dropout.
 
-    Uneven padding (even kernels) is a module of its own: `padding="same"` does the same, but not with a stride.
+    Uneven padding (even kernels) is a separate module: `padding="same"` does the same, but not with a stride.
     """
     before, after = style.padding
     even = before == after
@@ -103,7 +103,8 @@ def _norm(channels: int, style: ConvStyle) -> list[nn.Module]:
 
 
 class ResidualBlock(nn.Module):
-    """Two convolution blocks, the first with the stride, plus the input; a 1x1 convolution fits it where it must."""
+    """Two convolution blocks, the first with the stride, plus the input, fitted by a 1x1 convolution where
+    necessary."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, style: ConvStyle):
         super().__init__()
@@ -134,7 +135,7 @@ class DenseBlock(nn.Module):
 
 
 def transition(inputs: int, outputs: int, style: ConvStyle, *, shrink: bool) -> nn.Sequential:
-    """Between dense blocks: 1x1 convolution, norm, ReLU (whatever the network's activation, as published), 2x2 mean."""
+    """Return the part between dense blocks: 1x1 convolution, norm, ReLU (always, as published), 2x2 mean."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 1),
         *_norm(outputs, style),
@@ -144,8 +145,8 @@ def transition(inputs: int, outputs: int, style: ConvStyle, *, shrink: bool) -> 
 
 
 class TransformerClassifier(nn.Module):
-    """Tokens [N, L] -> [N, classes]. `encoder_layers` of self-attention (`causal`: each position sees those before
-    it), then `decoder_layers`, causal, which read the encoder's output and start from the embedded tokens again."""
+    """Tokens [N, L] -> [N, classes]. `encoder_layers` of self-attention (`causal`: each position sees earlier ones
+    only), then `decoder_layers`, causal, which read the encoder's output and start from the embedded tokens again."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class TransformerClassifier(nn.Module):
         super().__init__()
 
         def stack(layer: type[nn.Module], count: int) -> Stack:
-            # a callable activation: its own module in every layer, since `prelu` has a parameter
+            # a callable activation: a new module in every layer, since `prelu` has a parameter
             return Stack(
                 [
                     layer(width, heads, inner, dropout, activation=activation(activation_name), batch_first=True)
@@ -181,7 +182,7 @@ class TransformerClassifier(nn.Module):
         self.encoder = stack(nn.TransformerEncoderLayer, encoder_layers)
         self.decoder = stack(nn.TransformerDecoderLayer, decoder_layers) if decoder_layers else None
         self.causal = causal
-        # attention takes its causal kernel only if it is handed the mask as well
+        # attention uses its causal kernel only if it is given the mask as well
         mask_LL = None
         if causal or decoder_layers:
             mask_LL = torch.full((length, length), float("-inf")).triu(diagonal=1)
@@ -206,7 +207,7 @@ _CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU}
 
 
 class RecurrentStack(nn.Module):
-    """[N, L, E] -> outputs [N, L, D * H] of the last layer and its states [N, D * H] where each direction ends."""
+    """[N, L, E] -> outputs [N, L, D * H] of the last layer, and the last states [N, D * H] of each direction."""
 
     def __init__(self, cell: str, inputs: int, hidden: int, layers: int, *, both_directions: bool, dropout: float):
         super().__init__()
@@ -224,7 +225,7 @@ class RecurrentStack(nn.Module):
 
 class RecurrentModel(nn.Module):
     """Tokens [N, L] -> [N, L, outputs] from every output (`reads="all"`), or [N, outputs] from the mean of the outputs
-    (`mean`) or the state where each direction ends (`last`). `recompute` runs the whole stack, which is one call of
+    (`mean`) or the last state of each direction (`last`). `recompute` runs the whole stack, which is one call of
     cuDNN, again in the backward pass."""
 
     def __init__(
@@ -256,7 +257,7 @@ class RecurrentModel(nn.Module):
 
 
 def hidden_layers(inputs: int, widths: Sequence[int], *, recompute: bool) -> Stack:
-    """[N, inputs] -> [N, widths[-1]]: linear layers, each with ReLU."""
+    """Return [N, inputs] -> [N, widths[-1]]: linear layers, each with ReLU."""
     sources = (inputs, *widths[:-1])
     blocks = [nn.Sequential(nn.Linear(i, o), nn.ReLU()) for i, o in zip(sources, widths, strict=True)]
     return Stack(blocks, recompute=recompute)
@@ -265,8 +266,8 @@ def hidden_layers(inputs: int, widths: Sequence[int], *, recompute: bool) -> Sta
 class Recommender(nn.Module):
     """Dense features [N, D] and indices [T, N, B] -> logits [N] (Naumov et al., arXiv 1906.00091).
 
-    The dense features become a vector like those of the tables, each the sum over a bag of rows; then come the dot
-    products of all pairs of vectors, and a second row of layers over these and the dense vector."""
+    The dense features become a vector like those of the tables, which are sums over a bag of rows. The dot products of
+    all pairs of vectors follow, and a second row of layers over these and the dense vector."""
 
     def __init__(
         self,
@@ -299,7 +300,7 @@ class Recommender(nn.Module):
 
 
 def with_loops(edges: torch.Tensor, nodes: int) -> torch.Tensor:
-    """[2, E] -> [2, E + nodes]: and an edge from every node to itself."""
+    """Return edges [2, E] -> [2, E + nodes], with an added edge from every node to itself."""
     loops = torch.arange(nodes, device=edges.device).expand(2, -1)
     return torch.cat([edges, loops], dim=1)
 
@@ -310,7 +311,7 @@ def sum_by_target(values: torch.Tensor, target_E: torch.Tensor, nodes: int) -> t
 
 
 def softmax_by_target(scores_EH: torch.Tensor, target_E: torch.Tensor, nodes: int) -> torch.Tensor:
-    """Over the edges that lead to the same node."""
+    """Return the softmax of the scores over the edges that lead to the same node."""
     most = scores_EH.new_zeros(nodes, *scores_EH.shape[1:]).scatter_reduce_(
         0, _like(target_E, scores_EH), scores_EH.detach(), "amax", include_self=False
     )
@@ -323,8 +324,8 @@ def _like(target_E: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 class GraphConvolution(nn.Module):
-    """Nodes [V, F_in], edges [2, E] -> [V, F_out]: the neighbours' and the node's own features, each weighted by the
-    degrees of both (Kipf and Welling, arXiv 1609.02907)."""
+    """Nodes [V, F_in], edges [2, E] -> [V, F_out]: the sum of the neighbours' and the node's own features, each
+    weighted by the degrees of both (Kipf and Welling, arXiv 1609.02907)."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -385,7 +386,7 @@ class AttentionConvolution(nn.Module):
 
 
 class GraphBlock(nn.Module):
-    """A convolution, the activation, dropout."""
+    """A convolution, then the activation, then dropout."""
 
     def __init__(self, convolution: nn.Module, activation_name: str, rate: float):
         super().__init__()
@@ -412,7 +413,7 @@ GROUPS = 32  # groups of every group norm
 
 
 def double_convolution(inputs: int, outputs: int, *, batch_norm: bool, activation_name: str) -> nn.Sequential:
-    """[N, C_in, H, W] -> [N, C_out, H, W]: twice a 3x3 convolution (without bias before a norm), norm, activation."""
+    """Return [N, C_in, H, W] -> [N, C_out, H, W]: twice a 3x3 convolution (no bias before a norm), norm, activation."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
         layers.append(nn.Conv2d(channels, outputs, 3, padding=1, bias=not batch_norm))
@@ -422,7 +423,7 @@ def double_convolution(inputs: int, outputs: int, *, batch_norm: bool, activatio
 
 
 def enlarge(inputs: int, outputs: int, *, transposed: bool) -> nn.Module:
-    """[N, C_in, H, W] -> [N, C_out, 2H, 2W]: a transposed 2x2 convolution, or bilinear and a 3x3 convolution."""
+    """Return [N, C_in, H, W] -> [N, C_out, 2H, 2W]: a transposed 2x2 convolution, or bilinear and a 3x3 convolution."""
     if transposed:
         return nn.ConvTranspose2d(inputs, outputs, 2, stride=2)
     return nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(inputs, outputs, 3, padding=1))
@@ -454,8 +455,8 @@ class UNet(nn.Module):
         self.encoder = nn.ModuleList(level(i, o) for i, o in zip(sources, widths, strict=True))
         self.shrink = nn.MaxPool2d(2)
         steps = [(widths[i + 1], widths[i]) for i in reversed(range(len(widths) - 1))]
-        self.enlarge = nn.ModuleList(enlarge(below, here, transposed=transposed) for below, here in steps)
-        self.decoder = nn.ModuleList(level(2 * here, here) for _, here in steps)
+        self.enlarge = nn.ModuleList(enlarge(below, width, transposed=transposed) for below, width in steps)
+        self.decoder = nn.ModuleList(level(2 * width, width) for _, width in steps)
         self.head = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -489,7 +490,7 @@ class TimeEmbedding(nn.Module):
 
 class DenoisingBlock(nn.Module):
     """[N, C_in, H, W], time [N, D] -> [N, C_out, H, W]: two normed convolutions with the time added between them, plus
-    the input (a 1x1 convolution fits it where it must); then self-attention over the map, if asked for."""
+    the input (fitted by a 1x1 convolution where necessary); then self-attention over the map, with `heads`."""
 
     def __init__(self, inputs: int, outputs: int, time: int, *, rate: float, heads: int | None):
         super().__init__()
@@ -510,7 +511,7 @@ class DenoisingBlock(nn.Module):
 
 
 class MapAttention(nn.Module):
-    """[N, C, H, W] -> the same: every place of the map attends to every other, plus the input."""
+    """[N, C, H, W] -> same shape: every place of the map attends to every other, plus the input."""
 
     def __init__(self, channels: int, heads: int):
         super().__init__()
@@ -520,7 +521,7 @@ class MapAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_NLC = self.norm(x).flatten(2).transpose(1, 2)
-        # [N, heads, L, C / heads], whose last dimension lies together, as the fused kernels ask for
+        # [N, heads, L, C / heads], whose last dimension is contiguous, as the fused kernels require
         query, key, value = (
             project(x_NLC).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -530,7 +531,7 @@ class MapAttention(nn.Module):
 
 
 def enlarge_nearest(channels: int) -> nn.Sequential:
-    """[N, C, H, W] -> [N, C, 2H, 2W]: nearest neighbours and a 3x3 convolution."""
+    """Return [N, C, H, W] -> [N, C, 2H, 2W]: nearest neighbours and a 3x3 convolution."""
     return nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(channels, channels, 3, padding=1))
 
 
@@ -538,7 +539,7 @@ class DenoisingUNet(nn.Module):
     """Noisy images [N, C, H, W] and timesteps [N] -> the noise [N, C, H, W] (Ho et al., arXiv 2006.11239).
 
     `encoder` and `decoder` hold a `Stack` for each denoising block and a plain module where the map changes its size.
-    Every result of the encoder is read again by one block of the decoder, the last first."""
+    Each result of the encoder is read by one block of the decoder, in reverse order."""
 
     def __init__(
         self,

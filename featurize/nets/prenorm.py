@@ -34,8 +34,8 @@ class Conv1D(nn.Module):
 
 
 class GeluNew(nn.Module):
-    """GELU by its tanh formula, one operator after the other (transformers, `NewGELUActivation`): four tensors kept for
-    the backward pass where `nn.GELU` keeps one."""
+    """GELU by its tanh formula, one operator after another (transformers, `NewGELUActivation`): it keeps four tensors
+    for the backward pass where `nn.GELU` keeps one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
 def feed_forward(
     width: int, inner: int, function: nn.Module, *, inner_dropout: float = 0.0, linear: Callable[..., Any] = nn.Linear
 ) -> nn.Sequential:
-    """[N, L, E] -> [N, L, E] by way of F."""
+    """Return [N, L, E] -> [N, L, E] through F."""
     return nn.Sequential(linear(width, inner), function, *dropouts(inner_dropout), linear(inner, width))
 
 
@@ -104,12 +104,13 @@ class ExpertLinear(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """[N, L, E] -> ([N, L, E], balance): each token goes to the `choices` experts that the router likes best, weighted.
+    """[N, L, E] -> ([N, L, E], balance): each token goes to the `choices` experts with the highest router scores,
+    weighted.
 
-    Each sample's tokens compete for `capacity` places with each expert, first choices first, then in their order; who
-    finds none is passed by (GShard, arXiv 2006.16668, with a sample as the local group). So every shape follows from
-    the input's, whatever the router says, and nothing is read back. `balance` is Switch Transformer's auxiliary loss
-    (arXiv 2101.03961, equation 4), 1 where all experts are used alike.
+    Each sample's tokens compete for `capacity` places with each expert, first choices first, then in their order;
+    tokens without a place skip the expert (GShard, arXiv 2006.16668, with a sample as the local group). Every shape
+    therefore follows from the input's, whatever the router computes, and no value is read back. `balance` is Switch
+    Transformer's auxiliary loss (arXiv 2101.03961, equation 4), 1 where all experts are used alike.
     """
 
     def __init__(self, width: int, inner: int, *, experts: int, choices: int, capacity: int, activation_name: str):
@@ -130,7 +131,7 @@ class RoutedExperts(nn.Module):
         wanted_NJX = expert_NJ.unsqueeze(-1) == torch.arange(self.experts, device=x_NLE.device)
         places = self.experts * batch * self.capacity
         row_J, kept_NJ = self._rows(expert_NJ, wanted_NJX, places)
-        # One row more than there are places: for those that find none.
+        # One row more than places, for choices without a place.
         tokens = x_NLE.new_zeros(places + 1, width)
         copies = x_NLE.unsqueeze(1).expand(-1, self.choices, -1, -1).reshape(-1, width)
         tokens.index_copy_(0, row_J, copies)
@@ -138,7 +139,7 @@ class RoutedExperts(nn.Module):
         result_JE = self.fall(hidden_XMF).view(places, width).index_select(0, row_J.clamp(max=places - 1))
         weight_NJ = weight_NLK.transpose(1, 2).reshape(batch, -1) * kept_NJ
         result_JE = result_JE * weight_NJ.view(-1, 1).to(result_JE.dtype)
-        used_X = wanted_NJX[:, :length].float().mean((0, 1))  # as first choice
+        used_X = wanted_NJX[:, :length].float().mean((0, 1))  # share of first choices
         balance = self.experts * (used_X * odds_NLX.mean((0, 1))).sum()
         return result_JE.view(batch, self.choices, length, width).sum(1), balance
 
@@ -154,7 +155,7 @@ class RoutedExperts(nn.Module):
 
 
 class RoutedBlock(_Residual):
-    """A block in a row that hands (x, sum of balances) on. Its feed-forward part may be routed or dense."""
+    """A block that takes and returns (x, sum of balances). Its feed-forward part may be routed or dense."""
 
     def forward(self, carried: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x_NLE, balance = carried
@@ -167,7 +168,7 @@ class RoutedBlock(_Residual):
 
 
 class _OfTokens(nn.Module):
-    """Parts of transformers of tokens: the embedding, a stack of blocks and how logits are read off it."""
+    """Parts of transformers of tokens: the embedding, a stack of blocks, and the output of logits."""
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class TokenTransformer(_OfTokens):
 
 
 class RoutedTransformer(_OfTokens):
-    """The same of `RoutedBlock`s: tokens [N, L] -> (logits, sum of the blocks' balances)."""
+    """A `TokenTransformer` of `RoutedBlock`s: tokens [N, L] -> (logits, sum of the blocks' balances)."""
 
     def forward(self, tokens_NL: Tensor) -> tuple[Tensor, Tensor]:
         x_NLE = self.embed(tokens_NL)
@@ -222,7 +223,7 @@ class RoutedTransformer(_OfTokens):
 
 
 class VisionTransformer(nn.Module):
-    """Images [N, channels, side, side] -> [N, V], read off a class token (ViT, arXiv 2010.11929)."""
+    """Images [N, channels, side, side] -> [N, V], from a class token (ViT, arXiv 2010.11929)."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Imports the model libraries that are not dependencies of ours: timm, torchvision, transformers; and finds near names.
+"""Imports model libraries that are not dependencies of ours: timm, torchvision, transformers; and suggests near names.
 
-Start reading at `import_library`; `load_named` finds what a user names by `MODULE:ATTRIBUTE`, with near names where it
-does not exist, and `library_names` knows how a library spells its models.
+Start reading at `import_library`; `load_named` finds an object by `MODULE:ATTRIBUTE`, and suggests near names for an
+unknown one; `library_names` returns a library's spellings of a model's name.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any, TypeVar
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import aside_folder
 
-# Operators that torchvision describes to torch while it is imported, and whose schemas its own library brings. That
-# library is linked to one build of torch: beside another build it is not loaded, and the import fails.
+# Operators that torchvision registers with torch on import, and whose schemas are in its own binary library. That
+# library is linked to one build of torch: beside another build it cannot be loaded, and the import fails.
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 _MISSING = "torchvision::"
-# Their own requirements would replace the torch that is here by another build.
+# Their own requirements would replace the installed torch by another build.
 _HOW = {
     "timm": "pip install --no-deps timm",
     "torchvision": "pip install torchvision, with the --index-url that torch came from, gives one that matches this "
     "torch; pip install --no-deps torchvision will do for estimates",
     "transformers": "pip install transformers",
 }
-# Loggers that warn, while a library is imported, of kernels that only a GPU takes, and of what torch will deprecate.
+# Loggers that warn, on a library's import, of kernels that only a GPU has, and of torch's future deprecations.
 _NOISY = (
     "torchao",
     "torch.utils._pytree",
@@ -43,28 +43,28 @@ _NOISY = (
     "diffusers.quantizers.torchao.torchao_quantizer",
 )
 T = TypeVar("T")
-_schemas = None  # the torch.library.Library that holds them; they last as long as it does
+_schemas = None  # the torch.library.Library that holds them; they last as long as this object
 
 
 def import_library(name: str) -> ModuleType:
-    """Return the module `name` (`timm`, `torchvision.models`, `transformers`). `EnvironmentProblem` says what to
-    install.
+    """Return the module `name` (`timm`, `torchvision.models`, `transformers`). Raises `EnvironmentProblem` with the
+    package to install.
 
-    torchvision is made importable also where its own library was built for another torch: its detection operators can
-    then be traced but not run; the models need none of them.
+    torchvision is made importable even if its binary library was built for another torch: its detection operators can
+    then be traced but not run; the models do not need them.
     """
     package = name.partition(".")[0]
     _use_what_is_kept_aside()
     if importlib.util.find_spec(package) is None:
         raise EnvironmentProblem(f"{package} is not installed, and this model is built by it: {_HOW[package]}")
-    mend_torchvision()  # timm and transformers import it where they find it
+    mend_torchvision()  # timm and transformers import it if it is installed
     with quiet_imports():
         return importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Keep warnings about a library's own parts, which say nothing about the model, from standard error."""
+    """Suppress warnings about a library's own parts, which do not concern the model, on standard error."""
     levels = {name: logging.getLogger(name).level for name in _NOISY}
     try:
         for name in _NOISY:
@@ -78,7 +78,7 @@ def quiet_imports() -> Iterator[None]:
 def mending(call: Callable[[], T]) -> T:
     """Run `call()`; if it fails because torchvision or its operators are missing, make them available and retry once.
 
-    The failure may be direct, or that of a library which says only that it could not be imported.
+    The failure may be direct, or that of a library that only reports a failed import.
     """
     with quiet_imports():
         try:
@@ -98,12 +98,12 @@ def load_named(
 
     Args:
         name: The name.
-        about: How messages begin, as `model=mypackage.nets:build`.
-        otherwise: How the message ends for a module that cannot be imported and has no near names.
+        about: Beginning of messages, as `model=mypackage.nets:build`.
+        otherwise: End of the message for a module that cannot be imported and has no near names.
         load: Imports the module.
 
     Raises:
-        UsageError: There is no such module or attribute; with near names.
+        UsageError: An unknown module or attribute; with near names.
     """
     module_name, _, attributes = name.partition(":")
     try:
@@ -126,7 +126,7 @@ def load_named(
 
 
 def mend_torchvision() -> None:
-    """Import torchvision, if installed or kept aside; declare its operators where its library cannot be loaded."""
+    """Import torchvision, if it is installed or set aside; declare its operators if its library cannot be loaded."""
     global _schemas
     _use_what_is_kept_aside()
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
@@ -147,7 +147,8 @@ def mend_torchvision() -> None:
 
 
 def _use_what_is_kept_aside() -> None:
-    """Find the torchvision that `infra/install_torchvision.py` has kept aside, in programs that need its models."""
+    """Add the torchvision that `infra/install_torchvision.py` has set aside to the path, for programs that need its
+    models."""
     folder = aside_folder()
     if str(folder) not in sys.path and folder.is_dir() and importlib.util.find_spec("torchvision") is None:
         sys.path.append(str(folder))
@@ -174,7 +175,7 @@ _MOST = 5
 
 
 def near_names(name: str, known: Iterable[str]) -> str:
-    """Return `; near names: a, b` of the known names that resemble `name`; empty where none does."""
+    """Return `; near names: a, b` of the known names that resemble `name`; empty if none does."""
     near = difflib.get_close_matches(name, list(known), n=_MOST, cutoff=0.6)
     return f"; near names: {', '.join(near)}" if near else ""
 
@@ -183,8 +184,8 @@ def library_names(module: str, name: str) -> str:
     """Return `; write timm.models:resnet50` for a name that the library knows under another spelling; else empty.
 
     Args:
-        module: What was imported, as `timm`.
-        name: What it does not have.
+        module: The imported module, as `timm`.
+        name: The name that it lacks.
     """
     package = module.partition(".")[0]
     spellings = _SPELLINGS[package](name) if package in _SPELLINGS else []
@@ -211,7 +212,7 @@ def _of_torchvision(name: str) -> list[str]:
 def _of_transformers(name: str) -> list[str]:
     from transformers.models.auto import modeling_auto as auto
 
-    kind = name.rpartition("/")[2].partition("-")[0].lower()  # also of a checkpoint, as bert-base-uncased
+    kind = name.rpartition("/")[2].partition("-")[0].lower()  # also for a checkpoint, as bert-base-uncased
     classes = [table.get(kind) for table in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_MAPPING_NAMES)]
     return [f"transformers:{class_name}" for class_name in dict.fromkeys(classes) if isinstance(class_name, str)]
 
@@ -220,9 +221,9 @@ _SPELLINGS = {"timm": _of_timm, "torchvision": _of_torchvision, "transformers": 
 
 
 def near_modules(name: str, missing: str | None) -> str:
-    """Return `near_names` of the modules beside `missing`, the part of the dotted `name` that is not there.
+    """Return `near_names` of the siblings of `missing`, the part of the dotted `name` that does not exist.
 
-    Empty where `missing` is another module: one that the module itself imports. Imports nothing.
+    Empty where `missing` is another module, which the named module imports. Imports nothing.
     """
     if missing is None or not (name == missing or name.startswith(f"{missing}.")):
         return ""

@@ -1,4 +1,4 @@
-"""Operators as CUDA runs them: the table of names, and where PyTorch on a GPU differs from meta tensors.
+"""Operators as CUDA runs them: the table of names, and the differences between PyTorch on a GPU and meta tensors.
 
-Start reading at `table` and `cuda_policy`. Called by recordings, timing and training; it calls `cudnn` for its words.
+Start reading at `table` and `cuda_policy`. Called by recordings, timing and training; it calls `cudnn` for its types.
 """

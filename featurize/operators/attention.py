@@ -27,9 +27,9 @@ from featurize.operators.tensor_parts import is_shared
 _IMPLEMENTATION = "flash_attention_2"
 _ROWS = 32  # rows for which memory-efficient attention keeps sums (aten/src/ATen/native/transformers: kAlignLSE)
 _HALF = (torch.float16, torch.bfloat16)
-_XFORMERS_RUN = "_memory_efficient_attention"  # which each of xFormers' public functions calls
+_XFORMERS_RUN = "_memory_efficient_attention"  # called by each of xFormers' public functions
 _LIBRARY, _MODELS = "transformers.modeling_flash_attention_utils", "transformers.modeling_utils"
-# What transformers remembers of the package that it has imported.
+# Attributes in which transformers caches the imported package.
 _STATE = (
     "_loaded_implementation",
     "_flash_fn",
@@ -57,13 +57,13 @@ def building(build: Callable[[], T]) -> T:
 
 
 def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[int], None]) -> Iterator[Change]:
-    """Yield the changes with which attention on meta tensors calls the kernels that a GPU would run, of packages where
-    they are imported.
+    """Yield the changes that make attention on meta tensors call the kernels that a GPU would run. Packages are changed
+    only where they are imported.
 
     Args:
         autocast: Casts the arguments of PyTorch's own function.
-        kernels: PyTorch's for fused attention on the GPU.
-        attends: Called with the width of a head of each call of PyTorch's own function.
+        kernels: Widest heads of PyTorch's fused attention on the GPU.
+        attends: Called with the width of a head for each call of PyTorch's own function.
     """
     attend = functools.partial(_scaled_dot_product, F.scaled_dot_product_attention, autocast, kernels, attends)
     xformers = functools.partial(functools.partial, _attend_xformers)
@@ -73,8 +73,8 @@ def as_on_gpu(autocast: Autocast, kernels: AttentionKernels, attends: Callable[[
 
 
 def as_installed() -> Iterator[Change]:
-    """Yield the changes with which transformers finds flash-attn, if transformers is imported and keeps to the names
-    known here."""
+    """Yield the changes that make transformers find flash-attn, if transformers is imported and has the names known
+    here."""
     library = _transformers()
     matrix = getattr(library, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
     imports = getattr(library, "_lazy_imports", None)
@@ -96,7 +96,7 @@ def as_installed() -> Iterator[Change]:
         yield from if_imported(module, name, functools.partial(lambda given, _: given, value))
 
 
-# transformers reads from these two signatures which options the package has.
+# transformers reads from these two signatures which options the package supports.
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -132,7 +132,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Attend texts of any length one behind the other, [all tokens, heads, E]."""
+    """Attend packed texts of any lengths, [all tokens, heads, E]."""
     longest = int(max_seqlen_q), int(max_seqlen_k)
     return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, softmax_scale, causal, window_size)
 
@@ -177,7 +177,7 @@ def _transformers() -> ModuleType | None:
 
 
 def _attend_xformers(run: Callable[..., Tensor], inp: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Attend [N, L, E], [N, L, heads, E] or [N, L, groups, heads of each, E], on meta as `run` does on a GPU.
+    """Attend [N, L, E], [N, L, heads, E] or [N, L, groups, heads of each, E] on meta, as `run` does on a GPU.
 
     In half precision xFormers runs FlashAttention, else its CUTLASS kernel.
     """
@@ -215,9 +215,9 @@ def _scaled_dot_product(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Return the kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a
-    mask (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's
-    kernel, which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
+    """Run the kernel that ATen/native/transformers/cuda/sdp_utils.cpp would choose: flash for half types without a mask
+    (compute capability 8.0 and later), memory-efficient otherwise, the math path where neither applies. cuDNN's kernel,
+    which newer releases may prefer on Hopper, keeps the same tensors as flash; so do AOTriton's on ROCm."""
     width = query.shape[-1]
     attends(width)
     query, key, value, attn_mask = autocast.lower((query, key, value, attn_mask))
@@ -266,17 +266,17 @@ def _require_whole_rows(query: Tensor) -> None:
     assert isinstance(query, DTensor)
     parts = 2 if ring._cp_options.enable_load_balance else 1
     if (rows := query.to_local().shape[2] // parts) % _ROWS:
-        whole = _ROWS * parts * query.device_mesh.size()
+        multiple = _ROWS * parts * query.device_mesh.size()
         raise UsageError(
             f"parallel: cp: memory-efficient attention keeps row sums of {_ROWS} queries or a multiple, and a part of "
-            f"the sequence has {rows}; give a sequence of a multiple of {whole} tokens, or bf16 on a GPU with flash "
+            f"the sequence has {rows}; give a sequence of a multiple of {multiple} tokens, or bf16 on a GPU with flash "
             "attention"
         )
 
 
 def _align(mask: Tensor) -> Tensor:
-    """Return the bias as the memory-efficient kernel reads it, rows beginning at multiples of 8 elements: else a padded
-    copy, of which the rest is a view (ATen/native/transformers/attention.cpp: preprocess_mask)."""
+    """Return the bias as the memory-efficient kernel reads it, with rows that begin at multiples of 8 elements; else a
+    view of a padded copy (ATen/native/transformers/attention.cpp: preprocess_mask)."""
     if mask.stride(-1) == 1 and not any(step % 8 for step in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]

@@ -1,7 +1,7 @@
-"""CUDA's autocast on meta tensors, where PyTorch's own has no effect: the training's, and what a model says itself.
+"""CUDA's autocast on meta tensors, where PyTorch's own has no effect: that of the training, and a model's own.
 
-Start reading at `casting`. Inside it the names that Python code calls cast their arguments as CUDA would, and
-`torch.autocast("cuda")` in a forward pass (also for `x.device.type`, which says meta here) switches that on or off.
+Start reading at `casting`. Inside it, functions that Python code calls cast their arguments as CUDA would, and
+`torch.autocast("cuda")` in a forward pass (also for `x.device.type`, which is meta here) switches that on or off.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _FP32 = {
     "norm logsumexp cdist",
     Tensor: "softmax log_softmax exp expm1 log log2 log10 log1p pow __pow__ __rpow__ reciprocal rsqrt norm logsumexp",
 }
-# These get `dtype=float32` instead, which CUDA's kernels convert to as they read: no copy is made.
+# These get `dtype=float32` instead: CUDA's kernels convert as they read, without a copy.
 _AS_FP32 = "sum prod cumsum cumprod"
 # Likewise in fp16 only (ATen/native/cuda/SoftMax.cpp, half_to_float).
 _HALF_TO_FLOAT = {"softmax": torch._softmax, "log_softmax": torch._log_softmax}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_lock = threading.RLock()  # the replacements are the process's: one trace at a time
+_lock = threading.RLock()  # the replacements are per process: one trace at a time
 
 
 class Autocast:
-    """Casts of the moment: to `dtype` what runs in it, nothing where `dtype` is None. The forward's context caches the
-    casts of weights; the contexts that a checkpointed backward opens for its recomputations are shorter, and count as
-    having no cache."""
+    """The casts in effect: lower-precision operators cast to `dtype`; None: no casts. The forward pass's context caches
+    the casts of weights; the contexts that a checkpointed backward opens for its recomputations are shorter, and are
+    treated as having no cache."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -56,11 +56,11 @@ class Autocast:
         self._cache = {} if phase == "forward" else None
 
     def lower(self, value: Any) -> Any:
-        """As a product's argument."""
+        """Return a product's argument, cast to `dtype`."""
         return self.cast(value, self.dtype)
 
     def cast(self, value: Any, dtype: torch.dtype | None) -> Any:
-        """Floating tensors, also those in lists, in that type; without autocast as they are."""
+        """Return floating-point tensors, also those in lists, in that type; unchanged without autocast."""
         if self.dtype is None:
             return value
         if isinstance(value, Tensor):
@@ -70,7 +70,7 @@ class Autocast:
                 return value.to(dtype)
             key = id(value)
             if key not in self._cache:
-                self._cache[key] = (value, value.to(dtype))  # holds the weight: its id stays its own
+                self._cache[key] = (value, value.to(dtype))  # holds the weight, so that its id is not reused
             return self._cache[key][1]
         if isinstance(value, list | tuple):
             return type(value)(self.cast(v, dtype) for v in value)
@@ -78,7 +78,7 @@ class Autocast:
 
     @contextlib.contextmanager
     def switched(self, dtype: torch.dtype | None) -> Iterator[None]:
-        """As inside a `torch.autocast` of that type; None is one that is not enabled."""
+        """Behave as inside a `torch.autocast` of that type; None is a disabled one."""
         before, cache = self.dtype, self._cache
         self.dtype = dtype
         if dtype is not before and dtype is not None:
@@ -91,7 +91,7 @@ class Autocast:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """The functions that autocast knows are replaced by ones that ask this."""
+        """Replace the functions that autocast covers by ones that cast as this object requires."""
         if self._installed:
             yield
             return
@@ -115,7 +115,7 @@ class Autocast:
                 yield owner, name, self._wrap_dtype(getattr(owner, name))
 
     def _wrap(self, function: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
-        """Cast the arguments to a type; None: to autocast's."""
+        """Return the function with arguments cast to a type; None: to autocast's."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class Autocast:
         return call
 
     def _wrap_dtype(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Ask for the result in fp32, unless the caller asks for a type."""
+        """Return the function with a result in fp32, unless the caller passes a type."""
 
         @functools.wraps(function)
         def call(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,8 @@ class Autocast:
         return call
 
     def _wrap_softmax(self, function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """Call, in fp16, the kernel that reads halves and returns floats; else make a copy in fp32 first."""
+        """Return softmax that, in fp16, calls the kernel that reads halves and returns floats; else it copies to fp32
+        first."""
         otherwise = self._wrap(function, torch.float32)
 
         @functools.wraps(function)
@@ -152,12 +153,12 @@ class Autocast:
 
 @contextlib.contextmanager
 def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
-    """Within, meta tensors are cast as by CUDA's autocast of that type (None: not cast), and as the model's own calls
-    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass ask."""
+    """Cast meta tensors inside as CUDA's autocast of that type would (None: not at all), and as the model's own calls
+    of `torch.autocast` or `torch.cuda.amp.autocast` in its forward pass require."""
     autocast = Autocast(dtype)
 
     class ModelAutocast(torch.autocast):
-        """The context that the model enters. Meta stands for CUDA, which PyTorch's own refuses or knows is absent."""
+        """The context that the model enters. It accepts meta for CUDA, which PyTorch's own refuses."""
 
         def __init__(
             self,
@@ -168,8 +169,8 @@ def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
         ) -> None:
             self._of_gpu = device_type in ("cuda", "meta")
             self._asked = (dtype or torch.get_autocast_dtype("cuda")) if enabled else None
-            kept = {"enabled": False} if self._of_gpu else {"enabled": enabled}
-            super().__init__("cuda" if self._of_gpu else device_type, dtype, cache_enabled=cache_enabled, **kept)
+            arguments = {"enabled": False} if self._of_gpu else {"enabled": enabled}
+            super().__init__("cuda" if self._of_gpu else device_type, dtype, cache_enabled=cache_enabled, **arguments)
 
         def __enter__(self) -> Any:
             self._inside = contextlib.ExitStack()
@@ -185,11 +186,11 @@ def casting(dtype: torch.dtype | None) -> Iterator[Autocast]:
         return ModelAutocast("cuda", dtype, enabled, cache_enabled)
 
     with _lock:
-        # Asked for the type of a tensor's device, which PyTorch knows no autocast of.
+        # Called for the type of a tensor's device; PyTorch has no autocast for meta.
         enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
         def is_enabled(device_type: str | None = None) -> bool:
-            if device_type in (None, "meta"):  # without a type, it asks of CUDA
+            if device_type in (None, "meta"):  # without a type, it means CUDA
                 return autocast.dtype is not None
             return enabled(device_type)
 

@@ -1,12 +1,12 @@
 """Differences of PyTorch on CUDA from meta tensors: autocast, attention, fused dropout, cuDNN's layers, detection.
 
-Start reading at `as_on_cuda`. Meta tensors take the generic code paths: autocast leaves them alone, attention
+Start reading at `as_on_cuda`. Meta tensors take the generic code paths: autocast ignores them, attention
 materialises its scores, dropout keeps a full-width mask, recurrent layers run step by step. Inside `as_on_cuda` the
-names that modules call are replaced by versions that dispatch the operators CUDA would run. Code that holds its own
-reference to one of these functions (`from torch.nn.functional import ...`), or calls TorchScript, is not reached.
+functions that modules call are replaced by versions that dispatch the operators CUDA would run. Code with its own
+reference to one of these functions (`from torch.nn.functional import ...`), or in TorchScript, is not reached.
 
-How many of torchvision's proposals survive depends on numbers that the step computes (`detection_as_trained`). Taken is
-what the configured limits allow, since a step that reaches them takes the most memory.
+The number of torchvision's proposals that survive depends on computed values (`detection_as_trained`). The configured
+limits are assumed, since a step that reaches them takes the most memory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from featurize.operators.table import time_steps
 
 PROPOSALS = "a detector keeps as many proposals as its limits allow"
 MATCHES = "every other box that a detector proposes matches an object, so that its samples reach their limits"
-# Of all candidates, every so manieth matches an object: more than the limit on positive samples, so that it is reached.
+# Every n-th candidate matches an object: more than the limit on positive samples, so that the limit is reached.
 _EVERY = 2
 
 
 def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> Iterator[Change]:
-    """Yield the changes with which torchvision's detectors run on meta tensors, if torchvision's operators are imported
-    at all. `assume` is notified of what is taken for granted."""
+    """Yield the changes that make torchvision's detectors run on meta tensors, if torchvision's operators are imported.
+    `assume` is called with each assumption."""
     instead: list[tuple[str, str, Callable[[Any], Any]]] = [
         *((where, "nms", lambda original: functools.partial(_nms, original, assume)) for where in ("ops.boxes", "ops")),
         *(
@@ -59,7 +59,8 @@ def detection_as_trained(autocast: Autocast, assume: Callable[[str], None]) -> I
 def _nms(
     original: Callable[..., Any], assume: Callable[[str], None], boxes: Tensor, scores: Tensor, iou_threshold: float
 ) -> Tensor:
-    """Keep all boxes; the callers cut them down to their limits. The mask of 64 boxes a word is the CUDA kernel's."""
+    """Keep all boxes; the callers cut them down to their limits. The mask has 64 boxes a word, as in the CUDA
+    kernel."""
     if not boxes.is_meta:
         return original(boxes, scores, iou_threshold)
     assume(PROPOSALS)
@@ -67,9 +68,9 @@ def _nms(
     order = scores.sort(dim=0, descending=True)[1]
     ordered = boxes.index_select(0, order)
     mask = boxes.new_empty(count * -(-count // 64), dtype=torch.int64)
-    kept = torch.arange(count, device=boxes.device)
+    indices = torch.arange(count, device=boxes.device)
     del ordered, mask
-    return kept
+    return indices
 
 
 def _roi_align(
@@ -81,7 +82,7 @@ def _roi_align(
     *args: object,
     **kwargs: object,
 ) -> Tensor:
-    """In fp32 under autocast, as torchvision registers it."""
+    """Align regions in fp32 under autocast, as torchvision registers it."""
     if not input.is_meta:
         return original(input, boxes, output_size, *args, **kwargs)
     rois = boxes
@@ -93,7 +94,7 @@ def _roi_align(
 
 
 class _RoiAlign(torch.autograd.Function):
-    """Keeps the regions, and for the backward pass the shape of the input."""
+    """An operator that keeps the regions and the input's shape for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, rois: Tensor, size: tuple[int, int]) -> Tensor:
@@ -109,7 +110,7 @@ class _RoiAlign(torch.autograd.Function):
 def _paste(
     original: Callable[..., Any], masks: Tensor, boxes: Tensor, img_shape: tuple[int, int], padding: int = 1
 ) -> Tensor:
-    """In an evaluation each mask becomes an image, wherever its box lies."""
+    """Paste each mask into an image, as in an evaluation, wherever its box lies."""
     if not masks.is_meta or not len(masks):
         return original(masks, boxes, img_shape, padding)
     height, width = (int(size) for size in img_shape)
@@ -127,7 +128,7 @@ def _levels(mapper: Any, original: Callable[..., Any], boxlists: list[Tensor]) -
 def _matches(
     matcher: Any, original: Callable[..., Any], assume: Callable[[str], None], match_quality_matrix: Tensor
 ) -> Tensor:
-    """Match every other candidate, the objects in turn; the rest is background."""
+    """Match every other candidate, with the objects in turn; the others are background."""
     if not match_quality_matrix.is_meta or not match_quality_matrix.numel():
         return original(matcher, match_quality_matrix)
     assume(MATCHES)
@@ -146,11 +147,11 @@ def as_on_cuda(
     assume: Callable[[str], None] = lambda text: None,
     attends: Callable[[int], None] = lambda width: None,
 ) -> Iterator[Callable[[str], None]]:
-    """Within, meta tensors take CUDA's paths, which are ROCm's too, except attention. Yields a function to call with
-    each phase that begins. `kernels` are PyTorch's for fused attention. `assume` is notified of what is taken for
-    granted of values that only computing the step would show, `attends` the width of a head of each call of
+    """Make meta tensors take CUDA's paths inside, which are ROCm's too, except for attention. Yields a function to call
+    with each phase that begins. `kernels` are the widest heads of PyTorch's fused attention. `assume` is called with
+    each assumption about values that only a real step computes, `attends` with the width of a head for each call of
     attention."""
-    with casting(autocast_dtype) as autocast, fused_kernels():  # the first holds a lock: one trace at a time
+    with casting(autocast_dtype) as autocast, fused_kernels():  # `casting` holds a lock: one trace at a time
         changes = (
             *detection_as_trained(autocast, assume),
             *attention.as_on_gpu(autocast, kernels, attends),
@@ -164,9 +165,9 @@ def as_on_cuda(
 
 @contextlib.contextmanager
 def fused_kernels() -> Iterator[None]:
-    """Operators that CUDA runs as one kernel and meta tensors in pieces, in another layout or not at all. By
-    native_functions.yaml some are composite with a kernel of the backend's own, and mish's backward is the only such
-    one that training meets."""
+    """Install operators that CUDA runs as one kernel, and meta tensors in pieces, in another layout or not at all. By
+    native_functions.yaml, some are composite operators with a backend kernel; of these, training meets only mish's
+    backward."""
     library = torch.library.Library("aten", "IMPL", "Meta")
     try:
         implementations = library.m
@@ -182,11 +183,11 @@ def fused_kernels() -> Iterator[None]:
 
 
 def _added_product(bias: Tensor, first: Tensor, second: Tensor, *, beta: complex = 1, alpha: complex = 1) -> Tensor:
-    """PyTorch's own meta kernel takes it apart in Python, which takes thirty times as long."""
+    """Return `addmm`; PyTorch's own meta kernel decomposes it in Python, which takes thirty times as long."""
     if not bias.dtype == first.dtype == second.dtype:
         return torch._decomp.decompositions.addmm(bias, first, second, beta, alpha)
     product = torch.ops.aten.mm(first, second)
-    bias.expand(product.shape)  # refused where it does not fit
+    bias.expand(product.shape)  # raises if the shapes do not fit
     return product
 
 
@@ -201,7 +202,8 @@ def _convolution(
     output_padding: list[int],
     groups: int,
 ) -> Tensor:
-    """cuDNN's layout: channels last if the input's or the weight's is (ATen/native/ConvUtils.h). Meta: never."""
+    """Convolve in cuDNN's layout: channels last if the input's or the weight's is (ATen/native/ConvUtils.h). Meta:
+    never."""
     out = torch.ops.aten._convolution(
         x, weight, bias, stride, padding, dilation, transposed, output_padding, groups, False, False, True, True
     )
@@ -236,7 +238,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """As on CUDA, which takes indices of two types (cuda/Embedding.cu); Meta takes any in releases before 2.13."""
+    """Look up rows as on CUDA, with indices of two types (cuda/Embedding.cu); meta accepts any type before 2.13."""
     if indices.dtype not in (torch.long, torch.int):
         raise RuntimeError(f"indices of an embedding are of type long or int, got {indices.dtype}")
     return weight.new_empty((*indices.shape, *weight.shape[1:]))
@@ -249,8 +251,8 @@ def _grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """In any floating type, as CUDA has it; the meta kernel knows bf16 alone. Rows of the result begin at multiples of
-    16 bytes (ATen/native/GroupedMMUtils.h: create_grouped_gemm_output_tensor)."""
+    """Multiply in any floating-point type, as CUDA does; the meta kernel supports bf16 alone. Rows of the result begin
+    at multiples of 16 bytes (ATen/native/GroupedMMUtils.h: create_grouped_gemm_output_tensor)."""
     if mat_a.dtype != mat_b.dtype:
         raise RuntimeError(f"expected two matrices of one type, got {mat_a.dtype} and {mat_b.dtype}")
     if (mat_a.dim() == 3 or mat_b.dim() == 3) and mat_a.shape[-1] != mat_b.shape[-2]:
@@ -271,7 +273,7 @@ def _grouped_product(
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """Return one kernel, which keeps a float for each row (cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda)."""
+    """Run one kernel, which keeps a float for each row (cuda/layer_norm_kernel.cu: _fused_rms_norm_cuda)."""
     rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(rows, dtype=torch.float32)
 
@@ -283,16 +285,16 @@ def _rms_norm_backward(
     return of_input, torch.empty_like(weight) if wanted[1] and weight is not None else None
 
 
-# Recurrent layers as CUDA runs them: one cuDNN call for all time steps and layers. What is modelled is memory: the
+# Recurrent layers as CUDA runs them: one cuDNN call for all time steps and layers. Only memory is modelled: the
 # allocations of ATen/native/cudnn/RNN.cpp.
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 
-# cuDNN does not say without a GPU what it keeps for the backward pass. Assumed, in values a time step, sample, layer
-# and hidden unit (each direction for itself), on top of the outputs between layers: LSTM 5 (its gates and the cell
-# state), GRU 6, plain ones 1. The first two explain, to the byte, the reserves that cuDNN 7 was seen to ask for:
+# Without a GPU, cuDNN does not report the size of its reserve for the backward pass. Assumed, in values a time step,
+# sample, layer, direction and hidden unit, on top of the outputs between layers: LSTM 5 (its gates and the cell state),
+# GRU 6, plain ones 1. The first two explain, to the byte, the reserves that cuDNN 7 asked for in
 # github.com/pytorch/pytorch/issues/2895. The sizes of that model, 4 layers of 320 units on 123 inputs, 250 steps and
-# 100 samples, follow from its parameter counts and these figures. Nothing measured stood behind plain layers, both
-# directions and newer cuDNN. Masks of dropout between layers are left out.
+# 100 samples, follow from its parameter counts and these figures. Plain layers, two directions and newer cuDNN were not
+# measured. Masks of dropout between layers are left out.
 _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}
 
 
@@ -300,8 +302,8 @@ def _recurrent(name: str, original: Callable[..., Any], autocast: Autocast, *arg
     """Run `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` by cuDNN's operator; both of their overloads, padded and
     packed.
 
-    CUDA's autocast knows only fp16 here. What cuDNN does not take (bfloat16 layers, batch sizes that have no values)
-    goes to `original`.
+    CUDA's autocast supports only fp16 here. Inputs that cuDNN does not support (bfloat16 layers, batch sizes without
+    values) go to `original`.
     """
     half = None if autocast.dtype is None else functools.partial(autocast.cast, dtype=torch.float16)
     packed = isinstance(args[3], list | tuple)
@@ -357,7 +359,7 @@ def _recurrent_forward(
     batch_sizes: list[int],
     dropout_state: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Meta kernel of `aten::_cudnn_rnn`. The weights count as one buffer's parts, as they are once on a GPU."""
+    """Return the outputs of `aten::_cudnn_rnn` on meta. The weights count as parts of one buffer, as on a GPU."""
     directions = 2 if bidirectional else 1
     width = (proj_size or hidden_size) * directions
     if batch_sizes:
@@ -366,8 +368,8 @@ def _recurrent_forward(
         steps, samples = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
         output = x.new_empty(steps, samples, width)
         output = output.transpose(0, 1) if batch_first else output
-    kept = time_steps(x) * hidden_size * directions * (_KEPT[mode] * num_layers + num_layers - 1)
-    reserve = torch.empty(kept * x.element_size() if train else 0, dtype=torch.uint8, device="meta")
+    reserve_elements = time_steps(x) * hidden_size * directions * (_KEPT[mode] * num_layers + num_layers - 1)
+    reserve = torch.empty(reserve_elements * x.element_size() if train else 0, dtype=torch.uint8, device="meta")
     cell = torch.empty_like(cx) if cx is not None else x.new_empty(0)
     return output, torch.empty_like(hx), cell, reserve, x.new_empty(0)
 
@@ -396,7 +398,7 @@ def _recurrent_backward(
     reserve: Tensor,
     output_mask: list[bool],
 ) -> tuple[Tensor | list[Tensor] | None, ...]:
-    """Meta kernel of `aten::_cudnn_rnn_backward`: the weights' gradients are parts of one buffer."""
+    """Return the gradients of `aten::_cudnn_rnn_backward` on meta: those of the weights are parts of one buffer."""
     gradients = [
         torch.empty_like(t) if t is not None and needed else None
         for t, needed in zip((x, hx, cx), output_mask, strict=False)

@@ -1,6 +1,7 @@
-"""Memory that kernels and CUDA's libraries take for their own use while an operator runs.
+"""Memory that kernels and CUDA's libraries take for themselves while an operator runs.
 
-Start reading at `LIBRARY_CALLS` (what a trace notes of an operator) and `workspace_bytes` (what a replay takes for it).
+Start reading at `LIBRARY_CALLS` (calls that a trace notes for an operator) and `workspace_bytes` (their sizes in a
+replay).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ CUBLAS = "cublas"
 # hip/flash_attn/aot/mha_all_aot.hip, mha_bwd_aot; cuda/attention_backward.cu).
 _AOTRITON_VALUES = {"flash_backward": 2, "efficient_backward": 1}
 
-# Where cuDNN itself is not asked (`featurize.cudnn`), which is the default, this is assumed of its 2-d
-# convolutions that are not channels last: kernels for the tensor cores read and write channels-last copies, which lie
-# in the workspace. 1x1 kernels are plain products and take none; depthwise ones in fp32 are PyTorch's own. How many
-# copies there are was chosen, from some dozens of combinations, by what explains the peaks of some 650 measured models
-# (fp32, no `cudnn.benchmark`, A100, cuDNN 9.1), three quarters of them 3x3 CNNs.
+# Assumptions about cuDNN's 2-d convolutions that are not channels last, where cuDNN itself is not asked
+# (`featurize.cudnn`), the default. Kernels for the tensor cores read and write channels-last copies in the workspace.
+# 1x1 kernels are plain products without a workspace; depthwise ones in fp32 are PyTorch's own. The number of copies was
+# chosen, from some dozens of combinations, to explain the peaks of some 650 measured models (fp32, no
+# `cudnn.benchmark`, A100, cuDNN 9.1), three quarters of them 3x3 CNNs.
 _COPIES = {  # copies of input, weight, output
     "conv_forward": (1, 1, 1),
     "conv_backward_data": (1, 1, 1),
@@ -34,9 +35,9 @@ _COPIES = {  # copies of input, weight, output
 }
 
 
-# Mode of a recurrent layer (cudnnRNNMode_t) -> values a sample, layer and hidden unit that lie in cuDNN's workspace
-# beside the weight matrices. Assumed: those of an LSTM (2) and a GRU (3) explain, to the byte, what cuDNN 7 was seen to
-# ask for (github.com/pytorch/pytorch/issues/2895). Nothing measured stood behind the others.
+# Mode of a recurrent layer (cudnnRNNMode_t) -> values a sample, layer and hidden unit in cuDNN's workspace, in addition
+# to the weight matrices. Assumed: those of an LSTM (2) and a GRU (3) explain, to the byte, the workspaces that cuDNN 7
+# asked for (github.com/pytorch/pytorch/issues/2895). The others were not measured.
 _RECURRENT_WORK = {0: 4, 1: 4, 2: 11, 3: 8}
 
 
@@ -49,12 +50,12 @@ class LibraryCall(NamedTuple):
     element_bytes: int = 4
     channels_last: bool = False
     groups: int = 1
-    nbytes: int = 0  # where it is known already
+    nbytes: int = 0  # its size, where the trace already knows it
     convolution: ConvolutionSignature | None = None  # cuDNN's convolution; None also where PyTorch runs its own kernel
 
     @property
     def spare(self) -> bool:
-        """Return whether the library has a slower algorithm that takes none, to which PyTorch falls back."""
+        """Return whether the library has a slower algorithm without a workspace, to which PyTorch falls back."""
         return self.kind.startswith("conv_")
 
     @property
@@ -66,8 +67,8 @@ class LibraryCall(NamedTuple):
 def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
     """Return the bytes that the call takes while it runs.
 
-    cuBLAS keeps its own, one for the forward and one for the backward thread. So does hipBLASLt, or hipBLAS where
-    PyTorch prefers that. MIOpen is taken to need what cuDNN does.
+    cuBLAS keeps its workspaces, one for the forward and one for the backward thread. So does hipBLASLt, or hipBLAS
+    where PyTorch prefers that. MIOpen is assumed to need what cuDNN does.
     """
     if call.kind == CUBLAS:
         return spec.architecture.blas_workspace_bytes
@@ -90,8 +91,8 @@ def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:
 def winograd_bytes(channels: int, response: Sequence[int]) -> int:
     """Return the bytes that cuDNN takes for a 3x3 convolution of stride and dilation 1 without tensor cores for fp32.
 
-    It multiplies by Winograd's F(4x4, 3x3) (Lavin and Gray, arXiv 1509.09308), not fused: input, weight and output lie
-    transformed in the workspace, 36 values for each tile of 4 x 4 places and for each kernel.
+    It multiplies by Winograd's F(4x4, 3x3) (Lavin and Gray, arXiv 1509.09308), not fused: the workspace holds input,
+    weight and output transformed, 36 values for each tile of 4 x 4 places and for each kernel.
 
     Args:
         channels: Channels of the input.
@@ -110,7 +111,7 @@ def _takes_winograd(call: LibraryCall) -> bool:
 
 
 def guesses_of(spec: DeviceSpec) -> tuple[bool, int, str]:
-    """Return all of a GPU model that `workspace_bytes` depends on: models that agree on it have the same guesses."""
+    """Return all properties of a GPU model that `workspace_bytes` depends on: equal ones have equal guesses."""
     return spec.multiplies_fp32, spec.architecture.blas_workspace_bytes, spec.architecture.vendor
 
 
@@ -119,7 +120,7 @@ def channels_last(x: Tensor, weight: Tensor) -> bool:
     return x.dim() == 4 and x.dtype is not torch.float64 and (_is_channels_last(x) or _is_channels_last(weight))
 
 
-# Which operation of cuDNN a convolution becomes: ATen/native/Convolution.cpp, ATen/native/cudnn/ConvShared.cpp.
+# cuDNN's operation for each convolution: ATen/native/Convolution.cpp, ATen/native/cudnn/ConvShared.cpp.
 
 
 def _convolution(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
@@ -149,11 +150,11 @@ def _conv(
     transposed: bool,
     groups: int,
 ) -> LibraryCall:
-    """Return one operation on input, weight and output or its gradient, of stride, padding and dilation."""
+    """Return one operation on input, weight and output or its gradient, with stride, padding and dilation."""
     x, weight, y = tensors
     shapes = tuple(x.shape), tuple(weight.shape), tuple(y.shape)
-    asked = _signature(operation, x, weight, shapes, geometry, transposed, groups)
-    return LibraryCall(kind, shapes, x.element_size(), channels_last(x, weight), groups, convolution=asked)
+    signature = _signature(operation, x, weight, shapes, geometry, transposed, groups)
+    return LibraryCall(kind, shapes, x.element_size(), channels_last(x, weight), groups, convolution=signature)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
@@ -170,19 +171,19 @@ def _signature(
     transposed: bool,
     groups: int,
 ) -> ConvolutionSignature | None:
-    """Return the operation's question to cuDNN; None where PyTorch runs a kernel of its own."""
+    """Return the operation as a question to cuDNN; None where PyTorch runs its own kernel."""
     spatial = weight.dim() - 2
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPES or spatial not in (1, 2, 3) or weight.dtype != x.dtype:
         return None
     shapes = list(shapes_given)
     geometry = [tuple(v) if len(v) == spatial else tuple(v) * spatial for v in geometry_given]
-    if spatial == 1:  # a dimension of one element is put before the only one
+    if spatial == 1:  # a dimension of one element is inserted before the only one
         shapes = [(*shape[:2], 1, *shape[2:]) for shape in shapes]
         geometry = [(neutral, *values) for neutral, values in zip((1, 0, 1), geometry, strict=True)]
     last = dtype != "float64" and spatial > 1 and (_is_channels_last(x) or _is_channels_last(weight))
     if not all(map(all, shapes)):
-        return None  # empty: nothing is run
+        return None  # empty: no kernel runs
     depthwise = not transposed and 1 < groups == shapes[0][1]
     if depthwise and not last and not _cudnn_takes_depthwise(dtype, shapes[0], shapes[1], geometry):
         return None
@@ -194,7 +195,7 @@ def _signature(
 def _cudnn_takes_depthwise(
     dtype: str, image: tuple[int, ...], kernel: tuple[int, ...], geometry: list[tuple[int, ...]]
 ) -> bool:
-    """Return whether a depthwise convolution that is not channels last is cuDNN's: some of fp16 are
+    """Return whether cuDNN runs a depthwise convolution that is not channels last: it does some in fp16
     (`check_cudnn_depthwise_workload_with_filter`, as it was before it depended on the GPU)."""
     stride, _padding, dilation = geometry
     if dtype != "float16" or len(image) != 4 or set(dilation) != {1} or image[1] < 32:
@@ -224,9 +225,9 @@ def _attention(
 
 
 def _flash_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
-    """Return the fp32 query-gradient accumulator and row sums of csrc/flash_attn/flash_api.cpp, mha_bwd; texts one
-    behind the other are padded by 128 each (mha_varlen_bwd). Then gradients of keys and values for every head of the
-    queries, where several share one, which are summed up afterwards."""
+    """Return the bytes of the fp32 query-gradient accumulator and row sums (csrc/flash_attn/flash_api.cpp, mha_bwd);
+    packed texts are padded by 128 each (mha_varlen_bwd). Where several heads of the queries share keys and values,
+    their gradients for every head are added, and summed up afterwards."""
     query, key = args[1:3]
     heads, length, _ = kernel.sizes(query.shape, key.shape)
     if query.dim() == 3:
@@ -238,9 +239,9 @@ def _flash_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
 
 
 def _efficient_backward_bytes(kernel: AttentionCall, args: Sequence[Any]) -> int:
-    """The queries' gradient is summed up in fp32, in tiles (csrc .../mem_eff_attention/kernel_backward.h:
-    kNeedsAccumGradQ). Tiles of 64 x 64 are assumed. Before that, unless the type is a half one, the gradient times the
-    output (attention_backward.cu: kKernelComputesDelta)."""
+    """Return the bytes of the queries' gradient, which is summed up in fp32, in tiles (csrc
+    .../mem_eff_attention/kernel_backward.h: kNeedsAccumGradQ). Tiles of 64 x 64 are assumed. Before that, unless the
+    type is a half one, the gradient times the output is made (attention_backward.cu: kKernelComputesDelta)."""
     query, key = args[1:3]
     heads, length, _ = kernel.sizes(query.shape, key.shape)
     nbytes = heads * -(-length // 64) * -(-query.shape[-1] // 64) * (64 * 64 * 4 + 16)
@@ -253,8 +254,8 @@ _ATTENTION_BYTES = {"flash_backward": _flash_backward_bytes, "efficient_backward
 def _recurrent_bytes(args: Sequence[Any]) -> int:
     """Return the bytes of a recurrent layer's call, of either pass: weights and states, the batch in time order."""
     x, weight, hx = args[0], args[1], args[4]
-    rest = args[6:] if isinstance(args[6], int) else args[10:]  # of the forward pass, or of the backward
-    mode, hidden_size, batch_first = rest[0], rest[1], rest[4]
+    sizes_and_flags = args[6:] if isinstance(args[6], int) else args[10:]  # of the forward pass, or of the backward
+    mode, hidden_size, batch_first = sizes_and_flags[0], sizes_and_flags[1], sizes_and_flags[4]
     elements = matrix_elements(weight) + _RECURRENT_WORK[mode] * hx.shape[0] * hx.shape[1] * hidden_size
     if batch_first:
         elements += x.numel()
@@ -267,19 +268,20 @@ def _recurrent(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryC
 
 
 def _softmax_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """Return the gradient times the output, which comes before the kernel (cuda/SoftMax.cu:
+    """Return the temporary for the gradient times the output, made before the kernel (cuda/SoftMax.cu:
     softmax_backward_cuda_out)."""
     return _temporary(args[1].nbytes)
 
 
 def _contiguous_copy(of: int, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """Return a contiguous copy of an input that is not (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
+    """Return the temporary contiguous copy of an input (cuda/SoftMax.cu: host_softmax; cuda/layer_norm_kernel.cu)."""
     return _temporary(0 if args[of].is_contiguous() else args[of].nbytes)
 
 
 def _embedding_bag_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """Take, for a dense gradient, the indices sorted, where equal ones begin, and sums over up to ten gradients each in
-    fp32 (cuda/EmbeddingBag.cu: embedding_bag_backward_cuda_sum_avg; cuda/EmbeddingBackwardKernel.cu)."""
+    """Return the temporaries of a dense gradient: the sorted indices, the starts of equal ones, and sums over up to ten
+    gradients each in fp32 (cuda/EmbeddingBag.cu: embedding_bag_backward_cuda_sum_avg;
+    cuda/EmbeddingBackwardKernel.cu)."""
     if args[9]:  # sparse: nothing is summed up
         return ()
     indices, (rows, width) = args[1].numel(), outputs[0].shape
@@ -289,7 +291,8 @@ def _embedding_bag_backward(args: Sequence[Any], outputs: Sequence[Tensor]) -> t
 
 
 def _roll(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[LibraryCall, ...]:
-    """Rolled dimension by dimension, the first time from a contiguous copy (cuda/TensorTransformations.cu)."""
+    """Return the temporaries of rolling dimension by dimension, first a contiguous copy
+    (cuda/TensorTransformations.cu)."""
     return _temporary(args[0].nbytes if len(args[1]) > 1 or not args[0].is_contiguous() else 0)
 
 
@@ -297,7 +300,7 @@ def _temporary(nbytes: int) -> tuple[LibraryCall, ...]:
     return (LibraryCall("temporary", nbytes=nbytes),) if nbytes else ()
 
 
-# Name of an ATen operator -> a function that returns its calls, in their order, by its arguments and outputs.
+# Name of an ATen operator -> a function from its arguments and outputs to its calls, in their order.
 LIBRARY_CALLS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], tuple[LibraryCall, ...]]] = {
     **{
         name: functools.partial(_attention, kernel, kernel.workspace)

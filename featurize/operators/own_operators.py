@@ -1,9 +1,9 @@
-"""Kernels of libraries that need a GPU, Liger's and bitsandbytes', as operators of our own on meta tensors.
+"""Kernels of libraries that need a GPU, Liger's and bitsandbytes', as operators of ours on meta tensors.
 
-Start reading at `_META`: an entry adds an operator, which `OPS` then runs; `featurize.operators.table` prices them as
+Start reading at `_META`: an entry adds an operator, which `OPS` then runs; `featurize.operators.table` prices them like
 any other. While a step is traced, `liger_on_gpu` replaces the autograd functions of Liger's Triton kernels by ones that
 take the same memory (arXiv 2410.10989; liger_kernel/ops, 0.8), however the package was applied. `quantize` gives linear
-layers 4- or 8-bit weights; `replace_bitsandbytes` does the same for layers that are bitsandbytes' own.
+layers 4- or 8-bit weights; `replace_bitsandbytes` does the same for bitsandbytes' own layers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _META = {
     "liger_write_both_(Tensor(a!) first, Tensor(b!) second, Tensor[] read) -> ()": lambda first, second, read: None,
     "liger_add_product_(Tensor(a!) sums, Tensor a, Tensor b) -> ()": lambda sums, a, b: None,
 }
-# None of their results is saved for the backward pass where a graph is compiled.
+# Where a graph is compiled, none of their results is saved for the backward pass.
 DEQUANTIZATIONS = frozenset({"gpufarm::dequantize_4bit", "gpufarm::dequantize_scales"})
 
 _library = torch.library.Library("gpufarm", "DEF")
@@ -66,7 +66,7 @@ MULTIPROCESSORS = 128
 
 
 def liger_on_gpu() -> Iterator[Change]:
-    """Yield the changes with which Liger's autograd functions run on meta tensors, if the package is imported."""
+    """Yield the changes that make Liger's autograd functions run on meta tensors, if the package is imported."""
     for (module, name), (instead, arguments) in _FUNCTIONS.items():
         applied = functools.partial(_apply_on_meta, instead=instead, arguments=arguments)
         yield from if_imported(f"liger_kernel.ops.{module}", f"{name}.apply", applied)
@@ -75,20 +75,20 @@ def liger_on_gpu() -> Iterator[Change]:
 def _apply_on_meta(
     apply: Callable[..., Any], *, instead: type[Function], arguments: Callable[[dict[str, Any]], tuple[Any, ...]]
 ) -> Callable[..., Any]:
-    """Return the `apply` of one of the package's classes on meta tensors. Results of a loss beside itself are None."""
+    """Return the `apply` of one of the package's classes on meta tensors. A loss's further results are None."""
     function: Any = getattr(apply, "__self__")  # noqa: B009 -- a bound method of the class
     signature = inspect.signature(function.forward)
     results = len(inspect.signature(function.backward).parameters) - 1
 
-    def applied(*args: Any, **kwargs: Any) -> Any:
+    def apply_instead(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, Tensor) and value.is_meta for value in args):
             return apply(*args, **kwargs)
         bound = signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
-        made = instead.apply(*arguments(bound.arguments))
-        return (made, *[None] * (results - 1)) if results > 1 and isinstance(made, Tensor) else made
+        result = instead.apply(*arguments(bound.arguments))
+        return (result, *[None] * (results - 1)) if results > 1 and isinstance(result, Tensor) else result
 
-    return applied
+    return apply_instead
 
 
 class _Norm(Function):
@@ -149,13 +149,13 @@ class _Rotated(Function):
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    q, k = (x.transpose(1, 2).contiguous() for x in (q, k))  # the kernel's layout, which projections have already
+    q, k = (x.transpose(1, 2).contiguous() for x in (q, k))  # the kernel's layout; projections already have it
     OPS.liger_write_both_(q, k, [cos, sin])
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
 class _CrossEntropy(Function):
-    """The gradient is written over the logits in the forward pass, and is all that is kept."""
+    """The gradient is written over the logits in the forward pass; nothing else is kept."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, reduction: str) -> Tensor:
@@ -171,8 +171,8 @@ class _CrossEntropy(Function):
 
 
 class _LinearCrossEntropy(Function):
-    """Output layer and loss, some rows at a time: no more logits than the input has elements, rounded up to a power
-    of two rows. The gradients of input and weight are made in the forward pass and are all that is kept."""
+    """Output layer and loss, some rows at a time: a part has at most as many logits as the input has elements, rounded
+    up to a power of two rows. The gradients of input and weight are made in the forward pass; nothing else is kept."""
 
     @staticmethod
     def forward(
@@ -193,8 +193,8 @@ class _LinearCrossEntropy(Function):
         of_x = torch.zeros_like(x)
         losses = torch.zeros(rows, dtype=torch.float32, device=x.device)
         dtype = torch.get_autocast_dtype("meta") if torch.is_autocast_enabled("meta") else x.dtype
-        product = weight.to(dtype)  # autocast keeps it, and casts the transposed weight again for each part
-        aten = torch.ops.aten  # which autocast leaves alone
+        product = weight.to(dtype)  # autocast caches it, and casts the transposed weight again for each part
+        aten = torch.ops.aten  # not subject to autocast
         for start in range(0, rows, step):
             part = x[start : start + step].to(dtype)
             logits = aten.mm(part, weight.t().to(dtype))
@@ -213,8 +213,10 @@ class _LinearCrossEntropy(Function):
             if trained[1] is not None:
                 trained[1].add_(logits.sum(0))
             del logits
-        made = [g if g is None or w is None else g.to(w.dtype) for g, w in zip(trained, (weight, bias), strict=True)]
-        ctx.save_for_backward(of_x, *made)
+        gradients = [
+            g if g is None or w is None else g.to(w.dtype) for g, w in zip(trained, (weight, bias), strict=True)
+        ]
+        ctx.save_for_backward(of_x, *gradients)
         return losses if reduction == "none" else losses.sum()
 
     @staticmethod
@@ -237,7 +239,7 @@ def _given_linear(given: dict[str, Any]) -> tuple[Any, ...]:
     return given["_input"], given["weight"], given["target"], *optional, given.get("chunk_mem_const", 1)
 
 
-# Module and class of the package -> what stands in its place, and with which of its arguments, by their names there.
+# Module and class of the package -> its replacement, and its arguments there by name.
 _FUNCTIONS: dict[tuple[str, str], tuple[type[Function], Callable[[dict[str, Any]], tuple[Any, ...]]]] = {
     ("rms_norm", "LigerRMSNormFunction"): (_Norm, _given_norm),
     ("layer_norm", "LigerLayerNormFunction"): (_Norm, lambda given: (given["X"], given["W"], given["B"], True, False)),
@@ -252,7 +254,7 @@ _FUNCTIONS: dict[tuple[str, str], tuple[type[Function], Callable[[dict[str, Any]
 }
 
 
-# bitsandbytes' block constants: a 32-bit scale for every block of 4-bit weights; with double quantization the scales
+# bitsandbytes' block constants: a 32-bit scale for every block of 4-bit weights; with double quantization, the scales
 # themselves are bytes, with a 32-bit scale for every block of them.
 WEIGHT_BLOCK = 64
 SCALE_BLOCK = 256
@@ -275,17 +277,17 @@ class _Quantized(nn.Module):
         raise NotImplementedError
 
     def product(self, x: Tensor, bias: Tensor | None, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
-        """Return the layer's output, given what `dequantizer` returned."""
+        """Return the layer's output, given the result of `dequantizer`."""
         raise NotImplementedError
 
     @property
     def W_q(self) -> nn.Parameter:
-        """The stored weight. peft lets layers that have this attribute dequantize themselves, as DoRA wants it."""
+        """The stored weight. peft lets layers with this attribute dequantize themselves, as DoRA needs it."""
         return self.weight
 
 
 class _Product(torch.autograd.Function):
-    """Keeps no dequantized weight: the backward pass dequantizes it again."""
+    """A product that keeps no dequantized weight: the backward pass dequantizes it again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: _Quantized, bias: Tensor | None) -> Tensor:
@@ -309,7 +311,7 @@ class Linear4Bit(_Quantized):
     """A frozen linear layer of 4-bit weights: two a byte, and their block constants.
 
     The weight is dequantized into a temporary in the forward pass, and again in the backward. The input is not saved,
-    unless `keeps_input`: bitsandbytes did so before 0.43.2, for nothing.
+    unless `keeps_input`: bitsandbytes saved it needlessly before 0.43.2.
     """
 
     def __init__(
@@ -393,17 +395,17 @@ class Linear8Bit(_Quantized):
 def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *, keeps_inputs: bool = False) -> None:
     """Replace the model's linear layers by quantized ones. Changes the model, which must be on meta.
 
-    Layers with trainable weights stay as they are where other weights are frozen: they are adapters. In a model that
-    is trainable throughout, every layer is replaced and so frozen.
+    Layers with trainable weights stay if other weights are frozen: they are adapters. In a model that is trainable
+    throughout, every layer is replaced and thereby frozen.
 
     Args:
         model: The model, on the meta device.
         how: One of `featurize.job.training_settings.QUANTIZATIONS`.
-        skip: Names of layers that stay, whole or their last part. None: the output layer, as in transformers.
+        skip: Names of layers that stay, in full or their last part. None: the output layer, as in transformers.
         keeps_inputs: Each 4-bit layer keeps its input for the backward pass, as bitsandbytes did before 0.43.2.
 
     Raises:
-        UsageError: The model is not on meta, a name of `skip` is not a linear layer's, or nothing is left to quantize.
+        UsageError: The model is not on meta, a name in `skip` is not a linear layer's, or no layer is left to quantize.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     if any(not layer.weight.is_meta for layer in layers.values()):
@@ -413,12 +415,12 @@ def quantize(model: nn.Module, how: str, skip: tuple[str, ...] | None = None, *,
     chosen = {name: layer for name, layer in candidates.items() if not (adapters and layer.weight.requires_grad)}
     if not chosen:
         raise UsageError(f"quantize={how}: the model has no linear layer to quantize")
-    made: dict[int, nn.Module] = {}
+    replacements: dict[int, nn.Module] = {}
     for name, layer in chosen.items():
-        if id(layer) not in made:
+        if id(layer) not in replacements:
             four = functools.partial(Linear4Bit, double=how.endswith("-dq"), keeps_input=keeps_inputs)
-            made[id(layer)] = Linear8Bit(layer) if how == "int8" else four(layer)
-        _put(model, name, made[id(layer)])
+            replacements[id(layer)] = Linear8Bit(layer) if how == "int8" else four(layer)
+        _put(model, name, replacements[id(layer)])
 
 
 def replace_bitsandbytes(model: nn.Module) -> None:
@@ -435,18 +437,18 @@ def replace_bitsandbytes(model: nn.Module) -> None:
 
 
 def elements(model: nn.Module) -> int:
-    """Count the model's weights; two of 4 bits are two, though they share a byte."""
+    """Return the number of the model's weights; two of 4 bits count as two, although they share a byte."""
     packed = [module for module in model.modules() if isinstance(module, Linear4Bit)]
     unpacked = sum(layer.in_features * layer.out_features - layer.weight.numel() for layer in packed)
     return whole_elements([model]) + unpacked
 
 
 def whole_elements(models: Iterable[nn.Module], *, on_meta: bool = False) -> int:
-    """Count the elements of models' parameters: of those that ranks share, and of FSDP1's flat ones, all of them.
+    """Return the number of elements of models' parameters, in full where ranks share them or FSDP1 flattens them.
 
     Args:
-        models: One that is part of another counts once.
-        on_meta: Only parameters on meta count.
+        models: A model that is part of another counts once.
+        on_meta: Whether to count parameters on meta only.
     """
     counts: dict[int, int] = {}
     for model in models:
@@ -466,13 +468,13 @@ def _is_flat(parameter: Tensor) -> bool:
 def without_skipped(
     model: nn.Module, layers: dict[str, nn.Linear], skip: tuple[str, ...] | None, setting: str
 ) -> dict[str, nn.Linear]:
-    """Return the layers that do not stay as they are.
+    """Return the layers that are to be replaced.
 
     Args:
-        model: It names its output layer, or the last of the layers is that.
+        model: The model, which may name its output layer; else it is the last of the layers.
         layers: Path -> linear layer.
-        skip: Names of layers that stay, whole or their last part. None: the output layer.
-        setting: What `skip` is called in messages.
+        skip: Names of layers that stay, in full or their last part. None: the output layer.
+        setting: Name of `skip` in messages.
 
     Raises:
         UsageError: A name is not a linear layer's.

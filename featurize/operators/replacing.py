@@ -1,6 +1,6 @@
-"""Changes the process: attributes of modules and classes are others, no garbage is collected.
+"""Temporary and lasting replacement of attributes of modules and classes; suspension of garbage collection.
 
-Start reading at `all_replaced`, for a while, or at `replace_in`, for the rest of the process.
+Start reading at `all_replaced`, which is temporary, or at `replace_in`, which lasts as long as the process.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Change: TypeAlias = tuple[object, str, object]  # module or class, name of its attribute, what stands there instead
+Change: TypeAlias = tuple[object, str, object]  # module or class, name of its attribute, the replacement
 
 
 @contextlib.contextmanager
 def all_replaced(changes: Iterable[Change]) -> Iterator[None]:
-    """Attributes of modules and classes are others while this lasts. Each change is made before the next one is asked
-    for."""
+    """Replace attributes of modules and classes until exit. Each change is made before the next one is requested from
+    the iterable."""
     before: list[tuple[object, str, bool, object]] = []
     try:
         for owner, name, value in changes:
-            # Tensor inherits most methods from its C base: what was set is deleted again.
-            held = owner, name, name in vars(owner), getattr(owner, name)
+            # Tensor inherits most methods from its C base: an attribute that was set here is deleted again.
+            original = owner, name, name in vars(owner), getattr(owner, name)
             setattr(owner, name, value)
-            before.append(held)
+            before.append(original)
         yield
     finally:
         for owner, name, is_own, value in reversed(before):
@@ -37,13 +37,13 @@ def all_replaced(changes: Iterable[Change]) -> Iterator[None]:
 
 
 def replaced(owner: object, name: str, value: object) -> contextlib.AbstractContextManager[None]:
-    """An attribute of a module or class is another while this lasts."""
+    """Replace an attribute of a module or class until exit."""
     return all_replaced([(owner, name, value)])
 
 
 def if_imported(module: str, path: str, instead: Callable[[Any], Any]) -> list[Change]:
-    """Return the change of what stands at a path within a module, as `nms` or `Matcher.__call__`, to what `instead`
-    makes of it; none where the module is not imported or has no such attribute."""
+    """Return the change of an attribute at a path within a module, as `nms` or `Matcher.__call__`, to
+    `instead(attribute)`; empty where the module is not imported or has no such attribute."""
     owner: Any = sys.modules.get(module)
     if owner is None:
         return []
@@ -54,15 +54,15 @@ def if_imported(module: str, path: str, instead: Callable[[Any], Any]) -> list[C
 
 
 def replace_attribute(owner: object, name: str, value: object) -> None:
-    """Set an attribute of a module or class, where the release has it."""
+    """Set an attribute of a module or class, if the release has it."""
     if hasattr(owner, name):
         setattr(owner, name, value)
 
 
 def replace_in(name: str, *owners: object) -> Callable[[Function], Function]:
-    """Return a decorator that installs a function under `name` in modules or classes, where the release has that name.
+    """Return a decorator that installs a function under `name` in modules or classes, if the release has that name.
 
-    The function is called with what was there before, then with its own arguments.
+    The function is called with the original, then with its own arguments.
     """
 
     def install(function: Function) -> Function:
@@ -75,7 +75,7 @@ def replace_in(name: str, *owners: object) -> Callable[[Function], Function]:
 
 
 def instead_of(before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what stands for a function: it calls another one with that function, then with its own arguments."""
+    """Return a replacement of `before` that calls `function` with `before`, then with its own arguments."""
 
     @functools.wraps(before)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def instead_of(before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Collect no garbage within: a collection at a random moment would make two traces differ, and each goes through
+    """Suspend garbage collection inside: a collection at a random moment would make two traces differ, and each scans
     all objects of the libraries."""
     collecting = gc.isenabled()
     gc.disable()

@@ -1,7 +1,8 @@
-"""Table of operators by name: what they compute and move, and which of them launch no kernel.
+"""Table of operators by name: their FLOPs and bytes, and which of them launch no kernel.
 
-Start reading at `flops`. An operator's entry in one of these tables is all that adds it: a kernel of attention is one
-entry of `ATTENTION`. A multiply-add counts as 2 FLOPs; what is not a matrix product counts one per element. Torch-free.
+Start reading at `flops`. An entry in one of these tables is all that an operator needs: a kernel of attention is one
+entry of `ATTENTION`. A multiply-add counts as 2 FLOPs; operators other than matrix products count one per element.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCALED_PRODUCT = "aten::_scaled_mm"  # product of 8-bit floats, whatever type its result has
+SCALED_PRODUCT = "aten::_scaled_mm"  # product of 8-bit floats, whatever the type of its result
 INT8_PRODUCT = "gpufarm::int8_product"  # product of 8-bit integers, with a result of 32 bits
 
 
@@ -34,14 +35,14 @@ CONVOLUTIONS = frozenset(_aten("convolution convolution_backward _cudnn_rnn _cud
 
 
 class AttentionCall(NamedTuple):
-    """How a fused kernel of attention is called.
+    """The arguments of a fused kernel of attention.
 
-    query          place of the query among its arguments; key and value follow
-    causal         place of the flag that hides later keys
-    backward       it computes gradients
-    length_first   [N, L, heads, E], or all tokens of packed texts [tokens, heads, E]; else [N, heads, L, E]. The length
-                   of the longest packed text stands two places before the flag
-    workspace      what it takes while it runs, a kind of `featurize.operators.library_calls.LibraryCall`; None: nothing
+    query          index of the query among its arguments; key and value follow
+    causal         index of the flag that hides later keys
+    backward       whether it computes gradients
+    length_first   whether shapes are [N, L, heads, E], or [tokens, heads, E] of packed texts; else [N, heads, L, E].
+                   The length of the longest packed text is two places before the flag
+    workspace      kind of its `featurize.operators.library_calls.LibraryCall`; None: it takes no workspace
     """
 
     query: int
@@ -51,7 +52,7 @@ class AttentionCall(NamedTuple):
     workspace: str | None = None
 
     def sizes(self, query: Sequence[int], key: Sequence[int]) -> tuple[int, int, int]:
-        """Return the heads of all samples, and how many queries and keys each has, by the shapes of both."""
+        """Return the heads of all samples, and the number of queries and of keys of each, from the shapes of both."""
         length_at, heads_at = (-3, -2) if self.length_first else (-2, -3)
         heads = query[heads_at] if len(query) > 2 else 1
         return math.prod(query[:-3]) * heads, query[length_at], key[length_at]
@@ -74,7 +75,8 @@ ATTENTION = {
 
 
 def attention_call(name: str) -> AttentionCall:
-    """Return how a kernel of attention is called; one that `ATTENTION` lacks is taken to be called as most are."""
+    """Return the arguments of a kernel of attention; a kernel that `ATTENTION` lacks is assumed to be called as most
+    are."""
     backward = "backward" in name
     return ATTENTION.get(name) or AttentionCall(query=int(backward), causal=-1, backward=backward)
 
@@ -86,7 +88,7 @@ NO_KERNEL = frozenset(
         "_reshape_alias as_strided_ squeeze_ unsqueeze_ t_ transpose_ detach_"
     )
 )
-# Read as much of their first argument as they write, not all of it.
+# Read only as much of their first argument as they write.
 GATHERS = frozenset(_aten("embedding index_select gather index nll_loss_forward nll_loss2d_forward _embedding_bag"))
 # Overwrite their first argument without reading it.
 WRITE_ONLY = frozenset(_aten("zero_ fill_ copy_ normal_ uniform_ random_ _foreach_copy_ _foreach_zero_"))
@@ -109,7 +111,7 @@ _FOREACH_TENSORS = (110, 64, 48, 36, 30)
 _FOREACH_BLOCKS = 320  # blocks of one launch
 
 
-# Categories of operators, at fixed places: only ever append. 0 is what no row below knows.
+# Categories of operators, at fixed places: only ever append. 0 is for operators without a row below.
 VOCABULARY = (
     "other",
     "matmul",
@@ -147,11 +149,11 @@ VOCABULARY = (
 
 
 class OperatorRow(NamedTuple):
-    """One operator, or one word of operators' names. None: the words of its name say it, or its shapes.
+    """One operator, or one word of operators' names. None: decided by words of its name, or by its shapes.
 
     category   one of `VOCABULARY`
-    kernel     what its kernel does: a kind of `featurize.timing.calls`
-    fused      its part in a graph that Inductor compiles, one of those below; None also of what torch tags as pointwise
+    kernel     kind of its kernel, of `featurize.timing.calls`
+    fused      its part in a graph that Inductor compiles, one of those below; None also for operators tagged pointwise
     """
 
     category: str | None = None
@@ -159,8 +161,8 @@ class OperatorRow(NamedTuple):
     fused: str | None = None
 
 
-# INDEXING has a result with memory of its own, as a reduction has, and reduces nothing; SCATTER adds into places that
-# others add into, a kernel of its own.
+# INDEXING makes a new result, as a reduction does, and reduces nothing; SCATTER adds into places that others also add
+# into, in a separate kernel.
 POINTWISE, REDUCTION, INDEXING, SCATTER, VIEW = "pointwise", "reduction", "indexing", "scatter", "view"
 
 _ROWS = {
@@ -204,11 +206,11 @@ _ROWS = {
     "_unsafe_view lift_fresh _reshape_alias broadcast_in_dim": OperatorRow(fused=VIEW),
 }
 _ROW_OF = {name: row for names, row in _ROWS.items() for name in names.split()}
-# The first word in an operator's name that says it. A `backward` in the name makes it the backward pass.
+# Words of operators' names: the first match decides.
 _WORDS = {
     "_foreach_ _fused_": OperatorRow("optimizer"),
     "scaled_dot_product": OperatorRow("attention", "attention"),
-    # Of the package: its category is `other` until the features get another version.
+    # A package's own operator: its category is `other` until the features get another version.
     "attention": OperatorRow(kernel="attention"),
     "_rnn lstm gru": OperatorRow("recurrent"),
     "conv": OperatorRow("convolution"),
@@ -243,7 +245,7 @@ def category(name: str) -> str:
 
 
 def kernel_kind(name: str) -> str | None:
-    """Return the kind of an operator's kernel by its name without a namespace; None where its shapes say it."""
+    """Return the kind of an operator's kernel by its name without a namespace; None where its shapes decide."""
     if name in _ROW_OF and (kind := _ROW_OF[name].kernel) is not None:
         return kind
     kind = _by_words(name, "kernel")
@@ -253,7 +255,7 @@ def kernel_kind(name: str) -> str | None:
 
 
 def fused_part(name: str) -> str | None:
-    """Return an operator's part in a graph that Inductor compiles, by its whole name; None where no row says it."""
+    """Return an operator's part in a graph that Inductor compiles, by its full name; None where no row has it."""
     namespace, _, bare = name.partition("::")
     return _ROW_OF[bare].fused if namespace in ("aten", "prims") and bare in _ROW_OF else None
 
@@ -264,7 +266,7 @@ def _by_words(name: str, column: str) -> str | None:
 
 
 def flops(name: str, args: Sequence[Any], outputs: Sequence[Tensor], elements: int) -> int:
-    """Return the FLOPs of operator `name` (`aten::mm`); `elements` is the count for anything without a formula."""
+    """Return the FLOPs of operator `name` (`aten::mm`); `elements` is the count for operators without a formula."""
     if name in ATTENTION:
         return _attention(ATTENTION[name], args)
     formula = _FORMULAS.get(name)
@@ -274,7 +276,7 @@ def flops(name: str, args: Sequence[Any], outputs: Sequence[Tensor], elements: i
 def gathered_bytes(name: str, args: Sequence[Any], written: int) -> int:
     """Return the bytes that an operator of `GATHERS` reads of its first argument.
 
-    That is what it writes, or the rows that it sums up.
+    They are as many as it writes, or those of the rows that it sums up.
     """
     if name == "aten::_embedding_bag":
         weight, indices = args[:2]
@@ -283,19 +285,19 @@ def gathered_bytes(name: str, args: Sequence[Any], written: int) -> int:
 
 
 def foreach_launches(lists: int, sizes: Sequence[int]) -> int:
-    """Count the kernels that one for-each operator launches over tensors of `sizes` elements, `lists` lists deep."""
+    """Return the number of kernels of one for-each operator over tensors of `sizes` elements in `lists` lists."""
     limit = _FOREACH_TENSORS[min(lists, len(_FOREACH_TENSORS)) - 1]
     blocks = sum(-(-size // FOREACH_CHUNK) for size in sizes)
     return max(1, -(-len(sizes) // limit), -(-blocks // _FOREACH_BLOCKS))
 
 
 def matrix_elements(weights: Sequence[Tensor]) -> int:
-    """Count the elements of a recurrent layer's weight matrices, biases left out."""
+    """Return the number of elements of a recurrent layer's weight matrices, without biases."""
     return sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 def time_steps(x: Tensor) -> int:
-    """Count the time steps of all samples that a recurrent layer is given."""
+    """Return the number of time steps of all samples in a recurrent layer's input."""
     return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
@@ -331,7 +333,7 @@ def _attention(kernel: AttentionCall, args: Sequence[Any]) -> int:
         keys = args[kernel.causal - 2]
     pairs = (1 if masked else 2) * heads * queries * keys  # half of the pairs are masked
     scores, values = pairs * query[-1], pairs * value[-1]
-    # Backward the scores again, then the gradients of scores, values, queries and keys.
+    # Backward: the scores again, then the gradients of scores, values, queries and keys.
     return int(3 * scores + 2 * values if kernel.backward else scores + values)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are made of other tensors: one rank's part of a distributed tensor, float8 values and their scale.
+"""Tensors that consist of other tensors: one rank's part of a distributed tensor, float8 values and their scale.
 
 Start reading at `plain_parts`. PyTorch calls them traceable wrapper subclasses; operators on them run as operators on
 their parts, and only these have memory.
@@ -16,16 +16,16 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors with memory of their own that a tensor is made of: itself, where it wraps no others."""
+    """Return the tensors with memory that a tensor consists of: itself, if it wraps no others."""
     if type(tensor) in _PLAIN or not _is_wrapper(type(tensor)):
         return [tensor]
-    # Not by __tensor_flatten__: torchao's weights read a value there, which tensors on meta have not.
-    held = [getattr(tensor, name, None) for name in (*_slots(type(tensor)), *vars(tensor))]
-    return [part for item in held if isinstance(item, Tensor) for part in plain_parts(item)]
+    # Not by __tensor_flatten__: torchao's weights read a value there, which tensors on meta do not have.
+    attributes = [getattr(tensor, name, None) for name in (*_slots(type(tensor)), *vars(tensor))]
+    return [part for item in attributes if isinstance(item, Tensor) for part in plain_parts(item)]
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Return whether the memory of a strided tensor was given back (`resize_(0)` of its storage): it has no values."""
+    """Return whether the memory of a strided tensor was freed (`resize_(0)` of its storage): it has no values."""
     if type(tensor) not in _PLAIN or tensor.layout is not strided or not tensor.numel():
         return False
     elements = tensor.numel()
@@ -40,7 +40,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a rank's part of a gradient. That of rows of an embedding is whole on each rank before the update."""
+    """Return a rank's part of a gradient. The gradient of an embedding's rows is full on each rank before the
+    update."""
     if is_shared(parameter):
         placements = cast(Any, parameter).placements
         if cast(Any, gradient).placements != placements:
@@ -49,7 +50,7 @@ def own_part(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def mesh_of(tensor: Tensor) -> object:
-    """Return the mesh of ranks that a tensor is spread over (a DTensor's); None for any other one."""
+    """Return the mesh of ranks that a tensor is spread over (a DTensor's); None for any other tensor."""
     return getattr(tensor, "device_mesh", None)
 
 
@@ -73,7 +74,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def meta_tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return those on meta that have memory of their own, also of lists of them; of a sparse one, its indices and its
+    """Return the tensors on meta that have memory, also those in lists; for a sparse tensor, its indices and its
     values."""
     tensors: list[Tensor] = []
     for value in values:
@@ -90,7 +91,7 @@ def meta_tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def bytes_read(tensor: Tensor) -> int:
-    """Return how many bytes reading a tensor once takes; an expanded one takes at most its storage."""
+    """Return the bytes of reading a tensor once; an expanded one takes at most its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 

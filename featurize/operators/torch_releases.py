@@ -1,8 +1,8 @@
-"""Differences between torch's releases that a job meets: gaps filled before a trace, modes refused, TF32's two APIs.
+"""Differences between torch's releases that affect a job: gaps filled before a trace, refused modes, TF32's two APIs.
 
 Start reading at `complete`, which adds; `require_torch` and `refused_modes` refuse. Traces of refused modes replace
 private parts of PyTorch's wrappers, which older releases do not have; DistributedDataParallel and ZeRO are traced under
-every release. Torch is imported where it is asked about.
+every release. Torch is imported on use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from featurize.job.layout import EXPERTS, OWN, Parallel
 
 def is_older_than(release: str) -> bool:
     """Return whether the installed torch is older than a release of two numbers, such as "2.11"."""
-    # Of two numbers: a vendor's build of 2.11.0a0 has what 2.11 has, and would sort before it.
+    # Compared by two numbers: a vendor's build of 2.11.0a0 has the features of 2.11, and would sort before it.
     return [int(part) for part in installed_release().split(".")[:2]] < [int(part) for part in release.split(".")]
 
 
@@ -29,11 +29,11 @@ def installed_release() -> str:
 
 
 def require_torch(oldest: str, feature: str) -> None:
-    """Refuse a feature that the installed torch is too old for.
+    """Raise an error for a feature that the installed torch is too old for.
 
     Args:
-        oldest: The first release that has what the feature needs, as two numbers: "2.11".
-        feature: What needs it, as it begins the message: "context parallelism".
+        oldest: The first release that supports the feature, as two numbers: "2.11".
+        feature: The feature, at the beginning of the message: "context parallelism".
 
     Raises:
         EnvironmentProblem: "context parallelism needs torch 2.11 or newer; 2.8.0 is installed".
@@ -44,9 +44,9 @@ def require_torch(oldest: str, feature: str) -> None:
 
 @functools.cache
 def complete() -> None:
-    """Give this process's torch the meta kernels that later releases have; harmless on a release that has them.
+    """Add the meta kernels of later releases to this process's torch; harmless on a release that has them.
 
-    `featurize.trace.tracer` and scripts call it before a step is traced. The one that is missed: `aten::_convolution`
+    `featurize.trace.tracer` and scripts call it before a step is traced. One kernel is missing: `aten::_convolution`
     has a meta kernel from 2.13 on (`torch/_meta_registrations.py`). Before, it chooses a backend by the device and
     finds none for meta tensors: "convolution_overrideable not implemented".
     """
@@ -69,10 +69,10 @@ def complete() -> None:
 
 @functools.cache
 def complete_collectives() -> None:
-    """Give this process's torch meta kernels of collectives; harmless on a release that has them.
+    """Add meta kernels of collectives to this process's torch; harmless on a release that has them.
 
-    From 2.11 on they come with torch (`torch/distributed/_meta_registrations.py`). Before, those of the CPU stand in:
-    they ask the process group for the work, and the group of a trace does none.
+    torch has them from 2.11 on (`torch/distributed/_meta_registrations.py`). Before, the CPU's kernels are used: they
+    delegate the work to the process group, and the group of a trace does nothing.
     """
     import torch
     import torch.distributed
@@ -87,17 +87,17 @@ def complete_collectives() -> None:
     _kept.append(library)
 
 
-_kept: list[object] = []  # a library that is collected takes its kernels along
+_kept: list[object] = []  # a library that is collected loses its kernels
 
 
 SHARDS = "2.11"  # FSDP2's all-gather is an object, DTensor's cache can be cleared, attention over ranks is a package
-_OTHER_STAGES = "2.15"  # from here on, stages make and drop buffers as they go: traces fall short of real ranks
+_OTHER_STAGES = "2.15"  # from here on, stages make and free buffers as they run: traces fall short of real ranks
 _OLDEST = {"pp": "2.13", "fsdp": SHARDS, "cp": SHARDS, "tp": SHARDS, EXPERTS: SHARDS, OWN: SHARDS}
 
 
 @functools.cache
 def refused_modes() -> Mapping[str, str]:
-    """Return each mode that is not traced under the installed release, and why, in words."""
+    """Return each mode that is not traced under the installed release, with the reason."""
     refused = {}
     for mode, oldest in _OLDEST.items():
         try:
@@ -110,7 +110,7 @@ def refused_modes() -> Mapping[str, str]:
 
 
 def refused_note(modes: Iterable[str]) -> str | None:
-    """Return one line on those of the modes that the installed release does not trace; None where it traces all."""
+    """Return one line on the modes among these that the installed release does not trace; None if it traces all."""
     of_release: dict[str, list[str]] = {}
     for mode in modes:
         if mode in refused_modes():
@@ -128,7 +128,7 @@ def require_traceable(layout: Parallel) -> None:
             raise EnvironmentProblem(why)
 
 
-# Since PyTorch 2.9 `fp32_precision` says so. Reading `allow_tf32` raises once a part of it was set to TF32.
+# Since PyTorch 2.9, `fp32_precision` holds the setting. Reading `allow_tf32` raises once a part of it was set to TF32.
 _TF32, _EXACT = "tf32", "ieee"
 
 

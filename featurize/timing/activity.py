@@ -1,8 +1,8 @@
 """Activity and power of a step's kernels: SMs, resident warps, DRAM, the FP32 pipe, the tensor cores, watts.
 
-Start reading at `kernel_activity` and `kernel_power`; `under_limit` says how much longer kernels take where a limit
-lowers the clock. As the times, all of it computes on NumPy arrays for estimates and on torch tensors where
-`learn.fitting` fits what is learned.
+Start reading at `kernel_activity` and `kernel_power`; `under_limit` returns the slowdown of kernels where a limit
+lowers the clock. Like the times, all of it computes on NumPy arrays for estimates and on torch tensors for the fits of
+`learn.fitting`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from featurize.timing.packaged import packaged_section
 from featurize.timing.times import CORNER, Kernels, per_device, places_of
 
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
-_IDLE_CLOCK = 0.1  # share of the full clock: about what GPUs idle at
-_LEAST_CLOCK = 0.02  # so low that memory-bound kernels keep below every limit that can be set
-_ITERATIONS = 8  # until a clock below the limit stands
+_IDLE_CLOCK = 0.1  # share of the full clock: about the clock of idle GPUs
+_LEAST_CLOCK = 0.02  # so low that memory-bound kernels stay below every limit that can be set
+_ITERATIONS = 8  # until a clock below the limit converges
 _HALVINGS = 20  # steps of the search over the range of clocks
 
 
@@ -33,8 +33,9 @@ class PowerParameters:
 
     Args:
         sm, fp32, tensor, dram: Shares of the watts between a GPU's idle power and its own limit. `sm`: drawn at full
-            clock while all SMs are active. `fp32`, `tensor`: what the FP32 pipe and the tensor cores add at the data
-            sheet's rate. `dram`: the same of the memory. Their sum may exceed 1: the limit then lowers the clock.
+            clock while all SMs are active. `fp32`, `tensor`: additional power of the FP32 pipe and the tensor cores at
+            the data sheet's rate. `dram`: the same of the memory. Their sum may exceed 1: the limit then lowers the
+            clock.
         exponent: Exponent of the clock in the power of the SMs: the voltage falls with it.
         feed: Share of a memory-bound kernel's time that the SMs at full clock need to move its bytes.
     """
@@ -49,12 +50,12 @@ class PowerParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLoad:
-    """Shares that each kernel uses while it runs at the board's own limit, as shares; an entry a kernel.
+    """Shares that each kernel uses while it runs at the board's own limit; an entry a kernel.
 
     Args:
         sm: SMs active.
         fp32, tensor, dram: Shares of the data sheet's rates.
-        arithmetic: How far arithmetic, and not memory, bounds the kernel's time.
+        arithmetic: Degree to which arithmetic, not memory, bounds the kernel's time.
         work: Share of the kernel's time that is not latency.
     """
 
@@ -79,7 +80,7 @@ def kernel_load(
     """Return the load of each kernel.
 
     Args:
-        calls, kernels: The kernels, also at the GPU model's rates.
+        calls, kernels: The kernels, and the same at the GPU model's rates.
         spec: The GPU model.
         seconds: Time of each kernel.
         memory_s: Time of each kernel's traffic alone.
@@ -100,24 +101,24 @@ def kernel_load(
 
 
 def pointwise_s(calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec]) -> Any:
-    """Return how long each kernel's elementwise arithmetic keeps the FP32 pipe busy, in s; 0 of all but streams."""
+    """Return the time in s that each kernel's elementwise arithmetic keeps the FP32 pipe busy; 0 except for streams."""
     pointwise = np.where(calls.group == GROUPS.index(STREAM), calls.flops, 0.0)
-    return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / per_device(spec, lambda one: one.peak_tflops.fp32 * 1e12)
+    return 2 * INSTRUCTIONS_PER_ELEMENT * pointwise / per_device(spec, lambda device: device.peak_tflops.fp32 * 1e12)
 
 
 def kernel_power(
     load: KernelLoad, idle_w: Any, own_limit_w: Any, limit_w: Any, learned: PowerParameters, xp: Any = np
 ) -> tuple[Any, Any]:
-    """Return the power of each kernel in W, and by which factor it takes longer than at full clock.
+    """Return the power of each kernel in W, and the factor of its time relative to full clock.
 
     A kernel that would draw more than the limit runs at the highest clock that keeps below it. Arithmetic then takes
-    longer in proportion, memory traffic hardly: until the SMs are too slow to ask for it.
+    longer in proportion; memory traffic hardly does, until the SMs are too slow to request it.
 
     Args:
         load: The kernels' load, as arrays of the library `xp`.
         idle_w, own_limit_w: Idle power and power limit of the GPU model, in W.
-        limit_w: The limit that holds, in W.
-        learned: As numbers, or scalars of `xp`.
+        limit_w: The limit in effect, in W.
+        learned: Parameters as numbers, or scalars of `xp`.
         xp: numpy or torch.
     """
     of_sms, of_dram, longer = _demand(load, own_limit_w - idle_w, learned)
@@ -131,7 +132,8 @@ def kernel_power(
 
 
 def _demand(load: KernelLoad, span_w: Any, learned: PowerParameters) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """Return the watts above idle of SMs and DRAM at full clock, and how much longer kernels take at a clock."""
+    """Return the watts above idle of SMs and DRAM at full clock, and a function from a clock to the kernels'
+    slowdown."""
 
     def longer(clock: Any) -> Any:
         fed = (1 + (learned.feed / clock) ** CORNER) / (1 + learned.feed**CORNER)
@@ -145,11 +147,11 @@ def _demand(load: KernelLoad, span_w: Any, learned: PowerParameters) -> tuple[An
 def under_limit(
     load: KernelLoad, spec: DeviceSpec | Sequence[DeviceSpec], learned: PowerParameters
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the power of each kernel in W under the limit that is set on a GPU, and by which factor it takes longer
-    than under the board's own."""
-    idle_w = per_device(spec, lambda one: one.idle_power_w)
-    own_w = per_device(spec, lambda one: one.power_limit_w)
-    cap_w = per_device(spec, lambda one: one.power_limit_w if one.power_cap_w is None else one.power_cap_w)
+    """Return the power of each kernel in W under the limit that is set on a GPU, and the factor of its time relative to
+    the board's own limit."""
+    idle_w = per_device(spec, lambda device: device.idle_power_w)
+    own_w = per_device(spec, lambda device: device.power_limit_w)
+    cap_w = per_device(spec, lambda device: device.power_limit_w if device.power_cap_w is None else device.power_cap_w)
     watts, own_clock_factor = kernel_power(load, idle_w, own_w, own_w, learned)
     is_lower = cap_w != own_w
     if not np.any(is_lower):
@@ -159,7 +161,7 @@ def under_limit(
     def drawn_w(clock: np.ndarray) -> np.ndarray:
         return np.asarray(idle_w + of_dram / longer(clock) + of_sms * clock**learned.exponent)
 
-    # By halves: near its least limit, iterations as above do not end for what memory bounds.
+    # By bisection: near the least limit, the iteration above does not converge for memory-bound kernels.
     clock, too_high = np.full_like(watts, _LEAST_CLOCK), np.ones_like(watts)
     for _ in range(_HALVINGS):
         middle = np.sqrt(clock * too_high)
@@ -175,30 +177,30 @@ def load_power() -> PowerParameters:
     return packaged_section("power", lambda fitted: PowerParameters(**fitted))
 
 
-# Assumed of kernels, not of a model or a GPU. Fitted together, once, to run means of SM activity, occupancy and FP32
-# pipe of MLPs and CNNs (fp32, A100), rounded, and kept within a range judged plausible. Block shapes are those of
-# cuBLAS's, cuDNN's and PyTorch's usual kernels, not looked up per call.
+# Assumptions about kernels, independent of model and GPU. Fitted once, together, to run means of SM activity, occupancy
+# and FP32 pipe of MLPs and CNNs (fp32, A100), rounded, and kept within a range judged plausible. Block shapes are those
+# of the usual kernels of cuBLAS, cuDNN and PyTorch, not looked up per call.
 # Output tiles of one thread block: side, side, warps; and the share of the peak that a full wave of them reaches. Small
 # tiles reread their operands more often and hide less latency. fp32 products run on the FP32 pipe.
 TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4))
 FP32_EFFICIENCY = (0.92, 0.92, 0.80, 0.45)
 TENSOR_EFFICIENCY = (0.70, 0.70, 0.50, 0.50)
 TENSOR_WARPS = 4  # warps of one block on the tensor cores
-FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # such blocks' warps that registers let an SM hold
+FP32_WARPS_LIMIT, TENSOR_WARPS_LIMIT = 20, 10  # warps of such blocks for which an SM has registers
 SPLIT_DEPTH = 256  # a product's inner dimension is split over idle SMs down to this
-SPLIT_US = 1.0  # what adding up the parts takes
+SPLIT_US = 1.0  # time to add up the parts
 ATTENTION_ROWS = 64  # queries of one head that one block takes
 
 _WARP = 32  # threads; AMD's wavefronts of 64 count as two
-_REGISTERS_HOLD = 64  # warps an SM held at most on the GPUs that the warps of streams are counted on
+_REGISTERS_HOLD = 64  # most warps of an SM on the GPUs for which the warps of streams were counted
 
 
 class _Blocks(NamedTuple):
-    """Kernels of one class.
+    """A class of kernels.
 
-    units          elements, rows or channels of a stream that one block takes; 0 for tiles of a product
+    units          elements, rows or channels of a stream that one block handles; 0 for tiles of a product
     block_warps    warps of one block; 0 where the tile decides
-    most_warps     warps that an SM holds: registers bound it for products (absolute), threads for streams (of 64)
+    most_warps     most warps of an SM: registers bound it for products (absolute), threads for streams (of 64)
     """
 
     units: float
@@ -206,8 +208,8 @@ class _Blocks(NamedTuple):
     most_warps: float
 
 
-# Where the fit begins, and what stands where nothing was measured: the block shapes of PyTorch's, cuBLAS's and cuDNN's
-# usual kernels.
+# Start of the fit, and values without measurements: the block shapes of the usual kernels of PyTorch, cuBLAS and
+# cuDNN.
 CLASSES: Mapping[str, _Blocks] = {
     "product": _Blocks(0, 0, FP32_WARPS_LIMIT),
     "product_tensor": _Blocks(0, TENSOR_WARPS, TENSOR_WARPS_LIMIT),
@@ -233,10 +235,10 @@ class ActivityParameters:
     """Learned parameters of activity.
 
     Args:
-        by_class: `most_warps`: warps that an SM holds of each of `CLASSES`; `block_warps`: factor on a block's warps.
+        by_class: `most_warps`: most warps of an SM, for each of `CLASSES`; `block_warps`: factor on a block's warps.
             Both as logarithms.
         single: `wave`, `stream_wave`: exponents on the share of the SMs that a kernel's blocks fill. `stream_blocks`:
-            logarithm of a factor on a stream's blocks. `gap`: share of a kernel's latency with the SMs empty.
+            logarithm of a factor on a stream's blocks. `gap`: share of a kernel's latency in which the SMs are empty.
     """
 
     by_class: Mapping[str, Any]
@@ -245,16 +247,16 @@ class ActivityParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Occupied:
-    """How a step's kernels lie on one GPU model, an entry a kernel: all that does not depend on what is learned.
+    """The kernels of a step on one GPU model, an entry a kernel: all that does not depend on learned parameters.
 
     Args:
         place: Index into `CLASSES`.
         tiled: 1 for products, convolutions and attention; 0 for streams.
-        filled: Share of the SMs that have a block, of tiled kernels.
+        filled: Share of the SMs that have a block; for tiled kernels.
         per_sm: Blocks over SMs.
         warps: Warps of one block.
         warps_per_sm: Warps that the SM can hold.
-        scale: Factor of `most_warps`: the streams that an SM holds depend on how many warps it can hold.
+        scale: Factor of `most_warps`: an SM's number of streams depends on its number of warps.
     """
 
     place: Any
@@ -265,26 +267,26 @@ class Occupied:
     warps_per_sm: Any
     scale: Any
 
-    def converted(self, convert: Callable[[Any], Any]) -> Occupied:
-        """Return the same as arrays of another library."""
+    def map_columns(self, convert: Callable[[Any], Any]) -> Occupied:
+        """Return the same data as arrays of another library."""
         return Occupied(**{name: convert(column) for name, column in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedKernels:
-    """The distinct kernels of a step on a GPU model; arrays have an entry a kernel. On several GPU models, what differs
-    between them has a row for each.
+    """The distinct kernels of a step on a GPU model; arrays have an entry a kernel. For several GPU models, fields that
+    differ between them have a row for each.
 
     Args:
-        calls: The kernels, and how often each runs.
-        on_device: The same, at the GPU model's rates.
+        calls: The kernels, and the number of runs of each.
+        on_device: The kernels at the GPU model's rates.
         per_sm: Blocks over SMs.
-        seconds: Time of each.
+        seconds: Time of each kernel in s.
         latency_s: Part of each kernel's time that is not work.
         sm_share: Share of the SMs that each keeps active.
         occupancy: Share of the possible warps that is resident on those.
-        load: What each uses, at the board's own limit.
-        watts: The board's power while each runs.
+        load: Load of each kernel, at the board's own limit.
+        watts: The board's power in W while each kernel runs.
     """
 
     calls: Calls
@@ -319,7 +321,7 @@ class StepActivity:
         fp32a: FP32 pipe.
         tensor: Tensor cores.
         gpu_util: Time with a kernel on the GPU or queued.
-        power_w: The board's power: what its kernels draw, and idle power where none runs.
+        power_w: The board's power in W: that of its kernels, and idle power where none runs.
     """
 
     smact: float
@@ -332,16 +334,16 @@ class StepActivity:
 
 
 def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | Sequence[DeviceSpec]) -> Occupied:
-    """Return how a step's kernels lie on a GPU model.
+    """Return the occupancy data of a step's kernels on a GPU model.
 
     Args:
         calls: The kernels.
         kernels: The same, on this GPU model, or on several.
         spec: The GPU model, or several.
     """
-    tensor, sms = kernels.units == 1, per_device(spec, lambda one: one.sm_count)
+    tensor, sms = kernels.units == 1, per_device(spec, lambda device: device.sm_count)
     place = places_of(_class_place, calls.kind, calls.group, tensor)
-    warps_per_sm = per_device(spec, lambda one: one.threads_per_sm / _WARP)
+    warps_per_sm = per_device(spec, lambda device: device.threads_per_sm / _WARP)
     shapes = np.array([*CLASSES.values()], dtype=float)[place]
     stream = np.isin(calls.group, [GROUPS.index(STREAM), GROUPS.index(DEPTHWISE)])
     attention = calls.group == GROUPS.index(ATTENTION)
@@ -364,11 +366,11 @@ def occupied_on(calls: Calls, kernels: Kernels, spec: DeviceSpec | Sequence[Devi
 
 
 def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = np) -> tuple[Any, Any]:
-    """Return of each kernel the share of the SMs that it keeps active, and the share of warps resident on those.
+    """Return the share of the SMs that each kernel keeps active, and the share of resident warps on those.
 
     Args:
-        occupied: On a GPU model, as arrays of the library `xp`.
-        learned: As arrays of `xp`.
+        occupied: The kernels on a GPU model, as arrays of the library `xp`.
+        learned: The parameters, as arrays of `xp`.
         xp: numpy or torch.
     """
     single = learned.single
@@ -377,15 +379,15 @@ def kernel_activity(occupied: Occupied, learned: ActivityParameters, xp: Any = n
     share = occupied.tiled * occupied.filled ** single["wave"] + stream * per_sm.clip(max=1.0) ** single["stream_wave"]
     block = occupied.warps * xp.exp(learned.by_class["block_warps"][occupied.place])
     most = xp.exp(learned.by_class["most_warps"][occupied.place]) * occupied.scale
-    held = xp.minimum(xp.minimum(block * per_sm.clip(min=1.0), most), occupied.warps_per_sm)
-    return share, held / occupied.warps_per_sm
+    resident = xp.minimum(xp.minimum(block * per_sm.clip(min=1.0), most), occupied.warps_per_sm)
+    return share, resident / occupied.warps_per_sm
 
 
 def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned: ActivityParameters) -> StepActivity:
     """Return the activity of a step.
 
     Args:
-        timed: Its kernels on the GPU model.
+        timed: The step's kernels on the GPU model.
         spec: The GPU model.
         step_s: Time of the whole step.
         learned: The parameters.
@@ -409,8 +411,8 @@ def step_activity(timed: TimedKernels, spec: DeviceSpec, step_s: float, learned:
 
 
 def _tiles(calls: Calls, kernels: Kernels, sms: Any, tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return of each product the share of the SMs that its tiles fill, its blocks, and a block's warps: by the tile
-    that ends soonest, its depth split over idle SMs."""
+    """Return, for each product, the share of the SMs that its tiles fill, its blocks, and a block's warps. The tile is
+    the one that ends soonest, with the depth split over idle SMs."""
     tall, wide = np.maximum(calls.rows, calls.columns), np.minimum(calls.rows, calls.columns)
     peak = np.where(kernels.math_s > 0, np.maximum(calls.flops, 1.0) / np.maximum(kernels.math_s, 1e-30), 1e13)
     best = np.full(peak.shape, np.inf)

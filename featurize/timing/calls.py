@@ -1,6 +1,6 @@
-"""Which kernels each operator of a traced step runs, as numbers that no GPU model enters.
+"""The kernels of each operator of a traced step, as numbers that do not depend on the GPU model.
 
-Start reading at `kernel_calls`; `model_flops` says what of an operator counts as the model's. Torch-free.
+Start reading at `kernel_calls`; `model_flops` counts an operator's FLOPs that are the model's. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from featurize.recording.step_trace import Operator
 
 HALF = ("float16", "bfloat16")
 FP32, TF32, TENSOR, FP8 = PIPES = ("fp32", "tf32", "tensor", "fp8")
-# How the tiles of a kernel's work lie: each group has its own constants.
+# Arrangement of a kernel's work in tiles: each group has its own constants.
 PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "product",
     "convolution",
@@ -29,10 +29,10 @@ PRODUCT, CONVOLUTION, ATTENTION, GROUPED, DEPTHWISE, STREAM = GROUPS = (
     "depthwise",
     "stream",
 )
-_MOST_PLACES = 49  # largest depthwise kernel for which fast ones exist
+_MOST_PLACES = 49  # elements of the largest depthwise kernel with a fast implementation
 _USUAL_WIDTHS = (4, 8, 16, 32)
-_WINOGRAD = 2.25  # F(2x2, 3x3) multiplies this much less (Lavin and Gray, CVPR 2016)
-_NARROW_GROUP = 2  # channels of a group, at most, for which PyTorch and cuDNN run depthwise kernels
+_WINOGRAD = 2.25  # factor by which F(2x2, 3x3) multiplies less (Lavin and Gray, CVPR 2016)
+_NARROW_GROUP = 2  # most channels of a group for which PyTorch and cuDNN run depthwise kernels
 
 _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
 
@@ -40,14 +40,14 @@ _ROWS, _CHANNELS = ("layer_norm", "softmax"), ("batch_norm", "group_norm")
 class KernelCall(NamedTuple):
     """One kernel, or the few that run as one.
 
-    kind      what it does: `product`, `convolution_weight`, `batch_norm_backward`, ...
-    group     one of `GROUPS`: how it fills the GPU
-    pipe      one of `PIPES`: which units do the arithmetic. `tensor`: half precision; `fp8`: 8-bit floats
+    kind      kind of kernel: `product`, `convolution_weight`, `batch_norm_backward`, ...
+    group     one of `GROUPS`: the arrangement of its work on the GPU
+    pipe      one of `PIPES`: the arithmetic units. `tensor`: half precision; `fp8`: 8-bit floats
     flops     FLOPs of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
     nbytes    bytes of distinct tensors, read and written
     rows, columns, depth, batch   the product's output sizes, inner size, and number of products. For attention:
-              queries, head size, 0, heads. For a stream: what its blocks share (elements, rows or channels), 1, 0, 1
-    aligned   sizes that tensor cores take without padding
+                        queries, head size, 0, heads. For a stream: units of its blocks (elements, rows or channels), 1,
+              0, 1 aligned   whether tensor cores take the sizes without padding
     """
 
     kind: str
@@ -64,7 +64,7 @@ class KernelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Calls:
-    """The distinct kernels of a step, as columns of equal length, and how often each runs."""
+    """The distinct kernels of a step, as columns of equal length, and the number of runs of each."""
 
     count: np.ndarray
     kind: tuple[str, ...]
@@ -77,11 +77,11 @@ class Calls:
     depth: np.ndarray
     batch: np.ndarray
     aligned: np.ndarray
-    launches: float  # by the host, of forward and backward passes
+    launches: float  # by the host, in forward and backward passes
     updates: float = 0.0  # by the host, in the optimizer's step: bare operators, without modules and autograd
 
     def within(self, *groups: str) -> np.ndarray:
-        """Return which kernels are of these of `GROUPS`, as a mask."""
+        """Return a mask of the kernels that are in these groups."""
         return np.isin(self.group, [GROUPS.index(group) for group in groups])
 
 
@@ -94,8 +94,8 @@ def kernel_calls(
         operators: The operators of one step, as `StepTrace.operators` has them.
         tf32_products: `torch.backends.cuda.matmul.allow_tf32`.
         tf32_convolutions: `torch.backends.cudnn.allow_tf32`.
-        listed: The optimizer runs for-each kernels over lists of tensors; False: one kernel a tensor, as PyTorch
-            before 2.0 does.
+        listed: Whether the optimizer runs for-each kernels over lists of tensors; False: one kernel a tensor, as
+            PyTorch before 2.0 does.
     """
     counts: Counter[KernelCall] = Counter()
     launches = updates = 0.0
@@ -115,12 +115,12 @@ def kernel_calls(
 def operator_kernels(
     op: Operator, *, tf32_products: bool = False, tf32_convolutions: bool = True, listed: bool = True
 ) -> tuple[tuple[tuple[KernelCall, int], ...], int]:
-    """Return an operator's kernels with how often each runs, and how many the host launches. Args: `kernel_calls`."""
+    """Return an operator's kernels with their numbers of runs, and the host's launches. Args as in `kernel_calls`."""
     return _of_operator(_without_origin(op), tf32_products, tf32_convolutions, listed)
 
 
 def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0) -> Calls:
-    """Return kernels, and how often each runs, as columns."""
+    """Return kernels, and the number of runs of each, as columns."""
     kernels = list(counts)
 
     def column(name: str) -> np.ndarray:
@@ -144,12 +144,12 @@ def as_calls(counts: Counter[KernelCall], launches: float, updates: float = 0.0)
 
 
 def stream(kind: str, nbytes: float, units: float, flops: float = 0.0) -> KernelCall:
-    """Return a kernel that only moves its tensors through the GPU: of this many elements, rows or channels."""
+    """Return a kernel that only moves its tensors; `units` are its elements, rows or channels."""
     return KernelCall(kind, STREAM, FP32, flops, nbytes, units, 1, 0, 1, True)
 
 
 def product(rows: float, columns: float, depth: float, batch: float, pipe: str, nbytes: float) -> KernelCall:
-    """Return a matrix product, `batch` times."""
+    """Return the kernel of `batch` matrix products."""
     return KernelCall(
         "product",
         PRODUCT,
@@ -177,7 +177,7 @@ def convolution(
     places: int,
     same_size: bool,
 ) -> KernelCall:
-    """Return one direction of a convolution, as the implicit product that it is.
+    """Return the kernel of one direction of a convolution, treated as an implicit matrix product.
 
     Args:
         kind: `convolution`, `convolution_data` or `convolution_weight`.
@@ -185,10 +185,10 @@ def convolution(
         nbytes: Bytes of its three tensors.
         rows, columns: Sizes of the product's output, within one group.
         groups: Groups of channels.
-        pipe: Which units compute it.
+        pipe: The arithmetic units.
         widths: Input and output channels of a group.
-        places: Places of the kernel.
-        same_size: The output is as large as the input: stride 1 and padded.
+        places: Elements of the kernel.
+        same_size: Whether the output is as large as the input: stride 1 and padded.
     """
     depth = flops / (2 * groups * rows * columns) if rows * columns else 0.0
     aligned = columns % 8 == 0 and depth % 8 == 0
@@ -196,7 +196,7 @@ def convolution(
         kind = f"depthwise_large_{kind}" if places > _MOST_PLACES else f"depthwise_{kind}"
         return KernelCall(kind, DEPTHWISE, FP32, flops, nbytes, rows, columns, depth, groups, True)
     if groups > 1:
-        # Groups of these widths have kernels of their own in channels last; others are run as if they were dense.
+        # Groups of these widths have their own kernels in channels last; others run as if they were dense.
         usual = widths[0] == widths[1] and widths[0] in _USUAL_WIDTHS
         kind = f"grouped_{kind}" if usual else f"grouped_general_{kind}"
         return KernelCall(kind, GROUPED, pipe, flops, nbytes, rows, columns, depth, groups, aligned)
@@ -209,7 +209,7 @@ _EMPTY = stream("launch", 0.0, 1.0)
 
 
 def _without_origin(op: Operator) -> Operator:
-    """Return the operator without what differs from layer to layer and no kernel knows."""
+    """Return the operator without fields that differ from layer to layer and do not affect its kernels."""
     return op._replace(module="", sources=(), phase="backward" if op.phase == "backward" else "", recomputed=False)
 
 
@@ -217,7 +217,7 @@ def _without_origin(op: Operator) -> Operator:
 def _of_operator(
     op: Operator, tf32_products: bool, tf32_convolutions: bool, listed: bool
 ) -> tuple[tuple[tuple[KernelCall, int], ...], int]:
-    """Return an operator's kernels with how often each runs, and how many the host launches."""
+    """Return an operator's kernels with their numbers of runs, and the number of the host's launches."""
     kernels, number, listed_tensors = _distinct(op, tf32_products, tf32_convolutions)
     if listed_tensors and not listed:
         number = max(number, listed_tensors)
@@ -227,7 +227,7 @@ def _of_operator(
 def _distinct(
     op: Operator, tf32_products: bool, tf32_convolutions: bool
 ) -> tuple[tuple[tuple[KernelCall, int], ...], int, int]:
-    """Return an operator's kernels but the empty ones, how many the host launches, and of how many tensors."""
+    """Return an operator's non-empty kernels, the number of the host's launches, and the number of tensors."""
     name = op.name.rpartition("::")[2]
     nbytes = op.bytes_read + op.bytes_written
     # Integers of 8 bits are priced at the rate of half precision: none was measured.
@@ -334,24 +334,24 @@ def _recurrent(op: Operator, pipe: str) -> Iterator[tuple[KernelCall, int]]:
     rows = math.prod(x[:-1])
     steps = max(1, rows // max(1, samples)) * layers
     size = 2 if op.dtype in HALF else 4
-    whole = size * (rows * (gates + hidden) + gates * hidden)
+    nbytes = size * (rows * (gates + hidden) + gates * hidden)
     step = product(samples, gates, hidden, 1, pipe, size * (samples * (gates + hidden) + gates * hidden))
     yield step, steps
     yield stream("elementwise", size * samples * (gates + 3 * hidden), samples * gates), steps
-    yield product(rows, gates, hidden, 1, pipe, whole), layers
+    yield product(rows, gates, hidden, 1, pipe, nbytes), layers
     if "backward" in op.name:
-        yield product(gates, hidden, rows, 1, pipe, whole), 2 * layers
+        yield product(gates, hidden, rows, 1, pipe, nbytes), 2 * layers
 
 
 def model_flops(op: Operator) -> int:
-    """Return an operator's share of the step's model FLOPs: 0 for anything but a matrix product, convolution or
+    """Return an operator's share of the step's model FLOPs: 0 unless it is a matrix product, convolution or
     attention.
 
-    A multiply-add counts as 2. Nothing counts of the optimizer, of what a checkpoint computes again, and of the scores
-    that fused attention computes again in its backward pass. Attention counts all pairs of query and key, also where
-    its kernel leaves out those that a causal mask hides. Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
+    A multiply-add counts as 2. The optimizer, recomputation by checkpoints, and scores that fused attention recomputes
+    in its backward pass do not count. Attention counts all pairs of query and key, even those that a causal mask hides
+    and its kernel skips. Source: Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
 
-    Known limitations: for texts packed one after the other, attention counts what its kernel computes.
+    Known limitations: for packed texts, attention counts what its kernel computes.
     """
     if op.recomputed or op.phase == "optimizer":
         return 0
@@ -363,6 +363,6 @@ def model_flops(op: Operator) -> int:
 def _attention_flops(op: Operator) -> int:
     kernel = attention_call(op.name)
     query, key, value = op.input_shapes[kernel.query : kernel.query + 3]
-    if len(query) == 3:  # packed: five products in the backward pass, of which one gives the scores again
+    if len(query) == 3:  # packed: five products in the backward pass; one of them recomputes the scores
         return op.flops * 4 // 5 if kernel.backward else op.flops
     return (4 if kernel.backward else 2) * math.prod(kernel.sizes(query, key)) * (query[-1] + value[-1])

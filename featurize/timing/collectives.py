@@ -1,9 +1,9 @@
-"""How long a collective takes between GPUs of one node or of several, and what its library keeps on each GPU.
+"""The time of a collective between GPUs of one node or of several, and its library's memory on each GPU.
 
 Start reading at `KINDS`. A model of latency and bandwidth, as in Thakur, Rabenseifner and Gropp, Optimization of
-Collective Communication Operations in MPICH (2005), with the figures by which NCCL itself chooses how to run one
+Collective Communication Operations in MPICH (2005), with the figures by which NCCL itself chooses an algorithm
 (NCCL 2.19 to 2.28: src/graph/tuning.cc, src/graph/topo.h), and three that are fitted to measured all-reduces
-(`LinkConstants`). Not modelled: reduction within the switches of a network (SHARP), and within those of NVLink across
+(`LinkConstants`). Not modelled: reduction in the switches of a network (SHARP), and in those of NVLink across
 nodes.
 """
 
@@ -20,18 +20,18 @@ from featurize.device.device_spec import DeviceSpec, Interconnect
 from featurize.job.layout import OWN, Parallel
 from featurize.timing.packaged import packaged_section
 
-# Kinds, by the names that traces have.
+# Kinds, by their names in traces.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
 REDUCE_SCATTER, ALL_TO_ALL, SEND = "reduce_scatter", "all_to_all", "send"
 LINK, PCIE, NETWORK = "link", "pcie", "network"
 RING, TREE = "ring", "tree"
-# What NCCL takes a link to reach (topo.h): 12 of the 15.75 GB/s of PCIe 3.0, assumed of other generations, and 20 of
+# NCCL's estimates of bandwidth (topo.h): 12 of the 15.75 GB/s of PCIe 3.0, assumed of other generations, and 20 of
 # NVLink's 25: measured on H100 with 2 to 8 GPUs alike (NVIDIA/nccl issue 1455), assumed of later GPUs and of Infinity
-# Fabric. Earlier GPUs have fitted constants. Of a network, 24 of 25 GB/s with GPUDirect RDMA (NVIDIA/nccl issue 412).
+# Fabric. Earlier GPUs have fitted constants. On a network, 24 of 25 GB/s with GPUDirect RDMA (NVIDIA/nccl issue 412).
 _REACHED = {LINK: 20 / 25, PCIE: 12 / 15.75}
 _REACHED_ACROSS = 24 / 25
 _OF_ADAPTER = 25 / 31.5  # GB/s of a GPU's network adapter over those of its PCIe, of the same generation
-_FITTED_BELOW = (9, 0)  # compute capability
+_FITTED_BELOW = (9, 0)  # compute capability below which NVLink's constants are fitted
 # Protocol -> microseconds: of a whole all-reduce by (ring, tree), and of each hop by (ring, tree) (tuning.cc: baseLat,
 # hwLat).
 _BASE_US: Mapping[str, tuple[float, float]] = {"LL": (6.6, 6.8), "LL128": (14.0, 14.0), "Simple": (8.4, 0.0)}
@@ -40,19 +40,19 @@ _HOP_US: Mapping[str, Mapping[str, tuple[float, float]]] = {
     PCIE: {"LL": (1.0, 1.0), "Simple": (5.7, 28.0)},
     NETWORK: {"LL": (2.7, 5.0), "LL128": (4.0, 8.5), "Simple": (14.0, 28.0)},
 }
-# Protocol -> share of the bandwidth that is left for data by (ring, tree) (tuning.cc: busBw). LL128 wants NVLink.
+# Protocol -> share of the bandwidth that is left for data by (ring, tree) (tuning.cc: busBw). LL128 needs NVLink.
 _SHARE: Mapping[str, tuple[float, float]] = {
     "LL": (1 / 4, 0.92 / 3.8),
     "LL128": (0.92, 0.92 * 7 / 9),
     "Simple": (1.0, 0.92),
 }
-# NVLS, where NVSwitches reduce and multiply what GPUs send: microseconds in all; least compute capability -> share of
-# the links that is reached (tuning.cc: nvlsEfficiency).
+# NVLS, where NVSwitches reduce and multicast: microseconds in all; least compute capability -> share of the links'
+# bandwidth that is reached (tuning.cc: nvlsEfficiency).
 _SWITCH_US = 25.0
 _OF_SWITCH: Mapping[tuple[int, int], float] = {(10, 0): 0.74, (9, 0): 0.85}
-# A channel's buffers for one connection, in MiB: 10 to receive, of all three protocols, and 2 to send (the sizes that
-# NVIDIA/nccl issue 1685 shows). Assumed: a ring's connection and a tree's; a channel for each 12.5 GB/s of a link, from
-# 2 to 24, as NCCL's logs show on V100, A100 and H100.
+# A channel's buffers for one connection, in MiB: 10 to receive, for all three protocols, and 2 to send (sizes from
+# NVIDIA/nccl issue 1685). Assumed: one connection for a ring and one for a tree; a channel for each 12.5 GB/s of a
+# link, from 2 to 24, as NCCL's logs show on V100, A100 and H100.
 _CONNECTION_MIB, _CONNECTIONS = 12.0, 2
 _CHANNEL_GB_S, _FEWEST, _MOST = 12.5, 2, 24
 
@@ -63,7 +63,7 @@ class LinkConstants:
 
     launch_us   time to launch any collective, on top of NCCL's own latencies
     reached     share of a link's bandwidth that is reached
-    copy_gb_s   rate at which each GPU moves the whole tensor once a round in its own memory; its links wait
+    copy_gb_s   rate at which each GPU moves the whole tensor once a round in its own memory, while its links wait
     """
 
     launch_us: float
@@ -81,11 +81,11 @@ def packaged_links() -> LinkConstants:
 class Fabric:
     """The links between the ranks of one communicator.
 
-    node_gb_s     bandwidth of all rings within a node, per GPU and direction, as data sheets have it
+    node_gb_s     bandwidth of all rings within a node, per GPU and direction, from the data sheet
     network_gb_s  the same between nodes
-    kind          LINK or PCIE: what the GPUs of a node use
-    links         share of it that is reached
-    switch_share  share of the links that is reached where their switches reduce; 0: they cannot
+    kind          LINK or PCIE: the links within a node
+    links         share of their bandwidth that is reached
+    switch_share  share of the links' bandwidth that is reached where their switches reduce; 0: they cannot
     """
 
     ranks: int
@@ -98,17 +98,17 @@ class Fabric:
 
     @property
     def link_gb_s(self) -> float:
-        """Bandwidth of a GPU within a node."""
+        """Reached bandwidth of a GPU within a node, in GB/s."""
         return self.node_gb_s * self.links.reached
 
     @property
     def across_gb_s(self) -> float:
-        """Bandwidth of a GPU to other nodes."""
+        """Reached bandwidth of a GPU to other nodes, in GB/s."""
         return self.network_gb_s * _REACHED_ACROSS
 
     @property
     def protocols(self) -> list[str]:
-        """NCCL's protocols; LL128 wants NVLink."""
+        """NCCL's protocols; LL128 needs NVLink."""
         return [protocol for protocol in _SHARE if protocol in _HOP_US[self.kind]]
 
 
@@ -116,8 +116,8 @@ class Fabric:
 class CollectiveKind:
     """One kind of collective, or a message between two ranks.
 
-    seconds   `seconds(nbytes, fabric)`, of several ranks
-    sent      bytes that a rank sends for each byte of the tensor, by the number of ranks, in the mean over them
+    seconds   `seconds(nbytes, fabric)`, for several ranks
+    sent      mean over the ranks of the bytes sent for each byte of the tensor, as a function of their number
     """
 
     seconds: Callable[[float, Fabric], float]
@@ -132,19 +132,19 @@ def fabric_of(spec: DeviceSpec, parallel: Parallel) -> Fabric:
 def fabric_of_axis(
     spec: DeviceSpec, parallel: Parallel, degree: int, stride: int, *, fitted: LinkConstants | None = None
 ) -> Fabric:
-    """Return the links between the ranks of one group of a mesh dimension: of the group that lies in the most nodes.
+    """Return the links between the ranks of one group of a mesh dimension, the group that spans the most nodes.
 
-    Every GPU has its own share of the network, so groups that lie in the same nodes do not slow each other down.
+    Every GPU has its own share of the network, so groups in the same nodes do not slow each other down.
 
     Args:
         spec: The GPU model.
-        parallel: The job's layout. Its ranks fill one node after the other.
+        parallel: The job's layout. Its ranks fill one node after another.
         degree: Ranks of the group.
-        stride: How far apart they are: the product of the degrees of all inner dimensions.
+        stride: Distance between them: the product of the degrees of all inner dimensions.
         fitted: Constants of NVLink up to Ampere; None: the packaged ones.
 
     Raises:
-        UsageError: The GPU model's description says nothing of it.
+        UsageError: The GPU model's description lacks an interconnect.
     """
     joined = spec.interconnect
     if joined is None:
@@ -169,8 +169,8 @@ def fabric_of_axis(
 
 
 def _rings_gb_s(joined: Interconnect, parallel: Parallel, degree: int, stride: int) -> float:
-    """Return the bandwidth of all rings through the ranks of a group in one node: of the group with the fewest. 0: no
-    links join them all."""
+    """Return the bandwidth of all rings through a group's ranks in one node, for the group with the fewest rings. 0: no
+    links connect them all."""
     if joined.link_gb_s is None or joined.mesh is None:
         return joined.link_gb_s or 0.0
     of_node = parallel.cluster.gpus_per_node
@@ -189,10 +189,11 @@ def _rings_gb_s(joined: Interconnect, parallel: Parallel, degree: int, stride: i
 
 
 def _rings(mesh: Sequence[Sequence[int]], gpus: Collection[int]) -> int:
-    """Return how many rings NCCL leads through some GPUs of a node, each over links of its own.
+    """Return the number of rings that NCCL forms through some GPUs of a node, each over its own links.
 
-    Of the GPU with the fewest: each of its links carries one ring out and one in, and a ring does not leave to where it
-    came from. Where a GPU has one neighbour, as one of two, rings go there and back. 0: links do not join them all.
+    The GPU with the fewest links decides: each of its links carries one ring out and one in, and a ring does not return
+    to where it came from. If a GPU has one neighbour, as one of two, rings go there and back. 0: links do not connect
+    all.
     """
     joined: set[int] = set()
     neighbours = {next(iter(gpus))}
@@ -214,7 +215,7 @@ def fabrics_of(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] = ()) -
     Args:
         spec: The GPU model.
         parallel: The job's layout.
-        axes: Axes of collectives. Groups that the model made itself have names such as `8x1`: ranks and their distance.
+        axes: Axes of collectives. Groups made by the model itself have names such as `8x1`: ranks and their distance.
 
     Raises:
         UsageError: As `fabric_of_axis`.
@@ -234,8 +235,8 @@ def communicators_mib(spec: DeviceSpec, parallel: Parallel, axes: Iterable[str] 
     Args:
         spec: The GPU model.
         parallel: The job's layout.
-        axes: Axes of collectives. Groups that the model made itself have communicators of their own; where its own code
-            spreads it, all ranks together have one only if they talk as such.
+        axes: Axes of collectives. Groups made by the model itself have their own communicators; if its own code spreads
+            it, all ranks together have one only if they communicate as such.
     """
     all_ranks = OWN if parallel.degrees.own > 1 else next(iter(parallel.groups), "")
     of_mesh = () if parallel.degrees.own > 1 else parallel.groups
@@ -254,32 +255,33 @@ def _nodes(parallel: Parallel, degree: int, stride: int) -> int:
 
 
 def collective_s(kind: str, nbytes: float, fabric: Fabric) -> float:
-    """Return the seconds of a collective: the quickest way, as NCCL chooses it. One rank has nothing to do.
+    """Return the seconds of a collective by NCCL's fastest algorithm; 0 for one rank.
 
     Args:
         kind: A name of `KINDS`.
         nbytes: Size of the tensor that is reduced or broadcast. `all_gather`: of the gathered output;
-            `reduce_scatter`: of the input; `all_to_all`: of what a rank holds; `send`: of the message.
-        fabric: What joins the ranks.
+            `reduce_scatter`: of the input; `all_to_all`: of a rank's tensor; `send`: of the message.
+        fabric: The links between the ranks.
     """
     return KINDS[kind].seconds(nbytes, fabric) if fabric.ranks > 1 else 0.0
 
 
 def sent_bytes(kind: str, nbytes: float, ranks: int) -> float:
-    """Return the bytes that a rank sends for a collective, in the mean over all ranks: the same whatever the way, but
-    within switches. Args: as `collective_s`."""
+    """Return the mean over all ranks of the bytes sent for a collective, which do not depend on the algorithm, except
+    in switches. Args as in `collective_s`."""
     return nbytes * KINDS[kind].sent(ranks) if ranks > 1 else 0.0
 
 
 def communicator_mib(fabric: Fabric) -> float:
-    """Return the memory of NCCL's communicator on each GPU, outside PyTorch's allocator, in MiB. AMD's RCCL is taken to
-    keep the same."""
+    """Return the memory of NCCL's communicator on each GPU, outside PyTorch's allocator, in MiB. AMD's RCCL is assumed
+    to keep the same."""
     channels = min(max(int(fabric.node_gb_s / _CHANNEL_GB_S), _FEWEST), _MOST)
     return channels * _CONNECTIONS * _CONNECTION_MIB
 
 
 def _reduction_s(nbytes: float, fabric: Fabric, rounds: int) -> float:
-    """An all-reduce is two rounds around the ring, a gathering and a scattering one each."""
+    """Return the seconds of a reduction: an all-reduce is two rounds along the ring, a gathering or scattering is
+    one."""
     ways = [_ring_s(nbytes, fabric, protocol, rounds) for protocol in fabric.protocols]
     if rounds == 2:
         ways += [_tree_s(nbytes, fabric, protocol) for protocol in fabric.protocols]
@@ -303,23 +305,24 @@ def _tree_s(nbytes: float, fabric: Fabric, protocol: str) -> float:
 
 
 def _switch_s(nbytes: float, fabric: Fabric, rounds: int) -> float:
-    """An all-reduce sends a GPU's tensor once, and its share of the result: 272 GB/s on eight H100, where issue 212 of
-    NVIDIA/nccl-tests has about 275. NCCL rates the other two lower (tuning.cc: a channel less, `(ppn - 1) / ppn`)."""
+    """Return the seconds in switches. An all-reduce sends a GPU's tensor once, and its share of the result: 272 GB/s on
+    eight H100 (about 275 in issue 212 of NVIDIA/nccl-tests). NCCL rates the others lower (tuning.cc: `(ppn - 1) /
+    ppn`)."""
     ranks = fabric.ranks
     share = ranks / (ranks + 1) if rounds == 2 else ((ranks - 1) / ranks) ** 2
     return _latency_s(_SWITCH_US, fabric) + nbytes / (share * fabric.switch_share * fabric.link_gb_s * 1e9)
 
 
 def _broadcast_s(nbytes: float, fabric: Fabric) -> float:
-    """Along a ring, chunk after chunk."""
+    """Return the seconds of a broadcast along a ring, chunk after chunk."""
     hop_us, between_us = _hops_us(fabric, "LL", RING)
     hops_us = (fabric.ranks - fabric.nodes) * hop_us + (fabric.nodes - 1) * between_us
     return _latency_s(_BASE_US["LL"][0] + hops_us, fabric) + _around_s(nbytes, nbytes, fabric)
 
 
 def _all_to_all_s(nbytes: float, fabric: Fabric) -> float:
-    """Pairs exchange their parts, one after the other. NVLink and network carry theirs at the same time, both over PCIe
-    otherwise."""
+    """Return the seconds of an exchange: pairs exchange their parts one after another. NVLink and network work in
+    parallel; without NVLink, both parts go over PCIe."""
     local = fabric.ranks / fabric.nodes
     within, between = (nbytes * count / fabric.ranks for count in (local - 1, fabric.ranks - local))
     outside_s = between / (min(fabric.across_gb_s, fabric.link_gb_s) * 1e9)
@@ -336,7 +339,7 @@ def _all_to_all_s(nbytes: float, fabric: Fabric) -> float:
 
 
 def _send_s(nbytes: float, fabric: Fabric) -> float:
-    """From one rank to the next; between nodes where any two neighbours are in different ones."""
+    """Return the seconds from one rank to the next; between nodes if any two neighbours are in different ones."""
     moves_s = nbytes / (fabric.link_gb_s * 1e9) + nbytes / (fabric.links.copy_gb_s * 1e9)
     if fabric.nodes > 1:
         moves_s = max(moves_s, nbytes / (fabric.across_gb_s * 1e9))
@@ -349,7 +352,7 @@ def _send_s(nbytes: float, fabric: Fabric) -> float:
 
 
 def _hops_us(fabric: Fabric, protocol: str, way: str) -> tuple[float, float]:
-    """Microseconds of a hop within a node, and between two."""
+    """Return the microseconds of a hop within a node, and between two."""
     column = (RING, TREE).index(way)
     return _HOP_US[fabric.kind][protocol][column], _HOP_US[NETWORK][protocol][column]
 
@@ -366,8 +369,8 @@ def _latency_s(own_us: float, fabric: Fabric) -> float:
 
 def _around_s(moved: float, copied: float, fabric: Fabric) -> float:
     """Return the seconds in which each rank moves this many bytes along rings through all ranks, and copies others in
-    its own memory. Rings leave a node through the adapters of all of its ranks; while the network is busy, nodes
-    continue."""
+    its own memory. Rings leave a node through the adapters of all of its ranks; nodes continue while the network is
+    busy."""
     within_s = moved / (fabric.link_gb_s * 1e9) + copied / (fabric.links.copy_gb_s * 1e9)
     if fabric.nodes == 1:
         return within_s

@@ -1,7 +1,7 @@
 """Simulated figures of a traced training step on a device: memory, time, utilization, power, and communication.
 
-Start reading at `simulate`, for one GPU or a rank that waits for others: `communication_of` says how much of its
-communication computation hides. Memory is `featurize.memory.replay`'s.
+Start reading at `simulate`, for one GPU or a rank that waits for others: `communication_of` returns the part of its
+communication that computation does not hide. Memory is `featurize.memory.replay`'s.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from featurize.memory.replay import MemoryProfile, outside_mib, replay
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED, StepTrace
 from featurize.timing.activity import StepActivity
 from featurize.timing.collectives import collective_s, communicators_mib, fabrics_of, sent_bytes
-from featurize.timing.step_time import TimedStep, begin_moments_ms, delays_ms, overlapped, time_step
+from featurize.timing.step_time import TimedStep, begin_moments_ms, delays_ms, overlap_times, time_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Communication between the ranks of a job in a step; nothing of a job on one GPU.
+    """Communication between the ranks of a job in a step; zero for a job on one GPU.
 
-    busy_ms      time of the collectives themselves, one after the other
-    exposed_ms   time by which they make the step longer
-    bubble_ms    time in which a rank of a pipeline waits for stages that compute, however quick its messages are
+    busy_ms      time of the collectives themselves, one after another
+    exposed_ms   time by which they lengthen the step
+    bubble_ms    time in which a rank of a pipeline waits for stages that compute, even if messages took no time
     sent_mib     kind of collective -> MiB that a rank sends
-    buffers_mib  what communication libraries keep outside the allocator
+    buffers_mib  memory of communication libraries outside the allocator
     """
 
     busy_ms: float = 0.0
@@ -41,7 +41,7 @@ class Communication:
 
     @property
     def waits_ms(self) -> float:
-        """All that a rank waits for others."""
+        """Time that a rank waits for others, in ms."""
         return self.exposed_ms + self.bubble_ms
 
 
@@ -56,11 +56,11 @@ _OF_RANKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """A traced step on one GPU model: its replay, its time, and what a rank waits for others. MiB, ms, W; ratios in
-    [0, 1]. Memory is the need, also where it does not fit.
+    """A traced step on one GPU model: its replay, its time, and a rank's waiting time. MiB, ms, W; ratios in [0, 1].
+    Memory is the need, even where it does not fit.
 
-    process_mib  the process's memory outside the allocator; others_mib: what others hold on the card
-    of_ranks     number of a rank of a pipeline -> its memory; of the first one of each kind
+    process_mib  the process's memory outside the allocator; others_mib: memory of other processes on the card
+    of_ranks     number of a rank of a pipeline -> its memory; for the first one of each kind
     """
 
     trace: StepTrace
@@ -74,12 +74,12 @@ class SimulatedStep:
 
     @property
     def peak_allocated_mib(self) -> float:
-        """Live blocks, rounded to 512 bytes."""
+        """Memory of live blocks, rounded to 512 bytes."""
         return self.memory.peak_allocated / MIB
 
     @property
     def peak_reserved_mib(self) -> float:
-        """The caching allocator's segments."""
+        """Memory of the caching allocator's segments."""
         return self.memory.peak_reserved / MIB
 
     @property
@@ -89,14 +89,14 @@ class SimulatedStep:
 
     @property
     def fits(self) -> bool:
-        """Return whether the step runs; if not, it ends as `oom`."""
+        """Return whether the step fits; if not, it ends as `oom`."""
         return self.memory.fits and (not self.communication.buffers_mib or self.peak_memory_mib <= self.spec.memory_mib)
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
-        """Part -> MiB at the peak, which sum to `peak_memory_mib`. `fragmentation` is what the allocator reserves at
-        its peak beyond the live tensors' own bytes, their rounding included. What others hold, what communication
-        libraries keep and what wrappers of several ranks keep are parts only where they are more than nothing."""
+        """Part -> MiB at the peak; the parts sum to `peak_memory_mib`. `fragmentation` is the allocator's reserved
+        memory at its peak without the live tensors' own bytes, with their rounding. Memory of other processes, of
+        communication libraries and of wrappers of several ranks are parts only where they are not zero."""
         live = {kind: nbytes / MIB for kind, nbytes in self.memory.peak_parts.items()}
         outside = {"communication": self.communication.buffers_mib, "other users": self.others_mib}
         return {
@@ -115,22 +115,22 @@ class SimulatedStep:
 
     @property
     def step_time_ms(self) -> float:
-        """The step's time, waits for other ranks included."""
+        """The step's time in ms, with waits for other ranks."""
         return self.timed.step_time_ms + self.communication.waits_ms
 
     @property
     def step_time_upper_ms(self) -> float:
-        """Bound that 90 of 100 measured steps stay below."""
+        """Bound in ms that 90 of 100 measured steps stay below."""
         return self.timed.upper_ms() + self.communication.waits_ms
 
     @property
     def bound_by(self) -> str:
-        """Return the name of what takes the longest: `gpu`, `host`, `input` or `communication`."""
+        """Return the longest part of the step: `gpu`, `host`, `input` or `communication`."""
         return "communication" if self.communication.exposed_ms > self.timed.step_time_ms else self.timed.bound_by
 
     @property
     def activity(self) -> StepActivity:
-        """Return how busy the step keeps the GPU. Its units are taken to be idle while a rank waits for others."""
+        """Return the step's activity. Its units are assumed to be idle while a rank waits for others."""
         if not self.communication.waits_ms:
             return self.timed.activity
         share = self.timed.step_time_ms / self.step_time_ms
@@ -139,7 +139,7 @@ class SimulatedStep:
         return StepActivity(**{**ratios, "power_w": idle_w + (self.timed.activity.power_w - idle_w) * share})
 
     def figure(self, column: str) -> float:
-        """Return the figure that a column of `runs` holds: the activity's, else the step's own."""
+        """Return the figure of a column of `runs`: the activity's, else the step's own."""
         return float(getattr(self.activity if hasattr(self.activity, column) else self, column))
 
 
@@ -152,12 +152,12 @@ def simulate(
     memory: MemoryProfile | None = None,
     beside: Iterable[DeviceSpec] = (),
 ) -> SimulatedStep:
-    """Price a traced step on one GPU model, where its description was measured. `settings` are the trace's own, fp32 by
+    """Price a traced step on one GPU model, on the machine of its description. `settings` are the trace's own, fp32 by
     default: operators on fp32 tensors run in TF32 where the precision allows it. With the `layout` of a job on several
-    GPUs, the step is a rank's. `memory` is a replay that is at hand already, and `beside` as `time_step` has it.
+    GPUs, the step is a rank's. `memory` is an existing replay, and `beside` as in `time_step`.
 
     Raises:
-        UsageError: The GPU model's description says nothing of what joins the GPUs of a layout.
+        UsageError: The GPU model's description lacks the interconnect that the layout needs.
     """
     settings = settings or Training()
     return SimulatedStep(
@@ -175,14 +175,14 @@ def communication_of(
 ) -> Communication:
     """Return a traced step's communication, which is the same in any loop.
 
-    A collective runs beside the kernels on a stream of its own, from the moment at which its tensor is complete, and
-    slows no kernel. That the two share the GPU and its memory is left out. The host launches on while kernels wait:
-    of a step that it bounds, they wait within its time.
+    A collective runs beside the kernels on its own stream, from the moment its tensor is complete, and slows no kernel.
+    Contention for the GPU and its memory is ignored. The host launches on while kernels wait: in a step that it bounds,
+    they wait within its time.
 
     Args:
         trace: A job's step on several GPUs.
         spec: The GPU model.
-        settings: The trace's own.
+        settings: The trace's training settings.
         parallel: The job's layout.
     """
     axes = [collective.axis for collective in trace.collectives]
@@ -207,12 +207,14 @@ def communication_of(
         return replace(communication, exposed_ms=exposed_ms, bubble_ms=bubble_ms)
     delays = delays_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, of_rank.busy_ms))
     late_ms = delays[-1][1] if delays else 0.0
-    waits_ms = overlapped(of_rank.busy_ms + late_ms, of_rank.host_ms) - overlapped(of_rank.busy_ms, of_rank.host_ms)
+    waits_ms = overlap_times(of_rank.busy_ms + late_ms, of_rank.host_ms) - overlap_times(
+        of_rank.busy_ms, of_rank.host_ms
+    )
     return replace(communication, exposed_ms=waits_ms)
 
 
 def ranks_of_stages(trace: StepTrace) -> Mapping[int, StepTrace]:
-    """Return the trace of each rank of `pp`, by its number; of a job without a pipeline that of rank 0 alone."""
+    """Return the trace of each rank of `pp`, by its number; without a pipeline, that of rank 0 alone."""
     if trace.pipeline is None:
         return {0: trace}
     groups = trace.pipeline.groups

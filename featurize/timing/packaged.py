@@ -24,7 +24,7 @@ def packaged_text() -> str:
 
 @contextlib.contextmanager
 def damage_named() -> Iterator[None]:
-    """Raise `EnvironmentProblem` for what a damaged file makes fail within."""
+    """Turn the errors that a damaged file causes inside into `EnvironmentProblem`."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,6 +1,6 @@
-"""The time of a pipeline's step, from the traces of its ranks: what each waits for others.
+"""The time of a pipeline's step, from the traces of its ranks: each rank's waiting time.
 
-Start reading at `waits_of`. PyTorch's own schedules, run over stages that hold nothing, give the order of each rank.
+Start reading at `waits_of`. PyTorch's own schedules, run over empty stages, define the order of each rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.operators.replacing import replaced
 from featurize.recording.step_trace import PipelinePart, StepTrace
 from featurize.timing.collectives import SEND, collective_s, fabric_of, fabrics_of
-from featurize.timing.step_time import begin_moments_ms, delays_ms, overlapped, time_step
+from featurize.timing.step_time import begin_moments_ms, delays_ms, overlap_times, time_step
 
 
 class Compute(NamedTuple):
@@ -42,13 +42,13 @@ class Message(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Messages of one call begin, as far as this rank is concerned."""
+    """The start of one call's messages, on this rank's side."""
 
     messages: tuple[Message, ...]
 
 
 class Wait(NamedTuple):
-    """A wait for messages: for all of those that were posted together."""
+    """A wait for all messages that were posted together."""
 
     messages: tuple[Message, ...]
 
@@ -60,14 +60,14 @@ _Key: TypeAlias = tuple[str, int, int]  # a message: phase, stage, micro-batch
 def finished_ms(
     orders: Sequence[Sequence[Item]], lasts_ms: Callable[[Compute], float], message_ms: Callable[[Message], float]
 ) -> list[float]:
-    """Return when each rank has done all of its items, from their common beginning.
+    """Return the time in ms at which each rank has completed all of its items, from their common start.
 
     A message begins when both sides have posted it, and overlaps the kernels. Contention for the link is ignored.
 
     Args:
         orders: The items of each rank.
-        lasts_ms: How long a pass takes.
-        message_ms: How long a message takes.
+        lasts_ms: Returns the duration of a pass.
+        message_ms: Returns the duration of a message.
     """
     position, now = [0] * len(orders), [0.0] * len(orders)
     posted: dict[_Key, list[float]] = {}
@@ -107,13 +107,13 @@ def schedule_class(parallel: Parallel) -> type:
 
 
 def orders_of(parallel: Parallel) -> tuple[tuple[Item, ...], ...]:
-    """Return the items of each rank of `pp`, in the order in which it comes to them."""
+    """Return the items of each rank of `pp`, in order."""
     return _orders(parallel.order, parallel.degrees.pp, parallel.chunks, parallel.parts)
 
 
 @functools.lru_cache(maxsize=8)
 def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[Item, ...], ...]:
-    """Return each rank's items. One schedule runs as each rank: PyTorch's own plan all ranks when they are made."""
+    """Return each rank's items. One schedule is run as each rank: PyTorch plans all ranks when a schedule is made."""
     items: list[Item] = []
     run = None
     orders = []
@@ -131,11 +131,11 @@ def _orders(schedule: str, ranks: int, chunks: int, parts: int) -> tuple[tuple[I
 
 
 def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, set[int]]:
-    """Return micro-batches of each stage of a rank whose passes show what all others do, except the first one's.
+    """Return the micro-batches of each of a rank's stages whose passes represent all others, without the first one.
 
     Args:
         order: The rank's order.
-        by_state: A pass finds the parameters of its stage as the pass before it left them: gathered, or not.
+        by_state: Whether a pass finds its stage's parameters as the pass before it left them: gathered, or not.
     """
     noted: dict[int, set[int]] = {}
     before: dict[int, str] = {}
@@ -155,9 +155,9 @@ def noted_micro_batches(order: Sequence[Item], *, by_state: bool) -> dict[int, s
 @contextmanager
 def _noting(items: list[Item]) -> Iterator[None]:
     def batched(messages: Sequence[Message], desc: str | None = None) -> list[_Posted]:
-        """As PyTorch's own: messages of one direction are posted one by one, others together."""
-        both = len(messages) > 1 and len({message.sends for message in messages}) == 2
-        groups = [tuple(messages)] if both else [(message,) for message in messages]
+        """Post as PyTorch does: messages of one direction one by one, others together."""
+        both_directions = len(messages) > 1 and len({message.sends for message in messages}) == 2
+        groups = [tuple(messages)] if both_directions else [(message,) for message in messages]
         items.extend(map(Post, groups))
         return [_Posted(items, group) for group in groups]
 
@@ -174,7 +174,7 @@ def _noting(items: list[Item]) -> Iterator[None]:
 
 
 class _Posted:
-    """Messages that are under way."""
+    """Messages that are in transit."""
 
     def __init__(self, items: list[Item], messages: tuple[Message, ...]) -> None:
         self._items, self._messages = items, messages
@@ -184,7 +184,7 @@ class _Posted:
 
 
 class _BlankStage:
-    """Stands for a `PipelineStage`: notes what a schedule asks of it."""
+    """A `PipelineStage` without computation: it notes a schedule's calls."""
 
     submod: object = None
     has_backward = True
@@ -218,7 +218,7 @@ class _BlankStage:
 
 
 AXIS = "pp"
-_BEFORE, _AFTER = "before", "after"  # the schedule's passes, as phases
+_BEFORE, _AFTER = "before", "after"  # the parts before and after the schedule's passes, as phases
 
 
 # Milliseconds of each part of a rank's step: by phase, number of the stage on its rank, and micro-batch.
@@ -230,19 +230,19 @@ def waits_of(
 ) -> tuple[float, float]:
     """Return `exposed_ms` and `bubble_ms` of one rank.
 
-    All passes of the schedule are put into their order on all ranks. The bubble is what is left with messages and
-    collectives that take no time.
+    All passes of the schedule are put into their order on all ranks. The bubble is the waiting time if messages and
+    collectives took no time.
 
     Args:
-        part: The rank's, with the traces of all.
+        part: The rank's part, with the traces of all ranks.
         spec: The GPU model.
-        settings: The traces' own.
+        settings: The traces' training settings.
         parallel: The job's layout.
-        step_ms: The rank's own step, without waiting for any other.
+        step_ms: The rank's own step, without any waiting.
     """
     runs = training_of(settings).accumulation
     alone: dict[int, _Lasting] = {}  # each rank's durations
-    waiting: dict[int, _Lasting] = {}  # for collectives, too
+    waiting: dict[int, _Lasting] = {}  # each rank's durations with waits for collectives
     for group in part.groups:
         timed = _time_passes(group.trace, spec, settings, parallel)
         for of_rank, lasting in zip((alone, waiting), timed, strict=True):
@@ -263,8 +263,8 @@ def waits_of(
 
 
 def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> list[Item]:
-    """Return all runs of a schedule in a step, which number their micro-batches on; what comes before and after
-    them."""
+    """Return all runs of a schedule in a step, with consecutively numbered micro-batches, and the parts before and
+    after them."""
 
     def later(item: Item, run: int) -> Item:
         if isinstance(item, Compute):
@@ -305,15 +305,15 @@ def _time_passes(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings,
     waiting = [0.0, *(begins[edge] + late(edge) for edge in edges[1:])]
     lasting = []
     for ends_ms in ([begins[edge] for edge in edges], waiting):
-        # The host launches at the same time: moments of the GPU's own time are later, in proportion.
-        slower = overlapped(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
+        # The host launches at the same time: moments of the GPU's own time are scaled to the step's.
+        slower = overlap_times(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
         lasts_ms = np.diff([end * slower for end in ends_ms]).tolist()
         lasting.append(dict(zip(keys, lasts_ms, strict=True)))
     return lasting
 
 
 def _moves_ms(sent: Sequence[int], spec: DeviceSpec, parallel: Parallel) -> list[float]:
-    """How long a message takes from each stage to the next one, and back."""
+    """Return the duration in ms of a message from each stage to the next one, and back."""
     fabric, times = replace(fabric_of(spec, parallel), ranks=2), []
     for stage, nbytes in enumerate(sent):
         firsts = [number % parallel.degrees.pp * parallel.of_stage for number in (stage, stage + 1)]

@@ -1,7 +1,7 @@
 """The time of one training step on one GPU model, by kind of kernel, with its error on held-out steps.
 
-Start reading at `time_step`. `operator_costs` and `features` sum its kernels up by operator, and for a learner;
-`delays_ms` says how late collectives make kernels, `input_ms` what the input pipeline of a plain training loop adds.
+Start reading at `time_step`. `operator_costs` sums its kernels by operator, `features` for a learner; `delays_ms`
+returns the delay of kernels by collectives, `input_ms` the time of the input pipeline of a plain training loop.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 VERSION = 2
 _NORMAL = NormalDist()
-OVERLAP = 6  # how sharply the longer of GPU and host decides
+OVERLAP = 6  # sharpness of the maximum of GPU and host time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ class LearnedEfficiencies:
 
     Args:
         parameters: The efficiencies.
-        activity: What the kernels keep busy.
-        error_quantiles: Coverage -> factor by which measured steps are at most longer, of jobs that were held out.
+        activity: The parameters of activity.
+        error_quantiles: Coverage -> factor by which measured steps are at most longer, for held-out jobs.
         fitted_on: Source -> number of its rows.
-        sharded: Factor by which kernels take longer while FSDP gathers weights and scatters gradients, than alone.
+        sharded: Factor by which kernels take longer while FSDP gathers weights and scatters gradients than alone.
     """
 
     parameters: Parameters
@@ -97,14 +97,14 @@ class TimedStep:
     """One step, in milliseconds.
 
     Args:
-        step_time_ms: From one step's beginning to the next one's.
+        step_time_ms: From one step's start to the next one's.
         busy_ms: The GPU's own time.
         host_ms: The host's time to launch the kernels, which overlaps `busy_ms`.
-        machines: Factor by which 9 of 10 machines' host takes at most longer.
+        machines: Factor by which the host of 9 of 10 machines takes at most longer.
         input_ms: The input pipeline's time, which overlaps nothing.
         by_kind_ms: Kind of kernel -> its time, the longest first.
-        activity: What the step keeps busy.
-        kernels: What all of this is summed over.
+        activity: The step's activity.
+        kernels: The kernels of the step.
         error_quantiles: Coverage -> factor on `step_time_ms` that a step stays below.
     """
 
@@ -120,13 +120,14 @@ class TimedStep:
 
     @property
     def bound_by(self) -> str:
-        """Name what takes the longest: `input`, `host` or `gpu`."""
+        """Name the longest part: `input`, `host` or `gpu`."""
         if self.input_ms > max(self.busy_ms, self.host_ms):
             return "input"
         return "host" if self.host_ms > self.busy_ms else "gpu"
 
     def upper_ms(self, coverage: float = 0.9) -> float:
-        """Return what the step stays below with this probability: of the kernels' error, or of slower hosts.
+        """Return the time in ms that the step stays below with this probability, given the kernels' error or slower
+        hosts.
 
         Raises:
             UsageError: A coverage that was not measured.
@@ -135,7 +136,7 @@ class TimedStep:
             known = ", ".join(f"{quantile:g}" for quantile in self.error_quantiles)
             raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
         slower = self.machines ** (_NORMAL.inv_cdf(coverage) / _NORMAL.inv_cdf(0.9))
-        slow_ms = self.input_ms + overlapped(self.busy_ms, self.host_ms * slower)
+        slow_ms = self.input_ms + overlap_times(self.busy_ms, self.host_ms * slower)
         return max(self.step_time_ms * self.error_quantiles[coverage], slow_ms)
 
 
@@ -150,15 +151,15 @@ def time_step(
 ) -> TimedStep:
     """Return the time of a traced step on a GPU model.
 
-    The GPU's time and the host's overlap; the longer decides. Kernels run one after the other.
+    The GPU's time and the host's overlap; the longer decides. Kernels run one after another.
 
     Args:
         trace: One step.
         spec: The GPU model.
-        settings: The trace's own, which say what launches the kernels.
+        settings: The trace's training settings, which decide the framework that launches the kernels.
         input_ms: The input pipeline's time, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
-        beside: GPU models that the same will be asked about: the kernels are timed on all of them at once.
+        beside: Further GPU models of the same question: the kernels are timed on all of them in one pass.
 
     Raises:
         EnvironmentProblem: The file of efficiencies is missing or damaged.
@@ -166,23 +167,23 @@ def time_step(
     framework, efficiencies = framework_of(trace, settings), learned or load_efficiencies()
     gathers = trace.remembered("gathers", lambda: any(block.kind == GATHERED for block in trace.blocks))
     make = functools.partial(_times_without_input, trace, settings, efficiencies, framework, gathers)
-    if learned is None:  # an estimate asks again for what fitted models read, also in a loop, which runs the same
+    if learned is None:  # cached: an estimate reads it again for fitted models, and for the same step in a loop
         choices = settings.precision, settings.channels_last, settings.cudnn_benchmark, framework, gathers
         steps = _keeper(trace).remembered(("timed steps", *choices), dict[DeviceSpec, TimedStep])
         if spec not in steps:
-            steps |= make([one for one in dict.fromkeys((spec, *beside)) if one not in steps])
+            steps |= make([device for device in dict.fromkeys((spec, *beside)) if device not in steps])
     else:
         steps = make([spec])
     step = steps[spec]
     if not input_ms:
         return step
-    step_ms = input_ms + overlapped(step.busy_ms, step.host_ms)
+    step_ms = input_ms + overlap_times(step.busy_ms, step.host_ms)
     activity = step_activity(step.kernels, spec, step_ms * 1e-3, efficiencies.activity)
     return replace(step, step_time_ms=step_ms, input_ms=input_ms, activity=activity)
 
 
 def _keeper(trace: StepTrace) -> StepTrace:
-    """Return the trace that remembers what follows from operators: of the same steps in a loop, where it is known."""
+    """Return the trace whose cache is used: that of the same steps in a loop, if it is known, else this one."""
     looped = trace.in_a_loop
     return looped if looped is not None and looped.operators is trace.operators else trace
 
@@ -202,10 +203,12 @@ def _times_without_input(
     if gathers and framework != MEGATRON:
         timed = replace(timed, seconds=timed.seconds * learned.sharded)
     rows = map(timed.row, range(len(specs))) if several else [timed]
-    return {spec: _summed(row, spec, framework, learned) for spec, row in zip(specs, rows, strict=True)}
+    return {spec: _time_without_input(row, spec, framework, learned) for spec, row in zip(specs, rows, strict=True)}
 
 
-def _summed(timed: TimedKernels, spec: DeviceSpec, framework: str, learned: LearnedEfficiencies) -> TimedStep:
+def _time_without_input(
+    timed: TimedKernels, spec: DeviceSpec, framework: str, learned: LearnedEfficiencies
+) -> TimedStep:
     """Return the step of these kernels, without any input."""
     calls = timed.calls
     total_ms = calls.count * timed.seconds * 1e3
@@ -214,7 +217,7 @@ def _summed(timed: TimedKernels, spec: DeviceSpec, framework: str, learned: Lear
         by_kind[kind] += of_kind_ms
     busy_ms = float(total_ms.sum())
     launching_ms = host_ms(calls, spec, framework)
-    step_ms = overlapped(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
+    step_ms = overlap_times(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(
         step_time_ms=step_ms,
         busy_ms=busy_ms,
@@ -234,7 +237,7 @@ def timed_kernels(
     settings: TrainingSettings,
     learned: LearnedEfficiencies,
 ) -> TimedKernels:
-    """Return each kernel's time on a GPU model, or several, and what it keeps busy there. Args: as in `time_step`."""
+    """Return each kernel's time on a GPU model, or several, and its activity there. Args as in `time_step`."""
     kernels = kernels_on(
         calls,
         spec,
@@ -270,12 +273,12 @@ def timed_kernels(
 
 
 def _half_of(settings: TrainingSettings) -> str:
-    """Return the type of half precision whose rate counts, as `kernels_on` takes it."""
+    """Return the type of half precision whose rate applies, as `kernels_on` takes it."""
     return "bf16" if "bf16" in settings.precision else "fp16"
 
 
-def overlapped(busy_ms: float, host_ms: float) -> float:
-    """Return how long a step takes whose GPU and host work at the same time: a little more than the longer of them."""
+def overlap_times(busy_ms: float, host_ms: float) -> float:
+    """Return the time of a step whose GPU and host work in parallel: a little more than the longer of the two."""
     longer = max(busy_ms, host_ms)
     return longer * (1 + (min(busy_ms, host_ms) / longer) ** OVERLAP) ** (1 / OVERLAP) if longer else 0.0
 
@@ -290,7 +293,7 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
     """Return the content of a file of efficiencies.
 
     Raises:
-        EnvironmentProblem: It is damaged or of another version.
+        EnvironmentProblem: The file is damaged or of another version.
     """
     with damage_named():
         content = json.loads(text)
@@ -322,7 +325,7 @@ def read_efficiencies(text: str) -> LearnedEfficiencies:
 
 
 def efficiencies_text(learned: LearnedEfficiencies, **sections: Mapping[str, object]) -> str:
-    """Return the file of efficiencies, as `read_efficiencies` reads it, and the sections that other modules read."""
+    """Return the file of efficiencies for `read_efficiencies`, with the sections that other modules read."""
     parameters = learned.parameters
     content = {
         "version": VERSION,
@@ -367,7 +370,7 @@ class OperatorCost(NamedTuple):
     """One operator, all its kernels.
 
     seconds     on the GPU
-    occupancy   share of the possible warps that is resident on SMs that are active
+    occupancy   share of the possible warps that is resident on active SMs
     sm_share    share of all SMs that are active
     """
 
@@ -382,7 +385,7 @@ def operator_costs(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetting
     Args:
         trace: One step.
         spec: The GPU model.
-        settings: The trace's own.
+        settings: The trace's training settings.
     """
     counts: Counter[KernelCall] = Counter()
     of_operators = []
@@ -410,9 +413,9 @@ def operator_costs(trace: StepTrace, spec: DeviceSpec, settings: TrainingSetting
 def features(step: TimedStep) -> dict[str, float]:
     """Return the features of a timed step for a learner; every value finite.
 
-    `time_KIND` and `bound_BOUND` are shares of the kernels' time, `fill` and `waves` its weighted means (`waves`:
-    blocks over SMs, as its logarithm of base 2), `intensity` is FLOPs per byte (log2), times are in ms or µs (log2 as
-    named).
+    `time_KIND` and `bound_BOUND` are shares of the kernels' time, `fill` and `waves` their weighted means (`waves`:
+    blocks over SMs, as a logarithm of base 2), `intensity` is FLOPs per byte (log2), times are in ms or µs (log2 where
+    named so).
     """
     timed = step.kernels
     calls, kernels = timed.calls, timed.on_device
@@ -451,7 +454,7 @@ def features(step: TimedStep) -> dict[str, float]:
 
 @functools.cache
 def kind_of(kind: str, group: str) -> str:
-    """Return which of `KINDS` a kernel is."""
+    """Return the member of `KINDS` that a kernel belongs to."""
     if group != STREAM:
         return _KIND_OF_GROUP.get(group, "convolution")
     return next((name for begin, name in _BEGINNINGS.items() if kind.startswith(begin)), "elementwise")
@@ -463,22 +466,22 @@ _BEGINS, _WAITS = 0, 1
 def delays_ms(
     collectives: Sequence[Collective], lasts_ms: Sequence[float], begins_ms: Sequence[float]
 ) -> list[tuple[int, float]]:
-    """Return at which moments the kernels wait for collectives, in their order, and by how much they are late from then
-    on. Those of one dimension of the mesh run one after the other.
+    """Return the moments at which the kernels wait for collectives, in order, with the kernels' delay from then on.
+    Collectives of one dimension of the mesh run one after another.
 
     Args:
-        collectives: Collectives in the order in which they begin.
-        lasts_ms: How long each one runs.
-        begins_ms: When each operator would begin without any communication, and the end of the step.
+        collectives: Collectives in the order of their starts.
+        lasts_ms: Duration of each collective.
+        begins_ms: Start of each operator without any communication, and the end of the step.
     """
     moments = sorted(
         (moment, kind, number)
         for number, collective in enumerate(collectives)
         for moment, kind in ((collective.after, _BEGINS), (collective.before, _WAITS))
     )
-    late_ms = 0.0  # time by which kernels are late
+    late_ms = 0.0  # delay of the kernels
     delays: list[tuple[int, float]] = []
-    free_ms: dict[str, float] = defaultdict(float)  # when a communicator is done with all that came before
+    free_ms: dict[str, float] = defaultdict(float)  # when a communicator has completed its earlier collectives
     ends_ms: dict[int, float] = {}
     for moment, kind, number in moments:
         now_ms = begins_ms[moment] + late_ms
@@ -492,7 +495,7 @@ def delays_ms(
 
 
 def begin_moments_ms(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, step_ms: float) -> list[float]:
-    """Return when each operator begins, and the end of the step: in proportion to the GPU's own time."""
+    """Return the start of each operator, and the end of the step, in proportion to the GPU's own time."""
     ends = np.cumsum([0.0, *(cost.seconds for cost in operator_costs(trace, spec, settings))])
     moments: list[float] = (ends * (step_ms / ends[-1]) if ends[-1] else ends).tolist()
     return moments
@@ -510,7 +513,7 @@ def input_ms(trace: StepTrace, batch_size: int, micro_steps: int = 1) -> float:
 def python_loader_ms(samples: int, nbytes: int) -> float:
     """Return the time that a plain training loop adds to each step, in ms.
 
-    A `DataLoader` without workers collates `samples`, the pageable batch of `nbytes` is copied, Python runs between the
-    steps. Fitted on one machine: elsewhere a first guess.
+    A `DataLoader` without workers collates `samples`, the pageable batch of `nbytes` is copied, and Python runs between
+    the steps. Fitted on one machine: a first guess for others.
     """
     return 1.45 + 1.0e-3 * samples + 0.36e-6 * nbytes

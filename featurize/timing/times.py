@@ -1,4 +1,4 @@
-"""How long each kernel takes on a GPU model, and the host to launch it: rooflines over learned efficiencies.
+"""The time of each kernel on a GPU model, and of the host to launch it: rooflines with learned efficiencies.
 
 Start reading at `call_seconds` and `host_ms`; `seconds_at_peak` is the time of the model's FLOPs at the peak rate.
 Kernels' times compute on NumPy arrays for estimates, and on torch tensors where `learn.fitting` fits the efficiencies,
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 _MOST_LOG = math.log(0.98)
 _TILE = {FP32: 64.0, TF32: 128.0, TENSOR: 128.0, FP8: 128.0}
 _LEAST_WIDTH = 16.0
-_SPLIT_DEPTH = 256.0  # depth that is worth a block of its own, where a product has too few tiles
+_SPLIT_DEPTH = 256.0  # least depth of a block, where a product has too few tiles and is split
 _MOST_SPLITS = 8.0
 _OF_PADDING = 0.3  # exponent
 _LENGTH_HALF = 256.0  # queries at which attention reaches half its rate
-_CACHED, _SOFTNESS = 0.6, 4.0  # share of the L2 cache up to which tensors stay there, and how soon they no longer do
+_CACHED, _SOFTNESS = 0.6, 4.0  # share of the L2 cache up to which tensors stay there, and sharpness of that limit
 CORNER = 4  # the roofline's corner: the larger it is, the sharper
-_USUAL_SM_RATE = 1024.0  # FLOP in an SM and clock
-OTHER = "other"  # efficiency of a kind that nothing was learned of
+_USUAL_SM_RATE = 1024.0  # FLOP of an SM a clock
+OTHER = "other"  # efficiency of kinds that were not learned
 UNITS = ("fp32", "tensor")
 
 GROUP_VALUES = ("half_depth", "half_width", "sm_rate", "wave")
@@ -67,13 +67,13 @@ class Parameters:
         compute: Share of the units' rate that each kind reaches.
         bandwidth: Share of the memory's rate.
         by_group: Name -> an array of GROUPS x UNITS. `half_depth`, `half_width`: inner and smaller outer size at which
-            half the rate is reached. `sm_rate`: how the share falls with what an SM computes in a clock, which its
-            shared memory has to feed. `wave`: how it falls with waves of blocks that are not full.
-        by_units: Name -> an array over UNITS. `power`: how the share falls where the power limit is below what the chip
-            takes. `searched`: what a search by `cudnn.benchmark` adds to a convolution's.
-        single: `half_head`: head size at which attention reaches half its rate. `latency_us`: of each kernel. `l2`: how
-            much faster than memory the L2 cache is. `unaligned`: share of the rate that sizes keep which tensor cores
-            do not take.
+            half the rate is reached. `sm_rate`: decrease of the share with an SM's FLOP a clock, which its
+            shared memory has to feed. `wave`: decrease with waves of blocks that are not full.
+        by_units: Name -> an array over UNITS. `power`: decrease of the share where the power limit is below the chip's
+            power. `searched`: gain of a convolution from a search by `cudnn.benchmark`.
+        single: `half_head`: head size at which attention reaches half its rate. `latency_us`: of each kernel. `l2`:
+            speed of the L2 cache relative to memory. `unaligned`: share of the rate that is left for sizes that do not
+            fit tensor cores.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -86,20 +86,20 @@ class Parameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Kernels on a GPU model: all that does not depend on what is learned, an entry a kernel. On several GPU models,
-    what differs between them has a row for each.
+    """Kernels on a GPU model: all that does not depend on learned parameters, an entry a kernel. For several GPU
+    models, fields that differ between them have a row for each.
 
     Args:
         compute, bandwidth: Index of the kernel's kind in `Parameters`.
         group, units: Index into GROUPS and UNITS.
         math_s, memory_s: Times at the data sheet's rates.
-        known: Share of the rate's logarithm that is not learned: padding, and attention over short texts.
+        known: Part of the rate's logarithm that is not learned: padding, and attention over short texts.
         log_filled: Logarithm of the share of the GPU that its waves of blocks fill.
-        log_sm_rate: The same of the units' FLOP in an SM and clock over the usual number.
-        log_power: The same of the power limit over what the chip takes.
-        depth, width, head: Sizes of products and of attention; infinite where they do not count.
+        log_sm_rate: Logarithm of the units' FLOP of an SM a clock over the usual number.
+        log_power: Logarithm of the power limit over the chip's power.
+        depth, width, head: Sizes of products and of attention; infinite where they do not apply.
         cached: Share of the traffic that the L2 cache serves.
-        unaligned, searched: 1 where it holds.
+        unaligned, searched: 1 where it applies.
     """
 
     compute: Any
@@ -119,19 +119,19 @@ class Kernels:
     unaligned: Any
     searched: Any
 
-    def converted(self, convert: Callable[[Any], Any]) -> Kernels:
-        """Return the same as arrays of another library."""
+    def map_columns(self, convert: Callable[[Any], Any]) -> Kernels:
+        """Return the same data as arrays of another library."""
         return Kernels(**{name: convert(column) for name, column in vars(self).items()})
 
 
 def per_device(spec: DeviceSpec | Sequence[DeviceSpec], figure: Callable[[DeviceSpec], Any]) -> Any:
-    """Return a figure of a GPU model; of several, as an array (models, 1), with which kernels' arrays broadcast."""
-    return figure(spec) if isinstance(spec, DeviceSpec) else np.array([[figure(one)] for one in spec])
+    """Return a figure of a GPU model; for several, an array (models, 1) that broadcasts with arrays of kernels."""
+    return figure(spec) if isinstance(spec, DeviceSpec) else np.array([[figure(device)] for device in spec])
 
 
 def places_of(find: Callable[..., int], kinds: tuple[str, ...], *columns: np.ndarray) -> np.ndarray:
-    """Return what `find` returns for each kernel's kind and its entries of the columns, which broadcast. Those that are
-    alike are looked up once."""
+    """Return the results of `find` on each kernel's kind and its entries of the columns, which broadcast. Equal kernels
+    are looked up once."""
     shape = np.broadcast_shapes((len(kinds),), *(column.shape for column in columns))
     lists = (np.broadcast_to(column, shape).ravel().tolist() for column in columns)
     entries = list(zip(kinds * math.prod(shape[:-1]), *lists, strict=True))
@@ -154,11 +154,11 @@ def kernels_on(
         calls: The kernels.
         spec: The GPU model, or several.
         names: Names as in `Parameters`.
-        channels_last: The convolutions' layout.
+        channels_last: Whether convolutions are in channels-last layout.
         searched: `cudnn.benchmark`.
-        half: Type of half precision, of which only some GPUs have both at one rate: `fp16` or `bf16`.
+        half: Type of half precision, `fp16` or `bf16`; some GPUs do not have both at one rate.
     """
-    sms = per_device(spec, lambda one: one.sm_count)
+    sms = per_device(spec, lambda device: device.sm_count)
     in_group = {name: calls.group == place for place, name in enumerate(GROUPS)}
     attention, convolution = in_group[ATTENTION], in_group[CONVOLUTION] | in_group[GROUPED]
     tiled = in_group[PRODUCT] | convolution
@@ -173,11 +173,11 @@ def kernels_on(
     waves = np.ceil(wide / tile) * np.ceil(narrow / narrow_tile) * calls.batch / sms
     splits = np.clip(calls.depth / _SPLIT_DEPTH, 1.0, _MOST_SPLITS)
     filled = np.where(waves < 1, np.minimum(waves * splits, 1.0), waves / np.maximum(np.ceil(waves), 1.0))
-    # Below one tile `half_width` says it, and a larger batch must not take less time.
+    # Below one tile, `half_width` covers it, and a larger batch must not take less time.
     padded = np.where(
         narrow > _LEAST_WIDTH, narrow / np.maximum(np.ceil(narrow / _LEAST_WIDTH) * _LEAST_WIDTH, 1.0), 1.0
     )
-    l2_bytes = per_device(spec, lambda one: one.l2_mib * MIB)
+    l2_bytes = per_device(spec, lambda device: device.l2_mib * MIB)
     short = np.log1p(_LENGTH_HALF / np.maximum(calls.rows, 1.0))
     layouts = ("/channels_last", "") if channels_last else ("",)
     of_compute, of_bandwidth = ({name: place for place, name in enumerate(known)} for known in names)
@@ -196,7 +196,7 @@ def kernels_on(
         group=calls.group,
         units=tensor.astype(int),
         math_s=np.where(computes, calls.flops / peak, 0.0),
-        memory_s=calls.nbytes / per_device(spec, lambda one: one.bandwidth_gb_s * 1e9),
+        memory_s=calls.nbytes / per_device(spec, lambda device: device.bandwidth_gb_s * 1e9),
         known=np.where(tiled, _OF_PADDING * np.log(padded), 0.0) - np.where(attention, short, 0.0),
         log_filled=np.where(tiled, np.log(np.clip(filled, 1 / 256, 1.0)), 0.0),
         log_sm_rate=np.log(fed / (sms * per_device(spec, clock_ghz) * 1e9) / _USUAL_SM_RATE),
@@ -213,32 +213,32 @@ def kernels_on(
 def _units_on(
     calls: Calls, spec: DeviceSpec | Sequence[DeviceSpec], convolution: np.ndarray, product: np.ndarray, half: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return of each kernel the pipe, whether units for matrices do its arithmetic, and these units' FLOP/s."""
+    """Return each kernel's pipe, whether matrix units do its arithmetic, and these units' FLOP/s."""
     halves = ("bf16", "fp16") if half == "bf16" else ("fp16", "bf16")
-    names = (("fp32_matrix",), ("tf32",), halves, ("fp8",))  # of each pipe: the first rate that is described counts
+    names = (("fp32_matrix",), ("tf32",), halves, ("fp8",))  # for each pipe, the first rate that is described counts
 
-    def rates_of(one: DeviceSpec) -> list[float]:
-        described = [[getattr(one.peak_tflops, name) for name in of_pipe] for of_pipe in names]
+    def rates_of(device: DeviceSpec) -> list[float]:
+        described = [[getattr(device.peak_tflops, name) for name in of_pipe] for of_pipe in names]
         return [next(filter(None, rates), math.nan) for rates in described]
 
     rates = np.moveaxis(np.array(per_device(spec, rates_of)), -1, 0)
     has_units = ~np.isnan(rates)
-    tflops = np.where(has_units, rates, per_device(spec, lambda one: one.tflops("fp32")))
+    tflops = np.where(has_units, rates, per_device(spec, lambda device: device.tflops("fp32")))
     in_tf32 = has_units[PIPES.index(TF32)] & (
-        ~convolution | per_device(spec, lambda one: one.architecture.tf32_convolutions)
+        ~convolution | per_device(spec, lambda device: device.architecture.tf32_convolutions)
     )
     pipe = np.where((calls.pipe == PIPES.index(TF32)) & ~in_tf32, PIPES.index(FP32), calls.pipe)
     pipe = np.where((pipe == PIPES.index(FP8)) & ~has_units[PIPES.index(FP8)], PIPES.index(TENSOR), pipe)
     vectors = ~product & (pipe == PIPES.index(FP32))
-    peak = np.where(vectors, per_device(spec, lambda one: one.peak_tflops.fp32), np.choose(pipe, tflops))
+    peak = np.where(vectors, per_device(spec, lambda device: device.peak_tflops.fp32), np.choose(pipe, tflops))
     return pipe, np.choose(pipe, has_units) & ~vectors, peak * 1e12
 
 
 def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
-    """Return how long each kernel takes, in seconds: never less than the roofline says.
+    """Return the time of each kernel in seconds, never less than the roofline.
 
     Args:
-        kernels: On a GPU model, as arrays of the library `xp`.
+        kernels: The kernels on a GPU model, as arrays of the library `xp`.
         learned: The efficiencies, as arrays of `xp`.
         xp: numpy or torch.
     """
@@ -262,26 +262,26 @@ def call_seconds(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
 
 
 def traffic_s(kernels: Kernels, learned: Parameters, xp: Any = np) -> Any:
-    """Return how long each kernel's traffic takes without its arithmetic and latency, in seconds. Args: as above."""
+    """Return the time of each kernel's traffic alone, in seconds, without arithmetic and latency. Args as above."""
     faster = 1 + (xp.exp(learned.single["l2"]) - 1) * kernels.cached
     return kernels.memory_s / faster * xp.exp(-learned.bandwidth[kernels.bandwidth].clip(max=_MOST_LOG))
 
 
 def units_names(pipe: int, units: int) -> tuple[str, ...]:
-    """Return the units of a kernel in the names of `Parameters.compute`, the most special one first.
+    """Return the units of a kernel as in the names of `Parameters.compute`, the most specific one first.
 
-    TF32 has a share of its own: kernels load twice the bytes of half precision for a multiply-add.
+    TF32 has its own share: kernels load twice the bytes of half precision for a multiply-add.
     """
     return (TF32, UNITS[units]) if pipe == PIPES.index(TF32) and UNITS[units] == "tensor" else (UNITS[units],)
 
 
 def _first_known(wanted: Sequence[str], known: Mapping[str, int]) -> int:
-    """Return the place of the first name, the most special one first, that is known; else of `OTHER`."""
+    """Return the index of the first name, in the given order, that is known; else of `OTHER`."""
     return known[next((name for name in wanted if name in known), OTHER)]
 
 
 def clock_ghz(spec: DeviceSpec) -> float:
-    """Return the clock that the described fp32 rate takes, in GHz."""
+    """Return the clock that the described fp32 rate implies, in GHz."""
     return spec.peak_tflops.fp32 * 1e3 / (2 * spec.architecture.fp32_lanes * spec.sm_count)
 
 
@@ -294,11 +294,11 @@ def _log_power(spec: DeviceSpec) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTime:
-    """How long a framework's host takes.
+    """Constants of a framework's host.
 
     Args:
-        factor: Time of a launch in forward and backward passes, modules and autograd included, over
-            `launch_overhead_us` of the GPU's description. Of Megatron, time of a pass of one of its layers.
+        factor: Time of a launch in forward and backward passes, with modules and autograd, over
+            `launch_overhead_us` of the GPU's description. For Megatron, time of a pass of one of its layers.
         machines: Factor by which 9 of 10 machines take at most longer, and at least shorter.
     """
 
@@ -317,8 +317,8 @@ def packaged_hosts() -> Mapping[str, HostTime]:
 def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
     """Return the framework of a job, one of `FRAMEWORKS`: its settings', else the usual one for its layout.
 
-    Tensor and pipeline parallelism are taken to run under Megatron, unless the model is compiled. What Inductor
-    launches is assumed to take `launch_overhead_us` each: no measured row has it.
+    Tensor and pipeline parallelism are assumed to run under Megatron, unless the model is compiled. Each launch of
+    Inductor is assumed to take `launch_overhead_us`: no measured row has it.
     """
     training = training_of(settings)
     if training.framework is not None:
@@ -330,10 +330,10 @@ def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:
 
 
 def host_ms(calls: Calls, spec: DeviceSpec, framework: str, hosts: Mapping[str, HostTime] | None = None) -> float:
-    """Return how long the host takes to launch the kernels of a step, in ms.
+    """Return the host's time to launch the kernels of a step, in ms.
 
-    Megatron's host takes its time in the Python of its own linear layers and norms. What these launch beside, and how
-    attention is written, adds none: vTrain's steps of 2 to 12 launches a layer's pass wait for the host alike.
+    Megatron's host spends its time in the Python of its own linear layers and norms. Their number of launches, and the
+    implementation of attention, add none: vTrain's steps of 2 to 12 launches a layer's pass wait for the host alike.
 
     Args:
         calls: The kernels of the step.
@@ -349,31 +349,31 @@ def host_ms(calls: Calls, spec: DeviceSpec, framework: str, hosts: Mapping[str, 
 
 
 def _passes(calls: Calls) -> float:
-    """Return how often linear layers, convolutions and norms run, forward and backward; no attention's products."""
+    """Return the number of runs of linear layers, convolutions and norms, forward and backward; not of attention."""
     normalized = [kind.startswith(("product", "convolution")) or "norm" in kind for kind in calls.kind]
     return float(calls.count[np.array(normalized) & (calls.batch == 1)].sum()) if normalized else 0.0
 
 
 def machines_of(framework: str) -> float:
-    """Return the factor by which 9 of 10 machines' host takes at most longer."""
+    """Return the factor by which the host of 9 of 10 machines takes at most longer."""
     return 1.0 if framework == GRAPHS else packaged_hosts()[framework].machines
 
 
-_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # types of operands, where the result has another
+_TYPES = {INT8_PRODUCT: "int8", SCALED_PRODUCT: "float8"}  # types of operands that differ from the result's
 _RATES = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 
 
 def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings) -> float | None:
-    """Return how long the step's model FLOPs take at the GPU model's peak rates, in seconds.
+    """Return the time of the step's model FLOPs at the GPU model's peak rates, in seconds.
 
-    Each operator counts at the dense rate of its own type: half precision at that of the tensor cores, fp32 at that of
-    TF32 where `precision` allows it (`featurize.job.training_settings.uses_tf32`) and the GPU's libraries have it: on
-    AMD's GPUs, convolutions and recurrent layers never take it.
+    Each operator counts at the dense rate of its own type: half precision at the rate of the tensor cores, fp32 at that
+    of TF32 where `precision` allows it (`featurize.job.training_settings.uses_tf32`) and the GPU's libraries support
+    it: on AMD's GPUs, convolutions and recurrent layers never use it.
 
     Args:
         trace: One step.
         spec: The GPU model.
-        settings: The trace's own.
+        settings: The trace's training settings.
 
     Returns:
         None where the description has no rate for a type that the step uses, as bf16 on GPUs without it.
@@ -392,8 +392,8 @@ def seconds_at_peak(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettin
 
 
 def precision_in_words(trace: StepTrace, precision: str) -> str:
-    """Return the precision of a step as a reader needs it: where weights are in fp32 and most products in half
-    precision, as FSDP's mixed precision has it, the type of the products first.
+    """Return the precision of a step for readers: where weights are in fp32 and most products in half precision, as in
+    FSDP's mixed precision, the type of the products comes first.
 
     Args:
         trace: One step.
@@ -407,7 +407,7 @@ def precision_in_words(trace: StepTrace, precision: str) -> str:
 
 
 def _flops_by_type(trace: StepTrace) -> dict[tuple[str, bool], int]:
-    """Return the step's model FLOPs by type, convolutions apart."""
+    """Return the step's model FLOPs by type, convolutions separately."""
     flops: dict[tuple[str, bool], int] = {}
     for op in trace.operators:
         if count := model_flops(op):

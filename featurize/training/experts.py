@@ -1,8 +1,8 @@
 """Expert parallelism: each rank keeps some of a mixture's experts, and tokens are sent to the ranks of theirs and back.
 
-Start reading at `divide_experts`. The same for a trace and for real ranks. A trace does not know where a router sends
+Start reading at `divide_experts`, which serves traces and real ranks alike. A trace does not know where a router sends
 tokens: there, each rank receives as many as it sends. `pretended_mesh` is a process group without processes, in which a
-trace plays one rank.
+trace acts as one rank.
 
 Shape suffixes: T tokens of a rank, K experts of a token, R rows that a rank receives, E width, X experts.
 """
@@ -31,23 +31,23 @@ from featurize.nets.prenorm import RoutedExperts
 from featurize.operators.replacing import replaced
 
 _FAKE = "fake"  # torch's backend that sends nothing (torch/testing/_internal/distributed/fake_pg.py)
-_FIRST_NAME = 1 << 30  # names of groups are numbers; those of the caller's own groups are smaller
+_FIRST_NAME = 1 << 30  # names of groups are numbers; those of the caller's groups are smaller
 
 
 @contextlib.contextmanager
 def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
-    """The mesh of a job's ranks, as one of them has it; nothing is sent within it.
+    """Yield the mesh of a job's ranks, as one of them has it; nothing is sent within it.
 
-    Process groups of the caller are hidden inside, and are back afterwards.
+    Process groups of the caller are hidden inside, and restored afterwards.
 
     Args:
         parallel: The job.
-        rank: Its number, from 0.
+        rank: The rank's number, from 0.
     """
-    # Its import registers the backend.
+    # The import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Torch's world of process groups lies in variables of its module.
+    # Torch keeps its process groups in variables of its module.
     replacements = {
         "_pg_map": {},
         "_pg_names": {},
@@ -61,11 +61,11 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
         "_default_pg_init_method": distributed_c10d._default_pg_init_method,
     }
     with contextlib.ExitStack() as stack:
-        # In the end this process has the rank of its own group again.
+        # Finally, this process gets the rank of its own group back.
         stack.callback(distributed_c10d._update_default_pg, distributed_c10d.GroupMember.WORLD)
         for name, value in replacements.items():
             stack.enter_context(replaced(distributed_c10d, name, value))
-        # A group's start replaces the hook by one that names the rank.
+        # The start of a group replaces the hook by one that names the rank.
         stack.enter_context(replaced(sys, "excepthook", sys.excepthook))
         distributed_c10d.init_process_group(_FAKE, store=FakeStore(), rank=rank, world_size=parallel.ranks)
         stack.callback(_forget_groups)
@@ -79,13 +79,13 @@ def pretended_mesh(parallel: Parallel, rank: int = 0) -> Iterator[DeviceMesh]:
 
 def _forget_groups() -> None:
     _forget_plans()
-    # No destroy_process_group: that takes the caller's groups from the registry, too.
+    # Not destroy_process_group: that also removes the caller's groups from the registry.
     for name in list(distributed_c10d._world.pg_names.values()):
         distributed_c10d._unregister_process_group(name)
 
 
 def mesh_of_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
-    """Return the ranks of a mesh in other dimensions, with groups of their own. Every rank has to call it.
+    """Return the ranks of a mesh in other dimensions, with new groups. Every rank has to call it.
 
     Args:
         mesh: The mesh of all ranks of a job.
@@ -97,14 +97,14 @@ def mesh_of_sizes(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
 
 @contextlib.contextmanager
 def _real_tensors() -> Iterator[None]:
-    """While entered, a mesh holds a real tensor of ranks, which it reads."""
+    """Give the mesh a real tensor of ranks while entered, as it reads the tensor."""
     with torch.device("cpu"), _disable_current_modes():
         yield
 
 
 def _forget_plans() -> None:
-    """Clear how DTensor moves tensors: it keeps that by the mesh's shape, whatever the groups and the rank are."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # from 2.11 on; real ranks need none
+    """Clear DTensor's cache of redistributions: its key is the mesh's shape, without groups and rank."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # from 2.11 on; real ranks do not need it
 
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
@@ -112,7 +112,7 @@ def _forget_plans() -> None:
 
 
 def axes_of_groups(*meshes: DeviceMesh) -> dict[str, str]:
-    """Return which dimension of a mesh each of its process groups joins, by the group's name."""
+    """Return process group name -> the dimension of a mesh that the group connects."""
     return {mesh.get_group(name).group_name: name for mesh in meshes for name in mesh.mesh_dim_names or ()}
 
 
@@ -125,40 +125,42 @@ _KNOWN = (
 
 def expert_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
     """Return the ranks as experts are divided among them: replicas, shards of an expert, ranks with different experts;
-    those of each stage of a pipeline among themselves. Every rank of the job has to call it."""
+    in a pipeline, within each stage. Every rank of the job has to call it."""
     sizes = {EXPERT_REPLICAS: parallel.degrees.ddp, EXPERT_SHARDS: parallel.expert_shards, EXPERTS: parallel.degrees.ep}
     return mesh_of_sizes(mesh, {"stages": parallel.degrees.pp, **sizes})[tuple(sizes)]
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None = None) -> list[list[nn.Module]]:
-    """Keep this rank's experts of each mixture, and let its forward pass exchange tokens. Changes the model.
+    """Keep this rank's experts of each mixture, and make its forward pass exchange tokens. Changes the model.
 
     Args:
-        model: Its optimizer is made afterwards.
+        model: The model, before its optimizer is made.
         mesh: The mesh of the ranks that have different experts.
-        sharing: The mesh of those among them with the same tokens; None: each has its own. They exchange a part each.
+        sharing: The mesh of those among them with the same tokens, which exchange a part each; None: no tokens are
+            shared.
 
     Returns:
-        The modules that hold experts; those of one mixture are together.
+        The modules that hold experts, in a list for each mixture.
 
     Raises:
         UsageError: The model has no mixture of a known kind, or its experts do not divide.
     """
-    held = []
+    mixtures = []
     for path, module in list(model.named_modules()):
         if isinstance(module, RoutedExperts):
             if sharing is not None:
                 raise UsageError(f"parallel: ep with tp: {path} ({type(module).__name__}) is not divided; leave tp out")
-            held.append(_divide_places(path, module, mesh))
+            mixtures.append(_divide_places(path, module, mesh))
         elif path.rpartition(".")[2] == _NAME:
-            held.append(_divide_grouped(path, module, mesh, sharing))
-    if not held:
+            mixtures.append(_divide_grouped(path, module, mesh, sharing))
+    if not mixtures:
         raise UsageError(f"parallel: ep: the model has no experts of a known kind: {_KNOWN}")
-    return held
+    return mixtures
 
 
 def expert_counts(model: nn.Module) -> set[int]:
-    """Return how many experts the mixtures have that `divide_experts` divides: degrees of `ep` divide all of these."""
+    """Return the numbers of experts of mixtures that `divide_experts` supports: a degree of `ep` divides all of
+    them."""
     counts = {module.experts for module in model.modules() if isinstance(module, RoutedExperts)}
     for path, module in model.named_modules():
         if path.rpartition(".")[2] == _NAME and not isinstance(module, nn.ModuleList):
@@ -177,7 +179,7 @@ def _exchange_of(module: nn.Module) -> Callable[..., Tensor] | None:
 
 
 def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh, sharing: DeviceMesh | None) -> list[nn.Module]:
-    """Experts side by side in each parameter of one module."""
+    """Divide experts that lie side by side in each parameter of one module."""
     sizes, exchange, signature = _sizes_of(module), _exchange_of(module), inspect.signature(module.forward)
     if len(sizes) != 1 or exchange is None or (sharing is not None and exchange is not _of_choices):
         raise UsageError(f"parallel: ep: {path} ({type(module).__name__}) is not divided; what is: {_KNOWN}")
@@ -195,13 +197,13 @@ def _divide_grouped(path: str, module: nn.Module, mesh: DeviceMesh, sharing: Dev
             exchange(own_forward, ranks, *(_part(tensor, sharing) for tensor in given)), len(given[0]), sharing
         )
 
-    # A module's own `forward` is found before its class's, whatever wrapper makes of the class.
+    # A module's own `forward` takes precedence over its class's, whatever wrapper changes the class.
     vars(module)["forward"] = forward
     return [module]
 
 
 def _divide_places(path: str, module: RoutedExperts, mesh: DeviceMesh) -> list[nn.Module]:
-    """Experts with as many places each: tokens move before the first of their layers, and back after the last."""
+    """Divide experts with equal numbers of places: tokens move before their first layer, and back after the last."""
     for name in ("rise", "fall"):
         _keep_own(f"{path}.{name}", getattr(module, name), module.experts, mesh)
     group = mesh.get_group()
@@ -234,79 +236,81 @@ def _keep_own(path: str, module: nn.Module, experts: int, mesh: DeviceMesh) -> N
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Those that have a mixture's experts."""
+    """The ranks that share a mixture's experts."""
 
     mesh: DeviceMesh
     experts: int
 
     @property
-    def own(self) -> int:
+    def local_experts(self) -> int:
         return self.experts // self.mesh.size()
 
     def counts_of(self, counts_X: Tensor) -> Tensor:
-        """Return how many rows each rank sends to each of this one's experts: [ranks, own experts]."""
-        return _exchange(counts_X.view(self.mesh.size(), self.own), None, None, self.mesh.get_group())
+        """Return the number of rows that each rank sends to each of this rank's experts: [ranks, local experts]."""
+        return _exchange(counts_X.view(self.mesh.size(), self.local_experts), None, None, self.mesh.get_group())
 
     def sizes_of(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
-        """Return how many rows go to each rank, and how many come from each; in a trace all get alike, and the first
-        ones what is left."""
+        """Return the numbers of rows to send to, and to receive from, each rank. In a trace, all ranks get equal
+        numbers, and the first ones the remainder."""
         ranks = self.mesh.size()
         if not sent.is_meta:
-            both: Sequence[list[int]] = torch.stack([sent.view(ranks, -1).sum(1), received.sum(1)]).tolist()
-            return both[0], both[1]
-        each = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        return each, [each[self.mesh.get_local_rank()]] * ranks
+            outward_and_inward: Sequence[list[int]] = torch.stack(
+                [sent.view(ranks, -1).sum(1), received.sum(1)]
+            ).tolist()
+            return outward_and_inward[0], outward_and_inward[1]
+        shares = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+        return shares, [shares[self.mesh.get_local_rank()]] * ranks
 
     def experts_of(self, received: Tensor, rows: int) -> Tensor:
-        """Return which of this rank's experts each row is for that it receives, counted as `counts_of` returns it."""
+        """Return the expert of each row that this rank receives, given the result of `counts_of`."""
         if received.is_meta:
-            return torch.arange(rows, device=received.device).remainder_(self.own)
-        numbers = torch.arange(self.own, device=received.device).repeat(self.mesh.size())
+            return torch.arange(rows, device=received.device).remainder_(self.local_experts)
+        numbers = torch.arange(self.local_experts, device=received.device).repeat(self.mesh.size())
         return numbers.repeat_interleave(received.view(-1).long())
 
-    def exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         return _exchange(rows, sent, received, self.mesh.get_group())
 
 
 def _of_choices(
     forward: Callable[..., Tensor], ranks: _Ranks, tokens_TE: Tensor, index_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """Send each choice of each token to its expert, which takes it as a token's only choice; weigh what comes back."""
-    choices, (tokens, each) = index_TK.reshape(-1), index_TK.shape
+    """Send each choice of a token to its expert, as a token with a single choice; weight the returned rows."""
+    choices, (tokens, choices_each) = index_TK.reshape(-1), index_TK.shape
     order = torch.argsort(choices)
     sent = torch.zeros(ranks.experts, dtype=torch.int64, device=choices.device)
     sent.scatter_add_(0, choices, torch.ones_like(choices))
     received = ranks.counts_of(sent)
-    outwards, inwards = ranks.sizes_of(sent, received, tokens * each)
-    rows_RE = ranks.exchanged(tokens_TE[order // each], outwards, inwards)
+    outwards, inwards = ranks.sizes_of(sent, received, tokens * choices_each)
+    rows_RE = ranks.exchange(tokens_TE[order // choices_each], outwards, inwards)
     expert_R = ranks.experts_of(received, sum(inwards))
     out_RE = forward(rows_RE, expert_R.unsqueeze(-1), rows_RE.new_ones(sum(inwards), 1))
-    back = ranks.exchanged(out_RE, inwards, outwards)
+    back = ranks.exchange(out_RE, inwards, outwards)
     restored = torch.empty_like(back)
     restored[order] = back
-    return (restored.view(tokens, each, -1) * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TE.dtype)
+    return (restored.view(tokens, choices_each, -1) * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TE.dtype)
 
 
 def _of_groups(forward: Callable[..., Tensor], ranks: _Ranks, tokens_RE: Tensor, counts_X: Tensor) -> Tensor:
-    """Send rows that lie by expert to their ranks; there, those of one expert from all ranks are put together."""
+    """Send rows that are sorted by expert to their ranks; there, one expert's rows from all ranks are joined."""
     received = ranks.counts_of(counts_X)
     outwards, inwards = ranks.sizes_of(counts_X, received, len(tokens_RE))
-    rows_RE = ranks.exchanged(tokens_RE, outwards, inwards)
+    rows_RE = ranks.exchange(tokens_RE, outwards, inwards)
     order = torch.argsort(ranks.experts_of(received, sum(inwards)), stable=True)
     out_RE = forward(rows_RE[order], received.sum(0))
     restored = torch.empty_like(out_RE)
     restored[order] = out_RE
-    return ranks.exchanged(restored, inwards, outwards)
+    return ranks.exchange(restored, inwards, outwards)
 
 
-# Arguments of a mixture's forward pass -> how its tokens are exchanged.
+# Arguments of a mixture's forward pass -> the function that exchanges its tokens.
 _EXCHANGES: Mapping[int, Callable[..., Tensor]] = {2: _of_groups, 3: _of_choices}
 
 
 def _part(shared: Tensor, sharing: DeviceMesh) -> Tensor:
-    """Return this rank's rows of what several have; its gradient is gathered."""
-    whole = DTensor.from_local(shared, sharing, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Shard(0)]).to_local()
+    """Return this rank's rows of a shared tensor; its gradient is gathered."""
+    replicated = DTensor.from_local(shared, sharing, [Replicate()], run_check=False)
+    return replicated.redistribute(placements=[Shard(0)]).to_local()
 
 
 def _whole(rows: Tensor, count: int, sharing: DeviceMesh) -> Tensor:
@@ -326,8 +330,8 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.way = received, sent, group
-        made = functional.all_to_all_single(rows.contiguous(), received, sent, group)
-        arrived: Tensor = functional.wait_tensor(made)
+        output = functional.all_to_all_single(rows.contiguous(), received, sent, group)
+        arrived: Tensor = functional.wait_tensor(output)
         return arrived
 
     @staticmethod
@@ -336,7 +340,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows that all ranks of a group send to this one, as many of each where sizes are None."""
+    """Return the rows that all ranks of a group send to this one, equally many from each if sizes are None."""
     out = _Exchange.apply(rows, sent, received, group)
     assert isinstance(out, Tensor)
     return out

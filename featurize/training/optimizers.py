@@ -1,6 +1,6 @@
-"""Optimizers by name: torch's and transformers' own, and those whose package needs a GPU, as they take memory.
+"""Optimizers by name: torch's, transformers', and stand-ins for those whose package needs a GPU.
 
-Start reading at `make_optimizer`; `OptimizerInBackward` and `OptimizerOnHost` say where and when one runs.
+Start reading at `make_optimizer`; `OptimizerInBackward` and `OptimizerOnHost` change when and where one runs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from featurize.operators.tensor_parts import mesh_of
 
 _T = TypeVar("_T")
 LEARNING_RATE = 1e-3
-# bitsandbytes' block-wise state: one byte an element, a float for each block; smaller tensors stay in 32 bits.
+# bitsandbytes' block-wise state: one byte an element, a float for each block; smaller tensors keep 32-bit state.
 STATE_BLOCK = 256
 SMALLEST_IN_8_BITS = 4096
-SMALLEST_PAGED = 100_000  # smaller state is not worth a page
+SMALLEST_PAGED = 100_000  # elements below which state is not paged
 
 
 def make_optimizer(
@@ -38,19 +38,19 @@ def make_optimizer(
     implementation: str | None = None,
     weight_decay: float | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer at learning rate 1e-3, with its library's defaults otherwise.
+    """Return the optimizer with learning rate 1e-3 and otherwise its library's defaults.
 
     Args:
         name: One of `OPTIMIZERS`. `momentum` is SGD with 0.9, `nesterov` the same with Nesterov's step.
-        parameters: What it updates.
-        implementation: `foreach`, `fused` or `loop`. None: torch's choice, which is `foreach` on CUDA, for which meta
-            tensors stand, and the loop on CPU. Adafactor's default is the loop everywhere.
-        weight_decay: None: the library's default. Where it is not part of the step itself, as in AdamW, torch adds the
-            decayed weights to a copy of the gradients: all at once with `foreach` (`_multi_tensor_sgd` and its
-            likes in torch/optim), one after the other with `loop`, not at all with `fused`.
+        parameters: Parameters to update.
+        implementation: `foreach`, `fused` or `loop`. None: torch's choice, which is `foreach` on CUDA, also for meta
+            tensors, and the loop on CPU. Adafactor's default is always the loop.
+        weight_decay: None: the library's default. Unless the decay is part of the step itself, as in AdamW, torch adds
+            the decayed weights to a copy of the gradients: all together with `foreach` (`_multi_tensor_sgd` and the
+            like in torch/optim), one after another with `loop`, without a copy with `fused`.
 
     Raises:
-        UsageError: There is no such optimizer, or transformers is missing for its Adafactor.
+        UsageError: An unknown optimizer, or transformers is missing for its Adafactor.
         EnvironmentProblem: bitsandbytes is missing, or the parameters are on the CPU, where it cannot run.
     """
     if name not in OPTIMIZERS:
@@ -92,12 +92,12 @@ def _of_bitsandbytes(name: str, parameters: list[Any], more: dict[str, Any]) -> 
 
 
 def _parameters(given: Iterable[Any]) -> list[nn.Parameter]:
-    """Return the parameters of a list of them, or of groups."""
+    """Return the parameters of a list of parameters or of groups."""
     return [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])]
 
 
 class _TensorByTensor(torch.optim.Optimizer):
-    """A step that updates one parameter after the other; a subclass sets `update`."""
+    """An optimizer that updates one parameter after another; a subclass sets `update`."""
 
     def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -139,7 +139,7 @@ class Lion(_TensorByTensor):
         momentum.mul_(long).add_(gradient, alpha=1 - long)
 
 
-# Of `OPTIMIZERS`, those that every device runs: name -> what makes it of parameters and `lr`.
+# The optimizers of `OPTIMIZERS` that run on every device: name -> factory from parameters and `lr`.
 _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -155,11 +155,11 @@ _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class BlockwiseAdamW(_TensorByTensor):
-    """Memory that bitsandbytes' AdamW takes of the device; it updates nothing, so it is for meta tensors.
+    """The device memory of bitsandbytes' AdamW, for meta tensors: it updates nothing.
 
-    Two states of one byte an element and a float for every 256 of them; tensors of fewer than 4096 elements keep
+    Two states of one byte an element and a float for every 256 elements; tensors of fewer than 4096 elements keep
     32-bit states. All share two code books of 256 floats. The kernels work in place. Paged state lies in managed
-    memory, which the caching allocator does not hold, and which the driver moves to the host where room is short.
+    memory, outside the caching allocator, and the driver moves it to the host where room is short.
     """
 
     def __init__(self, parameters: Iterable[Any], *, bits: int, paged: bool) -> None:
@@ -170,7 +170,7 @@ class BlockwiseAdamW(_TensorByTensor):
     def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         if parameter not in self.state:
             self._make_state(parameter)
-        parameter.add_(gradient)  # stands for the kernel, which makes no temporary
+        parameter.add_(gradient)  # in place of the kernel, which makes no temporary
 
     def _make_state(self, p: nn.Parameter) -> None:
         small = self.bits == 32 or p.numel() < SMALLEST_IN_8_BITS
@@ -188,7 +188,7 @@ class BlockwiseAdamW(_TensorByTensor):
 
 
 class OptimizerInBackward:
-    """An optimizer for each parameter, which steps in the backward pass and frees the gradient at once.
+    """An optimizer for each parameter, which steps in the backward pass and then frees the gradient.
 
     `around(parameter)` is entered for each step.
     """
@@ -218,8 +218,8 @@ class OptimizerInBackward:
 
 
 class OptimizerOnHost:
-    """State and step in host memory, as in ZeRO-Offload: nothing of it is on the device, for which meta tensors stand.
-    Gradients are copied to the host, and weights back, where no operator runs."""
+    """State and step in host memory, as in ZeRO-Offload: none of it is on the device, for which meta tensors stand.
+    Gradients are copied to the host, and weights back, without an operator."""
 
     state: Mapping[Tensor, Any] = MappingProxyType({})
 
@@ -227,17 +227,17 @@ class OptimizerOnHost:
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:
-    """Run a step; also the fused implementation on meta tensors, which torch reserves for real devices.
+    """Run a step; on meta tensors also the fused implementation, which torch reserves for real devices.
 
-    There, counters on the host, one for each parameter, are read as numbers: by PyTorch's dispatcher that takes as long
-    as all else. Both replace parts of PyTorch: no other thread may trace at the same time.
+    There, counters on the host, one for each parameter, are read directly: by PyTorch's dispatcher, the reads take as
+    long as everything else. Both replace parts of PyTorch: no other thread may trace at the same time.
     """
     parameters = _parameters(optimizer.param_groups)
     if not any(p.is_meta for p in parameters):
         optimizer.step()
         return
     module, name = sys.modules.get(type(optimizer).__module__), "_get_value"
-    read = getattr(module, name, None)  # each optimizer of PyTorch's imports its own
+    read = getattr(module, name, None)  # each of PyTorch's optimizers imports its own
     reads = contextlib.nullcontext() if read is None else replaced(module, name, functools.partial(_host_value, read))
     with _fused_on_meta(parameters), reads:
         optimizer.step()
@@ -249,7 +249,7 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
 
 
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Return every tensor of the optimizer's state."""
+    """Yield every tensor of the optimizer's state."""
     return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
 
 
@@ -257,7 +257,7 @@ def state_tensors(optimizer: Any) -> Iterator[Tensor]:
 def _fused_on_meta(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     name = "_get_fused_kernels_supported_devices"
     known = getattr(torch_optimizer, name, None)
-    # There are releases that do not ask. Real training may continue in another thread: nothing of it is replaced.
+    # Some releases do not check. Real training may continue in another thread: nothing that it uses is replaced.
     if known is None or not any(p.is_meta for p in parameters):
         yield
         return
@@ -267,20 +267,20 @@ def _fused_on_meta(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @torch.no_grad()
 def clip_norm(gradients: list[Tensor], largest: float) -> None:
-    """Scale the gradients in place so that the norm of all is at most `largest`, as `clip_grad_norm_` does on CUDA:
+    """Scale the gradients in place so that their joint norm is at most `largest`, as `clip_grad_norm_` does on CUDA:
     one norm a tensor, their norm, and one pass of for-each kernels."""
     groups = by_kind(gradients)
     norms = [norm for group in groups for norm in torch._foreach_norm(group)]
     if not norms:
         return
-    # Those of one mesh are reduced together.
+    # Gradients of one mesh are reduced together.
     totals = [
         torch.linalg.vector_norm(torch.stack([norm.float() for norm in of_mesh])) for of_mesh in _group(norms, mesh_of)
     ]
     total = totals[0]
     if len(totals) > 1:
-        whole = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in totals]
-        total = torch.linalg.vector_norm(torch.stack(whole))
+        full_totals = [part.full_tensor() if hasattr(part, "full_tensor") else part for part in totals]
+        total = torch.linalg.vector_norm(torch.stack(full_totals))
     factor = torch.clamp(largest / (total + 1e-6), max=1.0)
     for group in groups:
         torch._foreach_mul_(group, factor)
@@ -295,7 +295,7 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in groups that for-each kernels take: of one type, and of one mesh of ranks."""
+    """Return tensors in groups that for-each kernels can process: of one type, and of one mesh of ranks."""
     return _group(tensors, _kind_of)
 
 
@@ -311,8 +311,7 @@ def _kind_of(tensor: Tensor) -> object:
 
 
 def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Return parameters as an optimizer takes them: in a group for each mesh of ranks, which for-each kernels cannot
-    mix."""
+    """Return parameters for an optimizer: in a group for each mesh of ranks, as for-each kernels cannot mix meshes."""
     groups = _group(parameters, mesh_of)
     return (
         [{"params": group} for group in groups]
@@ -322,7 +321,7 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[
 
 
 class MovingAverage:
-    """Exponential moving averages of a model's parameters and buffers, beside them on the device."""
+    """Exponential moving averages of a model's parameters and buffers, on the same device."""
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         self.decay = decay

@@ -1,7 +1,7 @@
 """Ranks of a pipeline in a trace: PyTorch's own schedule runs, over stages on meta tensors that send nothing.
 
-Start reading at `trace_ranks`, and at `PipelineRank` for one of them. What `schedules_on_meta` replaces is private to
-PyTorch. Real ranks test it with the installed release (tests/featurize/test_pipelines.py).
+Start reading at `trace_ranks`, and at `PipelineRank` for one rank. The parts that `schedules_on_meta` replaces are
+private to PyTorch. Real ranks test it with the installed release (tests/featurize/test_pipelines.py).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from featurize.training.stages import (
     cut,
     like,
     starts_of,
-    surveyed,
+    survey_model,
 )
 from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 
 
 class TracedStage(PipelineStage):
-    """PyTorch's stage, which reports what begins and what its memory is for.
+    """PyTorch's stage, which reports the start of passes and the kinds of memory.
 
     Args:
         stage: The model that runs.
         number: Number of the stage.
-        rank: The rank that has it, which is notified of each pass that begins.
+        rank: The stage's rank, which is notified of each pass that begins.
         group: Process group of the pipeline's ranks.
-        replica: The wrapper of the stage's model, where data parallelism replicates it.
+        replica: The wrapper of the stage's model, if data parallelism replicates it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TracedStage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         def compute() -> list[Tensor]:
             output = super(TracedStage, self).forward_maybe_with_nosync(*args, **kwargs)
-            if isinstance(output, AsyncCollectiveTensor):  # a collective makes it, and it is sent next
+            if isinstance(output, AsyncCollectiveTensor):  # the result of a collective, which is sent next
                 output.trigger_wait()
             if not self.is_last:
                 self._rank.leave()
@@ -94,7 +94,7 @@ class TracedStage(PipelineStage):
         return self._run(FORWARD, compute)[0]
 
     def loss(self, compute: Callable[[], Tensor]) -> Any:
-        """Return the loss of the micro-batch whose forward pass was the last one; `compute()` computes it."""
+        """Return the loss of the micro-batch of the last forward pass; `compute()` computes it."""
         return self._run(LOSS, lambda: [compute()])[0]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -122,8 +122,8 @@ class TracedStage(PipelineStage):
 
 
 class _Message:
-    """A message that is under way. What is sent lives as long as this (ProcessGroupNCCL.cpp, `pointToPoint`: a work's
-    `outputs_`), also after it was waited for."""
+    """A message in transit. The sent tensor lives as long as this object (ProcessGroupNCCL.cpp, `pointToPoint`: a
+    work's `outputs_`), even after a wait for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -134,14 +134,14 @@ class _Message:
 
 @contextlib.contextmanager
 def schedules_on_meta(streams: Streams) -> Iterator[None]:
-    """While entered, schedules need no other rank: stages bring the shapes of what they receive, and messages are noted
-    on the streams."""
+    """Make schedules run without other ranks while entered: stages know the shapes that they receive, and messages are
+    noted on the streams."""
 
     def batched(messages: Sequence[dist.P2POp], desc: str | None = None) -> list[_Message]:
         under_way = []
         for message in messages:
             tensor = message.tensor
-            if isinstance(tensor, AsyncCollectiveTensor):  # a collective makes it
+            if isinstance(tensor, AsyncCollectiveTensor):  # the result of a collective
                 tensor = tensor.trigger_wait()
             if message.op is dist.isend:
                 streams.send(SEND, tensor.nbytes, AXIS, asynchronous=True)
@@ -154,14 +154,14 @@ def schedules_on_meta(streams: Streams) -> Iterator[None]:
     with (
         replaced(schedules, "_batch_p2p", batched),
         replaced(schedules._PipelineSchedule, "_warmup_p2p", lambda *_: None),
-        replaced(logger, "disabled", True),  # the whole schedule where a stage fails
+        replaced(logger, "disabled", True),  # it prints the whole schedule if a stage fails
         replaced(schedules.logger, "disabled", True),
     ):
         yield
 
 
 def example_of(tensor: Tensor | None, parallel: Parallel) -> Tensor | tuple[()]:
-    """Return a tensor like that which stages send each other: FSDP2 lets modules compute in its own type."""
+    """Return a tensor like the ones that stages send each other: FSDP2 makes modules compute in its own type."""
     if tensor is None:
         return ()
     casts = parallel.sharded > 1 and tensor.is_floating_point()
@@ -169,7 +169,7 @@ def example_of(tensor: Tensor | None, parallel: Parallel) -> Tensor | tuple[()]:
 
 
 class Parts(nn.Module):
-    """A model once for each stage of a rank that has several. Its forward pass is that of one of them."""
+    """A model with a copy for each of a rank's stages. Its forward pass is that of one of them."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         super().__init__()
@@ -181,12 +181,12 @@ class Parts(nn.Module):
 
 
 class PipelineRank(ShardedRank):
-    """A rank's part of a pipeline: makes its stages of a whole model, and runs steps of them.
+    """A rank of a pipeline: it cuts its stages from a whole model, and runs steps of them.
 
     Args:
-        parallel, mesh, streams, experts: As of any rank.
+        parallel, mesh, streams, experts: As for any rank.
         rank: Its number among all ranks, from 0.
-        every_pass: Each pass of each micro-batch runs; False: passes that are alike are repeated.
+        every_pass: Whether each pass of each micro-batch runs; False: equal passes are repeated.
     """
 
     keeps_operators = True
@@ -209,27 +209,27 @@ class PipelineRank(ShardedRank):
         self._begun: list[StagePass] = []
         self._part = PipelinePart(kinds=(), starts=(), sent=(), passes=(), end=0)
 
-    # -- making it
+    # -- construction
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return a model as many times as this rank has stages."""
+        """Return a model with a copy for each of this rank's stages."""
         return model if len(self._numbers) == 1 else Parts(model, len(self._numbers))
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
-        self.parameters //= self.parallel.parts  # each stage was made of all
+        self.parameters //= self.parallel.parts  # each stage was made from the whole model
 
-    def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
-        """Leave in a model what this rank's stages need, and wrap them as the layout says. Changes the model.
+    def _wrap(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+        """Cut this rank's stages from a model, and wrap them as the layout requires. Changes the model.
 
         Args:
-            model: What `prepare` returned, with the types that it trains with.
+            model: Result of `prepare`, with the types that it trains with.
             inputs: Inputs of the whole batch.
 
         Raises:
             UsageError: The batch does not divide, or the model cannot be cut.
         """
-        recorder = self.recorder  # records only names of modules inside
+        recorder = self.recorder  # it only names modules inside
         recorder.values.learn(tensors_of(inputs), default=1)
         for name, tensor in named_tensors(inputs):
             if tensor.dim() == 0 or tensor.shape[0] % self.parallel.chunks:
@@ -251,7 +251,7 @@ class PipelineRank(ShardedRank):
         mixtures = split_modules(model, parallel, self._mesh, self._experts)
         computed = DTYPES[parallel.fsdp.param_dtype] if parallel.sharded > 1 else None
         with torch.enable_grad():
-            survey = surveyed(model, inputs, parallel.stages, computed)
+            survey = survey_model(model, inputs, parallel.stages, computed)
         starts = starts_of(survey, parallel)
         gathered = units(model, parallel.fsdp.wrap) if parallel.sharded > 1 else []
         if not self._stages:
@@ -265,19 +265,19 @@ class PipelineRank(ShardedRank):
         stage = cut(model, survey, starts[number], starts[number + 1], inputs)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"parallel: pp: stage {number} has nothing to train")
-        left = {id(module) for module in model.modules()}
-        own_modules = [module for module in gathered if id(module) in left]
-        held = [modules for modules in mixtures if id(modules[0]) in left]
-        shard_units(model, parallel, self._mesh, own_modules, self._experts, held)
+        remaining = {id(module) for module in model.modules()}
+        own_modules = [module for module in gathered if id(module) in remaining]
+        stage_mixtures = [modules for modules in mixtures if id(modules[0]) in remaining]
+        shard_units(model, parallel, self._mesh, own_modules, self._experts, stage_mixtures)
         return stage
 
     def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
-        """Make PyTorch's schedule of the stages, which `run` runs.
+        """Make PyTorch's schedule of the stages, for `run`.
 
         Args:
             step: The step whose model `wrap` wrapped.
             inputs: Inputs of the whole batch.
-            target: Likewise; None where the model computes its loss itself.
+            target: Target of the whole batch; None where the model computes its loss itself.
         """
         parallel, self._step = self.parallel, step
         if parallel.replicates:
@@ -289,12 +289,12 @@ class PipelineRank(ShardedRank):
             TracedStage(stage, number, self, group, replica)
             for stage, number, replica in zip(self._stages, self._numbers, replicas, strict=True)
         ]
-        whole = target is None or target.dim() == 0
+        is_undivided = target is None or target.dim() == 0
         scale, last = step.settings.accumulation, self._stages[-1]
 
         def loss_of(_output: Any, chunk: Tensor) -> Any:
             def compute() -> Tensor:
-                loss = step.loss(last.output(), target if whole else chunk)
+                loss = step.loss(last.output(), target if is_undivided else chunk)
                 loss = loss / scale if scale > 1 else loss
                 self.leave()
                 return loss
@@ -304,10 +304,11 @@ class PipelineRank(ShardedRank):
         self._schedule = schedule_class(parallel)(
             stages[0] if parallel.parts == 1 else stages, n_microbatches=parallel.chunks, loss_fn=loss_of
         )
-        self._targets = torch.empty(parallel.chunks, device="meta") if whole else target
+        self._targets = torch.empty(parallel.chunks, device="meta") if is_undivided else target
 
     def _repeated_passes(self, batch: Sequence[Tensor]) -> RepeatedPasses:
-        """The first micro-batch makes gradients, and what modules keep; with the last one, replicas reduce."""
+        """Return the passes: the first micro-batch makes gradients and modules' caches; replicas reduce with the last
+        one."""
         parallel, recorder = self.parallel, self.recorder
         states = {
             number: ShardStates(stage.model, recorder, self._streams)
@@ -322,18 +323,18 @@ class PipelineRank(ShardedRank):
         differ = any(not torch.equal(chunk, of_one[0]) for of_one in chunks for chunk in of_one)
         return RepeatedPasses(recorder, self._streams, states, noted, unlike, values_differ=differ)
 
-    # -- running it
+    # -- running
 
-    def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the part of a batch on this rank: the inputs on the first one, what the loss needs on the last,
-        as the labels from which transformers' models compute theirs."""
+    def batch_on_gpu(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
+        """Return this rank's part of a batch: the inputs on the first rank, the loss's targets on the last, such as the
+        labels of transformers' models."""
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         of_inputs = [tensor for tensor in tensors_of(inputs) if tensor is not labels] if self._stages[0].first else []
         of_loss = list(tensors_of((labels, target))) if self._stages[-1].last else []
         return (*of_inputs, *of_loss)
 
     def run(self, inputs: Inputs, _target: Tensor | None) -> None:
-        """Run one optimizer step on a batch; accumulated ones run the schedule several times."""
+        """Run one optimizer step on a batch; with accumulation, the schedule runs several times."""
         step = self._step
         step.zero_grad()
         self._begun.clear()
@@ -346,18 +347,18 @@ class PipelineRank(ShardedRank):
             args: Sequence[object] = ()
             kwargs: Mapping[str, object] = {}
             if self._stages[0].first:
-                given = step.converted(inputs)
+                given = step.convert(inputs)
                 args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
             losses: list[Tensor] = []
             self.passes.begin_schedule()
-            output = self._scheduled(args, kwargs, losses)
+            output = self._run_schedule(args, kwargs, losses)
             step.hold(output, losses)
             del output, losses, args, kwargs
         self._part = replace(self._part, passes=tuple(self._begun), end=len(self.recorder.log.operators))
         step.update()
 
-    def _scheduled(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
-        """Run PyTorch's schedule. Errors of a stage are its own: PyTorch wraps them, with all shapes."""
+    def _run_schedule(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
+        """Run PyTorch's schedule. Raises a stage's own error: PyTorch wraps it, with all shapes."""
         target, returns = self._targets if self._stages[-1].last else None, not self.parallel.pipeline.drop_outputs
         cause: BaseException | None = None
         try:
@@ -374,7 +375,7 @@ class PipelineRank(ShardedRank):
         self._step.on_phase(phase)
 
     def leave(self) -> None:
-        """End a forward pass with its loss: autocast forgets what it cast."""
+        """End a forward pass with its loss: autocast clears its cache."""
         self._step.on_phase("forward")
 
     def part(self) -> PipelinePart:
@@ -389,7 +390,7 @@ def _first_chunk(inputs: Inputs, chunks: int) -> Inputs:
 
 
 def _kinds(survey: Survey, starts: Sequence[int]) -> tuple[str, ...]:
-    """Return what is the same for stages that hold modules that are alike."""
+    """Return a key that is equal for stages with equal modules."""
     members = survey.members()
     texts = (
         repr([begin == 0, end == len(members), *map(_look_of, members[begin:end])])
@@ -404,13 +405,14 @@ def _look_of(member: nn.Module) -> tuple[str, list[tuple[object, ...]]]:
 
 
 def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel) -> StepTrace:
-    """Return the trace of the rank with the most bytes alive, with those of all others in its `pipeline.groups`.
+    """Return the trace of the rank with the highest peak of live bytes, with those of all others in its
+    `pipeline.groups`.
 
-    Ranks are of one kind whose stages hold modules that are alike. The first of them has the most micro-batches in
-    flight, whatever the schedule.
+    Ranks are of one kind if their stages hold equal modules. The first of them has the most micro-batches in flight,
+    whatever the schedule.
 
     Args:
-        trace_rank: Returns the trace of one of all ranks.
+        trace_rank: Returns the trace of the rank with that number.
         parallel: The job, with a pipeline.
     """
     first = trace_rank(0)
@@ -428,10 +430,10 @@ def trace_ranks(trace_rank: Callable[[int], StepTrace], parallel: Parallel) -> S
 
 
 def built_once(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[], nn.Module]:
-    """Return a model that all ranks can be cut from; a factory where a copy would not be like what it makes."""
+    """Return a model that all ranks can be cut from; the factory itself if a copy would differ from its model."""
     if isinstance(model, nn.Module):
         return model
     try:
         return built_to_shorten(model) or model
-    except Exception:  # a factory may raise anything, and the trace says so
+    except Exception:  # a factory may raise anything; the trace reports it
         return model

@@ -1,8 +1,8 @@
-"""One rank of a job in a trace: what it holds of the model and of the batch, and what it sends.
+"""One rank of a job in a trace: its part of the model and of the batch, and its collectives.
 
-Start reading at `Rank`, which each way of spreading a job extends; `featurize.trace.tracer` chooses among them.
-`Replica` is DistributedDataParallel: buckets of gradients, and copies of the buffers that it sends. The reducer itself
-is C++ and wants several processes; its rules are followed here.
+Start reading at `Rank`, which each mode of parallelism extends; `featurize.trace.tracer` chooses among them. `Replica`
+is DistributedDataParallel: buckets of gradients, and copies of the buffers that it sends. The reducer itself is C++ and
+needs several processes; its rules are followed here.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _IN_FLIGHT = 2  # flat copies at a time (torch/csrc/distributed/c10d/comm.cpp: k
 
 
 class Rank:
-    """A rank as a trace asks it. This one is the only one of its job: it has all, and sends nothing.
+    """A rank's interface for a trace. This class is the only rank of its job: it has everything, and sends nothing.
 
     A trace calls `prepare`, `attach` and `part_of`, then, within `intercept`, `wrap` and `begin`. A step calls
-    `begin_step`, `begin_phase` and `run`; `collectives` and `part` are of the last one.
+    `begin_step`, `begin_phase` and `run`; `collectives` and `part` describe the last one.
 
     Attributes:
-        needs_factory: The model's own code spreads it as it is made.
-        divides_graphs: Hooks of its wrapper divide a compiled model's graph at blocks, as checkpoints do.
-        bucket_limits: Bytes of the buckets at which a wrapper divides that graph; None: at none.
-        keeps_operators: Operators of all steps are kept, since later ones repeat them.
-        parameters: Elements of the whole model, from `wrap` on.
-        recorder: The trace's recorder, from `attach` on.
+        needs_factory: Whether the model's own code spreads it as it is made.
+        divides_graphs: Whether hooks of its wrapper divide a compiled model's graph at blocks, as checkpoints do.
+        bucket_limits: Sizes in bytes of the buckets at which a wrapper divides that graph; None: it does not.
+        keeps_operators: Whether operators of all steps are kept, since later ones repeat them.
+        parameters: Elements of the whole model, set by `wrap`.
+        recorder: The trace's recorder, set by `attach`.
     """
 
     needs_factory = divides_graphs = keeps_operators = False
@@ -55,16 +55,16 @@ class Rank:
     _step: TrainingStep
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return the model that trains, before anything is spread. Raises `UsageError` for one that cannot be."""
+        """Return the model that trains, before anything is spread. Raises `UsageError` if it is not supported."""
         return model
 
     def attach(self, recorder: Recorder) -> None:
-        """Report to a recorder of the rank from now on; to none before."""
+        """Report the rank's events to a recorder from now on."""
         self.recorder = recorder
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
-        """Return this rank's part of the batch of those that share one. Raises `UsageError` where that is not a part
-        for each."""
+        """Return this rank's part of the batch, if ranks share one. Raises `UsageError` where the batch does not
+        divide."""
         return inputs, target
 
     def intercept(self) -> contextlib.AbstractContextManager[object]:
@@ -72,7 +72,7 @@ class Rank:
         return contextlib.nullcontext()
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
-        """Wrap the model of a step, whose parameters are this rank's part from then on.
+        """Wrap the model of a step; from then on, its parameters are this rank's part.
 
         Args:
             step: The training step.
@@ -81,18 +81,18 @@ class Rank:
         self.parameters = elements(step.model)
 
     def begin(self, step: TrainingStep, inputs: Inputs, target: Tensor | None) -> None:
-        """Make ready for steps on a batch; the recorder knows the wrapped parameters."""
+        """Prepare for steps on a batch; the recorder knows the wrapped parameters."""
         self._step = step
 
-    def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
+    def batch_on_gpu(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
         """Return the part of a batch on this rank's GPU."""
         return tuple(tensors_of((inputs, target)))
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Reset the state of the last step."""
 
     def begin_phase(self, phase: str) -> None:
-        """Begin a phase of a step, which ends the one before. Raises `UsageError` where the job's wrapper stops."""
+        """Begin a phase of a step, which ends the last one. Raises `UsageError` where the job's wrapper would stop."""
 
     def run(self, inputs: Inputs, target: Tensor | None) -> None:
         """Run one optimizer step on a batch."""
@@ -108,8 +108,8 @@ class Rank:
 
 
 class ReplicatedRank(Rank):
-    """A rank that reduces gradients in the buckets of DistributedDataParallel, where the layout has such replicas.
-    Micro-steps before the last of a step are taken to run under `no_sync`."""
+    """A rank that reduces gradients in the buckets of DistributedDataParallel, if the layout has such replicas.
+    Micro-steps before the last of a step are assumed to run under `no_sync`."""
 
     def __init__(self, parallel: Parallel, *, axis: str = "") -> None:
         self.parallel, self._axis = parallel, axis
@@ -150,12 +150,12 @@ class ReplicatedRank(Rank):
 class Replica:
     """A model's wrapper: buckets in which gradients are reduced, and copies in which parameters and buffers are sent.
 
-    The first step of torch knows no order of gradients, and takes one bucket of a type. After it the buckets are
-    rebuilt in the order in which gradients were complete, unless parameters may go without one.
+    In the first step, torch knows no order of gradients, and uses one bucket a type. After it, the buckets are rebuilt
+    in the order in which gradients were completed, unless parameters may lack one.
 
     Args:
-        model: On the meta device, as the optimizer gets it.
-        recorder: Is notified of memory and operators.
+        model: The model on the meta device, as the optimizer gets it.
+        recorder: The recorder of memory and operators.
         parallel: The wrapper's own settings.
         kind: Kind of the buckets' blocks.
         axis: The dimension of the mesh whose ranks hold replicas; empty: all ranks.
@@ -170,10 +170,12 @@ class Replica:
         self._rebuilds = parallel.ddp.static_graph or not parallel.ddp.find_unused_parameters
         self.synchronizes = True
         self._sent: list[Collective] = []  # collectives of buffers
-        self._complete: dict[int, Tensor] = {}  # parameter -> itself, in the order of the first step's gradients
+        self._complete: dict[
+            int, Tensor
+        ] = {}  # id of a parameter -> itself, in the order of the first step's gradients
         self._ready: dict[int, int] = {}
         self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
-        self._backward_end = 0  # operators before it
+        self._backward_end = 0  # number of operators before the end of the backward pass
         self._parameters = [p for p in dense_parameters(model) if p.requires_grad]
         with recorder, torch.no_grad():
             # The first rank's state is sent in flat copies, a few at a time.
@@ -181,28 +183,28 @@ class Replica:
             for members in _in_groups([local_tensor(t.detach()) for t in (*model.parameters(), *model.buffers())]):
                 in_flight.append(_flat(members))
             in_flight.clear()
-            # In the order of the parameters, and then from the last one: about that in which gradients are complete.
+            # In reverse order of the parameters, which is about the order in which gradients are completed.
             limits = ONE_BUCKET if self._rebuilds else self._limits
-            self._fill(assigned(map(_size, self._parameters), limits)[::-1], self._parameters)
+            self._fill(assign_buckets(map(_size, self._parameters), limits)[::-1], self._parameters)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
     def begin_step(self) -> None:
-        """Forget what was sent, and which buckets were ready."""
+        """Reset the list of collectives, and of buckets that are ready."""
         self._sent = []
         self._ready.clear()
 
     def rebuild(self) -> None:
-        """Give the buckets back and take the final ones, where torch does: once, after the first gradients."""
+        """Free the buckets and allocate the final ones when torch does: once, after the first gradients."""
         if not (self._rebuilds and self._complete):
             return
         self._rebuilds = False
         order = [*self._complete.values(), *(p for p in self._parameters if id(p) not in self._complete)]
-        self._fill(assigned(map(_size, order), self._limits), order)
+        self._fill(assign_buckets(map(_size, order), self._limits), order)
 
     @property
     def has_reduced(self) -> bool:
-        """Gradients were reduced so far."""
+        """Return whether gradients were reduced before."""
         return bool(self._complete)
 
     def _reduce(self, parameter: Tensor) -> None:
@@ -212,7 +214,7 @@ class Replica:
         if not self.synchronizes or gradient is None or view is None or gradient.is_sparse:
             return
         self._complete.setdefault(id(parameter), parameter)
-        with torch.no_grad():  # divided by the number of ranks on the way (`mark_variable_ready_dense`)
+        with torch.no_grad():  # divided by the number of ranks while it is copied (`mark_variable_ready_dense`)
             view.div_(1.0) if gradient is view else view.copy_(own_part(gradient, parameter))
         if self._as_view:
             parameter.grad = view
@@ -263,7 +265,7 @@ class Replica:
                     self._recorder.log.copied([buffer])  # and back
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return the ranks' collectives since the step began. Buckets are reduced in their order (reducer.cpp:
+        """Return the ranks' collectives of the step so far. Buckets are reduced in their order (reducer.cpp:
         `mark_bucket_ready`)."""
         ready = itertools.accumulate((self._ready.get(bucket, 0) for bucket in range(len(self._bytes))), max)
         reduced = zip(self._bytes, ready, strict=True)
@@ -273,7 +275,7 @@ class Replica:
         )
 
     def without_gradient(self) -> list[str]:
-        """Return the names of the parameters that no gradient came for so far, where torch stops at them in its second
+        """Return the names of the parameters without a gradient so far, for which torch raises an error in its second
         step."""
         if self._parallel.ddp.find_unused_parameters or self._parallel.ddp.static_graph:
             return []
@@ -281,7 +283,7 @@ class Replica:
         return [name for name, p in self._model.named_parameters() if id(p) in missing]
 
     def begin_phase(self, phase: str) -> None:
-        """Raise `UsageError` before the update where torch stops in its second step: a parameter took no part in the
+        """Raise `UsageError` before the update where torch stops in its second step: a parameter was not used in the
         loss."""
         if phase == "optimizer" and (names := self.without_gradient()):
             raise UsageError(
@@ -291,9 +293,9 @@ class Replica:
 
 
 def limits_of(bucket_cap_mb: float | None) -> tuple[float, ...]:
-    """Return the bytes at which the first bucket and all later ones are full.
+    """Return the sizes in bytes at which the first bucket and all later ones are full.
 
-    Only torch's own size has a smaller first bucket (torch/nn/parallel/distributed.py: `_BucketCapacityConfig`).
+    Only torch's default size has a smaller first bucket (torch/nn/parallel/distributed.py: `_BucketCapacityConfig`).
 
     Args:
         bucket_cap_mb: Argument of DistributedDataParallel, in MiB.
@@ -303,15 +305,15 @@ def limits_of(bucket_cap_mb: float | None) -> tuple[float, ...]:
     return (int(bucket_cap_mb * MIB),)
 
 
-def assigned(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -> list[list[int]]:
-    """Return the tensors of each bucket, by their places, in the order in which the buckets fill up.
+def assign_buckets(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -> list[list[int]]:
+    """Return the tensors of each bucket, by their indices, in the order in which the buckets fill up.
 
-    A bucket holds one type. It takes tensors until its bytes reach the limit, the last one whole; each type goes
-    through the limits by itself (torch/csrc/distributed/c10d/reducer.cpp: `compute_bucket_assignment_by_size`).
+    A bucket holds one type. It takes tensors until its bytes reach the limit, with all of the last one; each type has
+    its own sequence of limits (torch/csrc/distributed/c10d/reducer.cpp: `compute_bucket_assignment_by_size`).
 
     Args:
         tensors: Type and bytes of each tensor.
-        limits: Bytes of each bucket; the last one counts for all further buckets.
+        limits: Bytes of each bucket; the last one applies to all further buckets.
     """
     full: list[list[int]] = []
     waiting: dict[Hashable, tuple[list[int], int]] = {}
@@ -330,8 +332,8 @@ def assigned(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -
 
 
 def _in_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors that are sent together."""
-    groups = assigned(((t.dtype, t.nbytes) for t in tensors), BROADCAST_LIMITS)
+    """Return the tensors in groups that are sent together."""
+    groups = assign_buckets(((t.dtype, t.nbytes) for t in tensors), BROADCAST_LIMITS)
     return [[tensors[place] for place in members] for members in groups]
 
 
@@ -340,7 +342,7 @@ def _flat(members: Sequence[Tensor]) -> Tensor:
 
 
 def dense_parameters(model: nn.Module) -> list[Tensor]:
-    """Return a model's parameters whose gradients lie in buckets: all but the weights of sparse embeddings
+    """Return a model's parameters whose gradients lie in buckets: all except the weights of sparse embeddings
     (torch/nn/parallel/distributed.py: `_build_params_for_reducer`)."""
     sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
     return [p for p in model.parameters() if id(p) not in sparse]

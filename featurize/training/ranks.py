@@ -1,7 +1,7 @@
-"""Operators of a rank in a traced job: which run on tensors that ranks share, and what is sent.
+"""Operators of a rank in a traced job: whether they run on tensors that ranks share, and their collectives.
 
-Start reading at `Ranks.ran`. A module of its own, since a job on one GPU does not need torch.distributed.tensor, whose
-import takes time.
+Start reading at `Ranks.ran`. It is a separate module, since a job on one GPU does not need torch.distributed.tensor,
+whose import is slow.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from featurize.recording.values import tensors_of
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND
 from featurize.training.streams import Streams
 
-# What process groups run, into tensors that they are given (torch/csrc/distributed/c10d/Ops.cpp), and what DTensor runs
-# beside the kernels until it is waited for (Functional.cpp).
+# Operators of process groups, into given tensors (torch/csrc/distributed/c10d/Ops.cpp), and those of DTensor, which run
+# beside the kernels until a wait (Functional.cpp).
 _KINDS = {
     **dict.fromkeys(
         (
@@ -74,18 +74,18 @@ class Ranks:
     def __init__(self, streams: Streams, axes: Mapping[str, str]) -> None:
         assert streams.recorder is not None
         self._recorder, self._streams, self._axes = streams.recorder, streams, axes
-        # Storage of a result -> its collective, and the inputs that live until it is over.
+        # Storage of a result -> its collective, and the inputs that live until it has ended.
         self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
 
     def ran(self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that sends, or waits for what was sent; `KERNEL` for one that computes. NotImplemented where
-        its tensors are shared among ranks: PyTorch then runs it on this one's part of them.
+        """Run an operator that sends, or waits for a collective; return `KERNEL` for one that computes. Returns
+        NotImplemented where its tensors are shared among ranks: PyTorch then runs it on this rank's part of them.
 
         Args:
             func: The operator.
             types: Types of its tensors.
-            args: On meta tensors.
-            kwargs: Likewise.
+            args: Its arguments, with meta tensors.
+            kwargs: Its keyword arguments.
         """
         if any(issubclass(tensor_type, DTensor | AsyncCollectiveTensor) for tensor_type in types):
             return NotImplemented
@@ -93,7 +93,7 @@ class Ranks:
         if name.startswith("aten::"):
             if not _is_composite(func):
                 return KERNEL
-            with self._recorder:  # what runs below DTensor was not taken apart above it
+            with self._recorder:  # operators below DTensor were not decomposed above it
                 return func.decompose(*args, **kwargs)
         if name == "_c10d_functional::wait_tensor":
             if (under_way := self._under_way.pop(args[0].untyped_storage()._cdata, None)) is not None:
@@ -114,18 +114,18 @@ class Ranks:
             self._streams.send(kind, _nbytes(args[:2]), axis, asynchronous=asynchronous)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        given, made = list(tensors_of(args[0])), list(tensors_of(out))
+        given, outputs = list(tensors_of(args[0])), list(tensors_of(out))
         if kind == ALL_TO_ALL:
             sizes = _argument(func, args, kwargs, "input_split_sizes", ())
-            kind = SEND if sum(size > 0 for size in sizes) == 1 < len(sizes) else kind  # all goes to one rank
-        number = self._streams.send(kind, _nbytes((given, made)), axis, asynchronous=True)
-        for tensor in made:
+            kind = SEND if sum(size > 0 for size in sizes) == 1 < len(sizes) else kind  # all data goes to one rank
+        number = self._streams.send(kind, _nbytes((given, outputs)), axis, asynchronous=True)
+        for tensor in outputs:
             self._recorder.made(tensor, name)
             self._under_way[tensor.untyped_storage()._cdata] = number, given
         return out
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Reset the state of the last step."""
         self._under_way.clear()
         self._streams.begin_step()
 
@@ -141,7 +141,7 @@ _is_composite = functools.cache(is_composite)
 
 
 def own_axis(group: Any) -> str:
-    """Return the name by which `fabrics_of` calls a process group that the model made itself, by the group's name."""
+    """Return the name that `fabrics_of` uses for a process group that the model made itself, from the group's name."""
     members = dist.get_process_group_ranks(_resolve_process_group(group))
     if len(members) == dist.get_world_size():
         return ""
@@ -156,5 +156,5 @@ def _argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], n
 
 
 def _nbytes(sides: Sequence[Any]) -> int:
-    """Return the bytes of the larger side: what is gathered, or scattered, or sent and received alike."""
+    """Return the bytes of the larger side: the gathered or scattered tensor, or the equal sides of an exchange."""
     return max((sum(tensor.nbytes for tensor in tensors_of(side)) for side in sides), default=0)

@@ -1,10 +1,10 @@
 """One rank of a job whose wrapper is PyTorch's own, in a trace: `fully_shard` itself runs, on meta tensors.
 
-Start reading at `ShardedRank`, which works within `pretended_ranks`. `shards_on_meta` lets `fully_shard` and FSDP1 work
-on meta tensors, and reports to a recorder what their memory is for; what it replaces is private to PyTorch, and real
-ranks test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py). `ring_attention`
-is context parallelism, for real ranks too: keys and values are gathered or rotated, and partial outputs merged by their
-log-sum-exp, by torch.distributed.tensor.experimental.
+Start reading at `ShardedRank`, which works within `pretended_ranks`. `shards_on_meta` makes `fully_shard` and FSDP1
+work on meta tensors, and reports the kinds of their memory to a recorder. The parts that it replaces are private to
+PyTorch; real ranks test it with the installed release (tests/featurize/test_sharded_ranks.py, test_flat_ranks.py).
+`ring_attention` is context parallelism, also for real ranks: keys and values are gathered or rotated, and partial
+outputs merged by their log-sum-exp, by torch.distributed.tensor.experimental.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from featurize.training.sharding import shard
 from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
 
-_lock = threading.RLock()  # groups and replacements are the process's: one trace at a time
+_lock = threading.RLock()  # groups and replacements are per process: one trace at a time
 
 
 class ShardedRank(ReplicatedRank):
-    """A rank of FSDP, tensor, context and expert parallelism, and of models that their own code spreads.
+    """A rank of FSDP, tensor, context and expert parallelism, and of models whose own code spreads them.
 
     Args:
         parallel: The job.
         mesh: The mesh of all ranks.
         streams: The GPU's streams.
-        experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
+        experts: Result of `featurize.training.experts.expert_mesh`, with `ep`.
     """
 
     divides_graphs = True
@@ -89,7 +89,8 @@ class ShardedRank(ReplicatedRank):
 
     @contextlib.contextmanager
     def intercept(self) -> Iterator[None]:
-        """While entered, attention is over the sequence of all ranks. Raises `UsageError` for models that fail then."""
+        """Make attention cover the sequence of all ranks while entered. Raises `UsageError` for models that then
+        fail."""
         if self._sequence is None:
             yield
             return
@@ -98,7 +99,7 @@ class ShardedRank(ReplicatedRank):
                 yield
         except CommandError:
             raise
-        except Exception as error:  # a model may raise anything of a part
+        except Exception as error:  # a model may raise anything on a part of its inputs
             operator, module = origin(error)
             raise UsageError(
                 f"parallel: cp divides the second dimension of the inputs, here of {self._length}, which has to be the "
@@ -117,18 +118,18 @@ class ShardedRank(ReplicatedRank):
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
         before = step.model
-        step.take(self._wrapped(step.model, inputs))
+        step.take(self._wrap(step.model, inputs))
         if step.model is not before:
-            self.recorder.name_modules(step.model)  # a wrapper runs operators of its own
+            self.recorder.name_modules(step.model)  # a wrapper runs its own operators
         if self.parallel.fsdp.cpu_offload:
             self.recorder.memory.hold_on_host(step.model.parameters())
 
-    def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+    def _wrap(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         if self.parallel.degrees.own == 1:
             return shard(model, self.parallel, self._mesh, self._experts)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass that looked for the target left the outermost one gathered
+                module.reshard()  # the forward pass that found the target left the outermost unit gathered
         self._spreads = any(is_shared(parameter) for parameter in model.parameters())
         return model
 
@@ -137,8 +138,8 @@ class ShardedRank(ReplicatedRank):
         super().begin_step()
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return the ranks' collectives in the last step. Raises `UsageError` for a model of `own` that has nothing to
-        do with other ranks."""
+        """Return the ranks' collectives in the last step. Raises `UsageError` for a model of `own` that does not
+        communicate with other ranks."""
         sent, ranks = self._streams.collectives(), self.parallel.ranks
         if not (self._spreads or sent):
             raise UsageError(
@@ -151,14 +152,14 @@ class ShardedRank(ReplicatedRank):
 
 @contextlib.contextmanager
 def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh, Streams, DeviceMesh | None]]:
-    """While entered, this process is one of a job's ranks, and PyTorch's wrappers work on meta tensors.
+    """Make this process one of a job's ranks while entered, with PyTorch's wrappers working on meta tensors.
 
     Args:
         parallel: The job.
-        rank: Its number, from 0. Of unevenly sharded parameters the first one has the largest part.
+        rank: The rank's number, from 0. The first rank has the largest part of unevenly sharded parameters.
 
     Yields:
-        What `ShardedRank` takes: the mesh, the streams, and the mesh of experts.
+        Arguments of `ShardedRank`: the mesh, the streams, and the mesh of experts.
     """
     streams = Streams()
     with _lock, pretended_mesh(parallel, rank) as mesh, shards_on_meta(streams), _quiet():
@@ -167,8 +168,8 @@ def pretended_ranks(parallel: Parallel, rank: int) -> Iterator[tuple[DeviceMesh,
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide warnings that the real job shows, too: of fully_shard on outputs that are views, of DTensor on reductions
-    one after the other."""
+    """Hide warnings that the real job shows too: of fully_shard on outputs that are views, and of DTensor on
+    consecutive reductions."""
     logger = logging.getLogger("torch.distributed")
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
@@ -191,16 +192,16 @@ def sequence_mesh(mesh: DeviceMesh, parallel: Parallel) -> DeviceMesh:
 
 @contextlib.contextmanager
 def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
-    """While entered, `scaled_dot_product_attention` attends to the sequence of all ranks.
+    """Make `scaled_dot_product_attention` attend to the sequence of all ranks while entered.
 
     Args:
         mesh: The mesh of the ranks that share the sequence, as `sequence_mesh` returns it.
         parallel: The job's layout.
 
     Raises:
-        UsageError: Attention with a mask, or of another kind than `cp_load_balance` goes with; no attention at all.
+        UsageError: Attention with a mask, or of a kind that `cp_load_balance` does not support; no attention at all.
     """
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring  # takes a while to import
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring  # a slow import
 
     methods = ring._RotateMethod
     method = methods.ALL_TO_ALL if parallel.context.cp_rotate == ROTATIONS[1] else methods.ALL_GATHER
@@ -227,7 +228,7 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
             raise UsageError(
                 "parallel: cp: balanced parts of the sequence are of causal attention only; give cp_load_balance=false"
             )
-        # Of [N, heads, L, E] each rank has a part of the sequence.
+        # Each rank has a part of the sequence of [N, heads, L, E].
         shared = (DTensor.from_local(tensor, mesh, [Shard(2)], run_check=False) for tensor in (query, key, value))
         more = {"enable_gqa": True} if enable_gqa else {}
         out = local(*shared, None, dropout_p, is_causal, scale=scale, **more)
@@ -253,7 +254,7 @@ def ring_attention(mesh: DeviceMesh, parallel: Parallel) -> Iterator[None]:
 
 def sequence_length(inputs: object) -> int:
     """Return the length of a batch's sequences: that of `input_ids`, or of the first tensor with two dimensions. Raises
-    `UsageError` where there is none."""
+    `UsageError` if there is none."""
     named = dict(named_tensors(inputs))
     first = named.get(_TOKENS) if _TOKENS in named else next((t for t in named.values() if t.dim() > _LENGTH), None)
     if first is None or first.dim() <= _LENGTH:
@@ -262,16 +263,16 @@ def sequence_length(inputs: object) -> int:
 
 
 def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, parallel: Parallel) -> tuple[Any, ...]:
-    """Return this rank's part of a batch: of each tensor that has the sequence's length in its second dimension.
+    """Return this rank's part of a batch: of each tensor with the sequence's length in its second dimension.
 
     Args:
         inputs: The batch of the ranks that share it.
-        target: Likewise; None: there is none.
+        target: The batch's target, or None.
         mesh: As `sequence_mesh` returns it.
         parallel: The job's layout.
 
     Raises:
-        UsageError: As `sequence_length`; the parts are not of the same length.
+        UsageError: As `sequence_length`; or the sequence does not divide into equal parts.
     """
     length, cp = sequence_length(inputs), parallel.degrees.cp
     parts = cp * (2 if _is_balanced(parallel) else 1)
@@ -301,15 +302,15 @@ def _is_balanced(parallel: Parallel) -> bool:
 _META = torch.device("meta")
 
 
-Replacement: TypeAlias = tuple[object, str, object]  # an owner, the name of its attribute, and what stands for that
+Replacement: TypeAlias = tuple[object, str, object]  # an owner, the name of its attribute, and the replacement
 
 
 @contextlib.contextmanager
 def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[None]:
-    """Within, meshes stand for GPUs that hold meta tensors.
+    """Make meshes represent GPUs that hold meta tensors while entered.
 
     Args:
-        streams: The GPU's streams. Their recorder is notified of resized storages and of what blocks are for.
+        streams: The GPU's streams. Their recorder is notified of resized storages and of kinds of blocks.
         device: The device that meta tensors report.
     """
 
@@ -328,12 +329,12 @@ def shards_on_meta(streams: Streams, device: torch.device = _META) -> Iterator[N
 
 
 def _around(owner: object, name: str, function: Callable[..., Any]) -> Replacement:
-    """Call a function with the one that it replaces, then with its arguments."""
+    """Return the replacement that calls `function` with the original, then with its arguments."""
     return owner, name, instead_of(getattr(owner, name), function)
 
 
 def _heard(owner: object, name: str, heard: Callable[..., None]) -> Replacement:
-    """Call `heard(result, *arguments)` after a function."""
+    """Return the replacement that calls `heard(result, *arguments)` after the original."""
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
@@ -344,7 +345,7 @@ def _heard(owner: object, name: str, heard: Callable[..., None]) -> Replacement:
 
 
 def _replacements_of_fully_shard(streams: Streams, device: torch.device) -> tuple[Replacement, ...]:
-    """Return what lets `fully_shard` and DTensor work on meta."""
+    """Return the replacements that make `fully_shard` and DTensor work on meta."""
 
     def foreach_reduce(
         reduce: Callable[..., Any], params: Any, gradients: list[torch.Tensor], *args: Any, **kwargs: Any
@@ -358,7 +359,7 @@ def _replacements_of_fully_shard(streams: Streams, device: torch.device) -> tupl
         finally:
             for parameter in on_host:
                 parameter.offload_to_cpu, parameter.sharded_param.grad = True, None
-        streams.name([out[0]], COMMUNICATION)  # which is kept until it was sent
+        streams.name([out[0]], COMMUNICATION)  # kept until it is sent
         return out
 
     inputs: property = vars(param.FSDPParam)["all_gather_inputs"]
@@ -389,7 +390,7 @@ def _replacements_of_fully_shard(streams: Streams, device: torch.device) -> tupl
 
 
 def _replacements_of_flat(streams: Streams, device: torch.device) -> tuple[Replacement, ...]:
-    """Return what makes FSDP1's flat parameters on meta stand for those on a GPU."""
+    """Return the replacements that make FSDP1's flat parameters on meta represent those on a GPU."""
 
     def init_device_handle(state: Any, *_: object) -> Any:
         state._device_handle = streams
@@ -437,13 +438,14 @@ def _copied_from_host(inputs: Callable[..., Any], parameter: param.FSDPParam) ->
 
 
 def _of_shape(value: Any) -> Any:
-    """Return what DTensor asks for shapes: on meta, also where the mesh is of GPUs, which this PyTorch may not know."""
+    """Return a value that DTensor uses for shapes on meta, even if the mesh is of GPUs that this PyTorch may not
+    know."""
     tensor = value.tensor_meta
     return torch.empty_strided(tensor.shape, tensor.stride, dtype=tensor.dtype, device=_META)
 
 
 def _unseen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """DTensor asks for the shapes of whole results: no kernels of this rank."""
+    """Call a function unrecorded: DTensor computes the shapes of whole results, without kernels of this rank."""
     with _disable_current_modes():
         return function(*args, **kwargs)
 
@@ -453,7 +455,7 @@ def _same_storage(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _catch_all_reshard(state: Any) -> None:
-    """Free what no hook of the backward pass has freed, such as a frozen unit whose inputs need no gradient."""
+    """Free units that no hook of the backward pass has freed, such as a frozen one whose inputs need no gradient."""
     handle = state._handle
     if handle is None:
         return
@@ -463,12 +465,12 @@ def _catch_all_reshard(state: Any) -> None:
 
 
 class ShardStates:
-    """The state of a model's shards.
+    """The state of a model's shards: gathered or free.
 
     Args:
-        model: With modules that `fully_shard` wrapped, or none.
-        recorder: Is not notified of what `bring_to` does.
-        streams: Likewise.
+        model: A model with or without modules that `fully_shard` wrapped.
+        recorder: The recorder, suspended in `bring_to`.
+        streams: The streams, suspended as well.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, streams: Streams) -> None:
@@ -481,10 +483,10 @@ class ShardStates:
         return tuple(tuple(group._sharded_state for group in state._fsdp_param_groups) for state in states)
 
     def bring_to(self, state: Hashable) -> None:
-        """Gather or free parameters, as they are in another state."""
+        """Gather or free parameters to restore a state."""
         if state == self.now():
             return
-        assert isinstance(state, tuple), "it was `now` before"
+        assert isinstance(state, tuple), "a result of `now`"
         with replaced(self._streams, "recorder", None), replaced(self._recorder, "paused", True):
             for module, wanted in zip(self._modules, state, strict=True):
                 if ShardedState.UNSHARDED in wanted:

@@ -1,8 +1,8 @@
-"""A model whose parameters are spread over ranks, wrapped as its user would wrap it, with tensor parallelism by plan.
+"""Spreads a model's parameters over ranks and wraps it as its user would, with tensor parallelism by plan.
 
-Start reading at `wrapped` for real ranks, and at `shard`, which is the same for a trace and for real ranks. Styles of
-`apply_plan` are named as in plans of transformers' models (`base_model_tp_plan`), and done by PyTorch's
-`parallelize_module`. Of a mixture, every rank has a part of each expert, and partial outputs are summed.
+Start reading at `wrap_for_rank` for real ranks, and at `shard`, which serves traces and real ranks alike. Styles of
+`apply_plan` have the names of plans of transformers' models (`base_model_tp_plan`), and are applied by PyTorch's
+`parallelize_module`. In a mixture, every rank has a part of each expert, and partial outputs are summed.
 """
 
 from __future__ import annotations
@@ -56,31 +56,31 @@ _STRATEGIES = {  # whether parameters are freed after the forward pass, whether 
 
 
 class FlatShards(FullyShardedDataParallel):
-    """The outermost wrapper of a model. `accumulates` says that micro-steps but the last leave gradients whole."""
+    """The outermost wrapper of a model. With `accumulates`, all micro-steps except the last keep full gradients."""
 
     accumulates = False
 
     def between_updates(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of all micro-steps of a step but the last."""
+        """Return the context of all micro-steps of a step except the last."""
         return self.no_sync() if self.accumulates else contextlib.nullcontext()
 
 
 def shard_flat(
     model: nn.Module, parallel: Parallel, mesh: DeviceMesh, chosen: Sequence[nn.Module], types: MixedPrecision
 ) -> FlatShards:
-    """Shard flat parameters, their gradients and optimizer state with FSDP1. Changes the model, and returns what
-    trains.
+    """Shard flat parameters, their gradients and optimizer state with FSDP1. Changes the model, and returns the wrapper
+    to train.
 
     Args:
-        model: Its optimizer is made afterwards.
+        model: The model, before its optimizer is made.
         parallel: The degrees and FSDP1's own settings.
         mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
-        chosen: The modules around which a wrapper goes, in addition to the model.
-        types: Those of gathered parameters and of reduced gradients.
+        chosen: The modules that get a wrapper, in addition to the model.
+        types: Types of gathered parameters and of reduced gradients.
 
     Raises:
-        UsageError: A unit has frozen and other parameters, which `use_orig_params=false` does not allow, or
-            parameters of several types.
+        UsageError: A unit has frozen and other parameters, which `use_orig_params=false` does not allow, or parameters
+            of several types.
     """
     shards = mesh.get_group("fsdp")
     replicas = parallel.degrees.ddp > 1
@@ -122,16 +122,16 @@ DTYPES: Mapping[str | None, torch.dtype | None] = {
 
 def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: DeviceMesh | None = None) -> nn.Module:
     """Split modules by plan, divide experts, then shard parameters, gradients and optimizer state with FSDP. Changes
-    the model, and returns what trains: the model itself, or FSDP1's wrapper of it.
+    the model, and returns the module to train: the model itself, or FSDP1's wrapper of it.
 
     Args:
-        model: Its optimizer is made afterwards.
+        model: The model, before its optimizer is made.
         parallel: The degrees and FSDP2's own settings.
         mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
-        experts: As `featurize.training.experts.expert_mesh` returns it, where there is `ep`.
+        experts: Result of `featurize.training.experts.expert_mesh`, with `ep`.
 
     Raises:
-        UsageError: There is no module of a class that `wrap` names; the plan or `ep` does not fit the model.
+        UsageError: No module is of a class in `wrap`, or the plan or `ep` does not fit the model.
     """
     if parallel.flat:
         types = MixedPrecision(
@@ -147,13 +147,13 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
 def split_modules(
     model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: DeviceMesh | None = None
 ) -> list[list[nn.Module]]:
-    """Split modules by plan and divide experts, where the layout has ranks that share them. Changes the model.
+    """Split modules by plan and divide experts, if the layout has ranks that share them. Changes the model.
 
     Args:
-        model, parallel, mesh, experts: As `shard`.
+        model, parallel, mesh, experts: As in `shard`.
 
     Returns:
-        Modules with the experts of each mixture, as `featurize.training.experts.divide_experts` does.
+        Modules with the experts of each mixture, as from `featurize.training.experts.divide_experts`.
     """
     if parallel.degrees.tp > 1:
         apply_plan(model, parallel.tensor.tp_plan, mesh["tp"], whole_experts=parallel.degrees.ep > 1)
@@ -170,14 +170,14 @@ def shard_units(
     experts: DeviceMesh | None = None,
     mixtures: Sequence[list[nn.Module]] = (),
 ) -> None:
-    """Shard parameters with FSDP2, where the layout does. Changes the model.
+    """Shard parameters with FSDP2, if the layout does. Changes the model.
 
     Args:
         model: The model. Its parameters outside of the units are one more unit.
         parallel: The degrees and FSDP2's own settings.
-        mesh: As `shard`.
-        chosen: What `units` returns.
-        experts: As `shard`.
+        mesh: As in `shard`.
+        chosen: Result of `units`.
+        experts: As in `shard`.
         mixtures: Modules with the experts of each mixture, as `divide_experts` returns them.
     """
     if parallel.sharded == 1:
@@ -188,7 +188,7 @@ def shard_units(
         ),
         "offload_policy": CPUOffloadPolicy() if parallel.fsdp.cpu_offload else OffloadPolicy(),
     }
-    if parallel.fsdp.reshard_after_forward is not None:  # torch 2.6 does not take None for its own choice
+    if parallel.fsdp.reshard_after_forward is not None:  # torch 2.6 does not accept None for its own choice
         options["reshard_after_forward"] = parallel.fsdp.reshard_after_forward
     if experts is not None:
         _shard_experts(mixtures, parallel, experts, options)
@@ -200,15 +200,16 @@ def shard_units(
 def _shard_experts(
     mixtures: Sequence[list[nn.Module]], parallel: Parallel, mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
-    """Spread each rank's experts over those that have the same ones, in units of their own."""
-    kept = parallel.fsdp.reshard_after_forward
-    if isinstance(kept, int) and not isinstance(kept, bool):
+    """Spread each rank's experts over the ranks that have the same ones, in separate units."""
+    reshard = parallel.fsdp.reshard_after_forward
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
         options = {**options, "reshard_after_forward": True}
     expert_mesh = mesh[EXPERT_REPLICAS, EXPERT_SHARDS] if parallel.degrees.ddp > 1 else mesh[EXPERT_SHARDS]
     ranks = parallel.expert_shards
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        """Spread fewer experts than ranks along their next dimension, as torchtitan: FSDP2 would gather padding."""
+        """Spread fewer experts than ranks along their next dimension, as torchtitan does: FSDP2 would gather
+        padding."""
         few = parameter.dim() > 1 and len(parameter) < ranks and parameter.shape[1] % ranks == 0
         return Shard(1) if few else None
 
@@ -216,39 +217,39 @@ def _shard_experts(
         unit = fully_shard(modules, mesh=expert_mesh, shard_placement_fn=place, **options)
         for part in unit:
             if isinstance(part, FSDPModule):
-                # Of an expert's gradients, all ranks' batches are the mean: a sum, divided by itself.
+                # The gradient of an expert is the mean over all ranks' batches: a sum, divided by itself.
                 part.set_gradient_divide_factor(float(parallel.degrees.ddp * parallel.sharded))
                 part.set_force_sum_reduction_for_comms(ranks > 1)
 
 
 def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules whose parameters are gathered together, inner ones first; the rest is the model's own unit.
+    """Return the modules whose parameters are gathered together, inner ones first; others are the model's own unit.
 
     Args:
         model: The modules' model.
-        classes: Names of their classes. None: the repeated blocks; none of these where the model has none.
+        classes: Names of their classes. None: the repeated blocks, if the model has any.
     """
     if classes is None:
         return repeated_blocks(model)
     chosen = [module for module in model.modules() if type(module).__name__ in classes and module is not model]
     known = {type(module).__name__ for module in chosen}
     if missing := [name for name in classes if name not in known]:
-        there = sorted({type(module).__name__ for module in model.modules() if any(module.children())})
+        present = sorted({type(module).__name__ for module in model.modules() if any(module.children())})
         raise UsageError(
-            f"parallel: wrap: the model has no module of class {', '.join(missing)}; it has {', '.join(there)}"
+            f"parallel: wrap: the model has no module of class {', '.join(missing)}; it has {', '.join(present)}"
         )
     return chosen[::-1]
 
 
-def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
-    """Return the model as a rank trains it: in `DistributedDataParallel`, or its parts of what ranks share.
+def wrap_for_rank(model: nn.Module, parallel: Parallel) -> nn.Module:
+    """Return the model as a rank trains it: in `DistributedDataParallel`, or as its parts of shared tensors.
 
     Args:
         model: On this rank's device, with the parameters and types that it trains with.
         parallel: The job's layout. The default process group has its ranks.
 
     Raises:
-        UsageError: A mode that real ranks do not run in yet; a plan or a class that the model does not have.
+        UsageError: A mode that real ranks do not run in yet; a plan or a class that does not fit the model.
     """
     unknown = [mode for mode in parallel.modes if mode not in WRAPPED]
     if unknown:
@@ -264,7 +265,7 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
         device = next(model.parameters()).device.type
         names = tuple(parallel.axes)
         return shard(model, parallel, init_device_mesh(device, tuple(parallel.axes.values()), mesh_dim_names=names))
-    # torch 2.13 warns of the argument, whatever it is, and has no other that means the same.
+    # torch 2.13 warns about this argument, whatever its value, and has no other with the same meaning.
     buffers: dict[str, Any] = {} if parallel.ddp.broadcast_buffers else {"broadcast_buffers": False}
     return nn.parallel.DistributedDataParallel(
         model,
@@ -277,11 +278,11 @@ def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
 
 
 class LocalOptimizer:
-    """Updates parts of parameters; gradients are read, and freed, where the wrapper leaves them.
+    """Updates parts of parameters; reads and frees gradients where the wrapper leaves them.
 
     Args:
         parameters: Parameters of the wrapped model.
-        make: Returns an elementwise optimizer of some parameters.
+        make: Returns an elementwise optimizer for given parameters.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class LocalOptimizer:
 
     @property
     def state(self) -> Any:
-        """The optimizer's own."""
+        """The state of the wrapped optimizer."""
         return self._optimizer.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -336,13 +337,13 @@ def apply_plan(
     """Split a model's modules over the ranks of a mesh. Changes the model.
 
     Args:
-        model: Its optimizer is made afterwards.
-        plan: Path of a module, with `*` for any part of it -> its style, of `STYLES`. None: the model's own.
+        model: The model, before its optimizer is made.
+        plan: Path of a module, with `*` for any part of it -> its style, of `STYLES`. None: the model's own plan.
         mesh: The mesh of the ranks that share each module.
-        whole_experts: Rules of mixtures are left out, as their experts are divided.
+        whole_experts: Whether rules of mixtures are skipped, as their experts are divided.
 
     Raises:
-        UsageError: There is no plan, it names no module or an unknown style, or heads do not divide.
+        UsageError: There is no plan, it has an unknown path or style, or heads do not divide.
     """
     chosen = own_plan(model) if plan is None else dict(plan)
     if not chosen:
@@ -358,14 +359,16 @@ def apply_plan(
     if not whole_experts:
         split_experts(model, of_experts, mesh)
     _require_whole_heads(model, styles, mesh.size())
-    plan_made = {path: made for path, style in styles.items() if (made := STYLES[style]()) is not None}
-    # Without a rank whose weights the others would be sent.
+    plan_made = {
+        path: parallel_style for path, style in styles.items() if (parallel_style := STYLES[style]()) is not None
+    }
+    # No rank's weights are sent to the others.
     parallelize_module(model, mesh, plan_made, src_data_rank=None)
     return model
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a model of transformers brings along, by paths within this module; empty for others."""
+    """Return the plan in the code of a transformers model, by paths within this module; empty for others."""
     for path, module in model.named_modules():
         plan = getattr(module, "_tp_plan", None) or getattr(module, "tp_plan", None)
         if isinstance(plan, Mapping) and plan:
@@ -378,7 +381,7 @@ def styles_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Return the style of each module that a plan names, by its path.
 
     Raises:
-        UsageError: A name of the plan fits no module.
+        UsageError: A path of the plan matches no module.
     """
     paths = [path for path, _ in model.named_modules() if path]
     styles: dict[str, str] = {}
@@ -393,7 +396,7 @@ def styles_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _require_whole_heads(model: nn.Module, styles: Mapping[str, str], ranks: int) -> None:
-    """Raise `UsageError` where a module with heads has parts that are split, and its heads cannot be."""
+    """Raise `UsageError` where parts of a module with heads are split, and its heads do not divide."""
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
         if not any(inner.startswith(f"{path}.") for inner in styles) or not _ATTENTION.search(path):
@@ -412,31 +415,31 @@ def _some(paths: list[str]) -> str:
 
 
 STYLE = "moe_tp_experts"
-# Style of a parameter -> the dimension that is split. Of packed ones each rank has a part of either half.
+# Style of a parameter -> the dimension that is split. Of packed ones, each rank has a part of either half.
 OF_PARAMETERS: Mapping[str, int] = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
 
 
 def rules_of_experts(plan: Mapping[str, str]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Return the rules of a plan that are of experts, path of their module -> name of a parameter -> style, and the
-    others."""
+    """Return the rules of a plan that apply to experts, path of their module -> name of a parameter -> style, and the
+    other rules."""
     paths = [path for path, style in plan.items() if style == STYLE]
     of_experts: dict[str, dict[str, str]] = {path: {} for path in paths}
-    rest = {}
+    others = {}
     for path, style in plan.items():
         owner, _, name = path.rpartition(".")
         if owner in of_experts and style in OF_PARAMETERS:
             of_experts[owner][name] = style
         elif path not in of_experts:
-            rest[path] = style
-    return of_experts, rest
+            others[path] = style
+    return of_experts, others
 
 
 def split_experts(model: nn.Module, rules: Mapping[str, Mapping[str, str]], mesh: DeviceMesh) -> None:
     """Split parameters of experts over the ranks of a mesh. Changes the model.
 
     Args:
-        model: Its optimizer is made afterwards.
-        rules: As `rules_of_experts` returns them.
+        model: The model, before its optimizer is made.
+        rules: Result of `rules_of_experts`.
         mesh: The mesh of the ranks that share each module.
 
     Raises:
@@ -486,20 +489,20 @@ def _sum_gradients(
 
 @contextlib.contextmanager
 def _own_parts(module: nn.Module) -> Iterator[None]:
-    """While entered, a module's parameters are this rank's parts, as plain tensors."""
-    whole = dict(module._parameters)
+    """Make a module's parameters this rank's parts while entered, as plain tensors."""
+    parameters = dict(module._parameters)
     parts: dict[str, Any] = {
-        name: value.to_local() if isinstance(value, DTensor) else value for name, value in whole.items()
+        name: value.to_local() if isinstance(value, DTensor) else value for name, value in parameters.items()
     }
     module._parameters.update(parts)
     try:
         yield
     finally:
-        module._parameters.update(whole)
+        module._parameters.update(parameters)
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of all ranks' tensors, in place; each rank's own gets the gradient as it is."""
+    """The sum of all ranks' tensors, in place; each rank's own tensor gets the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -513,7 +516,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _SummedGradient(torch.autograd.Function):
-    """A tensor that all ranks have; its gradient is the sum of theirs."""
+    """A tensor that all ranks have; its gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, shared: Tensor, group: dist.ProcessGroup) -> Tensor:

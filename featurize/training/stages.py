@@ -1,9 +1,9 @@
 """A model cut into the stages of a pipeline, each with a part of the repeated blocks, and passes that repeat.
 
-Start reading at `surveyed`, which looks at the whole model, and at `cut`. What runs before the blocks belongs to the
-first stage, what runs after them to the last one. `RepeatedPasses.run` runs one pass of a stage and notes its
-operators, its collectives, and when memory is taken and given back; that record stands for other micro-batches, which
-return tensors that stand for what the stage would have computed.
+Start reading at `survey_model`, which inspects the whole model, and at `cut`. Code before the blocks belongs to the
+first stage, code after them to the last one. `RepeatedPasses.run` runs one pass of a stage and notes its operators, its
+collectives, and its allocations and frees. That record is repeated for other micro-batches, with tensors in place of
+the stage's results.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
     from featurize.training.sharded_rank import ShardStates
 
 
-BEFORE = -1  # the place of what runs before the first member
+BEFORE = -1  # the place of code before the first member
 
 
-# Puts the tensor that the next member takes into the form in which a member returns it: alone, or before other things.
+# Puts a member's input tensor into the form in which a member returns it: alone, or before other values.
 Form: TypeAlias = Callable[[Tensor], Any]
 
 
 @dataclass
 class Survey:
-    """A model's members in the order in which they run, and who uses which parameter.
+    """A model's members in the order in which they run, and the members that use each parameter.
 
     container  the container whose members the stages share
     names      the members' names within the container
     paths      the members' paths within the model
-    blocks     places of the repeated blocks among them; all places where there are none
-    outputs    place -> a tensor like that which the next member takes
-    forms      place -> in what form it is given
-    inputs     place -> a tensor like that which the member takes, where the model computes it of what the one before
-               returned
-    uses       parameter (by its id) -> places where it is used; the number of members: after all of them
+    blocks     places of the repeated blocks among them; all places if there are none
+    outputs    place -> a tensor like the one that the next member takes
+    forms      place -> the form in which it is returned
+    inputs     place -> a tensor like the one that the member takes, if the model computes it from the previous member's
+               output
+    uses       id of a parameter -> places where it is used; the number of members stands for code after all of them
     result     the tensor among the model's outputs that the loss is computed from
     """
 
@@ -76,32 +76,32 @@ class Survey:
         return [self.container._modules[name] for name in self.names]  # type: ignore[misc]
 
 
-def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype | None = None) -> Survey:
-    """Run a model once, and return what its stages need to know of it.
+def survey_model(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype | None = None) -> Survey:
+    """Run a model once, and return the survey that its stages need.
 
     Args:
-        model: The whole one, on the meta device.
+        model: The whole model, on the meta device.
         inputs: Inputs of one micro-batch.
-        stages: Their number.
-        dtype: Type to which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: as
-            they are.
+        stages: Number of stages.
+        dtype: Type to which `fully_shard` casts parameters and inputs of the units (`MixedPrecisionPolicy`); None: no
+            cast.
 
     Raises:
-        UsageError: The model has no blocks in one container, or these pass one another more than a tensor.
+        UsageError: The model has no blocks in one container, or these pass more than a tensor to each other.
     """
     survey = _line_of(model, stages)
     watch = _Uses(model, survey, dtype)
     with contextlib.ExitStack() as hooks, watch:
         for place, member in enumerate(survey.members()):
-            entered, left = functools.partial(watch.entered, place), functools.partial(watch.left, place)
-            hooks.enter_context(member.register_forward_pre_hook(entered, with_kwargs=True))
-            hooks.enter_context(member.register_forward_hook(left))
+            on_entry, on_exit = functools.partial(watch.entered, place), functools.partial(watch.left, place)
+            hooks.enter_context(member.register_forward_pre_hook(on_entry, with_kwargs=True))
+            hooks.enter_context(member.register_forward_hook(on_exit))
         survey.result = like(result_of(call(model, cast(Inputs, mapped(inputs, watch.cast)))))
     if lacking := [path for place, path in enumerate(survey.paths) if place not in survey.forms]:
         raise UsageError(f"parallel: pp: {lacking[0]} does not run in the forward pass, so no stage has it")
     for path, parameter in model.named_parameters():
         if id(parameter) not in survey.uses:
-            # No operator was seen to use it.
+            # No operator used it.
             members = (place for place, member in enumerate(survey.paths) if path.startswith(f"{member}."))
             survey.uses[id(parameter)] = {next(members, BEFORE)}
     return survey
@@ -110,20 +110,21 @@ def surveyed(model: nn.Module, inputs: Inputs, stages: int, dtype: torch.dtype |
 def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
     """Return the places at which the stages begin, and the end of the last one.
 
-    As many blocks to each stage, as Megatron does it. Blocks that stages do not divide are spread as torchtitan does it
-    (`generate_llm_fqn_per_model_part`): parameters used before them count as one more, those used after, too.
+    Each stage gets equally many blocks, as in Megatron. Blocks that the stages do not divide are spread as in
+    torchtitan (`generate_llm_fqn_per_model_part`): parameters before them count as one block, and so do those after
+    them.
 
     Raises:
-        UsageError: There are fewer blocks than stages, a path that is not a member's, or a stage begins with a member
-            that takes another kind of tensor than the one before returns.
+        UsageError: There are fewer blocks than stages, a path is not a member's, or a stage begins with a member that
+            takes another kind of tensor than the previous one returns.
     """
     starts = _chosen_starts(survey, parallel)
     for place in starts[1:-1]:
-        given, taken = survey.outputs[place - 1], survey.inputs.get(place)
-        if taken is not None and (taken.shape, taken.dtype) != (given.shape, given.dtype):
+        given, accepted = survey.outputs[place - 1], survey.inputs.get(place)
+        if accepted is not None and (accepted.shape, accepted.dtype) != (given.shape, given.dtype):
             raise UsageError(
                 f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({_describe(given)}) before "
-                f"{survey.paths[place]} takes it ({_describe(taken)}), so that no stage begins between the two; "
+                f"{survey.paths[place]} takes it ({_describe(accepted)}), so that no stage begins between the two; "
                 f"stage_starts names other modules, {EXAMPLE_STARTS}"
             )
     return starts
@@ -157,13 +158,13 @@ def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
 
 
 def _even(count: int, stages: int) -> list[int]:
-    each, more = divmod(count, stages)
-    return [each + (stage < more) for stage in range(stages)]
+    quotient, remainder = divmod(count, stages)
+    return [quotient + (stage < remainder) for stage in range(stages)]
 
 
 def _line_of(model: nn.Module, stages: int) -> Survey:
     blocks = repeated_blocks(model)
-    # The outermost one of enough members.
+    # The outermost container with enough members.
     sequences = (
         sequence for sequence in model.modules() if isinstance(sequence, nn.Sequential) and len(sequence) >= stages
     )
@@ -186,12 +187,12 @@ def _line_of(model: nn.Module, stages: int) -> Survey:
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which member runs while a parameter is used, and what each one returns."""
+    """Notes the running member for each use of a parameter, and the output of each member."""
 
     def __init__(self, model: nn.Module, survey: Survey, dtype: torch.dtype | None) -> None:
         super().__init__()
         self._survey, self._now, self._dtype = survey, BEFORE, dtype
-        self._given: Any = None  # by the last member
+        self._given: Any = None  # output of the last member
         self._parameters = {id(parameter) for parameter in model.parameters()}
 
     def __torch_function__(
@@ -207,7 +208,7 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def cast(self, value: Any) -> Any:
-        """Return a tensor of floats in the type that modules compute in, and anything else as it is."""
+        """Return a floating-point tensor in the type that modules compute in, and other values unchanged."""
         floats = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self._dtype) if floats and self._dtype is not None else value
 
@@ -219,9 +220,9 @@ class _Uses(TorchFunctionMode):
                 "no cut between the two is a stage's"
             )
         self._now = place
-        taken = _first_tensor(args, kwargs)
-        if taken is not None and taken is not self._given:
-            self._survey.inputs[place] = like(taken)
+        accepted = _first_tensor(args, kwargs)
+        if accepted is not None and accepted is not self._given:
+            self._survey.inputs[place] = like(accepted)
         return tree_map(self.cast, (args, kwargs))
 
     def left(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -249,10 +250,10 @@ def _form_of(output: Any, path: str) -> tuple[Form, Tensor]:
 
 
 def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of the same form on meta, without what made it.
+    """Return a tensor of the same form on meta, without its history.
 
     Args:
-        dtype: Its type; None: the same.
+        dtype: Type of the result; None: the same.
     """
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="meta", requires_grad=tensor.requires_grad
@@ -260,7 +261,8 @@ def like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def result_of(output: Any) -> Tensor:
-    """Return the tensor among what a model gives that the loss is computed from. Raises `UsageError` for none."""
+    """Return the tensor among a model's outputs that the loss is computed from. Raises `UsageError` if there is
+    none."""
     if not isinstance(logits := logits_of(output), Tensor):
         raise UsageError(
             f"parallel: pp: the model's output ({type(output).__name__}) holds no logits, which the last stage returns"
@@ -285,10 +287,10 @@ def _some(paths: Sequence[str]) -> str:
 
 
 class Stage:
-    """A model that runs as one stage, made by `cut`: its first argument is what the stage before returned.
+    """A model that runs as one stage, made by `cut`: its first argument is the previous stage's output.
 
-    first, last   whether it is the first or the last one
-    received, given   tensors like those that it receives and gives; the first stage receives none
+    first, last   whether it is the first or the last stage
+    received, given   tensors like its input and its output; the first stage receives none
     """
 
     def __init__(self, model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) -> None:
@@ -303,15 +305,15 @@ class Stage:
         self._output: Any = None
 
     def take_over(self) -> None:
-        """Make the model run as this stage. What its own hooks see and change stays its whole forward pass."""
-        own = ("_forward_pre_hooks", "_forward_hooks", "forward")
-        self._own = {name: getattr(self.model, name) for name in own}
-        self._own |= {"_backward_hooks": {}, "_backward_pre_hooks": {}}  # these are the stage's
+        """Make the model run as this stage. Its own hooks still apply to its whole forward pass."""
+        replaced_names = ("_forward_pre_hooks", "_forward_hooks", "forward")
+        self._own = {name: getattr(self.model, name) for name in replaced_names}
+        self._own |= {"_backward_hooks": {}, "_backward_pre_hooks": {}}  # these apply to the stage
         vars(self.model).update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict(), forward=self._run)
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's whole forward pass, with its own hooks. No copy runs it: what a model keeps on itself, its
-        members and hooks may read."""
+        """Run the model's whole forward pass, with its own hooks. It is not run on a copy, as members and hooks may
+        read attributes of the model."""
         with contextlib.ExitStack() as entered:
             for name, value in self._own.items():
                 entered.enter_context(replaced(self.model, name, value))
@@ -337,12 +339,12 @@ class Stage:
             torch.set_grad_enabled(enabled)
 
     def output(self) -> Any:
-        """Return all that the last stage returned, once: schedules know tensors only."""
+        """Return the last stage's full output, once: schedules handle tensors only."""
         output, self._output = self._output, None
         return output
 
     def arrived(self, _taken: Tensor | None) -> Tensor:
-        """Return the result of the stage before: from here on, this stage runs."""
+        """Return the previous stage's result: from here on, this stage runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
         self.pause(False)
@@ -350,8 +352,8 @@ class Stage:
         return arriving
 
     def leave(self, path: str, example: Tensor, taken: Tensor | None) -> Tensor:
-        """Take the result that is passed on, and return what stands for the next member's: another stage runs from here
-        on. Raises `UsageError` with that member's path where it takes no tensor."""
+        """Store the result that is passed on, and return a tensor in place of the next member's: another stage runs
+        from here on. Raises `UsageError` with that member's path if it takes no tensor."""
         if taken is None:
             raise UsageError(
                 f"parallel: pp: {path} takes its tensor inside another argument, or none, and stages send each other "
@@ -367,17 +369,17 @@ class Stage:
 
 
 def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) -> Stage:
-    """Leave in a model what one stage needs. Changes the model.
+    """Reduce a model to one stage. Changes the model.
 
-    Modules outside of the blocks stay, so that what they compute without parameters (positions, masks) is there in
-    each stage; they run unrecorded where it is not theirs.
+    Modules outside of the blocks stay, so that values that they compute without parameters (positions, masks) exist in
+    each stage; they run unrecorded in the other stages.
 
     Args:
-        model: The whole one, as it was surveyed.
+        model: The whole model, as it was surveyed.
         survey: The model's survey.
         begin: Place of the stage's first member.
         end: The place after its last one.
-        inputs: One micro-batch. Stages after the first need it for what they compute from it themselves.
+        inputs: One micro-batch. Stages after the first need it for values that they compute from it.
     """
     places = set(range(begin, end))
     places |= {BEFORE} if begin == 0 else set()
@@ -408,7 +410,7 @@ def _pass_by(example: Tensor, _taken: Tensor | None) -> Tensor:
 
 
 class _Placeholder(nn.Module):
-    """Replaces a member of another stage: `give(tensor that comes in)` is what the next member takes."""
+    """Replaces a member of another stage: `give(input tensor)` is the next member's input."""
 
     def __init__(self, form: Form, give: Callable[[Tensor | None], Tensor]) -> None:
         super().__init__()
@@ -436,7 +438,7 @@ class _Result(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A storage that outlives passes: the block that it held before a pass, and the one that it holds afterwards."""
+    """A storage that outlives passes: its block before a pass, and its block after it."""
 
     storage: int
     before: int
@@ -447,7 +449,7 @@ class _Held(NamedTuple):
 class _Batch:
     """A micro-batch on its way through one stage.
 
-    kept        blocks that its passes so far took for a later one; None: given back, or a result since
+    kept        blocks that its passes so far allocated for a later one; None: freed, or returned since
     signatures  signatures of these blocks
     spans       operators of the passes so far
     """
@@ -457,7 +459,7 @@ class _Batch:
     spans: list[tuple[int, int]] = field(default_factory=list)
 
     def keep(self, blocks: Iterable[int], memory: BlockRecord) -> None:
-        """Keep blocks for a later pass."""
+        """Add blocks for a later pass."""
         for block in blocks:
             self.kept.append(block)
             self.signatures.append(memory.blocks[block])
@@ -467,11 +469,11 @@ class _Memory(NamedTuple):
     """The memory events of a pass.
 
     stretch  its events
-    used     block that earlier passes of the micro-batch kept, and this one uses up -> its place among these
-    held     storages that hold another block before each pass
-    keeps    blocks that it takes for a later pass
+    used     block that earlier passes of the micro-batch kept, and this one uses -> its index among these
+    held     storages with another block before each pass
+    keeps    blocks that it allocates for a later pass
     results  its results
-    kept     signatures of what earlier passes of the micro-batch took for later ones
+    kept     signatures of blocks that earlier passes of the micro-batch allocated for later ones
     """
 
     stretch: Stretch
@@ -484,12 +486,12 @@ class _Memory(NamedTuple):
 
 @dataclass
 class _Note:
-    """The record of a pass. Numbers of operators are those of its step."""
+    """The record of a pass. Numbers of operators count from the start of its step."""
 
     memory: _Memory
     operators: list[Operator]
     sent: list[SentNote]
-    spans: list[tuple[int, int]]  # the operators of the micro-batch's passes so far, of this one last
+    spans: list[tuple[int, int]]  # operators of the micro-batch's passes so far, with this one last
     state: Hashable  # state of the stage's shards afterwards
     began: Since
     before: Moments  # the streams' moments
@@ -497,16 +499,16 @@ class _Note:
 
 
 class RepeatedPasses:
-    """Runs passes of the stages of one rank, or repeats those that were noted.
+    """Runs passes of the stages of one rank, or repeats recorded ones.
 
     Args:
         recorder: The step's recorder.
         streams: The GPU's streams.
         states: States of each stage's shards: passes repeat others that begin in the same state.
-        noted: Stage -> micro-batches whose passes run, and are noted, in the first run of the schedule. None: all
-            passes run in every one.
-        unlike: Micro-batches that run in every one, since no other is like them.
-        values_differ: Micro-batches hold other numbers than others, so that what reads numbers does not repeat.
+        noted: Stage -> micro-batches whose passes run, and are recorded, in the first run of the schedule. None: all
+            passes run in every run.
+        unlike: Micro-batches whose passes always run, since no other is like them.
+        values_differ: Whether micro-batches have different values, so that passes that read values do not repeat.
     """
 
     def __init__(
@@ -541,7 +543,7 @@ class RepeatedPasses:
             compute: Runs the pass.
 
         Raises:
-            DoesNotRepeat: It cannot be repeated.
+            DoesNotRepeat: The pass cannot be repeated.
         """
         if self._noted is None:
             return compute()
@@ -552,7 +554,7 @@ class RepeatedPasses:
         if self._schedules > 1 or micro_batch not in self._noted[stage]:
             if key not in self._notes:
                 raise DoesNotRepeat(f"no {kind} pass of stage {stage} was noted in the same state")
-            return self._repeated(self._notes[key], stage, batch)
+            return self._repeat(self._notes[key], stage, batch)
         recorder, memory = self._recorder, self._recorder.memory
         mark, began = memory.mark(), self._streams.since()
         decided, before = recorder.decided, self._streams.moments()
@@ -572,12 +574,12 @@ class RepeatedPasses:
         )
         return results
 
-    # -- repeating one
+    # -- repeating a pass
 
-    def _repeated(self, note: _Note, stage: int, batch: _Batch) -> list[Tensor | None]:
+    def _repeat(self, note: _Note, stage: int, batch: _Batch) -> list[Tensor | None]:
         recorder, now = self._recorder, self._streams.since()
         batch.spans.append((now.operators, now.operators + len(note.operators)))
-        known = self._remembered(note.memory, batch)
+        known = self._repeat_memory(note.memory, batch)
         if recorder.log.keep_operators:
             recorder.log.operators.extend(_move(operator, note.spans, batch.spans) for operator in note.operators)
         later = Since(now.operators - note.began.operators, now.collectives - note.began.collectives)
@@ -592,8 +594,8 @@ class RepeatedPasses:
         self._states[stage].bring_to(note.state)
         return results
 
-    def _remembered(self, note: _Memory, batch: _Batch) -> dict[int, int]:
-        """Note what a pass does to memory again; return its blocks, and those that stand for them."""
+    def _repeat_memory(self, note: _Memory, batch: _Batch) -> dict[int, int]:
+        """Repeat a pass's effect on memory; return the recorded blocks with their replacements."""
         memory = self._recorder.memory
         if batch.signatures != note.kept:
             raise DoesNotRepeat("what passes keep differs")
@@ -629,57 +631,57 @@ def _memory_of(
     Args:
         memory: The step's memory.
         stretch: The pass's events.
-        batch: The pass's micro-batch, which is told what is kept.
+        batch: The pass's micro-batch, to which kept blocks are added.
         results: The pass's results.
-        ends: It is the micro-batch's last one.
+        ends: Whether it is the micro-batch's last one.
 
     Raises:
-        DoesNotRepeat: It frees or returns what belongs to another pass, or leaves memory behind at the end.
+        DoesNotRepeat: It frees or returns memory of another pass, or leaves memory behind at the end.
     """
-    kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
+    place_of_kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
     placed = [result if result is None else _result_of(memory, result) for result in results]
     given = [result.block for result in placed if result is not None]
-    left = [block for block in stretch.leaving if block not in given]
-    held = [_hold(memory, block, left) for block in stretch.entering if block not in kept]
-    used = {block: kept[block] for block in (*stretch.entering, *given) if block in kept}
+    leaving = [block for block in stretch.leaving if block not in given]
+    held_storages = [_hold(memory, block, leaving) for block in stretch.entering if block not in place_of_kept]
+    used = {block: place_of_kept[block] for block in (*stretch.entering, *given) if block in place_of_kept}
     if not set(given) <= {*used, *stretch.leaving}:
         raise DoesNotRepeat("a pass gives what was there before")
     for place in used.values():
         batch.kept[place] = None
-    if ends and left:
-        raise DoesNotRepeat(f"a backward pass leaves memory behind: {memory.blocks[left[0]][2:4]}")
+    if ends and leaving:
+        raise DoesNotRepeat(f"a backward pass leaves memory behind: {memory.blocks[leaving[0]][2:4]}")
     if ends and any(block is not None for block in batch.kept):
         raise DoesNotRepeat("the backward pass leaves what the forward pass took")
-    batch.keep(left, memory)
-    return _Memory(stretch, used, held, left, placed, signatures)
+    batch.keep(leaving, memory)
+    return _Memory(stretch, used, held_storages, leaving, placed, signatures)
 
 
-def _hold(memory: BlockRecord, before: int, left: list[int]) -> _Held:
-    """Return the storage whose block a pass frees, with the one that it takes in its place, which is taken out
-    of those that it leaves."""
+def _hold(memory: BlockRecord, before: int, leaving: list[int]) -> _Held:
+    """Return the storage whose block a pass frees, with the block that it allocates in its place, which is removed from
+    `leaving`."""
     about, storage = memory.blocks[before], memory.storage_of(before)
     resized = (
         candidate
-        for candidate in left
+        for candidate in leaving
         if memory.storage_of(candidate) == storage and memory.blocks[candidate][1:] == about[1:]
     )
-    after = next(resized, None) or next((candidate for candidate in left if memory.blocks[candidate] == about), None)
+    after = next(resized, None) or next((candidate for candidate in leaving if memory.blocks[candidate] == about), None)
     if after is None:
         raise DoesNotRepeat("a pass gives back what another one took")
-    left.remove(after)
+    leaving.remove(after)
     return _Held(memory.storage_of(after), before, after)
 
 
 def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     try:
-        block = memory.block_of(getattr(tensor, "elem", tensor))  # the block that a collective makes
+        block = memory.block_of(getattr(tensor, "elem", tensor))  # for the result of a collective
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def _move(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
-    """Return the operator of a repeated pass, with the sources of its own micro-batch; others count as there before."""
+    """Return the operator of a repeated pass, with sources in its own micro-batch; other sources stay the same."""
 
     def source(number: int) -> int:
         for (begin, end), (to, last) in zip(noted, now, strict=True):

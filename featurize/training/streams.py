@@ -1,6 +1,6 @@
-"""The streams of a GPU in a trace: on which one memory is taken, and which collectives its kernels wait for.
+"""The streams of a GPU in a trace: the stream of each allocation, and the collectives that kernels wait for.
 
-Start reading at `Streams`, which stands for `torch.cuda` where PyTorch's wrappers ask a device for its streams.
+Start reading at `Streams`, which replaces `torch.cuda` where PyTorch's wrappers ask a device for its streams.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Moments: TypeAlias = list[tuple[int, dict[int, int]]]
 
 
 class Since(NamedTuple):
-    """A moment of a step: how many operators and collectives come before."""
+    """A moment of a step: the number of operators and of collectives before it."""
 
     operators: int
     collectives: int
@@ -36,11 +36,11 @@ class Since(NamedTuple):
 class Streams:
     """Streams and events of the GPU on which a trace runs.
 
-    A stream's work waits for what the stream was told to wait for, and the host for events that it synchronizes
-    with. A moment is the number of the step's operators that come before it; operators of all streams count as the
-    kernels'.
+    A stream's work waits for the streams and events that the stream was made to wait for, and the host for events that
+    it synchronizes with. A moment is the number of the step's operators before it; operators of all streams count as
+    the kernels'.
 
-    recorder   is notified of the stream on which memory is taken; None while the model is built
+    recorder   notified of the stream of each allocation; None while the model is built
     sent       collectives of the step
     main       the stream of the kernels
     """
@@ -50,9 +50,9 @@ class Streams:
         self._all = [OneStream(self, MAIN)]
         self._current = self.main = self._all[MAIN]
         self.sent: list[SentNote] = []
-        self._host_after = 0  # number of operators that the host has waited for: what begins now comes after them
+        self._host_after = 0  # number of operators that the host has waited for: new work comes after them
 
-    # -- what torch.cuda has
+    # -- the interface of torch.cuda
 
     def Stream(self, priority: int = 0) -> OneStream:
         self._all.append(OneStream(self, len(self._all)))
@@ -80,58 +80,58 @@ class Streams:
     def is_available(self) -> bool:
         return True
 
-    # -- what the trace says and asks
+    # -- the interface for the trace
 
     def begin_step(self) -> None:
-        """Forget the collectives of the step before, for which its optimizer waited."""
+        """Reset the collectives of the last step, for which its optimizer waited."""
         self.sent, self._host_after = [], 0
         for stream in self._all:
-            stream.after, stream.done = 0, {}
+            stream.after, stream.waited_for = 0, {}
 
     def send(self, kind: str, nbytes: int, axis: str, *, asynchronous: bool = False) -> int:
         """Note a collective, and return its number.
 
         Args:
             kind: A name of `featurize.timing.collectives.KINDS`.
-            nbytes: As `Collective` has them.
+            nbytes: Size as in `Collective`.
             axis: The axis whose ranks take part.
-            asynchronous: It runs beside the current stream, which waits for it later.
+            asynchronous: Whether it runs beside the current stream, which waits for it later.
         """
         stream, number = self._current, len(self.sent)
         after = max(stream.moment(), self._host_after)
         self.sent.append(SentNote(kind, nbytes, axis, _BESIDE if asynchronous else stream.number, after))
         if not asynchronous:
-            stream.done[stream.number] = number
+            stream.waited_for[stream.number] = number
             if stream.number == MAIN:
                 self.wait_for(number)
         return number
 
-    def repeat(self, one: SentNote, began: Since, later: Since) -> None:
-        """Note a collective like another one.
+    def repeat(self, note: SentNote, began: Since, later: Since) -> None:
+        """Note a copy of a collective.
 
         Args:
-            one: The collective of a pass that is repeated.
-            began: When that pass began.
-            later: How much later the repeated one begins.
+            note: A collective of the repeated pass.
+            began: Start of that pass.
+            later: Distance from that start to the repeated one.
         """
-        after = max(one.after + later.operators, 0)
-        if one.after < began.operators and one.stream > MAIN:  # what it waited for came before the pass
-            after = self._all[one.stream].after
-        before = None if one.before is None else one.before + later.operators
-        self.sent.append(dataclasses.replace(one, after=after, before=before))
+        after = max(note.after + later.operators, 0)
+        if note.after < began.operators and note.stream > MAIN:  # it waited for work before the pass
+            after = self._all[note.stream].after
+        before = None if note.before is None else note.before + later.operators
+        self.sent.append(dataclasses.replace(note, after=after, before=before))
 
     def moments(self) -> Moments:
-        """Return what each stream's work waits for: a number of operators, and other streams' collectives."""
-        return [(stream.after, dict(stream.done)) for stream in self._all]
+        """Return the operators, as a number, and the other streams' collectives that each stream's work waits for."""
+        return [(stream.after, dict(stream.waited_for)) for stream in self._all]
 
     def repeat_moments(self, before: Moments, after: Moments, later: Since) -> None:
-        """Make each stream wait for what it came to wait for between two moments, this much later in the step."""
+        """Make each stream wait for what it began to wait for between two moments, shifted by `later`."""
         for stream, (first, waits), (last, all_done) in zip(self._all, before, after, strict=False):
             if last != first:
                 stream.after = max(stream.after, last + later.operators)
             for other, number in all_done.items():
                 if number != waits.get(other):
-                    stream.done[other] = max(stream.done.get(other, -1), number + later.collectives)
+                    stream.waited_for[other] = max(stream.waited_for.get(other, -1), number + later.collectives)
 
     def since(self) -> Since:
         """Return the present moment of the step."""
@@ -143,7 +143,7 @@ class Streams:
             self.sent[number].before = self.now()
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return the collectives of the step, in their order. What no kernel waits for ends with the step."""
+        """Return the collectives of the step, in order. One that no kernel waits for ends with the step."""
         end = self.now()
         return tuple(
             Collective(note.kind, note.nbytes, note.after, end if note.before is None else note.before, note.axis)
@@ -151,23 +151,23 @@ class Streams:
         )
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Name the kind of these tensors' blocks."""
+        """Set the kind of these tensors' blocks."""
         if self.recorder is not None:
             self.recorder.memory.name(tensors, kind)
 
     def empty(self, count: int, like: Tensor, kind: str) -> Tensor:
-        """Take a block of this many elements of a tensor's type, and say what it is."""
-        made = torch.empty(count, dtype=like.dtype, device=like.device)
-        self.name([made], kind)
-        return made
+        """Return a new block of `count` elements of a tensor's type, with its kind set."""
+        tensor = torch.empty(count, dtype=like.dtype, device=like.device)
+        self.name([tensor], kind)
+        return tensor
 
     def copied(self, *tensors: Tensor) -> None:
-        """Say that tensors are copied by what no operator of the trace does."""
+        """Note that tensors are copied without an operator of the trace."""
         if self.recorder is not None:
             self.recorder.log.copied(tensors)
 
     def use(self, tensor: Tensor, stream: OneStream) -> None:
-        """Say that a stream uses a tensor, whichever it was made on."""
+        """Note that a stream uses a tensor, whichever stream made it."""
         if self.recorder is not None:
             self.recorder.memory.used_on(tensor, stream.number)
 
@@ -175,22 +175,22 @@ class Streams:
         """Return the number of the recorder's events so far."""
         return 0 if self.recorder is None else len(self.recorder.memory.events)
 
-    def host_waited(self, after: int, place: int) -> None:
+    def make_host_wait(self, after: int, place: int) -> None:
         """Make the host wait for a moment of a stream."""
         self._host_after = max(self._host_after, after)
         if self.recorder is not None:
-            self.recorder.memory.host_waited(place)
+            self.recorder.memory.make_host_wait(place)
 
     def now(self) -> int:
         """Return the moment of the host."""
         return 0 if self.recorder is None else len(self.recorder.log.operators)
 
-    def waited(self, stream: OneStream, done: dict[int, int]) -> None:
-        """Make a stream wait for the collectives of others up to some."""
+    def make_wait(self, stream: OneStream, waited_for: dict[int, int]) -> None:
+        """Make a stream wait for the collectives of other streams up to the given ones."""
         if stream.number != MAIN:
             return
         for number, note in enumerate(self.sent):
-            if note.before is None and number <= done.get(note.stream, -1):
+            if note.before is None and number <= waited_for.get(note.stream, -1):
                 note.before = self.now()
 
     def _enter(self, stream: OneStream) -> None:
@@ -205,25 +205,25 @@ class OneStream:
     def __init__(self, streams: Streams, number: int) -> None:
         self.number = number
         self.after = 0  # number of operators that its work waits for
-        self.done: dict[int, int] = {}  # stream -> the last of its collectives that this one's work waits for
+        self.waited_for: dict[int, int] = {}  # stream -> the last of its collectives that this one's work waits for
         self._streams = streams
 
     def moment(self) -> int:
-        """Return for how many operators new work would wait."""
+        """Return the number of operators that new work would wait for."""
         return self._streams.now() if self.number == MAIN else self.after
 
     def wait_event(self, event: StreamMoment) -> None:
         self.after = max(self.after, event.after)
-        for stream, last in event.done.items():
-            self.done[stream] = max(last, self.done.get(stream, -1))
-        self._streams.waited(self, event.done)
+        for stream, last in event.waited_for.items():
+            self.waited_for[stream] = max(last, self.waited_for.get(stream, -1))
+        self._streams.make_wait(self, event.waited_for)
 
     def wait_stream(self, stream: OneStream) -> None:
         self.wait_event(stream.record_event())
 
     def record_event(self, event: StreamMoment | None = None) -> StreamMoment:
         event = event or StreamMoment(self._streams)
-        event.after, event.done, event.place = self.moment(), dict(self.done), self._streams.place()
+        event.after, event.waited_for, event.place = self.moment(), dict(self.waited_for), self._streams.place()
         return event
 
     def synchronize(self) -> None:
@@ -235,7 +235,7 @@ class StreamMoment:
 
     def __init__(self, streams: Streams) -> None:
         self.after = self.place = 0
-        self.done: dict[int, int] = {}
+        self.waited_for: dict[int, int] = {}
         self._streams = streams
 
     def record(self, stream: OneStream | None = None) -> None:
@@ -245,7 +245,7 @@ class StreamMoment:
         (stream or self._streams.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        self._streams.host_waited(self.after, self.place)
+        self._streams.make_host_wait(self.after, self.place)
 
 
 @dataclass

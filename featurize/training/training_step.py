@@ -1,8 +1,8 @@
 """One training step, as the real devices run it and as the trace records it.
 
 Start reading at `TrainingStep`; `preload` is for the process that forks trials. `convert_float8` makes linear layers
-multiply 8-bit floats, as torchao does: its own layers and tensors run in the trace, so it has to be installed. A model
-that comes converted needs no setting.
+multiply 8-bit floats by torchao: its own layers and tensors run in the trace, so it has to be installed. A model that
+is already converted needs no setting.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PRICED = (
     "products of 8-bit floats (torch._scaled_mm) are priced at the share of the peak rate that bf16 products reach: "
     "none was measured"
 )
-_MULTIPLE = 16  # divides both sizes of a weight, and what a product sums over (ATen/native/cuda/ScaledBlas.cpp)
+_MULTIPLE = 16  # divides both sizes of a weight, and the inner size of a product (ATen/native/cuda/ScaledBlas.cpp)
 
 
 def convert_float8(
@@ -56,18 +56,18 @@ def convert_float8(
 ) -> None:
     """Replace the model's linear layers by torchao's for float8 training. Changes the model.
 
-    Layers one of whose sizes is not a multiple of 16 stay as they are, as in torchtitan.
+    Layers with a size that is not a multiple of 16 are not converted, as in torchtitan.
 
     Args:
-        model: Not yet converted.
+        model: A model that is not converted yet.
         recipe: One of `featurize.job.training_settings.FLOAT8_RECIPES`.
-        skip: Names of layers that stay, whole or their last part. None: the output layer, as torchtitan's
-            configurations have it.
-        all_gather: FSDP2 casts weights before it gathers them (`enable_fsdp_float8_all_gather`).
+        skip: Names of layers that stay, in full or their last part. None: the output layer, as in torchtitan's
+            configurations.
+        all_gather: Whether FSDP2 casts weights before it gathers them (`enable_fsdp_float8_all_gather`).
 
     Raises:
         EnvironmentProblem: torchao is not installed.
-        UsageError: A name of `skip` is not a linear layer's, the model is converted already, or nothing is left to
+        UsageError: A name in `skip` is not a linear layer's, the model is converted already, or no layer is left to
             convert.
     """
     package = _torchao()
@@ -91,13 +91,13 @@ def convert_float8(
 
 
 def refuse_odd_tokens(model: nn.Module) -> None:
-    """Make layers that torchao converted refuse a number of tokens that their 8-bit weight gradients do not sum over.
+    """Make converted layers refuse a number of tokens over which their 8-bit weight gradients cannot be summed.
 
-    The shape of what a layer is given is known when it is called, before its products run. A compiled graph is not
-    asked: it leaves products out that nobody reads.
+    The shape of a layer's input is known when it is called, before its products run. A compiled graph is not checked:
+    it omits products whose results are not read.
 
     Args:
-        model: The model that is traced; its layers' calls raise `UsageError`.
+        model: The traced model; its layers' calls raise `UsageError`.
     """
     for name, layer in model.named_modules():
         if is_float8(layer) and _sums_8_bits(layer):
@@ -152,8 +152,8 @@ MakeOptimizer: TypeAlias = Callable[..., torch.optim.Optimizer]
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
 
-# What a first step imports lazily. The optimizer's first call imports torch._dynamo (about a second). The
-# rest of the list comes with it or with a checkpointed backward; names that a release does not have are skipped.
+# Modules that a first step imports lazily. The optimizer's first call imports torch._dynamo (about a second). The
+# others come with it or with a checkpointed backward; names that a release does not have are skipped.
 _LAZY_MODULES = (
     "torch._dynamo",
     "torch.amp.grad_scaler",
@@ -166,7 +166,7 @@ _LAZY_MODULES = (
 
 @runtime_checkable
 class OwnUpdates(Protocol):
-    """A wrapper that says what micro-steps but the last run in, and clips the norm of all ranks' gradients."""
+    """A wrapper with a context for all micro-steps except the last, which clips the norm over all ranks."""
 
     def between_updates(self) -> contextlib.AbstractContextManager[object]: ...
 
@@ -191,12 +191,12 @@ class TrainingStep:
     and later cuDNN's convolutions may use TF32), `tf32` allows TF32 in both, `bf16` and `fp16` are autocast over fp32
     weights; fp16 on CUDA scales the loss; `bf16-true` and `fp16-true` convert the model. Sets torch's global TF32 and
     cuDNN flags (not for the meta device), so one process should train one model. `loss(output, targets)` is cross
-    entropy by default. With `holds_output`, output and loss live until the next step assigns its own, as the variables
-    of a usual loop do; `on_hold(inputs, output, loss)` is called where they are assigned, without output and loss where
-    those of the step before are let go, and `on_updated()` at the step's end. `on_phase(name)` is called as `forward`,
+    entropy by default. With `holds_output`, output and loss live until the next step assigns its own, as variables of a
+    usual loop do. `on_hold(inputs, output, loss)` is called where they are assigned, without output and loss where
+    those of the last step are released, and `on_updated()` at the step's end. `on_phase(name)` is called as `forward`,
     `backward` and `optimizer` begin, `on_batch()` before every further micro-step of an accumulated step. Settings of
-    `Training` that concern the model (precision, checkpointing, quantization) change it; `wrap` is given the changed
-    model, and returns what trains. Raises `UsageError` for `compile` on a real device: traces alone know it.
+    `Training` that concern the model (precision, checkpointing, quantization) change it; `wrap` gets the changed model,
+    and returns the module to train. Raises `UsageError` for `compile` on a real device: only traces support it.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class TrainingStep:
     ) -> None:
         self.device = torch.device(device)
         self.settings = training_of(settings)
-        if self.settings.compile and self.device.type != "meta":  # for a trace `featurize.recording.compiled` does it
+        if self.settings.compile and self.device.type != "meta":  # in a trace, `featurize.recording.compiled` does it
             raise UsageError(f"compile is a setting of traces; a step on {self.device} runs as it is, so leave it out")
         self.on_phase = on_phase or (lambda name: None)
         self.on_batch: Callable[[], None] = lambda: None
@@ -220,7 +220,7 @@ class TrainingStep:
         self.holds_output = holds_output and self.settings.holds_output
         self.held: tuple[Any, ...] = ()
         self.on_hold: Callable[..., None] = lambda *variables: None
-        self.make_targets: Callable[[object], Tensor | None] = lambda output: None  # where none are given
+        self.make_targets: Callable[[object], Tensor | None] = lambda output: None  # where no targets are given
         self.on_updated: Callable[[], None] = lambda: None
         model = _prepare(model, self.settings)
         self.take((model if wrap is None else wrap(model)).train())
@@ -230,17 +230,17 @@ class TrainingStep:
         if self.settings.scales_loss and self.device.type == "cuda":
             self._scaler = torch.amp.GradScaler("cuda")
         if self.device.type != "meta":
-            # Convolutions may, as by PyTorch's default. Refusing it would take the tensor-core engines away from half
+            # Convolutions may use TF32, PyTorch's default. Forbidding it would exclude the tensor-core engines for half
             # precision, too (ATen/native/cudnn/Conv_v8.cpp, filterEngineConfigs).
             allow_tf32(matmul=settings.precision == "tf32", cudnn=True)
             torch.backends.cudnn.benchmark = settings.cudnn_benchmark
 
     def __call__(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
-        """One step; returns the loss, detached and still on the device (no synchronisation).
+        """Run one step; return the loss, detached and still on the device (no synchronisation).
 
-        `inputs` go to the model as positional arguments, a mapping as keyword arguments; `targets` hold class indices,
-        as `cross_entropy` takes them. None: the loss is the one in the model's output. An accumulated step trains on
-        them once for each micro-step, and returns the last loss.
+        `inputs` are the model's positional arguments, or, as a mapping, its keyword arguments; `targets` are class
+        indices, as `cross_entropy` takes them. None: the loss is in the model's output. An accumulated step trains on
+        the same batch in each micro-step, and returns the last loss.
         """
         settings = self.settings
         late = settings.zero_grad == "after_forward"
@@ -253,7 +253,7 @@ class TrainingStep:
             updates: OwnUpdates | None = self.model if isinstance(self.model, OwnUpdates) and not last else None
             with updates.between_updates() if updates is not None else contextlib.nullcontext():
                 self.on_phase("forward")
-                given = self.converted(inputs)  # which live until the next, as a script's variables do
+                given = self.convert(inputs)  # they live until the next ones, as a script's variables do
                 loss = self._forward(given, targets)
                 if settings.accumulation > 1:
                     loss = loss / settings.accumulation
@@ -266,7 +266,7 @@ class TrainingStep:
         return loss.detach()
 
     def update(self) -> None:
-        """Run the optimizer, where the backward pass has not done so, and the moving average."""
+        """Run the optimizer, unless the backward pass has done so, and the moving average."""
         if not self.settings.optimizer_in_backward:
             self.on_phase("optimizer")
             self._optimize()
@@ -275,7 +275,7 @@ class TrainingStep:
             self.average.update()
 
     def take(self, model: nn.Module, update: Callable[[MakeOptimizer], OwnOptimizer] | None = None) -> None:
-        """Train this model from now on, which a wrapper has left. `update` makes an optimizer of other parameters."""
+        """Train this wrapped model from now on. `update` makes the optimizer, if it is of other parameters."""
         settings = self.settings
         self.model = model
         self.average = MovingAverage(model) if settings.ema else None
@@ -288,7 +288,7 @@ class TrainingStep:
         self.optimizer = self._make_optimizer(make) if update is None else update(make)
 
     def optimizer_tensors(self) -> Iterator[Tensor]:
-        """Return the tensors of the optimizer's state that lie on the device."""
+        """Yield the tensors of the optimizer's state that lie on the device."""
         return state_tensors(self.optimizer)
 
     def _make_optimizer(
@@ -302,7 +302,7 @@ class TrainingStep:
                 raise UsageError("offload_optimizer is only traced: no real device trains with it")
             return OptimizerOnHost()
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
-            from featurize.training.sharding import LocalOptimizer  # its imports are heavy
+            from featurize.training.sharding import LocalOptimizer  # its imports are slow
 
             if OPTIMIZERS[settings.optimizer].elementwise:
                 return LocalOptimizer(self.model.parameters(), make)
@@ -315,13 +315,13 @@ class TrainingStep:
         self.on_phase("backward")
 
     def zero_grad(self) -> None:
-        """Free the gradients, or fill them with zeros, as the settings have it."""
+        """Free the gradients, or fill them with zeros, by the settings."""
         if isinstance(self.optimizer, OptimizerInBackward):
             return
         holder = self.model if isinstance(self.optimizer, OptimizerOnHost) else self.optimizer
         holder.zero_grad(set_to_none=self.settings.set_to_none)
 
-    def converted(self, inputs: Inputs) -> Inputs:
+    def convert(self, inputs: Inputs) -> Inputs:
         """Return the inputs in the format and type that the model takes."""
         if self.settings.channels_last:
             inputs = arguments(mapped(inputs, _channels_last))
@@ -341,7 +341,7 @@ class TrainingStep:
         return loss
 
     def hold(self, *variables: object) -> None:
-        """Keep what a usual loop's variables hold until they are assigned again."""
+        """Keep the values of a usual loop's variables until they are assigned again."""
         if self.holds_output:
             self.held = variables
 
@@ -358,7 +358,7 @@ class TrainingStep:
             scaler.update()
             return
         if self.device.type == "meta" and settings.scales_loss:
-            # The scaler reads a value back, which meta can't; its unscaling is one in-place pass over the gradients.
+            # The scaler reads a value back, which meta cannot; its unscaling is one in-place pass over the gradients.
             for gradients in by_kind(g._values() if g.is_sparse else g for g in self._gradients()):
                 torch._foreach_mul_(gradients, 1.0)
         if clips:
@@ -380,7 +380,7 @@ class TrainingStep:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        # Autocast does nothing to meta tensors; the trace brings its own (featurize.operators.cuda_policy).
+        # Autocast does nothing to meta tensors; the trace has its own (featurize.operators.cuda_policy).
         if self._autocast_dtype is None or self.device.type == "meta":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
@@ -388,8 +388,8 @@ class TrainingStep:
     def _saving(self) -> contextlib.AbstractContextManager[object]:
         """Return the context of a forward pass, whose saved tensors may wait in host memory (`save_on_cpu`).
 
-        Everything that autograd saves is moved, weights included, and comes back as a new tensor of the device when its
-        backward operator reads it. Meta tensors stand for the device's: nothing but their shape is kept.
+        All tensors that autograd saves are moved, weights included, and copied to a new tensor on the device when a
+        backward operator reads them. For meta tensors, only their shape is kept.
         """
         if not self.settings.offload_activations:
             return contextlib.nullcontext()
@@ -399,9 +399,9 @@ class TrainingStep:
 
 
 def _prepare(model: nn.Module, settings: Training) -> nn.Module:
-    """Return the model in the types, formats and wrappers that the settings ask for."""
+    """Return the model in the types, formats and wrappers of the settings."""
     if settings.channels_last:
-        layout: dict[str, Any] = {"memory_format": torch.channels_last}  # which the stubs of torch leave out
+        layout: dict[str, Any] = {"memory_format": torch.channels_last}  # torch's type stubs lack it
         model = model.to(**layout)
     if (dtype := WEIGHT_DTYPES.get(settings.precision)) is not None:
         model = model.to(dtype)
@@ -420,8 +420,8 @@ def _prepare(model: nn.Module, settings: Training) -> nn.Module:
 def cross_entropy(output: Any, targets: Tensor | None) -> Tensor:
     """Return the cross entropy of a model's output: logits [N, C] or [N, C, ...], or [N, T, C] with targets [N, T].
 
-    An output object with `logits` (as many published models return) or a tuple's first tensor counts as the logits.
-    Without targets it is the loss that the output holds (`featurize.recording.values.own_loss`).
+    The logits are `logits` of an output object (as many published models return), or a tuple's first tensor. Without
+    targets, it is the loss in the output (`featurize.recording.values.own_loss`).
     """
     if targets is None:
         loss = own_loss(output)
@@ -438,17 +438,17 @@ def cross_entropy(output: Any, targets: Tensor | None) -> Tensor:
 
 
 def logits_of(output: Any) -> Any:
-    """Return the tensor among a model's output that its loss is computed from: itself, its `logits`, or the first one
-    of several. None where it holds none."""
+    """Return the tensor in a model's output that its loss is computed from: the output itself, its `logits`, or the
+    first of several tensors. None if there is none."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return output[0] if logits is None and isinstance(output, list | tuple) and output else logits
 
 
 def targets_for(output: Any, loss: Callable[..., Any] | None = None) -> Tensor:
-    """Return class indices, all 0, of the shape that `cross_entropy` wants for this output, on its device.
+    """Return class indices, all 0, of the shape that `cross_entropy` needs for this output, on its device.
 
-    The classes are in the last dimension of [N, C] and [N, T, C] and in the second of [N, C, H, W]. An output without
-    logits is an `UsageError`, but where there is a `loss` of its own: that gets a single 0.
+    The classes are in the last dimension of [N, C] and [N, T, C] and in the second of [N, C, H, W]. Raises `UsageError`
+    for an output without logits, unless a `loss` is given: that gets a single 0.
     """
     logits = logits_of(output)
     if not isinstance(logits, Tensor) or logits.dim() == 0 or not logits.is_floating_point():
@@ -466,9 +466,9 @@ def targets_for(output: Any, loss: Callable[..., Any] | None = None) -> Tensor:
 
 
 def preload() -> None:
-    """Import what a first training step would import, so that forked trials need not.
+    """Import the modules of a first training step, so that forked trials need not.
 
-    Runs no operator and touches no CUDA, so that a fork afterwards is safe: only imports.
+    It runs no operator and touches no CUDA, so that a fork afterwards is safe.
     """
     for name in _LAZY_MODULES:
         if importlib.util.find_spec(name) is not None:

@@ -1,7 +1,7 @@
 """One rank of stages 1 and 2 of DeepSpeed's ZeRO in a trace: flat parameters, and an optimizer for a part of them.
 
-Start reading at `PartitionedRank`. DeepSpeed wants several processes; its rules are followed here, with meta tensors
-(DeepSpeed 0.19, deepspeed/runtime/zero/stage_1_and_2.py). Real ranks are the test of it (tests/featurize/test_zero.py).
+Start reading at `PartitionedRank`. DeepSpeed needs several processes; its rules are followed here, with meta tensors
+(DeepSpeed 0.19, deepspeed/runtime/zero/stage_1_and_2.py). Real ranks test it (tests/featurize/test_zero.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from featurize.training.rank import Rank, dense_parameters
 from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep, is_float8
 
-_ALIGNMENT = 2  # elements, of each rank's part: nccl_start_alignment_factor
+_ALIGNMENT = 2  # elements of each rank's part: nccl_start_alignment_factor
 
 
 class FlatPartition:
-    """Parameters one after the other in a flat buffer, padded so that all ranks update an even number of elements
+    """Parameters joined in a flat buffer, padded so that all ranks update an even number of elements
     (`get_partition_info`).
 
     Args:
@@ -47,7 +47,7 @@ class FlatPartition:
         self.starts = list(itertools.accumulate(sizes, initial=0))[:-1]
 
     def of_rank(self, rank: int) -> dict[int, tuple[int, int]]:
-        """Return the part that a rank updates: place of a parameter -> its first element there, and how many."""
+        """Return the part that a rank updates: index of a parameter -> its first element there, and the number."""
         begin, end = self.size * rank, self.size * (rank + 1)
         edges = [
             (max(begin - start, 0), min(end - start, size)) for start, size in zip(self.starts, self.sizes, strict=True)
@@ -55,8 +55,8 @@ class FlatPartition:
         return {place: (first, last - first) for place, (first, last) in enumerate(edges) if first < last}
 
     def slices(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the rank and the number of elements of each piece of parameters that lie one after the other;
-        neighbours of the same rank are one piece."""
+        """Return the rank and the number of elements of each piece of consecutive parameters; neighbouring pieces of
+        one rank are joined."""
         pieces = []
         for place in places:
             position, end = self.starts[place], self.starts[place] + self.sizes[place]
@@ -72,16 +72,16 @@ class FlatPartition:
 
 
 Make = Callable[..., torch.optim.Optimizer]
-NORM, FLAG = 4, 1  # bytes of a norm, and of whether anything is not finite
+NORM, FLAG = 4, 1  # bytes of a norm, and of the flag for non-finite values
 
 
 class ZeroRank(Rank, abc.ABC):
-    """A rank of any stage, which is the optimizer of its part, too: master weights in fp32 with an optimizer for each,
-    none where they are in host memory.
+    """A rank of any stage, also the optimizer of its part: master weights in fp32 with an optimizer for each, or none
+    where they are in host memory.
 
     Args:
         parallel: Stage and settings.
-        rank: Its number, from 0.
+        rank: The rank's number, from 0.
         settings: The training settings.
     """
 
@@ -93,7 +93,7 @@ class ZeroRank(Rank, abc.ABC):
         self._in_backward = False
         # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
-        self._offloads = settings.offload_optimizer  # so do gradients
+        self._offloads = settings.offload_optimizer  # gradients are then offloaded too
         self._elements = 0  # elements of gradients that wait in the bucket
         self._masters: list[nn.Parameter] = []
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -112,17 +112,17 @@ class ZeroRank(Rank, abc.ABC):
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
-        step.take(self.wrapped(step.model), self.update)
+        step.take(self.wrap_model(step.model), self.update)
 
     @abc.abstractmethod
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model as the rank has it from now on. Raises `UsageError` for parameters of several types."""
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Return the model as the rank holds it from now on. Raises `UsageError` for parameters of several types."""
 
     def update(self, make: Make) -> ZeroRank:
-        """Return the optimizer of the rank's part, after `wrapped`."""
+        """Return the optimizer of the rank's part; call it after `wrap_model`."""
         with self.recorder:
             self._make_masters(make)
-            self._streams.name(state_tensors(self), "optimizer_state")  # Adagrad makes its own at once
+            self._streams.name(state_tensors(self), "optimizer_state")  # Adagrad makes its state immediately
         return self
 
     def begin_step(self) -> None:
@@ -138,7 +138,7 @@ class ZeroRank(Rank, abc.ABC):
     def collectives(self) -> tuple[Collective, ...]:
         return self._streams.collectives()
 
-    # -- as an optimizer
+    # -- the optimizer's interface
 
     @property
     def state(self) -> Any:
@@ -150,7 +150,7 @@ class ZeroRank(Rank, abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> None:
-        """Check the gradients, take their norm, update the rank's part, and gather parameters."""
+        """Check the gradients, compute their norm, update the rank's part, and gather parameters."""
 
     @abc.abstractmethod
     def _make_masters(self, make: Make) -> None:
@@ -158,7 +158,7 @@ class ZeroRank(Rank, abc.ABC):
 
     @abc.abstractmethod
     def _end_backward(self) -> None:
-        """Reduce what waits, and keep the rank's gradients."""
+        """Reduce the gradients that wait, and keep the rank's."""
 
     def _add_master(self, make: Make, weights: Tensor) -> None:
         master = nn.Parameter(weights)
@@ -168,7 +168,7 @@ class ZeroRank(Rank, abc.ABC):
 
     def _update_master(self, number: int, gradients: list[Tensor], *, scales: bool) -> nn.Parameter:
         """Update master weights, and return them with their gradient. Frees the gradients."""
-        master, flat = self._masters[number], flattened(gradients)
+        master, flat = self._masters[number], flatten(gradients)
         self._streams.name([flat], "gradient")
         master.grad = flat.to(torch.float32)
         self._streams.name([master.grad], "gradient")
@@ -183,10 +183,10 @@ class ZeroRank(Rank, abc.ABC):
 class PartitionedRank(ZeroRank):
     """A rank of stages 1 and 2. Parameters are views of one flat buffer; gradients are reduced in buckets, and each
     rank keeps those of its own parameters (`reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
-    `copy_grads_in_partition`). Arguments: as `ZeroRank`."""
+    `copy_grads_in_partition`). Args as in `ZeroRank`."""
 
     @torch.no_grad()
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module) -> nn.Module:
         trained, streams = one_type(model), self._streams
         self._trained, self._places = trained, {id(p): place for place, p in enumerate(trained)}
         self._partition = FlatPartition([p.numel() for p in trained], self._ranks)
@@ -194,20 +194,22 @@ class PartitionedRank(ZeroRank):
         self._contiguous = self._zero.contiguous_gradients or self._offloads
         self._beside = streams.Stream() if self._zero.overlap_comm else streams.main
         self._buffers: list[Tensor] = []
-        self._turn = 0  # which of them has the bucket
+        self._turn = 0  # index of the buffer that holds the bucket
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
-        self._late: list[Tensor] = []  # parameters whose gradients are freed once their reduction is over
-        self._kept: Tensor | None = None  # the rank's own gradients, one after the other
+        self._late: list[Tensor] = []  # parameters whose gradients are freed after their reduction
+        self._kept: Tensor | None = None  # the rank's own gradients, joined
         self._filled = 0
         self._summed: list[Tensor] | None = None  # own gradients of the micro-steps so far
-        self._on_host: set[int] = set()  # places whose gradients of earlier micro-steps are in host memory
-        self._averaged: list[Tensor] = []  # the partition's gradients, once the step's last backward pass is over
-        self._norms: list[Tensor] = []  # norms of those that are in host memory
+        self._on_host: set[int] = set()  # indices of parameters with gradients of earlier micro-steps in host memory
+        self._averaged: list[Tensor] = []  # the partition's gradients, after the step's last backward pass
+        self._norms: list[Tensor] = []  # norms of gradients in host memory
         self.recorder.hold(trained, "temporary")
         with self.recorder:
             padding = self._partition.padded - sum(self._partition.sizes)
-            rest = [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
-            self._flat = flattened([*trained, *rest])
+            padding_tensors = (
+                [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
+            )
+            self._flat = flatten([*trained, *padding_tensors])
             self.recorder.memory.name([self._flat], "parameter")
             for parameter, start in zip(trained, self._partition.starts, strict=True):
                 parameter.data = self._flat.narrow(0, start, parameter.numel()).view(parameter.shape)
@@ -231,7 +233,7 @@ class PartitionedRank(ZeroRank):
     # -- gradients
 
     def _arrived(self, parameter: Tensor) -> None:
-        """Take a complete gradient."""
+        """Handle a complete gradient."""
         self._take_buffers()
         self._streams.name([_gradient(parameter)], UNREDUCED)
         if self._zero.stage == 2 or (self._zero.overlap_comm and self.is_boundary()):
@@ -257,7 +259,7 @@ class PartitionedRank(ZeroRank):
             self._on_host.clear()
 
     def _add(self, parameter: Tensor) -> None:
-        """Put a gradient into the bucket, which is reduced first where it has no room for it."""
+        """Put a gradient into the bucket, which is reduced first if it has no room."""
         size, most = parameter.numel(), self._zero.reduce_bucket_size
         if not size:
             return
@@ -277,7 +279,7 @@ class PartitionedRank(ZeroRank):
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Reduce the bucket; free what is other ranks', and move the rank's own."""
+        """Reduce the bucket; free other ranks' gradients, and move the rank's own."""
         if not self._waiting:
             return
         main = self._streams.current_stream()
@@ -298,28 +300,28 @@ class PartitionedRank(ZeroRank):
                 self._leave(parameter)
         self._waiting, self._elements = [], 0
 
-    def _reduce_pieces(self, whole: Tensor) -> None:
-        """Copy each rank's pieces of a bucket together, and the sum of the rank's own back."""
-        whole.div_(self._partition.ranks)
+    def _reduce_pieces(self, bucket: Tensor) -> None:
+        """Join each rank's pieces of a bucket, and copy the sum of the rank's own back."""
+        bucket.div_(self._partition.ranks)
         groups: list[list[tuple[int, Tensor]]] = [[]]
         position = elements = 0
         for rank, count in self._partition.slices([self._places[id(p)] for p in self._waiting]):
             if elements > self._zero.reduce_bucket_size:
                 groups.append([])
                 elements = 0
-            groups[-1].append((rank, whole.narrow(0, position, count)))
+            groups[-1].append((rank, bucket.narrow(0, position, count)))
             position, elements = position + count, elements + count
         for group in groups:
             self._all_reduce([piece for _, piece in group], [rank == self._rank for rank, _ in group])
 
     def _all_reduce(self, tensors: list[Tensor], keeps: list[bool], *, divides: bool = False) -> None:
-        together = flattened(tensors)
+        together = flatten(tensors)
         self._streams.name([together], COMMUNICATION)
         if divides:
             together.div_(self._partition.ranks)
         self._streams.send(ALL_REDUCE, together.nbytes, "")
-        for tensor, kept, summed in zip(tensors, keeps, together.split([t.numel() for t in tensors]), strict=True):
-            if kept:
+        for tensor, is_kept, summed in zip(tensors, keeps, together.split([t.numel() for t in tensors]), strict=True):
+            if is_kept:
                 tensor.copy_(summed.view(tensor.shape))
 
     def _leave(self, parameter: Tensor) -> None:
@@ -339,7 +341,8 @@ class PartitionedRank(ZeroRank):
                 parameter.grad = None
 
     def _to_host(self, parameter: Tensor) -> None:
-        """Add what earlier micro-steps left in host memory, and copy it there; the last one also takes its norm."""
+        """Add gradients of earlier micro-steps in host memory, and copy the sum there; the last one also takes its
+        norm."""
         place, gradient = self._places[id(parameter)], _gradient(parameter)
         if place in self._on_host:
             back = self._largest.narrow(0, 0, parameter.numel())
@@ -371,9 +374,9 @@ class PartitionedRank(ZeroRank):
             total if count == total.numel() else total.reshape(-1).narrow(0, first, count)
             for total, (first, count) in zip(self._summed, self._own.values(), strict=True)
         ]
-        if rest := self._partition.size - sum(count for _, count in self._own.values()):
+        if unused := self._partition.size - sum(count for _, count in self._own.values()):
             first_one = self._trained[0]
-            self._averaged.append(torch.zeros(rest, dtype=first_one.dtype, device=first_one.device))
+            self._averaged.append(torch.zeros(unused, dtype=first_one.dtype, device=first_one.device))
         self._summed = None
 
     def _free_late(self) -> None:
@@ -403,7 +406,7 @@ class PartitionedRank(ZeroRank):
         send(ALL_GATHER, self._flat.nbytes, "")
 
     def _norm(self) -> Tensor:
-        """Return the norm, in fp64: of one gradient after the other (`get_grad_norm_direct`)."""
+        """Return the norm in fp64, from one gradient after another (`get_grad_norm_direct`)."""
         if self._masters:
             norms = norms_of(self._averaged[: len(self._own)])
         else:
@@ -424,13 +427,13 @@ def _move_gradient(parameter: Tensor, buffer: Tensor, position: int) -> None:
     parameter.grad = place.view(parameter.shape)
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors as one: a copy, but of a single one a view."""
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors joined into one: a copy, or a view of a single tensor."""
     return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
 
 
 def look_for_overflow(tensor: Tensor) -> None:
-    """Look for what is not finite (deepspeed/runtime/utils.py: `has_inf_or_nan`)."""
+    """Check for non-finite values (deepspeed/runtime/utils.py: `has_inf_or_nan`)."""
     tensor.amax()
     tensor.amin()
 
@@ -441,8 +444,7 @@ def norms_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def one_type(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that train. Raises `UsageError` where they are of several types, or have gradients of a few
-    rows."""
+    """Return the parameters that train. Raises `UsageError` if they are of several types, or have sparse gradients."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if len(dense_parameters(model)) < len(list(model.parameters())):
         raise UsageError(

@@ -2,7 +2,7 @@
 
 Start reading at `ZeroShardedRank` (DeepSpeed 0.19, deepspeed/runtime/zero/stage3.py), then `SharedParameters.follow`
 (partitioned_param_coordinator.py; gathering is that of partition_parameters.py, `all_gather_coalesced`,
-`AllGatherCoalescedHandle`, `_partition_param`). Real ranks are the test of it (tests/featurize/test_zero.py).
+`AllGatherCoalescedHandle`, `_partition_param`). Real ranks test it (tests/featurize/test_zero.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from featurize.training.zero import FLAG, NORM, Make, ZeroRank, norms_of, one_ty
 
 
 class ZeroShardedRank(ZeroRank):
-    """A rank of stage 3. Parameters are empty but while modules need them; of each gradient the rank keeps a part, in
-    one buffer for the whole training (`__add_grad_to_ipg_bucket`, `__avg_scatter_grads`, `partition_grads`), and
-    updates them group after group. Arguments: as `ZeroRank`."""
+    """A rank of stage 3. Parameters are empty except while modules need them. The rank keeps a part of each gradient,
+    in one buffer for the whole training (`__add_grad_to_ipg_bucket`, `__avg_scatter_grads`, `partition_grads`), and
+    updates them group by group. Args as in `ZeroRank`."""
 
     @torch.no_grad()
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module) -> nn.Module:
         zero, streams = self._zero, self._streams
         one_type(model)
         overlaps = zero.overlap_comm is not False
@@ -49,7 +49,7 @@ class ZeroShardedRank(ZeroRank):
         return model
 
     def _make_parts(self) -> Tensor:
-        """Return the rank's parts of what trains in one buffer. Each of the others has one for itself."""
+        """Return the rank's parts of trained parameters in one buffer. Other parameters have a buffer each."""
         first, counts = self._trained[0].parameter, [shared.count for shared in self._trained]
         flat = torch.empty(sum(counts), dtype=first.dtype, device=first.device)
         for shared, part in zip(self._trained, flat.split(counts), strict=True):
@@ -91,7 +91,7 @@ class ZeroShardedRank(ZeroRank):
 
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
-        """Put a complete gradient into the bucket, which is reduced first where it has no room for it."""
+        """Put a complete gradient into the bucket, which is reduced first if it has no room."""
         gradient = parameter.grad
         assert gradient is not None
         self._streams.name([gradient], UNREDUCED)
@@ -119,23 +119,23 @@ class ZeroShardedRank(ZeroRank):
             return
         several = sorted(self._waiting, key=lambda shared: shared.number)
         with self._streams.stream(self._reduces):
-            received = self._scattered(several).split([shared.count for shared in several])
+            received = self._received_parts(several).split([shared.count for shared in several])
             for shared, padded in zip(several, received, strict=True):
-                # Elements that are not padding.
+                # Only elements that are not padding.
                 count = max(min(shared.count, shared.numel - self._rank * shared.count), 0)
                 if count:
                     self._keep(shared, padded.narrow(0, 0, count))
                 shared.parameter.grad = None
         self._waiting, self._elements = [], 0
 
-    def _scattered(self, several: Sequence[Shared]) -> Tensor:
+    def _received_parts(self, several: Sequence[Shared]) -> Tensor:
         """Return the parts that the rank receives, padded."""
         ranks, count = self._ranks, sum(shared.count for shared in several)
         gradient = several[0].parameter.grad
         assert gradient is not None
         if len(several) == 1 and not several[0].numel % ranks:
             together = gradient.view(-1)
-        else:  # each rank's parts are put together
+        else:  # each rank's parts are joined
             together = self._streams.empty(count * ranks, gradient, COMMUNICATION)
             self._streams.copied(together)
         together.div_(ranks)
@@ -146,8 +146,8 @@ class ZeroShardedRank(ZeroRank):
         """Keep a part; those of the step's later backward passes are added."""
         first = self._passes == 1
         if not self._offloads:
-            kept = self._parts[shared].narrow(0, 0, part.numel())
-            kept.copy_(part) if first else kept.add_(part)
+            stored_part = self._parts[shared].narrow(0, 0, part.numel())
+            stored_part.copy_(part) if first else stored_part.add_(part)
             return
         self._streams.copied(part)
         back = torch.empty_like(part)  # from host memory
@@ -161,7 +161,8 @@ class ZeroShardedRank(ZeroRank):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Free all parameters, check the gradients, take their norm, update the parts, and gather small parameters."""
+        """Free all parameters, check the gradients, compute their norm, update the parts, and gather small
+        parameters."""
         self._shared.free_all()
         dtype = self._trained[0].parameter.dtype
         if dtype is torch.float16:
@@ -196,9 +197,9 @@ AWAY, COMING, HERE = "away", "coming", "here"
 class Shared:
     """One parameter.
 
-    number    its place in the model
+    number    its index in the model
     count     elements of a rank's part, the same on all ranks
-    stays     it is small, and is gathered once a step
+    stays     whether it is small, and is gathered once a step
     part      the rank's elements; None where they are in host memory
     users     modules that need it now
     """
@@ -216,7 +217,7 @@ class Shared:
 
 @dataclass(eq=False)
 class Gathering:
-    """Parameters on their way. Several of them come in one buffer, which lives until each of them was asked for."""
+    """Parameters being gathered. Several of them share one buffer, which lives until each of them was used."""
 
     sent: int
     several: Sequence[Shared]
@@ -230,12 +231,12 @@ _LONG_AGO = -1
 class SharedParameters:
     """All parameters of a model, which are gathered from all ranks while its modules need them, and freed again.
 
-    Modules are followed forward and back. The first pass is recorded; later ones are fetched ahead.
+    Modules are followed forward and backward. The first pass is recorded; later ones prefetch.
 
     Args:
         model: The model. Its parameters are empty from now on.
         zero: Stage 3's settings.
-        ranks: How many ranks share them.
+        ranks: Number of ranks that share them.
         streams: The streams of the rank's GPU.
         stream: The stream on which parameters are gathered.
     """
@@ -248,18 +249,20 @@ class SharedParameters:
             for number, p in enumerate(model.parameters())
         ]
         self.by_parameter = {id(shared.parameter): shared for shared in self.all}
-        self._taken: dict[int, list[Shared]] = {}  # module -> what it takes of others
+        self._taken: dict[int, list[Shared]] = {}  # id of a module -> parameters that it takes from others
         self._running: list[nn.Module] = []
         self._order: list[nn.Module] = []  # order of the recorded pass
         self._records = self._complete = False
-        self._before: list[int] = [0]  # place in the order -> elements of all modules before it
-        self._uses: defaultdict[Shared, list[int]] = defaultdict(list)  # -> places of the modules that use it
+        self._before: list[int] = [0]  # index in the order -> elements of all modules before it
+        self._uses: defaultdict[Shared, list[int]] = defaultdict(list)  # -> indices of the modules that use it
         self._to_come: deque[tuple[Shared, int]] = deque()
-        self._fetched_for: dict[Shared, int] = {}  # -> place of the last module that it was fetched for
-        self._at = 0  # place of the next module
+        self._fetched_for: dict[Shared, int] = {}  # -> index of the last module that it was fetched for
+        self._at = 0  # index of the next module
         self._gathered = 0  # elements
         self._coming: dict[Shared, Gathering] = {}
-        self._backward: dict[nn.Module, set[Shared]] = {}  # modules whose backward pass runs -> what it computes again
+        self._backward: dict[
+            nn.Module, set[Shared]
+        ] = {}  # modules in their backward pass -> parameters of recomputation
         for shared in self.all:
             self._free(shared)
 
@@ -271,10 +274,10 @@ class SharedParameters:
         for module in model.modules():
             module._parameters = LentParameters(module._parameters, self._took)
 
-    # -- gathering them
+    # -- gathering
 
     def _gather(self, wanted: Iterable[Shared]) -> Gathering:
-        """Begin to gather parameters that are away, on the current stream."""
+        """Begin to gather parameters that are not present, on the current stream."""
         several = sorted(wanted, key=lambda shared: shared.number)
         first, ranks = several[0].parameter, self._ranks
         count = sum(shared.count for shared in several)
@@ -284,7 +287,7 @@ class SharedParameters:
         if together:
             self._streams.copied(flat[:count])
         del sources
-        # The host sends it where the kernels are now.
+        # The host launches it at the kernels' present moment.
         self._streams.current_stream().wait_stream(self._streams.main)
         sent = self._streams.send(ALL_GATHER, flat.nbytes, "", asynchronous=True)
         for shared in several:
@@ -302,9 +305,9 @@ class SharedParameters:
         self._streams.wait_for(gathering.sent)
         for shared in gathering.several:
             if gathering.buffer is not None:
-                whole = torch.empty(shared.numel, dtype=gathering.buffer.dtype, device=gathering.buffer.device)
-                self._streams.copied(whole)
-                self._put(shared, whole)
+                full = torch.empty(shared.numel, dtype=gathering.buffer.dtype, device=gathering.buffer.device)
+                self._streams.copied(full)
+                self._put(shared, full)
             shared.state = HERE
         gathering.is_over = True
 
@@ -316,9 +319,9 @@ class SharedParameters:
             torch.empty(shared.count * self._ranks, dtype=shared.parameter.dtype, device=shared.parameter.device)
             for shared in away
         ]
-        for shared, whole in zip(away, wholes, strict=True):
-            self._streams.send(ALL_GATHER, whole.nbytes, "")
-            self._put(shared, whole)
+        for shared, full in zip(away, wholes, strict=True):
+            self._streams.send(ALL_GATHER, full.nbytes, "")
+            self._put(shared, full)
             shared.state = HERE
         del sources
 
@@ -327,12 +330,12 @@ class SharedParameters:
         shared.parameter.data = torch.empty(0, dtype=shared.parameter.dtype, device=shared.parameter.device)
         shared.state = AWAY
 
-    def _put(self, shared: Shared, whole: Tensor) -> None:
-        self._streams.name([whole], GATHERED)
-        shared.parameter.data = whole[: shared.numel].view(shared.shape)
+    def _put(self, shared: Shared, full: Tensor) -> None:
+        self._streams.name([full], GATHERED)
+        shared.parameter.data = full[: shared.numel].view(shared.shape)
 
     def _source(self, shared: Shared) -> Tensor | None:
-        """Return the rank's part, which is copied from host memory where it lies there."""
+        """Return the rank's part, copied from host memory if it lies there."""
         if not self._zero.offload_param:
             return shared.part
         copy = self._streams.empty(shared.count, shared.parameter, COMMUNICATION)
@@ -346,7 +349,7 @@ class SharedParameters:
         self._wait_for_rest()
         if not self._complete and self._records:
             self._complete = True
-            of_modules = [self._sorted(module) for module in self._order]
+            of_modules = [self._ordered_parameters(module) for module in self._order]
             self._before = [0, *accumulate(sum(shared.numel for shared in several) for several in of_modules)]
             self._uses = defaultdict(list)
             for position, several in enumerate(of_modules):
@@ -354,18 +357,18 @@ class SharedParameters:
                     self._uses[shared].append(position)
         self._records = True
         self._to_come = deque(
-            (shared, position) for position, m in enumerate(self._order) for shared in self._sorted(m)
+            (shared, position) for position, m in enumerate(self._order) for shared in self._ordered_parameters(m)
         )
         self._fetched_for = {}
         self._at = self._gathered = 0
 
     @torch.no_grad()
     def _entered(self, module: nn.Module, forward: bool) -> None:
-        """Fetch what a module needs, and begin to fetch what comes after it."""
+        """Fetch the parameters of a module, and begin to prefetch those of later modules."""
         if forward:
             self._running.append(module)
         if self._complete and (self._at >= len(self._order) or module is not self._order[self._at]):
-            # The pass takes another order than the one that was recorded.
+            # The pass deviates from the recorded order.
             self._records = self._complete = False
             self._order, self._to_come, self._fetched_for = [], deque(), {}
             self._wait_for_rest()
@@ -373,7 +376,7 @@ class SharedParameters:
             self._order.append(module)
         if not forward:
             self._backward.setdefault(module, set())
-        wanted = self._sorted(module)
+        wanted = self._ordered_parameters(module)
         self._begin([shared for shared in wanted if shared.state == AWAY])
         again = forward and torch._C._current_graph_task_id() != -1 and self._backward
         for shared in wanted:
@@ -392,10 +395,10 @@ class SharedParameters:
 
     @torch.no_grad()
     def _left(self, module: nn.Module, forward: bool) -> None:
-        """Free what a module needed, except what is used again soon."""
+        """Free the parameters of a module, except those that are used again soon."""
         while forward and self._running and self._running.pop() is not module:
             pass  # a checkpoint left it early
-        wanted = set(self._sorted(module))
+        wanted = set(self._ordered_parameters(module))
         freed = {shared for shared in wanted if not self._complete or self._can_go(shared)}
         if not forward:
             again = self._backward.pop(module, set())
@@ -407,9 +410,11 @@ class SharedParameters:
                 self._release(shared)
 
     def end_backward(self) -> None:
-        """Free what modules hold whose inputs need no gradient."""
+        """Free the parameters of modules whose inputs need no gradient."""
         for module, again in reversed(self._backward.items()):
-            for shared in dict.fromkeys((*self._sorted(module), *sorted(again, key=lambda shared: shared.number))):
+            for shared in dict.fromkeys(
+                (*self._ordered_parameters(module), *sorted(again, key=lambda shared: shared.number))
+            ):
                 shared.users.discard(id(module))
                 if not shared.stays:
                     self._release(shared)
@@ -423,8 +428,8 @@ class SharedParameters:
             self._release(shared)
 
     def _can_go(self, shared: Shared) -> bool:
-        """Return whether a parameter may be freed: it is not used again within this many elements, nor was it passed
-        over when parameters were fetched ahead."""
+        """Return whether a parameter may be freed: it is not used again within this many elements, and prefetching has
+        not skipped it."""
         if shared.stays or self._fetched_for.get(shared, _LONG_AGO) > self._at:
             return False
         uses = self._uses[shared]
@@ -435,11 +440,11 @@ class SharedParameters:
 
     def _fetch_ahead(self, wanted: list[Shared]) -> None:
         missing = {shared for shared in wanted if self._fetched_for.get(shared, _LONG_AGO) < self._at}
-        seen: set[Shared] = set()
-        while self._to_come and len(seen) < len(missing):
+        visited: set[Shared] = set()
+        while self._to_come and len(visited) < len(missing):
             shared, place = self._to_come.popleft()
             self._fetched_for[shared] = place
-            seen.add(shared)
+            visited.add(shared)
         room = self._zero.stage3_max_live_parameters - self._gathered
         most = min(room, self._zero.stage3_prefetch_bucket_size)
         ahead: list[Shared] = []
@@ -474,14 +479,14 @@ class SharedParameters:
             del gathering
             self._release(shared)
 
-    def _sorted(self, module: nn.Module) -> list[Shared]:
-        """Return the parameters of a module itself, and those that it takes from others, in their order."""
+    def _ordered_parameters(self, module: nn.Module) -> list[Shared]:
+        """Return the parameters of a module itself, and those that it takes from others, in order."""
         own_shared = {self.by_parameter[id(p)] for p in dict.values(module._parameters) if p is not None}
         return sorted(own_shared.union(self._taken.get(id(module), ())), key=lambda shared: shared.number)
 
     @torch.no_grad()
     def _took(self, parameter: nn.Parameter) -> None:
-        """Fetch another module's parameter for the one that takes it, now and from now on."""
+        """Fetch another module's parameter for the module that takes it, now and from now on."""
         shared = self.by_parameter.get(id(parameter))
         if shared is not None and shared.state == AWAY and self._running:
             self._taken.setdefault(id(self._running[-1]), []).append(shared)
@@ -489,21 +494,21 @@ class SharedParameters:
 
 
 def _hook(
-    module: nn.Module, entered: Callable[[nn.Module, bool], None], left: Callable[[nn.Module, bool], None]
+    module: nn.Module, on_entry: Callable[[nn.Module, bool], None], on_exit: Callable[[nn.Module, bool], None]
 ) -> None:
-    """Let `entered(module, forward)` and `left(module, forward)` be called around a module's passes. Its backward pass
-    begins with the gradient of its output, and is over when those of all inputs are there that were given by place."""
+    """Make `on_entry(module, forward)` and `on_exit(module, forward)` be called around a module's passes. Its backward
+    pass begins with the gradient of its output, and ends when the gradients of all positional inputs are computed."""
     waiting: Counter[str] = Counter()  # inputs and outputs without a gradient so far
 
     def begin() -> None:
         if waiting["outputs"]:
             waiting["outputs"] -= 1
-            entered(module, False)
+            on_entry(module, False)
 
     def end() -> None:
         waiting["inputs"] -= 1
         if not waiting["inputs"]:
-            left(module, False)
+            on_exit(module, False)
 
     def marked(value: Any, kind: str, then: Callable[[], None]) -> Any:
         def mark(tensor: Tensor) -> Any:
@@ -516,14 +521,14 @@ def _hook(
         waiting["inputs"] = 0
         return marked(inputs, "inputs", end)
 
-    module.register_forward_pre_hook(lambda *_: entered(module, True))
-    module.register_forward_hook(lambda *_: left(module, True))
+    module.register_forward_pre_hook(lambda *_: on_entry(module, True))
+    module.register_forward_hook(lambda *_: on_exit(module, True))
     module.register_forward_hook(lambda _module, _inputs, output: marked(output, "outputs", begin))
     module.register_forward_pre_hook(mark_inputs)
 
 
 class _Mark(torch.autograd.Function):
-    """Calls a function when a tensor's gradient comes by."""
+    """Calls a function when a tensor's gradient passes."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, function: Callable[[], None]) -> Tensor:
@@ -537,16 +542,16 @@ class _Mark(torch.autograd.Function):
 
 
 class LentParameters(dict[str, nn.Parameter | None]):
-    """A module's parameters, of which other modules may take one.
+    """A module's parameters; other modules may take one of them.
 
     Args:
-        own: Name -> parameter.
-        taken: Called with a parameter that is taken.
+        parameters: Name -> parameter.
+        on_take: Called with a parameter that is taken.
     """
 
-    def __init__(self, own: dict[str, nn.Parameter | None], taken: Callable[[nn.Parameter], None]) -> None:
-        super().__init__(own)
-        self._taken = taken
+    def __init__(self, parameters: dict[str, nn.Parameter | None], on_take: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(parameters)
+        self._taken = on_take
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
@@ -557,7 +562,7 @@ class LentParameters(dict[str, nn.Parameter | None]):
 
 @contextlib.contextmanager
 def frugal_linear() -> Iterator[None]:
-    """While entered, `nn.functional.linear` keeps the weight itself for the backward pass: a view of it would keep the
+    """Make `nn.functional.linear` keep the weight itself for the backward pass while entered: a view would keep the
     gathered weight alive."""
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's names

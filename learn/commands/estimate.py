@@ -83,18 +83,18 @@ IMPORTANT, ALL = NOTES = ("important", "all")
 LARGEST_BATCH, DEVICES = FINDS = ("largest_batch", "devices")
 
 
-def _any_of(names: Sequence[str]) -> str:
-    """Return the names as a sentence lists them: `a, b or c`."""
+def _choices(names: Sequence[str]) -> str:
+    """Return the names as a list in a sentence: `a, b or c`."""
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-# Setting -> its meaning, and where its annotation does not say so, its kind.
+# Setting -> its meaning, and its kind where the annotation does not tell it.
 _TRAINING: dict[str, str | tuple[str, str]] = {
-    "optimizer": f"adam (the default), {_any_of(tuple(OPTIMIZERS)[1:])}",
+    "optimizer": f"adam (the default), {_choices(tuple(OPTIMIZERS)[1:])}",
     "precision": "fp32 (the default), tf32, bf16 or fp16 (autocast), bf16-true or fp16-true (weights in that type)",
     "cudnn_benchmark": "true where torch.backends.cudnn.benchmark is on; default false",
     "channels_last": "true for the channels-last memory format; default false",
-    "implementation": f"{_any_of(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU",
+    "implementation": f"{_choices(IMPLEMENTATIONS)}, of the optimizer; default torch's own choice on a GPU",
     "weight_decay": ("the optimizer's; default 0.01 with AdamW, else 0", "number >= 0 | null"),
     "accumulation": ("micro-steps, each of one batch, before the optimizer steps; default 1", "int >= 1 | null"),
     "clip_norm": ("largest norm of all gradients; default no clipping", "number > 0 | null"),
@@ -105,7 +105,7 @@ _TRAINING: dict[str, str | tuple[str, str]] = {
     "holds_output": "false where the step is a function that leaves no output behind; default true",
     "grad_scaler": "true where a GradScaler scales the loss; default with precision=fp16 only",
     "ema": "true for a moving average of all weights on the GPU; default false",
-    "optimizer_in_backward": "true where each weight is updated as soon as its gradient is there; default false",
+    "optimizer_in_backward": "true where each weight is updated as soon as its gradient is computed; default false",
     "checkpointing": "recompute the activations of the repeated blocks: full, or selective (keep products and "
     "attention); default none",
     "checkpoint_every": ("checkpoint every n-th block; default 1", "int >= 1 | null"),
@@ -113,15 +113,15 @@ _TRAINING: dict[str, str | tuple[str, str]] = {
     "offload_activations": "true where saved tensors wait in host memory; default false",
     "offload_optimizer": "true where state and step of the optimizer are on the host; default false",
     "compile": (
-        f"true where torch.compile compiles the model, or its mode: {_any_of(COMPILE_MODES)}; default false",
+        f"true where torch.compile compiles the model, or its mode: {_choices(COMPILE_MODES)}; default false",
         "bool | text | null",
     ),
-    "framework": f"what launches the kernels, {_any_of(FRAMEWORKS)}; default compiled with compile=, megatron with "
+    "framework": f"what launches the kernels, {_choices(FRAMEWORKS)}; default compiled with compile=, megatron with "
     "tp or pp, else eager",
-    "float8": f"linear layers multiply 8-bit floats, by torchao's recipe {_any_of(FLOAT8_RECIPES)}; default not",
+    "float8": f"linear layers multiply 8-bit floats, by torchao's recipe {_choices(FLOAT8_RECIPES)}; default not",
     "float8_skip": ("linear layers that are not converted; default the output layer", "list of text | null"),
     "float8_all_gather": "true where FSDP2 gathers weights as 8-bit floats (float8=tensorwise); default false",
-    "quantize": f"store the frozen weights of linear layers as {_any_of(QUANTIZATIONS)}; default not",
+    "quantize": f"store the frozen weights of linear layers as {_choices(QUANTIZATIONS)}; default not",
     "quantize_skip": ("linear layers that are not quantized; default the output layer", "list of text | null"),
     "quantize_keeps_inputs": "true for bitsandbytes before 0.43.2, whose 4-bit layers keep their inputs; default false",
 }

@@ -74,7 +74,7 @@ class FitSettings(Checked):
 
 
 def foreign_keys(settings: Any, taken: Sequence[str], of: str = f"target={SLOWDOWN}") -> list[str]:
-    """Return a problem that names the keys that are set and that `of` does not take."""
+    """Return a problem that names the keys that are set although `of` does not take them."""
     set_keys = [
         field.name
         for field in fields(settings)
@@ -101,13 +101,12 @@ def fit(
 ) -> Fit:
     """Fit an estimator, judge it on held-out rows, and keep it as `models/TARGET/VERSION/` in the data folder.
 
-    The figures are those of fits that had not seen the rows they are judged on. The model that is kept has seen all
-    rows.
+    The figures are from fits that had not seen the rows they are judged on. The stored model is fitted on all rows.
 
     Args:
         settings: What to fit, on which rows.
         now: Time that names the version; time-zone aware. None is the current time.
-        progress: Is called as `progress(step, completed, total)` before each step: the jobs while they are traced,
+        progress: Called as `progress(step, completed, total)` before each step: first for each traced job,
             then fits and the report; 0 of 0 where the number is not known yet.
 
     Returns:

@@ -90,7 +90,7 @@ class PlanSettings(ModelKeys):
     report: str | None = key(None, "write an HTML page with the layouts' memory over their throughput", "new path")
 
     def require_job(self) -> tuple[str, int | tuple[int, ...]]:
-        """Return the model and the GPUs. Raises `UsageError` where a key is missing."""
+        """Return the model and the numbers of GPUs. Raises `UsageError` where a key is missing."""
         missing = [f"{name}={like}" for name, like in _NEEDED.items() if getattr(self, name) is None]
         if missing or self.model is None or self.gpus is None:
             raise UsageError(f"a plan needs {' and '.join(missing)}")

@@ -1,8 +1,8 @@
-"""The commands of jobs that share a GPU: `learn.admit`, and `target=slowdown` of `learn.fit` and `learn.benchmark`.
+"""The commands for jobs that share a GPU: `learn.admit`, and `target=slowdown` of `learn.fit` and `learn.benchmark`.
 
 Start reading at `admit_entry` (a job and the jobs of a GPU in, yes or no out; `learn.sharing.admitting` decides),
-`fit_slowdowns` and `benchmark_slowdowns`. `judged` judges estimators of slowdowns on groups with a model, or a GPU,
-that they were not fitted on.
+`fit_slowdowns` and `benchmark_slowdowns`. `judge_slowdowns` judges estimators of slowdowns on groups that they were not
+fitted on: a model, or a GPU model, is left out in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from conf.errors import UsageError, shown
 from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
-from learn.judging.scores import Asked, Benchmark, Figures, Given, Scored, with_trusted
+from learn.judging.scores import Asked, Benchmark, Errors, Figures, Given, Scored, errors_of, with_trusted
 from learn.judging.scores import judged as scores_of
 from learn.rows.data import SLOWDOWN, Bins, Target
 from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
@@ -62,7 +62,7 @@ _FIGURES = tuple(field.name for field in fields(JobProfile) if field.name != "na
 
 @dataclass(frozen=True, kw_only=True)
 class AdmitSettings(Checked):
-    """Which job asks to join which GPU. Raises `UsageError`.
+    """The job to admit, and the GPU with its jobs. Raises `UsageError`.
 
       python -m learn.admit job='{memory_mib: 9000, memory_bound_mib: 10000, smact: 0.4}' \\
         jobs='[{name: old, memory_mib: 12000, memory_bound_mib: 13500, smact: 0.5}]' used_mib=12400
@@ -86,7 +86,7 @@ class AdmitSettings(Checked):
 
 
 def admit_entry(settings: AdmitSettings) -> int:
-    """Print the answer. Returns 0, whatever it is."""
+    """Print the answer. Returns 0 for yes and for no."""
     open_data(settings.data)
     device = settings.device or load_device(DEFAULT_DEVICE)
     memory = device.memory_mib if settings.memory_mib is None else settings.memory_mib
@@ -105,7 +105,7 @@ def admit_entry(settings: AdmitSettings) -> int:
 
 
 def _job(values: object, key_name: str, name: str) -> KnownJob:
-    """Return a trial config as it is, and figures as a profile. Raises `UsageError` that names every bad figure."""
+    """Return a trial config unchanged, or figures as a profile. Raises `UsageError` that names every bad figure."""
     if not isinstance(values, Mapping) or not values:
         raise UsageError(f"{key_name} must be a mapping such as {{memory_bound_mib: 9000}}, got {shown(values)}")
     if "family" in values:
@@ -140,7 +140,7 @@ def _lines(answer: Admission) -> list[str]:
     ]
 
 
-BOTH_KEEP = 0.85  # share of the speed alone: a pair in which both keep it is one to put together
+BOTH_KEEP = 0.85  # share of the speed alone: pairs in which both jobs keep it are worth forming
 SPEED_LOST = Target(SLOWDOWN, SLOWDOWN, "ratio", "ratio")
 _KEEPS = "a job keeps 85 % of its speed alone, or loses more"
 KEEPING = Bins(("keeps 85 %", "loses more"), (1.0 - BOTH_KEEP,), {}, _KEEPS)
@@ -149,7 +149,7 @@ _TREES, _LEAF = 200, 5
 
 
 def _trees(groups: Sequence[MeasuredGroup]) -> PointSlowdowns:
-    """Fit trees on the utilization of the job and the sum of its partners': what is usual (Hu et al., Lucid)."""
+    """Fit trees on the job's utilization and the sum of its partners', the usual method (Hu et al., Lucid)."""
     from sklearn.ensemble import RandomForestRegressor
 
     rows = [utilizations(group.jobs, place) for group in groups for place in range(len(group.jobs))]
@@ -189,23 +189,25 @@ ESTIMATORS: dict[str, Callable[[Sequence[MeasuredGroup]], SlowdownEstimator]] = 
 
 
 def benchmark_slowdowns(
-    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda done, of: None
+    settings: BenchmarkSettings, progress: Callable[[int, int], None] = lambda completed, total: None
 ) -> Benchmark:
     """Judge every estimator on groups with a model, or a GPU model, that it was not fitted on.
 
-    Its notes have the AUC, how far off the sum of the members' memory is, and which groups are left out.
+    The notes hold the AUC, the error of the sum of the members' memory, and the groups that are left out.
     """
+    from learn.judging.benchmark_view import error_text  # its plots are not for `learn.admit`
+
     groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
     split = settings.by or SPLITS[0]
-    figures, scored, aucs = judged(groups, split, progress)
+    figures, scored, aucs = judge_slowdowns(groups, split, progress)
     notes = [f"each {split} is left out in turn; labels and errors are shares of a job's speed that it loses to others"]
     for title in dict.fromkeys(title for title, _ in aucs):
         known = ", ".join(f"{name} {auc:.3f}" for (of, name), auc in aucs.items() if of == title and auc is not None)
         notes.append(f"{title}: AUC for groups in which all keep {BOTH_KEEP:.0%} of their speed: {known or 'none'}")
     notes += [
-        f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
-        f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)"
-        for title, of in memory_errors(groups).items()
+        f"memory of {title}: {count:,} groups; the sum of the members alone is off by {error_text(True, off.median)} "
+        f"(median), {error_text(True, off.mean)} (mean), {error_text(True, off.p90)} (p90)"
+        for title, (count, off) in memory_errors(groups).items()
     ]
     if not figures:
         notes.append(f"no estimator was judged: of one {split} alone there are no groups to learn from")
@@ -223,11 +225,12 @@ def benchmark_slowdowns(
     )
 
 
-def judged(
-    groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda done, of: None
+def judge_slowdowns(
+    groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda completed, total: None
 ) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]], dict[tuple[str, str], float | None]]:
-    """Return the figures of every estimator for each source and series, the rows behind them, and for each source and
-    estimator the AUC for groups in which all keep 85 % of their speed; None where all do, or none.
+    """Return the figures of every estimator for each source and series, the rows behind them, and the AUC.
+
+    The AUC, by source and estimator, is for groups in which all keep 85 % of their speed; None where all or none do.
 
     A row is a member of a group. Its label is the share of its speed alone that it loses to the others, 1 - 1 /
     slowdown, and 0 where it was faster; its bound follows from the 90th percentile of the slowdown.
@@ -236,7 +239,7 @@ def judged(
         groups: Groups of any sources; each source and series is judged by itself.
         split: `model`: every group in which a model takes part is left out, each model in turn; `device`: every group
             of a GPU model. A group counts once for each part that it is left out in.
-        progress: Is called with the parts done and in all.
+        progress: Called with the number of completed parts and their total.
 
     Members that did not train at the same time are never fitted on, and are judged as rows in doubt.
     """
@@ -246,9 +249,9 @@ def judged(
     parts = [(title, *part) for title in sorted(by_title) for part in left_out_parts(by_title[title], split)]
     sets: dict[str, dict[int, dict[str, Any]]] = {}
     answers: dict[str, dict[int, Given]] = {name: {} for name in ESTIMATORS}
-    kept: dict[tuple[str, str], list[tuple[bool, float]]] = defaultdict(list)
+    keeps: dict[tuple[str, str], list[tuple[bool, float]]] = defaultdict(list)
     rows = itertools.count()
-    for done, (title, inside, outside) in enumerate(parts, start=1):
+    for completed, (title, inside, outside) in enumerate(parts, start=1):
         of_part = {name: list(_answers(fit, inside, outside)) for name, fit in ESTIMATORS.items()}
         for place, group in enumerate(outside):
             numbers = list(itertools.islice(rows, len(group.jobs)))
@@ -256,18 +259,20 @@ def judged(
                 sets.setdefault(title, {})[row] = _about(group, member, split) | {"name": f"{group.group_id}-{row}"}
             for name, of_groups in of_part.items():
                 answers[name] |= dict(zip(numbers, of_groups[place], strict=True))
-                lost = [given.estimate for given in of_groups[place] if given.estimate is not None]
+                lost = [
+                    group_answers.estimate for group_answers in of_groups[place] if group_answers.estimate is not None
+                ]
                 if lost and not group.is_apart:
-                    kept[title, name].append((max(group.slowdowns) <= 1.0 / BOTH_KEEP, -max(lost)))
-        progress(done, len(parts))
-    asked = {name: Asked(answers=given, learns=True) for name, given in answers.items()}
+                    keeps[title, name].append((max(group.slowdowns) <= 1.0 / BOTH_KEEP, -max(lost)))
+        progress(completed, len(parts))
+    asked = {name: Asked(answers=group_answers, learns=True) for name, group_answers in answers.items()}
     bins = {title: {"published": KEEPING} for title in sets}
     figures, scored = scores_of(with_trusted(sets), asked, bins, SPEED_LOST.space)
-    return figures, scored, {key: _auc(*map(np.array, zip(*pairs, strict=True))) for key, pairs in kept.items()}
+    return figures, scored, {key: _auc(*map(np.array, zip(*pairs, strict=True))) for key, pairs in keeps.items()}
 
 
 def _about(group: MeasuredGroup, member: int, split: str) -> dict[str, Any]:
-    """Return the entry of `Scored` for a member of a group, without its name."""
+    """Return the entry of `Scored` for a member of a group, except its name."""
     return {
         "group": group.models[member] if split == "model" else group.device,
         "label": max(0.0, 1.0 - 1.0 / group.slowdowns[member]),
@@ -297,12 +302,12 @@ def _given(slowdown: Slowdown) -> Given:
     return Given(estimate=1.0 - 1.0 / slowdown.median, upper=1.0 - 1.0 / slowdown.p90 if has_bound else None)
 
 
-def _auc(kept: np.ndarray, scores: np.ndarray) -> float | None:
-    if kept.all() or not kept.any():
+def _auc(keeps: np.ndarray, scores: np.ndarray) -> float | None:
+    if keeps.all() or not keeps.any():
         return None
     from sklearn.metrics import roc_auc_score
 
-    return float(roc_auc_score(kept, scores))
+    return float(roc_auc_score(keeps, scores))
 
 
 @dataclass(frozen=True)
@@ -369,19 +374,15 @@ def fit_entry(settings: FitSettings) -> int:
 
 def memory_errors(
     groups: Iterable[MeasuredGroup], title: Callable[[MeasuredGroup], str] = lambda group: group.title
-) -> dict[str, dict[str, float]]:
-    """Return title -> errors of the sum of the members' memory alone, relative to what the group took together."""
-    errors: dict[str, list[float]] = {}
+) -> dict[str, tuple[int, Errors]]:
+    """Return title -> number of groups, and errors of the sum of the members' memory alone, relative to the group's
+    measured memory."""
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for group in groups:
         if group.joint_memory_mib and not group.is_apart and all(job.memory_mib is not None for job in group.jobs):
-            off = abs(group_memory(group.jobs).expected_mib / group.joint_memory_mib - 1.0)
-            errors.setdefault(title(group), []).append(off)
-    return {
-        name: {
-            "groups": len(values),
-            "median": float(np.median(values)),
-            "mean": float(np.mean(values)),
-            "p90": float(np.quantile(values, 0.9)),
-        }
-        for name, values in errors.items()
-    }
+            pairs[title(group)].append((group.joint_memory_mib, group_memory(group.jobs).expected_mib))
+    errors = {}
+    for name, values in pairs.items():
+        together_mib, summed_mib = np.array(values).T
+        errors[name] = len(values), errors_of(together_mib, summed_mib, "log")
+    return errors

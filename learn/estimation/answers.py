@@ -1,7 +1,7 @@
-"""Answers to requests for an estimate: from the cache, or made now.
+"""Answers to requests for an estimate, from the cache or computed.
 
-Start reading at `make_estimate`; `learn.estimation.draft` gathers the figures. An answer is known by all that it
-follows from (`_key`). It is kept in this process, and in the user's cache (`conf.files.disk_cache`).
+Start reading at `make_estimate`; `learn.estimation.draft` gathers the figures. The key of an answer covers all of its
+inputs (`_key`). Answers are kept in this process and in the user's cache (`conf.files.disk_cache`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _answers: dict[str, Estimate] = {}  # oldest first
 def make_estimate(
     request: Request, *, timeline: bool = False, traces: Traces | None = None
 ) -> tuple[Estimate, SimulatedStep | None]:
-    """Make an estimate, whether or not the cache has it. Return it, and the traced step where there is one.
+    """Make an estimate without looking into the cache. Return it, and the traced step if it was traced.
 
     Args:
-        request: The job, what it runs on, and how the estimate is made.
+        request: The job, its platform, and the options of its estimate.
         timeline: Whether the traced step keeps the allocator's state after every event.
         traces: As in `learn.job.traced.step_of`.
 
@@ -64,8 +64,8 @@ def make_estimate(
 def _make_estimates(
     requests: Sequence[Request], timeline: bool, traces: Traces | None
 ) -> list[tuple[Estimate | CommandError, SimulatedStep | None]]:
-    """Return the estimates of requests that differ in their platform alone, or why there is none, with their traced
-    steps. Each fitted model is asked once for all."""
+    """Return, for requests that differ in their platform alone, the estimate or the error, and the traced step. Each
+    fitted model is asked once for all requests."""
     began = time.monotonic_ns()
     steps = StepStore(requests[0].options.data)
     models = FittedModels(requests[0].options, steps)
@@ -93,12 +93,12 @@ def _make_estimates(
 
 
 def is_of_job(error: CommandError) -> bool:
-    """Return whether an error is of the job, whatever the GPU model: its step cannot be traced."""
+    """Return whether the error is the job's on every GPU model: its step cannot be traced."""
     return isinstance(error.__cause__, CommandError) and not isinstance(error.__cause__, UnsuitableDevice)
 
 
 def answer(request: Request) -> Estimate:
-    """Return the estimate of `make_estimate`, made now where the cache lacks it. Raises as there."""
+    """Return a request's estimate, from the cache or made now. Raises as `make_estimate`."""
     (outcome,) = answer_on(request, [request.platform])
     if isinstance(outcome, CommandError):
         raise outcome
@@ -108,37 +108,37 @@ def answer(request: Request) -> Estimate:
 def answer_on(
     request: Request, platforms: Sequence[Platform], traces: Traces | None = None
 ) -> list[Estimate | CommandError]:
-    """Return a job's estimate on each of the platforms, made now where the cache lacks it, or why there is none. The
-    job is traced once, with `traces` as in `make_estimate`. What is new is left in the cache."""
+    """Return a job's estimate, or its error, on each platform, from the cache or made now. The job is traced once, with
+    `traces` as in `make_estimate`. New estimates are stored in the cache."""
     key, request = _key(request)
     keys = [key and _digest(key, platform, platform.device.interconnect) for platform in platforms]
     known_answers = _find([answer_key for answer_key in keys if answer_key is not None])
     missing = [place for place, answer_key in enumerate(keys) if answer_key not in known_answers]
     traces = {} if traces is None else traces
-    made: dict[int, Estimate | CommandError] = {}
+    outcomes_by_place: dict[int, Estimate | CommandError] = {}
     if missing:
         requests = [replace(request, platform=platforms[place]) for place in missing]
         outcomes = [outcome for outcome, _ in _make_estimates(requests, False, traces)]
-        made = dict(zip(missing, outcomes, strict=True))
-        new = {keys[place]: estimate for place, estimate in made.items() if isinstance(estimate, Estimate)}
+        outcomes_by_place = dict(zip(missing, outcomes, strict=True))
+        new = {keys[place]: estimate for place, estimate in outcomes_by_place.items() if isinstance(estimate, Estimate)}
         if key is not None:
             keep({f"answer {answer_key}": estimate.to_mapping() for answer_key, estimate in new.items()})
-    answers = [made.get(place) or known_answers[answer_key] for place, answer_key in enumerate(keys)]
+    answers = [outcomes_by_place.get(place) or known_answers[answer_key] for place, answer_key in enumerate(keys)]
     return [
         _remember(answer_key, outcome) if isinstance(outcome, Estimate) else outcome
         for answer_key, outcome in zip(keys, answers, strict=True)
     ]
 
 
-def answer_and_write(made: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
-    """Return the answer to a request, and write the files of its step that are wanted.
+def answer_and_write(make_request: Callable[[], tuple[Request, Iterable[Note]]], files: StepFiles) -> Estimate:
+    """Return the answer to a request, and write the requested files of its step.
 
     Args:
-        made: Makes the request, and what is noted besides its answer.
+        make_request: Returns the request, and notes to add to its answer.
         files: Checked to be writable.
     """
     began = time.monotonic_ns()
-    request, notes = made()
+    request, notes = make_request()
     estimate, traced = make_estimate(request, timeline=True) if any(files) else (answer(request), None)
     estimate = replace(estimate, notes=(*notes, *estimate.notes), seconds=(time.monotonic_ns() - began) / 1e9)
     if any(files):
@@ -173,14 +173,14 @@ def clear() -> None:
 
 
 def with_key(request: Request) -> Request:
-    """Return the request with its job's key, for which a factory is built once for all that is asked of it."""
+    """Return the request with its job's key, so that a factory runs once for all questions about the job."""
     job_key, build = key_of(request.job)
     return replace(request, job=replace(request.job, build=build, key=job_key or ""))
 
 
 def _key(request: Request) -> tuple[str | None, Request]:
-    """Return what identifies the answer apart from its platform, and the request as it is then answered: its job is
-    built once. No key with workspaces, which depend on this process's cuDNN."""
+    """Return the key of the answer without its platform, and the request with a job that is built once. The key is None
+    with `workspaces`, which depend on this process's cuDNN."""
     if request.platform.workspaces is not None:
         return None, request
     request = with_key(request)

@@ -1,8 +1,8 @@
-"""An estimate in the making: each source is asked for the targets that it knows, one after the other.
+"""An estimate in the making: each source in turn answers the targets that it knows.
 
 Start reading at `Draft`; `learn.estimation.answers` calls its stages: `trace`, `choose_sources` and `finish`. The
-sources are a training-free method or fitted models (`learn.estimation.fitted_models`), and the traced step for what
-these leave open.
+sources are a training-free method or fitted models (`learn.estimation.fitted_models`), and the traced step for the
+targets that these do not answer.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ if TYPE_CHECKING:
 
 TOP_MODULES = 10
 _OF_MODULES = ("hybrid", "gnn", "trace", "horus", "faketensor", "dnnmem", "xmem", "llmem", "deepspeed")
-# Where the trace meets its own limits, these may still answer: what each of them does instead.
+# What these estimators do instead of tracing, so that they may answer where the trace meets its limits.
 WITHOUT_TRACE = "estimator=xmem runs it for real on the CPU, estimator=deepspeed counts the model's states only"
 
 
 class Draft:
     """An estimate in the making.
 
-    traced      the step, where it can be traced; else `failure` says why it cannot
-    job         in the loop that is asked for; `alone`: with the longest of its batches in every step
-    case        what estimators are asked about
-    questions   to fitted models, which are asked between `choose_sources` and `finish`
-    memory      the figure and its bound, by whoever is asked; None: nobody has answered
+    traced      the step; None where it cannot be traced, and `failure` is the reason
+    job         the job in the requested loop; `alone`: with the longest of its batches in every step
+    case        the estimators' input
+    questions   questions to fitted models, asked between `choose_sources` and `finish`
+    memory      the figure and its bound; None: not answered yet
     figures     column of each further target -> the figure
     by, loops   target -> its estimator, and its loop
-    beyond_fit  whether the model that answers memory says that it does not know such jobs: then the trace bounds it
-    error       why there is no estimate
+    beyond_fit  whether the model that answers memory was not fitted on such jobs: then the trace bounds it
+    error       the reason that there is no estimate
     """
 
     def __init__(self, request: Request, steps: StepStore, *, timeline: bool, traces: Traces | None) -> None:
@@ -103,7 +103,7 @@ class Draft:
         self.error: CommandError | None = None
 
     def _case(self) -> Case:
-        """Return what estimators are asked about. Raises `UsageError` for a module and an estimator of configs."""
+        """Return the estimators' input. Raises `UsageError` for a module and an estimator of configs."""
         job, device, named = self.alone, self.device, self.request.options.estimator
         if job.config is not None:
             return Case(job.config, device.name, job.training_loop, described=device)
@@ -112,11 +112,11 @@ class Draft:
         return Case(device=device.name, training_loop=job.training_loop, module=job, described=device)
 
     def trace(self, failure: CommandError | None, beside: Iterable[DeviceSpec]) -> None:
-        """Trace the step, or keep why it cannot be traced: `failure`, where it was tried on another GPU model.
+        """Trace the step, or keep the reason why it cannot be traced.
 
         Args:
-            failure: As above; None where it was not tried.
-            beside: GPU models that are asked about, too.
+            failure: The error of an earlier attempt, on another GPU model; None before the first one.
+            beside: Further GPU models of the same question.
 
         Raises:
             UsageError: A GPU model that the job cannot run on.
@@ -137,7 +137,7 @@ class Draft:
             )
         except CommandError as error:
             self.failure = error
-            if self.case.config is not None:  # it may name code that nobody allowed to run: what was stored may answer
+            if self.case.config is not None:  # it may name code that may not run here: a stored trace may answer
                 self._steps.recall([self.case, replace(self.case, training_loop=True)])
             of_case = not self.job.batches and self.platform.allocator is None  # else another job failed
             if of_case and self._steps.features(self.case) is None:
@@ -148,8 +148,8 @@ class Draft:
             self.traced = self._with_longest(self.traced, self.traced.trace.mix)
 
     def _with_longest(self, mixed: SimulatedStep, mix: BatchMix) -> SimulatedStep:
-        """Return the traced mix, or its longest batch alone where that takes more: the caches that the other batches
-        leave can suit it better than its own, in the order that was given."""
+        """Return the traced mix, or its longest batch alone where that takes more: the caches of the other batches may
+        fit its allocations better than its own caches do."""
         longest = step_of(self.alone, self.device, allocator=self.platform.allocator, timeline=self._timeline)
         if longest.peak_memory_mib <= mixed.peak_memory_mib:
             return mixed
@@ -163,14 +163,14 @@ class Draft:
         return longest
 
     def choose_sources(self, models: FittedModels, overrides: contextlib.ExitStack) -> None:
-        """Ask the method that was named, else choose the fitted models to ask.
+        """Ask the estimator that was named, else choose the fitted models to ask.
 
         Args:
-            models: Those that there are.
-            overrides: Keeps the traced step's record at hand until the models have been asked.
+            models: The fitted models.
+            overrides: Keeps the traced step's record loaded until the models have answered.
 
         Raises:
-            UsageError: The estimator that was named has no answer, or is not fitted.
+            UsageError: The named estimator has no answer, or is not fitted.
         """
         estimator, job = self.request.options.estimator, self.job
         beyond = training_of(job.settings).beyond_fits()
@@ -195,7 +195,7 @@ class Draft:
                 overrides.enter_context(self._steps.override(self.case, at_hand))
 
     def _ask_method(self, estimator: str) -> None:
-        """Take memory by a training-free method. Raises `UsageError` with the method's reason."""
+        """Take memory from a training-free method. Raises `UsageError` with the method's reason."""
         if beyond := training_of(self.alone.settings).beyond_trials():
             raise UsageError(f"estimator={estimator} has no answer: it does not know {', '.join(beyond)}")
         known = get_estimator(estimator)
@@ -210,7 +210,7 @@ class Draft:
         self.notes.append(Note("estimator", WARNING, known.warning))
 
     def finish(self) -> Estimate:
-        """Return the estimate, once fitted models were asked. Raises why there is none."""
+        """Return the estimate, after the fitted models have answered. Raises `error`."""
         if self.questions:
             self._take_model_answers()
         if self.failure is not None:
@@ -228,7 +228,7 @@ class Draft:
             self.figures[get_target(target).column] = figure
 
     def _take_model_answers(self) -> None:
-        """Take the figures of fitted models, and note what has none."""
+        """Take the figures of fitted models, and note the targets without one."""
         notes: list[Note] = []
         absent: list[str] = []
         for question in self.questions:
@@ -255,7 +255,8 @@ class Draft:
             self.notes.insert(0, Note("not-fitted", INFO, text))
 
     def _answer_without_trace(self, failure: CommandError) -> None:
-        """Take what was stored of the job. Raises `failure`, why it cannot be traced, where nobody answers."""
+        """Take stored figures of the job. Raises `failure`, the reason why it cannot be traced, where there are
+        none."""
         if self.request.options.estimator in (None, "trace") and self.job.parallel is None:
             self._take_stored()
         if self.memory is None:
@@ -275,11 +276,11 @@ class Draft:
         self.notes.append(Note("stored-trace", INFO, text))
 
     def _place(self, traced: SimulatedStep) -> None:
-        """Place the traced step on the machine, and bound memory that no fit covers by its causes."""
+        """Place the traced step on the machine, and bound memory by its causes where no fitted model bounds it."""
         described_mib = traced.peak_memory_mib
         traced = self.platform.place(traced, self.job, timeline=self._timeline)
         shift_mib = traced.peak_memory_mib - described_mib
-        if self.platform.workspaces is not None:  # after what fitted models read: they know guessed workspaces only
+        if self.platform.workspaces is not None:  # after the fitted models have read: they know guessed workspaces only
             traced = self.platform.place(traced, self.job, timeline=self._timeline, workspaces=True)
             if self.beyond_fit:  # there the trace's own figure stands
                 shift_mib = traced.peak_memory_mib - described_mib
@@ -296,7 +297,7 @@ class Draft:
             self.memory = uncertainty.bound(self.memory, centre_mib, self.request.options.coverage, limit_mib)
 
     def _gather(self) -> Estimate:
-        """Return what was gathered, and the trace's figures for the rest."""
+        """Return the estimate: the gathered figures, and the trace's for the others."""
         traced, device = self.traced, self.device
         limit_mib, timing, energy = self.platform.limit_mib(traced), Timing(), Energy()
         ranks: tuple[RankGroup, ...] = ()
@@ -331,7 +332,7 @@ class Draft:
         )
 
     def _fill_from_trace(self, traced: SimulatedStep) -> tuple[Timing, Energy, tuple[RankGroup, ...], list[Note]]:
-        """Take the trace's figures of the targets without an answer. Returns what the trace alone says."""
+        """Fill in the trace's figures of the unanswered targets. Returns the parts that only the trace knows."""
         job, device, loop = self.alone, self.device, self.request.options.loop or RESIDENT
         step = self._time_in_loop(traced, loop)
         of_step: dict[str, Any] = {}
@@ -370,7 +371,7 @@ class Draft:
         step_s = step_time_ms / 1e3
         tokens = traced.trace.remembered(("tokens", job.batch_size), lambda: _tokens(job, traced.trace))
         micro_steps = training_of(job.settings).accumulation
-        # All micro-steps and all replicas count, but for utilization and energy, which are of one GPU.
+        # Throughput counts all micro-steps and all replicas; utilization and energy are one GPU's.
         passes = micro_steps * (1 if job.parallel is None else job.parallel.replicas)
         at_peak_s = _seconds_at_peak(traced.trace, device, job.settings)
         timing = Timing(
@@ -383,14 +384,14 @@ class Draft:
         return timing, Energy(energy_j=timed.activity.power_w * step_s), ranks, notes
 
     def _time_in_loop(self, traced: SimulatedStep, loop: str) -> SimulatedStep:
-        """Return the traced step in a loop: the trace itself prices the GPU's own work, without any input."""
+        """Return the traced step in a loop: the trace alone prices the GPU's work without any input."""
         if loop != PIPELINE:
             return traced
         waits_ms = loading_ms(traced, self.alone)
         return replace(traced, timed=time_step(traced.trace, self.device, self.alone.settings, input_ms=waits_ms))
 
     def _notes_on_trace(self, traced: SimulatedStep, limit_mib: float) -> list[Note]:
-        """Return whether the traced step fits into `limit_mib`, and what was assumed of it."""
+        """Return notes: whether the traced step fits into `limit_mib`, and the assumptions of the trace."""
         memory, by, device, job = traced.memory, self.by["memory"], self.device, self.alone
         notes: list[Note] = []
         more = f"the {limit_mib:,.0f} MiB of its share of {device.name}"
@@ -433,7 +434,7 @@ class Draft:
         return notes
 
     def _notes_on_memory(self, memory: Memory, limit_mib: float) -> tuple[list[Note], list[Note]]:
-        """Return the notes that come first, that the job does not fit, and those on what bounds its memory."""
+        """Return the notes to put first, that the job does not fit, and those about its memory's bound."""
         device, by = self.device, self.by["memory"]
         peak_mib, upper_mib = memory.peak_memory_mib, memory.upper_mib
         room = f"of {device.name}" if limit_mib >= device.memory_mib else f"of its share of {device.name}"
@@ -459,7 +460,7 @@ class Draft:
         return first, notes
 
     def _moved_by_runs(self, estimate: Estimate) -> Estimate:
-        """Return the estimate moved by the measured runs: the data folder's own, or else those of `known`.
+        """Return the estimate adjusted to measured runs: those of `known`, by default the data folder's.
 
         Raises:
             UsageError: There are runs, and the job is not traced.
@@ -498,13 +499,13 @@ class Draft:
 
 
 def in_loop(request: Request, job: TrainingJob) -> TrainingJob:
-    """Return the job in the loop that is asked for."""
+    """Return the job in the requested loop."""
     return job if request.options.loop is None else replace(job, training_loop=request.options.loop == PIPELINE)
 
 
 @as_a_training_script()
 def traces_of(request: Request) -> Traces:
-    """Return the job's trace alone, for all that is asked of it. Raises `UsageError` as `learn.job.traced.step_of`."""
+    """Return the job's traces, shared by all its questions. Raises `UsageError` as `learn.job.traced.step_of`."""
     traces: Traces = {}
     trace_of(in_loop(request, request.job), request.platform.device, traces)
     return traces
@@ -514,12 +515,12 @@ def _count_parameters(job: TrainingJob) -> int | None:
     """Return the parameters of a model that is built but not traced; None where it cannot be built either."""
     try:
         return sum(p.numel() for p in build_on_meta(job.build).parameters())
-    except Exception:  # a model may raise anything, and the trace's reason is noted already
+    except Exception:  # a model may raise anything, and the trace's error is already noted
         return None
 
 
 def _merge(notes: list[Note]) -> list[Note]:
-    """Return one note for those that say the same of several targets, whose names then begin its text."""
+    """Merge notes of equal text on several targets into one; the targets' names then begin its text."""
     targets: dict[tuple[str, str, str], list[str]] = {}
     for note in notes:
         targets.setdefault((note.code, note.severity, note.text), []).extend(note.targets)
@@ -530,7 +531,7 @@ def _merge(notes: list[Note]) -> list[Note]:
 
 
 def _note_on_two_loops(loops: Mapping[str, str]) -> list[Note]:
-    """Return a note where utilization and step time are not all of one loop, so that they do not belong together."""
+    """Return a note where utilization and step time are of different loops, and so do not belong together."""
     of_loop = {loop: [t for t in TARGETS if t != "memory" and loops.get(t) == loop] for loop in (PIPELINE, RESIDENT)}
     if not all(of_loop.values()):
         return []
@@ -542,8 +543,7 @@ def _note_on_two_loops(loops: Mapping[str, str]) -> list[Note]:
 
 
 def _seconds_at_peak(trace: StepTrace, device: DeviceSpec, settings: TrainingSettings) -> float | None:
-    """Return the seconds of a GPU's products at the peak rate; the mean over the ranks of a pipeline, which share the
-    model."""
+    """Return the seconds of a GPU's products at the peak rate; of a pipeline, the mean over its ranks."""
     groups = () if trace.pipeline is None else trace.pipeline.groups
     if not groups:
         return seconds_at_peak(trace, device, settings)
@@ -555,8 +555,8 @@ def _seconds_at_peak(trace: StepTrace, device: DeviceSpec, settings: TrainingSet
 def _tokens(job: TrainingJob, trace: StepTrace) -> int | None:
     """Return the tokens of one micro-step; None where the job has no sequences of them.
 
-    Tokens are the elements of the first input of integers that has the shape [batch, length], padding included. A
-    script's inputs are not kept: there, what the first embedding of that shape looks up counts.
+    Tokens are the elements of the first integer input of shape [batch, length], padding included. A script's inputs are
+    not kept: there, the indices of the first embedding of that shape count.
     """
     if job.recorded is None:
         inputs, _targets = job.batch("meta")

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 TOP_SHOWN = 5  # modules in the table's last line
 _ALWAYS_SHOWN = 6  # figures
 _MEASURED = ("peak memory", "smact (SM activity)", "smocc (SM occupancy)", "drama (DRAM activity)", "step time")
-WHOLE = "(the model)"  # which has no path of its own
+WHOLE = "(the model)"  # its own path is empty
 
 
 def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_notes: bool = False) -> None:
-    """Print the figures, beside what the run showed if there was one, the traced peak's breakdown, and notes.
+    """Print the figures, a past run's beside them, the breakdown of the traced peak, and notes.
 
     Args:
         title: The job's name.
@@ -55,7 +55,7 @@ def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_not
     size = "" if estimate.parameters is None else f", {estimate.parameters:,} parameters"
     screen.print(f"{title} on {estimate.device}{size}", highlight=False, markup=False)
     table = Table()
-    alone = past is None  # else the columns of the run need the room
+    alone = past is None  # else the run's columns need the room
     table.add_column("", no_wrap=alone)
     table.add_column("estimate", justify="right", no_wrap=alone)
     if past is not None:
@@ -72,9 +72,9 @@ def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_not
             basis_of(estimate, figure.target),
             estimate.answered_by.get(figure.target, ""),
         )
-    rest = ("",) if past is None else ("", "", "")
+    blanks = ("",) if past is None else ("", "", "")
     for name, text, why in _of_card(estimate):
-        table.add_row(name, text, *rest, why)
+        table.add_row(name, text, *blanks, why)
     screen.print(table)
     checked = coverage_text(estimate)
     for text in (
@@ -111,7 +111,7 @@ def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_not
 
 
 def _of_card(estimate: Estimate) -> Iterator[tuple[str, str, str]]:
-    """Yield whether the job fits the card: name, text, and by what."""
+    """Yield (name, text, source) rows: whether the job fits the card."""
     card_mib, limit_mib = estimate.device_memory_mib, estimate.limit_mib
     if card_mib is None:
         return
@@ -160,7 +160,7 @@ def estimate_text(estimate: Estimate) -> str:
 
 
 def basis_of(estimate: Estimate, target: str) -> str:
-    """Return the condition of a figure: `machine current` of memory that a profile places, else `loop resident`."""
+    """Return the condition of a figure: `machine current` for memory placed by a profile, else `loop resident`."""
     by = estimate.answered_by.get(target, "")
     if target == "memory" and (by.endswith("(default)") or (by == "trace" and estimate.card_mib is not None)):
         return f"machine {estimate.machine}"
@@ -168,7 +168,7 @@ def basis_of(estimate: Estimate, target: str) -> str:
 
 
 def coverage_text(estimate: Estimate) -> str:
-    """Return the share of left-out rows that the bound held; empty without a bound."""
+    """Return the share of left-out rows for which the bound held; empty without a bound."""
     if estimate.upper_mib is None:
         return ""
     if not estimate.bound_held_out:
@@ -209,7 +209,7 @@ def held_out_text(errors: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def print_json(title: str, estimate: Estimate, past: PastRun | None) -> None:
-    """Print the estimate's fields, with `subject`, and `run` (status, source, what was found) if there was one."""
+    """Print the estimate's fields, with `subject`, and `run` (status, source, measured figures) for a past run."""
     mapping: dict[str, object] = {"subject": title, **estimate.to_mapping()}
     if past is not None:
         mapping["run"] = {
@@ -232,7 +232,7 @@ class ShownFigure(NamedTuple):
 
 
 def figures(estimate: Estimate) -> list[ShownFigure]:
-    """Return the figures in their order: of the first six, also those that nobody knows."""
+    """Return the figures in their order; the first six are included even if they are not known."""
     known: list[tuple[str, float | str | None, str, str]] = [
         ("peak memory", estimate.peak_memory_mib, "{:,.0f} MiB", "memory"),
         (bound_name(estimate), estimate.upper_mib, "{:,.0f} MiB", "bound"),
@@ -258,14 +258,14 @@ def figures(estimate: Estimate) -> list[ShownFigure]:
 
 
 def rate(value: float) -> str:
-    """Return a number with three digits or more and no power of ten."""
+    """Return a rate as text with about three significant digits."""
     if value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}" if value >= 0.01 else f"{value:.2g}"
 
 
 def _of_run(estimate: Estimate, past: PastRun, shown_figure: ShownFigure) -> tuple[str, str]:
-    """Return the run's figure, and the estimate less that; in words where a figure would say nothing."""
+    """Return the run's figure, and the estimate's deviation from it; a text where the deviation is meaningless."""
     if shown_figure.target == "bound" or shown_figure.name not in _MEASURED:
         return "", ""
     column = get_target(shown_figure.target).column
@@ -289,9 +289,9 @@ def _of_run(estimate: Estimate, past: PastRun, shown_figure: ShownFigure) -> tup
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run of the warehouse: its config and what was measured then (column -> figure, missing ones None).
+    """A stored run: its config, and its measured figures by column; missing ones are None.
 
-    Of a run beside others on one device, the process's memory alone is its own.
+    Of a run that shared its device, only the process's memory is its own.
     """
 
     run_id: str
@@ -303,14 +303,14 @@ class PastRun:
 
     @property
     def loop(self) -> str:
-        """The loop that it ran in, a name of `learn.estimation.notes.LOOPS`."""
+        """The loop of the run, a name of `learn.estimation.notes.LOOPS`."""
         return loop_of_source(self.source)
 
 
 def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun:
-    """Return one run by its id. An unknown one, and one whose config cannot be read, raise `UsageError`.
+    """Return one run by its id. Raises `UsageError` where it is unknown or its config cannot be read.
 
-    The row is data: what its config names is not imported, except the modules in `trust`
+    The row is data: code that its config names is imported only from modules in `trust`
     (`featurize.configs.trial`)."""
     import warehouse
 
@@ -331,7 +331,7 @@ def load_run(data: DataPlace, run_id: str, trust: Sequence[str] = ()) -> PastRun
 
 
 def agrees_by_construction(past: PastRun, estimate: Estimate, target: str) -> bool:
-    """Return whether the run was simulated with the estimate's own figure, so that agreeing says nothing."""
+    """Return whether the run was simulated with the estimate's own figure, so that agreement proves nothing."""
     column = get_target(target).column
     estimated, in_run = getattr(estimate, column), past.labels[column]
     return (
@@ -344,7 +344,7 @@ def agrees_by_construction(past: PastRun, estimate: Estimate, target: str) -> bo
 
 
 def known_to(past: PastRun, estimate: Estimate, data: Any) -> list[Note]:
-    """Return why agreeing with the run proves little: fitted models knew its label, or the trace made it."""
+    """Return why agreement with the run proves little: models were fitted on its label, or the trace made it."""
     from learn.fitting.artifacts import versions
 
     knew = []
@@ -357,8 +357,8 @@ def known_to(past: PastRun, estimate: Estimate, data: Any) -> list[Note]:
     if knew:
         text = f"{', '.join(knew)}: the model has been fitted on this very run"
         notes.append(Note("fitted-on-run", WARNING, text, tuple(knew)))
-    made = [target for target in estimate.answered_by if agrees_by_construction(past, estimate, target)]
-    if made:
-        text = f"{', '.join(made)}: the trace also simulated this run, so they agree by construction"
-        notes.append(Note("simulated-by-trace", WARNING, text, tuple(made)))
+    simulated_targets = [target for target in estimate.answered_by if agrees_by_construction(past, estimate, target)]
+    if simulated_targets:
+        text = f"{', '.join(simulated_targets)}: the trace also simulated this run, so they agree by construction"
+        notes.append(Note("simulated-by-trace", WARNING, text, tuple(simulated_targets)))
     return notes

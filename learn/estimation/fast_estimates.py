@@ -1,7 +1,7 @@
-"""Estimates from configuration features alone (`method=fast`): fitted trees; no model is built, nothing is traced.
+"""Estimates from configuration features alone (`method=fast`), by fitted trees: nothing is built or traced.
 
 Start reading at `fast_estimates`. The models are those that `learn.fit estimator=lightgbm` left in the data folder,
-else those that come with the project, which `learn.build_defaults` fits to full estimates of sampled configurations.
+else the packaged ones, which `learn.build_defaults` fits to full estimates of sampled configurations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from learn.estimation.notes import (
 from learn.estimators.protocol import LEVEL, OF_CONFIGS
 from learn.estimators.tabular import FeatureTable, TabularEstimator, case_columns
 from learn.estimators.trees import Trees
-from learn.fitting.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
+from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
 from learn.job.training_job import Case
 from learn.rows.data import get_target
 
@@ -54,22 +54,22 @@ _WITH_CUDNN = ("cnn",)  # families of the packaged models whose processes load c
 
 @dataclass(frozen=True)
 class ConfigModels:
-    """Artifact of each target, and of the memory bound, for configurations of one family on one GPU model. ours: names
-    of those that come with the project."""
+    """Artifacts of the targets and of the memory bound, for one family on one GPU model. `ours` names the targets whose
+    artifacts are packaged."""
 
     artifacts: Mapping[str, Artifact]
     ours: frozenset[str]
 
     def predict(self, cases: Sequence[Case]) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """Return (n,) points by target, and memory's bound in MiB, of one family's configs on one GPU model. Raises
-        `UsageError` where features are lacking."""
+        """Return (n,) points by target, and (n,) bounds of memory in MiB, of one family's configs on one GPU model.
+        Raises `UsageError` where features are missing."""
         try:
             ((_, columns),) = case_columns(cases)
         except CommandError as error:
             raise UsageError(f"method=fast has no answer: {error}") from error
         predictions: dict[str, ResidualPrediction] = {}
         for table, names, trees in self._tables:
-            for name, sums in zip(names, trees.members(table.encoded(columns, len(cases))), strict=True):
+            for name, sums in zip(names, trees.members(table.encode(columns, len(cases))), strict=True):
                 estimator = _tabular(self.artifacts[name])
                 rough = estimator.rough_figures(cases, columns)
                 predictions[name] = estimator.prediction_of(estimator.trees.start + sums, rough)
@@ -82,7 +82,7 @@ class ConfigModels:
 
     @cached_property
     def _tables(self) -> list[tuple[FeatureTable, list[str], Trees]]:
-        """Artifacts that read the same columns, as the packaged ones do, and the trees of all of them."""
+        """Group the artifacts that read the same columns, as the packaged ones do, and join their trees."""
         names_of: dict[int, list[str]] = {}
         tables: list[FeatureTable] = []
         for name, artifact in self.artifacts.items():
@@ -90,7 +90,7 @@ class ConfigModels:
                 tables.append(table)
             names_of.setdefault(tables.index(table), []).append(name)
         return [
-            (tables[place], names, Trees.joined([_tabular(self.artifacts[name]).trees for name in names]))
+            (tables[place], names, Trees.join([_tabular(self.artifacts[name]).trees for name in names]))
             for place, names in names_of.items()
         ]
 
@@ -104,7 +104,7 @@ class ConfigModels:
         return str(meta.get("loop") or loop_of_source(next(iter(meta["rows"]["source"]))))
 
     def errors(self, target: str, family: str) -> dict[str, float]:
-        """Return `median` and `p90` of the error on held-out rows; empty where they are not known."""
+        """Return `median` and `p90` of the error on held-out rows; empty where they are not recorded."""
         meta = self.artifacts[target].meta
         if "errors" in meta:
             return dict(meta["errors"].get(family, {}))
@@ -123,11 +123,11 @@ def _tabular(artifact: Artifact) -> TabularEstimator:
 def fast_estimates(
     configs: Sequence[TrialConfig], device: DeviceSpec, on: MachineProfile, data: Any = None
 ) -> list[Estimate]:
-    """Return one estimate a config, in order, without a breakdown; `seconds` is each one's share of the time.
+    """Return one estimate a config, in order, without a breakdown; `seconds` is the config's share of the time.
 
     Raises:
-        UsageError: A family that no model was fitted on, a config on several GPUs, an AMD GPU.
-        EnvironmentProblem: There is no model of memory.
+        UsageError: A family without a model, a config on several GPUs, or an AMD GPU.
+        EnvironmentProblem: No model of memory is installed.
     """
     began = time.perf_counter_ns()
     places: dict[str, list[int]] = {}
@@ -136,25 +136,25 @@ def fast_estimates(
     estimates: dict[int, Estimate] = {}
     for family, of_family in places.items():
         models = config_models(data, family, device)
-        asked = [configs[place] for place in of_family]
-        if problem := next(filter(None, (_problem(models, config, device) for config in asked)), None):
+        family_configs = [configs[place] for place in of_family]
+        if problem := next(filter(None, (_problem(models, config, device) for config in family_configs)), None):
             raise UsageError(f"{problem}; use method=full")
         assert models is not None
-        estimates |= zip(of_family, _of_family(models, asked, device, on), strict=True)
+        estimates |= zip(of_family, _of_family(models, family_configs, device, on), strict=True)
     seconds = (time.perf_counter_ns() - began) / 1e9 / max(len(configs), 1)
     for estimate in estimates.values():
-        object.__setattr__(estimate, "seconds", seconds)  # nobody else has it yet
+        object.__setattr__(estimate, "seconds", seconds)  # frozen, but not shared yet
     return [estimates[place] for place in range(len(configs))]
 
 
 def fast_problem(config: TrialConfig, device: DeviceSpec, data: Any = None) -> str | None:
-    """Return why there is no estimate from a config's features alone on a GPU model, or None."""
+    """Return why a config cannot be estimated from its features alone on a GPU model; None if it can."""
     return _problem(config_models(data, config.family, device), config, device)
 
 
 def config_models(data: Any, family: str | None, device: DeviceSpec) -> ConfigModels | None:
-    """Return the models for a family (None: any) on a GPU model: the data folder's newest of each target, else those
-    that are packaged; None where they have no memory."""
+    """Return the models for a family (None: any) on a GPU model: the data folder's newest of each target, else the
+    packaged ones; None without a model of memory."""
     home = models_folder(data)
     written = tuple(_changed_ns(home / target) for target in FAST_LOOPS)
     return _config_models(home, written, DEFAULT_MODELS / "fast", family, device.name)
@@ -170,9 +170,9 @@ def _config_models(
     if any(written):
         data = DataFolder(home.parent)
         for target in FAST_LOOPS:
-            kept = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
-            if kept is not None and is_current(kept.meta["feature_version"]):
-                artifacts[target] = kept
+            stored = newest(data, target, estimator=OF_CONFIGS, family=family, device=device)
+            if stored is not None and is_current(stored.meta["feature_version"]):
+                artifacts[target] = stored
     ours = []
     for name in (*FAST_LOOPS, BOUND):
         needless = "memory" not in ours if name == BOUND else name in artifacts
@@ -250,7 +250,7 @@ def _of_family(
 
 
 def _moved_mib(family: str, device: DeviceSpec, on: MachineProfile) -> float:
-    """Return how much more the card holds on this machine than on the one that the models were fitted for."""
+    """Return the card's memory in MiB on this machine, less that on the machine that the models were fitted for."""
     loads_cudnn = family in _WITH_CUDNN
     return on.outside_mib(loads_cudnn) + on.other_mib - machine(DESCRIBED, device).outside_mib(loads_cudnn)
 
@@ -277,14 +277,14 @@ def _notes_of_models(models: ConfigModels, device: DeviceSpec) -> list[Note]:
     return notes
 
 
-BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
-# Target -> the loop that a full estimate answers for: the fitted models' figures, and the trace's.
+# Target -> the loop of a full estimate: that of the packaged models, or of the trace.
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
 _SLACK = 0.05  # share of a range's width, beyond which a value is outside
 
 
 def unlike(configs: Sequence[TrialConfig], known: Mapping[str, Sequence[Any]]) -> list[list[str]]:
-    """Return why each configuration is unlike those of its family that were fitted on, as `meta.json` has them."""
+    """Return, for each configuration, how it differs from the fitted ones of its family, as `meta.json` describes
+    them."""
     reasons: list[list[str]] = [[] for _ in configs]
     for name, values in known.items():
         column = [getattr(config, name) for config in configs]

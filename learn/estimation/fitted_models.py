@@ -1,7 +1,7 @@
-"""The fitted models that answer an estimate's targets: which one is asked about what, and its answer.
+"""The fitted models that answer an estimate's targets: the choice of a model, its question and its answer.
 
-Start reading at `FittedModels`: `choose` makes the questions of one case, and `ask` asks each model once for all of
-them.
+Start reading at `FittedModels`: `choose` makes the questions of one case, and `ask` asks each model once for all
+questions.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ModelAnswer(NamedTuple):
     """A target's figure by a fitted model.
 
     by        the model, as `Estimate.answered_by` names it
-    loop      the loop that the figure is about
-    bounded   memory with its bound, where that is calibrated
-    outside   whether the model says that it does not know such jobs
+    loop      the loop of the figure
+    bounded   memory with its bound, if the model's bound is calibrated
+    outside   whether the model was not fitted on such jobs
     """
 
     figure: float
@@ -58,12 +58,12 @@ class ModelAnswer(NamedTuple):
 class ModelQuestion:
     """A target's question to a fitted model.
 
-    artifact    the model; None: none knows the target
-    packaged    whether it comes with the project
-    case        what it is asked about
+    artifact    the model; None if none knows the target
+    packaged    whether the model is packaged
+    case        the case to estimate
     looped      whether that is the estimate's case in a plain loop
-    notes       on models that were passed over
-    answer      once the model was asked: its answer, or why there is none; None where it does not know the case
+    notes       notes on models that were passed over
+    answer      the answer, or the error, once the model was asked; None where the model does not know the case
     """
 
     target: str
@@ -76,12 +76,11 @@ class ModelQuestion:
 
 
 class FittedModels:
-    """The fitted models that may answer, opened once for all cases: those of the data folder, and those that come with
-    the project.
+    """The fitted models that may answer, opened once for all cases: the data folder's, and the packaged ones.
 
     Args:
-        options: How the estimates are wanted.
-        steps: Holds the records that models read.
+        options: The options of the estimates.
+        steps: The records that models read.
     """
 
     def __init__(self, options: AnswerOptions, steps: StepStore) -> None:
@@ -107,20 +106,20 @@ class FittedModels:
 
     def choose(self, case: Case, traces: Traces | None, overrides: contextlib.ExitStack) -> list[ModelQuestion]:
         """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
-        else the one that comes with the project.
+        else the packaged one.
 
-        Other people measure plain loops, which wait for their input; the farm's trials keep one batch on the device. So
-        each model is asked about the loop that it knows. Where a `loop` is asked for, only models that know that one
-        answer; memory, which hardly depends on the loop, is answered by any.
+        Published rows were measured in plain loops, which wait for their input; the farm's trials keep one batch on the
+        device. Each model is asked about the loop that it was fitted on. Where a `loop` is requested, only models of
+        that loop answer; memory, which hardly depends on the loop, is answered by any.
 
         Args:
-            case: What is estimated.
+            case: The case to estimate.
             traces: As in `learn.job.traced.step_of`.
-            overrides: Keeps the record of the plain loop until the models have been asked.
+            overrides: Keeps the record of the plain loop loaded until the models have been asked.
 
         Raises:
-            UsageError: The estimator that was named is not fitted for memory.
-            StaleArtifact: The model that was named was fitted with other features.
+            UsageError: The named estimator is not fitted for memory.
+            StaleArtifact: The named model was fitted with other features.
         """
         named = self._options.estimator
         wanted: Wanted = {
@@ -130,7 +129,7 @@ class FittedModels:
             "for_modules": case.config is None,
         }
         if named is not None and "memory" not in self._packaged:
-            load_latest(self._folder, "memory", **wanted)  # a named one must be there, at least for memory
+            load_latest(self._folder, "memory", **wanted)  # a named estimator must be fitted, at least for memory
         learnt: Wanted = {**wanted, "learnt": True}
         questions, looped = [], None
         for target in TARGETS:
@@ -142,15 +141,17 @@ class FittedModels:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
             artifact, passed_over = _first_of_loop(target, newest, self._packaged.get(target), self._options.loop)
-            asked = case
+            question_case = case
             if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
-                asked = looped = looped or _in_plain_loop(case, self._steps, traces, overrides)
+                question_case = looped = looped or _in_plain_loop(case, self._steps, traces, overrides)
             notes += passed_over
-            questions.append(ModelQuestion(target, artifact, artifact is not newest, asked, asked is not case, notes))
+            questions.append(
+                ModelQuestion(target, artifact, artifact is not newest, question_case, question_case is not case, notes)
+            )
         return questions
 
     def ask(self, questions: Iterable[ModelQuestion]) -> None:
-        """Ask each model once for all its questions, which take their answers."""
+        """Ask each model once for all its questions, and store the answers in them."""
         of_model: dict[int, tuple[Artifact, list[ModelQuestion]]] = {}
         for question in questions:
             if question.artifact is not None:
@@ -162,16 +163,16 @@ class FittedModels:
                 for question in alike:
                     question.answer = error
                 continue
-            bounded = self._bounded(artifact, prediction) if alike[0].target == "memory" else {}
+            bounded = self._bound_memory(artifact, prediction) if alike[0].target == "memory" else {}
             for row, question in enumerate(alike):
                 if (refusal := prediction.refusals.get(row)) is None:
                     question.answer = _answer(question, artifact, prediction, row, bounded.get(row))
                 elif question.target == "memory" and (named := self._options.estimator) is not None:
                     question.answer = UsageError(f"estimator={named} has no answer: {refusal}")
 
-    def _bounded(self, artifact: Artifact, prediction: Prediction) -> dict[int, Memory]:
-        """Return each row's memory with its bound, of left-out groups, or of held-out rows where its fit left out none.
-        Empty where it is not calibrated."""
+    def _bound_memory(self, artifact: Artifact, prediction: Prediction) -> dict[int, Memory]:
+        """Return each row's memory with its bound, calibrated on left-out groups, or on held-out rows where the fit
+        left out none. Empty where it is not calibrated."""
         coverage, quantiles = self._options.coverage, dict[float, list[float]]()
         for level in sorted({*COVERAGES, coverage}):
             values = prediction.upper(level) if level > 0.5 else prediction.quantile(level)
@@ -196,7 +197,7 @@ class FittedModels:
 def _answer(
     question: ModelQuestion, artifact: Artifact, prediction: Prediction, row: int, bounded: Memory | None
 ) -> ModelAnswer:
-    """Return the model's answer, which is in that row of its prediction."""
+    """Return the model's answer to a question, from `row` of its prediction."""
     target, name, meta = (question.target,), artifact.meta["estimator"], artifact.meta
     notes = [Note("estimator", WARNING, text, target) for text in prediction.warnings]
     notes += [
@@ -223,11 +224,11 @@ def _answer(
 
 
 def _in_plain_loop(case: Case, steps: StepStore, traces: Traces | None, overrides: contextlib.ExitStack) -> Case:
-    """Return the case in such a loop, its record at hand while models are asked."""
+    """Return the case in a plain loop, with its record loaded while models are asked."""
     if case.training_loop or case.spec is None:
         return case
     looped = replace(case, training_loop=True, module=case.module and replace(case.module, training_loop=True))
-    with contextlib.suppress(CommandError):  # then whoever asks for its record hears why
+    with contextlib.suppress(CommandError):  # raised again where the record is read
         overrides.enter_context(steps.override(looped, step_of(looped.job, case.spec, traces=traces)))
     return looped
 
@@ -235,7 +236,7 @@ def _in_plain_loop(case: Case, steps: StepStore, traces: Traces | None, override
 def _first_of_loop(
     target: str, newest: Artifact | None, packaged: Artifact | None, loop: str | None
 ) -> tuple[Artifact | None, list[Note]]:
-    """Return the first of the two models that knows the loop, and which model was passed over for that."""
+    """Return the first of the two models that knows the loop, and a note on a model that does not."""
     if loop is None or target == "memory":
         return newest or packaged, []
     passed_over: list[Note] = []

@@ -1,8 +1,8 @@
 """The estimate of one training job on one GPU model, and the causes of its memory's uncertainty.
 
-Start reading at `Estimate`, which consists of the parts above it; `learn.estimation.answers` makes one.
-`uncertainty_of` takes apart into causes how far memory may lie above the trace: the bound of jobs unlike any measured
-ones. Tensors that are replayed are known exactly and widen nothing.
+Start reading at `Estimate`, which consists of the classes before it; `learn.estimation.answers` makes one.
+`uncertainty_of` splits the distance between memory and its traced figure into causes, which bound jobs unlike any
+measured one. Replayed tensors are known exactly and widen nothing.
 """
 
 from __future__ import annotations
@@ -46,20 +46,19 @@ NARROWED_BY: Mapping[str, str] = {
     NEIGHBOUR: "the nearer the measured batch is, the narrower it is",
 }
 
-# The causes that measured rows cover. No rows cover the others, which count as they are.
+# The causes that measured rows cover; the others count unchanged.
 MEASURED = (WORKSPACES, FRAGMENTATION, KERNELS, CONTEXT)
-# MiB by machine, chosen: the described one was off by up to 100 MiB in the median of one of five published files, and
-# nothing was measured on the others. The rest are calibrated profiles.
+# MiB by machine, chosen: on one of five published files, the described machine was off by up to 100 MiB in the median;
+# the others were never measured. All other profiles are calibrated.
 _OF_CONTEXT_MIB, _OF_OWN_CONTEXT_MIB = {CURRENT: 100.0, DESCRIBED: 100.0, EAGER: 300.0}, 50.0
-# Of AMD's GPUs, where neither MIOpen's workspaces nor the context of any is known; chosen.
+# AMD GPUs: neither MIOpen's workspaces nor their context is known; chosen.
 _OF_SPREAD_ON_AMD, _OF_CONTEXT_ON_AMD_MIB = 2.0, 500.0
-_OF_LARGEST = 2.0  # where cuDNN was asked: of the largest workspace, for the spread of assumptions; chosen
-_BLAS_THREADS = 2  # threads that keep a workspace: of the forward and of the backward pass
+_OF_LARGEST = 2.0  # where cuDNN was asked: times the largest workspace, in place of the assumptions' spread; chosen
+_BLAS_THREADS = 2  # threads that keep a workspace: those of the forward and of the backward pass
 COVERAGES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)  # points of the distribution that an estimate holds
-# cuDNN does without a workspace, or with a smaller one, where memory is short, and the allocator frees cached memory
-# back. So a job runs on an empty card where its tensors, twice the assumed workspaces and this margin fit. Of 120 of
-# timm's models (RTX 3090, AMP), 85 % are let in at the largest batch that ran, and 2 at the next one (with 7 %: 90 %
-# and 3).
+# Where memory is short, cuDNN takes a smaller workspace or none, and the allocator frees cached memory. A job therefore
+# runs on an empty card if its tensors, twice the assumed workspaces and this margin fit. Of 120 of timm's models (RTX
+# 3090, AMP), 85 % are let in at the largest batch that ran, and 2 models at the next one (with 7 %: 90 % and 3).
 _WORKSPACES_AT_LIMIT, _OF_LIVE_AT_LIMIT = 2.0, 0.09
 
 
@@ -69,12 +68,12 @@ MemoryT = TypeVar("MemoryT", bound="Memory")
 
 @dataclass(frozen=True, kw_only=True)
 class Uncertainty:
-    """How far above the traced figure a job's memory may lie.
+    """How far a job's memory may lie above its traced figure.
 
     Args:
         causes_mib: Cause -> MiB of the 99 % margin.
-        needed_mib: What the job cannot do without, with its margin: it runs on a card that has this much.
-        held: How such bounds did on left-out rows; None where no row covers the cause or the GPU's vendor.
+        needed_mib: Memory that the job cannot do without, with its margin: it runs on a card that has this much.
+        held: How such bounds held on left-out rows; None where no row covers the cause or the GPU's vendor.
     """
 
     causes_mib: Mapping[str, float]
@@ -85,10 +84,10 @@ class Uncertainty:
         """Return a job's memory with its bound.
 
         Args:
-            memory: The job's.
+            memory: The job's memory.
             centre_mib: The estimate that the bound lies above.
             coverage: From 0.01 to 0.99.
-            card_mib: What the job can take of the card. A job that runs there never takes more.
+            card_mib: MiB that the job can take of the card. A job that runs there never takes more.
         """
         margin_mib = sum(self.causes_mib.values())
         above = {level: score_at(level) * margin_mib for level in sorted({*COVERAGES, coverage})}
@@ -110,7 +109,7 @@ def score_at(coverage: float) -> float:
 
 
 def uncertainty_of(traced: SimulatedStep, device: DeviceSpec, on: MachineProfile) -> Uncertainty:
-    """Return how far above its figure the memory of a traced step may lie, which is placed on a machine."""
+    """Return how far the memory of a traced step, placed on a machine, may lie above its figure."""
     from featurize.memory.cudnn_workspaces import SETTLED, reserved_by_scenario
 
     largest, most_live = _workspaces(traced, device)
@@ -147,7 +146,8 @@ def uncertainty_of(traced: SimulatedStep, device: DeviceSpec, on: MachineProfile
 
 
 def _workspaces(traced: SimulatedStep, device: DeviceSpec) -> tuple[int, float]:
-    """Return the largest workspace of a convolution, and the most bytes alive with `_WORKSPACES_AT_LIMIT` times it."""
+    """Return the largest workspace of a convolution, and the peak of live bytes with `_WORKSPACES_AT_LIMIT` times
+    it."""
     sizes = traced.trace.guessed_sizes(device)
     sizes = sizes | {call: answer.sizes[0] for call, answer in traced.memory.workspaces.items()}
     key = ("largest workspace", *sizes.values())
@@ -172,7 +172,7 @@ def _largest_and_most_live(trace: StepTrace, sizes: Mapping[LibraryCall, int]) -
 
 
 def widest(causes_mib: Mapping[str, float], above_mib: float) -> Note | None:
-    """Return a note: what makes the bound wide, the largest share first, and what would narrow it."""
+    """Return a note on the causes that make the bound wide, largest first, and on what would narrow the first."""
     shares = sorted(((mib, cause) for cause, mib in causes_mib.items() if mib >= 0.5), reverse=True)
     if not shares:
         return None
@@ -185,11 +185,11 @@ def widest(causes_mib: Mapping[str, float], above_mib: float) -> Note | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that hold and do the same. In a pipeline, those after the first one may need less: fewer micro-batches are
-    in flight there.
+    """Ranks with equal memory and work. In a pipeline, ranks after the first may need less: fewer of their
+    micro-batches are in flight.
 
     first   the first of them, counted from 0
-    count   how many there are
+    count   their number
     peak_memory_mib, breakdown   each rank's, as in `Memory`
     """
 
@@ -201,7 +201,7 @@ class RankGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """A job's peak memory: the figure, its bound, what it consists of, and the card it has to fit, in MiB.
+    """A job's peak memory: the figure, its bound, its parts, and the card it has to fit, in MiB.
 
     peak_memory_mib   the whole card's, by the estimator that `Estimate.answered_by` names
     allocated_mib, reserved_mib, process_mib, card_mib   the same peak by the trace, as the four instruments show it:
@@ -210,19 +210,19 @@ class Memory:
                   (training-free estimators but the trace, figures of a trace that was stored)
     least_card_mib   memory of the smallest card that the bound lets the job into: `upper_mib`, or less where the job
                   runs on a smaller card without its caches and spare workspaces
-    bound_held_out   the bound's record on rows that its fit had not seen: `share` that it held, and `rows`, how many
-                  these were. Where whole groups were left out, `groups` is their number, and `kind` names them
+    bound_held_out   how the bound held on rows that its fit had not seen: `share` that it held, and `rows`, their
+                  number. Where whole groups were left out, `groups` is their number, and `kind` names them
                   (families, sources, GPU models, configurations). Empty where it was not checked on such rows
-    uncertain     cause -> MiB by which the bound lies above `peak_memory_mib` for it; empty without a bound. Where the
-                  sum is less than the causes' own, a card of that size is all that the job can take
+    uncertain     cause -> MiB by which it raises the bound above `peak_memory_mib`; empty without a bound. Where the
+                  sum is less than the causes' own, the bound is all that the job can take of the card
     distribution  (probability, MiB that memory stays below with it), ascending; see `quantile_mib`
     breakdown     part -> MiB at the peak of the traced step. It sums to the trace's own peak, `trace_memory_mib`,
                   which is not `peak_memory_mib` where that is another estimator's. Without a trace: the parts that the
                   estimator itself distinguishes
-    peak_operator, peak_module, peak_phase   what took memory when the most was allocated, in the traced step
+    peak_operator, peak_module, peak_phase   the source of the allocation at the peak of allocated memory, in the trace
     activations   module -> MiB that the operators of its forward pass keep alive at that moment: the largest ones
     device_memory_mib   what a job can use of the card
-    limit_mib     what the job's figure may reach: the card's memory, or less where the allocator's settings limit the
+    limit_mib     the limit of the job's figure: the card's memory, or less where the allocator's settings limit the
                   process to a share of it (`per_process_memory_fraction`)
     """
 
@@ -255,7 +255,7 @@ class Memory:
             p: From 0.01 to 0.99; between the probabilities of `distribution`, a straight line.
 
         Raises:
-            UsageError: Another p, or not a number.
+            UsageError: p is out of range, or not a number.
         """
         number = isinstance(p, numbers.Real) and not isinstance(p, bool)
         if not number or not COVERAGES[0] <= p <= COVERAGES[-1]:
@@ -298,8 +298,8 @@ class Memory:
             quantiles_mib: Probability -> MiB that memory stays below with it, or falls to below one half.
             coverage: Share of jobs that stay below the bound, which is `quantiles_mib[coverage]`.
             causes_mib: As `uncertain`.
-            least_card_mib: Memory of the smallest card that has room for the job. None: what the bound says.
-            held_out: As `bound_held_out`; None where nobody counted.
+            least_card_mib: Memory of the smallest card that has room for the job. None: the bound.
+            held_out: As `bound_held_out`; None where it was not counted.
         """
         probabilities = sorted(quantiles_mib)
         ascending = np.maximum.accumulate([quantiles_mib[p] for p in probabilities]).tolist()
@@ -335,20 +335,21 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long a job's optimizer step takes, in ms, and what follows from that.
+    """A job's optimizer step: its duration in ms, and the figures that follow from it.
 
     step_time_upper_ms  what 90 of 100 measured steps stay below, where the trace times the step; else None
-    bound_by      what takes the longest of the step time: `gpu`, `host` (which launches the kernels), `communication`
+    bound_by      the longest part of the step time: `gpu`, `host` (which launches the kernels), `communication`
                   or `input`; None where the trace does not time the step
     samples_per_s, tokens_per_s   throughput: all micro-steps of an optimizer step count, padding too. Tokens are
                   those of integer inputs of shape [batch, length]. These two and `mfu` need a trace
     mfu           model FLOPs utilization: FLOPs of the matrix products, convolutions and attention, forward and
-                  backward, over what the GPU model does in a step time at the peak rate of the job's precision. What
-                  checkpoints compute again does not count (PaLM, arXiv:2204.02311, appendix B). None where the GPU
+                                backward, over those of a step time at the GPU model's peak rate in the job's precision.
+                                Recomputation by checkpoints does not count (PaLM, arXiv:2204.02311, appendix B). None
+                                where the GPU
                   model has no such rate. See `featurize.timing.times.seconds_at_peak`
-    communication_ms   what the ranks' collectives take in a step; `exposed_ms` of it is not hidden by computation, and
-                  part of the step time
-    bubble_ms     part of a pipeline's step time in which the rank waits for stages that compute
+    communication_ms   duration of the ranks' collectives in a step; `exposed_ms` of it is not hidden by computation,
+                  and part of the step time
+    bubble_ms     part of a pipeline's step time in which the rank waits for other stages
     sent_mib      kind of collective -> MiB that a rank sends in a step
     """
 
@@ -365,14 +366,14 @@ class Timing:
 
     @property
     def bubble_share(self) -> float | None:
-        """Return the part of the step time that is a pipeline's bubble, in [0, 1]; None of other jobs."""
+        """Return the share of the step time that is a pipeline's bubble, in [0, 1]; None for other jobs."""
         return None if self.bubble_ms is None or not self.step_time_ms else self.bubble_ms / self.step_time_ms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """The board's energy in a step, in J: the step time times the mean power, of the GPU's own work and of idle power
-    where it waits. None without a trace."""
+    """The board's energy in a step, in J: the step time times the mean power, which is idle power where the GPU waits.
+    None without a trace."""
 
     energy_j: float | None = None
 
@@ -381,18 +382,18 @@ class Energy:
 class Estimate(Energy, Timing, Activity, Memory):
     """One training job on one GPU model. MiB, ms, J; ratios lie in [0, 1]. None: not known.
 
-    Its parts, by themselves: `memory`, `time`, `activity` and `energy`; their figures are also the estimate's own.
+    The parts are `memory`, `time`, `activity` and `energy`; their figures are also attributes of the estimate.
 
     parameters    number of the model's parameters
     device        the GPU model's name
-    machine       the profile that says what lies outside the allocator; see `featurize.device.device_spec`
+    machine       the profile of memory outside the allocator; see `featurize.device.device_spec`
     notes         remarks, each with a code and a severity; see `learn.Note`. `warnings` are their texts
     estimator     the estimators of the figures
     answered_by   target -> estimator and version of the figure
-    loops         target -> the loop that the figure is about, a name of `learn.estimation.notes.LOOPS`
+    loops         target -> the loop of the figure, a name of `learn.estimation.notes.LOOPS`
     seconds       time that the estimate itself took
-    ranks         a multi-GPU job's ranks, in groups that hold the same. All other figures are those of the rank
-                  that needs the most memory, except samples and tokens a second, which are of all ranks
+    ranks         a multi-GPU job's ranks, in groups of equal memory. All other figures are those of the rank
+                  that needs the most memory, except samples and tokens a second, which count all ranks
     held_out_errors     for `method=fast`: target -> `median` and `p90` of the error on
                         configurations held out; shares of memory and step time, absolute for ratios
     """
@@ -409,7 +410,7 @@ class Estimate(Energy, Timing, Activity, Memory):
     ranks: tuple[RankGroup, ...] = ()
 
     def __str__(self) -> str:
-        """Return the figures with their bound, what they rest on, and at most three notes, in fewer than 15 lines."""
+        """Return the figures with their bound, their sources, and at most three notes, in fewer than 15 lines."""
         from learn.estimation.estimate_view import estimate_text
 
         return estimate_text(self)
@@ -450,9 +451,9 @@ class Estimate(Energy, Timing, Activity, Memory):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Return the estimate that `to_mapping` wrote, also through JSON. Names of later versions are left out."""
+        """Return the estimate that `to_mapping` wrote, also through JSON. Unknown fields are ignored."""
         values = _known_fields(cls, mapping)
-        texts = mapping.get("warnings", ())  # sent by a service from before notes had codes
+        texts = mapping.get("warnings", ())  # sent by a service whose notes had no codes
         notes = mapping.get("notes", [{"code": "note", "severity": INFO, "text": text} for text in texts])
         values["notes"] = tuple(
             Note(**{**_known_fields(Note, note), "targets": tuple(note.get("targets", ()))}) for note in notes
@@ -462,7 +463,7 @@ class Estimate(Energy, Timing, Activity, Memory):
         return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields, `warnings`, and `fits`: into the empty card."""
+        """Return the fields, `warnings`, and `fits`: whether the job fits the empty card."""
         mapping = {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
         mapping["notes"] = tuple(dict(vars(note)) for note in self.notes)
         mapping["ranks"] = tuple(map(asdict, self.ranks))
@@ -474,6 +475,6 @@ def _known_fields(kind: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimators_named(by: Mapping[str, str]) -> str:
-    """Return the estimators of an answer's figures, the trace last; `by` is its `answered_by`."""
+    """Return the distinct estimators of `answered_by`, the trace last."""
     named = sorted({text.partition(" ")[0] for text in by.values()}, key=lambda name: (name == "trace", name))
     return " + ".join(named)

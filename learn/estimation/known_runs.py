@@ -53,23 +53,23 @@ KINDS = {
     "reserved": "torch.cuda.max_memory_reserved",
     "allocated": "torch.cuda.max_memory_allocated",
 }
-# Width of the 99 % bound, as a share of the estimate: at the measured batch itself (chosen: no published file repeats a
-# run), and what the first doubling of the traced memory and each further one add. One doubling apart, memory lies above
-# it for some 1 % of 2,026 of those pairs. No split into workspaces, fragmentation and the measured difference was
-# narrower by more than a percent of the estimate.
+# Width of the 99 % bound, as a share of the estimate: at the measured batch (chosen: no published file repeats a run),
+# and the addition for the first doubling of the traced memory and for each further one. One doubling apart, memory lies
+# above the bound for some 1 % of 2,026 such pairs. No split into workspaces, fragmentation and the measured difference
+# was narrower by more than a percent of the estimate.
 _SAME_JOB, _A_DOUBLING, _FURTHER, _MOST_FURTHER = 0.01, 0.06, 0.015, 3.0
-# How the difference between measurement and trace goes with memory, as an exponent: towards larger batches between a
-# constant (context, libraries) and a share (workspaces, kernels), towards smaller ones a share. Of 0, 0.5 and 1 the
-# least error on 4,870 pairs of rows of timm's models on one A100, doubted ones apart.
+# Exponent by which the difference between measurement and trace grows with memory. Towards larger batches it lies
+# between a constant (context, libraries) and a share (workspaces, kernels); towards smaller ones it is a share. Of 0,
+# 0.5 and 1, these have the least error on 4,870 pairs of rows of timm's models on one A100, without doubted rows.
 _GROWTH_UP, _GROWTH_DOWN = 0.5, 1.0
 _OF_MEMORY = (OUT_OF_MEMORY, MAY_RUN_OUT, BOUND)  # codes of notes on the figure that the runs replace
-RUNS, NONE = "runs", "none"  # in place of a list: the data folder's own, and none, not even those
-# Chosen: a run that is further from its trace than this factor is left out. Runs of one batch that are this far apart
-# contradict each other: they move the estimate but narrow nothing.
+RUNS, NONE = "runs", "none"  # in place of a list: the data folder's runs, and no runs at all
+# Chosen: a run whose distance from its trace exceeds this factor is left out. Runs of one batch that are this far apart
+# contradict each other: they move the estimate but do not narrow its bound.
 _CONTRADICTS = 1.5
-_OTHER_CONTEXT_MIB = 2048.0  # contexts of two machines hardly differ by more, however small the job
+_OTHER_CONTEXT_MIB = 2048.0  # contexts of two machines hardly differ by more, even for small jobs
 _RUNS_DIFFER = 1.1
-_LIVE = 0.85  # share of what the trace counts as alive, which includes assumed workspaces and a typical context
+_LIVE = 0.85  # share of the trace's live memory, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
 _TAKES = f"known is a list of measured runs, as in {_EXAMPLE}, or {RUNS} or {NONE}"
 
@@ -79,13 +79,13 @@ class KnownRun:
     """One measured run.
 
     Args:
-        batch_size: Its batch.
+        batch_size: The run's batch size.
         memory_mib: Its peak, in MiB.
-        kind: What `memory_mib` is: one of `KINDS`.
-        device: The GPU model that it ran on, a name of `conf/device`; None: the one that the estimate is for.
+        kind: The instrument of `memory_mib`: one of `KINDS`.
+        device: The run's GPU model, a name of `conf/device`; None: the estimate's.
 
     Raises:
-        UsageError: A value that cannot be.
+        UsageError: An invalid value.
     """
 
     batch_size: int
@@ -112,10 +112,10 @@ class KnownRun:
 class OnTrace(NamedTuple):
     """A measured run beside its trace, in MiB.
 
-    reserved_mib     what the trace reserves
+    reserved_mib     reserved memory in the trace
     card_mib         the trace's figure for the whole card
-    live_mib         the least that the instrument can show: the tensors that are alive at once, and what lies outside
-    difference_mib   what was measured less what the trace says
+    live_mib         the least that the instrument can show: the tensors that are alive together, and memory outside the
+    allocator difference_mib   measured minus traced memory
     """
 
     run: KnownRun
@@ -158,7 +158,7 @@ def known_runs(given: object) -> tuple[KnownRun, ...]:
 
 
 def leaves_out(known: object) -> bool:
-    """Return whether `known=` asks for an estimate without any measured run: the word `NONE`, or an empty list."""
+    """Return whether `known=` asks for an estimate without measured runs: the word `NONE`, or an empty list."""
     return known == NONE or (isinstance(known, Sequence) and not isinstance(known, str | bytes) and not known)
 
 
@@ -177,23 +177,23 @@ def move_by_runs(
     coverage: float,
     without: Uncertainty,
 ) -> Estimate:
-    """Return the estimate moved by what was measured, with the bound of so near a neighbour.
+    """Return the estimate moved by measured runs, with the bound of a neighbour this near.
 
-    Each run is traced at its batch. What was measured beyond the trace holds for the asked batch, too: between two
-    runs by interpolation, above them with the square root of the reserved memory, below them in proportion. The
-    bound's width is never above the one without the runs, except for what runs of one batch differ by, and a job that
-    surely fits the card is bounded by the card, as without them. Runs that contradict the trace are left out; those
-    that contradict each other move the estimate and narrow nothing. A note says so.
+    Each run is traced at its batch. The difference between measurement and trace is carried over to the job's batch:
+    between two runs by interpolation, above them with the square root of the reserved memory, below them in proportion.
+    The bound is never wider than without the runs, except by the spread of runs of one batch. A job that surely fits
+    the card is bounded by the card, with or without runs. Runs that contradict the trace are left out; runs that
+    contradict each other move the estimate but do not narrow its bound. A note reports both.
 
     Args:
         estimate: The estimate, traced on its machine.
         runs: At least one.
         trace_of: The job's traced step at a batch size, on the same machine.
         coverage: Coverage of the bound.
-        without: What is uncertain of the traced step without the runs.
+        without: The uncertainty of the traced step without the runs.
 
     Raises:
-        UsageError: A run that holds more than the card has.
+        UsageError: A run takes more memory than the card has.
     """
     for run in runs:
         if estimate.device_memory_mib is not None and run.memory_mib > estimate.device_memory_mib:
@@ -239,7 +239,7 @@ def move_by_runs(
 def _uncertainty(
     measured: Sequence[OnTrace], reserved_mib: float, peak_mib: float, without: Uncertainty, *, narrows: bool
 ) -> Uncertainty:
-    """Return the uncertainty beside the runs: by their distance, but never more than without them."""
+    """Return the uncertainty near the runs: it grows with their distance, but never exceeds the one without them."""
     doublings = min(abs(math.log2(reserved_mib / traced_run.reserved_mib)) for traced_run in measured)
     further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
     margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib
@@ -269,7 +269,7 @@ def _contradictions(measured: Sequence[OnTrace]) -> list[Note]:
 
 
 def _of_another_job(traced: OnTrace) -> Note | None:
-    """Return a note for a run that is left out: its trace says it is hardly of this job. None for the others."""
+    """Return a note for a run that is left out, as its trace shows that it is hardly of this job; else None."""
     ratio = (traced.card_mib + traced.difference_mib) / traced.card_mib
     below_live = traced.run.memory_mib < traced.live_mib
     too_high = ratio > _CONTRADICTS and traced.difference_mib > _OTHER_CONTEXT_MIB
@@ -303,7 +303,7 @@ def _on_trace(run: KnownRun, traced: SimulatedStep, estimate: Estimate) -> OnTra
 
 
 def _spread(measured: Sequence[OnTrace]) -> float:
-    """Return by how many MiB a run lies above the median of those of its size, at most: no bound is below a run."""
+    """Return the largest excess in MiB of a run over the median of its batch size: no bound lies below a run."""
     sizes = {traced_run.reserved_mib for traced_run in measured}
     of_size = [
         [traced_run.difference_mib for traced_run in measured if traced_run.reserved_mib == size] for size in sizes
@@ -312,7 +312,7 @@ def _spread(measured: Sequence[OnTrace]) -> float:
 
 
 def _difference_at(reserved_mib: float, measured: Sequence[OnTrace]) -> float:
-    """Return how far measured memory lies beyond the trace at this much reserved memory; `measured` ascends in it."""
+    """Return measured minus traced MiB at this much reserved memory; `measured` ascends in it."""
     differences: dict[float, list[float]] = {}
     for traced_run in measured:
         differences.setdefault(traced_run.reserved_mib, []).append(traced_run.difference_mib)
@@ -334,14 +334,14 @@ _OF_FAMILY = (
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRuns:
-    """Reads what a data folder measured of a job, once, and returns the runs of one GPU model.
+    """The measured runs of one job in a data folder, read once, and selected by GPU model.
 
     Only trusted runs on a real GPU count.
 
     Args:
         data: The data folder; None is the default one.
         config: The job, at any batch size.
-        asked_for: Whether the caller named them (`known="runs"`). If not, a folder that cannot be read is a note.
+        asked_for: Whether the caller named them (`known="runs"`). If not, an unreadable folder is reported in a note.
     """
 
     data: str | os.PathLike[str] | DataFolder | None
@@ -349,13 +349,14 @@ class OwnRuns:
     asked_for: bool
 
     def of(self, batch_size: int, device: DeviceSpec) -> tuple[tuple[KnownRun, ...], list[Note]]:
-        """Return the job's runs on a GPU model, and notes: those at its own batch size, else at the nearest smaller and
-        the nearest larger one. The others would change nothing, and each is traced.
+        """Return the job's runs on a GPU model, and notes. The runs are those at its batch size, else at the nearest
+        smaller and the nearest larger one: others would change nothing, and each run is traced.
 
-        Several runs at one batch size count as their median. Runs that hold more than the card are of another card.
+        Several runs at one batch size count as their median. Runs that take more memory than the card are of another
+        card.
 
         Raises:
-            CommandError: The folder that the caller asked for cannot be read.
+            CommandError: The folder of `known="runs"` cannot be read.
         """
         try:
             rows = self._rows
@@ -377,25 +378,26 @@ class OwnRuns:
         return runs, []
 
     def note(self, runs: Iterable[KnownRun]) -> Note:
-        """Return a note that names the runs which moved an estimate."""
+        """Return a note that names the runs that moved an estimate."""
         sizes = ", ".join(f"{run.batch_size:,}" for run in runs)
         leave_out = "" if self.asked_for else f"; known={NONE} leaves them out"
         text = f"memory: moved by what the data folder measured of this job, at a batch of {sizes}{leave_out}"
         return Note("moved-by-runs", INFO, text, ("memory",))
 
     def left_out(self, error: CommandError) -> Note:
-        """Return a note that says why runs which nobody asked for move nothing."""
+        """Return a note with the reason why runs, which were not asked for, move nothing."""
         return Note("runs-left-out", WARNING, f"the data folder's measured runs are left out: {first_line(error)}")
 
     @property
     def changed_ns(self) -> int:
-        """When the folder of the job's family last changed, which the runs depend on; 0 where there is none."""
+        """Time of the last change of the folder of the job's family, in ns, which decides on the runs; 0 without a
+        folder."""
         folder, family = DataFolder.resolve(self.data), self.config.family
         return folder.partition("runs", family).stat().st_mtime_ns if family in folder.families("runs") else 0
 
     @cached_property
     def _rows(self) -> list[MeasuredRow]:
-        changed_ns = self.changed_ns  # before the query: a run that lands in the meantime is looked for the next time
+        changed_ns = self.changed_ns  # before the query: a run that lands meanwhile is read at the next call
         if not changed_ns or not _has_measured(DataFolder.resolve(self.data), self.config.family, changed_ns):
             return []
         return _measured_rows(self.data, self.config)
@@ -403,7 +405,7 @@ class OwnRuns:
 
 @lru_cache
 def _has_measured(folder: DataFolder, family: str, _changed_ns: int) -> bool:
-    """Return whether a family has such runs: a folder of many simulated ones is searched once."""
+    """Return whether a family has measured runs; cached, as many simulated runs make the search slow."""
     import warehouse
 
     with contextlib.closing(warehouse.connect(folder)) as connection:
@@ -433,7 +435,7 @@ def _measured_rows(data: str | os.PathLike[str] | DataFolder | None, config: Tri
 def _same_fields(config: TrialConfig) -> tuple[str, list[str]]:
     """Return conditions that leave out most rows of other jobs before their configs are parsed, and their values.
 
-    A row may lack a field that later code added, and its text may be no JSON.
+    A row may lack a field that was added later, and its text may not be JSON.
     """
     fields = {
         name: value

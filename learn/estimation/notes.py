@@ -1,7 +1,7 @@
-"""Notes of an estimate, each with a code that programs read in place of the text, and the two loops of its figures.
+"""Notes of an estimate, each with a code for programs, and the two loops of its figures.
 
-Start reading at `Note`, which is made, with its code, where the fact is known; then at `LOOPS`, to one of which a
-run, a fitted model and a figure belong: `learn.estimation.fitted_models` asks each model about the loop that it knows.
+Start reading at `Note`, then at `LOOPS`. Each run, fitted model and figure belongs to one loop;
+`learn.estimation.fitted_models` asks each model about the loop that it was fitted on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PROBLEM, WARNING, INFO = SEVERITIES = ("problem", "warning", "info")  # the most urgent first
 TARGETS = ("memory", "smact", "smocc", "drama", "step_time")  # the targets of an Estimate
 MOST_SHOWN = 3
-OUT_OF_MEMORY, MAY_RUN_OUT, BOUND, AMD_GPU = "out-of-memory", "may-run-out", "bound", "amd-gpu"  # codes that are read
+OUT_OF_MEMORY, MAY_RUN_OUT, BOUND, AMD_GPU = "out-of-memory", "may-run-out", "bound", "amd-gpu"  # codes that code reads
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Note:
         severity: `problem` (the job does not fit, or may not), `warning` (a figure is missing or may be off), or
             `info`.
         text: The remark, for people.
-        targets: The targets of the figures that the remark is on; empty where it is on the estimate as a whole.
+        targets: Targets of the figures that the remark is about; empty where it is about the whole estimate.
     """
 
     code: str
@@ -50,7 +50,7 @@ def most_important(notes: Iterable[Note]) -> list[Note]:
 
 
 def times(count: int) -> str:
-    """Return how often, in words."""
+    """Return a count as words: `once`, `3 times`."""
     return "once" if count == 1 else f"{count} times"
 
 
@@ -62,28 +62,28 @@ LEGEND = {
 
 
 def loop_of_source(source: str) -> str:
-    """Return the loop that runs of this `runs.source` were made in: third-party runs are of plain training scripts."""
+    """Return the loop of runs of this `runs.source`: third-party runs are of plain training scripts."""
     return PIPELINE if source == "imported" else RESIDENT
 
 
 def loops_of_sources(sources: Iterable[str]) -> frozenset[str]:
-    """Return the loops that a model knows which was fitted on rows of these sources."""
+    """Return the loops of a model that was fitted on rows of these sources."""
     return frozenset(map(loop_of_source, sources))
 
 
 def loop_named(training_loop: bool) -> str:
-    """Return the name of the loop that `TrainingJob.training_loop` means."""
+    """Return the name of the loop that a value of `TrainingJob.training_loop` stands for."""
     return PIPELINE if training_loop else RESIDENT
 
 
 def legend(loops: Iterable[str]) -> str:
-    """Return one line that explains the loops that occur."""
+    """Return one line that explains the loops among these figures."""
     named = set(loops)
     return "; ".join(f"loop {loop}: {LEGEND[loop]}" for loop in LOOPS if loop in named)
 
 
 def loading_ms(traced: SimulatedStep, job: TrainingJob) -> float:
-    """Return how long a plain loop takes to load the batches of a step, in ms."""
+    """Return the time in ms that a plain loop takes to load the batches of a step."""
     from featurize.timing.step_time import input_ms
 
     return input_ms(traced.trace, job.batch_size, training_of(job.settings).accumulation)

@@ -1,8 +1,8 @@
-"""The platform of a training job: the GPU model, the machine around it, the allocator, the release of PyTorch, and what
-communication between several GPUs takes.
+"""The platform of a training job: the GPU model, the machine around it, the allocator, the release of PyTorch, and the
+communication between several GPUs.
 
-Start reading at `Platform`; `platform_of` makes one of what a user says. `featurize.device.device_spec` describes
-machines, `learn.calibrate` fits one. `ranks_of` says what each rank holds; `featurize.training` has the models.
+Start reading at `Platform`; `platform_of` makes one from keywords. `featurize.device.device_spec` describes machines,
+and `learn.calibrate` fits one. `ranks_of` describes each rank; `featurize.training` has the models.
 """
 
 from __future__ import annotations
@@ -50,34 +50,34 @@ if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
 
 
-SEVERAL_GPUS = "several GPUs"  # which no model was fitted on
+SEVERAL_GPUS = "several GPUs"  # a feature that no model was fitted on
 
 
 def ranks_of(
     traced: SimulatedStep, job: TrainingJob, device: DeviceSpec
 ) -> tuple[tuple[RankGroup, ...], dict[str, Any], list[Note]]:
-    """Return the ranks of a job, the fields of `Timing` on their communication, and what was assumed of
-    them; none of a job on one GPU."""
+    """Return a job's ranks, the `Timing` fields of their communication, and the assumptions; all empty for a job on one
+    GPU."""
     parallel, communication = job.parallel, traced.communication
     if parallel is None:
         return (), {}, []
-    whole = RankGroup(
+    measured_rank = RankGroup(
         first=0, count=parallel.ranks, peak_memory_mib=traced.peak_memory_mib, breakdown=dict(traced.breakdown)
     )
     part = traced.trace.pipeline
-    groups = tuple(_group(group, traced, job, whole) for group in (() if part is None else part.groups))
+    groups = tuple(_group(group, traced, job, measured_rank) for group in (() if part is None else part.groups))
     sent = {
         "communication_ms": communication.busy_ms,
         "exposed_ms": communication.exposed_ms,
         "sent_mib": communication.sent_mib,
         "bubble_ms": None if part is None else communication.bubble_ms,
     }
-    # A script's own wrappers say themselves what a micro-step sends.
+    # A script's own wrappers decide what a micro-step sends.
     training = training_of(job.settings)
     training = training if job.recorded is None else replace(training, accumulation=1)
     texts = _notes(parallel, device, communication.buffers_mib, training)
     texts += [] if part is None else _notes_of_stages(parallel, part)
-    return groups or (whole,), sent, [Note("several-gpus", INFO, text) for text in texts]
+    return groups or (measured_rank,), sent, [Note("several-gpus", INFO, text) for text in texts]
 
 
 def _group(
@@ -86,7 +86,7 @@ def _group(
     job: TrainingJob,
     worst: RankGroup,
 ) -> RankGroup:
-    """Return the ranks of a pipeline with the memory of the first of them."""
+    """Return a pipeline's group of equal ranks, with the memory of the first of them."""
     assert job.parallel is not None, "a pipeline"
     size = job.parallel.of_stage
     first, count = alike.ranks[0] * size, len(alike.ranks) * size
@@ -166,11 +166,11 @@ def _notes_on_zero(parallel: Parallel, training: Training) -> list[str]:
     return notes
 
 
-GUESSED, CUDNN, AUTO = WORKSPACES = ("guessed", "cudnn", "auto")  # who says what convolutions take
+GUESSED, CUDNN, AUTO = WORKSPACES = ("guessed", "cudnn", "auto")  # source of the convolutions' workspaces
 
 
 def profile_path(folder: DataFolder, device: DeviceSpec) -> Path:
-    """Return where `learn.calibrate` keeps the profile of the machine with this GPU model."""
+    """Return the path where `learn.calibrate` writes the profile of the machine with this GPU model."""
     return folder.machines / f"{device.name}.json"
 
 
@@ -183,7 +183,7 @@ def machine_for(given: str | os.PathLike[str] | MachineProfile | None, device: D
 
     Raises:
         UsageError: An unknown name.
-        EnvironmentProblem: A file that holds no profile.
+        EnvironmentProblem: The file does not hold a profile.
     """
     if isinstance(given, MachineProfile):
         return given
@@ -204,10 +204,10 @@ class Platform:
     """The platform of a job.
 
     device          the GPU model, under its power limit
-    machine         what lies outside PyTorch's allocator
+    machine         the profile of memory outside PyTorch's allocator
     allocator       settings of the caching allocator; None: PyTorch's own
-    workspaces      who says what convolutions take: `CUDNN`, `AUTO`, or None: they are guessed
-    torch_version   release of PyTorch that cuDNN's workspaces are of; None: the installed one
+    workspaces      source of the convolutions' workspaces: `CUDNN`, `AUTO`, or None: they are guessed
+    torch_version   release of PyTorch that fixes cuDNN's workspaces; None: the installed one
     """
 
     device: DeviceSpec
@@ -217,8 +217,8 @@ class Platform:
     torch_version: str | None = None
 
     def limit_mib(self, traced: SimulatedStep | None) -> float:
-        """Return the limit of the whole card's figure. A share limits what the allocator reserves, to which
-        comes what lies outside of it."""
+        """Return the limit in MiB of the whole card's figure. `per_process_memory_fraction` limits only the memory that
+        the allocator reserves; memory outside the allocator is added."""
         share = None if self.allocator is None else self.allocator.per_process_memory_fraction
         if share is None:
             return self.device.memory_mib
@@ -230,12 +230,12 @@ class Platform:
     ) -> SimulatedStep:
         """Return the traced step on the machine: its memory is of the whole card.
 
-        The step is replayed again only where the capacity that differs can matter, and with `workspaces`: cuDNN is then
-        asked about its convolutions, as `job.search` says, or else as this process searches.
+        The step is replayed again only where a different capacity can matter, and with `workspaces`: cuDNN is then
+        asked about its convolutions, searched as `job.search` describes, else as in this process.
 
         Raises:
             EnvironmentProblem: cuDNN cannot be asked.
-            UsageError: A GPU model that cuDNN cannot be asked about, with `workspaces="cudnn"`.
+            UsageError: A GPU model that cuDNN cannot answer for, with `workspaces="cudnn"`.
         """
         from featurize.memory.replay import loads_cudnn, replay
 
@@ -245,8 +245,8 @@ class Platform:
         memory = traced.memory
         taken_mib = process_mib + on.other_mib + communication_mib
         near_limit = memory.retries or not memory.fits or memory.peak_reserved / MIB + taken_mib > device.memory_mib
-        asked = self._cudnn_answers(traced, job) if workspaces else None
-        if near_limit or asked is not None:
+        answers = self._cudnn_answers(traced, job) if workspaces else None
+        if near_limit or answers is not None:
             memory = replay(
                 traced.trace,
                 device,
@@ -254,15 +254,15 @@ class Platform:
                 allocator=self.allocator,
                 timeline=timeline,
                 taken_mib=taken_mib,
-                workspaces=asked,
+                workspaces=answers,
             )
         return replace(traced, memory=memory, process_mib=process_mib, others_mib=on.other_mib)
 
     def prepare_workspaces(self, job: TrainingJob) -> None:
-        """Load cuDNN while the step is traced, where it will be asked and nothing of the device is known yet.
+        """Load cuDNN while the step is traced, if it will be asked and has no stored answer for the device.
 
         Raises:
-            UsageError: A GPU model that cuDNN cannot be asked about, with `cudnn`.
+            UsageError: A GPU model that cuDNN cannot answer for, with `cudnn`.
         """
         if self.workspaces is None:
             return
@@ -275,12 +275,12 @@ class Platform:
                 raise
 
     def release_workspaces(self) -> None:
-        """End cuDNN's process of the GPU model, if one runs. The next question about it starts another."""
+        """End cuDNN's process for the GPU model, if one runs. The next question starts another."""
         if self.workspaces is None:
             return
         from featurize.cudnn.oracle import oracle_for
 
-        with contextlib.suppress(CommandError):  # it could not be asked in the first place
+        with contextlib.suppress(CommandError):  # then cuDNN could not be asked, and no process runs
             oracle_for(self.device).close()
 
     def _cudnn_answers(
@@ -313,8 +313,8 @@ def platform_of(
     """Return the platform of a job, checked. The arguments are those of `learn.estimate`.
 
     Raises:
-        UsageError: An unknown name of any, with the known ones, or a limit out of the GPU model's range.
-        EnvironmentProblem: cuDNN is not installed, and is to be asked; a machine's file holds no profile.
+        UsageError: An unknown name, with the known ones, or a limit out of the GPU model's range.
+        EnvironmentProblem: cuDNN is to be asked and is not installed, or a machine's file does not hold a profile.
     """
     from featurize.memory.cudnn_workspaces import require_release
 
@@ -341,10 +341,10 @@ def platform_of(
 
 
 def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torch_version: str | None) -> list[Note]:
-    """Return the notes on a step's workspaces: who answered, and for which cuDNN.
+    """Return the notes on a step's workspaces: their source, and the release of cuDNN.
 
     Args:
-        workspaces: The answers that the step was replayed with; empty where none was asked for.
+        workspaces: The answers that the step was replayed with; empty where cuDNN was not asked.
         torch_version: As in `place`.
     """
     from featurize.memory.cudnn_workspaces import release_note, traced_release_note, workspaces_note
@@ -357,7 +357,7 @@ def workspace_notes(workspaces: Mapping[LibraryCall, ConvolutionWorkspace], torc
 
 
 def _search_of(job: TrainingJob) -> SearchSettings:
-    """Return how a job searches: with `allow_tf32`, PyTorch's default, whatever the estimating process has set."""
+    """Return a job's search settings: with `allow_tf32`, PyTorch's default, not this process's setting."""
     from featurize.memory.cudnn_workspaces import search_settings
 
     return job.search or replace(search_settings(benchmark=job.settings.cudnn_benchmark), allow_tf32=True)

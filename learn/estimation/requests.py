@@ -1,4 +1,4 @@
-"""A request for an estimate: a job, its platform and how the answer is wanted, made of the keywords of `estimate`.
+"""A request for an estimate: a job, its platform and the options of the answer, made from the keywords of `estimate`.
 
 Start reading at `Request`; `request_of` makes one, `learn.estimation.answers` answers it. `StepFiles` are the files
 that a user wants beside the estimate: a page about the traced step, and its memory snapshot.
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class JobKeywords(TrainingKeywords, total=False):
-    """Keywords that say what the job is; `learn.estimate` describes them, and `Training` those that it inherits."""
+    """Keywords that describe the job; `learn.estimate` documents them, and `Training` the inherited ones."""
 
     batches: Batches | None
     settings: Training | None
@@ -61,7 +61,7 @@ class JobKeywords(TrainingKeywords, total=False):
 
 
 class PlatformKeywords(TypedDict, total=False):
-    """Keywords that say what the job runs on."""
+    """Keywords that describe the platform."""
 
     device: str | DeviceSpec
     power_limit_w: float | None
@@ -72,7 +72,7 @@ class PlatformKeywords(TypedDict, total=False):
 
 
 class AnswerKeywords(TypedDict, total=False):
-    """Keywords that say how the answer is wanted."""
+    """Keywords that describe the answer."""
 
     estimator: str | None
     data: Data | None
@@ -82,7 +82,7 @@ class AnswerKeywords(TypedDict, total=False):
 
 
 class ScriptKeywords(PlatformKeywords, AnswerKeywords, total=False):
-    """Keywords of a job that says itself what it is."""
+    """Keywords of a script's estimate; the script itself describes the job."""
 
 
 class RequestKeywords(JobKeywords, ScriptKeywords, total=False):
@@ -91,7 +91,7 @@ class RequestKeywords(JobKeywords, ScriptKeywords, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """How an answer is wanted, as `learn.estimate` describes it. Raises `UsageError` for a value that cannot be."""
+    """The options of an answer, as `learn.estimate` documents them. Raises `UsageError` for an invalid value."""
 
     estimator: str | None = None
     data: Data | None = None
@@ -113,7 +113,7 @@ class AnswerOptions:
             self.require_movable()
 
     def require_movable(self) -> None:
-        """Raise `UsageError` where another estimator than the trace is named beside measured runs."""
+        """Raise `UsageError` where measured runs are given with an estimator other than the trace."""
         if self.estimator not in (None, "trace"):
             raise UsageError(
                 f"known= adjusts the trace's estimate and cannot be combined with estimator={self.estimator}"
@@ -122,9 +122,9 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A job, what it runs on, and how its estimate is wanted. Raises `UsageError` for what does not go together.
+    """A job, its platform, and the options of its estimate. Raises `UsageError` for options that exclude each other.
 
-    own_runs    the data folder's measured runs of a trial config, where they may serve
+    own_runs    the data folder's measured runs of a trial config; None where they are not used
     """
 
     job: TrainingJob
@@ -148,8 +148,7 @@ class Request:
 
 
 def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOptions]:
-    """Return the platform and the options among the keywords of `learn.estimate`. Raises
-    `UsageError`."""
+    """Return the platform and the options from keywords of `learn.estimate`. Raises `UsageError`."""
     of_platform = {name: options[name] for name in PlatformKeywords.__annotations__ if name in options}
     of_answer = {name: options[name] for name in AnswerKeywords.__annotations__ if name in options}
     answer_options = AnswerOptions(**{**of_answer, "known": known_runs(options.get("known"))})
@@ -157,7 +156,7 @@ def platform_and_options(options: Mapping[str, Any]) -> tuple[Platform, AnswerOp
 
 
 def request_of(model: AnyModel, inputs: Inputs | None = None, **options: Unpack[RequestKeywords]) -> Request:
-    """Return the request of `learn.estimate` with these arguments, checked; nothing is traced.
+    """Return the request that these arguments of `learn.estimate` describe, checked. Nothing is traced.
 
     Raises:
         UsageError: As in `learn.estimate`.
@@ -216,7 +215,7 @@ def job_of(
 
 
 def training_settings(given: Mapping[str, Any], settings: object = None) -> dict[str, Any]:
-    """Return the settings that were given, by name. Raises `UsageError` for unknown names, and for both kinds."""
+    """Return the given settings by name. Raises `UsageError` for unknown names, and for keywords beside `settings`."""
     names = [field.name for field in fields(Training)]
     single = {name: value for name, value in given.items() if value is not None}
     refuse_of_one_estimate(single)
@@ -238,7 +237,7 @@ _OF_ONE_ESTIMATE = ("method", "report", "snapshot")
 
 
 def refuse_of_one_estimate(given: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for keywords that a call with several estimates does not take."""
+    """Raise `UsageError` for keywords of `estimate` that a call with several estimates does not take."""
     if of_one := [name for name in _OF_ONE_ESTIMATE if given.get(name) is not None]:
         raise UsageError(f"{', '.join(of_one)}: of one estimate only; leave it out")
 
@@ -253,8 +252,8 @@ def require_same(config: TrialConfig, given: Mapping[str, Any]) -> None:
 
 
 def _with_file(layout: Parallel | None, training: Mapping[str, Any]) -> dict[str, Any]:
-    """Return training settings with those of the DeepSpeed file that a layout names. Raises `UsageError` where both say
-    something else of the same setting."""
+    """Return the training settings merged with those of a layout's DeepSpeed file. Raises `UsageError` where a setting
+    differs between the two."""
     file = {} if layout is None or layout.zero.deepspeed is None else layout.zero.deepspeed.training
     if others := [name for name, value in file.items() if training.get(name, value) != value]:
         raise UsageError(
@@ -265,9 +264,9 @@ def _with_file(layout: Parallel | None, training: Mapping[str, Any]) -> dict[str
 
 
 def _require_whole(model: object) -> None:
-    """Raise `UsageError` for a module whose parameters are spread over ranks already: FSDP2 makes no copies of such a
-    one, and its steps would run in the caller's own process groups."""
-    if sys.modules.keys().isdisjoint(("torch.distributed.tensor", "torch.distributed._tensor")):  # none can be
+    """Raise `UsageError` for a module whose parameters are already spread over ranks: it cannot be copied under FSDP2,
+    and its steps would run in the caller's process groups."""
+    if sys.modules.keys().isdisjoint(("torch.distributed.tensor", "torch.distributed._tensor")):  # no DTensor can exist
         return
     parameters = None if isinstance(model, type) else getattr(model, "parameters", None)  # a class is a factory
     meshes = (getattr(parameter, "device_mesh", None) for parameter in (parameters() if callable(parameters) else ()))
@@ -281,7 +280,7 @@ def _require_whole(model: object) -> None:
 
 
 def _hidden_size_of(model: Model | TrialConfig) -> int | None:
-    """Return the width of a model that Hugging Face's libraries would find; a factory is built for it, without
+    """Return the width of a model as Hugging Face's libraries would find it. A factory is built for it, without
     memory."""
     if isinstance(model, TrialConfig):
         return None
@@ -295,13 +294,13 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
         try:
             with kept_from_exit():
                 model = attention.building(lambda: build_on_meta(factory))
-        except Exception:  # a factory may raise anything, and raises it again where the model is traced
+        except Exception:  # a factory may raise anything; the error is raised again where the model is traced
             return None
     return hidden_size_of(getattr(model, "config", None))
 
 
 def check_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
-    """Return the path of a file that is wanted, checked to be writable before the work.
+    """Return the path of a requested file, checked to be writable before the work.
 
     Raises `UsageError`, which names `key` and the file name `like` as an example.
     """
@@ -309,7 +308,7 @@ def check_path(report: str | Path, key: str = "report", like: str = "out.html") 
 
 
 class StepFiles(NamedTuple):
-    """Paths of the files; None: it is not wanted.
+    """Paths of the files; None for a file that was not requested.
 
     report     an HTML page that explains the estimate
     snapshot   the replay's memory, pickled as `torch.cuda.memory._dump_snapshot` does
@@ -327,15 +326,15 @@ class StepFiles(NamedTuple):
         )
 
     def write(self, request: Request, estimate: Estimate, traced: SimulatedStep | None) -> None:
-        """Write each file in one step, in place of what was there.
+        """Write each file in one step, and replace an existing one.
 
         Args:
-            request: What was asked.
+            request: The request.
             estimate: Its answer.
-            traced: The step, with its timeline; None: the model could not be traced.
+            traced: The step, with its timeline; None if the model could not be traced.
 
         Raises:
-            UsageError: A snapshot of a model that could not be traced.
+            UsageError: A snapshot is requested, and the model could not be traced.
         """
         from learn.estimation.step_report import write_step_report
 

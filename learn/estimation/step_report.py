@@ -1,4 +1,4 @@
-"""An estimate as one HTML page: memory over the step, the peak and its operator, what it consists of, module by module.
+"""An estimate as one HTML page: memory over the step, the peak and its operator, and its parts, module by module.
 
 Start reading at `step_page`; `conf.reports` draws it.
 """
@@ -80,7 +80,7 @@ def write_step_report(
     estimate: Estimate,
     traced: SimulatedStep | None,
 ) -> None:
-    """Write the page in one step, in place of what was there. `traced` with its timeline, None: there is no trace."""
+    """Write the page in one step, replacing an existing one. `traced` has its timeline; None if there is no trace."""
     write_page(path, step_page(job, platform, estimate, traced))
 
 
@@ -90,7 +90,7 @@ def step_page(
     estimate: Estimate,
     traced: SimulatedStep | None,
 ) -> Page:
-    """Return the page's contents. `traced` has its timeline; None: the model could not be traced."""
+    """Return the page's contents. `traced` has its timeline; None if the model could not be traced."""
     device = platform.device
     breakdown, facts = _breakdown(estimate), _facts(job, platform, estimate, traced)
     sections: tuple[Section | None, ...] = (breakdown, facts)
@@ -105,7 +105,7 @@ def step_page(
 
 
 def estimate_html(estimate: Estimate) -> str:
-    """Return an estimate for a notebook: its figures, what its peak consists of, at most three notes."""
+    """Return an estimate for a notebook: its figures, the parts of its peak, at most three notes."""
     breakdown, shown = _breakdown(estimate), most_important(estimate.notes)
     more = len(estimate.notes) - len(shown)
     return render_for_notebook(
@@ -259,7 +259,7 @@ def _breakdown(estimate: Estimate) -> Section | None:
 
 
 def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: SimulatedStep) -> Section | None:
-    """Show where the time of the traced step goes, in the loop that the estimate's step time is about."""
+    """Show the parts of the traced step's time, in the loop of the estimate's step time."""
     from featurize.timing.step_time import time_step
 
     waits_ms = 0.0
@@ -354,7 +354,7 @@ def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: Sim
         settings |= dict(setting.split("=", 1) for setting in training_of(job.settings).beyond_trials())
     if traced is not None:
         settings["precision"] = precision_in_words(traced.trace, job.settings.precision)
-    spelled = allocator.spelled() if allocator is not None else ""
+    spelled = allocator.to_text() if allocator is not None else ""
     settings["allocator"] = spelled.replace(",", ", ") or "defaults"
     settings["loop"] = (
         "each batch copied to the device, output and loss kept until the next ones"
@@ -383,15 +383,15 @@ def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: Sim
     return Section("facts", "Figures and settings", (SideBySide(groups),))
 
 
-MOST_CHILDREN = 64  # children of one node that are shown, and the least share of all; the rest is summed up
-LEAST_SHARE = 0.001
-OPEN_SHARE, MOST_OPEN = 0.4, 16  # a node that holds this share of all is unfolded, if it is not too long
+MOST_CHILDREN = 64  # children of a node that are shown
+LEAST_SHARE = 0.001  # of all bytes; smaller children are added up
+OPEN_SHARE, MOST_OPEN = 0.4, 16  # a node with this share of all bytes is unfolded, if it has few enough children
 NOWHERE = "outside any module"
 
 
 @dataclass
 class Node:
-    """A module: `own` bytes made by itself, `total` with what lies in it."""
+    """A module: `own` bytes allocated by itself, and `total` bytes with its children's."""
 
     name: str
     own: int = 0
@@ -428,27 +428,27 @@ def module_tree(sizes: Mapping[str, int]) -> Tree:
     return Tree(_branches(root, max(root.total, 1)))
 
 
-def _branches(node: Node, whole: int) -> tuple[Branch, ...]:
+def _branches(node: Node, all_bytes: int) -> tuple[Branch, ...]:
     ordered = sorted(node.children.values(), key=lambda child: (-child.total, _natural(child.name)))
     branches = []
     if node.own and ordered:
-        branches.append(_branch("(its own operators)", node.own, whole))
-    shown = [child for child in ordered[:MOST_CHILDREN] if child.total >= LEAST_SHARE * whole]
+        branches.append(_branch("(its own operators)", node.own, all_bytes))
+    shown = [child for child in ordered[:MOST_CHILDREN] if child.total >= LEAST_SHARE * all_bytes]
     for child in shown:
-        is_open = child.total >= OPEN_SHARE * whole and len(child.children) <= MOST_OPEN
-        branches.append(_branch(child.name, child.total, whole, _branches(child, whole), is_open))
-    if rest := ordered[len(shown) :]:
-        branches.append(_branch(f"{len(rest)} more", sum(child.total for child in rest), whole))
+        is_open = child.total >= OPEN_SHARE * all_bytes and len(child.children) <= MOST_OPEN
+        branches.append(_branch(child.name, child.total, all_bytes, _branches(child, all_bytes), is_open))
+    if hidden := ordered[len(shown) :]:
+        branches.append(_branch(f"{len(hidden)} more", sum(child.total for child in hidden), all_bytes))
     return tuple(branches)
 
 
-def _branch(name: str, nbytes: int, whole: int, children: tuple[Branch, ...] = (), is_open: bool = False) -> Branch:
-    share = nbytes / whole
+def _branch(name: str, nbytes: int, all_bytes: int, children: tuple[Branch, ...] = (), is_open: bool = False) -> Branch:
+    share = nbytes / all_bytes
     return Branch(name, share, (f"{nbytes / MIB:,.1f}", f"{share:.1%}"), children, is_open)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort `layer10` after `layer9`."""
+    """Return a sort key that puts `layer10` after `layer9`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -466,17 +466,17 @@ COLOURS = {name: css for name, (_, css) in BANDS.items()} | {"fragmentation": "k
 
 _MARGINS = Margins(width=1000.0, height=420.0, left=66.0, right=14.0, top=62.0, bottom=40.0)
 _MOST_COLUMNS = 640
-_LEAST_PHASE_LABEL = 52.0  # pixels that a phase's name takes
-_LETTER, _MOST_LETTERS = 7.2, 125  # width of one, in bold; what the picture is wide
+_LEAST_PHASE_LABEL = 52.0  # pixels that the name of a phase needs
+_LETTER, _MOST_LETTERS = 7.2, 125  # width in pixels of a bold letter; letters that fit into the picture's width
 _OFF_SCALE = 2.5  # a card with this many times the peak would squash the picture: text states its size instead
 _PHASE_CSS = {"setup": "p0", "forward": "p1", "backward": "p2", "optimizer": "p3"}
 
 
 class Column(NamedTuple):
-    """One column of the picture: the moment of a few neighbours when most was allocated. Bytes.
+    """One column of the picture: of a few neighbouring moments, the one with the most allocated memory. In bytes.
 
-    moments   how many it stands for
-    parts     allocated, by `BANDS`, blocks' rounding included; reserved is the most of any of its moments
+    moments   the number of moments
+    parts     allocated memory by `BANDS`, with the blocks' rounding; reserved is the maximum over the moments
     """
 
     step: int
@@ -488,7 +488,7 @@ class Column(NamedTuple):
 
 
 def columns_of(traced: SimulatedStep, most: int = _MOST_COLUMNS) -> list[Column]:
-    """Return about `most` columns at most, none across phases, the peak among them. Needs the replay's timeline."""
+    """Return about `most` columns, none across phases, with the peak among them. Needs the replay's timeline."""
     blocks, timeline = traced.trace.blocks, traced.memory.timeline
     band_of = {kind: i for i, (kinds, _) in enumerate(BANDS.values()) for kind in kinds}
     size = max(1, math.ceil(len(timeline) / most))
@@ -503,7 +503,7 @@ def columns_of(traced: SimulatedStep, most: int = _MOST_COLUMNS) -> list[Column]
         change = moment.allocated - before
         parts = list(live)
         parts[band_of[block.kind]] += change
-        passing = block.call is not None and block.call.kind != CUBLAS  # a workspace is gone by the next moment
+        passing = block.call is not None and block.call.kind != CUBLAS  # a workspace is freed before the next moment
         if not passing:
             live, before = parts, moment.allocated
         count += 1
@@ -581,7 +581,7 @@ def _capacity(plot: Plot, device: DeviceSpec, highest: float, off_scale: bool) -
     if highest > device.memory_mib:
         plot.rect("over", plot.left, plot.top, plot.right - plot.left, y - plot.top)
     plot.across("limit", device.memory_mib)
-    # Under the line where there is no room above it.
+    # The label goes under the line where there is no room above it.
     plot.text("capacity", x, y - 6 if y - plot.top > 18 else y + 16, label, "start")
 
 
@@ -626,8 +626,8 @@ def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
 OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for input"
 ARITHMETIC, STREAMS, WAITS = "k1", "k5", "k0"  # colour classes
 GROUPS = {ARITHMETIC: "products, convolutions, attention", STREAMS: "other kernels", WAITS: "GPU waits"}
-_LEAST_SHARE = 0.01  # share of the step; a kind below it is one of the others
-# Beginnings of kernels' kinds, as `featurize.timing.calls` names them -> name in the chart. The first one counts.
+_LEAST_SHARE = 0.01  # share of the step; smaller kinds are added to "other"
+# Prefix of a kernel's kind, as `featurize.timing.calls` names it -> name in the chart. The first match counts.
 _NAMES = {
     "product": "matrix products",
     "attention": "attention",
@@ -664,11 +664,11 @@ class TimePart(NamedTuple):
 def time_parts(timed: TimedStep, input_ms: float = 0.0) -> list[TimePart]:
     """Return the parts of a step's time: kinds of kernels, the longest first, then what the GPU waits for.
 
-    The parts sum to `timed.step_time_ms`. What is less than 1 % of it goes into one part, "other".
+    The parts sum to `timed.step_time_ms`. Parts below 1 % of it are merged into one, "other".
 
     Args:
         timed: The step.
-        input_ms: Its share for the input pipeline, as given to `time_step`.
+        input_ms: The input pipeline's share of the step, as passed to `time_step`.
     """
     by_name: dict[str, float] = defaultdict(float)
     for kind, ms in timed.by_kind_ms.items():
@@ -687,7 +687,7 @@ def time_parts(timed: TimedStep, input_ms: float = 0.0) -> list[TimePart]:
 
 
 def time_svg(parts: Sequence[TimePart], label: str) -> Svg:
-    """Return the bars, each under its name, time and share; `label` says what they show. There is at least one."""
+    """Return the bars, each under its name, time and share; `label` describes them. There is at least one."""
     drawing = Drawing()
     total_ms, longest_ms = sum(part.ms for part in parts), max(part.ms for part in parts)
     for place, part in enumerate(parts):
@@ -702,7 +702,7 @@ def time_svg(parts: Sequence[TimePart], label: str) -> Svg:
 
 
 def time_text(ms: float, total_ms: float) -> str:
-    """Return one of the times that sum to `total_ms`, all with the same number of decimals."""
+    """Return a time in ms as text; all times that sum to `total_ms` have the same number of decimals."""
     decimals = 1 if total_ms >= 1000 else 2 if total_ms >= 10 else 3
     return f"{ms:,.{decimals}f}"
 

@@ -1,7 +1,7 @@
-"""The default estimator: what the trace says, corrected by what was measured, and how far off that can be.
+"""The default estimator: the trace's figure, corrected by measured rows, and the distribution of its errors.
 
-Start reading at `HybridEstimator.fit`. `Familiarity.judge` finds cases that are unlike anything fitted on; `Evidence`
-says how much of the correction holds for them, measured by leaving out one kind of the rows after the other.
+Start reading at `HybridEstimator.fit`. `Familiarity.judge` finds cases unlike the fitted ones; `Evidence` holds the
+share of the correction that applies to them, measured by leaving out one kind of rows after another.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from learn.estimators.protocol import (
     traced_rows,
     write_state,
 )
-from learn.estimators.tabular import cross_fitted, group_folds
+from learn.estimators.tabular import cross_fit, group_folds
 from learn.estimators.trees import MEMBERS, Boosters, Settings, Trees, boost
 from learn.job.training_job import Case
 from learn.rows.data import Rows, module_of
 from learn.rows.step_store import StepRecord, StepStore, traced_column
 
-# Features as a person reads them: feature, in words, and how its value is written.
+# Features as a person reads them: feature -> its name in words, and the format of its value.
 _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "job_log_batch": ("a batch of", lambda v: f"{2**v:,.0f}"),
     "net_log_parameters": ("parameters:", lambda v: f"{2**v - 1:,.0f}"),
@@ -49,30 +49,30 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "net_operators": ("operators of the forward pass:", lambda v: f"{v:,.0f}"),
     "job_log_memory": ("MiB traced:", lambda v: f"{2**v - 1:,.0f}"),
 }
-_SLACK = 0.05  # share of a range's width, beyond which a value is outside
+_SLACK = 0.05  # share of a range's width by which a value may lie outside
 _BITS: Mapping[float, str] = {32: "fp32", 19: "tf32", 16: "half precision"}
 _STATES: Mapping[float, str] = {0: "an optimizer without state (sgd)", 1: "momentum", 2: "adam"}
-# Axes along which a case may be of an unseen kind: features of its settings, its device, its operators, its family.
+# Axes along which a case may be of a new kind: features of its settings, its device, its operators, its family.
 # `RANGE`: beyond a feature's range.
 AXES_OF_SETTINGS = ("net_math_bits", "net_states", "net_channels_last", "net_cudnn_benchmark")
 DEVICE, OPERATORS, FAMILY, RANGE = "device", "operators", "family", "range"
-MOST_LEFT_OUT = 3  # kinds of one axis, the ones with most rows: each costs a fit
+MOST_LEFT_OUT = 3  # kinds of one axis to leave out, those with the most rows: each costs a fit
 LEAST_LEFT_OUT = 10  # rows on either side; with fewer, their errors mean little
-LEAST_KNOWN = 30  # held-out rows of a family; fewer do not show what its share is
+LEAST_KNOWN = 30  # held-out rows of a family that its share needs
 _SHARES = np.linspace(0.0, 1.0, 21)
 _WIDTH = 0.95  # quantile of the absolute error by which widths are compared
-_WORST = 0.5  # a logarithm of an error beyond it counts as this much
-_CERTAIN = 1e-3  # an error below a thousandth counts as none
+_WORST = 0.5  # cap of an error in the logarithm
+_CERTAIN = 1e-3  # errors below it count as 0
 _NO_ERROR = 1e-6
 _WIDEST = 4.0
 
 
 class Unfamiliar(NamedTuple):
-    """Reasons why a case is unlike what was fitted on.
+    """Reasons why a case is unlike the fitted ones.
 
-    reasons   for people
-    axes      along which the case is of a new kind
-    widening  axes that make the bound wider, an axis as often as there are reasons; a subset of the reasons
+    reasons   texts for people
+    axes      axes along which the case is of a new kind
+    widening  axes that widen the bound, repeated for each reason; they belong to a subset of the reasons
     """
 
     reasons: tuple[str, ...]
@@ -82,13 +82,13 @@ class Unfamiliar(NamedTuple):
 
 @dataclass(frozen=True)
 class Familiarity:
-    """Ranges and kinds of what was fitted on.
+    """Ranges and kinds of the fitted rows.
 
     ranges   feature -> (least, most)
     kinds    operator classes of the forward passes; devices: names, without the vendor; settings: feature -> values
     torch    PyTorch's releases, as 2.4
     families the rows' families
-    modules  modules of families with many: a library's, which its authors keep together
+    modules  modules of families with many; a library's modules are similar
     """
 
     ranges: Mapping[str, Sequence[float]]
@@ -101,10 +101,10 @@ class Familiarity:
 
     @classmethod
     def learn(cls, rows: Rows, records: Sequence[StepRecord]) -> Self:
-        """Take the ranges and kinds of the rows fitted on, whose records come in the same order."""
+        """Return the ranges and kinds of the fitted rows; `records` are the rows' records, in the same order."""
         columns = {name: np.array([record.values[name] for record in records]) for name in _RANGES}
         settings = list(AXES_OF_SETTINGS)
-        if rows.target.space == "ratio":  # the input pipeline keeps a GPU waiting; memory hardly knows it
+        if rows.target.space == "ratio":  # the input pipeline keeps a GPU waiting; memory hardly depends on it
             settings.append("net_training_loop")
         return cls(
             ranges={name: (float(values.min()), float(values.max())) for name, values in columns.items()},
@@ -117,17 +117,17 @@ class Familiarity:
         )
 
     def judge(self, case: Case, record: StepRecord) -> Unfamiliar | None:
-        """Return why the case is unlike what was fitted on; None where it is not."""
+        """Return how the case is unlike the fitted ones; None if it is not."""
         values, reasons = record.values, list[str]()
         axes, wider = set[str](), list[str]()
         for name, (words, write) in _RANGES.items():
             low, high = self.ranges[name]
-            if name == "net_log_tokens" and high == 0:  # no fitted network had attention, which is said below
+            if name == "net_log_tokens" and high == 0:  # no fitted network had attention, which is reported below
                 continue
             slack = _SLACK * max(high - low, 1.0)
             if not low - slack <= values[name] <= high + slack:
                 reasons.append(f"{words} {write(values[name])}, fitted on {write(low)} to {write(high)}")
-                # A small batch must not have a higher bound than a larger one.
+                # A smaller batch must not have a higher bound than a larger one.
                 if not (name.startswith("job_") and values[name] < low):
                     wider.append(RANGE)
         kinds = kinds_of(values).difference(self.kinds)
@@ -149,20 +149,20 @@ class Familiarity:
             axes.add(DEVICE)
             wider.append(DEVICE)
         if case.family not in self.families:
-            axes.add(FAMILY)  # no reason to warn: every module is of no family
+            axes.add(FAMILY)  # no reason to warn: a module never belongs to a family
         if torch_release(case) not in self.torch:  # widens nothing: how much memory changes by release is not known
             reasons.append(f"PyTorch {torch_release(case)}: measured under {', '.join(self.torch)}")
         return Unfamiliar(tuple(reasons), frozenset(axes), tuple(wider)) if reasons or axes else None
 
     def is_new_module(self, case: Case) -> bool:
-        """Return whether the case is of a fitted family, and of a module of it that no row is of."""
+        """Return whether the case's family was fitted, but its module was not."""
         if case.config is None or case.family not in self.families:
             return False
         fitted = any(module.startswith(f"{case.family}/") for module in self.modules)
         return fitted and module_of(case.config) not in self.modules
 
     def _settings_unlike(self, values: Mapping[str, float]) -> list[str]:
-        """Return reasons: training settings, by the names of their features, that nothing was fitted on."""
+        """Return reasons for training settings, by the names of their features, that nothing was fitted on."""
         reasons = []
         for name, words in (("net_math_bits", _BITS), ("net_states", _STATES)):
             if values[name] not in self.settings[name]:
@@ -181,20 +181,20 @@ def kinds_of(values: Mapping[str, float]) -> frozenset[str]:
 
 @functools.cache
 def _installed_torch() -> str | None:
-    return version_of("torch")  # reads a file, and is asked once for each row
+    return version_of("torch")  # cached: it reads a file, and is needed for each row
 
 
 def torch_release(case: Case) -> str:
-    """Return the release of torch, as 2.4, of the environment that the case runs in, or of the installed one."""
+    """Return the release of torch in the case's environment, as 2.4; else the installed one."""
     release = re.match(r"(\d+)\.(\d+)", case.torch_version or _installed_torch() or "")
     return f"{release[1]}.{release[2]}" if release else "0.0"
 
 
 class LeftOut(NamedTuple):
-    """One kind of rows that a fit has not seen. In the target's space, one entry a row.
+    """One kind of rows that a fit has not seen. Arrays have one entry a row, in the target's space.
 
-    residual    label less the trace's own figure
-    correction  what the fit adds to the trace's figure
+    residual    label minus the trace's figure
+    correction  the fit's addition to the trace's figure
     """
 
     residual: np.ndarray
@@ -203,11 +203,11 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """Results of leaving out one kind after the other, by axis: a setting's feature, `device`, `operators`, `family`.
+    """Results of leaving out one kind after another, by axis: a setting's feature, `device`, `operators`, `family`.
 
-    shares    axis -> share of the correction that makes the error on left-out kinds smallest, 0 to 1
-    widening  axis -> how many times wider the error on them is than on held-out rows of known kinds
-    families  known family -> share of the correction that makes the error on its held-out rows smallest
+    shares    axis -> share of the correction, 0 to 1, with the smallest error on left-out kinds
+    widening  axis -> ratio of the error on left-out kinds to that on held-out rows of known kinds
+    families  known family -> share of the correction with the smallest error on its held-out rows
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -218,7 +218,7 @@ class Evidence:
     def of(
         cls, left_out: Mapping[str, Sequence[LeftOut]], known_width: float, families: Mapping[str, float] | None = None
     ) -> Self:
-        """Return the evidence of axes, each with the kinds that were left out.
+        """Return the evidence from the kinds that were left out along each axis.
 
         Args:
             left_out: Axis -> its kinds.
@@ -237,8 +237,8 @@ class Evidence:
         return cls(shares, widening, dict(families or {}))
 
     def share(self, axes: Collection[str]) -> float:
-        """Return the share of the correction for a case that is new along these axes. Where no fit could leave out a
-        kind of an axis, nothing shows that the correction helps: the share is 0, except for the family, where it is
+        """Return the share of the correction for a case that is new along these axes. Without evidence that the
+        correction helps along an axis, as no fit could leave out a kind of it, the share is 0; for the family it is
         1."""
         return min((self.shares.get(axis, 1.0 if axis == FAMILY else 0.0) for axis in axes), default=1.0)
 
@@ -248,8 +248,8 @@ class Evidence:
 
 
 def share_of_known(kind: LeftOut) -> float:
-    """Return the share of the correction for a family that was fitted on, from its held-out rows: the one with the
-    smallest error, where its median, its mean and its 90th percentile count, as multiples of the trace's own."""
+    """Return the share of the correction for a fitted family, from its held-out rows: the share with the least sum of
+    median, mean and 90th percentile of the error, as multiples of the trace's own."""
     errors = np.minimum(np.abs(kind.residual - _SHARES[:, None] * kind.correction), _WORST)
     figures = np.median(errors, axis=1), errors.mean(axis=1), np.quantile(errors, 0.9, axis=1)
     loss = np.sum([of_share / max(of_share[0], _NO_ERROR) for of_share in figures], axis=0)
@@ -257,7 +257,7 @@ def share_of_known(kind: LeftOut) -> float:
 
 
 def _loss(kind: LeftOut, share: float) -> float:
-    """Return the mean error with a share of the correction, as a multiple of the trace's own."""
+    """Return the error of the corrected trace with a share of the correction, as a multiple of the trace's own."""
     corrected = np.minimum(np.abs(kind.residual - share * kind.correction), _WORST).mean()
     return float((corrected + _CERTAIN) / (np.minimum(np.abs(kind.residual), _WORST).mean() + _CERTAIN))
 
@@ -265,10 +265,10 @@ def _loss(kind: LeftOut, share: float) -> float:
 def kinds_to_leave_out(
     records: Sequence[StepRecord], devices: Sequence[str], families: Sequence[str], exact: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each axis with the mask of rows of one of its kinds, where both sides have rows enough to fit and judge.
+    """Yield each axis with the mask of rows of one of its kinds, if both sides have enough rows to fit and judge.
 
     Args:
-        records: Records of the rows fitted on; devices, families: theirs, in the same order.
+        records: Records of the fitted rows; `devices` and `families` are theirs, in the same order.
         exact: (n,) bool: the row has a label, not only a bound.
     """
     masks: dict[str, dict[object, np.ndarray]] = {
@@ -278,7 +278,7 @@ def kinds_to_leave_out(
     masks[FAMILY] = _by_value(list(families))
     kinds = [kinds_of(record.values) for record in records]
     present = {kind: np.array([kind in row_kinds for row_kinds in kinds]) for kind in sorted(frozenset().union(*kinds))}
-    masks[OPERATORS] = {mask.tobytes(): mask for mask in present.values()}  # kinds that only come together count once
+    masks[OPERATORS] = {mask.tobytes(): mask for mask in present.values()}  # operators that always come together: once
     for axis, of_axis in masks.items():
         usable = [m for m in of_axis.values() if min((exact & m).sum(), (exact & ~m).sum()) >= LEAST_LEFT_OUT]
         for mask in sorted(usable, key=lambda m: -int(m.sum()))[:MOST_LEFT_OUT]:
@@ -292,37 +292,37 @@ def _by_value(values: Sequence[object]) -> dict[object, np.ndarray]:
 
 FOLDS = 5
 LEAST_ROWS = 10
-OWN_SCORES = 300  # held-out rows from which on a family has a bound of its own
-MANY_MODULES = 10  # a family with this many is held out by module: new ones are what it will be asked about
+OWN_SCORES = 300  # held-out rows that a family needs for its own bound
+MANY_MODULES = 10  # a family with this many is held out by module: it will be asked about new ones
 KNOTS_PER_DOUBLING = 4
-# The scale of an error is at least this share of the 90th percentile of all: a network that looks all but certain, and
-# is not, must not stretch everybody's bound.
+# Least scale of an error, as a share of the 90th percentile of all scales: one network that only looks certain must not
+# stretch every bound.
 _SCALE_SHARE = 0.1
 _MEMORY = Settings(rounds=160, leaves=15, least=15, l2=5.0, share=0.3)
 _OTHERS = Settings(rounds=400, leaves=15, least=8, l2=1.0, share=0.5)
-_SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # how large an error can well be
+_SCALE = Settings(rounds=60, leaves=6, least=25, l2=1.0, share=0.3, quantile=0.95)  # learns the error's upper quantile
 _LOG_MEMORY = "job_log_memory"
-_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # columns that its factor is learned from, with PyTorch's release
-_TORCH = "env_torch"  # a case's, not its record's
-# How much wider the bound becomes for each reason, and for a new device, where no fit could leave out a kind of that
-# axis: chosen. `learn.estimation.job_estimate` has measured ones, which `learn.estimate` takes for a traced step.
+_OF_MEMORY = ("net_", "gpu_", "job_scenario_")  # prefixes of the columns of memory's factor; PyTorch's release is added
+_TORCH = "env_torch"  # read from a case, not from its record
+# Widening of the bound for each reason, and for a new device, where no fit could leave out a kind of that axis: chosen.
+# `learn.estimation.job_estimate` has measured factors, which `learn.estimate` applies to a traced step.
 _WIDER, _WIDER_DEVICE, _MOST_REASONS = 1.5, 2.0, 3
-# What is unfamiliar does not stretch a bound beyond this many times the point: more would say nothing.
+# Limit of the widening, as a multiple of the point: a wider bound would tell nothing.
 _STRETCHED_AT_MOST = 4.0
 
 
 class HybridEstimator(Estimator):
     """The trace's figure times a learned factor (ratios: plus a learned term); gradient-boosted trees learn it.
 
-    The factor of memory is learned from what a network is, whatever its batch size, from how assumptions about
+    The factor of memory is learned from the network's features without the batch size, from how assumptions about
     workspaces move the trace, and from the trace's memory. For each network, and for given ratios of these assumptions,
     the curve from traced to estimated memory is made monotone. It never falls below weights and context. Rows that ran
     out of memory count as "at least the device's memory".
 
     The scale of the errors is learned from errors on rows held out by group (by module, where a family has many). A
-    conformal bound is taken over the scaled errors, by family and device where there are enough of them. Other families
-    have the bound of a family drawn at random. A case unlike anything fitted on gets a wider bound and a warning that
-    says why.
+    conformal bound is taken over the scaled errors, by family and device where these have enough rows. Other families
+    get the bound of a family drawn at random. A case unlike the fitted ones gets a wider bound and a warning with the
+    reason.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -332,9 +332,10 @@ class HybridEstimator(Estimator):
     _evidence = Evidence()
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
-        """Fit on the trusted rows whose step can be traced; `UsageError` for fewer than 10 of them or a single group.
+        """Fit on the trusted rows whose step can be traced. Raises `UsageError` for fewer than 10 rows or a single
+        group.
 
-        For memory, out-of-memory rows take part; for other targets only rows with a figure."""
+        Rows that ran out of memory are used for memory only."""
         rows = rows.trusted if rows.target.is_memory else rows.trusted.exact
         rows, records = traced_rows(rows, StepStore() if steps is None else steps, LEAST_ROWS)
         self.target = rows.target
@@ -352,14 +353,14 @@ class HybridEstimator(Estimator):
 
         correction = label - base
 
-        def answers(inside: np.ndarray, asked: np.ndarray, members: int = MEMBERS) -> np.ndarray:
-            """Return the points of the rows `asked`, fitted on the rows `inside`."""
+        def answers(inside: np.ndarray, wanted: np.ndarray, members: int = MEMBERS) -> np.ndarray:
+            """Return the points of the rows of mask `asked`, fitted on the rows of mask `inside`."""
             boosters = boost(
                 settings, self.seed, table[inside], correction[inside], rows.censored[inside], weight[inside], members
             )
-            return self._centre(boosters, table[asked], base[asked])
+            return self._centre(boosters, table[wanted], base[wanted])
 
-        held_out = cross_fitted(group_folds(_units(rows), FOLDS, self.seed), lambda inside: answers(inside, ~inside))
+        held_out = cross_fit(group_folds(_units(rows), FOLDS, self.seed), lambda inside: answers(inside, ~inside))
         self._correction = boost(settings, self.seed, table, correction, rows.censored, weight).trees()
 
         exact = ~rows.censored
@@ -369,7 +370,7 @@ class HybridEstimator(Estimator):
                 records,
                 correction,
                 held_out - base,
-                lambda inside, asked: answers(inside, asked, members=1) - base[asked],
+                lambda inside, wanted: answers(inside, wanted, members=1) - base[wanted],
             )
             shares = np.array([self._evidence.share_of_family(str(family)) for family in rows.family])
             held_out = base + shares * (held_out - base)
@@ -378,7 +379,7 @@ class HybridEstimator(Estimator):
         self._floor = max(_SCALE_SHARE * float(np.quantile(np.abs(residual), 0.9)), 1e-6)
         network = self._of_network(table)[exact]
         self._scale = boost(_SCALE, self.seed, network, np.abs(residual), None, weight[exact]).trees()
-        self._kinds, self._scores = self._calibrated(rows, table, gap)
+        self._kinds, self._scores = self._calibrate(rows, table, gap)
         self._familiarity = Familiarity.learn(rows, records)
         return self
 
@@ -394,14 +395,14 @@ class HybridEstimator(Estimator):
         kind = np.array([self._kind(case) for case in cases], dtype=int)
         outside = {i for i in known if kind[i] == 0 or self._familiarity.is_new_module(cases[i])}
         if known:
-            kept = [records[i] for i in known]
-            table, base = self._table([cases[i] for i in known], kept), self._base(kept)
+            known_records = [records[i] for i in known]
+            table, base = self._table([cases[i] for i in known], known_records), self._base(known_records)
             centre[known] = self._centre(self._correction, table, base)
             traced = dict(zip(known, base.tolist(), strict=True))
             scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
             if target.is_memory:
-                least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in kept]
-            for i, record in zip(known, kept, strict=True):
+                least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in known_records]
+            for i, record in zip(known, known_records, strict=True):
                 unlike = self._familiarity.judge(cases[i], record)
                 share = self._evidence.share(unlike.axes) if unlike is not None and target.is_memory else 1.0
                 if (kept_share := min(share, self._evidence.share_of_family(cases[i].family))) < 1.0:
@@ -411,7 +412,7 @@ class HybridEstimator(Estimator):
                         unfamiliar[i] = reasons
                     if unlike.widening:
                         outside.add(i)
-                    scale[i] *= self._widening(self._wanted(unlike), scale[i], kind[i])
+                    scale[i] *= self._widening(self._choose_widening(unlike), scale[i], kind[i])
         warning = too_few_for(LEVEL, self._held_out_rows)
         return ResidualPrediction(
             centre,
@@ -433,8 +434,8 @@ class HybridEstimator(Estimator):
         margin = scale * conformal_score(self._scores[kind], LEVEL)
         return min(wanted, max(math.log(_STRETCHED_AT_MOST) / max(margin, 1e-9), 1.0))
 
-    def _wanted(self, unlike: Unfamiliar) -> float:
-        """Return how much wider the bound is: as left-out kinds showed, else as chosen."""
+    def _choose_widening(self, unlike: Unfamiliar) -> float:
+        """Return the factor that widens the bound, from left-out kinds where these were judged, else as chosen."""
         shown = [self._evidence.widening[axis] for axis in unlike.widening if axis in self._evidence.widening]
         chosen = [axis for axis in unlike.widening if axis not in self._evidence.widening]
         device = DEVICE in chosen
@@ -450,7 +451,7 @@ class HybridEstimator(Estimator):
         missing = [name for name in self._columns if name not in record.values and name != _TORCH]
         return f"it was fitted with features that this code does not compute: {', '.join(missing)}" if missing else None
 
-    # ---- parts of it
+    # ---- parts of fit and predict
 
     def _choose(self, records: Sequence[StepRecord]) -> tuple[str, ...]:
         names = sorted(records[0].values)
@@ -463,8 +464,8 @@ class HybridEstimator(Estimator):
         return np.array([[row[name] for name in self._columns] for row in rows], dtype=float)
 
     def _of_network(self, table: np.ndarray) -> np.ndarray:
-        """Return the features that the scale is learned from: for memory nothing that the batch changes, so that bounds
-        grow too."""
+        """Return the features that the scale is learned from. For memory, features that depend on the batch are left
+        out, so that bounds grow with it."""
         return table[:, :-1] if self.target.is_memory else table
 
     def _base(self, records: Sequence[StepRecord]) -> np.ndarray:
@@ -475,26 +476,27 @@ class HybridEstimator(Estimator):
         if not self.target.is_memory:
             raw: np.ndarray = base + trees.predict(table)
             return raw.clip(0.0, 1.0) if self.target.space == "ratio" else raw
-        # From traced to estimated memory, network by network: a curve through knots that never falls.
-        asked = np.log2(np.exp(base))
-        place = np.clip(asked, self._knots[0], self._knots[-1])
-        left = np.clip(np.searchsorted(self._knots, place, side="right") - 1, 0, len(self._knots) - 2)
-        rows, knots = np.arange(len(table)), self._knots[: left.max() + 2]
+        # From traced to estimated memory, for each network: a curve through knots that never falls.
+        log_traced = np.log2(np.exp(base))
+        place = np.clip(log_traced, self._knots[0], self._knots[-1])
+        lower = np.clip(np.searchsorted(self._knots, place, side="right") - 1, 0, len(self._knots) - 2)
+        rows, knots = np.arange(len(table)), self._knots[: lower.max() + 2]
         wide = np.repeat(table, len(knots), axis=0)
         wide[:, -1] = np.tile(knots, len(table))
         curve = knots * math.log(2) + trees.predict(wide).reshape(len(table), -1)
         curve = np.maximum.accumulate(curve, axis=1)
-        part = (place - knots[left]) / (knots[left + 1] - knots[left])
-        inside = curve[rows, left] + part * (curve[rows, left + 1] - curve[rows, left])
-        return np.asarray(inside + (asked - place) * math.log(2))  # beyond the knots: the factor of the nearest
+        part = (place - knots[lower]) / (knots[lower + 1] - knots[lower])
+        inside = curve[rows, lower] + part * (curve[rows, lower + 1] - curve[rows, lower])
+        return np.asarray(inside + (log_traced - place) * math.log(2))  # beyond the knots: the factor of the nearest
 
-    def _calibrated(self, rows: Rows, table: np.ndarray, gap: np.ndarray) -> tuple[dict[str, int], list[np.ndarray]]:
-        """Scaled residuals of all rows, families evened out, and of each family, and each on one device, that has
-        enough. The scale of a row comes from a model that has not seen it: one that has would call its own errors
-        small. Rows that ran out of memory count where they were estimated to fit: the error is at least so large.
+    def _calibrate(self, rows: Rows, table: np.ndarray, gap: np.ndarray) -> tuple[dict[str, int], list[np.ndarray]]:
+        """Return the kinds of bound and their scaled residuals: of all rows, with families weighted evenly, and of each
+        family, and each family on one device, that has enough rows. A row's scale comes from a model that has not seen
+        the row, which would underestimate its error. Rows that ran out of memory count only where the estimate fits the
+        device: the error is then at least the difference.
 
-        Scores above the estimate are stretched until the bound holds for a group that was left out: a module, where a
-        family has many, else a configuration."""
+        Scores above the estimate are stretched until the bound holds for left-out groups: modules where a family has
+        many, else configurations."""
         informative = ~rows.censored | (gap > 0)
         rows, gap, network = rows.subset(informative), gap[informative], self._of_network(table)[informative]
         units = _units(rows)
@@ -505,7 +507,7 @@ class HybridEstimator(Estimator):
             boosters = boost(_SCALE, self.seed, network[exact], np.abs(gap[exact]), None, weight[exact])
             return np.asarray(np.maximum(boosters.predict(network[~inside]), self._floor))
 
-        scale = cross_fitted(group_folds(units, FOLDS, self.seed + 1), without)
+        scale = cross_fit(group_folds(units, FOLDS, self.seed + 1), without)
         score = gap / scale
         self._held_out_rows = len(rows)
         self._held = {}
@@ -524,7 +526,7 @@ class HybridEstimator(Estimator):
                     scores.append(
                         _stretch(np.sort(own_scores), _bound(own_scores, unit, np.ones(len(own_scores), dtype=bool)))
                     )
-        # What is new is never surer.
+        # A new case is never more certain than a known one.
         scores[0] = _stretch(scores[0], max(conformal_score(kind_scores, LEVEL) for kind_scores in scores))
         return kinds, scores
 
@@ -578,8 +580,9 @@ def _weigh(
         rows: The rows fitted on.
         records: Records of their steps.
         residual: Label less trace, (n,).
-        correction: What fits without each row's group add to the trace, (n,).
-        correction_of: Mask of the rows to fit on, and of those asked -> what the fit adds to the trace of these.
+        correction: Correction of the trace by fits without each row's group, (n,).
+        correction_of: Mask of the rows to fit on, and mask of the rows to correct -> the fit's correction of the
+            latter.
     """
     exact = ~rows.censored
     left_out: dict[str, list[LeftOut]] = {}
@@ -601,35 +604,35 @@ def _weigh(
 
 
 def _even_out(score: np.ndarray, family: np.ndarray) -> np.ndarray:
-    """Return the scores of all rows, ascending, those of small families repeated: each family counts about as much as
-    the largest one, so that an easy one does not speak for networks of no family."""
+    """Return the scores of all rows, ascending, with those of small families repeated: each family counts about as much
+    as the largest one, so that one easy family does not decide the bound of unknown ones."""
     _, member, sizes = np.unique(family.astype(str), return_inverse=True, return_counts=True)
     return np.sort(np.repeat(score, np.round(sizes.max() / sizes).astype(int)[member]))
 
 
-def _bound(score: np.ndarray, unit: np.ndarray, seen: np.ndarray) -> float:
-    return max(conformal_score(np.sort(score[seen]), LEVEL), group_score(score[seen], unit[seen], LEVEL))
+def _bound(score: np.ndarray, unit: np.ndarray, inside: np.ndarray) -> float:
+    return max(conformal_score(np.sort(score[inside]), LEVEL), group_score(score[inside], unit[inside], LEVEL))
 
 
 def _stretch(score: np.ndarray, wanted: float) -> np.ndarray:
-    """Return the scores, ascending, those above the estimate multiplied so that the bound is at least `wanted`."""
+    """Return the scores, ascending; those above the estimate are multiplied so that the bound is at least `wanted`."""
     bound = conformal_score(score, LEVEL)
     return np.where(score > 0, score * max(wanted / bound, 1.0), score) if bound > 0 else score
 
 
 def _torch(case: Case) -> float:
-    """PyTorch's version in the case's environment, else the installed one: 2.04 for 2.4.1."""
+    """Return PyTorch's release in the case's environment, else the installed one, as a number: 2.04 for 2.4.1."""
     major, minor = torch_release(case).split(".")
     return int(major) + int(minor) / 100
 
 
 def _place(case: Case) -> tuple[str, str]:
-    """Family and device, by which bounds are kept apart."""
+    """Return family and device, the key of a bound."""
     return case.family, plain_device(case.device if case.described is None else case.described.name)
 
 
 def _units(rows: Rows) -> np.ndarray:
-    """Return the groups that are held out together: near-copies; in a family of many modules, a module."""
+    """Return the groups that are held out together: near-copies, or modules in a family of many modules."""
     units = rows.group.astype(object).copy()
     for family in set(map(str, rows.family)):
         if _of_many_modules(rows, family):
@@ -643,7 +646,7 @@ def _of_many_modules(rows: Rows, family: str) -> bool:
 
 
 def _reasons(unlike: Unfamiliar, share: float) -> tuple[str, ...]:
-    """Return the reasons, and what they do to the point; none for what is only of no known family."""
+    """Return the reasons, with their effect on the point; empty where the case is only of an unknown family."""
     if not unlike.reasons or share == 1.0:
         return unlike.reasons
     if share == 0.0:
@@ -652,7 +655,7 @@ def _reasons(unlike: Unfamiliar, share: float) -> tuple[str, ...]:
 
 
 def _balance(module: np.ndarray) -> np.ndarray:
-    """Return a weight for each row: a module of a hundred rows counts as much as four of them with six each."""
+    """Return a weight for each row: a module of 100 rows counts as much as four modules of six rows."""
     _, member, sizes = np.unique(module.astype(str), return_inverse=True, return_counts=True)
     weight = 1 / np.sqrt(sizes[member])
     return np.asarray(weight / weight.mean())

@@ -1,7 +1,7 @@
-"""Fit the efficiencies of the kernel model to measured kernels and steps at once, and judge them on held-out ones.
+"""Fit the efficiencies of the kernel model to measured kernels and steps together, and judge them on held-out ones.
 
 Start reading at `TimeFit`. The formula is `featurize.timing.times.call_seconds`, on torch tensors. All fits of kernels
-use `descended`, which finds values by gradient descent.
+use `descend`, a gradient descent with priors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import EAGER
 from featurize.timing.calls import ATTENTION, GROUPS, STREAM, Calls
-from featurize.timing.step_time import OVERLAP, overlapped
+from featurize.timing.step_time import OVERLAP, overlap_times
 from featurize.timing.times import (
     GROUP_VALUES,
     OTHER,
@@ -35,19 +35,19 @@ from featurize.timing.times import (
 
 Values = Mapping[str, torch.Tensor]
 Columns = TypeVar("Columns")
-_LAST_PART = 0.7  # share of the iterations after which the rate is the last one
+_LAST_PART = 0.7  # share of the iterations after which `last_rate` applies
 _FREE = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """How values are found.
+    """Settings of a gradient descent.
 
     Args:
-        of_priors: What a squared distance of 1 from where a value began adds to the error.
-        firmness: Name -> by how many times more it adds for this value.
-        iterations: Number of steps; 0 returns where the values begin.
-        rate, last_rate: Learning rate, and the one of the last 30 % of the steps.
+        of_priors: Weight of the squared distance between a value and its start.
+        firmness: Name -> further factor of this weight.
+        iterations: Number of steps; 0 returns the start.
+        rate, last_rate: Learning rate, and that of the last 30 % of the steps.
         limits: Name -> the least and the most that the value may be.
     """
 
@@ -59,16 +59,16 @@ class Descent:
     limits: Mapping[str, tuple[float, float]]
 
 
-def descended(
+def descend(
     begin: Values, losses: Callable[[Values], torch.Tensor], weights: np.ndarray, how: Descent
 ) -> dict[str, torch.Tensor]:
-    """Return the values that make the rows' weighted losses small and stay near to where they began, found by Adam.
+    """Return the values that minimise the rows' weighted losses while they stay near their start, found by Adam.
 
-    All values are one vector that the optimizer steps over: with one of its own each, starting the many small operators
-    takes longer than their arithmetic.
+    All values are one vector: with a tensor each, launching the many small operators of the optimizer takes longer than
+    their arithmetic.
 
     Args:
-        begin: Name -> where the value begins; left as it is.
+        begin: Name -> start of the value; not modified.
         losses: Returns each row's loss, (rows,), for values with the names and shapes of `begin`.
         weights: Weights of the rows, (rows,).
         how: Steps, rates and limits.
@@ -100,7 +100,7 @@ def descended(
 
 
 def robust(off: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Return the Huber loss over the tolerance: what is further off than it counts in proportion, not squared."""
+    """Return the Huber loss beyond the tolerance: larger deviations count in proportion, not squared."""
     zero = torch.zeros_like(off)
     return torch.nn.functional.huber_loss(off, zero, delta=tolerance, reduction="none") / tolerance
 
@@ -112,9 +112,9 @@ def weights_by(
 
     Args:
         labels: Labels of the rows.
-        of: Mask of the rows that are fitted on.
-        power: 1: all labels count alike; 0.5: a label counts by the root of its number.
-        factors: Label -> weight beside that.
+        of: Mask of the rows to fit on.
+        power: 1: all labels weigh alike; 0.5: a label weighs as the square root of its number of rows.
+        factors: Label -> further factor of its weight.
     """
     weight = np.zeros(len(labels))
     for label in np.unique(labels[of]):
@@ -123,8 +123,8 @@ def weights_by(
     return np.asarray(weight / weight.sum())
 
 
-def joined(parts: Sequence[Columns]) -> Columns:
-    """Return dataclasses of columns as one: arrays and tuples one behind the other, single numbers added up.
+def join_columns(parts: Sequence[Columns]) -> Columns:
+    """Return dataclasses of columns joined into one: arrays and tuples are concatenated, single numbers added up.
 
     Args:
         parts: At least one, all of the same class.
@@ -151,32 +151,32 @@ def _one_column(parts: Sequence[Any]) -> Any:
 
 
 KERNELS = "kernels"  # source of rows that are one kernel each
-SAILOR, LIGER = "sailor", "liger"  # sources of rows that are the few kernels of a layer, forward or backward
-PRODUCTS = "products"  # source of rows that are one large product, timed in a row of many
-ALONE = (KERNELS, SAILOR, LIGER)  # timed one by one, which adds a little to each
+SAILOR, LIGER = "sailor", "liger"  # sources whose rows are the few kernels of a layer, forward or backward
+PRODUCTS = "products"  # source whose rows are one large product, timed in a series of many
+ALONE = (KERNELS, SAILOR, LIGER)  # timed one by one, which adds overhead to each
 _NO_STEPS = (*ALONE, PRODUCTS)
 SHARDED = ("llm_foundry",)  # sources of steps with FSDP: weights arrive and gradients leave while the GPU computes
-# Where the fit begins and what it is held to: values that are usual for such kernels. Shares as logarithms.
+# Start of the fit and its limits: values that are usual for such kernels. Shares as logarithms.
 _COMPUTE, _BANDWIDTH = math.log(0.6), math.log(0.75)
 # Kernels of narrow groups load an operand for each multiply-add.
 _COMPUTE_OF = {"depthwise_large": math.log(0.03), "depthwise": math.log(0.15), "grouped": math.log(0.3)}
 _BY_GROUP = {"half_depth": math.log(32.0), "half_width": math.log(16.0), "sm_rate": 0.15, "wave": 0.7}
-# Exponentials bind flash attention, and tensor cores do not speed them up: on an H100 it reaches half the share that it
-# reaches on an A100 (FlashAttention-3, arXiv:2407.08608).
+# Exponentials bind flash attention, and tensor cores do not speed them up: on an H100 it reaches half of its share on
+# an A100 (FlashAttention-3, arXiv:2407.08608).
 _SM_RATE_OF_ATTENTION = 0.9
 _BY_UNITS = {"power": 0.5, "searched": 0.15}
 _SINGLE = {"half_head": math.log(64.0), "latency_us": math.log(4.0), "l2": math.log(2.0), "unaligned": math.log(0.6)}
-INSTRUMENT_MS = 0.035  # time that timing one kernel adds, by device and kind of measurement
+INSTRUMENT_MS = 0.035  # start of the overhead of timing one kernel, by device and kind of measurement
 _HOST_FACTOR = 1.0  # factor on the time of `featurize.timing.times` for a launch: hosts differ
-_LEFTOVER = 0.1  # logarithm of how much longer kernels take in a step of `SHARDED` than alone
-TOLERANCE = 0.15  # in the logarithm; what is further off counts in proportion, not squared
+_LEFTOVER = 0.1  # start of the logarithm by which kernels in a step of `SHARDED` take longer than alone
+TOLERANCE = 0.15  # in the logarithm; larger deviations count in proportion, not squared
 _DESCENT = Descent(
     of_priors=2e-4,
     firmness={"latency_us": 20.0, "power": 3.0, "half_depth": 0.5, "half_width": 0.5, "instrument": 0.02, "host": 2.0},
     iterations=250,
     rate=0.03,
     last_rate=0.008,
-    # What physics says about the exponents: a share never rises with what an SM computes or with idle blocks.
+    # Physical signs of the exponents: a share never rises with the work of an SM or with idle blocks.
     limits={
         "sm_rate": (0.0, 1.0),
         "wave": (0.0, 1.0),
@@ -193,11 +193,11 @@ class MeasuredTime:
 
     Args:
         name: For messages.
-        source: Source of the measurement: rows of a source are left out together. `KERNELS` for single kernels.
-        group: What is left out together of a source: a family of models.
+        source: Source of the measurement; rows of a source are left out together. `KERNELS` for single kernels.
+        group: Family of models, left out together within a source.
         device: The GPU model.
         calls: The kernels of the step.
-        measured_ms: Its time.
+        measured_ms: Its measured time.
         channels_last, searched: As in `kernels_on`.
         run_id: Id of the row of `runs`; empty for single kernels.
     """
@@ -219,7 +219,7 @@ class FittedTimes:
 
     Args:
         parameters: The efficiencies.
-        instrument_ms: (GPU model, operator) -> what timing one kernel adds.
+        instrument_ms: (GPU model, operator) -> overhead of timing one kernel.
         leftover: Source of `SHARDED` -> factor by which its kernels take longer than alone. It stays out of the
             efficiencies; a source that was left out has the others' median.
     """
@@ -229,31 +229,31 @@ class FittedTimes:
     leftover: Mapping[str, float]
 
     def instrument(self, row: MeasuredTime) -> float:
-        """Return the time that timing the row's kernel adds, in ms: on a GPU model that was left out, the others'
-        median."""
+        """Return the overhead in ms of timing the row's kernel; the others' median for a GPU model that was left
+        out."""
         key = row.device.name, row.group
         others = [value for (_, operator), value in self.instrument_ms.items() if operator == row.group]
         return self.instrument_ms.get(key) or (float(np.median(others)) if others else INSTRUMENT_MS)
 
     def row_ms(self, row: MeasuredTime, busy_ms: float, host_ms: float) -> float:
-        """Return the time of a row, from its kernels' own and its host's."""
+        """Return the time of a row in ms, from its kernels' time and its host's."""
         if row.source in ALONE:
             return busy_ms + self.instrument(row)
-        return overlapped(busy_ms * self.factor(row.source), host_ms)
+        return overlap_times(busy_ms * self.factor(row.source), host_ms)
 
     def factor(self, source: str) -> float:
-        """Return by how much longer a source's kernels take than alone."""
+        """Return the factor by which a source's kernels take longer than alone."""
         if source not in SHARDED:
             return 1.0
         return self.leftover.get(source) or float(np.median([*self.leftover.values()] or [math.exp(_LEFTOVER)]))
 
 
 class TimeFit:
-    """Rows made ready once, to be fitted with some of them left out.
+    """Rows prepared once, and fitted with some of them left out.
 
     Args:
-        rows: What was measured.
-        weights: Source -> weight of all its rows together, beside the square root of their number.
+        rows: The measurements.
+        weights: Source -> factor on the weight of its rows, beside the square root of their number.
     """
 
     def __init__(self, rows: Sequence[MeasuredTime], weights: Mapping[str, float]) -> None:
@@ -275,25 +275,26 @@ class TimeFit:
         self.kernels, self.count, self.row = self._all_kernels(self.names)
 
     def _all_kernels(self, names: tuple[Sequence[str], Sequence[str]]) -> tuple[Kernels, torch.Tensor, torch.Tensor]:
-        """Return the kernels of all rows as one sequence, how often each runs, and in which row."""
+        """Return the kernels of all rows as one sequence, the number of runs of each, and its row."""
         alike: dict[tuple[Any, ...], list[int]] = {}
         for place, row in enumerate(self.rows):
             alike.setdefault((row.device, row.channels_last, row.searched), []).append(place)
         kernels, calls = [], []
         for (device, channels_last, searched), members in alike.items():
-            calls.append(joined([self.rows[place].calls for place in members]))
+            calls.append(join_columns([self.rows[place].calls for place in members]))
             kernels.append(kernels_on(calls[-1], device, names, channels_last=channels_last, searched=searched))
         order = [place for members in alike.values() for place in members]
         rows = row_of_kernels(order, [self.rows[place].calls for place in order])
-        return joined(kernels).converted(torch.as_tensor), torch.as_tensor(joined(calls).count), rows
+        return join_columns(kernels).map_columns(torch.as_tensor), torch.as_tensor(join_columns(calls).count), rows
 
     def fitted(self, of: np.ndarray, *, iterations: int = _DESCENT.iterations) -> FittedTimes:
-        """Return the efficiencies that explain the rows of the mask `of`, (rows,), and what timing kernels adds."""
+        """Return the efficiencies that explain the rows of the mask `of`, (rows,), and the overhead of timing
+        kernels."""
 
         def losses(values: Values) -> torch.Tensor:
             return robust(torch.log(self._milliseconds(values) / self.measured_ms), TOLERANCE)
 
-        values = descended(self._begin(), losses, self.row_weights(of), replace(_DESCENT, iterations=iterations))
+        values = descend(self._begin(), losses, self.row_weights(of), replace(_DESCENT, iterations=iterations))
         measured = {self.instruments[place] for place in self.instrument[torch.tensor(of)].tolist()}
         sharded = set(self.sources[of].tolist()) & set(SHARDED)
         added_ms = torch.exp(values["instrument"]).tolist()
@@ -310,11 +311,11 @@ class TimeFit:
         )
 
     def row_weights(self, of: np.ndarray) -> np.ndarray:
-        """Return each row's weight in a fit of the rows that `of` names; 0 for the others, 1 in sum."""
+        """Return each row's weight in a fit of the rows of mask `of`; 0 for the others, 1 in sum."""
         return weights_by(self.sources, of, power=0.5, factors=self.weights)
 
     def roofline(self) -> FittedTimes:
-        """Return the times by the described rates alone: every kernel reaches them."""
+        """Return the times by the described rates alone: every kernel reaches its rate."""
         zeros = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
         no_size = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
         single = {name: -np.inf if name in ("half_head", "latency_us") else 0.0 for name in SINGLE_VALUES}
@@ -329,11 +330,11 @@ class TimeFit:
         return FittedTimes(parameters=parameters, instrument_ms={}, leftover=dict.fromkeys(SHARDED, 1.0))
 
     def log_ratios(self, fitted: FittedTimes) -> np.ndarray:
-        """Return the logarithm of estimated over measured time of each row; the host's time is the described one."""
+        """Return the logarithm of estimated over measured time of each row; the host's time is the modelled one."""
         seconds = np.zeros(len(self.rows))
         names = fitted.parameters.names
         kernels = self.kernels if names == self.names else self._all_kernels(names)[0]
-        kernels = kernels.converted(lambda column: column.numpy())
+        kernels = kernels.map_columns(lambda column: column.numpy())
         np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
             fitted.row_ms(row, busy, host)
@@ -379,12 +380,12 @@ class TimeFit:
 
 
 def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
-    """Return what `featurize.timing.step_time.overlapped` does, of many steps; both at 0 have a gradient."""
+    """Return `featurize.timing.step_time.overlap_times` of many steps; both arguments have a gradient at 0."""
     return (busy_ms**OVERLAP + host_ms**OVERLAP + 1e-30) ** (1 / OVERLAP)
 
 
 def _names(rows: Sequence[MeasuredTime]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of `Parameters`: of every kind, in every layout and on all units that the rows have."""
+    """Return the names of `Parameters`: every kind, in every layout and on all units of the rows."""
     compute, bandwidth = {OTHER}, {OTHER}
     for row in rows:
         layout = "/channels_last" if row.channels_last else ""

@@ -1,9 +1,9 @@
 """The Estimator Protocol, the distribution that every estimator predicts, its bounds, and the table of estimators.
 
 Start reading at `Estimator`; `tests/contracts/test_estimator_contract.py` runs over every entry of `ESTIMATORS`. A
-bound follows from scores of held-out rows (`conformal_score`): a score says how far a row lies above its estimate, as
-a multiple of its margin. The bound of a traced step follows from its causes (`learn.estimation.job_estimate`), of
-which `learn.fit_bound` fits how much of each is taken (`BoundShares`).
+bound follows from scores of held-out rows (`conformal_score`): a score is a row's distance above its estimate, as
+a multiple of its margin. The bound of a traced step follows from its causes (`learn.estimation.job_estimate`);
+`learn.fit_bound` fits the share of each (`BoundShares`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEVEL = 0.99  # level of the bounds that are reported and judged
 
 
 def conformal_score(scores: np.ndarray, level: float) -> float:
-    """Return the score that `level` of new ones stay under, by these ascending ones of held-out rows; never below 0."""
+    """Return the bound of new scores at `level`, from ascending scores of held-out rows; never below 0."""
     rank = min(conformal_rank(len(scores), level), len(scores))
     return max(float(scores[rank - 1]), 0.0) if scores.size else 0.0
 
@@ -41,7 +41,7 @@ def conformal_rank(m: int, level: float) -> int:
 
 
 def too_few_for(level: float, m: int) -> str | None:
-    """Return the warning a bound from m residuals has to carry at `level`, or None."""
+    """Return the warning that a bound from m residuals needs at `level`, or None."""
     if conformal_rank(m, level) <= m:
         return None
     needed = math.ceil(level / (1 - level) - 1e-9)
@@ -59,7 +59,7 @@ class HeldShare:
         share: Share of the rows, each judged by a bound that had seen none of its group.
         rows: Their number.
         groups: The number of groups; each was left out once.
-        kind: What a group is, in the plural.
+        kind: The kind of group, in the plural.
     """
 
     share: float
@@ -69,13 +69,13 @@ class HeldShare:
 
 
 def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
-    """Return the score that `level` of the scores stay under, where each group counts alike, however many rows it has.
+    """Return the quantile `level` of the scores, with equal weight for each group, however many rows it has.
 
-    So a new group's scores do on average, as far as the groups are like it (pooled distributions of groups: Dunn,
+    It holds for a new group on average, if the group is like the given ones (pooled distributions of groups: Dunn,
     Wasserman and Ramdas 2022, arXiv 1809.07441). A single wrong label moves it little.
 
     Args:
-        score: (n,) of rows whose group took no part in making estimate and margin.
+        score: (n,) of rows whose group was not used for the estimate and the margin.
         group: (n,) names.
         level: A share of rows.
     """
@@ -88,12 +88,12 @@ def group_score(score: np.ndarray, group: np.ndarray, level: float) -> float:
 def held_of(
     score: np.ndarray, group: np.ndarray, bound_of: Callable[[np.ndarray], float], kind: str
 ) -> HeldShare | None:
-    """Return the share of rows that lies below the bounds that the other groups' rows make; None with a single group.
+    """Return the share of rows below the bound that the other groups' rows make; None with a single group.
 
     Args:
         score, group: (n,) as above.
-        bound_of: Takes (n,) bool, the rows that may be seen, and returns the bound of the others' scores.
-        kind: What a group is, in the plural.
+        bound_of: Takes an (n,) bool mask of rows, and returns their bound of the other rows' scores.
+        kind: The kind of group, in the plural.
     """
     names, member = np.unique(group.astype(str), return_inverse=True)
     if len(names) < 2:
@@ -103,18 +103,18 @@ def held_of(
 
 
 def least_held(checked: Iterable[HeldShare]) -> HeldShare:
-    """Return the answer of the kind of group whose left-out rows a bound held least."""
+    """Return the smallest share among kinds of groups."""
     return min(checked, key=lambda held: held.share)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundShares:
-    """The content of the file.
+    """The content of the file `bound_by_causes.json`.
 
     Args:
-        of_causes: Cause -> how many times its own figure it adds to the 99 % margin.
+        of_causes: Cause -> factor by which its figure enters the 99 % margin.
         scores: Coverage -> share of that margin.
-        held: What the 99 % bound held of left-out rows, by kind of group.
+        held: Share of left-out rows for which the 99 % bound held, by kind of group.
         rows: Source -> number of its rows.
     """
 
@@ -129,7 +129,7 @@ class BoundShares:
 
 
 def packaged_path() -> Path:
-    """Return the place of the packaged file."""
+    """Return the path of the packaged file."""
     return Path(__file__).parents[1] / "estimation" / "bound_by_causes.json"
 
 
@@ -171,19 +171,19 @@ class Prediction(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings that a reader of the figures has to know."""
+        """Warnings for the reader of the figures."""
 
     @property
     def refusals(self) -> Mapping[int, str]:
-        """Row -> why there is no answer; every figure of that row is NaN."""
+        """Row -> why it has no answer; every figure of that row is NaN."""
 
     @property
     def unfamiliar(self) -> Mapping[int, tuple[str, ...]]:
-        """Row -> why it is unlike what was fitted on; its bound is wider."""
+        """Row -> how it is unlike the fitted rows; its bound is wider."""
 
     @property
     def outside(self) -> frozenset[int]:
-        """Rows that no held-out rows speak for."""
+        """Rows that no held-out rows represent."""
 
     @property
     def point(self) -> np.ndarray:
@@ -197,19 +197,18 @@ class Prediction(Protocol):
         row."""
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
-        """Return (n,) bounds, never below the point, that `level` of new labels stay under; None: none was
-        calibrated."""
+        """Return (n,) bounds, never below the point, that `level` of new labels stay under; None if not calibrated."""
 
     def held_of(self, row: int) -> HeldShare | None:
-        """Return the share of left-out rows that the row's bound at `LEVEL` held; None where that was not measured."""
+        """Return the share of left-out rows for which the row's bound at `LEVEL` held; None if not measured."""
 
 
 class Estimator(ABC):
-    """Learns one target. Everything random is drawn from `seed`; predicting is pure.
+    """An estimator of one target. Randomness is drawn from `seed`; predicting has no side effects.
 
     targets             the targets that it can be fitted to; None: any
-    needs_trace         it reads records of a `StepStore`, which `StepStore.prepare` computes in parallel
-    uses_out_of_memory  rows that ran out of memory are fitted on as lower bounds
+    needs_trace         whether it reads records of a `StepStore`, which `StepStore.prepare` computes in parallel
+    uses_out_of_memory  whether rows that ran out of memory are fitted on, as lower bounds
     """
 
     name: ClassVar[str]
@@ -217,25 +216,25 @@ class Estimator(ABC):
     needs_trace: ClassVar[bool] = False
     uses_out_of_memory: ClassVar[bool] = False
 
-    target: Target  # once it is fitted or loaded
+    target: Target  # set by `fit` and `load`
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)
 
     def require_fitted(self) -> Target:
-        """Return the target that it was fitted to. Raises `RuntimeError` before that."""
+        """Return the fitted target. Raises `RuntimeError` before a fit or a load."""
         if not hasattr(self, "target"):
             raise RuntimeError("fit or load the estimator first: it is not fitted")
         return self.target
 
     @abstractmethod
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
-        """Learn from the rows, whose steps' records are taken from `steps` (None: a store of this call's own). Nothing
-        to learn from, or a target not among `targets`, raises `UsageError`."""
+        """Fit to the rows, whose records are read from `steps` (None: a new store). Returns the estimator. Raises
+        `UsageError` for too few rows, or a target not among `targets`."""
 
     @abstractmethod
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> Prediction:
-        """Return one distribution a case, in order, whatever its neighbours are. `steps` as in `fit`."""
+        """Return one distribution a case, in order, independent of the other cases. `steps` as in `fit`."""
 
     def save(self, folder: Path) -> None:
         """Write the fitted state into an existing folder, as text that any version can read; no pickle."""
@@ -243,7 +242,7 @@ class Estimator(ABC):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Return the estimator that `save` wrote, which predicts the same figures."""
+        """Return the estimator that `save` wrote; it predicts the same figures."""
         raise NotImplementedError
 
 
@@ -251,16 +250,16 @@ EstimatorT = TypeVar("EstimatorT", bound=Estimator)
 
 
 def default_estimator(rows: Rows) -> str:
-    """Return the name of the estimator that is fitted to these rows where none is named.
+    """Return the name of the default estimator for these rows.
 
-    The trace makes the labels of simulated rows, so the hybrid, which starts from the trace, reproduces them whatever
-    it learns. An estimator that reads configurations only has something to learn there.
+    The labels of simulated rows come from the trace. The hybrid starts from the trace, so it reproduces them without
+    learning anything. An estimator that reads configurations alone does learn from them.
     """
     return OF_CONFIGS if set(rows.source) == {"simulated"} else PREFERRED
 
 
 def get_estimator(name: str) -> type[Estimator]:
-    """Return the estimator's class, imported now. An unknown name raises `UsageError` listing the known."""
+    """Return the estimator's class, imported on use. Raises `UsageError`, with the known names, for an unknown one."""
     if name not in ESTIMATORS:
         raise unknown_name("estimator", name, ESTIMATORS)
     estimator: type[Estimator] = pkgutil.resolve_name(ESTIMATORS[name])
@@ -280,20 +279,20 @@ def make_estimator(name: str, seed: int = 0) -> Estimator:
 
 
 def write_state(folder: Path, estimator: Estimator, state: Mapping[str, Any]) -> None:
-    """Write `estimator.json`: who a fitted estimator is, its target and seed, and what else `load` needs."""
+    """Write `estimator.json`: the estimator's name, target and seed, and the further state that `load` needs."""
     about = {"estimator": estimator.name, "target": estimator.require_fitted().name, "seed": estimator.seed}
     (folder / "estimator.json").write_text(json.dumps({**about, **state}, indent=1))
 
 
 def open_state(cls: type[EstimatorT], folder: Path) -> tuple[EstimatorT, dict[str, Any]]:
-    """Return an estimator of the target and seed that `write_state` wrote, and all that it wrote."""
+    """Return an estimator of the stored target and seed, and the stored state."""
     state = json.loads((folder / "estimator.json").read_text())
     loaded = cls(state["seed"])
     loaded.target = get_target(state["target"])
     return loaded, state
 
 
-# Label <-> the space in which errors are taken. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
+# Label <-> the space of errors. Labels near 0 are lifted to 1e-9, so that a logarithm exists.
 def to_space(values: np.ndarray, space: str) -> np.ndarray:
     """Return the values in the space: `log` takes the natural logarithm, `ratio` changes nothing."""
     values = np.asarray(values, dtype=float)
@@ -312,14 +311,14 @@ class ResidualPrediction:
 
     centre      (n,) the point in that space; NaN in the rows of `refusals`
     residuals   ascending: (label - centre) / scale of rows that no fit had seen; one array, or one for each kind of
-                case. An empty one means a bare point: all mass on it, and no bound
-    unfamiliar  row -> why it is unlike what was fitted on
-    scale       (n,); kind (n,) int: which of `residuals` is a row's own; least (n,) in the target's unit: no figure of
-                a row lies below it
-    outside     rows that no held-out residuals speak for: their scale is wider, or no row of their family or their
-                module was fitted on
-    held        index in `residuals` -> what the bound at `LEVEL` held of left-out rows
-    times       (n,) what the figures are multiples of, where they were learned as such
+                case. An empty one stands for a bare point, without a bound
+    unfamiliar  row -> how it is unlike the fitted rows
+    scale       (n,); kind (n,) int: index of the row's `residuals`; least (n,) in the target's unit: lower limit of
+                the row's figures
+    outside     rows that no held-out residuals represent: their scale is wider, or their family or module was not
+                fitted on
+    held        index in `residuals` -> the share of left-out rows for which the bound at `LEVEL` held
+    times       (n,) factors of the figures, where these were learned as multiples
     """
 
     centre: np.ndarray
@@ -355,7 +354,7 @@ class ResidualPrediction:
         for index, residuals in enumerate(self._by_kind):
             known = residuals if residuals.size else np.zeros(1)
             below[kind == index] = np.searchsorted(known, gap[kind == index], side="left") / len(known)
-        below = np.where(edges <= least[:, None], 0.0, below)  # no figure lies below it
+        below = np.where(edges <= least[:, None], 0.0, below)  # no figure lies below `least`
         if self.space == "ratio":  # and no ratio above 1
             below = np.where(edges > 1, 1.0, below)
         return class_masses(below, edges, self.centre)
@@ -376,8 +375,8 @@ class ResidualPrediction:
         return (self.residuals,) if isinstance(self.residuals, np.ndarray) else self.residuals
 
     def _at(self, score_of: Callable[[np.ndarray], float]) -> np.ndarray:
-        asked = set(np.ravel(self.kind).tolist())
-        scores = [score_of(residuals) if index in asked else 0.0 for index, residuals in enumerate(self._by_kind)]
+        kinds = set(np.ravel(self.kind).tolist())
+        scores = [score_of(residuals) if index in kinds else 0.0 for index, residuals in enumerate(self._by_kind)]
         return self._figure(self.centre + self.scale * np.asarray(scores, dtype=float)[self.kind])
 
     def _figure(self, values: np.ndarray) -> np.ndarray:
@@ -385,7 +384,7 @@ class ResidualPrediction:
 
 
 def _quantile(ascending: np.ndarray, q: float) -> float:
-    """Return the result of `np.quantile`, which sorts again and takes a hundred times longer."""
+    """Return `np.quantile` of values that are sorted already, a hundred times faster."""
     place = q * (len(ascending) - 1)
     low, high = ascending[int(place)], ascending[min(int(place) + 1, len(ascending) - 1)]
     part = place - int(place)
@@ -402,7 +401,7 @@ def class_masses(below: np.ndarray, edges: np.ndarray, known: np.ndarray) -> np.
 
 
 def require_rows(rows: Rows, least: int = 1) -> Rows:
-    """Return the rows with an exact label that nothing speaks against; fewer than `least` raises `UsageError`."""
+    """Return the rows with an exact label and no doubt. Raises `UsageError` for fewer than `least`."""
     exact = rows.trusted.exact
     if len(exact) < least:
         raise UsageError(
@@ -412,8 +411,8 @@ def require_rows(rows: Rows, least: int = 1) -> Rows:
 
 
 def traced_rows(rows: Rows, steps: StepStore, least: int) -> tuple[Rows, list[StepRecord]]:
-    """Return the rows whose step can be traced, by run id, and their records. Raises `UsageError` where fewer than
-    `least` of them have an exact label."""
+    """Return the rows whose step can be traced, sorted by run id, and their records. Raises `UsageError` where fewer
+    than `least` of them have an exact label."""
     rows = rows.subset(np.argsort(rows.run_ids.astype(str), kind="stable"))
     records = [steps.record(case) for case in rows.cases]
     traced = np.array([record.error is None for record in records], dtype=bool)

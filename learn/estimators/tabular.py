@@ -39,7 +39,7 @@ _LAUNCHES = 5  # launches of a layer in a step
 
 
 class TabularEstimator(Estimator):
-    """One model for the point; the residuals of grouped 5-fold models inside the training rows for the rest.
+    """One model for the point; residuals of grouped 5-fold models inside the training rows for the distribution.
 
     Errors are taken in the target's space: relative (natural logarithm) for memory, time and power, absolute for
     ratios. The result does not depend on the rows' order, nor on the number of cores. Modules are refused by row.
@@ -47,19 +47,19 @@ class TabularEstimator(Estimator):
 
     model_name: ClassVar[str]  # name of the file of its trees
     dtype: ClassVar[type[np.floating]] = np.float64  # type in which the trees compare features
-    table: FeatureTable  # the columns that the model reads, once it is fitted or loaded
-    trees: Trees  # which read it
-    times_rough = False  # whether they learn by what multiple a label exceeds `rough_figures`
+    table: FeatureTable  # the columns that the model reads; set by `fit` and `load`
+    trees: Trees
+    times_rough = False  # whether the trees learn the ratio of a label to `rough_figures`
 
     @abstractmethod
     def _train(self, features: np.ndarray, label: np.ndarray) -> Trees:
         """Fit trees to (n, columns) features, NaN where missing, and (n,) labels in the target's space."""
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
-        """Fit on the rows with exact labels; at least 10 of them, in at least 2 groups, or `UsageError`.
+        """Fit on the rows with exact labels. Raises `UsageError` for fewer than 10 rows or 2 groups.
 
-        Out-of-memory rows are left out: a regressor has no use for "at least this much". So estimates near the
-        device's memory lean low; `learn.judging.evaluate` shows it as the recall of the top bin.
+        Out-of-memory rows are left out, as a regressor cannot use "at least this much". Estimates near the device's
+        memory are therefore low; `learn.judging.evaluate` shows it as the recall of the top bin.
         """
         rows = require_rows(rows, least=10)
         rows = require_rows(rows.subset([i for i, case in enumerate(rows.cases) if why_not(case) is None]), least=10)
@@ -71,7 +71,7 @@ class TabularEstimator(Estimator):
         if rows.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
 
-        held_out = cross_fitted(
+        held_out = cross_fit(
             group_folds(rows.group, FOLDS, self.seed),
             lambda inside: self._within(self._train(features[inside], label[inside]).predict(features[~inside])),
         )
@@ -93,7 +93,7 @@ class TabularEstimator(Estimator):
     def prediction_of(
         self, raw: np.ndarray, rough: np.ndarray | float = 1.0, refusals: Mapping[int, str] = MappingProxyType({})
     ) -> ResidualPrediction:
-        """Return the prediction for what the trees say, (n,), and the rough figures; NaN for the rows of `refusals`."""
+        """Return the prediction for the trees' values, (n,), and the rough figures; NaN for the rows of `refusals`."""
         warning = too_few_for(LEVEL, len(self._residuals))
         warnings = (warning,) if warning else ()
         return ResidualPrediction(
@@ -101,8 +101,8 @@ class TabularEstimator(Estimator):
         )
 
     def rough_figures(self, cases: Sequence[Case], columns: Mapping[str, np.ndarray]) -> np.ndarray | float:
-        """Return (n,) rough memory (MiB) or step times (ms) of one family's cases with these features. Trees are flat
-        beyond what they were fitted on, and this is not. 1 for other targets, and where `times_rough` is False."""
+        """Return (n,) rough memory (MiB) or step times (ms) of one family's cases with these features. Unlike trees,
+        they extrapolate beyond the fitted rows. 1 for other targets, and where `times_rough` is False."""
         if self.times_rough and self.target.name == "memory":
             return np.asarray(columns["rough_memory_mib"] + columns["gpu_context_mib"])
         if not self.times_rough or self.target.name != "step_time":
@@ -141,7 +141,7 @@ class TabularEstimator(Estimator):
 
 
 class LightGBMEstimator(TabularEstimator):
-    """Small trees, a round each; categorical columns as such."""
+    """Small trees, one a round; categorical columns are passed as such."""
 
     name: ClassVar[str] = "lightgbm"
     rounds = 400
@@ -153,7 +153,7 @@ class LightGBMEstimator(TabularEstimator):
         table = lightgbm.Dataset(
             features,
             label,
-            feature_name=[f"f{i}" for i in range(features.shape[1])],  # its names may hold no JSON characters
+            feature_name=[f"f{i}" for i in range(features.shape[1])],  # LightGBM's names may not hold JSON characters
             categorical_feature=self.table.categorical,
             params={"verbosity": -1, "min_data_in_bin": 1, "num_threads": 1},
         )
@@ -161,7 +161,8 @@ class LightGBMEstimator(TabularEstimator):
         return Trees.of_lightgbm([booster])
 
     def _parameters(self, n: int) -> dict[str, Any]:
-        """LightGBM's defaults want 20 rows a leaf and 100 a category, which is a stump on 60 rows."""
+        """Return settings for n rows. LightGBM's defaults, 20 rows a leaf and 100 a category, make a stump of 60
+        rows."""
         return {
             "objective": "regression",
             "learning_rate": 0.05,
@@ -178,13 +179,13 @@ class LightGBMEstimator(TabularEstimator):
             "seed": self.seed,
             "deterministic": True,
             "force_row_wise": True,
-            "num_threads": 1,  # a sum's order depends on the threads; and small tables are faster on one
+            "num_threads": 1,  # a sum's order depends on the threads, and small tables are faster on one
             "verbosity": -1,
         }
 
 
 def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
-    """Fold of each row, (n,) int in 0..folds-1: whole groups, dealt at random, about equally many rows a fold."""
+    """Return the fold of each row, (n,) int in 0..folds-1: whole groups, dealt at random, with even numbers of rows."""
     names, member, sizes = np.unique(np.asarray(groups).astype(str), return_inverse=True, return_counts=True)
     folds = min(folds, len(names))
     if folds < 2:
@@ -199,8 +200,8 @@ def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
     return fold_of[member]
 
 
-def cross_fitted(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return each row's figure from a fit without its fold, (n,): `answers` fits inside a mask, and answers outside."""
+def cross_fit(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return (n,) figures, each from a fit without the row's fold: `answers` fits inside a mask and answers outside."""
     figures = np.empty(len(fold))
     for k in range(fold.max() + 1):
         figures[fold == k] = answers(fold != k)
@@ -208,8 +209,8 @@ def cross_fitted(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) 
 
 
 def case_columns(cases: Sequence[Case]) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Yield, family by family, the places of its cases, and name -> (m,) features that take no trace: of the configs,
-    as `featurize.configs.features.feature_columns` has them, and of the devices (`gpu_*`) that are described."""
+    """Yield, family by family, the places of its cases, and name -> (m,) features that need no trace: the configs', as
+    `featurize.configs.features.feature_columns` has them, and `gpu_*` of described devices."""
     from featurize.configs.features import feature_columns
 
     of_family: dict[str, list[int]] = {}
@@ -228,7 +229,7 @@ def case_columns(cases: Sequence[Case]) -> Iterator[tuple[np.ndarray, dict[str, 
 
 
 def why_not(case: Case) -> str | None:
-    """Return why a case has no such features, or None: a module, or a config whose layers cannot be had."""
+    """Return why a case has no such features, or None: it is a module, or a config without known layers."""
     if case.config is None:
         return "it reads trial configs only, and this is a module"
     try:
@@ -248,9 +249,9 @@ def _device_features(spec: DeviceSpec) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class FeatureTable:
-    """Which columns, in which order, and the words of the categorical ones.
+    """The columns in their order, and the words of the categorical ones.
 
-    A column that a config lacks (another family's field) or a word never seen is NaN: missing, not 0.
+    A column that a config lacks (another family's field), or an unknown word, is NaN: missing, not 0.
     """
 
     columns: tuple[str, ...]
@@ -258,7 +259,7 @@ class FeatureTable:
 
     @classmethod
     def learn(cls, cases: Sequence[Case]) -> FeatureTable:
-        """Columns in alphabetical order, so that the order of the rows changes nothing."""
+        """Return the table of the cases' columns, in alphabetical order, so that the rows' order changes nothing."""
         columns: set[str] = set()
         words: dict[str, set[str]] = {}
         for _, of_family in case_columns(cases):
@@ -277,10 +278,10 @@ class FeatureTable:
         """Return (n, columns) float64; NaN is missing."""
         table = np.full((len(cases), len(self.columns)), np.nan)
         for places, columns in case_columns(cases):
-            table[places] = self.encoded(columns, len(places))
+            table[places] = self.encode(columns, len(places))
         return table
 
-    def encoded(self, columns: Mapping[str, np.ndarray], n: int) -> np.ndarray:
+    def encode(self, columns: Mapping[str, np.ndarray], n: int) -> np.ndarray:
         """Return the features of n cases of one family as (n, columns) float64; NaN is missing."""
         table = np.full((len(self.columns), n), np.nan)
         for row, name in zip(table, self.columns, strict=True):
@@ -308,8 +309,8 @@ MAX_DEPTH = 24
 
 
 class SchedTune(TabularEstimator):
-    """Extra trees (Geurts et al. 2006) over the config's and the device's features, as SchedTune (Albahar et al.,
-    CCGrid 2022) learns from a model's and a GPU's features. Words are codes; a missing value takes a side of its own.
+    """Extra trees (Geurts et al. 2006) over features of the config and the device, as in SchedTune (Albahar et al.,
+    CCGrid 2022). Words are encoded as codes; missing values go to one side of a split.
     """
 
     name: ClassVar[str] = "forest"

@@ -1,6 +1,6 @@
-"""Regression trees as arrays: what LightGBM and scikit-learn fit, kept in one `.npz` and answered by numpy alone.
+"""Regression trees as arrays: fitted by LightGBM or scikit-learn, stored in one `.npz` and evaluated by numpy alone.
 
-Start reading at `Trees.predict`: its figures are the libraries', bit for bit. `boost` fits the hybrid's trees.
+Start reading at `Trees.predict`, whose figures equal the libraries' bit for bit. `boost` fits the hybrid's trees.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 if TYPE_CHECKING:
     import lightgbm
 
-MEMBERS = 3  # fits that differ in their random choices; the mean of them is smoother than one
-_ROBUST = 0.05  # errors beyond it pull no harder (Huber): a few labels are wrong
-_NOTHING_KNOWN = 1e-3  # curvature where a row has nothing to say
+MEMBERS = 3  # fits that differ in their random choices; their mean is smoother than one of them
+_ROBUST = 0.05  # beyond it, errors have a constant gradient (Huber): a few labels are wrong
+_NOTHING_KNOWN = 1e-3  # curvature of a row that does not pull at all
 _ROWS = 4096  # compared at a time
 _WORDS = 4  # of 64 rows: their bits at all nodes stay in the processor's cache
 _DEEPEST = 1000
-_INFINITE = 1e300  # what LightGBM writes for an infinite threshold
+_INFINITE = 1e300  # LightGBM's text for an infinite threshold
 _KINDS: Mapping[str, type] = {
     "children": np.intp,
     "feature": np.intp,
@@ -38,15 +38,15 @@ _KINDS: Mapping[str, type] = {
 
 @dataclass(frozen=True, eq=False)
 class Trees:
-    """The start plus the mean over members of the sum of a member's trees; n nodes, tree after tree.
+    """The start plus the mean over members, each the sum of its trees; n nodes, tree after tree.
 
-    Raises `ValueError` where the arrays do not make trees.
+    Raises `ValueError` where the arrays do not form trees.
 
-    children      (n, 2) node that follows on the left and on the right; a leaf follows itself
+    children      (n, 2) the node's left and right child; a leaf is its own child
     feature       (n,) column; threshold (n,): left where `x <= threshold` or, with missing_left (n,) bool, x is NaN
     value         (n,) of leaves; 0 elsewhere
     root          (trees,) first node of each tree; first (members,): first tree of each member
-    start         () what the members' mean is added to
+    start         () added to the members' mean
     """
 
     children: np.ndarray
@@ -81,8 +81,8 @@ class Trees:
 
     @cached_property
     def levels(self) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) steps from the root, on the longest way to a node, and (n,) trees of the nodes. Raises `ValueError`
-        where a way has no end."""
+        """Return (n,) the longest distance of a node from its root, and (n,) the node's tree. Raises `ValueError` for a
+        cycle."""
         levels, tree = np.zeros(len(self.value), np.int16), np.zeros(len(self.value), np.intp)
         level, nodes = 0, self.root
         tree[nodes] = np.arange(len(nodes))
@@ -98,7 +98,7 @@ class Trees:
         return levels, tree
 
     @classmethod
-    def joined(cls, forests: Sequence[Trees]) -> Self:
+    def join(cls, forests: Sequence[Trees]) -> Self:
         """Return trees whose `members` are those of all forests, one after the other; they read the same table."""
         nodes = np.cumsum([0, *(len(forest.value) for forest in forests)])
         trees = np.cumsum([0, *(len(forest.root) for forest in forests)])
@@ -114,7 +114,7 @@ class Trees:
         return values
 
     def members(self, table: np.ndarray) -> np.ndarray:
-        """Return the members' own sums, (members, n), of the rows as `predict` takes them."""
+        """Return the members' sums, (members, n), of the rows as `predict` takes them."""
         if table.shape[1] < self._paths.columns:
             raise ValueError(f"the trees read {self._paths.columns} columns, and the table has {table.shape[1]}")
         columns = np.ascontiguousarray(table.T, dtype=np.float64)
@@ -135,7 +135,7 @@ class Trees:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Self:
-        """Read `NAME.npz`. Raises `ValueError` for what is not whole."""
+        """Read `NAME.npz`. Raises `ValueError` for a damaged file."""
         with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
             arrays = dict(stored)
         if arrays.keys() != _KINDS.keys():
@@ -146,9 +146,9 @@ class Trees:
 
     @classmethod
     def of_lightgbm(cls, boosters: Sequence[lightgbm.Booster], start: float = 0.0) -> Self:
-        """Take LightGBM's boosters, each a member.
+        """Convert LightGBM's boosters, each a member.
 
-        Categories are whole numbers from 0 on; a split by them becomes splits at the limits between them.
+        Categories are whole numbers from 0 on; a split by them becomes splits at the boundaries between them.
         """
         nodes = _Nodes()
         columns = nodes.columns
@@ -161,7 +161,7 @@ class Trees:
 
     @classmethod
     def of_scikit_learn(cls, fitted: Sequence[Any]) -> Self:
-        """Take fitted regression trees, each a member. scikit-learn compares a table's values as float32."""
+        """Convert fitted regression trees, each a member. scikit-learn compares a table's values as float32."""
         trees = [fitted_tree.tree_ for fitted_tree in fitted]
         root = np.cumsum([0, *(tree.node_count for tree in trees[:-1])])
         leaf = np.concatenate([tree.children_left < 0 for tree in trees])
@@ -182,10 +182,10 @@ class Trees:
 
 
 class _Paths:
-    """The way of many rows through all trees at once: at each node, a bit for each row that comes by.
+    """The paths of many rows through all trees in one pass: each node holds a bit for each row that reaches it.
 
-    A node has the bits of its parents, as far as their splits send them its way. Nodes are numbered by level, leaves
-    last; within a level, those with most parents come first (what follows a split by categories has several).
+    A node's bits are its parents' bits, masked by their splits. Nodes are numbered by level, leaves last; within a
+    level, those with most parents come first (nodes below a split by categories have several).
     """
 
     def __init__(self, trees: Trees) -> None:
@@ -209,7 +209,7 @@ class _Paths:
         self.roots, self.nodes, self.columns = place[trees.root], len(order), int(trees.feature.max()) + 1
         by_goal = np.argsort(place[children], kind="stable")
         goals, levels = place[children][by_goal], levels[children[by_goal]]
-        turn = np.arange(len(goals)) - np.searchsorted(goals, goals)  # of a node's parents, one after the other
+        turn = np.arange(len(goals)) - np.searchsorted(goals, goals)  # index of a parent among its node's parents
         edges = by_goal[np.lexsort((turn, levels))]
         parents, sides = place[inner[edges // 2]], edges % 2 * len(splits) + split[edges // 2]
         self.steps = [
@@ -237,27 +237,27 @@ class _Paths:
         return np.concatenate(blocks, axis=1)
 
     def _rights(self, columns: np.ndarray) -> np.ndarray:
-        """Return (splits, words): a bit for each row that goes right."""
+        """Return (splits, words) with a set bit for each row that goes right."""
         n, first = columns.shape[1], columns[:, 0].take(self.column)
         right = (first > self.threshold) | (np.isnan(first) & ~self.missing_left)
         word = np.dtype(np.uint64 if n > 8 else np.uint8)
         rights = np.where(right, ~word.type(0), word.type(0))[:, None].repeat(-(-n // (8 * word.itemsize)), axis=1)
         bits = rights.view(np.uint8)[:, : -(-n // 8)]
-        pattern = columns.view(np.int64)  # in which NaN equals itself
+        pattern = columns.view(np.int64)  # bit patterns, as NaN equals itself there
         varies = (pattern != pattern[:, :1]).any(axis=1)
         for column, missing_left, begin, end in self.groups:
             if varies[column]:
                 values = columns[column]
                 if missing_left:
                     values = np.where(np.isnan(values), -np.inf, values)
-                below = np.searchsorted(self.threshold[begin:end], values)  # thresholds below them; NaN is above all
+                below = np.searchsorted(self.threshold[begin:end], values)  # thresholds below; NaN is above all
                 number = np.arange(end - begin, dtype=np.min_scalar_type(end - begin))
                 bits[begin:end] = np.packbits(below.astype(number.dtype) > number[:, None], axis=1, bitorder="little")
         return rights
 
     def _sums(self, rights: np.ndarray, n: int) -> np.ndarray:
         sides = np.concatenate([~rights, rights])
-        reached = np.zeros((self.nodes + 1, rights.shape[1]), rights.dtype)  # one more, which no row reaches
+        reached = np.zeros((self.nodes + 1, rights.shape[1]), rights.dtype)  # the last node is never reached
         reached[self.roots] = ~rights.dtype.type(0)
         for begin, turns, parents, sides_of in self.steps:
             rows = sides.take(sides_of, axis=0, mode="clip") & reached.take(parents, axis=0, mode="clip")
@@ -266,13 +266,13 @@ class _Paths:
                 goals |= rows[low:high]
         rows = reached.take(self.leaves, axis=0, mode="clip")
         number = np.zeros((len(self.roots), n + 1), np.min_scalar_type(len(rows)))
-        for digit in range(self.digits):  # of the number of the leaf that has the row's bit
+        for digit in range(self.digits):  # binary digits of the number of the leaf that has the row's bit
             odd = rows[1::2]
             bits = np.bitwise_or.reduce(odd, axis=0).view(np.uint8)
             bits = np.unpackbits(bits, axis=1, count=n + 1, bitorder="little")
             number |= bits.astype(number.dtype, copy=False) << digit
             rows = rows[::2] | odd
-        # Added one after the other, as the libraries add them: numpy adds in pairs where there is a single column.
+        # Added one after another, as the libraries do: numpy adds in pairs where there is a single column.
         sums = [
             self.values.take(number[low:high] + self.first_leaf[low:high]).sum(axis=0)[:n] for low, high in self.members
         ]
@@ -280,7 +280,7 @@ class _Paths:
 
 
 def _limits(counts: np.ndarray) -> list[tuple[int, int]]:
-    """Return where groups of so many begin and end."""
+    """Return begin and end of consecutive groups with these counts."""
     return list(itertools.pairwise([0, *np.cumsum(counts).tolist()]))
 
 
@@ -291,7 +291,7 @@ class _Nodes:
         self.columns: dict[str, list[Any]] = {name: [] for name in _KINDS if name != "start"}
 
     def add(self, node: Mapping[str, Any]) -> int:
-        """Add a node of `Booster.dump_model` with all below it, and return its number."""
+        """Add a node of `Booster.dump_model` with its descendants, and return its number."""
         if "leaf_value" in node:
             return self._append(value=node["leaf_value"])
         feature, threshold = node["split_feature"], node["threshold"]
@@ -299,10 +299,10 @@ class _Nodes:
         if node["decision_type"] == "<=":
             if threshold >= _INFINITE:
                 threshold = np.inf
-            # Where NaN is not missing, it counts as 0.
+            # LightGBM treats NaN as 0 where it is not missing.
             missing_left = node["default_left"] if node["missing_type"] == "NaN" else threshold >= 0.0
             return self._append(children=[left, right], feature=feature, threshold=threshold, missing_left=missing_left)
-        limits: list[float] = []  # ascending, between what goes right, left, right ...
+        limits: list[float] = []  # ascending, alternating between right, left, right ...
         for category in map(int, threshold.split("||")):
             if limits and limits[-1] == category - 0.5:
                 limits[-1] = category + 0.5
@@ -329,8 +329,8 @@ class _Nodes:
 
 @dataclass(frozen=True)
 class Settings:
-    """least: rows a leaf, of large tables (a fiftieth of small ones); share: of the columns, tried by each tree.
-    quantile: what is estimated; None: the middle."""
+    """Settings of `boost`. `least`: rows a leaf in large tables (a fiftieth in small ones); `share`: of the columns,
+    tried by each tree; `quantile`: the estimated quantile; None: the middle."""
 
     rounds: int
     leaves: int
@@ -342,7 +342,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Boosters:
-    """The start plus the mean of a few boosters, for as long as a fit lasts; `trees` is what is kept."""
+    """The start plus the mean of a few boosters, used during a fit; `trees` is what is stored."""
 
     boosters: list[lightgbm.Booster]
     start: float = 0.0
@@ -373,8 +373,8 @@ def boost(
         seed: Seed of the first member; each has its own.
         table: (n, columns).
         label: (n,).
-        at_least: (n,) bool: the label is a bound from below, so that a prediction above it is not an error. None: no
-            label is.
+        at_least: (n,) bool: the label is a lower bound, so that a prediction above it is not an error. None: all labels
+            are exact.
         weight: (n,).
         members: The number of boosters.
     """
@@ -391,7 +391,7 @@ def boost(
         return gradient * weight, np.where(satisfied, _NOTHING_KNOWN, 1.0) * weight
 
     wanted: dict[str, Any]
-    if settings.quantile is None:  # the objective has the weights, and begins at the start
+    if settings.quantile is None:  # else LightGBM weighs the rows and finds the start
         start = float(np.median(label[~bound])) if (~bound).any() else 0.0
         wanted, of_data = {"objective": objective}, {"label": label, "init_score": np.full(n, start)}
     else:

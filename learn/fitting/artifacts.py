@@ -1,15 +1,15 @@
 """Fitted models on disk: `models/TARGET/VERSION/` holds the model, `meta.json`, `report.json`, plots and a README.
 
-Start reading at `save_artifact` and `load_latest`. A version appears whole or not at all, and is never changed; one
-that is not what was written (`checked`) is named in a line, and the next older one takes its place.
+Start reading at `save_artifact` and `load_latest`. A version appears in one step, and is never changed. A damaged one
+(`verify_files`) is reported in one line, and the next older version takes its place.
 
 The artifact's JSON (`meta.json`) has the key `"files"`: `{relative path: {"sha256": hex, "bytes": n}}` for every
 other file of the version, and `"own_sha256"`, of the JSON itself without that key, as `json.dumps(...,
-sort_keys=True, separators=(",", ":"))` writes it. Anybody can verify a version with a JSON parser and a SHA-256.
+sort_keys=True, separators=(",", ":"))` writes it. A version can be verified with a JSON parser and a SHA-256.
 
-What is refused, before anything parses it: a named file that is absent, of another size or content; a file below
-`model/` that the JSON does not name (others are ignored: nothing reads them); links that lead out of the version's
-folder; files beyond `MOST_BYTES`.
+Refused before anything is parsed: a named file that is missing or has another size or content; a file below `model/`
+that the JSON does not name (others are ignored: nothing reads them); links that lead out of the version's folder;
+files beyond `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ if TYPE_CHECKING:
 
 
 FILES = "files"
-MODEL = "model"  # folder of what `Estimator.load` reads
+MODEL = "model"  # folder of the files that `Estimator.load` reads
 MOST_BYTES = 256 * 2**20
 MOST_UNPACKED_BYTES = 2**30
 MOST_JSON_BYTES = 32 * 2**20
-_verified: dict[tuple[Any, ...], str | None] = {}  # (path, size, time, ...) of every file -> what is wrong
+_verified: dict[tuple[Any, ...], str | None] = {}  # (path, size, time, ...) of every file -> its problem
 _said: set[str] = set()
 
 
 class DamagedArtifact(EnvironmentProblem):
-    """A version that is not what was written; the message names it and what is wrong."""
+    """A version whose files differ from the written ones; the message names it and the problem."""
 
 
-def stamped(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `meta` with the checksums of every file of the folder but `name`, which is to hold it, and with its
-    own."""
+def add_checksums(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return `meta` with the checksums of all files of the folder, except `name`, which will hold it, and with its own
+    checksum."""
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / name
     }
-    kept = {**{key: value for key, value in meta.items() if key != OWN_SHA256}, FILES: files}
-    kept = json.loads(json.dumps(kept))  # as a reader gets it
-    return {**kept, OWN_SHA256: own_sha256(kept)}
+    stamped_meta = {**{key: value for key, value in meta.items() if key != OWN_SHA256}, FILES: files}
+    stamped_meta = json.loads(json.dumps(stamped_meta))  # as a reader gets it
+    return {**stamped_meta, OWN_SHA256: own_sha256(stamped_meta)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -84,10 +84,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return described
 
 
-def checked(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Verify a version's files before anything parses them; `DamagedArtifact` says what is wrong.
+def verify_files(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Verify a version's files before anything parses them. Raises `DamagedArtifact`.
 
-    Files that have not changed since are not read again.
+    Unchanged files are not read again.
     """
     named = meta.get(FILES)
     if not isinstance(named, Mapping):
@@ -95,8 +95,8 @@ def checked(folder: Path, meta: Mapping[str, Any]) -> None:
     try:
         below = [path for path in (folder / MODEL).rglob("*") if path.is_symlink() or not path.is_dir()]
         names = sorted({*map(str, named), *(path.relative_to(folder).as_posix() for path in below)})
-        there = [path for name in names if (path := folder / name).exists()]
-        state = [(path.stat().st_size, path.stat().st_mtime_ns, path.lstat().st_ino) for path in there]
+        present = [path for name in names if (path := folder / name).exists()]
+        state = [(path.stat().st_size, path.stat().st_mtime_ns, path.lstat().st_ino) for path in present]
     except OSError as error:
         raise DamagedArtifact(f"{_show(folder)}: {printable(str(error))}") from error
     key = (str(folder), str(meta.get(OWN_SHA256)), *names, *state)
@@ -107,7 +107,7 @@ def checked(folder: Path, meta: Mapping[str, Any]) -> None:
 
 
 def say_damaged(error: DamagedArtifact, instead: str) -> None:
-    """Name a damaged version in one line on standard error, once a process, and what is taken instead."""
+    """Report a damaged version in one line on standard error, once a process, with the replacement `instead`."""
     line = f"{error}; {instead}"
     if line not in _said:
         _said.add(line)
@@ -115,7 +115,7 @@ def say_damaged(error: DamagedArtifact, instead: str) -> None:
 
 
 def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """Yield the problems of the files that the JSON names, and of all below `model/`."""
+    """Yield the problems of the files that the JSON names, and of all files below `model/`."""
     for name in names:
         path, about, shown = folder / name, named.get(name), printable(name)
         if ".." in path.parts or not path.resolve().is_relative_to(folder.resolve()):
@@ -153,6 +153,7 @@ Loaded = TypeVar("Loaded")
 DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
 FORMAT = 1
 DEFAULT_MODELS = Path(__file__).parents[1] / "default_models"
+BOUND = "memory_bound"  # the model of memory's 99 % bound, beside those of the targets of `method=fast`
 _PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "timm")
 
 
@@ -160,11 +161,11 @@ class Savable(Protocol):
     """A model that writes its files into the folder of a version."""
 
     def save(self, folder: Path) -> None:
-        """Write them."""
+        """Write the files."""
 
 
 class StaleArtifact(EnvironmentProblem):
-    """An artifact that other code's features were fitted with; the message names the command that mends it."""
+    """An artifact fitted with features of other code; the message names the command that fits a new one."""
 
 
 @dataclass(frozen=True)
@@ -187,19 +188,18 @@ class Artifact:
 
     def check(self) -> None:
         """Verify the files, without parsing them. Raises `DamagedArtifact`."""
-        checked(self.path, self.meta)
+        verify_files(self.path, self.meta)
 
     def require(self) -> Artifact:
-        """Return the artifact, if it can answer: verified, and loaded where this code computes its features. Raises
-        `DamagedArtifact`."""
+        """Return the artifact, verified, and loaded if its features are current. Raises `DamagedArtifact`."""
         self.check()
         if is_current(self.meta["feature_version"]):
             _ = self.estimator
         return self
 
     def bound_held_out(self) -> dict[str, float]:
-        """Return the `share` of labels of held-out rows under the 99 % bound, and how many `rows` these were; empty
-        where `meta.json` does not record both."""
+        """Return the `share` of held-out labels below the 99 % bound, and the number of these `rows`; empty where
+        `meta.json` lacks either."""
         try:
             share, rows = self.meta["metrics"]["coverage"]["test"], self.meta["rows"]["test"]
         except (LookupError, TypeError):  # written by an older version, or by an estimator without a bound
@@ -208,20 +208,20 @@ class Artifact:
 
     @cached_property
     def fitted_run_ids(self) -> frozenset[str]:
-        """The ids of the runs that the saved model was fitted on. `learn.fit` refits on all rows, so its models include
-        the held-out rows of their report; a promoted model does not."""
+        """The ids of the runs that the stored model was fitted on. `learn.fit` refits on all rows, so its models
+        include the held-out rows of their report; a promoted model does not."""
         self.check()
         with _damaged_unless_read(self.path, "report.json"):
             report = json.loads((self.path / "report.json").read_text())
-            seen = list(report["train_run_ids"])
+            run_ids = list(report["train_run_ids"])
             if report.get("fitted_on", "all") == "all":
-                seen += report["test_run_ids"] + report.get("refused_run_ids", [])
-            return frozenset(map(str, seen))
+                run_ids += report["test_run_ids"] + report.get("refused_run_ids", [])
+            return frozenset(map(str, run_ids))
 
 
 @contextlib.contextmanager
 def _damaged_unless_read(path: Path, part: str) -> Iterator[None]:
-    """Raise `DamagedArtifact` for what goes wrong inside: of a file without a checksum, parsers may raise anything."""
+    """Raise `DamagedArtifact` for any error inside: without a checksum, a parser may raise anything."""
     try:
         yield
     except MemoryError:
@@ -242,41 +242,31 @@ def save_judged(
     fitted_on: str,
     about: Mapping[str, Any],
 ) -> tuple[Path, dict[str, Any]]:
-    """Write a fitted estimator with its evaluation and the page of it; return the version's path and its `meta.json`.
+    """Write a fitted estimator with its evaluation and report page; return the version's path and its `meta.json`.
 
     Args:
         data: The data folder.
-        estimator: The fitted one.
-        rows: What it was fitted on, or what it was fitted and judged on.
-        evaluation: How good it is.
+        estimator: The fitted estimator.
+        rows: The rows that it was fitted on, or fitted and judged on.
+        evaluation: Its evaluation.
         seed: Seed of splits and fits.
         now: Time that names the version; time-zone aware.
-        fitted_on: all, or train: the rows of the evaluation that judged it are not among those that it has seen.
-        about: What else `meta.json` says.
+        fitted_on: `all`, or `train`: the evaluation's rows are not among the fitted ones.
+        about: Further entries of `meta.json`.
     """
     from learn.judging.report import write_report
 
     train, test = evaluation.train_rows, evaluation.test_rows
+    judged_rows = {
+        "train": len(train),
+        "test": len(test),
+        "groups": len({*rows.group, *test.group}),
+        "status": dict(rows.counts),
+    }
     meta = {
-        "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
-        "unit": rows.target.unit,
-        "estimator": estimator.name,
-        "feature_version": FEATURES_STAMP,
-        "data_fingerprint": rows.fingerprint(),
-        "environment": environment(),
-        "rows": {
-            "fitted": int((~rows.censored).sum()),
-            "censored": int(rows.censored.sum()),
-            **{column: rows.count(column) for column in ("family", "source", "device")},
-            "train": len(train),
-            "test": len(test),
-            "groups": len({*rows.group, *test.group}),
-            "status": dict(rows.counts),
-        },
+        **meta_of_fit(estimator, rows, seed, now, **judged_rows),
         "metrics": evaluation.summary(),
-        "seed": seed,
         "bins": evaluation.bins.to_mapping(),
-        "target": rows.target.name,
         **about,
     }
     report = {
@@ -299,6 +289,30 @@ def save_judged(
     return path, meta
 
 
+def meta_of_fit(estimator: Estimator, rows: Rows, seed: int, now: datetime, **more_of_rows: Any) -> dict[str, Any]:
+    """Return what `meta.json` says of every fit to labelled rows: of the rows (`more_of_rows` too), and by which code.
+
+    `now` is time-zone aware.
+    """
+    return {
+        "format": FORMAT,
+        "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
+        "target": rows.target.name,
+        "unit": rows.target.unit,
+        "estimator": estimator.name,
+        "feature_version": FEATURES_STAMP,
+        "data_fingerprint": rows.fingerprint(),
+        "environment": environment(),
+        "rows": {
+            "fitted": int((~rows.censored).sum()),
+            "censored": int(rows.censored.sum()),
+            **{column: rows.count(column) for column in ("family", "source", "device")},
+            **more_of_rows,
+        },
+        "seed": seed,
+    }
+
+
 def save_artifact(
     data: DataPlace,
     target: str,
@@ -311,8 +325,8 @@ def save_artifact(
 ) -> Path:
     """Write one version under the data folder's `models/` and return its path.
 
-    `extras(folder)` adds further files (plots) before the version appears. Written beside its place under a hidden
-    name, synced, then renamed: a reader sees all of it or none. `now` is time-zone aware.
+    `extras(folder)` adds further files (plots) before the version appears. The version is written under a hidden name,
+    synced, then renamed: a reader sees all of it or none. `now` is time-zone aware.
     """
     from conf.files.outputs import new_folder
 
@@ -323,24 +337,32 @@ def save_artifact(
     short = hashlib.sha256(text.encode()).hexdigest()[:8]
     version = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{short}"
     home.mkdir(parents=True, exist_ok=True)
-    if not (home / version).exists():  # else of the same second, the same data, the same figures
+    if not (home / version).exists():  # else the same data gave the same figures in the same second
         try:
             with new_folder(home / version) as building:
-                (building / "model").mkdir(parents=True)
-                estimator.save(building / "model")
+                building.mkdir()
                 (building / "report.json").write_text(json.dumps(report, indent=1))
                 extras(building)
-                stamp = json.dumps(stamped(building, meta, "meta.json"), indent=1, sort_keys=True)
-                (building / "meta.json").write_text(stamp)
+                write_model(building, estimator, meta)
         except OSError:
-            if not (home / version).exists():  # else another fit has finished the same version meanwhile
+            if not (home / version).exists():  # else another fit has written the same version meanwhile
                 raise
     return home / version
 
 
+def write_model(folder: Path, model: Savable, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a model's files below `folder`, and `meta.json` with the checksums of all that is there; return that
+    JSON."""
+    (folder / MODEL).mkdir(parents=True)
+    model.save(folder / MODEL)
+    complete = add_checksums(folder, meta, "meta.json")
+    (folder / "meta.json").write_text(json.dumps(complete, indent=1, sort_keys=True))
+    return complete
+
+
 def versions(data: DataPlace, target: str) -> list[Artifact]:
-    """Return every complete version of a target, oldest first; none where nothing was fitted. One whose `meta.json` is
-    not what was written is named on standard error and left out."""
+    """Return every complete version of a target, oldest first; empty where nothing was fitted. A version with a damaged
+    `meta.json` is reported on standard error and left out."""
     opened = []
     for path in version_folders(data, get_target(target).name):
         try:
@@ -353,7 +375,7 @@ def versions(data: DataPlace, target: str) -> list[Artifact]:
 
 
 def version_folders(data: DataPlace, target: str) -> list[Path]:
-    """Return the folders of a target's complete versions, oldest first; none where nothing was fitted."""
+    """Return the folders of a target's complete versions, oldest first; empty where nothing was fitted."""
     home = models_folder(data) / target
     paths = sorted(home.iterdir()) if home.is_dir() else []
     return [path for path in paths if not path.name.startswith(".") and (path / "meta.json").is_file()]
@@ -362,8 +384,8 @@ def version_folders(data: DataPlace, target: str) -> list[Path]:
 def newest_whole(
     versions: Sequence[Version], load: Callable[[Version], Loaded], otherwise: str = "no other version is there"
 ) -> Loaded | None:
-    """Return the result of `load` on the newest version that is not damaged, named on standard error if it is; or
-    None. `otherwise` says what follows where none is left."""
+    """Return the result of `load` on the newest undamaged version, or None. Damaged ones are reported on standard
+    error; `otherwise` is the consequence where no version is left."""
     for older, version in reversed(list(enumerate(versions))):
         try:
             return load(version)
@@ -373,14 +395,13 @@ def newest_whole(
 
 
 def open_artifact(path: Path) -> Artifact:
-    """Return the artifact in that folder, of whose `meta.json` the rest of the code may believe the types. Raises
-    `DamagedArtifact`."""
+    """Return the artifact in that folder, with the types in its `meta.json` checked. Raises `DamagedArtifact`."""
     meta = read_json(path / "meta.json")
     rows = meta.get("rows")
     counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
     texts = [meta.get(name) for name in ("estimator", "target", "feature_version")]
-    whole = all(isinstance(item, dict) for item in counts) and all(isinstance(item, str) for item in texts)
-    if not whole or meta["estimator"] not in ESTIMATORS:
+    complete = all(isinstance(item, dict) for item in counts) and all(isinstance(item, str) for item in texts)
+    if not complete or meta["estimator"] not in ESTIMATORS:
         problem = "is damaged, or of another version of this code: meta.json does not say what it is"
         raise DamagedArtifact(f"{printable(str(path), 300)} {problem}")
     return Artifact(path, meta)
@@ -398,8 +419,7 @@ class Wanted(TypedDict, total=False):
 
 
 def find_latest(data: DataPlace | list[Artifact], target: str, **wanted: Unpack[Wanted]) -> Artifact | None:
-    """`newest`, of whose arguments `wanted` is, or None; `StaleArtifact` where that version's features are not those
-    of this code."""
+    """Return `newest` of the same arguments. Raises `StaleArtifact` where its features were computed by other code."""
     artifact = newest(data, target, **wanted)
     return None if artifact is None else require_current(artifact)
 
@@ -415,11 +435,11 @@ def newest(
     learnt: bool = False,
     for_modules: bool = False,
 ) -> Artifact | None:
-    """Return the newest version that was fitted on rows of that family, device and source (None: any), or None; where
-    no estimator is named, of the hybrid, and of another only where there is no hybrid. With
-    `learnt`, the versions of training-free estimators do not count; `for_modules`, only those of estimators that read
-    traced steps, fitted on rows of real devices. Its features may be those of other code. `data` may be the target's
-    versions, where these are open already.
+    """Return the newest version that was fitted on rows of that family, device and source (None: any), or None.
+
+    Without `estimator`, the hybrid's is preferred. `learnt` skips training-free estimators. `for_modules` takes only
+    estimators that read traced steps and were fitted on rows of real devices. The version's features may be those of
+    other code. `data` may be the target's versions, if these are open already.
     """
     fitting = [
         artifact
@@ -431,28 +451,28 @@ def newest(
         and (source is None or source in artifact.meta["rows"]["source"])
         and not (for_modules and not _reads_modules(artifact))
     ]
-    if estimator is None:  # the others are fitted to be compared with it
+    if estimator is None:  # other estimators are fitted to be compared with the hybrid
         fitting = [artifact for artifact in fitting if artifact.meta["estimator"] == PREFERRED] or fitting
     return newest_whole(fitting, Artifact.require)
 
 
 def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:
-    """Return `find_latest`'s version, where having none is an error: `UsageError` that lists what there is and how to
-    fit one."""
+    """Return `find_latest`'s version. Raises `UsageError` where it is None, with the fitted versions and the command
+    that fits one."""
     artifact = find_latest(data, target, **wanted)
     if artifact is None:
-        asked = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
-        there = sorted({_describe(a) for a in versions(data, target)})
+        criteria = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
+        fitted = sorted({_describe(a) for a in versions(data, target)})
         raise UsageError(
-            f"no fitted model for target={target}{f' with {asked}' if asked else ''}; "
-            f"there {'are: ' + '; '.join(there) if there else 'is none at all'}; "
+            f"no fitted model for target={target}{f' with {criteria}' if criteria else ''}; "
+            f"there {'are: ' + '; '.join(fitted) if fitted else 'is none at all'}; "
             f"fit one: python -m learn.fit target={target}"
         )
     return artifact
 
 
 def require_current(artifact: Artifact) -> Artifact:
-    """Return the artifact, if its features are computed as this code computes them; else `StaleArtifact`."""
+    """Return the artifact if its features are current. Raises `StaleArtifact` otherwise."""
     theirs = artifact.meta.get("feature_version")
     if not is_current(theirs):
         target = artifact.meta["target"]
@@ -466,9 +486,8 @@ def require_current(artifact: Artifact) -> Artifact:
 def default_artifact(target: str) -> Artifact | None:
     """Return the packaged model (`learn/default_models`), or None for a target without one.
 
-    It is used also where this code's features have changed since it was fitted:
-    `featurize.configs.features.is_current` then rejects `Artifact.meta["feature_version"]`, and callers that show its
-    figures say so.
+    It is used even where this code's features have changed since its fit: `featurize.configs.features.is_current` then
+    rejects `Artifact.meta["feature_version"]`, and callers that show its figures add a note.
     """
     path = DEFAULT_MODELS / get_target(target).name
     try:
@@ -484,7 +503,7 @@ def default_artifact(target: str) -> Artifact | None:
 
 @lru_cache(maxsize=8)
 def _open(path: Path, _written_ns: int) -> Artifact:
-    """Return a whole artifact, checked and loaded once; what happens to its files later changes nothing of it."""
+    """Return an artifact that is verified and loaded once; later changes of its files have no effect."""
     return open_artifact(path).require()
 
 
@@ -494,7 +513,7 @@ def models_folder(data: DataPlace) -> Path:
 
 
 def environment() -> dict[str, str | None]:
-    """Versions of what fits and computes features here; read from package metadata, so torch is not imported."""
+    """Return the versions of the packages that fit and compute features, from metadata: torch is not imported."""
     return {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
 
 

@@ -1,10 +1,10 @@
-"""Fit the constants of a step beside its kernels' times, and judge them on what was held out: power under several
-limits, activity and occupancy of SMs, how long a host takes for a launch, what collectives reach on NVLink.
+"""Fit the constants of a step beside its kernels' times, and judge them on held-out rows: power under several limits,
+activity and occupancy of SMs, a host's time for a launch, bandwidth of collectives on NVLink.
 
-Start reading at `fitted_power`, `ActivityFit.fitted`, `fitted_hosts` and `fitted_links`. The formulas are those of
+Start reading at `fit_power`, `ActivityFit.fitted`, `fit_hosts` and `fit_links`. The formulas are those of
 `featurize.timing.activity` (`kernel_power`, `kernel_activity`), `featurize.timing.times.host_ms` and
-`featurize.timing.collectives.collective_s`. Launches are fitted to vTrain's steps under Megatron and to Zeus' under
-eager PyTorch, and how far machines differ to the steps that Megatron's own tests take on each of them.
+`featurize.timing.collectives.collective_s`. Launches are fitted to vTrain's steps under Megatron and to Zeus' steps
+under eager PyTorch; the spread of machines is fitted to Megatron's own tests.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from featurize.timing.activity import (
 )
 from featurize.timing.calls import Calls, kernel_calls
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
-from featurize.timing.step_time import LearnedEfficiencies, overlapped, timed_kernels
+from featurize.timing.step_time import LearnedEfficiencies, overlap_times, timed_kernels
 from featurize.timing.times import HostTime, call_seconds, host_ms, kernels_on
 from learn.estimators.kernel_fitting import (
     Descent,
     Values,
-    descended,
-    joined,
+    descend,
+    join_columns,
     of_rows,
     overlapped_ms,
     robust,
@@ -57,16 +57,16 @@ from learn.estimators.kernel_fitting import (
     weights_by,
 )
 from learn.fitting.kernel_formulas import score_of
-from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, described, queried, read_each
+from learn.fitting.kernel_rows import MeasuredActivity, RowLeftOut, describe_gpu, query_rows, read_each
 from learn.fitting.published_jobs import JOBS, ZEUS, megatron_settings, megatron_step, zeus_calls
 from learn.judging.evaluate import held_out_by, judged_by_splits
 from learn.judging.scores import RowScores, scores_of_errors
 from warehouse.exchange.published_kernels import OPERATOR
 
-# Where the fit begins: an SM without arithmetic, the pipes and the memory each draw a part of what the board may.
+# Start of the fit: an SM without arithmetic, each pipe and the memory draw a part of the board's power.
 _BEGIN: Mapping[str, float] = {"sm": 0.3, "fp32": 1.0, "tensor": 1.0, "dram": 0.4, "exponent": 2.0, "feed": 0.5}
-_OF_TIMES = 0.5  # weight of how much longer a job takes, beside its power
-_TOLERANCE = 0.05  # relative: what is further off counts in proportion, not squared
+_OF_TIMES = 0.5  # weight of a job's slowdown beside its power
+_TOLERANCE = 0.05  # relative; larger deviations count in proportion, not squared
 _DESCENT = Descent(
     of_priors=2e-2,
     iterations=150,
@@ -93,7 +93,7 @@ class MeasuredPower:
     """One job on one GPU model.
 
     Args:
-        model: Left out together.
+        model: Model; its rows are left out together.
         device: The GPU model.
         calls: The kernels of a step.
         power_w: Limit in W -> mean power in W.
@@ -109,16 +109,16 @@ class MeasuredPower:
     step_ms: float | None
 
 
-def fitted_power(
+def fit_power(
     rows: Sequence[MeasuredPower], learned: LearnedEfficiencies, progress: Progress
 ) -> tuple[dict[str, float], list[RowScores]]:
-    """Return the section `power` of the file of parameters, fitted on all rows, and the scores of all and of left-out
-    models and GPU models. With fewer than two GPU models, the section is the packaged one.
+    """Return the section `power` of the file of parameters, fitted on all rows, and the scores of all rows and of
+    left-out models and GPU models. With fewer than two GPU models, the section is the packaged one.
 
     Args:
-        rows: What `power_rows` returns.
+        rows: Result of `power_rows`.
         learned: The efficiencies behind the kernels' times.
-        progress: Called before each fit with a text, the number done and their total.
+        progress: Called before each fit with a text, the number of completed fits and their total.
     """
     devices = np.array([row.device.name for row in rows])
     if len(np.unique(devices)) < 2:
@@ -133,16 +133,16 @@ def fitted_power(
 
 
 def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple[list[MeasuredPower], dict[str, int]]:
-    """Return the jobs of a data folder with power by limit, and how many were left out for which reason.
+    """Return the jobs of a data folder with power by limit, and the number of jobs left out by reason.
 
-    Jobs that wait for their input are not asked for.
+    Jobs that wait for their input are not read.
 
     Args:
         data: The data folder; None: the default one.
-        progress: Called before each trace with a text, the number done and their total.
+        progress: Called before each trace with a text, the number of completed traces and their total.
     """
     jobs: dict[tuple[Any, ...], dict[float, tuple[float | None, ...]]] = defaultdict(dict)
-    for *job, limit_w, power_w, time, step_ms in queried(data, _MEASURED):
+    for *job, limit_w, power_w, time, step_ms in query_rows(data, _MEASURED):
         if (job[1], job[2]) in JOBS:
             jobs[tuple(job)][limit_w] = power_w, time, step_ms
     calls: dict[tuple[Any, ...], Calls] = {}
@@ -150,26 +150,26 @@ def power_rows(data: str | os.PathLike[str] | None, progress: Progress) -> tuple
     def read(job: tuple[tuple[Any, ...], dict[float, tuple[Any, ...]]]) -> MeasuredPower:
         (*alike, _), by_limit = job
         name, model, dataset, batch = key = tuple(alike)
-        spec, both = described(name), sorted(limit for limit, cells in by_limit.items() if None not in cells[:2])
-        if not both:
+        spec, limits = describe_gpu(name), sorted(limit for limit, cells in by_limit.items() if None not in cells[:2])
+        if not limits:
             raise RowLeftOut("jobs without both power and time at a limit")
         if key not in calls:
             calls[key] = zeus_calls(model, dataset, batch, spec)
-        power_w, times, _ = ({limit: by_limit[limit][column] for limit in both} for column in range(3))
+        power_w, times, _ = ({limit: by_limit[limit][column] for limit in limits} for column in range(3))
         return MeasuredPower(
             model=f"{model}/{dataset}",
             device=spec,
             calls=calls[key],
             power_w=power_w,
             times=times,
-            step_ms=by_limit[both[-1]][2],
+            step_ms=by_limit[limits[-1]][2],
         )
 
     return read_each(sorted(jobs.items()), read, progress)
 
 
 class _PowerFit:
-    """Rows made ready once, to be fitted with some of them left out. Axes: kernels x limits, rows x limits."""
+    """Rows prepared once, and fitted with some of them left out. Axes: kernels x limits, rows x limits."""
 
     def __init__(self, rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> None:
         limits = max(len(row.power_w) for row in rows)
@@ -198,7 +198,7 @@ class _PowerFit:
             torch.tensor(np.concatenate([timed_row.seconds * timed_row.calls.count for timed_row in timed]))[:, None]
             * 1e3
         )
-        # What a launch takes the host is not published: the shortest step of a GPU's machine says at most how long.
+        # The host's time for a launch is not published; the shortest step on a GPU's machine is its upper limit.
         launch_ms: dict[str, float] = {}
         for row in rows:
             if row.step_ms is not None:
@@ -207,7 +207,8 @@ class _PowerFit:
         self._host_ms = of_rows(row.calls.launches * launch_ms.get(row.device.name, 0.0) for row in rows)[:, None]
 
     def fitted(self, of: np.ndarray) -> dict[str, float]:
-        """Return the values that explain the rows of the mask `of`, (rows,). Every model on every GPU counts alike."""
+        """Return the values that explain the rows of the mask `of`, (rows,). Every model on every GPU has equal
+        weight."""
         weights = weights_by(self._kinds, of, power=1.0)
 
         def losses(values: Values) -> torch.Tensor:
@@ -215,11 +216,11 @@ class _PowerFit:
             off = self._known * (robust(power, _TOLERANCE) + _OF_TIMES * robust(slower, _TOLERANCE))
             return off.sum(1) / (of_rows(weights) @ self._known.double()).sum()
 
-        values = descended(_tensors(_BEGIN), losses, weights, _DESCENT)
+        values = descend(_tensors(_BEGIN), losses, weights, _DESCENT)
         return {name: round(float(value), 4) for name, value in values.items()}
 
     def errors(self, section: Mapping[str, float]) -> np.ndarray:
-        """Return the relative errors of power and of time, (rows, limits, 2), NaN where nothing was measured."""
+        """Return the relative errors of power and time, (rows, limits, 2), NaN where nothing was measured."""
         off = torch.stack([ratio.exp() - 1 for ratio in self._off(_tensors(section))], dim=2).numpy()
         return np.where(self._known.numpy()[:, :, None], off, np.nan)
 
@@ -243,7 +244,7 @@ def _tensors(values: Mapping[str, float]) -> dict[str, torch.Tensor]:
 
 
 def _scores(split: str, off: np.ndarray) -> Iterator[RowScores]:
-    """Yield how far power, and how much longer a job takes than at the highest limit, are off, relative."""
+    """Yield the relative errors of power, and of a job's time relative to the highest limit."""
     for limit, errors in (("the board's own", off[:, :1]), ("lower", off[:, 1:])):
         known = errors[np.isfinite(errors[:, :, 0])]
         power, slower = known.T
@@ -251,9 +252,9 @@ def _scores(split: str, off: np.ndarray) -> Iterator[RowScores]:
         yield scores_of_errors(limit, split, {"power": power, "slower": slower}, power_bias=bias)
 
 
-_TRAINING_SHARE = "training_share"  # share of the time over which others took means: their set-up is in it
+_TRAINING_SHARE = "training_share"  # share of training in runs whose means include the set-up
 _BEGIN_OF_ACTIVITY = {"wave": 1.0, "stream_wave": 1.0, "stream_blocks": 0.0, "gap": 0.3, _TRAINING_SHARE: 0.95}
-_SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # what is further off counts in proportion, not squared
+_SMACT_TOLERANCE, _SMOCC_TOLERANCE = 0.03, 0.015  # larger deviations count in proportion, not squared
 _MEANS = ("smact", "smocc")
 _OF_SMOCC = 2.0  # weight of occupancy beside activity
 _DESCENT_OF_ACTIVITY = Descent(
@@ -266,10 +267,10 @@ _DESCENT_OF_ACTIVITY = Descent(
 
 
 class ActivityFit:
-    """Rows made ready once, to be fitted with some of them left out.
+    """Rows prepared once, and fitted with some of them left out.
 
     Args:
-        rows: What was measured.
+        rows: The measured jobs.
         learned: The efficiencies behind the kernels' times.
         eager: Constants of the host; None: the packaged ones.
     """
@@ -293,9 +294,9 @@ class ActivityFit:
             )
             seconds.append(call_seconds(kernels, learned.parameters))
             busy_ms = float((row.calls.count * seconds[-1]).sum()) * 1e3
-            steps_s.append((overlapped(busy_ms, host_ms(row.calls, row.device, EAGER, hosts)) + row.input_ms) * 1e-3)
+            steps_s.append((overlap_times(busy_ms, host_ms(row.calls, row.device, EAGER, hosts)) + row.input_ms) * 1e-3)
             parts.append(occupied_on(row.calls, kernels, row.device))
-        self._occupied = joined(parts).converted(torch.as_tensor)
+        self._occupied = join_columns(parts).map_columns(torch.as_tensor)
         self._seconds = torch.tensor(np.concatenate(seconds))
         self._count = torch.tensor(np.concatenate([row.calls.count for row in rows]))
         self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
@@ -306,8 +307,8 @@ class ActivityFit:
     def fitted(
         self, of: np.ndarray, *, iterations: int = _DESCENT_OF_ACTIVITY.iterations
     ) -> tuple[ActivityParameters, float]:
-        """Return the parameters that explain the rows of the mask `of`, (rows,), and the share of a whole run that is
-        training. Every family has the same weight."""
+        """Return the parameters that explain the rows of the mask `of`, (rows,), and the share of training in a whole
+        run. Every family has the same weight."""
 
         def losses(values: Values) -> torch.Tensor:
             smact, smocc = self._ratios(_parameters(values, lambda value: value), values[_TRAINING_SHARE])
@@ -315,11 +316,11 @@ class ActivityFit:
             return off + _OF_SMOCC * robust(smocc - self._smocc, _SMOCC_TOLERANCE)
 
         weights = weights_by(self.family, of, power=1.0)
-        values = descended(_begin(), losses, weights, replace(_DESCENT_OF_ACTIVITY, iterations=iterations))
+        values = descend(_begin(), losses, weights, replace(_DESCENT_OF_ACTIVITY, iterations=iterations))
         return _parameters(values, np.asarray), float(values[_TRAINING_SHARE])
 
     def errors(self, learned: ActivityParameters, training_share: float) -> np.ndarray:
-        """Return estimated less measured SM activity and occupancy of each row, (rows, 2)."""
+        """Return estimated minus measured SM activity and occupancy of each row, (rows, 2)."""
         of_torch = _parameters({**learned.by_class, **learned.single}, torch.as_tensor)
         smact, smocc = (ratio.clip(max=1.0) for ratio in self._ratios(of_torch, training_share))
         return torch.stack([smact - self._smact, smocc - self._smocc], dim=1).numpy()
@@ -337,13 +338,13 @@ class ActivityFit:
         )
 
 
-def judged_activity(
+def judge_activity(
     fit: ActivityFit, folds: int, progress: Callable[[str, int, int], None]
 ) -> tuple[list[RowScores], ActivityParameters]:
     """Return the scores of each family, and the parameters fitted on all rows.
 
     Args:
-        fit: The rows; each family is judged on rows that were learned from, and on groups that were left out.
+        fit: The rows; each family is judged on fitted rows, and on groups that were left out.
         folds: Parts of the groups that are left out in turn.
         progress: Called before each fit with a text, the number of fits done and their total.
     """
@@ -376,13 +377,13 @@ def _parameters(values: Values, convert: Callable[..., Any]) -> ActivityParamete
     )
 
 
-# Left out together; ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of a step.
+# Label to leave out; ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of a step.
 Times = tuple[str, float, float, float, float]
 
-_MOST = 12  # steps of vTrain's that are traced, each with both kinds of layers
+_MOST = 12  # vTrain's steps to trace, each with both kinds of layers
 _LEAST = 4
 _FACTORS = np.geomspace(0.5, 60.0, 193)
-# Replicated, or split within layers, few micro-batches, and so little work in each that hosts are the slower ones.
+# Data-parallel or tensor-parallel jobs of few micro-batches with so little work that the host is the bottleneck.
 _DRAWN = (
     "SELECT origin, device_name, step_time_ms FROM runs WHERE job_id = 'import-vtrain' AND status = 'ok' "
     "AND '1' IN (json_extract_string(origin, '$.tp'), json_extract_string(origin, '$.dp')) "
@@ -401,19 +402,19 @@ _TESTED = (
 )
 
 
-def fitted_hosts(
+def fit_hosts(
     data: str | os.PathLike[str] | None,
     learned: LearnedEfficiencies,
     jobs: Sequence[MeasuredPower],
     hosts: Mapping[str, HostTime],
 ) -> tuple[dict[str, HostTime], list[RowScores], dict[str, int]]:
-    """Return the hosts' constants, how far steps are off with their width or GPU model left out, and what was left out.
+    """Return the hosts' constants, the errors of steps with their width or GPU model left out, and the skipped rows.
 
     Args:
         data: The data folder.
         learned: The efficiencies of kernels.
-        jobs: Zeus', of which the smallest batches wait for the host.
-        hosts: The packaged constants, which stay where the folder has no rows.
+        jobs: Zeus' jobs; the steps of the smallest batches wait for the host.
+        hosts: The packaged constants, returned where the folder has no rows.
     """
     fitted, scores = dict(hosts), []
     machines = _machines(data)
@@ -432,8 +433,8 @@ def fitted_hosts(
 
 
 def _machines(data: str | os.PathLike[str] | None) -> float | None:
-    """Return the factor by which 9 of 10 machines take at most longer for a test than the mean one; None: too few."""
-    rows = queried(data, _TESTED)
+    """Return the factor that 9 of 10 machines stay below, relative to the mean one; None for too few rows."""
+    rows = query_rows(data, _TESTED)
     of_test = [np.array([log_ms for test, log_ms in rows if test == name]) for name in {test for test, _ in rows}]
     degrees = sum(len(logs) - 1 for logs in of_test)
     if degrees < _LEAST:
@@ -443,7 +444,7 @@ def _machines(data: str | os.PathLike[str] | None) -> float | None:
 
 
 def _eager_times(rows: Sequence[MeasuredPower], learned: LearnedEfficiencies) -> list[Times]:
-    """Return the same as `_megatron_times`, for the smallest batch of each of Zeus' jobs; first the GPU model."""
+    """Return the entries of `_megatron_times` for the smallest batch of each of Zeus' jobs, labelled by GPU model."""
     timed: dict[tuple[str, str], Times] = {}
     for row in rows:
         if row.step_ms is not None:
@@ -471,35 +472,35 @@ def _megatron_times(
     data: str | os.PathLike[str] | None, learned: LearnedEfficiencies
 ) -> tuple[list[Times], dict[str, int]]:
     """Return width, ms of the kernels, of the host at a factor of 0 and of 1, and measured ms of vTrain's steps; and
-    how many were left out for which reason."""
+    the number of rows left out by reason."""
 
     def read(row: tuple[str, str, float]) -> list[Times]:
         origin, device_name, measured_ms = row
-        device, cells = described(device_name), json.loads(origin)
+        device, cells = describe_gpu(device_name), json.loads(origin)
         layers, width, heads, samples, split, ranks, batch = (
             int(cells[name]) for name in ("num_layers", "hidden", "heads", "micro_batch", "tp", "dp", "global_batch")
         )
         micro_batches = batch // (ranks * samples)
         times = []
-        for fused in (True, False):  # which of the two an estimate is asked of is not known
+        for fused in (True, False):  # an estimate may be asked for either
             settings = megatron_settings(micro_batches, fused)
             trace = megatron_step(layers, width, heads, samples, micro_batches, split, fused, device)
             calls = kernel_calls(trace.operators)
             times.append(_times(str(width), calls, device, MEGATRON, settings, learned, measured_ms))
         return times
 
-    steps, left_out = read_each(queried(data, _DRAWN, [_MOST]), read)
+    steps, left_out = read_each(query_rows(data, _DRAWN, [_MOST]), read)
     return [step for times in steps for step in times], left_out
 
 
 def _off(times: Times, factor: float) -> float:
     """Return the logarithm of estimated over measured time."""
     _, busy_ms, bare_ms, with_one_ms, measured_ms = times
-    return math.log(overlapped(busy_ms, bare_ms + factor * (with_one_ms - bare_ms)) / measured_ms)
+    return math.log(overlap_times(busy_ms, bare_ms + factor * (with_one_ms - bare_ms)) / measured_ms)
 
 
 def _judged_factor(times: Sequence[Times], split: str) -> tuple[float, dict[str, np.ndarray]]:
-    """Return the factor of a host, and the logarithms of `_off` by split, each label left out in turn."""
+    """Return a host's factor, and the logarithms of `_off` by split, each label left out in turn."""
     return judged_by_splits(
         lambda of: _host_factor(list(itertools.compress(times, of))),
         lambda factor: np.array([_off(entry, factor) for entry in times]),
@@ -519,7 +520,7 @@ _REDUCED = (
 _MOST_RANKS = 8  # ranks of a node
 _FIRST_STEP = 0.3  # first step of each logarithm
 _CLOSE = 0.02  # logarithm: rows nearer than this count little
-_OF_BEGIN = 1e-4  # weight of staying where the fit begins: where the rows do not decide
+_OF_BEGIN = 1e-4  # weight of the start, for constants that the rows do not decide
 _ITERATIONS = 300
 
 
@@ -538,17 +539,17 @@ class MeasuredAllReduce:
         return math.log(collective_s(ALL_REDUCE, self.nbytes, fabric) / self.seconds)
 
 
-def fitted_links(
+def fit_links(
     data: str | os.PathLike[str] | None,
 ) -> tuple[LinkConstants, list[RowScores], dict[str, int]]:
-    """Return the constants that explain a data folder's all-reduces, their scores, and what was left out.
+    """Return the constants that explain a data folder's all-reduces, their scores, and the skipped rows.
 
-    Without rows that the constants hold for, they are the packaged ones.
+    Without rows that the constants apply to, they are the packaged ones.
 
     Args:
         data: The folder; None: the default one. Rows of `warehouse.ingest source=allreduce`.
     """
-    measured = queried(data, _REDUCED)
+    measured = query_rows(data, _REDUCED)
     rows, left_out = read_each(measured, lambda values: _read_measured(*values))
     if not rows:
         return packaged_links(), [], left_out
@@ -571,7 +572,7 @@ def fitted_links(
 
 
 def _read_measured(device_name: str | None, dims: str, dtype: str, duration_us: float) -> MeasuredAllReduce:
-    device, shape = described(device_name), json.loads(dims)
+    device, shape = describe_gpu(device_name), json.loads(dims)
     ranks = shape["arguments"]["ranks"]
     if ranks > _MOST_RANKS:
         raise RowLeftOut(f"all-reduces between more than {_MOST_RANKS} GPUs")

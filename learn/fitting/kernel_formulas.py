@@ -1,9 +1,9 @@
-"""Formulas for the time of kernels and steps: the kernel model, packaged and refitted, and published ones; and
-how each is judged, on rows that were fitted on and on rows left out.
+"""Formulas for the time of kernels and steps: the kernel model, packaged and refitted, and published ones; and their
+judgement on fitted and left-out rows.
 
-Start reading at `FORMULAS`, then at `judged`. Published ones are written from their papers, on the work, bytes, tiles
-and data-sheet rates of each kernel (`KernelSizes`); the docstring says where one differs from its paper. `left_out_by`
-and `subsets` serve `learn.benchmark`, too.
+Start reading at `FORMULAS`, then at `judge`. Published ones are implemented from their papers, on the work, bytes,
+tiles and data-sheet rates of each kernel (`KernelSizes`); the docstring lists differences from the paper. `left_out_by`
+and `subsets` also serve `learn.benchmark`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from learn.estimators.kernel_fitting import (
     MeasuredTime,
     TimeFit,
     Values,
-    descended,
-    joined,
+    descend,
+    join_columns,
     overlapped_ms,
     robust,
 )
 from learn.judging.evaluate import LEARNED_FROM, held_out_by, judged_by_splits
 from learn.judging.scores import RowScores, spread
 
-_TILE_SIDE = {False: 64.0, True: 128.0}  # side of a product's tile, on tensor cores and not
-_SPLIT_DEPTH = 256.0  # depth that is worth a tile of its own
-_BLOCK_BYTES = 8192.0  # bytes of a block that only moves its tensors: 256 threads, a vector of 16 bytes in and out each
+_TILE_SIDE = {False: 64.0, True: 128.0}  # side of a product's tile, by whether it runs on tensor cores
+_SPLIT_DEPTH = 256.0  # least depth of a tile when a product is split along its depth
+_BLOCK_BYTES = 8192.0  # bytes of a block that only moves tensors: 256 threads, each a vector of 16 bytes in and out
 
 
 @dataclass(frozen=True)
 class KernelSizes:
     """All kernels of all rows, an entry a kernel; `kind` numbers the kinds in the order of their first kernel.
 
-    `math_s` and `memory_s` are at the data sheet's rates, `ridge` is the FLOP per byte of the units that compute.
+    `math_s` and `memory_s` are at the data sheet's rates, `ridge` is the FLOP per byte of the kernel's arithmetic
+    units.
     """
 
     kind: np.ndarray
@@ -78,8 +79,8 @@ class KernelSizes:
 
 
 def instruments_of(rows: Sequence[MeasuredTime]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return of each row the place of what timing its single kernel adds, (rows,), and where these logarithms of ms,
-    one for each operator, begin."""
+    """Return, for each row, the index of its single kernel's timing overhead, (rows,), and the start of these
+    overheads, logarithms of ms, one for each operator."""
     operators = [row.group if row.source in ALONE else "" for row in rows]
     names = list(dict.fromkeys(operators))
     begin = torch.full((len(names),), math.log(INSTRUMENT_MS), dtype=torch.float64)
@@ -87,18 +88,18 @@ def instruments_of(rows: Sequence[MeasuredTime]) -> tuple[torch.Tensor, torch.Te
 
 
 def ends_of(rows: Sequence[MeasuredTime]) -> np.ndarray:
-    """Return where each row's kernels begin among those of all rows, and where the last one's end, (rows + 1,)."""
+    """Return the index of each row's first kernel among those of all rows, and the end of the last, (rows + 1,)."""
     return np.concatenate([[0], np.cumsum([len(row.calls.kind) for row in rows])])
 
 
 def sizes_of(rows: Sequence[MeasuredTime]) -> KernelSizes:
     """Return the kernels of all rows."""
     kinds: dict[str, int] = {}
-    return joined([_of_row(row, place, kinds) for place, row in enumerate(rows)])
+    return join_columns([_of_row(row, place, kinds) for place, row in enumerate(rows)])
 
 
 def _of_row(row: MeasuredTime, place: int, kinds: dict[str, int]) -> KernelSizes:
-    """Return the kernels of one row, the `place`-th one; new kinds are added to `kinds`."""
+    """Return the kernels of one row, the `place`-th; new kinds are added to `kinds`."""
     calls, device = row.calls, row.device
     tensor, rate = _units(calls, device)
     names = [
@@ -125,7 +126,7 @@ def _of_row(row: MeasuredTime, place: int, kinds: dict[str, int]) -> KernelSizes
 
 
 def _units(calls: Calls, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return which kernels run on tensor cores, and the rate of each one's units in FLOP/s."""
+    """Return whether each kernel runs on tensor cores, and the rate of its units in FLOP/s."""
     rates = device.peak_tflops
     half = rates.fp16 or rates.bf16
     fp8 = rates.fp8 or half
@@ -135,7 +136,7 @@ def _units(calls: Calls, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _blocks(calls: Calls, tensor: np.ndarray, sm_count: int) -> np.ndarray:
-    """Return how many tiles each kernel's work has: of its output, split along the depth while SMs are idle."""
+    """Return each kernel's number of tiles: those of its output, split along the depth while SMs are idle."""
     side = np.where(tensor, _TILE_SIDE[True], _TILE_SIDE[False])
     tiled = calls.within(PRODUCT, CONVOLUTION, GROUPED)
     tiles = np.maximum(np.ceil(calls.rows / side) * np.ceil(calls.columns / side) * calls.batch, 1.0)
@@ -146,7 +147,7 @@ def _blocks(calls: Calls, tensor: np.ndarray, sm_count: int) -> np.ndarray:
 
 
 def wave_scaling(fit: TimeFit) -> Formula:
-    """Habitat's wave scaling: a time measured on one GPU, carried over to another.
+    """Habitat's wave scaling: a time measured on one GPU, scaled to another.
 
     Yu, Gao, Golikov, Pekhimenko: "Habitat: A Runtime-Based Computational Performance Predictor for Deep Neural Network
     Training", USENIX ATC 2021, sections 3.3 and 4.2. For B blocks, W blocks a wave, bandwidth D and clock C of origin o
@@ -157,9 +158,9 @@ def wave_scaling(fit: TimeFit) -> Formula:
     which for many waves is (D_o / D_d)^gamma * (W_o C_o / (W_d C_d))^(1 - gamma). Gamma falls from 1 to 1/2 as the
     kernel's FLOP per byte x rises to the destination's R, and is R / 2x beyond.
 
-    Differences: the paper profiles each kernel on the origin. Here a step has one measured time, which its kernels
-    share as the roofline of the origin says. The paper has networks for products, convolutions and LSTMs; here they
-    are scaled, too. Occupancy is the same on both GPUs, so W is in proportion to the SMs. Of several origins the
+    Differences: the paper profiles each kernel on the origin. Here a step has one measured time, divided among its
+    kernels in the ratios of the origin's roofline. The paper has networks for products, convolutions and LSTMs; here
+    they are scaled too. Occupancy is the same on both GPUs, so W is in proportion to the SMs. Of several origins, the
     geometric mean is taken. There is no answer without a measurement of the same kernels on another GPU model.
     """
     sizes, ends, measured_ms = sizes_of(fit.rows), ends_of(fit.rows), fit.measured_ms.numpy()
@@ -168,11 +169,13 @@ def wave_scaling(fit: TimeFit) -> Formula:
         alike[_job_of(row)].append(place)
 
     def factor(origin: int, destination: int) -> float:
-        """Return how much longer the row's kernels take on the destination's GPU than on the origin's."""
-        here, there = (slice(ends[job], ends[job + 1]) for job in (origin, destination))
+        """Return the ratio of the row's time on the destination's GPU to that on the origin's."""
+        at_origin, at_destination = (slice(ends[job], ends[job + 1]) for job in (origin, destination))
         before, after = fit.rows[origin].device, fit.rows[destination].device
-        share = sizes.count[here] * sizes.roofline_s[here]
-        factors = wave_factors(sizes.blocks[here], sizes.intensity[here], sizes.ridge[there], before, after)
+        share = sizes.count[at_origin] * sizes.roofline_s[at_origin]
+        factors = wave_factors(
+            sizes.blocks[at_origin], sizes.intensity[at_origin], sizes.ridge[at_destination], before, after
+        )
         return float((share * factors).sum() / share.sum())
 
     def log_ratios(of: np.ndarray) -> np.ndarray:
@@ -191,7 +194,7 @@ def wave_scaling(fit: TimeFit) -> Formula:
 def wave_factors(
     blocks: np.ndarray, intensity: np.ndarray, ridge: np.ndarray, before: DeviceSpec, after: DeviceSpec
 ) -> np.ndarray:
-    """Return each kernel's time on one GPU model over its time on another, as `wave_scaling` has it.
+    """Return each kernel's time on one GPU model over its time on another, by `wave_scaling`'s formula.
 
     Args:
         blocks: Thread blocks of each kernel.
@@ -208,7 +211,7 @@ def wave_factors(
 
 
 def _job_of(row: MeasuredTime) -> tuple[Any, ...]:
-    """Return a key that rows share if they run the same kernels in the same setting."""
+    """Return a key that is equal for rows that run the same kernels in the same setting."""
     calls = row.calls
     columns = (calls.count, calls.pipe, calls.flops, calls.nbytes, calls.rows, calls.columns, calls.depth, calls.batch)
     return (
@@ -222,19 +225,19 @@ def _job_of(row: MeasuredTime) -> tuple[Any, ...]:
 
 
 class TilesAndWaves:
-    """NeuSight's form: a network estimates the share of the roofline at which a tile is computed; waves do the rest.
+    """NeuSight's form: a network estimates a tile's utilization of the roofline; the number of waves scales it up.
 
     Lee, Phanishayee, Mahajan: "Forecasting GPU Performance for Deep Learning Training and Inference", ASPLOS 2025
     (arXiv 2407.13853), sections 4 and 5. A kernel takes waves x (time of a tile at one SM's share of the peak rates) /
     utilization, utilization = alpha - beta / waves. A multilayer perceptron estimates alpha and beta from a tile's
     FLOPs, bytes and footprint over what one SM has; sigmoids keep the utilization between 0 and 1, so that no kernel is
-    faster than the roofline. It learns by the symmetric percentage error. A step is the sum of its kernels; the host
-    does not count.
+    faster than the roofline. It learns by the symmetric percentage error. A step is the sum of its kernels, without the
+    host.
 
     Differences: one small network with the kernel's kind as an input, where the paper trains a large one for each of
-    five operators and takes the others as bound by memory. Tiles have one size for each kind of units, where the paper
-    looks them up among profiled kernels. It learns from whole steps as well, which the paper does not: without them
-    nothing is known of tensor cores and backward passes. What timing a single kernel adds is learned for each operator.
+    five operators and treats the others as bound by memory. Tiles have one size for each kind of units, where the paper
+    looks them up among profiled kernels. It learns from whole steps as well, which the paper does not: only they hold
+    tensor cores and backward passes. The overhead of timing a single kernel is learned for each operator.
     """
 
     _EPOCHS, _ROWS, _RATE, _HIDDEN, _OF_KIND = 20, 128, 3e-3, 64, 8
@@ -246,7 +249,7 @@ class TilesAndWaves:
         self.kinds = sizes.kinds
         self.kind = torch.tensor(sizes.kind)
         waves = np.ceil(sizes.blocks / sizes.sm_count)
-        of_sm = sizes.sm_count / sizes.blocks  # one tile of all, at one SM's share of the GPU
+        of_sm = sizes.sm_count / sizes.blocks  # one tile, at one SM's share of the GPU
         self.waves = torch.tensor(waves, dtype=torch.float32)
         self.all_waves_ms = torch.tensor(sizes.count * waves * sizes.roofline_s * of_sm * 1e3, dtype=torch.float32)
         features = np.log(
@@ -265,7 +268,7 @@ class TilesAndWaves:
         self.measured_ms = fit.measured_ms.float()
 
     def __call__(self, of: np.ndarray) -> np.ndarray:
-        """As `Formula` says."""
+        """Return the logarithms that `Formula` describes."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             kind = torch.nn.Embedding(self.kinds, self._OF_KIND)
@@ -321,19 +324,19 @@ _DESCENT = Descent(
 )
 
 
-# A formula, made ready for the rows of a `TimeFit`: from the mask `of` of the rows that are learned from, (rows,), to
-# the logarithm of estimated over measured time of every row; NaN where it has no answer. Rows outside `of` have no part
-# in what is learned.
+# A formula, prepared for the rows of a `TimeFit`. It takes the mask `of` of the rows to fit on, (rows,), and returns
+# the logarithm of estimated over measured time of every row; NaN where it has no answer. Rows outside `of` do not
+# affect the fit.
 Formula: TypeAlias = Callable[[np.ndarray], np.ndarray]
 
 
 def kernel_model(fit: TimeFit) -> Formula:
-    """Return the kernel model, its efficiencies refitted."""
+    """Return the kernel model with refitted efficiencies."""
     return lambda of: fit.log_ratios(fit.fitted(of))
 
 
 def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
-    """Return the kernel model with the packaged efficiencies. It learns nothing from the rows."""
+    """Return the kernel model with the packaged efficiencies, independent of the rows."""
     learned = load_efficiencies()
     leftover = dict.fromkeys(SHARDED, learned.sharded)
     ratios = fit.log_ratios(FittedTimes(parameters=learned.parameters, instrument_ms={}, leftover=leftover))
@@ -341,9 +344,9 @@ def kernel_model_as_it_comes(fit: TimeFit) -> Formula:
 
 
 def roofline_by_kind(fit: TimeFit) -> Formula:
-    """The roofline with one learned share of it for each kind of kernel on each kind of units.
+    """The roofline with one learned share for each kind of kernel on each kind of units.
 
-    A share is at most 1. Time of a step: the longer of GPU and host, as ours. A kind that no row holds has 0.6.
+    A share is at most 1. Time of a step: the longer of GPU and host, as ours. A kind without rows has 0.6.
     """
     sizes, (instrument, added) = sizes_of(fit.rows), instruments_of(fit.rows)
     by_kind_ms = np.zeros((len(fit.rows), sizes.kinds))
@@ -357,7 +360,7 @@ def roofline_by_kind(fit: TimeFit) -> Formula:
         return torch.log(torch.where(fit.one_kernel, one_kernel_ms, steps_ms) / fit.measured_ms)
 
     def learned(of: np.ndarray) -> np.ndarray:
-        values = descended(
+        values = descend(
             {"share": usual, "instrument": added},
             lambda values: robust(log_ratios(values), TOLERANCE),
             fit.row_weights(of),
@@ -386,8 +389,8 @@ _DEPTHWISE_SHARE = 0.25  # share of a network's convolutions
 _TILED_OPERATORS = tuple(f"{KERNELS}/aten::{name}" for name in ("addmm", "bmm", "convolution"))
 
 
-def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[RowScores], np.ndarray]:
-    """Return the scores of each split, and the logarithm of estimated over measured of rows in left-out families.
+def judge(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -> tuple[list[RowScores], np.ndarray]:
+    """Return the scores of each split, and the logarithm of estimated over measured time of rows in left-out families.
 
     Args:
         fit: The rows.
@@ -407,8 +410,8 @@ def judged(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) 
     return [score for score in scores if score.count], ratios["families left out"][fit.steps]
 
 
-def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
-    """Return the content of the file: the fit on all rows, and its error on families that were left out."""
+def efficiencies_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters) -> LearnedEfficiencies:
+    """Return the content of the file: the fit on all rows, and its error on left-out families."""
     longer = -held_out[np.isfinite(held_out)]  # measured over estimated
     sources, counts = np.unique(fit.sources, return_counts=True)
     fitted = fit.fitted(np.ones(len(fit.rows), dtype=bool))
@@ -422,23 +425,22 @@ def learned_of(fit: TimeFit, held_out: np.ndarray, activity: ActivityParameters)
 
 
 def labels_by(fit: TimeFit, by: str) -> np.ndarray:
-    """Return the label of each row by which rows are left out together.
+    """Return the label of each row; rows of one label are left out together.
 
     Args:
-        by: device, family or source. Single operators have no source, as all splits but by their device learn from
-            them.
+        by: device, family or source. Single operators have no source: all splits except by device learn from them.
     """
     return {"device": fit.devices, "family": fit.groups, "source": np.where(fit.steps, fit.sources, KERNELS)}[by]
 
 
 def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
-    """Return the masks of the rows that are left out in turn: those of a label, or of one of this many parts of
-    them."""
+    """Return the masks of the rows to leave out in turn: those of each label, or of each of `folds` parts of the
+    labels."""
     return held_out_by(labels_by(fit, by), folds)
 
 
 def _splits(fit: TimeFit, folds: int) -> dict[str, list[np.ndarray]]:
-    """Return for each split the masks of the rows that are left out in turn."""
+    """Return, by split, the masks of the rows to leave out in turn."""
     splits = {"families left out": left_out_by(fit, "family", folds)}
     for by, title in (("source", "sources left out"), ("device", "GPU models left out")):
         if len(np.unique(labels_by(fit, by)[fit.steps])) > 1:
@@ -447,7 +449,7 @@ def _splits(fit: TimeFit, folds: int) -> dict[str, list[np.ndarray]]:
 
 
 def subsets(fit: TimeFit) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield which rows are judged together, with their mask."""
+    """Yield the name of each set of rows that is judged together, with its mask."""
     steps = fit.steps
     for source in np.unique(fit.sources):
         yield str(source), fit.sources == source
@@ -474,9 +476,9 @@ def _is_long(row: MeasuredTime) -> bool:
 
 
 def score_of(split: str, rows: str, ratios: np.ndarray) -> RowScores:
-    """Return by which factor times are off, by their logarithms of estimated over measured time; NaN: no answer.
+    """Return the factor by which times are off, from logarithms of estimated over measured time; NaN: no answer.
 
-    `factor_median` and `factor_p90` are factors, never below 1, that half and nine tenths of the rows stay below;
+    `factor_median` and `factor_p90`, never below 1, are exceeded by half and by a tenth of the rows;
     `bias` is the median of estimated over measured, `mean_error` the mean of |estimated / measured - 1|.
     """
     answered = ratios[np.isfinite(ratios)]

@@ -41,16 +41,16 @@ Progress = Callable[[str, int, int], None]
 Row = TypeVar("Row")
 _SOURCES = ("measured", "imported")
 LEAST_ROWS = 20
-# Sources whose rows count more or less than the square root of their number.
+# Sources whose weight is not the square root of their number of rows.
 WEIGHTS = {KERNELS: 0.1, LLM_FOUNDRY: 1.5, SAILOR: 0.2, LIGER: 0.8, PRODUCTS: 1.0}
 # GPU model, side of square matrices, TFLOP/s: bf16 products measured with torch 2.11 and CUDA 13 (769 to 798 in several
 # runs on both).
 _LARGE_PRODUCTS = (("H100-SXM5-80GB", 8192, 783.5), ("H200-SXM-141GB", 8192, 783.5))
-FARM = "farm"  # source of what this folder's own trials measured
+FARM = "farm"  # source of this folder's own trials
 _COLUMNS = ("run_id", "source", "job_id", "config", "device_name", "step_time_ms", "torch_version", "origin")
 _FIRST_FUSED = (2, 0)  # release of PyTorch with fused attention in `torch.nn.functional` and for-each optimizers
 
-_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # before the family's name of timm's models
+_PREFIXES = ("tf", "legacy", "ig", "swsl", "ssl", "eca", "ese", "cs")  # precede the family in timm's model names
 # Operators whose output has the shape of their first input.
 _POINTWISE = tuple(
     f"aten::{name}"
@@ -63,12 +63,12 @@ class MeasuredActivity:
     """One measured job.
 
     Args:
-        family, group: Families count alike; near-copies of a group are left out together.
+        family, group: Families have equal weight; near-copies of a group are left out together.
         device: The GPU model.
         calls: The kernels of a step.
         smact, smocc: Means over the run, in [0, 1].
-        input_ms: What the input pipeline adds to a step.
-        whole_run: The means are of the whole run, its set-up included, and not of steps alone.
+        input_ms: Time that the input pipeline adds to a step, in ms.
+        whole_run: Whether the means cover the whole run, with its set-up, and not its steps alone.
         channels_last, searched: As in `kernels_on`.
     """
 
@@ -93,18 +93,18 @@ def measured_rows(
     same_shapes: bool = False,
     wanted: Callable[[MeasuredTime], bool] = lambda row: True,
 ) -> tuple[list[MeasuredTime], dict[str, int]]:
-    """Return the measured steps and operators of a data folder, and how many rows were left out for which reason.
+    """Return the measured steps and operators of a data folder, and the number of rows left out by reason.
 
     Args:
         data: The folder; None: the default one.
-        progress: Is called for each traced row.
+        progress: Called for each traced row.
         steps: As `most` of `measured_times`.
         kernels: As `most` of `kernel_times`.
         same_shapes: As in `kernel_times`.
-        wanted: Steps that are kept.
+        wanted: Filter of the steps.
 
     Raises:
-        UsageError: Too few steps can be learned from.
+        UsageError: The folder has too few steps to fit on.
     """
     rows, left_out = measured_times(data, progress, steps)
     operators, operators_left_out = kernel_times(data, kernels, same_shapes=same_shapes)
@@ -121,14 +121,14 @@ def measured_rows(
 def measured_times(
     data: str | os.PathLike[str] | None, progress: Progress, most: int | None = None
 ) -> tuple[list[MeasuredTime], dict[str, int]]:
-    """Return the measured steps whose kernels are known, and how many rows were left out for which reason.
+    """Return the measured steps whose kernels are known, and the number of rows left out by reason.
 
     Args:
         data: The data folder; None: the default one.
         progress: Called before each row is traced with a text, the number of rows done and their total.
-        most: Steps of a source, drawn by their ids; None: all.
+        most: Steps of each source, drawn by their ids; None: all.
     """
-    rows = queried(
+    rows = query_rows(
         data,
         f"SELECT {', '.join(_COLUMNS)} FROM runs "
         "WHERE status = 'ok' AND group_id IS NULL AND step_time_ms > 0 AND source IN ('measured', 'imported') "
@@ -143,15 +143,15 @@ def measured_times(
 def kernel_times(
     data: str | os.PathLike[str] | None, most: int, *, same_shapes: bool = False
 ) -> tuple[list[MeasuredTime], dict[str, int]]:
-    """Return measured operators of the table `kernels`, and how many rows were left out for which reason.
+    """Return measured operators of the table `kernels`, and the number of rows left out by reason.
 
     Args:
         data: The data folder; None: the default one.
         most: Rows of an operator on a GPU model, drawn by their ids.
-        same_shapes: Draw by shapes instead: the same ones on every GPU model, as far as they were measured there.
+        same_shapes: Draw by shapes instead: the same shapes on every GPU model where they were measured.
     """
     drawn_by = "md5(concat(dims, '/', dtype)), kernel_row" if same_shapes else "md5(kernel_row)"
-    rows = queried(
+    rows = query_rows(
         data,
         "SELECT operator, device_name, dims, dtype, phase, duration_us FROM kernels "
         "WHERE timing = 'cuda_events' AND source IN ('measured', 'imported') AND duration_us > 0 "
@@ -165,7 +165,7 @@ def kernel_times(
 def measured_activity(
     data: str | os.PathLike[str] | None, progress: Progress
 ) -> tuple[list[MeasuredActivity], dict[str, int]]:
-    """Return the jobs with measured SM activity and occupancy, and how many were left out for which reason.
+    """Return the jobs with measured SM activity and occupancy, and the number of jobs left out by reason.
 
     Args:
         data: The data folder; None: the default one.
@@ -179,7 +179,7 @@ def measured_activity(
     return read_each(of_smact.records, lambda record: _measured_activity(record, smocc), progress)
 
 
-def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+def query_rows(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """Return the rows of a query of a data folder; None: the default one."""
     with contextlib.closing(warehouse.connect(data)) as connection:
         rows: list[tuple[Any, ...]] = connection.execute(sql, parameters).fetchall()
@@ -187,26 +187,26 @@ def queried(data: str | os.PathLike[str] | None, sql: str, parameters: Sequence[
 
 
 class RowLeftOut(Exception):
-    """A reason why a row is not learned from."""
+    """The reason why a row is not fitted on."""
 
 
 def read_each(
     rows: Sequence[Any], read: Callable[[Any], Row], progress: Progress | None = None
 ) -> tuple[list[Row], dict[str, int]]:
-    """Return the result of `read` on each row, and for each reason of its `RowLeftOut` the number of rows."""
-    kept: list[Row] = []
+    """Return the results of `read` on the rows, and for each reason of a `RowLeftOut` the number of rows."""
+    results: list[Row] = []
     left_out: Counter[str] = Counter()
     for completed, row in enumerate(rows):
         if progress is not None:
             progress("tracing", completed, len(rows))
         try:
-            kept.append(read(row))
+            results.append(read(row))
         except RowLeftOut as reason:
             left_out[str(reason)] += 1
-    return kept, dict(left_out)
+    return results, dict(left_out)
 
 
-def described(name: str | None) -> DeviceSpec:
+def describe_gpu(name: str | None) -> DeviceSpec:
     """Return a measured GPU's description. Raises `RowLeftOut` without one."""
     try:
         return load_device(name or "")
@@ -217,7 +217,7 @@ def described(name: str | None) -> DeviceSpec:
 def _measured_kernel(
     name: str, device_name: str | None, dims: str, dtype: str, phase: str | None, duration_us: float
 ) -> MeasuredTime:
-    device = described(device_name)
+    device = describe_gpu(device_name)
     if name.startswith(LAYER):
         return _measured_layer(name.removeprefix(LAYER), device, json.loads(dims), dtype, phase, duration_us)
     operator = _operator(name, json.loads(dims), dtype)
@@ -235,7 +235,7 @@ def _measured_kernel(
 
 
 def large_products() -> list[MeasuredTime]:
-    """Return products in half precision that were measured by themselves, with no launch between them."""
+    """Return products in half precision that were measured back to back, without the cost of a launch."""
     return [
         MeasuredTime(
             name=f"product of {side}",
@@ -293,7 +293,7 @@ def _measured_activity(record: LabelledRow, smocc: Mapping[str, float]) -> Measu
 
 
 def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None:
-    """Return the forward operator of a row; None where its output does not follow from its inputs' shapes."""
+    """Return the forward operator of a row; None where the input shapes do not determine its output."""
     shapes = [tuple(shape) for shape in dims["shapes"]]
     inputs = tuple(shape for shape in shapes if shape)
     output: tuple[int, ...]
@@ -333,7 +333,7 @@ def _operator(name: str, dims: Mapping[str, Any], dtype: str) -> Operator | None
 
 def _read_measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
     source = str(row["job_id"]).removeprefix("import-") if row["source"] == "imported" else FARM
-    device = described(row["device_name"])
+    device = describe_gpu(row["device_name"])
     release = re.match(r"(\d+)\.(\d+)", str(row["torch_version"]))
     if source == LLM_FOUNDRY:
         return _of_llm_foundry(row, device, traces)
@@ -345,7 +345,7 @@ def _read_measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls])
     key = (row["config"], device.architecture.attention, fused)
     if key not in traces:
         with contextlib.ExitStack() as after:
-            if not fused:  # timm's models then compute attention as they did before PyTorch had a fused one
+            if not fused:  # timm's models then compute attention as before PyTorch had a fused operator
                 layers = import_library("timm.layers")
                 after.callback(layers.set_fused_attn, layers.use_fused_attn())
                 layers.set_fused_attn(False)
@@ -364,7 +364,7 @@ def _read_measured(row: Mapping[str, Any], traces: dict[tuple[Any, ...], Calls])
 
 
 def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tuple[Any, ...], Calls]) -> MeasuredTime:
-    """Return one micro-step of one GPU: sharded weights arrive while the GPU computes, so it runs as if alone."""
+    """Return one micro-step of one GPU as if it ran alone: sharded weights arrive while the GPU computes."""
     cells = json.loads(row["origin"])
     size = cells["Model"].lower()
     if size not in SIZES or not cells["Precision"].endswith("bf16"):
@@ -378,7 +378,7 @@ def _of_llm_foundry(row: Mapping[str, Any], device: DeviceSpec, traces: dict[tup
             lambda on: gpt.batch(config, on),
             loss=mpt_loss,
             device=device,
-            settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's own state is sharded, too
+            settings=Training(optimizer="sgd", precision="bf16-true"),  # the optimizer's state is sharded too
             training_loop=False,
         )
         traces[key] = _trace(step, "bf16", listed=True)
@@ -402,7 +402,7 @@ def _trace(trace: Callable[..., Any], precision: str, *, listed: bool) -> Calls:
 
 
 def _group(config: TrialConfig) -> str:
-    """Return the group that is left out together: a family's name, or for timm the letters that its model's name begins
+    """Return the group that is left out together: the family, or for timm the letters that its model's name begins
     with."""
     model = getattr(config, "model", None)
     if config.family != "timm" or not model:

@@ -1,7 +1,7 @@
-"""The learning step of a growth cycle: fit again, and keep the new model only where it is not worse than the current.
+"""The learning step of a growth cycle: fit a candidate, and promote it unless it is worse than the current model.
 
-Start reading at `refit`; `compare` says, on the same rows, whether the newer model is worse, and by how much at the
-most. What is under `models/` is current, so nothing else lands.
+Start reading at `refit`; `compare` decides, on the same rows, whether the newer model is worse, and by how much at
+most. Only promoted models are written: the newest one under `models/` is current.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from learn.rows.data import MIN_GROUPS, Rows, get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore, with_suspects
 from warehouse.files.folder import DataFolder
 
-HELD_OUT_SHARE = 0.2  # share of configurations; another share would show models what judged those before them
-LEAST_JUDGES = 30  # rows with an exact label that neither has seen
+HELD_OUT_SHARE = 0.2  # share of configurations; changing it would let models see the rows that judged earlier ones
+LEAST_JUDGES = 30  # rows with an exact label that neither model has seen
 LEAST_FITTED = 30
 
 
@@ -37,13 +37,13 @@ LEAST_FITTED = 30
 class Promotion:
     """Decision on one target in one cycle.
 
-    decision   first: there was no model before; promoted: the candidate is current now; kept: the old one stays;
-               skipped: there was nothing to fit on. `why` says it in a sentence
-    current    version that was current before; candidate: that was written, None where none was
-    held_out   rows that it was decided on: held out for good, and not seen by the current one either
-    figures    `current` and `candidate`: the result of `figures`, or None. On the rows that it was decided
-               on; where there was nothing to compare, the candidate's on all rows held out
-    source, device_name   as they were asked for
+    decision   first: there was no model; promoted: the candidate is now current; kept: the current one stays;
+               skipped: nothing to fit on. `why` is the reason as a sentence
+    current    version that was current before; candidate: the written version, or None
+    held_out   rows of the decision: always held out, and not seen by the current model either
+    figures    `current` and `candidate`: the result of `figures`, or None. They are of the rows of the decision;
+                          without a comparison, the candidate's on all held-out rows
+               source, device_name   as requested
     """
 
     target: str
@@ -58,7 +58,7 @@ class Promotion:
     device_name: str | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 
@@ -76,13 +76,12 @@ def refit(
     now: datetime | None = None,
     progress: Callable[[str], None] = lambda _step: None,
 ) -> Promotion:
-    """Fit a candidate on all usable rows but those held out for good, judge it beside the current model, and write it
-    under `models/` if that is what came out. Asked again for a cycle that has promoted one, it says so and does
-    nothing more.
+    """Fit a candidate on all usable rows except the held-out ones, judge it beside the current model, and promote it if
+    it is not worse. A second call for a cycle that has promoted one returns that decision and does nothing more.
 
-    Rows (of `snapshot`, or those of now) and the current model are those of `source` and `device_name`, as in
-    `learn.rows.data.load_rows`, `trust` too. Raises `UsageError` for an unknown target or estimator, an estimator
-    that cannot do the target, and no data folder; too few rows are not an error (`skipped`). `now` is time-zone aware.
+    Rows (of `snapshot`, or the current ones) and the current model are selected by `source` and `device_name`, as in
+    `learn.rows.data.load_rows`, and so is `trust`. Raises `UsageError` for an unknown target or estimator, an estimator
+    without the target, and a missing data folder; too few rows are not an error (`skipped`). `now` is time-zone aware.
     """
     now = now or datetime.now(UTC)
     get_target(target)
@@ -96,16 +95,16 @@ def refit(
     steps = StepStore(folder)
     progress("reading rows")
     try:
-        every = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
-        rows, held_out, known = _sides(every)
+        all_rows = load_rows(folder, target, source=source, device_name=device_name, snapshot=snapshot, trust=trust)
+        rows, held_out, known = _sides(all_rows)
     except CommandError as error:
         return skipped(why=str(error))
     if kind.needs_trace:
         steps.prepare(rows.cases, progress=lambda completed, total: progress(f"tracing {completed:,}/{total:,} jobs"))
-        every = with_suspects(every, steps)
+        all_rows = with_suspects(all_rows, steps)
     progress("fitting the candidate")
     try:
-        rows, held_out, known = _sides(every)
+        rows, held_out, known = _sides(all_rows)
         fitted = kind(seed=seed).fit(known, steps)
     except CommandError as error:
         return skipped(why=str(error))
@@ -119,8 +118,8 @@ def refit(
         verdict = _alone("first", "there was no model", candidate)
     else:
         try:
-            answering, seen = require_current(current).estimator, _seen_groups(folder, current, every)
-            unseen = np.array([group not in seen for group in rows.group], dtype=bool)
+            answering, seen_groups = require_current(current).estimator, _seen_groups(folder, current, all_rows)
+            unseen = np.array([group not in seen_groups for group in rows.group], dtype=bool)
             verdict = _beside(_judge(answering, rows.subset(held_out & unseen), known, rows, steps), candidate, seed)
         except StaleArtifact:
             no_answer = "the current one was fitted with features of other code and cannot answer any more"
@@ -129,7 +128,7 @@ def refit(
     if promotion.decision == "kept":
         return promotion
     progress("drawing the report")
-    notes = [*candidate.warnings, *remarks(kind, known, candidate.bins), *_notes(every, candidate)]
+    notes = [*candidate.warnings, *remarks(kind, known, candidate.bins), *_notes(all_rows, candidate)]
     path, _ = save_judged(
         folder,
         fitted,
@@ -149,10 +148,10 @@ def refit(
     return replace(promotion, candidate=path.name)
 
 
-def _sides(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
-    """Return the rows that decide (a label in doubt does not), which of them are held out, and the others. Raises
-    `UsageError` where too few are left to fit on."""
-    rows = every.trusted
+def _sides(all_rows: Rows) -> tuple[Rows, np.ndarray, Rows]:
+    """Return the rows without doubt, the mask of those held out, and the other rows. Raises `UsageError` where too few
+    rows remain to fit on."""
+    rows = all_rows.trusted
     held_out = is_held_out(rows.group)
     known = rows.subset(~held_out)
     if len(known) < LEAST_FITTED:
@@ -163,21 +162,21 @@ def _sides(every: Rows) -> tuple[Rows, np.ndarray, Rows]:
     return rows, held_out, known
 
 
-def _judge(estimator: Estimator, asked: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
+def _judge(estimator: Estimator, held_out: Rows, known: Rows, rows: Rows, steps: StepStore) -> Evaluation:
     bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
-    return judged(estimator.predict(asked.cases, steps), asked, bins, estimator.name, known)
+    return judged(estimator.predict(held_out.cases, steps), held_out, bins, estimator.name, known)
 
 
-def _notes(every: Rows, candidate: Evaluation) -> Iterator[str]:
+def _notes(all_rows: Rows, candidate: Evaluation) -> Iterator[str]:
     if candidate.refused:
         yield f"rows held out without an answer are in no figure: {_reasons(candidate)}"
-    if in_doubt := int((every.doubt != "").sum()):
+    if in_doubt := int((all_rows.doubt != "").sum()):
         explanation = "runs.error says why, or the rows beside them do"
         yield f"{in_doubt} rows are in doubt ({explanation}): neither fitted on nor judged"
 
 
 def is_held_out(groups: Iterable[Any]) -> np.ndarray:
-    """Return (n,) bool: the fifth of the near-copy groups, by their key, that no candidate is ever fitted on.
+    """Return (n,) bool: whether a row's near-copy group is in the fifth that no candidate is fitted on, by its key.
 
     It depends on the key alone, so rows keep their side from night to night and the held-out set only grows.
     """
@@ -187,7 +186,7 @@ def is_held_out(groups: Iterable[Any]) -> np.ndarray:
 
 
 def _alone(decision: str, reason: str, candidate: Evaluation) -> dict[str, Any]:
-    """Return the verdict on one that has nothing to be compared with."""
+    """Return the verdict on a candidate without a model to compare it with."""
     ours, judges = figures(candidate), candidate.test_rows
     explanation = (
         f"its mean error is {ours['mean_abs_error']:.4f} ({in_words(judges.target.space)}), {ours['accuracy']:.0%} are "
@@ -205,20 +204,20 @@ def _alone(decision: str, reason: str, candidate: Evaluation) -> dict[str, Any]:
 
 
 def _beside(current: Evaluation, candidate: Evaluation, seed: int) -> dict[str, Any]:
-    """Return the verdict on the candidate and the current model, on rows held out that neither has seen.
+    """Return the verdict on the candidate and the current model, on held-out rows that neither has seen.
 
     Args:
         current: Evaluation of the current model, on the rows that it has not seen.
-        candidate: Evaluation of the candidate, on all rows held out.
+        candidate: Evaluation of the candidate, on all held-out rows.
         seed: Seed of the comparison.
     """
     ours = candidate.among(current.test_rows.run_ids)
-    asked, judges = len(current.test_rows), ours.test_rows
+    count, judges = len(current.test_rows), ours.test_rows
     n, groups = len(judges.exact), len(set(judges.exact.group))
     why = None
-    if len(judges) < asked:
+    if len(judges) < count:
         why = (
-            f"the new one has no answer for {asked - len(judges)} of {asked} rows held out that the current one "
+            f"the new one has no answer for {count - len(judges)} of {count} rows held out that the current one "
             f"answers: {_reasons(candidate)}"
         )
     elif n < LEAST_JUDGES or groups < MIN_GROUPS:
@@ -245,10 +244,10 @@ def _reasons(candidate: Evaluation) -> str:
 
 
 def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozenset[str]:
-    """Return the near-copy groups of the rows that the artifact was fitted on; of those not among `rows` (marked stale
-    since, or of another device), by their configs in the warehouse."""
+    """Return the near-copy groups of the rows that the artifact was fitted on. Runs that are not among `rows` (stale
+    now, or of another device) are looked up in the warehouse."""
     group_of = dict(zip(rows.run_ids.tolist(), rows.group.tolist(), strict=True))
-    seen = {group_of[run_id] for run_id in artifact.fitted_run_ids if run_id in group_of}
+    seen_groups = {group_of[run_id] for run_id in artifact.fitted_run_ids if run_id in group_of}
     others = sorted(artifact.fitted_run_ids - group_of.keys())
     if others:
         with contextlib.closing(warehouse.connect(folder)) as connection:
@@ -256,15 +255,15 @@ def _seen_groups(folder: DataFolder, artifact: Artifact, rows: Rows) -> frozense
                 "SELECT DISTINCT config FROM runs WHERE run_id IN (SELECT unnest(?))", [others]
             ).fetchall()
         for (config,) in seen_rows:
-            with contextlib.suppress(UsageError):  # a family that this code does not know: a copy of no row here
-                seen.add(group_key(config_of_row(config)))
-    return frozenset(seen)
+            with contextlib.suppress(UsageError):  # an unknown family has no near-copies among `rows`
+                seen_groups.add(group_key(config_of_row(config)))
+    return frozenset(seen_groups)
 
 
 def _read_recorded(
     folder: DataFolder, target: str, estimator: str, cycle: str, source: str | None, device_name: str | None
 ) -> Promotion | None:
-    """Return the decision of this cycle before it was killed, where it wrote a model."""
+    """Return this cycle's decision if it wrote a model before it was killed."""
     for artifact in versions(folder, target):
         if artifact.meta.get("cycle") == cycle:
             promotion = Promotion(**{**artifact.meta["promotion"], "candidate": artifact.version})
@@ -274,18 +273,18 @@ def _read_recorded(
 
 
 def _after(current: Artifact | None, now: datetime) -> datetime:
-    """`now`, but later than the current version even where the clock went back: the newest name is current."""
+    """Return `now`, but later than the current version even if the clock went back: the newest name is current."""
     if current is None:
         return now
     written = datetime.strptime(current.version.partition("-")[0], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     return max(now, written + timedelta(seconds=1))
 
 
-CONFIDENCE = 0.95  # one-sided, of either limit
+CONFIDENCE = 0.95  # one-sided, for each limit
 DRAWS = 2_000
 ALLOWED_SHARE = 0.05  # share of the current model's mean error
-# Less is not worth keeping a newer model back for: half of the 1 % of memory, and a tenth of the 0.05 of activity, that
-# one configuration may differ from itself before a machine is called sick. By the space that errors are taken in.
+# A smaller difference, by the space of errors, does not keep a newer model back: half of the 1 % of memory, and a tenth
+# of the 0.05 of activity, by which a repeated configuration may differ before a machine counts as sick.
 ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}
 
 
@@ -293,9 +292,9 @@ ALLOWED_AT_LEAST = {"log": 0.005, "ratio": 0.005}
 class PairedComparison:
     """Comparison of a candidate with the current model, on rows that neither has seen.
 
-    worse     the candidate has to stay behind; `why` has the figures, a clause or more
+    worse     whether the candidate is rejected; `why` is a clause, or several, with the figures
     current, candidate
-              `figures` of either
+              `figures` of each
     """
 
     worse: bool
@@ -305,12 +304,12 @@ class PairedComparison:
 
 
 def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> PairedComparison:
-    """Compare two evaluations on the same n rows, all of which both answer, at least one with an exact label.
+    """Compare two evaluations on the same n rows, which both answer, at least one of them with an exact label.
 
     The candidate is worse unless the difference of the mean absolute errors (in the target's space, exact labels only)
-    is, at its upper 95 % limit, within 5 % of the current one's error or `ALLOWED_AT_LEAST`. It is worse as well where
-    significantly more labels are above its bound, out-of-memory rows counted, and more than the bound promises: a wide
-    bound that nothing exceeds has no merit that a tighter one must match.
+    is, at its upper 95 % limit, within 5 % of the current one's error or `ALLOWED_AT_LEAST`. It is also worse where
+    significantly more labels are above its bound, out-of-memory rows included, and more than the bound promises: a
+    tighter bound need not match a wide one that nothing exceeds.
     """
     theirs, ours = figures(current), figures(candidate)
     rows = current.test_rows
@@ -344,13 +343,13 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
 
 
 def figures(of: Evaluation) -> dict[str, Any]:
-    """Return the figures of n rows that are answered:
+    """Return the figures of n answered rows:
 
-    rows, out_of_memory   n, and how many of them are out-of-memory rows
+    rows, out_of_memory   n, and the number of out-of-memory rows among them
     mean_abs_error        in the target's space: of the natural logarithm for memory, time and power
-    median_rel_error      |point - label| / label; of ratios `median_abs_error` instead
+    median_rel_error      |point - label| / label; for ratios `median_abs_error` instead
     accuracy              share of rows in their bin
-    above_bound           share of labels above the 99 % bound, out-of-memory rows counted; None without a bound
+    above_bound           share of labels above the 99 % bound, out-of-memory rows included; None without a bound
     own_labels            true where the estimator itself simulated the labels; else absent
 
     None where no row has an exact label.
@@ -378,8 +377,8 @@ def errors(of: Evaluation) -> np.ndarray:
 
 
 def limits(values: np.ndarray, group: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Return (lower, upper) limit of the mean of (n,) values, each at 95 %: percentiles over draws of whole groups,
-    with replacement, since near-copies err alike (cluster bootstrap; Davison and Hinkley 1997, section 3.8)."""
+    """Return (lower, upper) limit of the mean of (n,) values, each at 95 %: percentiles over draws of whole groups with
+    replacement, as errors of near-copies are correlated (cluster bootstrap; Davison and Hinkley 1997, section 3.8)."""
     names, member = np.unique(np.asarray(group).astype(str), return_inverse=True)
     total = np.bincount(member, weights=values, minlength=len(names))
     size = np.bincount(member, minlength=len(names))

@@ -1,12 +1,12 @@
-"""Jobs that others published measurements of, each built as its authors' scripts build it.
+"""Jobs with published measurements, each built as its authors' scripts build it.
 
 Start reading at `case_of` for whole jobs of published rows; `layer_calls` has layers that were timed alone,
 `zeus_calls` the jobs whose power Zeus measured (NSDI 2023), `megatron_step` the GPTs that vTrain timed under
 Megatron-DeepSpeed (MICRO 2024), and `mpt_config` LLM Foundry's MPT. Libraries of models (timm, torchvision,
 transformers) are imported when a job is built.
 
-Megatron's own layers compute scores, softmax and dropout one after the other, with weights in half precision
-(megatron/model/transformer.py, `CoreAttention`). PyTorch's fuse attention, under autocast.
+Megatron's own layers compute scores, softmax and dropout one after another, with weights in half precision
+(megatron/model/transformer.py, `CoreAttention`). PyTorch fuses attention, under autocast.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ TOKENS = 512  # sequence length of the published transformers
 
 
 def case_of(row: PublishedRow, device: str) -> Case:
-    """Return the case of one row on a GPU model. Raises `UsageError` for a row without a job: no known model, fields
-    that don't fit together.
+    """Return the case of one row on a GPU model. Raises `UsageError` for a row without a job: the model is unknown, or
+    fields do not fit together.
 
-    A row of a configuration becomes its family's model, trained as published, and a timm model's the family `timm`; the
-    other models are those of `KNOWN_MODELS`. All in the usual loop and in fp32; with Adam, except timm's
-    (`warehouse.exchange.published.timm_config` says why).
+    A row of a configuration becomes its family's model, trained as published. A timm model becomes the family `timm`;
+    other models are those of `KNOWN_MODELS`. All run in the usual loop in fp32, with Adam, except timm's (see
+    `warehouse.exchange.published.timm_config`).
     """
     if row.family is None and row.group is None and row.model is not None and row.batch_size is not None:
         return Case(None, device, True, TORCH_VERSION, module=known_workload(row.model, row.batch_size))
@@ -50,7 +50,7 @@ def case_of(row: PublishedRow, device: str) -> Case:
 
 
 def config_of(row: PublishedRow) -> TrialConfig:
-    """Return the trial config of a configuration's row or of a timm model's. Raises `UsageError` without one."""
+    """Return the trial config of a configuration's row or of a timm model's. Raises `UsageError` for other rows."""
     if row.family is not None and row.config:
         return config_from_mapping(row.config)
     if row.group is not None and row.model is not None and row.batch_size is not None:
@@ -70,7 +70,7 @@ _workload = partial(TrainingJob, settings=Training())
 
 
 def _first_logits_loss(output: Any, targets: Tensor) -> Tensor:
-    """Return the cross entropy of [N, classes]. Models without a head return features: their mean costs the same."""
+    """Return the cross entropy of [N, classes]. Models without a head return features; their mean costs the same."""
     while not isinstance(output, torch.Tensor):
         output = output[0]
     return functional.cross_entropy(output, targets) if output.dim() == 2 else output.mean()
@@ -99,12 +99,12 @@ def _image_batch(batch_size: int, side: int, device: str) -> tuple[tuple[Tensor,
 def _language(model: str, config: str, head: str, name: str, batch_size: int, **sizes: int) -> TrainingJob:
     """Return the job of a model of the transformers package from its configuration, with random weights.
 
-    head: `classes`, a sequence classifier with two labels, as fine-tuning scripts have it; `masked_token`, a language
-    model whose loss is over the tokens in place; `next_token`, one whose loss is over the following tokens.
+    head: `classes`: a sequence classifier with two labels, as fine-tuning scripts have it; `masked_token`: a language
+    model with the loss over the same tokens; `next_token`: one with the loss over the following tokens.
     """
-    made = getattr(import_library("transformers"), config)(**sizes)
-    build = partial(_built, "transformers", model, {"config": made})
-    batch = partial(_token_batch, batch_size, made.vocab_size, head)
+    configuration = getattr(import_library("transformers"), config)(**sizes)
+    build = partial(_built, "transformers", model, {"config": configuration})
+    batch = partial(_token_batch, batch_size, configuration.vocab_size, head)
     loss = _next_token_loss if head == "next_token" else None
     return _workload(name=name, build=build, batch=batch, batch_size=batch_size, loss=loss)
 
@@ -115,7 +115,7 @@ def _token_batch(batch_size: int, vocabulary: int, head: str, device: str) -> tu
 
 
 def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
-    """Return the loss of [N, T, V] against the tokens one place on; both are copied, as the package's own losses do."""
+    """Return the loss of [N, T, V] against the next tokens; both are copied, as transformers' own losses do."""
     logits = output.logits[:, :-1, :].contiguous()
     following = targets[:, 1:].contiguous()
     return functional.cross_entropy(logits.flatten(0, 1), following.flatten())
@@ -124,8 +124,8 @@ def _next_token_loss(output: Any, targets: Tensor) -> Tensor:
 _BERT = ("BertForMaskedLM", "BertConfig", "masked_token")
 _XLNET = ("XLNetForSequenceClassification", "XLNetConfig", "classes")
 _GPT2 = ("GPT2LMHeadModel", "GPT2Config", "next_token")
-# The published comparison's names. Heads, losses and image sizes are not recorded; those here are what usual scripts
-# take, and agree with the figures: BERT's Horus estimates hold one [512, vocabulary] tensor a sample, which masked
+# The published comparison's names. Heads, losses and image sizes are not recorded; these are what usual scripts take,
+# and agree with the figures: BERT's Horus estimates hold one [512, vocabulary] tensor a sample, which masked
 # language modelling has; FakeTensor's for Xception are those of 224 pixels, not its paper's 299; Horus's for Inception
 # v3 are those of 299 pixels without the auxiliary classifier. Attention is each package's default for fp32.
 KNOWN_MODELS: Mapping[str, Callable[[str, int], TrainingJob]] = {
@@ -160,13 +160,13 @@ def layer_calls(name: str, sizes: Mapping[str, int], phase: str | None, dtype: s
         device: The GPU model that was measured.
 
     Raises:
-        KeyError: There is no such layer or type, or a size lacks.
+        KeyError: An unknown layer or type, or a missing size.
     """
     precision = _PRECISIONS[dtype]
     operators = _operators(name, tuple(sorted(sizes.items())), precision, device)
     wanted = [op for op in operators if phase in (None, op.phase)]
     if phase != "forward" and LAYERS[name] is _make_gated:
-        # The benchmark adds up the weights' gradients from run to run.
+        # The benchmark accumulates the weights' gradients over its runs.
         width, inner = sizes["width"], sizes["inner"]
         wanted += [_accumulation(weight) for weight in ((inner, width), (inner, width), (width, inner))]
     return kernel_calls(wanted, **uses_tf32(precision))
@@ -183,7 +183,7 @@ def _operators(
         def __init__(self) -> None:
             super().__init__()
             self.layer, shape = build(of_sizes)
-            self.x = torch.nn.Parameter(torch.empty(shape))  # its gradient is computed, too
+            self.x = torch.nn.Parameter(torch.empty(shape))  # a parameter, so that its gradient is computed too
 
         def forward(self, target: torch.Tensor) -> torch.Tensor:
             return self.layer(self.x, target)
@@ -209,7 +209,7 @@ def _operators(
 def _block(sizes: Mapping[str, int]) -> tuple[nn.Module, tuple[int, ...]]:
     """Return a rank's part of a decoder block of Megatron-LM without flash attention (megatron/model/transformer.py).
 
-    Its fused kernels of bias, dropout and residual stand as the operators that they replace; scores outweigh them.
+    Fused kernels of bias, dropout and residual are traced as the operators that they replace; scores outweigh them.
     """
     width, heads, ranks = sizes["width"], sizes["heads"] // sizes["ranks"], sizes["ranks"]
     head = sizes["width"] // sizes["heads"]
@@ -332,7 +332,7 @@ def zeus_calls(model: str, dataset: str, batch_size: int, device: DeviceSpec) ->
 
 
 class _Unit(nn.Module):
-    """A unit of ShuffleNet V2 (ECCV 2018): one half of the channels passes, or a second branch halves the image."""
+    """A unit of ShuffleNet V2 (ECCV 2018): half of the channels passes, or a second branch halves the image's size."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -348,9 +348,9 @@ class _Unit(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         left, right = (images, images) if self.stride == 2 else images.chunk(2, 1)
-        both = torch.cat([self.side(left), self.main(right)], 1)
-        batch, channels, height, width = both.shape
-        return both.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(both.shape)
+        joined = torch.cat([self.side(left), self.main(right)], 1)
+        batch, channels, height, width = joined.shape
+        return joined.view(batch, 2, channels // 2, height, width).transpose(1, 2).reshape(joined.shape)
 
 
 def _pointwise(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
@@ -362,7 +362,7 @@ def _depthwise(channels: int, stride: int) -> tuple[nn.Module, ...]:
 
 
 def _shufflenet() -> nn.Module:
-    """ShuffleNet V2 as Zeus takes it for images of 32x32: the first convolution keeps their size."""
+    """ShuffleNet V2 as Zeus uses it for images of 32x32: the first convolution keeps their size."""
     layers: list[nn.Module] = [nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24)]
     before = 24
     for channels, units in ((116, 4), (232, 8), (464, 4)):
@@ -385,8 +385,8 @@ def _images(side: int) -> Callable[[int], Any]:
 
 
 def _tokens(alone: int, a_doubling: int, *labels: str) -> Callable[[int], Any]:
-    """Return inputs that are padded to the longest of a batch: `alone` tokens, and more with each doubling. Assumed of
-    the texts' lengths: the longest of this many."""
+    """Return a maker of inputs padded to the longest text of a batch. Assumed: `alone` tokens for one text, and
+    `a_doubling` more with each doubling of the batch."""
 
     def inputs(batch: int) -> dict[str, Tensor]:
         length = min(round(alone + a_doubling * math.log2(batch)), _MOST_TOKENS)
@@ -410,7 +410,7 @@ JOBS: Mapping[tuple[str, str], tuple[Callable[[], nn.Module], Callable[[int], An
 }
 
 
-# Megatron splits the vocabulary, too, and takes the loss of each rank's part of the logits.
+# Megatron also splits the vocabulary, and computes the loss of each rank's part of the logits.
 _PLAN = {
     "tokens": "embedding_rowwise",
     "blocks.*.qkv": "colwise",
@@ -486,8 +486,8 @@ def megatron_step(
         layers, width, heads: Sizes of the model.
         samples: Samples of a micro-batch.
         micro_batches: Micro-batches of a step.
-        split: Over how many ranks each layer is split.
-        fused: With PyTorch's fused attention, under autocast and without dropout; else with Megatron's own layers.
+        split: Number of ranks that share each layer.
+        fused: Whether attention is PyTorch's fused one, under autocast and without dropout; else Megatron's own layers.
         device: The GPU model.
     """
     ids = torch.empty(samples, LENGTH, dtype=torch.int64, device="meta")
@@ -543,8 +543,8 @@ def mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def fused_mpt_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the replacement of the fused cross entropy that LLM Foundry takes by default (flash-attn's): it reads the
-    logits once, and once more to write their gradient in their own type. The value is another."""
+    """Return a stand-in for LLM Foundry's default fused cross entropy (flash-attn's): it reads the logits once, and
+    once more to write their gradient in their own type. Its value differs."""
 
     class Fused(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""A training job as an estimate takes it: model, batch, settings, and its traced step.
+"""A training job, the input of an estimate: model, batch, settings, and its traced step.
 
 Start reading at `training_job.TrainingJob` and `traced`. Called by every other folder; it calls `featurize` alone.
 """

@@ -1,8 +1,8 @@
 """A module's inputs, given as tensors or shapes: made on a device, counted, scaled to another batch size, drawn for
-steps of several shapes, and read as a command line has them.
+steps of several shapes, and parsed from a command line.
 
 Start reading at `maker_of_batch` and `with_batch_size`; `batches_of` makes the batches of a job whose steps differ,
-`model_inputs` takes what a command line gives. `learn.job.training_job.of_module` says what inputs and batches are.
+`model_inputs` parses a command line's value. `learn.job.training_job.of_module` describes inputs and batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_DTYPE = "float32"  # type of inputs that are given as shapes
-MOST_ELEMENTS = 2**56  # elements of an input: 16 bytes each, and products of a few of them, stay below 2**63
+MOST_ELEMENTS = 2**56  # elements of an input: with 16 bytes each, products of a few inputs stay below 2**63
 
 
 def batch_size_of(inputs: Any) -> int:
@@ -36,20 +36,20 @@ def batch_size_of(inputs: Any) -> int:
     sizes = first_sizes(inputs)
     if not len(sizes):
         raise UsageError("inputs have no batch to scale: give tensors or shapes, as in input=[64,3,224,224]")
-    return checked_shape(sizes)[0]
+    return check_shape(sizes)[0]
 
 
 def with_batch_size(inputs: Any, batch_size: int, *, from_size: int) -> Any:
     """Return a module's inputs, or its target, for a batch of another size.
 
     Rows of tensors with values are repeated in turn. Large tensors lose their values, which the trace does not keep
-    either. A list of tensors is a list of samples where it is as long as the batch. A first dimension of 1 in a larger
-    batch is broadcast, and stays.
+    either. A list of tensors as long as the batch is a list of samples. A first dimension of 1 in a larger batch is
+    broadcast, and stays.
 
     Args:
         inputs: As `learn.job.training_job.of_module` takes them.
         batch_size: Samples in the new batch.
-        from_size: Samples in the batch that is given.
+        from_size: Samples in the given batch.
 
     Raises:
         UsageError: A first dimension is not the batch's.
@@ -67,7 +67,7 @@ def _scale(value: Any, to: int, size: int, name: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _scale(item, to, size, f"input {key}") for key, item in value.items()}
     if is_tensor(value):
-        return resized(value, [to, *value.shape[1:]]) if value.dim() and _has_batch(value.shape, size, name) else value
+        return resize(value, [to, *value.shape[1:]]) if value.dim() and _has_batch(value.shape, size, name) else value
     if is_shape(value):
         return [to, *value[1:]] if _has_batch(value, size, name) else value
     if isinstance(value, list | tuple) and holds_tensors(value):
@@ -88,7 +88,7 @@ def _has_batch(sizes: Sequence[int], size: int, name: str) -> bool:
     )
 
 
-def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def resize(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a tensor of another shape in the same memory format: shortened, or its values repeated in turn.
 
     Large tensors lose their values, which a trace does not keep either.
@@ -99,15 +99,15 @@ def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
     if list(shape) == list(tensor.shape):
         return tensor
-    made = torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
-    if not tensor.is_meta and made.numel() <= LARGEST:
-        made = tensor.detach()
+    new = torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
+    if not tensor.is_meta and new.numel() <= LARGEST:
+        new = tensor.detach()
         for dim, size in enumerate(shape):
-            made = made.index_select(dim, torch.arange(size, device=made.device) % tensor.shape[dim])
+            new = new.index_select(dim, torch.arange(size, device=new.device) % tensor.shape[dim])
     memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
     if not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
-        made = made.contiguous(memory_format=memory_format)
-    return made.requires_grad_(tensor.requires_grad)
+        new = new.contiguous(memory_format=memory_format)
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def samples_of(inputs: Any) -> int:
@@ -133,7 +133,7 @@ def maker_of_batch(inputs: Any, target: Any, dtype: torch.dtype) -> Callable[[st
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor; torch is imported for the question only."""
+    """Return whether a value is a tensor; torch is not imported otherwise."""
     from torch import Tensor
 
     return isinstance(value, Tensor)
@@ -149,8 +149,8 @@ def is_shape(value: Any) -> bool:
     )
 
 
-def checked_shape(shape: Sequence[int], key: str = "input") -> tuple[int, ...]:
-    """Return a shape that a tensor may have. Raises `UsageError` that names the key which holds it."""
+def check_shape(shape: Sequence[int], key: str = "input") -> tuple[int, ...]:
+    """Return a shape that a tensor may have. Raises `UsageError` that names the key that holds it."""
     if min(shape) < 1:
         raise UsageError(f"{key} sizes must be >= 1, got {shown(list(shape))}")
     if math.prod(shape) > MOST_ELEMENTS:
@@ -159,7 +159,7 @@ def checked_shape(shape: Sequence[int], key: str = "input") -> tuple[int, ...]:
 
 
 def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
-    """Return a torch dtype by its name. Raises `UsageError` that names the key which holds it."""
+    """Return a torch dtype by its name. Raises `UsageError` that names the key that holds it."""
     import torch
 
     kind = getattr(torch, str(name).removeprefix("torch."), None)
@@ -169,7 +169,7 @@ def torch_dtype(name: str, key: str = "input_dtype") -> torch.dtype:
 
 
 def _maker_of_argument(value: Any, dtype: torch.dtype, *, in_mapping: bool = False) -> Callable[[str], object]:
-    """`make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
+    """Return `make(device)` -> one argument: a tensor, a list or a mapping of arguments, or a plain value."""
     if isinstance(value, Mapping):
         by_name = {str(name): _maker_of_argument(item, dtype, in_mapping=True) for name, item in value.items()}
         return lambda device: {name: make(device) for name, make in by_name.items()}
@@ -202,7 +202,7 @@ def _sizes(value: Any) -> Sequence[int]:
 
 
 def first_sizes(value: Any) -> Sequence[int]:
-    """Return the sizes of a batch's first tensor or shape; of a list of tensors, how many they are."""
+    """Return the sizes of a batch's first tensor or shape; for a list of tensors, its length."""
     if is_tensor(value) or is_shape(value):
         return _sizes(value)
     if isinstance(value, Mapping):
@@ -216,7 +216,7 @@ def first_sizes(value: Any) -> Sequence[int]:
 
 
 def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """`make(device)` -> the tensor on that device: a copy of one that was given, or one of a shape."""
+    """Return `make(device)` -> the tensor on that device: a copy of a given tensor, or one of a given shape."""
     import torch
 
     from featurize.recording.values import remember
@@ -235,10 +235,10 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
 
         return make
     if not is_shape(value):
-        known = hasattr(value, "__array__")  # printed, it may take many lines
+        known = hasattr(value, "__array__")  # its repr may take many lines
         given_text = f"{type(value).__name__}; torch.from_numpy makes one" if known else repr(value)
         raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {given_text}")
-    shape = checked_shape(value)
+    shape = check_shape(value)
 
     def make_of_shape(device: str) -> Tensor:
         empty = torch.empty(shape, dtype=dtype, device=device)
@@ -253,7 +253,7 @@ def _fill(tensor: Tensor) -> Tensor:
 
 Batch: TypeAlias = tuple[Any, Any]  # inputs and target
 
-STEPS_DRAWN = 32  # steps of a distribution: enough that the cache has met the lengths in many orders
+STEPS_DRAWN = 32  # steps of a distribution: enough for the cache to meet the lengths in many orders
 SEED = 0
 _FORMS = (
     "batches is a list of batches, as in [[8,128],[8,512]], or with inputs= a list of sequence lengths, or their "
@@ -265,13 +265,13 @@ def batches_of(batches: Any, inputs: Any, target: Any) -> list[Batch]:
     """Return inputs and target of each step, in order.
 
     Args:
-        batches: A sequence of batches; or of sequence lengths; or a mapping of sequence lengths to their shares, of
-            which `STEPS_DRAWN` steps are made, each length at least once, in an order drawn with a fixed seed.
-        inputs: With lengths: the batch that is set to each of them. Without: None.
-        target: With lengths: is set to each length likewise. Without: None.
+        batches: A sequence of batches; a sequence of sequence lengths; or a mapping of sequence lengths to their
+            shares: `STEPS_DRAWN` steps are then drawn, each length at least once, in an order with a fixed seed.
+        inputs: With lengths: the batch to resize to each of them. Without: None.
+        target: With lengths: the target to resize likewise. Without: None.
 
     Raises:
-        UsageError: Anything else; an invalid length or share.
+        UsageError: Another value, or an invalid length or share.
     """
     if isinstance(batches, str | bytes) or is_tensor(batches) or not isinstance(batches, Sequence | Mapping):
         raise UsageError(f"{_FORMS}; got {type(batches).__name__}")
@@ -319,9 +319,9 @@ def _length_of(inputs: Any) -> int:
 
 
 def _at(value: Any, length: int, given: int) -> Any:
-    """Return the value with its dimensions of sequences, where they have the given length, at another length."""
+    """Return the value with its sequence dimensions changed from length `given` to `length`."""
     if is_tensor(value):
-        return resized(value, _shape_at(value.shape, length, given))
+        return resize(value, _shape_at(value.shape, length, given))
     if is_shape(value):
         return _shape_at(value, length, given)
     if isinstance(value, Mapping):
@@ -332,7 +332,7 @@ def _at(value: Any, length: int, given: int) -> Any:
 
 
 def _shape_at(sizes: Sequence[int], length: int, given: int) -> list[int]:
-    """Return sizes with sequences of another length: the second dimension; of a mask of heads, the last two."""
+    """Return sizes with another sequence length: in the second dimension; of a mask by heads, in the last two."""
     dims = (1,) if len(sizes) in (2, 3) else range(2, len(sizes))
     return [length if dim in dims and size == given else size for dim, size in enumerate(sizes)]
 
@@ -341,8 +341,8 @@ def model_inputs(given: list[Any] | Mapping[str, Any] | None, batch: int | None)
     """Return the inputs as `learn.estimate` takes them.
 
     Args:
-        given: A shape, a list of positional inputs or a mapping of keyword inputs. Where a shape may stand,
-            `{shape: [8, 128], dtype: int64}` may stand as well, and becomes a tensor on meta.
+        given: A shape, a list of positional inputs or a mapping of keyword inputs. In place of a shape,
+            `{shape: [8, 128], dtype: int64}` is also accepted, and becomes a tensor on meta.
         batch: Samples to scale the first dimension of every input to; None leaves the inputs as they are.
 
     Raises:
@@ -355,7 +355,7 @@ def model_batches(given: list[Any] | Mapping[Any, Any] | None, batch: int | None
     """Return the batches as `learn.estimate` takes them.
 
     Args:
-        given: Inputs of each step, each as `model_inputs` takes them; sequence lengths, or a mapping of their shares.
+        given: Inputs of each step, as `model_inputs` takes them; or sequence lengths; or a mapping of their shares.
         batch: Samples to scale the first dimension of every input to; None leaves the inputs as they are.
 
     Raises:
@@ -372,13 +372,13 @@ def _in_batches_of(inputs: Any, batch: int | None) -> Any:
 
 def _convert(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
-        if set(value) == {"shape", "dtype"}:  # a shape with a type of its own
+        if set(value) == {"shape", "dtype"}:  # a shape with its own type
             import torch
 
             if not is_shape(shape := value["shape"]):
                 raise UsageError(f"{name}.shape must be a shape such as [64,3,224,224], got {shown(shape)}")
             dtype = torch_dtype(value["dtype"], f"{name}.dtype")
-            return torch.empty(checked_shape(shape, f"{name}.shape"), dtype=dtype, device="meta")
+            return torch.empty(check_shape(shape, f"{name}.shape"), dtype=dtype, device="meta")
         return {key: _convert(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list) and not is_shape(value):
         return [_convert(item, f"{name}[{place}]") for place, item in enumerate(value)]

@@ -1,6 +1,6 @@
-"""A training job traced, placed in a GPU's memory and priced there, without the model's memory ever being taken.
+"""The traced step of a training job, placed in a GPU's memory and priced there; the model never takes real memory.
 
-Start reading at `step_of`; `key_of` identifies a job, so that its trace and its answers are found again.
+Start reading at `step_of`; `key_of` identifies a job, to find its trace and its answers again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class CannotTrace(UsageError):
     """The job cannot be traced: the message names the operator and the module where they are known.
 
-    limit   the trace's own limit (it computes no values, and knows an operator only by its fake kernel): a method that
-            runs the model for real may have an answer
+    limit   whether the trace's own limit is the reason (it computes no values, and knows an operator only by its fake
+            kernel): a method that runs the model may have an answer
     """
 
     def __init__(self, message: str, *, limit: bool) -> None:
@@ -54,9 +54,9 @@ def step_of(
 ) -> SimulatedStep:
     """Trace a job's training step, replay its memory and price it on `device`.
 
-    `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are those of the job that
-    the caller has at hand, and keeps. `beside`, as `time_step` has it. Raises `CannotTrace`, and
-    `UsageError` for an invalid job: an unknown device, a factory that returns no module, an output without logits.
+    `timeline` keeps the allocator's state after every event in `memory.timeline`. `traces` are the job's traces that
+    the caller keeps. `beside` as in `time_step`. Raises `CannotTrace`, and `UsageError` for an invalid job: an unknown
+    device, a factory that does not return a module, an output without logits.
     """
     from featurize.memory.replay import replay
     from featurize.timing.overlap import ranks_of_stages, simulate
@@ -64,27 +64,27 @@ def step_of(
     spec = describe_device(device)
     benchmark = job.settings.cudnn_benchmark
 
-    def replayed(trace: StepTrace, timeline: bool) -> MemoryProfile:
+    def replay_memory(trace: StepTrace, timeline: bool) -> MemoryProfile:
         return replay(trace, spec, cudnn_benchmark=benchmark, allocator=allocator, timeline=timeline)
 
     trace = trace_of(job, spec, traces)
     groups = () if trace.pipeline is None else trace.pipeline.groups
-    of_ranks = {group.ranks[0]: replayed(group.trace, False) for group in groups}
+    of_ranks = {group.ranks[0]: replay_memory(group.trace, False) for group in groups}
     if groups:
         worst = max(of_ranks, key=lambda rank: (of_ranks[rank].peak_reserved, of_ranks[rank].peak_allocated))
         trace = ranks_of_stages(trace)[worst]
-    memory = replayed(trace, timeline) if timeline or not groups else of_ranks[worst]
+    memory = replay_memory(trace, timeline) if timeline or not groups else of_ranks[worst]
     step = simulate(trace, spec, job.settings, layout=job.parallel, memory=memory, beside=beside)
     return replace(step, of_ranks=of_ranks)
 
 
 def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:
-    """Return the trace of a job's training step: its own, the cache's, or one that is made now.
+    """Return the trace of a job's training step: the recorded one, the cache's, or a new one.
 
     Args:
         job: The job.
         spec: The GPU model.
-        traces: Traces of the job that the caller has at hand, and keeps.
+        traces: Traces of the job that the caller keeps.
 
     Raises:
         UsageError: As `step_of`.
@@ -96,7 +96,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
     if trace is None:
         key, build = key_of(job)
 
-        def made() -> StepTrace:
+        def make_trace() -> StepTrace:
             return trace_step(
                 build,
                 None if job.batches else job.batch,
@@ -109,7 +109,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
             )
 
         try:
-            trace = trace_cache.traced(key, spec, job.training_loop, made, traces)
+            trace = trace_cache.traced(key, spec, job.training_loop, make_trace, traces)
         except TraceError as error:
             raise _explain(error) from error
     if multiplies_8_bits(trace.operators):
@@ -118,7 +118,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
 
 
 def _explain(error: TraceError) -> CannotTrace:
-    """With the line of the user's code, and with what may help."""
+    """Return the error with the line of the user's code, and with advice."""
     cause = error.__cause__ or error
     message = str(cause).lower()
     frames = traceback.extract_tb(cause.__traceback__)
@@ -132,26 +132,26 @@ def _explain(error: TraceError) -> CannotTrace:
 
 
 def wants_values(message: str) -> bool:
-    """Return whether an error's text is about tensors without values, rather than about what the model does."""
+    """Return whether an error's text is about tensors without values, not about the model."""
     return any(word in message.lower() for word in ("meta", "fake", "datadependent", "data-dependent"))
 
 
 def key_of(job: TrainingJob) -> tuple[str | None, Build]:
-    """Return a job's key, and what builds its model: a factory that was built for its key is not built again.
+    """Return a job's key, and a builder of its model: a factory that was called for the key is not called again.
 
-    A stale answer is worse than a slow one. So a key holds all that a trace follows from:
+    A stale answer is worse than a slow one. A key therefore covers all that a trace depends on:
 
-    - A trial config is its fields; one that names somebody's own code has no key.
+    - A trial config is keyed by its fields; one that names third-party code has no key.
     - A module is pickled into a hash: the classes of its parts with the bytecode of their functions and the globals
-      that these name, what its parts hold, and the shapes of its parameters. Values of buffers, inputs and small
-      parameters count, since models read them; no model is known to read a value of a large parameter.
-    - A factory is built first, on meta, and then pickled: what it reads on the way (a file, a setting) shows in what it
-      makes. Only one that an installed library holds under its own name is known by that name. A factory of a job on
+      that these name, the attributes of its parts, and the shapes of its parameters. Values of buffers, inputs and
+      small parameters count, since models read them; no model is known to read a value of a large parameter.
+    - A factory is called first, on meta, and its module pickled: whatever it reads (a file, a setting) shows there.
+      Only a factory that an installed library holds under its own name is keyed by that name. A factory of a job on
       several GPUs has no key, unless it is a library's.
-    - Code of installed libraries counts by its place, size and time of change; `forward` and what it names also by
-      where it is defined, so that a replaced one is noticed.
+    - Code of installed libraries counts by its place, size and time of change; `forward` and the code that it names
+      also by the place of its definition, so that a replaced function is noticed.
 
-    What pickle cannot write (an open file, a lock, a weak reference) has no key: such a job is traced each time.
+    Objects that pickle cannot write (an open file, a lock, a weak reference) have no key: such a job is always traced.
     """
     from featurize.operators import attention
     from featurize.recording.skeleton import BuiltOnMeta, build_on_meta
@@ -162,7 +162,7 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
         return trace_cache.config_key(job.config, job.parallel), job.build
     if not job.given:
         return None, job.build
-    model, *rest = job.given
+    model, *inputs = job.given
     build = job.build
     if not isinstance(model, nn.Module) and not _is_of_library(model):
         if job.parallel is not None:  # a rank's factory builds in its rank's place
@@ -170,7 +170,7 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
         try:
             with kept_from_exit(), as_a_training_script():
                 model = attention.building(lambda: build_on_meta(job.build))
-        except Exception:  # a factory may raise anything, and raises it again where it is traced
+        except Exception:  # a factory may raise anything; it raises it again where it is traced
             return None, build
         if not isinstance(model, nn.Module):
             return None, build
@@ -178,8 +178,8 @@ def key_of(job: TrainingJob) -> tuple[str | None, Build]:
     if (of_torch := trace_cache.torch_state()) is None:
         return None, build
     try:
-        return Fingerprint().of(model, rest, job.settings, repr(job.parallel), of_torch), build
-    except Exception:  # somebody's object may raise anything as it is pickled
+        return Fingerprint().of(model, inputs, job.settings, repr(job.parallel), of_torch), build
+    except Exception:  # third-party objects may raise anything while they are pickled
         return None, build
 
 

@@ -1,8 +1,8 @@
-"""A training job: how to build the model and its batch, how it trains, how it is spread over GPUs; and the question
-about it, one job on one GPU model.
+"""A training job: how to build the model and its batch, its training settings, its layout over GPUs; and a case, one
+job on one GPU model.
 
-Start reading at `TrainingJob`; `of_config` and `of_module` make one, `Case` is the question. `load_factory` finds a
-model that a command line names as `package.module:attribute`. torch is imported on use.
+Start reading at `TrainingJob`; `of_config` and `of_module` make one, `Case` puts it on a GPU model. `load_factory`
+finds a model that a command line names as `package.module:attribute`. torch is imported on use.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training job. Building it costs nothing until `build` and `batch` are called.
+    """One training job. Nothing is computed until `build` and `batch` are called.
 
-    name        for people: a family, a model's name
-    build       makes the model, under whatever default device or fake-tensor mode the caller has entered
+    name        a name for people: a family, a model's name
+    build       builds the model, under whatever default device or fake-tensor mode the caller has entered
     batch       `batch(device)` -> (inputs, targets) on that device; inputs are the model's arguments, positional ones
                 in a tuple or keyword ones in a mapping (`featurize.recording.values.call`). Targets None: the loss is
-                the output's own, or targets are made of the output, by `featurize.training.training_step.targets_for`
+                            the output's own, or targets are made from the output, by
+                            `featurize.training.training_step.targets_for`
     settings    optimizer, precision, ...
     batch_size  samples in a batch
-    config      the trial config, where the job is one of a family
+    config      the trial config, if the job is one of a family
     loss        `loss(output, targets)` -> scalar tensor; None: cross entropy as `training_step` takes it
-    training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
-    recorded    returns its step where that is traced by other means, as a script's is; nothing is built then
-    search      how cuDNN searches in the process that was traced, where that is another one; None: as in this process
+    training_loop  whether it runs in the usual loop, as `trace_step` defines it; the farm's own trials do not
+    recorded    returns its step if that is traced by other means, as a script's is; nothing is built then
+    search      cuDNN's search settings in the traced process, if that is another one; None: those of this process
     batches     each step's batches, in order, where shapes differ; `batch` is then the one with the most elements
-    parallel    the ranks of a job on several GPUs, each of which does what the rest says; None: one GPU
-    given       a module's model, inputs and the like, as they were given: what distinguishes the job from others
-    key         its identity, where `learn.job.traced` has found one; empty: it has none
+    parallel    the layout of a job on several GPUs; all other fields describe one rank; None: one GPU
+    given       a module's model, inputs and the like, as they were given; they distinguish the job from others
+    key         its identity, if `learn.job.traced` has found one; else empty
 
     Raises:
-        UsageError: Settings or batches that several ranks do not go with.
+        UsageError: Settings or batches that are not supported on several ranks.
     """
 
     name: str
@@ -76,11 +77,11 @@ class TrainingJob:
         if self.parallel is not None:
             _require_on_ranks(self, self.parallel)
 
-    def alone(self, at: int) -> TrainingJob:
-        """Return the job with the batch at this place of `batches` in every step."""
-        batch = self.batches[at]
+    def alone(self, index: int) -> TrainingJob:
+        """Return the job with batch `index` of `batches` in every step."""
+        batch = self.batches[index]
         inputs, _target = batch("meta")
-        given = (*self.given, at) if self.given else ()
+        given = (*self.given, index) if self.given else ()
         return replace(self, batch=batch, batches=(), batch_size=samples_of(inputs), given=given, key=None)
 
     def with_samples(self, size: int) -> TrainingJob:
@@ -104,7 +105,8 @@ class TrainingJob:
 
     @property
     def longest(self) -> int:
-        """Place in `batches` of the one with the most elements; a trace knows which one needs the most memory."""
+        """Index in `batches` of the batch with the most elements; only a trace knows which one needs the most
+        memory."""
         return self.batches.index(self.batch)
 
     def shape_text(self) -> str:
@@ -116,7 +118,7 @@ class TrainingJob:
 
 
 def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
-    """Raise `UsageError` for what several ranks do not go with."""
+    """Raise `UsageError` for settings that are not supported on several ranks."""
     from featurize.job.training_settings import sharing_problem, training_of
 
     training = training_of(job.settings)
@@ -152,7 +154,7 @@ def _require_on_ranks(job: TrainingJob, parallel: Parallel) -> None:
 
 @contextlib.contextmanager
 def as_a_training_script() -> Iterator[None]:
-    """With gradients, whatever mode the caller is in; the caller's random numbers continue as if nothing had been."""
+    """Enable gradients, whatever the caller's mode; the caller's random state is restored on exit."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
@@ -177,7 +179,7 @@ def of_config(config: TrialConfig) -> TrainingJob:
 
 
 def name_of(config: TrialConfig) -> str:
-    """Return a config in a few words: its family, and where that has models by name the model and its arguments."""
+    """Return a config in a few words: its family, and for families of named models the model and its arguments."""
     model = getattr(config, "model", None)
     arguments = getattr(config, "arguments", "{}")
     words = [config.family, *([str(model)] if model else []), *([str(arguments)] if arguments != "{}" else [])]
@@ -197,16 +199,16 @@ def of_module(
 
     batches      inputs and target of each step, in order; one pair where all steps have the same batch. Inputs are a
                  tensor or shape, or a sequence of them, as positional arguments, or a mapping of keyword arguments;
-                 shapes stand for `input_dtype`. An argument may also be a list or mapping of tensors, and in a mapping
-                 also a number, a text, a truth or None, which the model gets as it is. A target is a tensor or the
-                 shape of class indices; None: the output's own loss, or whatever suits the output
+                              shapes stand for `input_dtype`. An argument may also be a list or mapping of tensors, and
+                              in a mapping also a number, a text, a bool or None, which the model gets unchanged. A
+                              target is a tensor or the shape of class indices; None: the output's own loss, or a target
+                              that suits the output
     settings     adam and fp32 by default
     loss         `loss(output, target)`; None: cross entropy of the output, its `logits` or its first tensor
 
-    Tensors that were given are copied with their values, on meta with those of small ones
-    (`featurize.recording.values`); of shapes, integers are 0, so that they are valid token ids, and the rest is normal.
-    Raises `UsageError` for inputs that are neither. What is not a module, and what a factory returns that is not, is
-    refused when it is built.
+    Given tensors are copied with their values, on meta with the values of small ones (`featurize.recording.values`). Of
+    shapes, integers are 0, so that they are valid token ids, and floats are normal. Raises `UsageError` for inputs that
+    are neither. What a factory returns is checked when it is called.
     """
     from torch import nn
 
@@ -215,15 +217,17 @@ def of_module(
 
     dtype = torch_dtype(input_dtype)
     makers = [maker_of_batch(batch, wanted, dtype) for batch, wanted in batches]
-    made = [maker("meta") for maker in makers]
-    mixed = len({shape_of(tensors) for tensors in made}) > 1
-    largest = max(range(len(made)), key=lambda index: sum(x.numel() for x in tensors_of(made[index][0])))
+    inputs_on_meta = [maker("meta") for maker in makers]
+    mixed = len({shape_of(tensors) for tensors in inputs_on_meta}) > 1
+    largest = max(
+        range(len(inputs_on_meta)), key=lambda index: sum(x.numel() for x in tensors_of(inputs_on_meta[index][0]))
+    )
 
     def build() -> nn.Module:
-        made = model if isinstance(model, nn.Module) else model()
-        if not isinstance(made, nn.Module):
-            raise UsageError(f"the factory gave {type(made).__name__}, not a torch.nn.Module")
-        return made
+        inputs_on_meta = model if isinstance(model, nn.Module) else model()
+        if not isinstance(inputs_on_meta, nn.Module):
+            raise UsageError(f"the factory gave {type(inputs_on_meta).__name__}, not a torch.nn.Module")
+        return inputs_on_meta
 
     return TrainingJob(
         name=name or _name_of(model),
@@ -247,8 +251,8 @@ def _name_of(model: object) -> str:
 def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) -> nn.Module | Callable[[], nn.Module]:
     """Return the factory or module that `package.module:attribute` names.
 
-    torchvision is patched where it does not suit this torch (`featurize.nets.vision`), also if the factory imports it.
-    Modules of the working folder are importable, after everything that is installed.
+    torchvision is patched where it does not fit this torch (`featurize.nets.vision`), also if the factory imports it.
+    Modules of the working folder are importable, after all installed ones.
 
     Args:
         text: The name, as in `torchvision.models:resnet50`.
@@ -256,7 +260,7 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
             `config_class`, as the family `zoo` takes them. Such a class needs none.
 
     Raises:
-        UsageError: There is no such module or attribute, or it cannot be called.
+        UsageError: An unknown module or attribute, or one that cannot be called.
     """
     from featurize.nets.vision import load_named, mending
 
@@ -267,7 +271,7 @@ def load_factory(text: str, arguments: Mapping[str, Any] | str | None = None) ->
     named: object = load_named(str(text), f"model={text}")
     if not callable(named):
         raise UsageError(f"model={text}: {attribute} is {type(named).__name__}, neither a module nor a factory")
-    if hasattr(named, "parameters") and not isinstance(named, type):  # a module that is there already
+    if hasattr(named, "parameters") and not isinstance(named, type):  # already a module
         if arguments is not None:
             raise UsageError(f"model={text} is a module that is there already, and takes no arguments")
         return cast("nn.Module", named)
@@ -286,16 +290,16 @@ def _configure(text: str, arguments: Mapping[str, Any] | str | None) -> Callable
     return lambda: zoo.build(config)
 
 
-MODULE = "module"  # family of models without one
+MODULE = "module"  # family of jobs without a trial config
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training job on one GPU model: a trial config, or the workload of any module. Equal ones are the same job.
+    """One training job on one GPU model: a trial config, or the job of any module. Equal cases are the same job.
 
     device         its name, as the driver or conf/device has it; `spec` describes it
-    training_loop  it runs in the usual loop, as `trace_step` has it; the farm's own trials do not
-    torch_version  PyTorch's version in its environment, where that is known
+    training_loop  whether it runs in the usual loop, as `trace_step` defines it; the farm's own trials do not
+    torch_version  PyTorch's version in the case's environment, if it is known
     """
 
     config: TrialConfig | None = None
@@ -319,7 +323,7 @@ class Case:
 
     @cached_property
     def spec(self) -> DeviceSpec | None:
-        """The device's description; None for a device that nobody described."""
+        """The device's description; None for a device without one."""
         return self.described or _describe(self.device)
 
     @cached_property
@@ -331,8 +335,8 @@ class Case:
 
     @cached_property
     def key(self) -> str | None:
-        """24 hex digits over the config, the device's description and the loop: what every feature follows from. None
-        for a module, which no text identifies."""
+        """24 hex digits over the config, the device's description and the loop, which determine every feature. None for
+        a module, which no text identifies."""
         if self.config is None:
             return None
         spec = self.spec

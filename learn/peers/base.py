@@ -1,7 +1,7 @@
-"""The base of estimators that learn nothing: an answer or a reason, the time it took, and the handling of a model.
+"""The base of training-free estimators: an answer or a reason, its duration, and the handling of a model.
 
-Start reading at `Peer`. `meta_model` builds a model unharmed, `leaf_outputs` watches it run, `explained` names what
-fails; everything is undone on leaving, whatever happened. `Trace` is our own: the traced step, replayed and simulated.
+Start reading at `Peer`. `meta_model` builds a copy of a model, `leaf_outputs` watches it run, `explain_errors` names
+the part that fails; each restores all state on leaving. `Trace` is our own method: the step, traced and replayed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NetT = TypeVar("NetT", bound=nn.Module)
 
 @contextmanager
 def quiet_torch(seed: int) -> Iterator[None]:
-    """One thread and a random state of `seed` inside; outside, both are as they were."""
+    """Run with one thread and a random state of `seed`; both are restored on leaving."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' generators too
@@ -75,17 +75,17 @@ def train_best(
     first: int = 0,
     patience: float = math.inf,
 ) -> NetT:
-    """Return the net as it was after the epoch that estimated the held-out rows best.
+    """Return the net of the epoch with the least loss on the held-out rows.
 
     Args:
-        net: What is trained.
-        optimizer, schedule: Update its parameters; the schedule steps with every batch where it has steps for them all.
-        batches: Rows of each batch of one epoch.
+        net: The net to train.
+        optimizer, schedule: Update its parameters; the schedule steps every batch if it has a step for each, else every
+        epoch. batches: Row indices of each batch of one epoch.
         loss_of: The loss of a batch's rows.
-        held_out_loss: The loss of the held-out rows, now.
-        epochs: The most that are trained.
-        first: Epoch from which on the best one is looked for.
-        patience: Epochs without a better one after which training ends.
+        held_out_loss: The current loss of the held-out rows.
+        epochs: The largest number of epochs.
+        first: First epoch that may be the best one.
+        patience: Epochs without improvement after which training ends.
     """
     best, best_loss, best_epoch = copy.deepcopy(net.state_dict()), math.inf, 0
     for epoch in range(epochs):
@@ -108,19 +108,19 @@ def train_best(
 
 
 def arrays_of(net: nn.Module) -> dict[str, np.ndarray]:
-    """Its parameters and buffers, copied."""
+    """Return copies of the net's parameters and buffers."""
     return {name: tensor.detach().numpy().copy() for name, tensor in net.state_dict().items()}
 
 
 def with_arrays(net: NetT, arrays: Mapping[str, np.ndarray]) -> NetT:
-    """Return the net with those weights, in float64 and for predicting: its answer for a case then depends on its
-    neighbours in the batch by rounding at 1e-15 only, which `steady` takes away."""
+    """Return the net with these weights, in float64 and in evaluation mode. Its answer for a case then depends on the
+    other rows of the batch by rounding at 1e-15 only, which `steady` removes."""
     net.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in arrays.items()})
     return net.double().eval()
 
 
 def steady(values: np.ndarray) -> np.ndarray:
-    """Rounded to 9 decimals."""
+    """Return the values rounded to 9 decimals."""
     return np.round(np.asarray(values, dtype=float), 9)
 
 
@@ -128,14 +128,14 @@ NO_BOUND = "no bound is calibrated: it gives a point, not a guarantee"
 
 
 class CannotEstimate(Exception):
-    """This method has no answer for this workload; the message says why, naming what it does not cover."""
+    """This method has no answer for this job; the message is the reason, and names what is not covered."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Peak memory of one training job by one method, in MiB as the method defines it, or why there is none.
+    """Peak memory of one training job by one method, in MiB as the method defines it, or the reason for no answer.
 
-    seconds   wall time that the answer took, building the model included
+    seconds   wall time of the answer, with building the model
     parts     part -> MiB where the method distinguishes parts
     """
 
@@ -145,25 +145,26 @@ class Answer:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def described(case: Case) -> DeviceSpec:
-    """Return the description of the case's device. Raises `CannotEstimate` where there is none."""
+def require_device(case: Case) -> DeviceSpec:
+    """Return the description of the case's device. Raises `CannotEstimate` without one."""
     if case.spec is None:
         raise CannotEstimate(f"no description of the device {case.device}: see conf/device")
     return case.spec
 
 
 def require_covered(settings: TrainingSettings, name: str, covered: Sequence[str], where: str = "") -> None:
-    """Raise `CannotEstimate` where a training setting is not one of those that a formula covers."""
+    """Raise `CannotEstimate` where a training setting is not one that a formula covers."""
     value = getattr(settings, name)
     if value not in covered:
         raise CannotEstimate(f"{name}={value} is not covered{where}: the formula is of {' and '.join(covered)}")
 
 
 class Peer(Estimator):
-    """An estimator that learns nothing but the target. It returns a point for the case's own device, and no bound.
+    """An estimator that is not fitted: it only stores the target. It returns a point for the case's device, and no
+    bound.
 
-    A subclass sets `name` and answers one job by `parts_mib`, and where it takes other targets than memory, by
-    `figure`. Neither changes the workload's model, torch's random state or any other global state.
+    A subclass sets `name`, and answers one job by `parts_mib`, and targets other than memory by `figure`. Neither
+    changes the job's model, torch's random state or any other global state.
     """
 
     name: ClassVar[str]
@@ -171,7 +172,8 @@ class Peer(Estimator):
     warning: ClassVar[str] = NO_BOUND
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
-        """Note the target; `steps` is not read. Devices that `conf/device` does not describe raise `UsageError`."""
+        """Store the target; `steps` is not read. Raises `UsageError` for devices that `conf/device` does not
+        describe."""
         require_target(type(self), rows.target.name)
         rows = require_rows(rows)
         for device in sorted(set(map(str, rows.device))):
@@ -180,19 +182,19 @@ class Peer(Estimator):
         return self
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        """Return part -> MiB, which sum to the estimate of peak memory. Raises `CannotEstimate` for any error of the
-        model."""
+        """Return part -> MiB; the parts sum to the estimate of peak memory. Raises `CannotEstimate` for any error of
+        the model."""
         raise NotImplementedError
 
     def figure(self, case: Case) -> float:
         """Return the target's figure for one case, in its unit. Raises `CannotEstimate`."""
-        answer = analyse(self, case.job, described(case))
+        answer = analyse(self, case.job, require_device(case))
         if answer.mib is None:
             raise CannotEstimate(answer.reason or "no reason is given")
         return answer.mib
 
     def predict(self, cases: Sequence[Case], steps: StepStore | None = None) -> ResidualPrediction:
-        """Return one point a case; a case without an answer has NaN there and its reason in `refusals`."""
+        """Return one point a case; a case without an answer has NaN there, and its reason in `refusals`."""
         target = self.require_fitted()
         values, refusals = np.full(len(cases), np.nan), {}
         for i, case in enumerate(cases):
@@ -204,7 +206,7 @@ class Peer(Estimator):
         return ResidualPrediction(centre, np.empty(0), target.space, (self.warning,), refusals)
 
     def save(self, folder: Path) -> None:
-        """Write who it is, its target and its seed."""
+        """Write the estimator's name, target and seed."""
         write_state(Path(folder), self, {})
 
     @classmethod
@@ -214,12 +216,12 @@ class Peer(Estimator):
 
 
 def analyse(peer: Peer, job: TrainingJob, device: DeviceSpec) -> Answer:
-    """Return the estimator's answer for the memory of one job, timed."""
+    """Return the estimator's answer for the memory of one job, with its duration."""
     return timed(lambda: peer.parts_mib(job, device))
 
 
 def timed(parts_of: Callable[[], Mapping[str, float]]) -> Answer:
-    """Return the answer whose parts the call returns, timed; whatever it raises is the reason why there is none."""
+    """Return the answer with the parts that the call returns, and its duration; an error becomes the reason."""
     began = time.monotonic_ns()
     parts, mib, reason = {}, None, None
     try:
@@ -234,31 +236,29 @@ def timed(parts_of: Callable[[], Mapping[str, float]]) -> Answer:
 
 
 def meta_model(workload: TrainingJob) -> nn.Module:
-    """Return the workload's model on the meta device, in training mode: a copy, so that the caller's own stays as it
-    is.
+    """Return a copy of the job's model on the meta device, in training mode; the caller's model stays unchanged.
 
-    Raises `CannotEstimate` where it can't be built.
+    Raises `CannotEstimate` where it cannot be built.
     """
-    with explained("building the model"):
+    with explain_errors("building the model"):
         return build_on_meta(workload.build).train()
 
 
 def real_model(workload: TrainingJob) -> nn.Module:
-    """Return the workload's model on real memory, in training mode; the caller's own is copied, so that it stays as it
-    is.
+    """Return the job's model in real memory, in training mode; the caller's model is copied and stays unchanged.
 
-    Raises `CannotEstimate` where it can't be built, or was given without memory.
+    Raises `CannotEstimate` where it cannot be built, or was given without memory.
     """
-    made: list[Tensor] = []
-    with explained("building the model"):
-        hook = registration.register_module_parameter_registration_hook(lambda _m, _n, value: made.append(value))
+    tensors: list[Tensor] = []
+    with explain_errors("building the model"):
+        hook = registration.register_module_parameter_registration_hook(lambda _m, _n, value: tensors.append(value))
         try:
             model = workload.build()
         finally:
             hook.remove()
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             raise CannotEstimate("the model is on the meta device, and this method runs it on real memory")
-        new = {id(tensor) for tensor in made}
+        new = {id(tensor) for tensor in tensors}
         if not all(id(parameter) in new for parameter in model.parameters()):
             model = copy.deepcopy(model, {id(result): result.detach() for result in kept_results(model)})
         return model.train()
@@ -266,7 +266,7 @@ def real_model(workload: TrainingJob) -> nn.Module:
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
     """Return a copy with uninitialised parameters and buffers on `device` (`meta`, or any under a fake-tensor mode),
-    ties kept; the original is neither changed nor read."""
+    with ties kept; the original is neither changed nor read."""
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in memo:
@@ -285,20 +285,20 @@ def unique_bytes(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def loss_of(workload: TrainingJob, output: Any, targets: Tensor | None) -> Tensor:
-    """Return the workload's loss, by default the output's own or cross entropy; open targets are made of the output."""
+    """Return the job's loss, by default the output's own or cross entropy; missing targets are made from the output."""
     if targets is None and (workload.loss is not None or own_loss(output) is None):
         targets = targets_for(output, workload.loss)
     return (workload.loss or cross_entropy)(output, targets)
 
 
 def batch_tensors(inputs: Inputs, targets: Tensor | None) -> list[Tensor]:
-    """Return the tensors of a batch that lie on the device."""
+    """Return the batch's tensors that lie on the device."""
     return list(tensors_of((inputs, targets)))
 
 
 class PlainStep:
-    """One training step, `step(inputs, targets)`, in the plain form of a training script: no TF32 flag, scaler or
-    memory format is touched, since none of them changes a size that these analyses count."""
+    """One training step, `step(inputs, targets)`, as in a plain training script: no TF32 flag, scaler or memory format
+    is set, since none of them changes a size that these analyses count."""
 
     def __init__(self, workload: TrainingJob, model: nn.Module, device: str) -> None:
         self.job, self.model = workload, model
@@ -329,12 +329,12 @@ class PlainStep:
 def leaf_outputs(
     workload: TrainingJob, model: nn.Module, device: str = "meta"
 ) -> list[tuple[nn.Module, list[tuple[torch.Size, int]]]]:
-    """Run the forward pass without gradients, and return the shapes and bytes that each module puts out.
+    """Run the forward pass without gradients, and return each module's output shapes and bytes.
 
     Modules that call others are left out. Raises `CannotEstimate` where the model fails.
     """
     outputs: list[tuple[nn.Module, list[tuple[torch.Size, int]]]] = []
-    running: list[bool] = []  # for each forward under way: has it called another module
+    running: list[bool] = []  # for each running forward: whether it has called another module
 
     def before(_module: nn.Module, _inputs: Any) -> None:
         if running:
@@ -347,7 +347,7 @@ def leaf_outputs(
 
     handles: list[RemovableHandle] = []
     try:
-        with explained("the forward pass", model), torch.no_grad():
+        with explain_errors("the forward pass", model), torch.no_grad():
             for module in model.modules():
                 handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
             inputs, _targets = workload.batch(device)
@@ -359,8 +359,8 @@ def leaf_outputs(
 
 
 @contextlib.contextmanager
-def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Turn any error of the model's into `CannotEstimate`, naming the operator and, for `model`, the module."""
+def explain_errors(doing: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Turn any error of the model into `CannotEstimate` that names the operator and, for `model`, the module."""
     operators, handles = _Operators(), []
     running: list[str] = []
 
@@ -380,7 +380,7 @@ def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
             yield
     except CannotEstimate:
         raise
-    except CommandError as error:  # it says by itself what is wrong with the job
+    except CommandError as error:  # its message already explains the job's problem
         raise CannotEstimate(str(error)) from error
     except Exception as error:  # a model may raise anything
         where = f" in operator {operators.failed}" if operators.failed else ""
@@ -392,7 +392,7 @@ def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
 
 
 class _Operators(TorchFunctionMode):
-    """`failed` is the innermost torch function that an error passed through."""
+    """A mode that stores in `failed` the innermost torch function that raised an error."""
 
     failed: str | None = None
 
@@ -410,10 +410,10 @@ TRACE_HAS_NO_BOUND = "the trace alone has no calibrated bound: it gives a point,
 
 
 class Trace(Peer):
-    """Peak of what the caching allocator reserves for the traced step's tensors and workspaces, plus the context.
+    """Peak of the allocator's reserved memory for the traced step's tensors and workspaces, plus the context.
 
-    Source: ours; `featurize.trace.tracer`, `featurize.memory.replay` and `featurize.operators.library_calls` state what
-    is modelled and assumed. Takes any module, and from milliseconds to seconds.
+    Source: ours; `featurize.trace.tracer`, `featurize.memory.replay` and `featurize.operators.library_calls` document
+    models and assumptions. Takes any module, in milliseconds to seconds.
     """
 
     name: ClassVar[str] = "trace"
@@ -428,7 +428,7 @@ class Trace(Peer):
 
     def figure(self, case: Case) -> float:
         try:
-            step = step_of(case.job, described(case))
+            step = step_of(case.job, require_device(case))
         except CommandError as error:
             raise CannotEstimate(str(error)) from error
         return step.figure(self.require_fitted().column)

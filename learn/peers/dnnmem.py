@@ -17,7 +17,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.recording.values import call, tensors_of
 from learn.job.training_job import TrainingJob
-from learn.peers.base import Peer, batch_tensors, explained, loss_of, meta_model, unique_bytes
+from learn.peers.base import Peer, batch_tensors, explain_errors, loss_of, meta_model, unique_bytes
 
 BLOCK = 512  # PyTorch's allocator rounds every tensor up to this
 RESERVED_MIB = 64.0  # resident buffer of the framework's memory management, the published constant
@@ -34,8 +34,8 @@ class DNNMem(Peer):
 
     Assumed: an operator is one that PyTorch dispatches on meta tensors; views and in-place results are not new tensors;
     attention is the plain one, whose scores are stored, as when this was published. A convolution's workspace is that
-    of explicit GEMM on one sample, its input unrolled (published: asked of cuDNN, which takes a GPU). The context is
-    the device description's. Tensors are of the model's own dtype: autocast is not followed. The segments that the
+    of explicit GEMM on one sample, its input unrolled (the paper asks cuDNN, which needs a GPU). The context is the
+    device description's. Tensors have the model's own dtype: autocast is not followed. The segments that the
     allocator reserves around tensors are not modelled.
     """
 
@@ -43,7 +43,7 @@ class DNNMem(Peer):
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         model = meta_model(workload)
-        with explained("the forward pass", model):
+        with explain_errors("the forward pass", model):
             inputs, targets = workload.batch("meta")
             operators = _record(workload, model, inputs, targets)
         weights = sum(map(_round_up, unique_bytes(model.parameters())))
@@ -64,7 +64,8 @@ class DNNMem(Peer):
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """One forward operator: the tensors it makes (id -> bytes), the ids it reads that need a gradient, workspace."""
+    """One forward operator: the tensors it makes (id -> bytes), the read ids that need a gradient, and its
+    workspace."""
 
     made: Mapping[int, int]
     read: tuple[int, ...]
@@ -72,7 +73,7 @@ class _Operator:
 
 
 def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
-    """Return the bytes at the peak, by kind, above what lives throughout."""
+    """Return the bytes at the peak, by kind, without the tensors that live throughout."""
     size = {tensor: nbytes for op in operators for tensor, nbytes in op.made.items()}
     outputs = gradients = 0
     peak = {"outputs": 0, "output gradients": 0, "workspace": 0}
@@ -104,12 +105,12 @@ def _liveness(operators: Sequence[_Operator]) -> dict[str, int]:
 def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) -> list[_Operator]:
     """Return the forward operators of model and loss, in order, from dispatch on meta tensors."""
     operators: list[_Operator] = []
-    held = {}  # storage -> itself: what is kept alive keeps its identity, and meta storages cost nothing
+    storages = {}  # storage -> itself: living storages keep their ids, and meta storages take no memory
     made_here: set[int] = set()
 
     def storage_of(tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        held[storage._cdata] = storage
+        storages[storage._cdata] = storage
         return int(storage._cdata)
 
     class Recorder(TorchDispatchMode):
@@ -139,7 +140,7 @@ def _record(workload: TrainingJob, model: nn.Module, inputs: Any, targets: Any) 
 
 
 def _workspace(func: Callable[..., Any], args: Sequence[Any]) -> int:
-    """Return the bytes of one sample's unrolled input; 0 for anything but a convolution."""
+    """Return the bytes of one sample's unrolled input; 0 for operators other than convolutions."""
     if not str(func).startswith("aten.convolution"):
         return 0
     given, weight = args[0], args[1]

@@ -18,7 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from learn.job.training_job import TrainingJob
-from learn.peers.base import CannotEstimate, Peer, PlainStep, batch_tensors, explained, meta_model, on_device
+from learn.peers.base import CannotEstimate, Peer, PlainStep, batch_tensors, explain_errors, meta_model, on_device
 
 
 class FakeTensor(Peer):
@@ -37,16 +37,16 @@ class FakeTensor(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
-        # The mode logs a traceback of each operator that fails; the reason that is raised says as much.
+        # The mode logs a traceback for each operator that fails; the raised reason repeats it.
         logger, quiet = logging.getLogger("torch._subclasses.fake_tensor"), contextlib.ExitStack()
         quiet.callback(setattr, logger, "disabled", logger.disabled)
         logger.disabled = True
         # A model may hold plain tensors in addition to its buffers.
         with quiet, fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             model = _fake_model(workload)
-            with explained("making the batch"), torch.device("cpu"):
+            with explain_errors("making the batch"), torch.device("cpu"):
                 inputs, targets = workload.batch("cpu")
-            with explained("the training step", model):
+            with explain_errors("the training step", model):
                 step = PlainStep(workload, model, "cpu")
                 tracker = MemTracker()
                 tracker.track_external(model, step.optimizer, *batch_tensors(inputs, targets))
@@ -64,11 +64,11 @@ class FakeTensor(Peer):
 def _fake_model(workload: TrainingJob) -> nn.Module:
     """Return the model with fake tensors of the CPU, under the mode that the caller has entered.
 
-    A model that reads figures from tensors while it is built (stochastic depth's rates, in timm) can't be built of fake
-    ones; it is built on meta with `unset_fake_temporarily`, where figures asked of the CPU are real, and converted.
+    A model that reads values of tensors while it is built (stochastic depth's rates, in timm) cannot be built of fake
+    tensors. It is built on meta with `unset_fake_temporarily`, where tensors on the CPU are real, and then converted.
     """
     try:
-        with explained("building the model"), torch.device("cpu"):
+        with explain_errors("building the model"), torch.device("cpu"):
             model = workload.build()
     except CannotEstimate:
         with fake_tensor.unset_fake_temporarily():

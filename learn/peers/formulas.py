@@ -1,6 +1,6 @@
 """Published formulas of a training job's memory: `deepspeed`, `horus` and `llmem`, each from its paper.
 
-Start reading at `parts_mib` of the class; its docstring names the source and what it covers.
+Start reading at `parts_mib` of each class; the class's docstring names the source and the coverage.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class DeepSpeed(Peer):
 
     Source: stages 0 and 1: Rajbhandari et al., ZeRO, SC 2020, sections 3.1 and 5.1 (K = 12: fp32 copy, momentum and
     variance). Stages 2 and 3: DeepSpeed's own `estimate_zero2_model_states_mem_needs` and its sibling for stage 3,
-    which reserve more than the paper's 2P + 14P/n and 16P/n. The fp32 column is Adam's four fp32 tensors, of which
-    stage 1 shards the last two. Covers Adam and AdamW. It covers model states only, so it is a floor and no peak. A
-    layer is a module with parameters of its own.
+    which reserve more than the paper's 2P + 14P/n and 16P/n. The fp32 column is Adam's four fp32 tensors; stage 1
+    shards the last two. Covers Adam and AdamW. It covers model states only, so it is a lower limit, not a peak. A layer
+    is a module with its own parameters.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -64,15 +64,15 @@ class DeepSpeed(Peer):
         elif self.stage == 2:
             parts = {"parameters": 4 * count, "sharded model states": 16 * count / n}
         else:
-            each, state = (2, 12) if mixed else (4, 8)
+            weight_bytes, state = (2, 12) if mixed else (4, 8)
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            parts = {"parameters": each * count, "gradients": each * trained}
+            parts = {"parameters": weight_bytes * count, "gradients": weight_bytes * trained}
             parts["optimizer state"] = state * trained / (n if self.stage else 1)
         return {name: nbytes / MIB for name, nbytes in parts.items()}
 
 
 FRAMEWORK_MIB = 800.0
-BYTES = 4  # the formula is of fp32, whatever the precision
+BYTES = 4  # bytes of an element: the formula is for fp32, whatever the precision
 _NOT_COUNTED = ("Pool", "Drop", "StochasticDepth", "Identity", "Flatten")
 
 
@@ -80,10 +80,10 @@ class Horus(Peer):
     """MiB = 800 + P + b (A + P): P parameters and A activations of one sample, both in fp32 MiB, b the batch size.
 
     Source: Yeung et al., Horus: Interference-aware and prediction-based scheduling in deep learning systems, IEEE TPDS
-    33(1), 2022. A stands for the outputs of the layers that one sample makes. Assumed, since its published figures
-    for six well-known CNNs come out so to within 0.03 %: the outputs of modules that call no other module, in-place
-    activations counted, windowed pooling, dropout and what only passes or reshapes left out. What a model computes
-    between its modules (functional ReLU, attention scores, additions) is not seen. The optimizer, the device and the
+    33(1), 2022. A stands for the layers' outputs for one sample. Assumed, since it reproduces its published figures for
+    six well-known CNNs to within 0.03 %: the outputs of modules that call no other module, with in-place activations,
+    and without windowed pooling, dropout and modules that only pass or reshape. Operators between modules (functional
+    ReLU, attention scores, additions) are not seen. The optimizer, the device and the precision play no part.
     precision play no part.
     """
 
@@ -112,7 +112,7 @@ def _counts(module: nn.Module) -> bool:
 
 
 PAGE = 2 * 2**20  # bytes; CUDA's memory page
-CHUNK = 32 * 2**20  # elements; the least chunk that Colossal-AI's chunk manager takes by default
+CHUNK = 32 * 2**20  # elements; the smallest chunk of Colossal-AI's chunk manager by default
 B16, B32 = 2, 4  # bytes of an element
 PRECISIONS = ("bf16", "fp16")
 
@@ -120,18 +120,18 @@ PRECISIONS = ("bf16", "fp16")
 class LLMem(Peer):
     """m_base + m_p + m_os + m_out + m_lm, each rounded up to pages of 2 MiB:
 
-    m_p     (embedding + other parameters in whole chunks) * (2 + 4) bytes: fp16, where the gradients go too, and fp32
+    m_p     (embedding + other parameters in whole chunks) * (2 + 4) bytes: fp16, shared with the gradients, and fp32
     m_os    8 bytes a parameter of each embedding and linear layer: Adam's momentum and variance
-    m_out   2 bytes * batch * sequence * hidden * (embeddings + layers): what gradient checkpointing keeps
+    m_out   2 bytes * batch * sequence * hidden * (embeddings + layers): outputs that gradient checkpointing keeps
     m_lm    logits, twice the logits shifted by one token for the loss, and the language-model head's weights
 
     Source: Kim et al., LLMem: Estimating GPU memory usage for fine-tuning pre-trained LLMs, IJCAI 2024
-    (arXiv 2404.10933), the single-GPU formula. It is of full fine-tuning of decoders in Colossal-AI: 16-bit mixed
-    precision, Adam, gradient checkpointing. What is anything else is refused by name.
+    (arXiv 2404.10933), the single-GPU formula, for full fine-tuning of decoders in Colossal-AI: 16-bit mixed
+    precision, Adam, gradient checkpointing. Other jobs are refused with a reason.
 
-    Assumed: m_base, which the paper measures, is the device's context; chunks have 32 Mi elements (Colossal-AI searches
-    for the size from there); logits are 16 bits wide (the paper has CodeGen's and GPT-Neo's in 32); a head tied to the
-    embedding adds no weights of its own.
+    Assumed: m_base, which the paper measures, is the device's context; chunks have 32 Mi elements (where the search of
+    Colossal-AI begins); logits are 16 bits wide (the paper has CodeGen's and GPT-Neo's in 32); a head tied to the
+    embedding has no weights of its own.
     """
 
     name: ClassVar[str] = "llmem"
@@ -168,7 +168,7 @@ def _language_model(
 ) -> tuple[list[nn.Embedding], nn.ModuleList, nn.Linear, tuple[int, ...]]:
     """Return a transformer language model's embeddings, its layers, its head, and the shape of its logits.
 
-    Raises `CannotEstimate` that names why the model is not one.
+    Raises `CannotEstimate` with the reason why the model is not one.
     """
 
     def refuse(why: str) -> CannotEstimate:
@@ -211,7 +211,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _checkpoints(model: nn.Module) -> bool:
-    """Return whether a model of `transformers` has its gradient checkpointing on."""
+    """Return whether gradient checkpointing of a `transformers` model is on."""
     return bool(getattr(model, "is_gradient_checkpointing", False)) or any(
         getattr(m, "gradient_checkpointing", False) is True for m in model.modules()
     )

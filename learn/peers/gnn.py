@@ -1,12 +1,12 @@
 """A graph network over the operators of the forward pass, with a conformal bound from held-out groups.
 
-Start reading at `GNNEstimator.fit` and `GraphNet.forward`. torch-geometric is imported when a net is made: it takes
-seconds, and one of its dependencies tries a socket.
+Start reading at `GNNEstimator.fit` and `GraphNet.forward`. torch-geometric is imported when a net is made: the import
+takes seconds, and one of its dependencies opens a socket.
 
 After DNNPerf (Gao et al., ICSE-SEIP 2023), which learns memory and time from a computation graph's node and edge
 features, and PerfSeer, which adds features of the whole graph. Ours: operators of the traced step, residual GINE
 convolutions, and a readout that adds up sizes: memory is a constant, the weights with their gradients and states, and a
-share of what each operator writes.
+share of each operator's output.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from learn.peers.base import arrays_of, quiet_torch, steady, train_best, with_ar
 from learn.rows.data import Rows
 from learn.rows.step_store import StepRecord, StepStore
 
-FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out: more of them where rows are few
+FOLDS, FEW_FOLDS, FEW_ROWS = 5, 3, 200  # one fold is held out; there are fewer folds where rows are few
 LEAST_ROWS = 10
-CATEGORIES = 64  # categories of operators; `featurize.operators.table.VOCABULARY` may grow
+CATEGORIES = 64  # categories of operators: room for `featurize.operators.table.VOCABULARY` to grow
 _MIB_LOG2 = 20
 
-# Features of the whole graph, in addition to those of the device (`gpu_*`). None is the trace's own figure of memory or
+# Features of the whole graph, in addition to those of the device (`gpu_*`). None is the trace's figure of memory or
 # time.
 _SCALARS = (
     "net_states",
@@ -64,7 +64,7 @@ _SUMMED = ("log_bytes_written", "log_flops")  # node columns that are also summe
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """Columns of the inputs, and how they are standardised. Columns by name, (columns, 2) mean and scale."""
+    """Names of the input columns, and (columns, 2) mean and scale to standardise them."""
 
     node_columns: tuple[str, ...]
     scalar_columns: tuple[str, ...]
@@ -74,11 +74,11 @@ class Scaling:
 
 class GNNEstimator(Estimator):
     """Learns any target from the operator graph, of configs and modules alike. A fifth of the groups is held out (a
-    third of few): it decides which of the last epochs is kept, and its errors are the distribution and the bound.
+    third where rows are few): it selects among the last epochs, and its errors are the distribution and the bound.
 
     Out-of-memory rows count as errors where the estimate is below the device's memory. A case that cannot be traced is
-    refused, and left out when fitting. Since the same held-out rows choose the epoch and calibrate the bound, the bound
-    leans a little low: it is not a bound from rows that fitting never looked at.
+    refused, and left out of fits. The same held-out rows choose the epoch and calibrate the bound, so the bound is
+    slightly low: no rows are kept from the fit entirely.
     """
 
     name: ClassVar[str] = "gnn"
@@ -86,7 +86,7 @@ class GNNEstimator(Estimator):
     uses_out_of_memory: ClassVar[bool] = True
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
-        """Fit on the rows that can be traced; at least 10 with exact labels, in 2 groups, or `UsageError`."""
+        """Fit on the rows that can be traced. Raises `UsageError` for fewer than 10 exact labels or 2 groups."""
         require_rows(rows, least=LEAST_ROWS)
         rows, records = traced_rows(rows.trusted, StepStore() if steps is None else steps, LEAST_ROWS)
         self.target = rows.target
@@ -166,7 +166,7 @@ class GNNEstimator(Estimator):
 
 
 def graph_of(case: Case, record: StepRecord) -> Graph:
-    """Return a case's graph before it is standardised, without scalars by column."""
+    """Return a case's graph with raw features, before its scalars are ordered by column."""
     graph = record.operator_graph()
     columns = tuple(map(str, graph["node_columns"]))
     categories = np.minimum(graph["categories"].astype(np.int64), CATEGORIES - 1)
@@ -181,15 +181,15 @@ def graph_of(case: Case, record: StepRecord) -> Graph:
     source, reader = graph["edges"].astype(np.int64)
     written = graph["nodes"][:, columns.index("log_bytes_written")].astype(float)
     inner = written[source] / _MIB_LOG2, np.log1p(reader - source) / 4
-    # Both ways, distinguished by the last feature: what an operator keeps depends on who reads it.
-    there, back = (np.stack([*inner, np.full(len(source), way)], axis=1) for way in (0.0, 1.0))
+    # Edges in both directions, distinguished by the last feature: an operator's kept memory depends on its readers.
+    forward_edges, backward_edges = (np.stack([*inner, np.full(len(source), way)], axis=1) for way in (0.0, 1.0))
     return Graph(
         node_columns=columns,
         category_V=categories,
         nodes_VX=graph["nodes"],
         source_E=np.concatenate([source, reader]),
         reader_E=np.concatenate([reader, source]),
-        edges_EZ=np.concatenate([there, back]).astype(np.float32),
+        edges_EZ=np.concatenate([forward_edges, backward_edges]).astype(np.float32),
         scalars=scalars,
         size_V=np.exp2(written - _MIB_LOG2).astype(np.float32),
         states=float(4 * 2 ** (values["net_log_parameters"] - _MIB_LOG2) * (2 + values["net_states"])),
@@ -197,7 +197,7 @@ def graph_of(case: Case, record: StepRecord) -> Graph:
 
 
 def scaled(graph: Graph, scaling: Scaling) -> Graph:
-    """Return the graph with standardised features. Raises `UsageError` where it has other columns than the fit."""
+    """Return the graph with standardised features. Raises `UsageError` where its columns differ from the fit's."""
     if graph.node_columns != scaling.node_columns:
         raise UsageError("the operator graph has other columns than when this was fitted: fit it again")
     scalars = np.array([graph.scalars.get(name, 0.0) for name in scaling.scalar_columns])
@@ -218,7 +218,7 @@ def _mean_and_scale(table: np.ndarray) -> np.ndarray:
 
 
 def _standardise(values: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """float32; what lies far from everything seen is taken as 6 deviations away."""
+    """Return the values in float32, standardised and clipped to 6 deviations."""
     return np.asarray(np.clip((values - by[:, 0]) / by[:, 1], -6.0, 6.0), dtype=np.float32)
 
 
@@ -226,14 +226,14 @@ def _standardise(values: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 WIDTH = 48
 CONVOLUTIONS = 3
-_LEAST_LOG, _MOST_LOG = -8.0, 3.0  # share of an operator's output that counts
+_LEAST_LOG, _MOST_LOG = -8.0, 3.0  # limits of the logarithm of the counted share of an operator's output
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
     """One case. category_V int64; nodes_VX, edges_EZ, scalars_S float, the first and the last standardised by `scaled`;
-    source_E, reader_E int64; size_V: mebibytes that each operator writes; states: mebibytes of weights, gradients and
-    the optimizer's states. Nodes have a column each of node_columns; scalars are by name."""
+    source_E, reader_E int64; size_V: mebibytes of each operator's output; states: mebibytes of weights, gradients and
+    optimizer state. Nodes have a column for each of node_columns; scalars are by name."""
 
     node_columns: tuple[str, ...]
     category_V: np.ndarray
@@ -260,21 +260,21 @@ class Batch:
 
     @classmethod
     def of(cls, graphs: Sequence[Graph], dtype: torch.dtype = torch.float32) -> Batch:
-        """Return the graphs side by side, none joined to another."""
+        """Return the graphs in one batch, without edges between them."""
         counts = [len(graph.category_V) for graph in graphs]
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
         ends = [np.stack([graph.source_E, graph.reader_E]) + start for graph, start in zip(graphs, first, strict=True)]
 
-        def joined(name: str) -> Tensor:
+        def join(name: str) -> Tensor:
             return torch.from_numpy(np.concatenate([getattr(graph, name) for graph in graphs])).to(dtype)
 
         return cls(
             category_V=torch.from_numpy(np.concatenate([graph.category_V for graph in graphs])),
-            nodes_VX=joined("nodes_VX"),
+            nodes_VX=join("nodes_VX"),
             ends_2E=torch.from_numpy(np.concatenate(ends, axis=1)),
-            edges_EZ=joined("edges_EZ"),
+            edges_EZ=join("edges_EZ"),
             scalars_GS=torch.from_numpy(np.stack([graph.scalars_S for graph in graphs])).to(dtype),
-            size_V=joined("size_V"),
+            size_V=join("size_V"),
             states_G=torch.tensor([graph.states for graph in graphs], dtype=dtype),
             graph_V=torch.from_numpy(np.repeat(np.arange(len(graphs)), counts)),
         )
@@ -283,9 +283,9 @@ class Batch:
 class GraphNet(nn.Module):
     """Message passing over operators, then a readout of the graph.
 
-    kind  `sum`: the logarithm of a sum of sizes: a constant, a multiple of the states and a share of what each
-          operator writes, all learned. `ratio`: a sigmoid. `plain`: a number. `offset` and `scale`: of the label; the
-          offset of a sum is the constant's.
+    kind  `sum`: the logarithm of a sum of sizes: a constant, a multiple of the states and a share of each operator's
+          output, all learned. `ratio`: a sigmoid. `plain`: a number. `offset` and `scale` are the label's; for a sum,
+          the offset is the constant's.
     """
 
     def __init__(
@@ -342,9 +342,9 @@ def train(
     *,
     epochs: int,
 ) -> GraphNet:
-    """Return the net, trained on the graphs outside `held_out` (n,) bool, as it was when those were estimated best.
+    """Return the net trained on the graphs outside `held_out` (n,) bool, of the epoch that estimates those best.
 
-    label (n,) is in the target's space; where censored, only what is below it is an error.
+    label (n,) is in the target's space; where censored, only an estimate below it is an error.
     """
     inside, outside = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=1e-4)
@@ -353,7 +353,7 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.15)
     rng = np.random.default_rng(seed)
     tolerance = 0.05 * (net.scale if net.kind == "plain" else 1.0)
-    held = [(part, Batch.of([graphs[i] for i in part])) for part in _parts(outside, 128)]
+    held_out_batches = [(part, Batch.of([graphs[i] for i in part])) for part in _parts(outside, 128)]
 
     def loss_of(part: np.ndarray) -> Tensor:
         error = _errors(net, Batch.of([graphs[i] for i in part]), label[part], censored[part])
@@ -361,7 +361,9 @@ def train(
 
     def held_out_loss() -> float:
         with torch.no_grad():
-            return sum(_errors(net, batch, label[part], censored[part]).abs().sum().item() for part, batch in held)
+            return sum(
+                _errors(net, batch, label[part], censored[part]).abs().sum().item() for part, batch in held_out_batches
+            )
 
     return train_best(
         net,
@@ -371,7 +373,7 @@ def train(
         loss_of,
         held_out_loss,
         epochs=epochs,
-        first=epochs // 2,  # the best is among the last, when the steps are small
+        first=epochs // 2,  # the best one is among the last, when the steps are small
     )
 
 

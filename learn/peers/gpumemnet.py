@@ -9,11 +9,11 @@ parameters), in encoders 6 wide with 3 heads (wider ones were worse with a few h
 depth; cross entropy; rows that ran out of the largest card as members of the top bin; the upper edge of the likeliest
 bin as the estimate of memory.
 
-Ours: true sizes in place of a summary tool's, as logarithms and standardised; fewer members, and wider perceptrons,
-each trained without a fold of its own, whose rows decide when to stop and calibrate the bound (their perceptrons are 4
-to 8 wide and 6 to 16 of them, with batch norm and batches of 128 rows); GB are 1024 MiB; the middle of the likeliest
-bin as the estimate of utilization; the sequence cut into at most 48 runs of layers, each with counts of its kinds and
-sums of its sizes; its mean and maximum, not its sum, joined to the scalars; rows that ran out of a smaller card as
+Ours: true sizes in place of a summary tool's, as logarithms and standardised; fewer members, and wider perceptrons.
+Each is trained without its own fold, whose rows decide when to stop and calibrate the bound. (The published perceptrons
+are 4 to 8 wide, 6 to 16 of them, with batch norm and batches of 128 rows.) GB are 1024 MiB; the middle of the likeliest
+bin is the estimate of utilization; the sequence is cut into at most 48 runs of layers, each with counts of its kinds
+and sums of its sizes; its mean and maximum, not its sum, join the scalars; rows that ran out of a smaller card are
 members of its bin or any above.
 """
 
@@ -54,7 +54,7 @@ from learn.rows.data import MIB_PER_GB, Rows, default_bin_gb, utilization_bins
 from learn.rows.step_store import StepStore
 
 FOLDS = 5
-LEAST_ROWS = 10  # rows of a family, for an ensemble of its own
+LEAST_ROWS = 10  # rows that a family's ensemble needs
 MAX_TOKENS = 48
 
 _COUNTS = (
@@ -80,7 +80,7 @@ _SIZES = ("batch_size", "parameters", "output_elements", "batch_output_elements"
 
 @dataclass(frozen=True)
 class NetTraining:
-    """How long and how fast. `steps` is a budget, from which and the number of rows epochs and batches follow."""
+    """Settings of a training. `steps` is a budget; epochs and batch size follow from it and the number of rows."""
 
     steps: int
     most_epochs: int
@@ -98,7 +98,7 @@ class NetTraining:
 class Ensemble:
     """An ensemble fitted to one family.
 
-    edges    (k + 1,) of its bins; mean, scale (s,) of its scalars; weights: arrays by name, of each member
+    edges    (k + 1,) of its bins; mean, scale (s,) of its scalars; weights: arrays by name, for each member
     scores   (m,) ascending: see `BinnedPrediction.scores`
     """
 
@@ -110,10 +110,10 @@ class Ensemble:
 
 
 class GPUMemNetEstimator(Estimator):
-    """Base of both estimators. A family that was not fitted, and anything but a trial config, is refused by row.
+    """Base of both estimators. Families that were not fitted, and jobs without a trial config, are refused by row.
 
-    Since the rows that a member is trained without choose its epoch and calibrate the bound, the bound leans a little
-    low: it is not a bound from rows that fitting never looked at.
+    The rows that a member is trained without choose its epoch and calibrate the bound, so the bound is slightly low: no
+    rows are kept from the fit entirely.
     """
 
     targets: ClassVar[tuple[str, ...] | None] = ("memory", "smact", "smocc", "drama")
@@ -127,8 +127,8 @@ class GPUMemNetEstimator(Estimator):
         """Return an untrained member."""
 
     def fit(self, rows: Rows, steps: StepStore | None = None) -> Self:
-        """Fit one ensemble a family to the rows with exact labels (10 at least, in 2 groups) and the out-of-memory
-        ones. `UsageError` where no family has as many."""
+        """Fit one ensemble a family to the rows with exact labels (at least 10, in 2 groups) and the out-of-memory
+        rows. Raises `UsageError` where no family has enough rows."""
         require_target(type(self), rows.target.name)
         require_rows(rows, least=LEAST_ROWS)
         rows = rows.trusted
@@ -166,10 +166,10 @@ class GPUMemNetEstimator(Estimator):
                 train_member(net, inputs, classes, or_above, held_out, self.training, self.seed * 1000 + member)
                 weights.append(arrays_of(net))
             candidate = Ensemble(edges, mean, scale, (weights[-1],), np.empty(0))
-            held = rows.subset(held_out)
-            mass = self._probabilities(candidate, _configs(held.cases), first=member)
-            bins = np.broadcast_to(edges, (len(held), len(edges)))
-            score[held_out] = cumulative(bins, mass, held.label[:, None])[:, 0]
+            held_out_rows = rows.subset(held_out)
+            mass = self._probabilities(candidate, _configs(held_out_rows.cases), first=member)
+            bins = np.broadcast_to(edges, (len(held_out_rows), len(edges)))
+            score[held_out] = cumulative(bins, mass, held_out_rows.label[:, None])[:, 0]
         scores = np.sort(score[~rows.censored & ~np.isnan(score)])
         return Ensemble(edges, mean, scale, tuple(weights), scores)
 
@@ -239,9 +239,9 @@ class GPUMemNetEstimator(Estimator):
         return loaded
 
     def _probabilities(self, ensemble: Ensemble, configs: Sequence[TrialConfig], first: int = 0) -> np.ndarray:
-        """Return (n, k) probabilities, the mean over the ensemble's members, of which the first has that number."""
+        """Return (n, k) probabilities, the mean over the ensemble's members, numbered from `first`."""
         inputs = self._inputs(configs, ensemble.mean, ensemble.scale, np.float64)
-        with quiet_torch(0):  # a net draws weights before it is given its own
+        with quiet_torch(0):  # a net draws random weights before it gets its own
             nets = [
                 with_arrays(self._net(member, len(ensemble.mean), len(ensemble.edges) - 1), weights)
                 for member, weights in enumerate(ensemble.weights, start=first)
@@ -293,9 +293,9 @@ class BinnedPrediction:
 
     edges          (n, k + 1), ascending, in the target's unit; rows with fewer bins repeat their last edge
     probabilities  (n, k), each row sums to 1
-    point_share    where in the likeliest bin the point lies: 0 its lower edge, 1 its upper
-    scores         ascending, in [0, 1]: where in their predicted distribution held-out labels lay, by kind of row
-    kind           (n,) int, whose scores bound the row; -1 in refused rows
+    point_share    place of the point in the likeliest bin: 0 its lower edge, 1 its upper
+    scores         ascending, in [0, 1]: quantiles of held-out labels in their predicted distribution, by kind of row
+    kind           (n,) int, index of the scores that bound the row; -1 in refused rows
     """
 
     edges: np.ndarray
@@ -309,7 +309,7 @@ class BinnedPrediction:
     outside: frozenset[int] = frozenset()
 
     def held_of(self, row: int) -> None:
-        """None was left out: see `GPUMemNetEstimator`."""
+        """Return None: no groups are left out; see `GPUMemNetEstimator`."""
 
     @property
     def point(self) -> np.ndarray:
@@ -330,8 +330,9 @@ class BinnedPrediction:
         return class_masses(below, edges, self.edges[:, 0])
 
     def upper(self, level: float = LEVEL) -> np.ndarray | None:
-        """Distributional conformal prediction (Chernozhukov et al. 2021): the quantile of each row's own distribution
-        at the ceil((m + 1) * level)-th smallest of the m held-out scores; the largest where there are too few."""
+        """Return bounds by distributional conformal prediction (Chernozhukov et al. 2021): the quantile of each row's
+        own distribution at the ceil((m + 1) * level)-th smallest of the m held-out scores; the largest where they are
+        too few."""
         if not any(scores.size for scores in self.scores):
             return None
         q = np.full(len(self.kind), np.nan)
@@ -341,7 +342,7 @@ class BinnedPrediction:
         return np.asarray(np.maximum(self._quantile(q), self.point))
 
     def _quantile(self, q: np.ndarray) -> np.ndarray:
-        """Return (n,) where each row's distribution reaches q, by linear interpolation inside the bin."""
+        """Return (n,) the value at which each row's distribution reaches q, by linear interpolation inside the bin."""
         row = np.arange(len(q))
         reached = np.cumsum(self.probabilities, axis=1)
         reached[:, -1] = np.where(np.isnan(reached[:, -1]), np.nan, 1.0)
@@ -353,20 +354,20 @@ class BinnedPrediction:
 
 
 def cumulative(edges: np.ndarray, probabilities: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return (n, v) mass below each of the values (n, v), under bins (n, k + 1) of the probabilities (n, k)."""
+    """Return (n, v) mass below each of the values (n, v), given bins (n, k + 1) and probabilities (n, k)."""
     below = np.zeros(values.shape)
     for k in range(probabilities.shape[1]):
         low, width = edges[:, k, None], edges[:, k + 1, None] - edges[:, k, None]
         share = np.clip((values - low) / np.maximum(width, 1e-300), 0.0, 1.0)
         below = below + probabilities[:, k, None] * share
-    # Above the last edge there is nothing, whatever the sum was rounded to.
+    # No mass lies above the last edge, whatever the sum was rounded to.
     return np.where(values >= edges[:, -1:], 1.0, np.minimum(below, 1.0))
 
 
 def bin_edges(rows: Rows) -> np.ndarray:
-    """Return (k + 1,) edges of one family's bins. Memory: from 0 to above the largest need, and a bin above the memory
-    of the largest device that jobs ran out of, unless others need more than it has. Utilization: the published
-    three."""
+    """Return (k + 1,) edges of one family's bins. For memory, they go from 0 to above the largest need; a bin above the
+    memory of the largest device that jobs ran out of is added, unless other jobs need more. For utilization, they are
+    the published three."""
     family = str(rows.family[0])
     if not rows.target.is_memory:
         return np.array([0.0, *utilization_bins(rows.target).edges_of([family])[0], 1.0])
@@ -381,10 +382,10 @@ def bin_edges(rows: Rows) -> np.ndarray:
 
 
 def classes_of(rows: Rows, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (n,) int bin of each of a family's rows, and (n,) bool: it is that one or any above.
+    """Return (n,) int bin of each of a family's rows, and (n,) bool: whether it is that bin or any above.
 
-    As published, what ran out of the largest device is in the bin above it, the top one. Of what ran out of a smaller
-    device no more is known than that: it is in that device's bin or above."""
+    As published, rows that ran out of the largest device are in the bin above it, the top one. Rows that ran out of a
+    smaller device are in that device's bin or above."""
     top = len(edges) - 2
     classes = np.clip(np.searchsorted(edges, rows.label, side="right") - 1, 0, top)
     if rows.censored.any() and edges[top] > rows.exact.label.max():
@@ -393,7 +394,7 @@ def classes_of(rows: Rows, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _configs(cases: Sequence[Case]) -> list[TrialConfig]:
-    """Return the trial configs of cases that have one each."""
+    """Return the trial configs of the cases; each has one."""
     return [case.config for case in cases if case.config is not None]
 
 
@@ -413,8 +414,8 @@ def scalars_of(configs: Sequence[TrialConfig]) -> np.ndarray:
 
 def tokens_of(config: TrialConfig) -> np.ndarray:
     """Return (l, t), the layer sequence, l at most `MAX_TOKENS`: log counts of `KINDS` in a run of layers, and
-    logarithms of its activations, of these times the batch size, and of its parameters. Short plans have a token a
-    layer."""
+    logarithms of its activations, of its activations times the batch size, and of its parameters. Short plans have a
+    token a layer."""
     place = {**{kind: i for i, kind in enumerate(KINDS)}, **dict.fromkeys(ACTIVATIONS, KINDS.index("activation"))}
     plan = layers_of(config)
     count = max(1, min(len(plan), MAX_TOKENS))
@@ -433,14 +434,14 @@ def tokens_of(config: TrialConfig) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Inputs:
-    """scalars_NS; tokens_NLT, zero beyond each row's length_N. Networks on counts alone have tokens of length 0."""
+    """scalars_NS; tokens_NLT, zero beyond each row's length_N. Networks on counts alone have sequences of length 0."""
 
     scalars_NS: np.ndarray
     tokens_NLT: np.ndarray
     length_N: np.ndarray
 
     def at(self, index: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows of those positions as tensors, tokens cut to the longest of them."""
+        """Return the rows `index` as tensors, with tokens cut to the longest of them."""
         longest = int(self.length_N[index].max(initial=0))
         return _tensor(self.scalars_NS[index]), _tensor(self.tokens_NLT[index, :longest]), _tensor(self.length_N[index])
 
@@ -485,7 +486,7 @@ class SequenceNet(nn.Module):
 
 
 class _Encoder(nn.Module):
-    """Attention and a feed-forward part, each normalised before."""
+    """Attention and a feed-forward part, each with layer normalisation before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -504,7 +505,7 @@ class _Encoder(nn.Module):
 
 
 def _positions(length: int, width: int) -> Tensor:
-    """Sines and cosines, (L, D) (Vaswani et al. 2017)."""
+    """Return sines and cosines of positions, (L, D) (Vaswani et al. 2017)."""
     rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angle = torch.arange(length)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)
@@ -519,9 +520,9 @@ def train_member(
     how: NetTraining,
     seed: int,
 ) -> nn.Module:
-    """Return the net, trained on the rows outside `held_out` (n,) bool, as it was when those were estimated best.
+    """Return the net trained on the rows outside `held_out` (n,) bool, of the epoch that estimates those best.
 
-    classes (n,) int; `or_above` (n,) bool: the row's class is that one or any above."""
+    classes (n,) int; `or_above` (n,) bool: whether the row's class is that one or any above."""
     inside, outside = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     target = torch.from_numpy(classes), torch.from_numpy(or_above)
     epochs = how.epochs(len(inside))
@@ -552,8 +553,7 @@ def probabilities(net: nn.Module, inputs: Inputs) -> np.ndarray:
 
 
 def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return the rows in batches of about equal lengths, in random order: what is short need not be padded to the
-    longest."""
+    """Return the rows in batches of about equal lengths, in random order, so that short rows need little padding."""
     shuffled = rng.permutation(rows)
     ordered = shuffled[np.argsort(length[shuffled], kind="stable")]
     batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
@@ -561,7 +561,7 @@ def _batches(rows: np.ndarray, length: np.ndarray, size: int, rng: np.random.Gen
 
 
 def _losses(net: nn.Module, inputs: Inputs, target: tuple[Tensor, Tensor], rows: np.ndarray) -> Tensor:
-    """Return (n,), minus the logarithm of the net's probability of the row's class, or to that one and all above."""
+    """Return (n,) minus the logarithm of the net's probability of the row's class, or of it and all above."""
     logits_NC, class_N, or_above_N = net(*inputs.at(rows)), target[0][rows], target[1][rows]
     loss_N = F.cross_entropy(logits_NC, class_N, reduction="none")
     if not or_above_N.any():

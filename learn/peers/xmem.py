@@ -26,7 +26,7 @@ from learn.peers.base import (
     Peer,
     PlainStep,
     batch_tensors,
-    explained,
+    explain_errors,
     leaf_outputs,
     meta_model,
     real_model,
@@ -34,14 +34,15 @@ from learn.peers.base import (
 )
 
 STEPS = 2
-PREFIX = "xmem::"  # prefix of the marks that name a step's phases in the profile
+PREFIX = "xmem::"  # prefix of the names that mark a step's phases in the profile
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
-RAM_SHARE = 0.8  # share of the free memory; the rest is for what the first guess leaves out
+RAM_SHARE = 0.8  # share of the free memory that may be used, as the forecast leaves some out
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilerEvent:
-    """One memory event of the profile: `nbytes` > 0 allocates at `address`, < 0 frees. `phase`: the last one begun."""
+    """One memory event of the profile: `nbytes` > 0 allocates at `address`, < 0 frees. `phase`: the last phase
+    begun."""
 
     address: int
     nbytes: int
@@ -52,7 +53,7 @@ class ProfilerEvent:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledBlock:
-    """Bytes from event `begin` up to event `end`; None: until after the last."""
+    """Bytes allocated from event `begin` until event `end`; None: never freed."""
 
     nbytes: int
     begin: int
@@ -65,16 +66,16 @@ class XMem(Peer):
 
     Source: Shi, Pezaros, Elkhatib, xMem, Middleware 2025 (arXiv 2510.21048); its predecessor is VeritasEst. Two
     training steps really run on the CPU under `torch.profiler`. Allocations and frees are paired into blocks by
-    address, and linked to the phase that they fall into. Lifetimes are those of the CPU, adjusted to the GPU's:
-    parameters and buffers live throughout, a batch for its step, gradients until `zero_grad`, what the optimizer's
-    first step keeps from there on. Memory taken outside any operator (Python, the profiler) is left out.
+    address, and assigned to the phase that they fall into. Lifetimes are the CPU's, adjusted to the GPU's: parameters
+    and buffers live throughout, a batch for its step, gradients until `zero_grad`, and blocks that the optimizer's
+    first step keeps, from there on. Memory allocated outside any operator (Python, the profiler) is left out.
 
-    Assumed: the estimate is the allocator's own peak; the paper adds the framework's share (the CUDA context), which it
-    measures beforehand and which is not part of this figure. The operators are the CPU's: its convolution and attention
-    kernels, its loop in the optimizer, its autocast; scratch memory that a CPU library takes by itself is not seen, and
-    neither is any workspace of cuBLAS or cuDNN.
+    Assumed: the estimate is the allocator's own peak; the paper adds the framework's share (the CUDA context), measured
+    beforehand, which is not part of this figure. The operators are the CPU's: its convolution and attention kernels,
+    its loop in the optimizer, its autocast. Scratch memory of CPU libraries, and workspaces of cuBLAS and cuDNN, are
+    not seen.
 
-    It takes as much real memory as the job, and the time of two steps on the CPU; where the free memory is too small it
+    It takes as much real memory as the job, and the time of two steps on the CPU; where too little memory is free, it
     refuses with the figure.
     """
 
@@ -91,10 +92,10 @@ class XMem(Peer):
 
 
 def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
-    """Return blocks of the events, by address. A free of what was allocated before the profile began is left out.
+    """Return blocks of the events, by address. Frees of memory allocated before the profile are left out.
 
-    What the first optimizer step leaves behind is the optimizer's state and stays; what a backward pass leaves behind
-    is a gradient, freed where the CPU freed it, at the latest by the next `zero_grad`.
+    Blocks that the first optimizer step keeps are the optimizer's state and stay. Blocks that a backward pass keeps are
+    gradients, freed where the CPU freed them, at the latest by the next `zero_grad`.
     """
     opened: dict[int, ProfiledBlock] = {}
     ended: list[ProfiledBlock] = []
@@ -110,18 +111,18 @@ def pair(events: Sequence[ProfilerEvent]) -> list[ProfiledBlock]:
             same = event.step == events[block.begin].step and event.phase == phase
             kind = "temporaries" if same and phase in ("optimizer", "backward") else block.kind
             ended.append(replace(block, end=i, kind=kind))
-    kept = [
+    remaining = [
         replace(block, end=cleared.get(events[block.begin].step + 1)) if block.kind == "gradients" else block
         for block in opened.values()
     ]
-    return sorted([*ended, *kept], key=lambda block: block.begin)
+    return sorted([*ended, *remaining], key=lambda block: block.begin)
 
 
 def replay(
     static: Iterable[int], batch: Iterable[int], events: Sequence[ProfilerEvent], blocks: Sequence[ProfiledBlock]
 ) -> tuple[int, dict[str, int]]:
-    """Return peak reserved bytes, and live bytes by kind when most were live. `static` are the sizes of parameters and
-    buffers, `batch` those of one step's batch."""
+    """Return peak reserved bytes, and live bytes by kind at the peak of live bytes. `static` are the sizes of
+    parameters and buffers, `batch` those of one step's batch."""
     allocator = CachingAllocator()
     live = {"parameters and buffers": 0, "batch": 0}
     for nbytes in static:
@@ -157,7 +158,7 @@ def replay(
 def _require_memory(workload: TrainingJob) -> None:
     """Raise `CannotEstimate` where the job is larger than this machine's free memory.
 
-    A model that does not run on meta, since it computes with values, runs once for real, without a backward pass.
+    A model that does not run on meta, as it computes with values, runs once in real memory, without a backward pass.
     """
     import psutil  # an extra
 
@@ -183,14 +184,15 @@ def _require_memory(workload: TrainingJob) -> None:
 
 
 def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[ProfilerEvent]]:
-    """(bytes of each parameter and buffer, bytes of each tensor of the batch, the events of two steps)."""
+    """Return the bytes of each parameter and buffer, the bytes of each tensor of the batch, and the events of two
+    steps."""
     if torch.autograd._profiler_enabled():
         raise CannotEstimate("a torch profiler is running in this process, and there can be only one")
     with torch.random.fork_rng(devices=[]):
         model = real_model(workload)
-        with explained("making the batch"):
+        with explain_errors("making the batch"):
             inputs, targets = workload.batch("cpu")
-        with explained("the training step", model):
+        with explain_errors("the training step", model):
             step = PlainStep(workload, model, "cpu")
             quiet = contextlib.ExitStack()
             if _LOG_LEVEL not in os.environ:  # else the profiler's library announces each start on stderr
@@ -208,7 +210,7 @@ def _mark(step: int, phase: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _events(roots: Iterable[Any]) -> list[ProfilerEvent]:
-    """Return the memory events of a profile's tree in the order of time, each with the phase that was last begun."""
+    """Return the memory events of a profile's tree in the order of time, each with the last phase begun."""
     marks: list[tuple[int, str]] = []
     moves: list[tuple[int, int, int, bool]] = []
     stack = [(root, False) for root in roots]

@@ -1,4 +1,4 @@
-"""The layouts of a job on a number of GPUs: all degrees of all modes that multiply to it, and which modes are tried.
+"""The layouts of a job on a number of GPUs: all degrees of the tried modes that multiply to it.
 
 Start reading at `meshes_of`. Torch-free.
 """
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOST_GPUS = 65_536
-LONG = 32_768  # tokens of a sample from which cp is tried unasked: the shortest length of torchtitan's figures with it
+LONG = (
+    32_768  # tokens of a sample from which cp is tried by default: the shortest length of torchtitan's figures for cp
+)
 _REPLICAS = "ddp"
 DEFAULT_MODES = tuple(mode for mode in MODES if mode != "cp")
-_OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on samples of their own
+_OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on different samples
 _ALL = (*MODES, EXPERTS)
 
 
@@ -42,8 +44,8 @@ class Modes:
     """The modes whose degrees a plan chooses.
 
     names    names of all modes, the outermost first
-    unasked  those among them that nobody named: they are tried beside fsdp alone
-    experts  numbers of experts of the model's mixtures, which `ep` divides
+    unasked  modes among them that were not named: they are combined with fsdp alone
+    experts  numbers of experts in the model's mixtures, which `ep` divides
     """
 
     names: tuple[str, ...] = DEFAULT_MODES
@@ -55,18 +57,18 @@ def modes_of(given: object, length: int = 0, experts: Iterable[int] = ()) -> Mod
     """Return the modes of a plan.
 
     Args:
-        given: Names of modes, or None: `DEFAULT_MODES`, `cp` where samples are `LONG` or longer, `ep` where the model
-            has experts.
-        length: Tokens of a sample; 0: they are not sequences.
-        experts: Numbers of experts of the model's mixtures.
+        given: Names of modes, or None: `DEFAULT_MODES`, with `cp` where samples are `LONG` or longer, and `ep` where
+            the model has experts.
+        length: Tokens of a sample; 0 where samples are not sequences.
+        experts: Numbers of experts in the model's mixtures.
 
     Raises:
-        UsageError: As `checked_modes`; `ep` is named, and the model has no experts.
-        EnvironmentProblem: A mode is named that the installed torch is too old for; unnamed ones are left out.
+        UsageError: As `check_modes`; or `ep` is named, and the model has no experts.
+        EnvironmentProblem: The installed torch is too old for a named mode; unnamed modes are left out instead.
     """
     counts = tuple(sorted(experts))
     if given is not None:
-        names = checked_modes(given)
+        names = check_modes(given)
         for name in names:
             if name in refused_modes():
                 raise EnvironmentProblem(refused_modes()[name])
@@ -76,7 +78,7 @@ def modes_of(given: object, length: int = 0, experts: Iterable[int] = ()) -> Mod
     apt = (("cp", length >= LONG), (EXPERTS, bool(counts)))
     unasked = tuple(name for name, is_apt in apt if is_apt and name not in refused_modes())
     modes = (name for name in (*DEFAULT_MODES, *unasked) if name not in refused_modes())
-    return Modes(checked_modes(tuple(modes)), unasked, counts)
+    return Modes(check_modes(tuple(modes)), unasked, counts)
 
 
 def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | None]) -> Modes:
@@ -85,23 +87,22 @@ def modes_of_job(given: object, inputs: object, model: Callable[[], nn.Module | 
     Args:
         given: As `modes_of` takes it.
         inputs: The model's inputs, on any device.
-        model: Makes it on the meta device, or None where it cannot; called where its experts matter.
+        model: Makes the model on the meta device, or returns None; called only where its experts matter.
 
     Raises:
         UsageError: As `modes_of`.
     """
     experts: set[int] = set()
-    if given is None or EXPERTS in checked_modes(given):
+    if given is None or EXPERTS in check_modes(given):
         from featurize.training.experts import expert_counts  # its imports take a while
 
-        made = model()
-        experts = set() if made is None else expert_counts(made)
+        built_model = model()
+        experts = set() if built_model is None else expert_counts(built_model)
     return modes_of(given, _tokens_of(inputs), experts)
 
 
 def _tokens_of(inputs: object) -> int:
-    """Return the length of sequences: of [N, length] whole numbers, or [N, length, width] floats; 0 where there are
-    none."""
+    """Return the length of sequences: of [N, length] integers, or [N, length, width] floats; 0 for other inputs."""
     from featurize.recording.values import tensors_of
 
     for tensor in tensors_of(inputs):
@@ -110,8 +111,8 @@ def _tokens_of(inputs: object) -> int:
     return 0
 
 
-def checked_modes(given: object) -> tuple[str, ...]:
-    """Return names of modes in their order, the outermost first. Raises `UsageError` for unknown ones."""
+def check_modes(given: object) -> tuple[str, ...]:
+    """Return names of modes in their order, the outermost first. Raises `UsageError` for unknown names."""
     names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list | tuple) else ()
     if not names:
         raise UsageError(f"modes must be names of modes, as in modes=[ddp,fsdp,tp], got {shown(given)}")
@@ -124,16 +125,16 @@ def checked_modes(given: object) -> tuple[str, ...]:
 def layout_settings(
     gpus: int, given: Mapping[str, Any] | str | None, modes: Sequence[str] = DEFAULT_MODES
 ) -> dict[str, Any]:
-    """Return the settings that all layouts of a plan share; each has those of its own modes.
+    """Return the settings that all layouts of a plan share; each layout uses those of its own modes.
 
     Args:
         gpus: Number of the job's GPUs.
         given: Settings without degrees, as `featurize.job.layout.parse_parallel` takes them.
-        modes: As `checked_modes` returns them.
+        modes: As `check_modes` returns them.
 
     Raises:
-        UsageError: A degree, a setting that is unknown or of no layout that is tried, a number of GPUs that does not
-            fill its nodes.
+        UsageError: A degree, an unknown setting, a setting of a mode that is not tried, or a number of GPUs that does
+            not fill its nodes.
     """
     if not isinstance(given, str | Mapping | None):
         raise UsageError(
@@ -152,7 +153,7 @@ def layout_settings(
             f"parallel: {', '.join(unused)}: of no layout that plan tries, which have {', '.join(modes)}, and zero "
             "where it is given"
         )
-    for mode in ("ddp", "fsdp"):  # between them they know all settings but tp's and cp's
+    for mode in ("ddp", "fsdp"):  # together they cover all settings except tp's and cp's
         layout_of({mode: gpus}, settings)
     return settings
 
@@ -160,13 +161,13 @@ def layout_settings(
 def apt_for_training(
     settings: Mapping[str, Any], gpus: int, training: Training
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the settings that layouts share, without `zero` where DeepSpeed does not go with the training, and a note
-    on that. Layouts of `ddp` alone are then those of DistributedDataParallel.
+    """Return the settings that layouts share, without `zero` where DeepSpeed does not support the training, and a note
+    on that. Layouts of `ddp` alone are then DistributedDataParallel's.
 
     Args:
         settings: As `layout_settings` returns them.
         gpus: Number of the job's GPUs.
-        training: Its settings.
+        training: The job's training settings.
     """
     if not settings.get("zero"):
         return settings, ()
@@ -185,8 +186,8 @@ def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parall
     return layout
 
 
-def checked_gpus(given: object) -> tuple[int, ...]:
-    """Return the numbers of GPUs that are asked about, each once. Raises `UsageError` for anything else."""
+def check_gpus(given: object) -> tuple[int, ...]:
+    """Return the numbers of GPUs to plan for, each once. Raises `UsageError` for other values."""
     several = given if isinstance(given, list | tuple) else (given,)
     for number in several:
         if not isinstance(number, int) or isinstance(number, bool) or not 2 <= number <= MOST_GPUS:
@@ -200,7 +201,7 @@ def checked_gpus(given: object) -> tuple[int, ...]:
 
 
 def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None) -> tuple[list[Parallel], list[str]]:
-    """Return the layouts of this many GPUs, in the order in which they are searched, and notes on what was left out.
+    """Return the layouts of this many GPUs, in search order, and notes on layouts that are left out.
 
     Args:
         gpus: Number of the job's GPUs.
@@ -212,7 +213,7 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
     layouts: list[Parallel] = []
     notes: dict[str, None] = dict.fromkeys(_notes_on(modes))
     for named in _all_degrees(gpus, modes, of_node):
-        if named.get("tp", 1) > of_node:  # tp's ranks talk within each layer: between nodes they lose
+        if named.get("tp", 1) > of_node:  # tp communicates within each layer: between nodes it always loses
             notes[f"tp over more than the {of_node} GPUs of a node is left out"] = None
             continue
         if all(named.get(mode, 1) > 1 for mode in ("pp", *_OF_DATA)):
@@ -240,16 +241,16 @@ def _notes_on(modes: Modes) -> Iterator[str]:
     if refused := refused_note(apt):
         yield refused
     if others := [mode for mode in known if mode not in modes.names]:
-        every = ",".join((*modes.names, *others))
-        yield f"{','.join(others)}: left out of this plan; modes= names what is tried, as in modes=[{every}]"
+        all_modes = ",".join((*modes.names, *others))
+        yield f"{','.join(others)}: left out of this plan; modes= names what is tried, as in modes=[{all_modes}]"
     if modes.unasked:
         unasked = ", ".join(modes.unasked)
         yield f"{unasked}: tried beside fsdp alone, within a node; with all other modes where modes= names it"
 
 
 def _all_degrees(gpus: int, modes: Modes, of_node: int) -> Iterator[dict[str, Any]]:
-    """Yield the degrees of all layouts, of which some cannot be. Those of `ep` divide all mixtures' experts, and the
-    ranks of a node at most."""
+    """Yield the degrees of all layouts, some of them impossible. `ep` divides all mixtures' experts, and is at most the
+    number of ranks in a node."""
     multiplied = [mode for mode in modes.names if mode != EXPERTS]
     for degrees in _products(gpus, len(multiplied)):
         named: dict[str, Any] = dict(zip(multiplied, degrees, strict=True))
@@ -263,7 +264,7 @@ def _all_degrees(gpus: int, modes: Modes, of_node: int) -> Iterator[dict[str, An
 
 
 def _is_beside_others(named: Mapping[str, int], unasked: Sequence[str], of_node: int) -> bool:
-    """Return whether a mode that nobody named is there beside others than fsdp, or beyond a node."""
+    """Return whether an unnamed mode is combined with others than fsdp, or goes beyond a node."""
     for mode in unasked:
         others = [other for other, degree in named.items() if degree > 1 and other not in (mode, "fsdp")]
         if named.get(mode, 1) > 1 and (others or named[mode] > of_node):
@@ -272,14 +273,14 @@ def _is_beside_others(named: Mapping[str, int], unasked: Sequence[str], of_node:
 
 
 def in_search_order(layout: Parallel) -> tuple[Any, ...]:
-    """Return a key that sorts layouts: the fewest ranks within a replica's layers first, of these what shards most, and
-    next to each other what shares its traces."""
+    """Return a key that sorts layouts: the fewest ranks within a replica's layers first, then the most shards; layouts
+    that share traces come together."""
     within = ranks_within(layout)
     return math.prod(within), within, -math.prod(shards_of(layout)), traced_as(layout), layout.ranks
 
 
 def ranks_within(layout: Parallel) -> tuple[int, ...]:
-    """Return the degrees that divide the work on a sample, in the order of the modes: all but those of replicas and of
+    """Return the degrees that divide the work on a sample, in the order of the modes: all except those of replicas and
     their shards."""
     return tuple(getattr(layout.degrees, mode) for mode in (*MODES, EXPERTS) if mode not in _OF_DATA)
 
@@ -296,13 +297,13 @@ def mesh_text(layout: Parallel) -> str:
 
 
 def shards_of(layout: Parallel) -> tuple[int, ...]:
-    """Return the degrees that divide what a rank holds, in the order of the modes."""
+    """Return the degrees that divide a rank's tensors, in the order of the modes."""
     return tuple(getattr(layout.degrees, mode) for mode in MODES if mode != _REPLICAS)
 
 
 def traced_as(layout: Parallel) -> Hashable:
-    """Return what a rank's trace depends on: it is the same over any network, and with any number of replicas that
-    share nothing."""
+    """Return the key of a rank's trace, which depends neither on the network nor on the number of replicas that share
+    nothing."""
     return tuple(
         (name, min(value, 2) if name == _REPLICAS and not layout.zero.stage else value)
         for name, value in layout.settings().items()

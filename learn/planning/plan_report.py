@@ -1,4 +1,4 @@
-"""A plan, each layout of a job, and how it is shown: as a table, a picture of memory over throughput, one HTML page.
+"""A plan, each layout of a job, and its views: a table, a picture of memory over throughput, one HTML page.
 
 Start reading at `LayoutPlan`, then at `print_plan` and `plan_page`; `conf.reports` draws the page.
 """
@@ -37,17 +37,17 @@ TRACED, EXTRAPOLATED = "traced", "extrapolated"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A job in one layout, with one micro-batch. MiB and ms of the rank that needs most; None: not known.
+    """A job in one layout, with one micro-batch. MiB and ms of the rank that needs the most memory; None: not known.
 
-    micro_batch   samples of a rank's forward pass; None: the layout takes none
+    micro_batch   samples of a rank's forward pass; None: no micro-batch is possible
     accumulation  micro-steps of an optimizer step; with `pp`, micro-batches of the schedule
     checkpointing of the repeated blocks, as in `featurize.job.training_settings.Training`; None: nothing is recomputed
-    fits          whether the bound is at most the card's memory; None: the layout cannot be, or was not tried
+    fits          whether the bound is at most the card's memory; None: the layout is impossible, or was not tried
     upper_mib     the bound
     exposed_ms    part of the step time in which a rank waits for others
-    samples_per_s all ranks' samples. This and times are known only for what fits
+    samples_per_s all ranks' samples. This and times are known only for rows that fit
     why           why it does not fit, is impossible, or was not tried
-    known         `TRACED`, or `EXTRAPOLATED` from traces of fewer blocks; None: neither, as `why` says
+    known         `TRACED`, or `EXTRAPOLATED` from traces of fewer blocks; None: neither, for the reason `why`
     """
 
     parallel: Parallel
@@ -70,28 +70,28 @@ class PlanRow:
 
     @property
     def step_text(self) -> str:
-        """Text of what a rank does in a step, as `8 samples x 4, checkpointing full`."""
+        """A rank's work in a step as text, as in `8 samples x 4, checkpointing full`."""
         samples = "no samples" if self.micro_batch is None else f"{self.micro_batch:,} samples"
         times = f" x {self.accumulation:,}" if self.accumulation > 1 else ""
         return f"{samples}{times}{f', checkpointing {self.checkpointing}' if self.checkpointing else ''}"
 
     @property
     def needed_mib(self) -> float:
-        """MiB that have to fit: the bound, or the estimate where there is none; 0 where nothing is known."""
+        """MiB that have to fit: the bound, or the estimate without a bound; 0 where neither is known."""
         return (self.peak_memory_mib if self.upper_mib is None else self.upper_mib) or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutPlan:
-    """All layouts of a job that were looked at: what fits first, the most samples a second first.
+    """All layouts of a job that were considered: those that fit first, sorted by samples a second.
 
     name          name of the job
     device        name of the GPU model
-    limit_mib     what a rank may take of it
+    limit_mib     memory that a rank may take, in MiB
     coverage      share of jobs that stay below the bound
-    global_batch  samples of a step of all ranks, where they were given
-    notes         on what was left out, and what was assumed of the best layout
-    seconds       what the plan itself took
+    global_batch  samples of a step of all ranks; None if not given
+    notes         on layouts that are left out, and on the assumptions of the best layout
+    seconds       duration of the plan
     """
 
     name: str
@@ -105,22 +105,22 @@ class LayoutPlan:
 
     @cached_property
     def fitting(self) -> tuple[PlanRow, ...]:
-        """The rows that fit, the quickest first."""
+        """The rows that fit, the fastest first."""
         return tuple(row for row in self.rows if row.fits)
 
     @property
     def best(self) -> PlanRow | None:
-        """The row with the most samples a second of those that fit."""
+        """The row that fits with the most samples a second; None if none fits."""
         return next(iter(self.fitting), None)
 
     @cached_property
     def best_of_meshes(self) -> tuple[PlanRow, ...]:
-        """The best row of each mesh that fits, the quickest first."""
+        """The best row of each mesh that fits, the fastest first."""
         return tuple({row.parallel: row for row in reversed(self.fitting)}.values())[::-1]
 
     @cached_property
     def frontier(self) -> tuple[PlanRow, ...]:
-        """The rows that fit where none is as quick with less memory, the quickest first."""
+        """The rows that fit and that no faster row undercuts in memory, the fastest first."""
         chosen: list[PlanRow] = []
         for row in self.fitting:
             if not chosen or row.needed_mib < chosen[-1].needed_mib:
@@ -145,7 +145,7 @@ _PLAIN = ("name", "device", "limit_mib", "coverage", "global_batch", "seconds")
 
 
 def in_order(rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
-    """Return rows as a plan has them: by samples a second, then the nearest to fit, then those that cannot be."""
+    """Return rows in a plan's order: by samples a second, then the nearest to fit, then the impossible ones."""
 
     def place(row: PlanRow) -> tuple[int, float]:
         if row.fits:
@@ -167,11 +167,11 @@ DOT, BEST, FRONTIER = "k3", "k1", "k6"  # colour classes
 _MARGINS = Margins(width=1000.0, height=440.0, left=66.0, right=24.0, top=30.0, bottom=46.0)
 _GIB = 1024.0
 _RADIUS, _DOT = 6.0, 3.5
-_LINE = 14.0  # pixels that a label is high
+_LINE = 14.0  # height of a label in pixels
 
 
 def print_plan(plan: LayoutPlan, most: int) -> None:
-    """Print what fits, the quickest first, at most this many rows; the nearest of each mesh that does not; notes."""
+    """Print at most `most` rows that fit, the fastest first; the nearest row of each mesh that does not fit; notes."""
     heads = [f"{'*' if name in _WORDS else ''}{_NARROW.get(name, name)}" for name in HEADS]
     more = len(plan.fitting) - most
     print_blocks(
@@ -185,7 +185,7 @@ def print_plan(plan: LayoutPlan, most: int) -> None:
 
 
 def title(plan: LayoutPlan) -> str:
-    """Return one line: the job, its GPUs, and how many rows fit."""
+    """Return one line: the job, its GPUs, and the number of rows that fit."""
     counts = sorted({row.parallel.ranks for row in plan.rows})
     of_batch = "" if plan.global_batch is None else f", {plan.global_batch:,} samples a step"
     return (
@@ -205,7 +205,7 @@ def cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def lines_of_others(plan: LayoutPlan) -> list[str]:
-    """Return a line for each mesh of which nothing fits, with the nearest, and for each reason to leave meshes out."""
+    """Return a line for each mesh without a row that fits, with its nearest row, and for each reason to skip meshes."""
     fitting = {row.parallel for row in plan.fitting}
     nearest = {row.parallel: row for row in reversed(plan.rows) if row.parallel not in fitting}
     others = list(nearest.values())[::-1]
@@ -319,14 +319,14 @@ def _place(row: PlanRow) -> tuple[float, float]:
 
 
 def _frontier(plot: Plot, plan: LayoutPlan) -> None:
-    """Draw the frontier as steps: for less memory, samples a second fall to the next row's."""
+    """Draw the frontier as steps: samples a second fall to the next row's as memory decreases."""
     places = [_place(row) for row in plan.frontier]
     corners = [(before[0], after[1]) for before, after in itertools.pairwise(places)]
     plot.line(f"line {FRONTIER}", [places[0], *itertools.chain.from_iterable(zip(corners, places[1:], strict=True))])
 
 
 def _labels(plot: Plot, plan: LayoutPlan) -> None:
-    """Name the best of each mesh where there is room; all have their name as a tooltip."""
+    """Write the name of each mesh's best row where there is room; all have it as a tooltip."""
     taken: list[tuple[float, float, float, float]] = []
     limit = plot.y(plan.limit_mib / _GIB)
     for row in plan.best_of_meshes:

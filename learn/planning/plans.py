@@ -1,4 +1,4 @@
-"""The call `learn.plan`: a job's layouts on several GPUs, which of them fit, and how quick each one is.
+"""The call `learn.plan`: a job's layouts on several GPUs, whether they fit, and their step times.
 
 Start reading at `plan`; `learn.planning.search` decides which micro-batches are traced.
 """
@@ -24,7 +24,7 @@ from learn.estimation.requests import Request, check_path, platform_and_options,
 from learn.estimators.protocol import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
-    checked_gpus,
+    check_gpus,
     in_search_order,
     layout_settings,
     mesh_text,
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from learn.estimation.requests import Inputs, Model
 
 NONE = "none"
-WAYS = (NONE, *reversed(CHECKPOINTING))  # in the order of what is recomputed
+WAYS = (NONE, *reversed(CHECKPOINTING))  # in ascending order of recomputation
 _TRIED = (NONE, "full")
-MOST_CONFIRMED = 3  # rows that are traced whole, of those that were extrapolated
-_MARGIN = 1.005  # times the samples a second that were extrapolated: what a whole trace may show
+MOST_CONFIRMED = 3  # extrapolated rows that are traced in full
+_MARGIN = 1.005  # factor by which a full trace may exceed extrapolated samples a second
 Progress = Callable[[str, int, int], None]
 
 
@@ -61,32 +61,32 @@ def plan(
     progress: Progress = lambda _layout, _done, _of: None,
     **options: Any,
 ) -> LayoutPlan:
-    """Return which layouts of a training job on several GPUs fit, the one with the most samples a second first.
+    """Return the layouts of a training job on several GPUs: those that fit first, sorted by samples a second.
 
-    All degrees of the estimated modes that multiply to the number of GPUs are tried. What differs in its replicas or
-    its network alone is traced once.
+    All degrees of the estimated modes that multiply to the number of GPUs are tried. Layouts that differ in their
+    replicas or their network alone share a trace.
 
     Args:
         model: A module or a factory of one, as in `estimate`.
         inputs: A rank's batch of any size, as in `estimate`: it is doubled while it fits, or halved until it does.
         gpus: GPUs of the job, or several numbers of them.
         global_batch: Samples of a step of all ranks. Micro-batches are then powers of two, and gradients are
-            accumulated over as many as it takes. None: any micro-batch, with `accumulation` micro-steps.
-        checkpointing: Names of `WAYS` that are tried; by default `none` and `full`.
+            accumulated to reach it. None: any micro-batch, with `accumulation` micro-steps.
+        checkpointing: Names of `WAYS` to try; by default `none` and `full`.
         parallel: Settings that all layouts share, without degrees: `"gpus_per_node=4,network_gb_s=50"`.
         modes: Names of the modes whose degrees are tried, of pp, ddp, fsdp, cp, tp and ep. By default pp, ddp, fsdp and
-            tp, and beside fsdp alone: cp where samples have 32,768 tokens or more, ep where the model has experts. A
-            pipeline whose bubble alone makes it slower than a layout without one is not traced.
+            tp, and combined with fsdp alone: cp where samples have 32,768 tokens or more, ep where the model has
+            experts. A pipeline that its bubble alone makes slower than a layout without one is not traced.
         report: A file to write: one HTML page with the layouts' memory over their throughput.
-        progress: Is called with a layout, the number of those done, and their total.
-        **options: Further keywords of `estimate`: `device`, training settings, `machine`, ... A `target` is of the
-            batch that is given.
+        progress: Called with a layout, the number of completed ones, and their total.
+        **options: Further keywords of `estimate`: `device`, training settings, `machine`, ... A `target` belongs to the
+            given batch.
 
     Raises:
         UsageError: As in `estimate`; no layout is possible.
 
     Known limitations:
-        A micro-batch smaller than one that fits is not tried: it is taken to be slower.
+        A micro-batch smaller than one that fits is not tried: it is assumed to be slower.
 
     Example:
         >>> plan(make_gpt, [8, 1024], input_dtype="int64", gpus=64, device="H100-SXM5-80GB", precision="bf16").best
@@ -95,7 +95,7 @@ def plan(
     if report is not None:
         page = check_path(Path(report), like="plan.html")
     spec = platform_and_options(options)[0].device
-    counts = checked_gpus(gpus)
+    counts = check_gpus(gpus)
     job = _plan_job(model, inputs, global_batch, options)
     ways = _ways(checkpointing, job.settings)
     searches = _Searches(job, ways)
@@ -174,20 +174,20 @@ def _plan_job(model: object, inputs: Inputs | None, global_batch: object, option
     job = _PlannedJob(request_of(model, inputs, **options), global_batch)
     if job.global_batch is not None and job.settings.accumulation != 1:
         raise UsageError("global_batch decides how many micro-steps a step has: leave accumulation out")
-    job.request.job.with_samples(2 * job.request.job.batch_size)  # refuses what cannot be scaled
+    job.request.job.with_samples(2 * job.request.job.batch_size)  # raises where the inputs cannot be scaled
     return job
 
 
-# (micro-batch, accumulation, checkpointing) -> traces of one step, which layouts share, and what a row is known by.
+# (micro-batch, accumulation, checkpointing) -> traces of one step, which layouts share, and a row's `known`.
 _SharedTraces = dict[tuple[int, int, str | None], tuple["Traces", str]]
 
 
 class _Searches:
-    """Goes over the layouts.
+    """The search over all layouts.
 
     screening   shallow copies of the job's model
     rows        all layouts so far; `estimates`: those of the traced ones
-    refused     checkpointing that the model does not take -> why
+    refused     checkpointing that the model does not support -> the reason
     """
 
     def __init__(self, job: _PlannedJob, ways: Sequence[str | None]) -> None:
@@ -199,7 +199,7 @@ class _Searches:
         self.refused: dict[str | None, str] = {}
 
     def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
-        """Add the rows of all layouts. Those that share their traces follow each other."""
+        """Add the rows of all layouts. Layouts that share their traces follow each other."""
         completed = 0
         for _, alike in groupby(sorted(layouts, key=in_search_order), key=traced_as):
             traces: _SharedTraces = {}
@@ -225,8 +225,8 @@ class _Searches:
             if (size, count, way) not in traces:
                 screened = self.screening.traces(request)
                 traces[size, count, way] = screened, EXTRAPOLATED if screened else TRACED
-            kept, known = traces[size, count, way]
-            return make_estimate(request, traces=kept)[0], known
+            shared, known = traces[size, count, way]
+            return make_estimate(request, traces=shared)[0], known
 
         ways = [way for way in self._ways if way not in self.refused]
         search = LayoutSearch(layout, batches, ways, self._findings, estimate_sharing_traces)
@@ -236,8 +236,8 @@ class _Searches:
         self.estimates |= search.estimates
 
     def confirm(self) -> None:
-        """Trace the best rows whole, until the best of them is quicker than what any other was extrapolated to, and a
-        few at most."""
+        """Trace the best rows in full, at most `MOST_CONFIRMED`, until the best one is faster than any extrapolated
+        row."""
         for _ in range(MOST_CONFIRMED):
             fitting = [row for row in in_order(self.rows) if row.fits]
             quickest = max((row.samples_per_s or 0.0 for row in fitting if row.known == TRACED), default=0.0)
@@ -262,7 +262,7 @@ class _Searches:
         self.estimates |= search.estimates
 
     def notes(self) -> list[str]:
-        """Return notes on the traces that rows were extrapolated from; none where all were traced."""
+        """Return notes on the traces that rows were extrapolated from; empty where all were traced."""
         rows = [row for row in self.rows if row.known == EXTRAPOLATED]
         if not rows:
             return []
@@ -273,7 +273,8 @@ class _Searches:
 
 
 def _find_refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
-    """Return checkpointing that the model does not take, with the reason: its first row cannot be, and others can."""
+    """Return checkpointing that the model does not support, with the reason: its first row is impossible, unlike
+    others."""
     firsts = {row.checkpointing: row for row in reversed(rows)}
     if all(row.fits is None for row in firsts.values()):
         return {}
@@ -281,7 +282,7 @@ def _find_refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
 
 
 def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | None, ...]:
-    """Return the checkpointing that is tried, as `Training` has it, the one that recomputes least first."""
+    """Return the checkpointing to try, as in `Training`, in ascending order of recomputation."""
     asked_for = settings.checkpointing
     if given is None:
         given = _TRIED if asked_for is None else asked_for

@@ -1,7 +1,7 @@
-"""The micro-batches of one layout: which are tried, what each takes, and which need not be traced.
+"""The micro-batches of one layout: which are tried, their estimates, and which need not be traced.
 
-Start reading at `LayoutSearch.rows`. `Screening.traces` makes traces of a model whose blocks repeat of those of two
-shallow copies; `featurize.recording.deeper` repeats what a block adds.
+Start reading at `LayoutSearch.rows`. `Screening.traces` extrapolates the trace of a model whose blocks repeat from
+those of two shallow copies; `featurize.recording.deeper` repeats a block's part.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from learn.estimation.requests import Request
 
 
-FEWEST = 8  # blocks: shallower models are traced whole
-SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two between to compare
+FEWEST = 8  # blocks: shallower models are traced in full
+SHALLOW = 4  # blocks of the shallow copy: the first and the last, and two between them to compare
 
 
 class Screening:
-    """Shallow copies of one model, and what their traces show of the model itself.
+    """Shallow copies of one model, and the model's traces extrapolated from theirs.
 
-    blocks   number of the model's identical blocks; 0: it is traced whole
+    blocks   number of the model's identical blocks; 0: it is traced in full
 
     Args:
         factory: Makes the model.
@@ -49,33 +49,34 @@ class Screening:
 
     @cached_property
     def model(self) -> nn.Module | None:
-        """The model on the meta device. None where it cannot be built, or a copy would not be like it."""
+        """The model on the meta device. None where it cannot be built, or a copy would differ from it."""
         try:
             return built_to_shorten(self._factory)
-        except Exception:  # a model may raise anything, and its trace says so
+        except Exception:  # a model may raise anything; its trace raises it again
             return None
 
     @cached_property
     def blocks(self) -> int:
-        """The number of blocks. The model is built when this is first asked."""
+        """The number of blocks. The model is built on first use."""
         return 0 if self.model is None else alike_blocks(self.model)
 
     def traces(self, request: Request) -> Traces:
-        """Return the traces of a job, as `learn.estimation.answers` takes them; none where it is to be traced whole."""
+        """Return the traces of a job, as `learn.estimation.answers` takes them; empty where it has to be traced in
+        full."""
         parallel, training = request.job.parallel, training_of(request.job.settings)
-        # Buckets of gradients hold parts of several blocks, stages of a pipeline have blocks of their own, and FSDP1's
-        # host waits for those before.
+        # Buckets of gradients hold parts of several blocks, each stage of a pipeline has its own blocks, and FSDP1's
+        # host waits for earlier blocks.
         if parallel is None or not parallel.shards or parallel.flat or parallel.degrees.pp > 1:
             return {}
         kind = tuple(parallel.groups), training.checkpointing
         period = training.checkpoint_every if training.checkpointing else 1
-        times, rest = divmod(self.blocks - SHALLOW * period, period)
-        if self.blocks < FEWEST * period or rest or kind in self._whole:
+        times, remainder = divmod(self.blocks - SHALLOW * period, period)
+        if self.blocks < FEWEST * period or remainder or kind in self._whole:
             return {}
         try:
             shallow, longer = (self._trace_with(request, count * period) for count in (SHALLOW, SHALLOW + 1))
             return {kernels: deeper(trace, longer[kernels], times) for kernels, trace in shallow.items()}
-        except (CommandError, CannotDeepen):  # what is wrong with the job itself, its own trace says
+        except (CommandError, CannotDeepen):  # an error of the job itself is raised again by its own trace
             self._whole.add(kind)
             return {}
 
@@ -87,9 +88,9 @@ class Screening:
         return traces_of(replace(request, job=replace(request.job, build=lambda: short)))
 
 
-_CLEARLY = 1.1  # times the limit: what takes more does not fit with fewer shards either
-_BEYOND_COMPUTED = 1.05  # times the samples a second of batches so far: what larger ones may reach
-# Parts of a peak that are there at any moment, with any batch.
+_CLEARLY = 1.1  # times the limit: a layout above it does not fit with fewer shards either
+_BEYOND_COMPUTED = 1.05  # factor by which larger batches may exceed the samples a second so far
+# Parts of a peak that exist at any moment, with any batch.
 _OF_ANY_BATCH = (
     "parameters",
     "master weights",
@@ -99,18 +100,18 @@ _OF_ANY_BATCH = (
     "communication",
     "other users",
 )
-_AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: what is slower gets slower with more
-_ALIKE = 2  # micro-steps from which on a step takes no more memory, and each one as long as the one before
-_OF_EACH_RANK = 4  # micro-batches for each rank of a pipeline, where no global batch says how many there are
+_AS_QUICK = 0.97  # times the samples a second with fewer ranks within layers: below it, more ranks only get slower
+_ALIKE = 2  # micro-steps after which memory stops growing, and each one takes as long as the one before
+_OF_EACH_RANK = 4  # micro-batches for each rank of a pipeline, without a global batch
 LARGEST_BATCH = 2**31 - 1  # beyond it, memory evidently does not depend on the batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """Sizes of a rank's forward pass: the batch that was given, doubled and halved; or what a global batch allows.
+    """Sizes of a rank's forward pass: the given batch, doubled and halved; or the sizes that a global batch allows.
 
     given        samples of the inputs
-    per_replica  samples of a step of one replica: powers of two that divide them are the sizes. None: any
+    per_replica  samples of a step of one replica: the sizes are the powers of two that divide them. None: any
     micro_steps  micro-steps of a step, where `per_replica` is None
     pipelined    ranks of `pp`, whose micro-steps are the micro-batches of one run of the schedule
     """
@@ -131,7 +132,7 @@ class MicroBatches:
         return chosen
 
     def larger(self, size: int) -> int | None:
-        """Return the next larger size; None where there is none."""
+        """Return the next larger size; None if there is none."""
         if self.per_replica is None:
             return size * 2 if size * 2 <= LARGEST_BATCH else None
         return size * 2 if self.per_replica % (size * 2) == 0 else None
@@ -144,10 +145,10 @@ class MicroBatches:
 
 
 class Findings:
-    """Findings of the layouts so far of the ones that follow.
+    """Results of earlier layouts that bound those of later ones.
 
-    hopeless  layout that does not fit with any batch -> MiB of what it holds
-    largest   checkpointing -> micro-batch that fitted the last layout
+    hopeless  layout that does not fit with any batch -> MiB that it holds with any batch
+    largest   checkpointing -> largest micro-batch that fitted in the last layout
 
     Args:
         limit_mib: Memory of the card.
@@ -159,11 +160,13 @@ class Findings:
         self.hopeless: dict[Parallel, float] = {}
         self.largest: dict[str | None, int] = {}
         self._best: dict[int, float] = {}  # ranks -> samples a second
-        self._of_degrees: dict[tuple[int, tuple[int, ...]], float] = {}  # ranks, and those within layers -> the same
+        self._of_degrees: dict[
+            tuple[int, tuple[int, ...]], float
+        ] = {}  # ranks, degrees within layers -> samples a second
         self._computed: dict[str | None, float] = {}  # checkpointing -> samples a second of one GPU that never waits
 
     def add(self, row: PlanRow) -> None:
-        """Remember a row."""
+        """Store a row's results."""
         if row.fits is False and row.needed_mib > _CLEARLY * self._limit_mib:
             self._outgrown.append(row)
         if row.fits and row.samples_per_s and row.step_time_ms:
@@ -175,8 +178,8 @@ class Findings:
             self._computed[way] = max(alone, self._computed.get(way, 0.0))
 
     def outgrown_by(self, layout: Parallel, micro_batch: int, accumulation: int, way: str | None) -> str | None:
-        """Return why a step cannot fit: a layout with as many shards of each kind or more is too large by far. None
-        where nothing is known without tracing it."""
+        """Return why a step cannot fit: a layout with at least as many shards of each kind exceeds the limit by far.
+        None where only a trace can tell."""
         for row in self._outgrown:
             alike = (row.micro_batch, row.checkpointing) == (micro_batch, way)
             if alike and _shards_at_most(layout, row.parallel) and min(row.accumulation, _ALIKE) <= accumulation:
@@ -184,10 +187,10 @@ class Findings:
         return None
 
     def not_worth(self, layout: Parallel) -> str | None:
-        """Return why a layout is not tried. None where it is to be tried.
+        """Return why a layout is not tried; None if it is.
 
-        It holds too much with any batch, or a layout with more shards of each kind does. Or with fewer ranks within
-        layers it was slower already than with still fewer.
+        It holds too much with any batch, or a layout with more shards of each kind does. Or a layout with fewer ranks
+        within layers was already slower than one with still fewer.
         """
         for other, held_mib in self.hopeless.items():
             if _shards_at_most(layout, other):
@@ -200,22 +203,22 @@ class Findings:
         return None
 
     def _fewer(self, ranks: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the degrees that fit and differ in one mode, which has the next smaller degree."""
+        """Return the fitting degrees that differ in one mode, by its next smaller degree."""
         fitting = [degrees_fitting for of_ranks, degrees_fitting in self._of_degrees if of_ranks == ranks]
         chosen = []
         for place in range(len(degrees)):
-            rest = degrees[:place], degrees[place + 1 :]
+            others = degrees[:place], degrees[place + 1 :]
             smaller = [
                 candidate
                 for candidate in fitting
-                if (candidate[:place], candidate[place + 1 :]) == rest and candidate[place] < degrees[place]
+                if (candidate[:place], candidate[place + 1 :]) == others and candidate[place] < degrees[place]
             ]
             chosen += [max(smaller)] if smaller else []
         return chosen
 
     def bubble_too_long(self, layout: Parallel, batches: MicroBatches) -> str | None:
-        """Return why a pipeline is not tried: with its bubble alone, it is slower than the best layout so far. None
-        where it may be quicker."""
+        """Return why a pipeline is not tried: with its bubble alone, it is slower than the best layout so far. None if
+        it may be faster."""
         if layout.degrees.pp == 1 or not self._computed or layout.ranks not in self._best:
             return None
         passes = layout.parts * batches.accumulation(1)
@@ -239,9 +242,9 @@ class LayoutSearch:
         layout: The degrees and settings.
         batches: The sizes to try.
         ways: Checkpointing to try, the one that recomputes least first.
-        findings: From one layout to the next.
-        estimated: `estimated(micro_batch, accumulation, checkpointing)` -> the estimate of this layout, and what a row
-            is `known` by.
+        findings: Results of earlier layouts; new ones are added.
+        estimated: `estimated(micro_batch, accumulation, checkpointing)` -> the estimate of this layout, and a row's
+            `known`.
     """
 
     def __init__(
@@ -259,10 +262,10 @@ class LayoutSearch:
     def rows(self) -> Iterator[PlanRow]:
         """Yield the rows: larger batches while they fit, or smaller ones until one does.
 
-        What recomputes more is tried from the largest batch on that fits without: below, it can only be slower. A first
-        row that cannot be is the only one of its checkpointing.
+        Checkpointing that recomputes more is tried from the largest batch that fits without it: below, it can only be
+        slower. If the first row of a checkpointing is impossible, it is the only one.
         """
-        before = 0  # the largest size that fits with less recomputed
+        before = 0  # the largest size that fits with less recomputation
         for way in self._ways:
             if before and self._findings.cannot_win(self._layout, way):
                 return
@@ -290,7 +293,7 @@ class LayoutSearch:
             yield row
 
     def _outgrown_by_half(self, row: PlanRow) -> str | None:
-        """Return why a batch of twice the size cannot fit: at the same moment, it has twice the activations."""
+        """Return why a batch of twice the size cannot fit: it has twice the activations at the same moment."""
         estimate = self.estimates[row]
         parts, limit_mib = estimate.breakdown, _limit_mib(estimate)
         least_mib = estimate.peak_memory_mib - parts.get("fragmentation", 0.0) + parts.get("activations", 0.0)
@@ -299,8 +302,8 @@ class LayoutSearch:
         return f"takes {least_mib:,.0f} MiB or more: twice the activations of {row.micro_batch:,} samples"
 
     def _smaller(self, row: PlanRow, size: int) -> int | None:
-        """Return the next smaller size that may fit: at the same moment, it has its share of the activations beside
-        what does not depend on the batch. None where there is none."""
+        """Return the next smaller size that may fit, or None: at the same moment, its activations shrink in proportion,
+        and the other parts stay."""
         estimate = self.estimates.get(row)
         smaller = size // 2 or None
         if estimate is None:
@@ -315,9 +318,9 @@ class LayoutSearch:
         return smaller
 
     def row(self, size: int, way: str | None, reason: str | None = None) -> PlanRow:
-        """Return the row of one micro-batch; `reason`: why it cannot fit, as far as is known."""
+        """Return the row of one micro-batch; `reason`: why it cannot fit, if that is known."""
         count, alike = self._batches.accumulation(size), _ALIKE
-        if self._layout.degrees.pp > 1:  # all run in one schedule
+        if self._layout.degrees.pp > 1:  # all micro-batches run in one schedule
             alike = count
         about: dict[str, Any] = {
             "parallel": self._layout,
@@ -342,7 +345,7 @@ class LayoutSearch:
         return row
 
     def _times(self, estimate: Estimate, first: Estimate, size: int, count: int, alike: int) -> dict[str, Any]:
-        """Return the times of a step with this many micro-steps: those beyond `alike` are as long as the last one."""
+        """Return the times of a step with `count` micro-steps: those beyond `alike` take as long as the last one."""
         more = max(count - alike, 0)
 
         def time_of(name: str) -> float | None:
@@ -355,8 +358,8 @@ class LayoutSearch:
 
 
 def _shards_at_most(layout: Parallel, other: Parallel) -> bool:
-    """Return whether a layout has as many shards of each kind as another one or fewer, and so holds as much or more.
-    Stages of ZeRO share among replicas."""
+    """Return whether a layout has at most as many shards of each kind as another one, and so holds at least as much.
+    ZeRO's stages shard among replicas."""
     stage, degrees = layout.zero.stage, layout.degrees
     if (stage, degrees.ep) != (other.zero.stage, other.degrees.ep) or (stage and degrees.ddp > other.degrees.ddp):
         return False

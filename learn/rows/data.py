@@ -1,8 +1,8 @@
 """Rows to learn from: configs with one label each, read from the warehouse's `runs` view; the targets of estimates with
 their columns and units, and the bins that published results use.
 
-Start reading at `load_rows`, then at `TARGETS` and `Bins`. What can't be used is counted with its reason, never dropped
-in silence; a row whose label is in doubt is kept and judged, but not fitted on.
+Start reading at `load_rows`, then at `TARGETS` and `Bins`. Unusable rows are counted with a reason, never dropped
+silently; a row whose label is in doubt is judged, but not fitted on.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ UTILIZATION_EDGES: dict[str, dict[str, tuple[float, float]]] = {
     "smocc": {"mlp": (0.1, 0.3), "cnn": (0.1, 0.3), "transformer": (0.3, 0.4)},
     "drama": {"mlp": (0.2, 0.7), "cnn": (0.3, 0.9), "transformer": (0.3, 0.8)},
 }
-_UNPUBLISHED = "transformer"  # a family without published edges is read with this one's
+_UNPUBLISHED = "transformer"  # families without published edges use this family's
 LEVELS = ("low", "medium", "high")
 
 
 @dataclass(frozen=True)
 class Target:
-    """One label column. `space` says where errors are taken: `log` of positive values, `ratio` in [0, 1]."""
+    """One label column. `space` is the space of errors: `log` for positive values, `ratio` for values in [0, 1]."""
 
     name: str
     column: str
@@ -73,14 +73,14 @@ TARGETS: dict[str, Target] = {
 
 
 def get_target(name: str) -> Target:
-    """Return the target of that name. An unknown one raises `UsageError` listing the known."""
+    """Return the target of that name. Raises `UsageError`, with the known names, for an unknown one."""
     if name not in TARGETS:
         raise unknown_name("target", name, TARGETS)
     return TARGETS[name]
 
 
 def check_target(name: str) -> None:
-    """Raise `UsageError` for what is neither a column's target nor `slowdown`, listing the known."""
+    """Raise `UsageError`, with the known names, unless it is a column's target or `slowdown`."""
     if name not in TARGETS and name != SLOWDOWN:
         raise unknown_name("target", name, (*TARGETS, SLOWDOWN))
 
@@ -94,10 +94,10 @@ class Bins:
     labels: tuple[str, ...]
     edges: tuple[float, ...]
     by_family: dict[str, tuple[float, ...]]
-    rule: str  # in words, for reports
+    rule: str  # description for reports
 
     def edges_of(self, families: Sequence[str] | np.ndarray) -> np.ndarray:
-        """Inner edges by row, (n, classes - 1)."""
+        """Return the inner edges by row, (n, classes - 1)."""
         rows = [self.by_family.get(family, self.edges) for family in families]
         return np.asarray(rows, dtype=float).reshape(len(rows), len(self.labels) - 1)
 
@@ -119,12 +119,12 @@ def default_bin_gb(families: Sequence[str] | np.ndarray) -> int:
     return 1 if set(families) == {"mlp"} else 8
 
 
-_MOST_BINS = 4096  # bins of 1 GB: more than any GPU has
+_MOST_BINS = 4096  # bins of 1 GB: more memory than any GPU has
 
 
 def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) -> Bins:
-    """Bins of `bin_gb` * 1024 MiB. The last is open: the bin that ends at `ceiling_mib`, the device's memory, where
-    out-of-memory rows are to be classed (they say "at least this much"), else the largest label's bin."""
+    """Return bins of `bin_gb` * 1024 MiB. The last one is open. It ends at `ceiling_mib`, the device's memory, where
+    there are out-of-memory rows ("at least this much"); else it holds the largest label."""
     if bin_gb not in BIN_WIDTHS_GB:
         raise UsageError(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {bin_gb!r}")
     width = bin_gb * MIB_PER_GB
@@ -141,7 +141,7 @@ def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) 
 
 
 def utilization_bins(target: Target) -> Bins:
-    """Return bins low, medium and high with the published edges of each row's own family."""
+    """Return bins low, medium and high with the published edges of each row's family."""
     published = UTILIZATION_EDGES[target.name]
     words = "; ".join(f"{family} [{low:g}, {high:g})" for family, (low, high) in published.items())
     rule = f"medium is {words}; any other family as {_UNPUBLISHED}"
@@ -149,7 +149,7 @@ def utilization_bins(target: Target) -> Bins:
 
 
 def tercile_bins(labels: np.ndarray, target: Target) -> Bins:
-    """Return bins low, medium and high, thirds of exactly these labels: for targets that nobody published edges for."""
+    """Return bins low, medium and high, thirds of exactly these labels, for targets without published edges."""
     low, high = np.quantile(labels, [1 / 3, 2 / 3])
     rule = f"thirds of this data: medium is [{low:.4g}, {high:.4g}) {target.unit}"
     return Bins(LEVELS, (float(low), float(high)), {}, rule)
@@ -163,7 +163,7 @@ def make_bins(
     bin_gb: int | None = None,
     ceiling_mib: float | None = None,
 ) -> Bins:
-    """Return the bins a target is judged by. `bin_gb` is for memory only; None takes `default_bin_gb`."""
+    """Return the bins that judge a target. `bin_gb` is for memory only; None: `default_bin_gb`."""
     if target.is_memory:
         return memory_bins(labels, default_bin_gb(families) if bin_gb is None else bin_gb, ceiling_mib)
     if bin_gb is not None:
@@ -177,16 +177,16 @@ _COLUMNS = (
     "run_id, family, config, status, oom_kind, source, device_name, device_memory_mib, memory_fraction, quality, "
     "torch_version, error_type, error, group_id"
 )  # columns of `runs`
-_NAMED = 3  # rows that a sentence names
-_REASONS = 3  # reasons that a sentence names
+_NAMED = 3  # rows listed in a sentence
+_REASONS = 3  # reasons listed in a sentence
 _LONGEST_NAME = 200
 _MOST_MIB = 2**40
-# Texts of a row that are printed, or that distinguish rows.
+# Texts of a row that are printed, or that tell rows apart.
 _NAMES = ("run_id", "family", "source", "device_name", "status")
 
 
 class _Unusable(NamedTuple):
-    """Rows with a label that are left out: the count's name, the test, and two ways to say it."""
+    """Rows with a label that are left out: the count's name, the test, and a long and a short phrase."""
 
     reason: str
     is_of: Callable[[Mapping[str, Any]], bool]
@@ -220,17 +220,18 @@ _UNUSABLE = (
 class LabelledRow:
     """One training job with its label.
 
-    label      in the target's unit. Where `censored`, what is known is "at least this much".
-    censored   out of memory on the device. The label is `device_memory_mib`; classifiers count such a row as a member
-               of the top bin, or of no less than its label's where it had a share of the device only; regressors
-               without a use for "at least" leave it out (`Rows.exact`).
+    label      in the target's unit. Where `censored`, it means "at least this much".
+    censored   whether the job ran out of memory on the device. The label is then `device_memory_mib`. Classifiers count
+               such a row as a member of the top bin, or, where it had a share of the device only, of its label's bin or
+               any above; regressors that cannot use "at least" leave it out (`Rows.exact`).
     device_memory_mib
-               memory of the device, or the share that the trial was allowed (`runs.memory_fraction`); card_mib: of the
-               whole device. NaN where nobody knows.
+               memory of the device, or of the share that the trial was allowed (`runs.memory_fraction`); card_mib: of
+               the
+                          whole device. NaN where it is not known.
     group      near-copies (same model, another seed or repeat) share a group and never straddle a split.
-    module     what reports tell rows apart by, and what is left out as a whole: family and topology, or a library's
-               own name for a kind of model.
-    doubt      why the label may be wrong, as the rows beside it have it; empty for none. Such rows are not fitted on.
+    module     the kind of network in reports, left out as a whole: family and topology, or a library's own name for a
+               kind of model.
+    doubt      why the label may be wrong, judged by the rows beside it; empty for none. Such rows are not fitted on.
     """
 
     run_id: str
@@ -262,12 +263,12 @@ def _column(name: str, kind: type) -> cached_property[np.ndarray]:
 class Rows:
     """Labelled training jobs, sorted by run_id. Each field of `LabelledRow` is also a column: an array of length n.
 
-    counts     rows of the selection by status; beside them `unreadable` (invalid config, or of unknown family or
-               fields), `absurd` (a label that is not a figure), `unknown code` (see `remarks`; these are not left out),
-               `untrusted` (`runs.quality`: the farm's own telemetry says that the labels are wrong) and `stale` (the
-               view `stale`: the label moved in the environment that the device is in now), all left out.
-    remarks    what is odd about single rows, a sentence each, which names some: configs that cannot be read, configs
-               that name code which nobody allowed to run.
+    counts     rows of the selection by status. Rows that are left out follow: `unreadable` (invalid config, or an
+               unknown family or field), `absurd` (a label that is not a figure), `untrusted` (`runs.quality`: the
+               farm's telemetry contradicts the labels) and `stale` (the view `stale`: the label has moved in the
+               device's current environment). `unknown code` (see `remarks`) counts rows that are not left out.
+    remarks    a sentence for each oddity of single rows, with some of their ids: configs that cannot be read, configs
+               that name code that was not allowed to run.
     """
 
     target: Target
@@ -307,7 +308,7 @@ class Rows:
 
     @property
     def trusted(self) -> Rows:
-        """The rows whose label nothing speaks against: what is fitted on."""
+        """The rows whose label is not in doubt, which are fitted on."""
         return self.subset(self.doubt == "")
 
     @property
@@ -317,13 +318,13 @@ class Rows:
 
     @property
     def left_out(self) -> list[str]:
-        """A sentence for each reason why runs with a label could not be used, for reports."""
+        """A sentence for reports for each reason why runs with a label were left out."""
         notes = [f"{n} rows {unusable.rows_that}" for unusable in _UNUSABLE if (n := self.counts.get(unusable.reason))]
         return [*(f"{note}; they are left out" for note in notes), *self.remarks]
 
     @property
     def ceiling_mib(self) -> float | None:
-        """Memory of the smallest device that a row ran out of, or of a share of it; None where nothing is censored."""
+        """Memory of the smallest device, or share of one, that a row ran out of; None where no row is censored."""
         return float(self.card_mib[self.censored].min()) if self.censored.any() else None
 
     def fingerprint(self) -> str:
@@ -334,7 +335,7 @@ class Rows:
         return digest.hexdigest()[:16]
 
     def count(self, column: str) -> dict[str, int]:
-        """Return rows by `family`, `source` or `device`."""
+        """Return the number of rows by `family`, `source` or `device`."""
         return dict(sorted(Counter(map(str, getattr(self, column))).items()))
 
 
@@ -350,16 +351,18 @@ def load_rows(
 ) -> Rows:
     """Return the usable rows of the warehouse at `data` (None: the default folder) for `target`, sorted by run_id.
 
-    With `snapshot` those that this one of the folder holds (`warehouse.snapshot`), which never change. Rows are data:
-    code that a config names is not imported (`featurize.configs.trial`), except modules in `trust`; such a row is
-    kept, and its features are those that are stored.
+    With `snapshot`, the rows of that snapshot (`warehouse.snapshot`), which never change. Rows are data: code that a
+    config names is not imported (`featurize.configs.trial`), except modules in `trust`. A row that names other code is
+    kept, and its stored features are used.
 
     Usable: status `ok` with a label, and for memory also `oom` on the device, as censored; never a run of quality
     `untrusted`, a run beside others on one device, or a label that is stale now (`warehouse.files.writer`). `family`
-    None or `all` takes every family. Rows of several sources are not mixed, but where `source` is a list that names
-    them: without it that raises `UsageError` with the counts, as do unknown names and fewer than 30 usable rows. Rows
-    of several devices are, as long as `conf/device` describes all of them, since estimators read the description; else
-    `device_name=` has to choose.
+    None or `all` takes every family. Rows of several sources are mixed only where `source` lists them. Rows of several
+    devices are mixed if `conf/device` describes all of them, since estimators read the description; else
+    `device_name=` has to choose one.
+
+    Raises `UsageError` for a mix of sources without `source`, with their counts; for unknown names; and for fewer than
+    30 usable rows.
     """
     wanted = get_target(target)
     runs = _read(data, wanted, snapshot)
@@ -392,8 +395,8 @@ def load_rows(
     if len(records) < MIN_ROWS:
         reasons = Counter(reason for _, reason in unreadable)
         raise _too_few(wanted, family, runs, len(records), counts, reasons)
-    kept = {reason: n for reason, n in sorted(counts.items()) if n or reason == "oom"}
-    return Rows(wanted, tuple(records), kept, tuple(remarks))
+    kept_counts = {reason: n for reason, n in sorted(counts.items()) if n or reason == "oom"}
+    return Rows(wanted, tuple(records), kept_counts, tuple(remarks))
 
 
 def _read(
@@ -415,7 +418,7 @@ def _read(
             row["device_memory_mib"] = _described_memory(row["device_name"])
         row["card_mib"] = row["device_memory_mib"]
         if row["device_memory_mib"] is not None and row["memory_fraction"] is not None:
-            # The card played a smaller one: what did not fit needs at least that much.
+            # The trial was limited to the memory of a smaller card: what did not fit needs at least that much.
             row["device_memory_mib"] *= row["memory_fraction"]
     return runs
 
@@ -425,13 +428,13 @@ def _is_censored(row: Mapping[str, Any], target: Target) -> bool:
 
 
 def _is_usable(row: Mapping[str, Any], target: Target) -> bool:
-    if row["error_type"] == "untraceable":  # no trial config describes it
+    if row["error_type"] == "untraceable":  # no trial config describes its job
         return False
     if _is_censored(row, target):
         return bool(row["device_memory_mib"])
     label = row["label"]
-    # A memory or time of 0 is a sensor that read nothing, and so is a mean activity of exactly 0 beside a model that
-    # trained, in published files; the farm's own sensors say NULL then, and a CPU's trial has no GPU activity.
+    # In published files, a memory or time of 0 is a failed sensor, and so is an activity of exactly 0 of a model that
+    # trained. The farm's own sensors write NULL then, and a CPU's trial has no GPU activity.
     zero_is_a_figure = target.space == "ratio" and row["source"] != "imported"
     return row["status"] == "ok" and label is not None and (label > 0 or zero_is_a_figure)
 
@@ -467,7 +470,7 @@ def _is_described(name: str) -> bool:
 
 @cache
 def _described_memory(name: str) -> float | None:
-    """Return the MiB of the device in `conf/device`, where it is there."""
+    """Return the memory in MiB of the device in `conf/device`; None if it is not there."""
     known = known_device(name)
     return None if known is None else load_device(known).memory_mib
 
@@ -488,7 +491,7 @@ def _too_few(
     counts: Mapping[str, int],
     unreadable: Counter[str],
 ) -> UsageError:
-    """Return the error that names what was left out."""
+    """Return the error that lists the rows that were left out."""
     unlabelled = sum(row["status"] == "ok" and row["label"] is None for row in runs)
     parts = [
         f"target={target.name} needs at least {MIN_ROWS} usable rows, and there are {usable}",
@@ -507,7 +510,8 @@ def _read_configs(
     """Read the config of each row as data (`featurize.configs.trial`); `trust` names modules whose code may run.
 
     Returns:
-        The rows that could be read; run id and reason of those that could not; and of those whose code is not run.
+        The rows that could be read; run id and reason of those that could not; the same of those whose code may not
+        run.
     """
     from featurize.configs.features import group_key
 
@@ -522,7 +526,7 @@ def _read_configs(
         if (reason := refusal(config)) is not None:
             refused.append((row["run_id"], reason))
         censored = _is_censored(row, target)
-        # Other people's runs are of the usual loop; the farm's keep one batch on the device.
+        # Imported runs are of the usual loop; the farm's keep one batch on the device.
         case = Case(config, row["device_name"], row["source"] == "imported", row["torch_version"])
         record = LabelledRow(
             run_id=row["run_id"],
@@ -543,8 +547,8 @@ def _read_configs(
 
 
 def _is_absurd(row: Mapping[str, Any], ratio: bool) -> bool:
-    """Return whether the row's label or device memory is not a figure, or one of its names not a name. A ratio above 1
-    by rounding, or a sensor's overshoot, is a figure."""
+    """Return whether the row's label or device memory is not a figure, or one of its names not a name. A ratio slightly
+    above 1, by rounding or a sensor's overshoot, is a figure."""
     for name in _NAMES:
         text = row[name]
         if not isinstance(text, str) or len(text) > _LONGEST_NAME or not text.isprintable():
@@ -556,7 +560,7 @@ def _is_absurd(row: Mapping[str, Any], ratio: bool) -> bool:
 
 
 def named(run_ids: Sequence[str]) -> str:
-    """Return how many rows there are, and the first of them: `2 rows (run a, b)`."""
+    """Return the number of rows and their first ids: `2 rows (run a, b)`."""
     shown = ", ".join(printable(run_id, _LONGEST_NAME) for run_id in run_ids[:_NAMED])
     more = ", ..." if len(run_ids) > _NAMED else ""
     return f"{len(run_ids):,} row{'s' if len(run_ids) != 1 else ''} (run {shown}{more})"
@@ -570,8 +574,8 @@ def _sentence(rows: Sequence[tuple[str, str]], problem: str) -> str:
 
 
 def module_of(config: TrialConfig) -> str:
-    """Return the kind of a network, for reports and for leaving whole kinds out: `cnn/residual`, `timm/convnext`, or
-    the family where it has no topologies."""
+    """Return the kind of a network, for reports and for leaving out whole kinds: `cnn/residual`, `timm/convnext`, or
+    the family if it has no topologies."""
     family = get_family(config.family)
     if hasattr(family, "kind"):
         return str(family.kind(config))

@@ -1,7 +1,7 @@
-"""A function over items, in child processes: one that dies, hangs or runs out of memory costs its item alone.
+"""Run a function over items in child processes: a child that dies, hangs or runs out of memory costs its item alone.
 
-Start reading at `in_processes`. Items go one at a time to the next free child, so that slow ones hold nothing up.
-Children are forked from a server (`conf.children`) that has imported what they need.
+Start reading at `in_processes`. Each free child gets the next item, so that slow ones hold up nothing. Children are
+forked from a server (`conf.children`) that has imported their modules.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 from conf.children.running import ChildServer, local_server
 from featurize.trace.light_imports import without_compiler
 
-_NOTHING_KEPT = 64  # items after which a child is replaced: what models and libraries leave behind adds up
+_NOTHING_KEPT = 64  # items after which a child is replaced: memory that models and libraries leave adds up
 WITHOUT_TORCH = "featurize.trace.light_imports:without_compiler"
 WITH_TORCH = "learn.rows.processes:import_tracer"
 
 
 def import_tracer() -> None:
-    """Import what traces a step, in the process that children are forked from."""
+    """Import the tracer, in the process that children are forked from."""
     without_compiler()
     import learn.job.traced  # noqa: F401
     from featurize.training.training_step import preload
@@ -41,7 +41,7 @@ def import_tracer() -> None:
 
 @dataclass(frozen=True)
 class NoResult:
-    """Why an item has no result, and the seconds until that was known."""
+    """The reason why an item has no result, and the seconds that it took."""
 
     reason: str
     seconds: float
@@ -56,15 +56,15 @@ def in_processes(
     limit_s: float | None = None,
     memory_gib: float | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (place of the item, what the function returns of it or `NoResult`) as items end. Raises what it raises.
+    """Yield (index of the item, the function's result or `NoResult`) as items end. Raises the function's exception.
 
     Args:
-        function: A module's function. Each child has one thread.
-        items: What is sent to children, by pickle.
-        workers: Children at the same time; 0: none, this process does it, without any limit.
-        prepare: What imports what children need, as `module:function`.
-        limit_s: The longest time that an item may take, in seconds.
-        memory_gib: What each child may allocate; beyond it, allocations fail.
+        function: A module-level function. Each child has one thread.
+        items: Arguments, sent to children by pickle.
+        workers: Children at the same time; 0: this process does the work, without limits.
+        prepare: Function that imports the children's modules, as `module:function`.
+        limit_s: The longest time for an item, in seconds.
+        memory_gib: Memory that each child may allocate; beyond it, allocations fail.
 
     Raises:
         EnvironmentProblem: No child can be started.
@@ -94,7 +94,7 @@ def in_processes(
 
 
 class _Worker:
-    """A child that takes one item after another. It is replaced when it has died, hung or taken many."""
+    """A child that takes one item after another. It is replaced when it has died or hung, or after many items."""
 
     def __init__(self, server: ChildServer, arguments: Sequence[Any], limit_s: float | None) -> None:
         self._server, self._arguments, self._limit_s = server, arguments, limit_s
@@ -116,7 +116,7 @@ class _Worker:
         return NoResult(reason, time.monotonic() - began)
 
     def _start(self) -> None:
-        """Start a child, whose predecessor, if there is one, ends as its pipe is closed."""
+        """Start a child; a predecessor ends as its pipe is closed."""
         ours, theirs = socket.socketpair()
         self._pipe = Connection(ours.detach())
         with theirs:
@@ -131,7 +131,7 @@ def _death(code: int) -> str:
 
 
 def serve(arguments: Sequence[Any], channel: int) -> None:
-    """Take items and send what the function returns of them, until the pipe closes; the function of a child."""
+    """Take items and send the function's results, until the pipe closes; runs in a child."""
     warnings.simplefilter("ignore")
     name, sys.path[:], memory_gib = arguments
     function = pkgutil.resolve_name(name)
@@ -144,7 +144,7 @@ def serve(arguments: Sequence[Any], channel: int) -> None:
 
 
 def _call(function: Callable[..., Any], item: Any) -> Any:
-    """Return the function's result, or the exception that it raises, which the parent raises."""
+    """Return the function's result, or the exception that it raised, which the parent raises."""
     try:
         return function(item)
     except Exception as error:

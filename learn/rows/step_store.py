@@ -2,9 +2,9 @@
 memory and in the data folder.
 
 Start reading at `StepStore`: callers that fit, predict or judge make one and pass it on. `compute` traces a case,
-and `StepRecord.to_bytes` is how a record is stored. `with_suspects` marks memory labels that neither the job's tensors
-nor assumed workspaces explain, judged by the rows beside them: published figures are often the whole card's, polled
-once a second, so that another job on the card, or a run that never trained, is in them.
+and `StepRecord.to_bytes` stores a record. `with_suspects` marks memory labels that neither the job's tensors nor
+assumed workspaces explain, compared with the rows beside them. Published figures often cover the whole card, polled
+once a second; they may include another job on the card, or a run that never trained.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ _TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power":
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Features of one case before it runs. `error`: why its step could not be traced; there is nothing else then.
+    """Features of one case before it runs. `error`: why its step could not be traced; the other fields are then empty.
 
-    values   `featurize.configs.step_features.step_features`
-    graph    the forward pass as arrays of an `OpGraph`, packed, or what packs it; see `operator_graph`
-    seconds  what it took to compute
-    passing  the error says nothing of the case: its code may not run here, or cannot be imported. It is never stored
+    values   result of `featurize.configs.step_features.step_features`
+    graph    the forward pass as arrays of an `OpGraph`, packed, or a function that packs it; see `operator_graph`
+    seconds  duration of its computation
+    passing  whether the error may disappear: the case's code may not run here, or cannot be imported. It is never
+        stored
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -63,18 +64,18 @@ class StepRecord:
     passing: bool = False
 
     def packed_graph(self) -> bytes:
-        """Return the packed graph, which is packed now where it has not been."""
+        """Return the packed graph; it is packed on first use."""
         return self.graph() if callable(self.graph) else self.graph
 
     def to_bytes(self) -> bytes:
-        """Return the record as it is stored."""
+        """Return the record as bytes to store."""
         graph = base64.b64encode(self.packed_graph()).decode()
         stored = {"values": dict(self.values), "graph": graph, "error": self.error, "seconds": self.seconds}
         return json.dumps(stored).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> StepRecord:
-        """Return the record that `to_bytes` wrote. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        """Return the record that `to_bytes` wrote. Raises `ValueError`, `TypeError` or `KeyError` for other content."""
         stored = json.loads(content)
         values, graph, error = dict(stored["values"]), base64.b64decode(stored["graph"]), stored["error"]
         if error is None and not (values and graph):
@@ -90,7 +91,7 @@ class StepRecord:
 
     @property
     def main_operator(self) -> str | None:
-        """The kind of operator that makes the largest share of what the forward pass makes; None without features."""
+        """The kind of operator with the largest share of the forward pass's outputs; None without features."""
         shares = {name: share for name, share in self.values.items() if name.startswith(_SHARE)}
         return max(sorted(shares), key=lambda name: shares[name]).removeprefix(_SHARE) if shares else None
 
@@ -101,12 +102,12 @@ def record_version() -> str:
 
 
 def traced_column(target: Target) -> str:
-    """Return the name in `StepRecord.values` of the trace's own figure of the target."""
+    """Return the key in `StepRecord.values` of the trace's own figure for the target."""
     return _TRACED.get(target.name, f"job_priced_{target.name}")
 
 
 def compute(case: Case) -> StepRecord:
-    """Trace, replay and price one case. A case that can't be traced has a record that says why."""
+    """Trace, replay and price one case. The record of a case that cannot be traced holds the reason."""
     from learn.job.traced import step_of
 
     began = time.monotonic_ns()
@@ -120,62 +121,62 @@ def compute(case: Case) -> StepRecord:
         passing = isinstance(reason, NotTrusted) or isinstance(reason.__cause__, ImportError | NotTrusted)
     except MemoryError:  # a fault of this machine, not a property of the case
         raise
-    except Exception as reason:  # a config of a row may be as absurd as it likes, and a model may raise anything
+    except Exception as reason:  # a row's config may be absurd in any way, and a model may raise anything
         error = exception_line(reason)
     return StepRecord(error=error, seconds=(time.monotonic_ns() - began) / 1e9, passing=passing)
 
 
 def record_of(traced: SimulatedStep, job: TrainingJob, spec: DeviceSpec) -> StepRecord:
-    """Return the record of a traced step that was replayed with the default allocator. Its graph is packed when
-    somebody reads it."""
+    """Return the record of a traced step that was replayed with the default allocator. Its graph is packed on first
+    use."""
     from featurize.configs.step_features import opgraph, step_features
 
     values = step_features(
         traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
     )
-    return StepRecord(values=values, graph=cache(lambda: packed(opgraph(traced.trace, spec, job.settings))))
+    return StepRecord(values=values, graph=cache(lambda: pack_graph(opgraph(traced.trace, spec, job.settings))))
 
 
-def packed(graph: OpGraph) -> bytes:
+def pack_graph(graph: OpGraph) -> bytes:
     """Return the forward part of an operator graph; half precision is enough for logarithms and shares."""
     inside = graph.nodes[:, graph.node_columns.index("in_forward")] > 0
     place = np.cumsum(inside) - 1
     source, reader = graph.edges
-    both = inside[source] & inside[reader]
+    inside_forward = inside[source] & inside[reader]
     buffer = io.BytesIO()
     np.savez_compressed(
         buffer,
         categories=graph.categories[inside].astype(np.uint8),
         nodes=graph.nodes[inside].astype(np.float16),
         node_columns=np.array(graph.node_columns),
-        edges=place[graph.edges[:, both]].astype(np.int32),
+        edges=place[graph.edges[:, inside_forward]].astype(np.int32),
     )
     return buffer.getvalue()
 
 
 _START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
-FEW = 16  # cases that are not worth other processes
+FEW = 16  # cases that do not justify further processes
 _KEPT = 100_000
-_MODULES_KEPT = 256  # each keeps its workload, and so what that refers to
+_MODULES_KEPT = 256  # each keeps its job, and all that the job refers to
 
 
 class StepStore:
-    """Records of cases. They live as long as the store does, so that two stores share nothing but the data folder.
+    """Records of cases. They live as long as the store; two stores share only the data folder.
 
     Only `prepare` and `recall` read the data folder, and only `prepare` writes there.
 
     Args:
-        data: the data folder; None: the default one, if it is there
+        data: The data folder; None: the default one, if it exists.
     """
 
     def __init__(self, data: DataFolder | str | os.PathLike[str] | None = None) -> None:
         self._data = data
-        # Each record stands with its case's module, if it has one: while that is kept, the identity is its own.
+        # Each record is stored with its case's module, which keeps the module's id from being reused.
         self._records: dict[Hashable, tuple[StepRecord, TrainingJob | None]] = {}
 
     def record(self, case: Case) -> StepRecord:
-        """Return the case's record, which is computed where `prepare`, `recall` or an earlier call left none."""
+        """Return the case's record; it is computed unless `prepare`, `recall` or an earlier call has loaded it."""
         record = self._at_hand(case)
         if record is None:
             record = compute(case)
@@ -183,18 +184,18 @@ class StepStore:
         return record
 
     def features(self, case: Case) -> Mapping[str, float] | None:
-        """Return the case's features where its record is at hand, else None; nothing is computed."""
+        """Return the case's features if its record is loaded, else None; nothing is computed."""
         record = self._at_hand(case)
         return None if record is None or record.error is not None else record.values
 
     def main_operator(self, case: Case) -> str | None:
-        """Return the kind of operator that makes the largest share of what the forward pass makes; None where the case
-        has no record at hand."""
+        """Return the kind of operator with the largest share of the forward pass's outputs; None if the case's record
+        is not loaded."""
         record = self._at_hand(case)
         return None if record is None else record.main_operator
 
     def recall(self, cases: Sequence[Case]) -> None:
-        """Have the records at hand that the data folder holds of these cases; nothing is computed or written."""
+        """Load the records of these cases from the data folder; nothing is computed or written."""
         wanted = {case.key for case in cases if case.key is not None and self._at_hand(case) is None}
         for key, content in self._file.read(wanted).items() if wanted else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -207,16 +208,16 @@ class StepStore:
         workers: int | None = None,
         progress: Callable[[int, int], None] = lambda completed, total: None,
     ) -> int:
-        """Have every case's record at hand, and in the data folder; return how many had to be computed.
+        """Load or compute every case's record, and store it in the data folder; return the number of computed records.
 
-        What is finished is written every 20 s and however the call ends, so that an interrupted one continues where it
-        was. What is damaged is computed again.
+        Finished records are written every 20 s and on any exit, so that an interrupted call can be continued. Damaged
+        records are computed again.
 
         Args:
-            cases: cases of trial configs; those of modules are left out
-            workers: processes; 0: this one; None: this one, until as many as there are CPUs would be done sooner. What
-                ends one of them is the record of its case, and not kept
-            progress: `progress(completed, total)` is called for every computed case
+            cases: Cases of trial configs; those of modules are left out.
+            workers: Number of processes; 0: this one; None: this one, until a process for each CPU would be faster. If
+                one of them dies, the reason becomes the record of its case, and is not stored.
+            progress: `progress(completed, total)` is called for every computed case.
         """
         self.recall(cases)
         missing = {case.key: case for case in cases if case.key is not None and self._at_hand(case) is None}
@@ -239,7 +240,7 @@ class StepStore:
         return len(missing)
 
     def keep(self, case: Case, record: StepRecord) -> None:
-        """Have this record at hand, in place of what was known of the case."""
+        """Store this record in memory, replacing an earlier one of the case."""
         key = _key(case)
         if case.module is not None:
             self._records.pop(key, None)
@@ -254,8 +255,8 @@ class StepStore:
     def override(self, case: Case, traced: SimulatedStep | None) -> Iterator[None]:
         """Use this trace, replayed with the default allocator, for the case's record inside the block.
 
-        On exit the trace is dropped, and for a module its record. `traced` is None where no trace is at hand. The
-        record's graph is packed when it is first read.
+        On exit the trace is dropped, and for a module its record. `traced` None changes nothing. The record's graph is
+        packed on first use.
         """
         overriding = None
         if traced is not None and case.spec is not None and (case.key is None or case.key not in self._records):
@@ -265,7 +266,7 @@ class StepStore:
             yield
         finally:
             if case.key is None:
-                self._records = {key: kept for key, kept in self._records.items() if kept[1] is not case.module}
+                self._records = {key: entry for key, entry in self._records.items() if entry[1] is not case.module}
             elif overriding is not None and self._records.get(case.key) == (overriding, None):
                 del self._records[case.key]
 
@@ -276,12 +277,12 @@ class StepStore:
         return DiskCache(DataFolder.resolve(self._data).features / f"{record_version()}.sqlite")
 
     def _write(self, records: Iterable[tuple[str, StepRecord]]) -> None:
-        """Write these, without those that may change without the case (`passing`)."""
+        """Write these records, without those that may change although the case does not (`passing`)."""
         if lasting := [(key, record.to_bytes()) for key, record in records if not record.passing]:
             self._file.write(lasting)
 
     def _at_hand(self, case: Case) -> StepRecord | None:
-        """Return a record that is still true: code that was refused when it was computed may be allowed by now."""
+        """Return a loaded record that still holds: code that was refused when it was computed may be allowed by now."""
         record, _ = self._records.get(_key(case), (None, None))
         if record is not None and record.passing and case.config is not None and refusal(case.config) is None:
             return None
@@ -293,46 +294,46 @@ def _key(case: Case) -> Hashable:
 
 
 def _compute(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
-    """Yield (key, record) of each, in whatever order they finish; `workers` as `StepStore.prepare` has it."""
+    """Yield (key, record) of each case, in the order of completion; `workers` as in `StepStore.prepare`."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
-    elsewhere = processes if workers is None else 1  # cores of other processes: with one they are never done sooner
-    here, began_s = 0, 0.0
+    elsewhere = processes if workers is None else 1  # number of other processes; with one, they are never faster
+    computed_here, began_s = 0, 0.0
     if not workers or len(cases) < FEW:
         for key, case in cases:
-            if here > 1:  # the first one imports torch
-                left_s = (len(cases) - here) * (time.monotonic() - began_s) / (here - 1)
+            if computed_here > 1:  # the first case's time includes the import of torch
+                left_s = (len(cases) - computed_here) * (time.monotonic() - began_s) / (computed_here - 1)
                 if left_s > _START_S + left_s / elsewhere:
                     break
             yield key, compute(case)
-            here += 1
+            computed_here += 1
             began_s = began_s or time.monotonic()
     from learn.rows.processes import WITH_TORCH, NoResult, in_processes
 
-    left = cases[here:]
-    fresh = [replace(case) for _, case in left]  # what a case remembers need not travel
+    remaining = cases[computed_here:]
+    fresh = [replace(case) for _, case in remaining]  # a case's cached properties need not be pickled
     for place, record in in_processes(compute, fresh, workers=processes, prepare=WITH_TORCH):
         if isinstance(record, NoResult):
             record = StepRecord(error=record.reason, seconds=record.seconds, passing=True)
-        yield left[place][0], record
+        yield remaining[place][0], record
 
 
-_LEAST_MIB = MIB_PER_GIB  # rows of one network that differ by less are left alone
-_SHARE_OF_LABEL = 0.1  # and by less than this share of it
+_LEAST_MIB = MIB_PER_GIB  # smaller differences between rows of one network are ignored
+_SHARE_OF_LABEL = 0.1  # and so are those below this share of the label
 _NEIGHBOURS = 2  # rows of the nearest traced memory that a row is compared with
 _SCENARIO = "job_scenario_"
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """One row beside its trace, MiB.
+    """One row beside its trace, in MiB.
 
-    at           place in the rows
-    traced_mib   the trace's figure; tensors_mib: what it holds without any workspace, context included
+    index        index of the row
+    traced_mib   the trace's figure; tensors_mib: its part without any workspace, context included
     workspaces_mib  how far assumptions about workspaces move the trace's figure
-    beyond_mib   label less trace
+    beyond_mib   label minus traced_mib
     """
 
-    at: int
+    index: int
     label_mib: float
     traced_mib: float
     tensors_mib: float
@@ -343,42 +344,42 @@ class _Measured:
         return self.label_mib - self.traced_mib
 
     def above_larger_mib(self, others: Sequence[_Measured]) -> float:
-        """Return by how much it lies beyond its trace more than the others of larger batches do, workspaces and a GiB
-        aside. Such a label is too high: others' memory on the card is in it. Too low no label can be that covers the
-        job's tensors, so that a larger batch bounds what a smaller one takes."""
+        """Return by how much more it exceeds its trace than rows of larger batches do, less workspaces and a GiB. Such
+        a label is too high: it includes other jobs' memory. A label above the job's tensors cannot be too low, so a
+        larger batch bounds a smaller one."""
         larger = [max(other.beyond_mib, 0.0) for other in others if other.traced_mib > self.traced_mib]
         return max(self.beyond_mib - min(larger, default=math.inf) - self._slack_mib, 0.0)
 
     def unexplained_mib(self, others: Sequence[_Measured]) -> float:
-        """Return by how much its label leaves the range that the others, workspaces and a GiB allow: what lies beyond
-        the trace is alike at the nearest batches, or in proportion to the traced memory."""
+        """Return how far its label lies outside the range that the others, workspaces and a GiB allow. The excess over
+        the trace is similar at the nearest batches, or in proportion to the traced memory."""
         if not others:
             return 0.0
         nearest = sorted(others, key=lambda other: abs(math.log(other.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
-        high = max(0.0, *(self._scaled(other) for other in nearest)) + self._slack_mib
-        low = min(min(other.beyond_mib, self._scaled(other)) for other in nearest) - self._slack_mib
+        high = max(0.0, *(self._scale_excess(other) for other in nearest)) + self._slack_mib
+        low = min(min(other.beyond_mib, self._scale_excess(other)) for other in nearest) - self._slack_mib
         return max(self.beyond_mib - high, low - self.beyond_mib, self.above_larger_mib(others))
 
     @property
     def _slack_mib(self) -> float:
         return _LEAST_MIB + self.workspaces_mib
 
-    def _scaled(self, other: _Measured) -> float:
-        """Return how far the other lies beyond its trace, in proportion to the memory where this one's is larger."""
+    def _scale_excess(self, other: _Measured) -> float:
+        """Return the other row's excess over its trace, scaled up with the traced memory where this row's is larger."""
         scaled = other.beyond_mib * max(1.0, self.traced_mib / other.traced_mib)
         return max(scaled, other.beyond_mib) if other.beyond_mib > 0 else min(scaled, other.beyond_mib)
 
 
 def with_suspects(rows: Rows, steps: StepStore) -> Rows:
-    """Return the rows of memory with a doubt for each label that nothing explains; rows of other targets as they are.
+    """Return the rows of memory with a doubt for each unexplained label; rows of other targets are returned unchanged.
 
-    Suspect is a label that lies more than 1 GiB, and a tenth, below the job's own tensors; one that differs by more
-    than 1 GiB, and by more than assumptions about workspaces (`featurize.memory.cudnn_workspaces`) move the trace,
-    from what the same network shows at other batches; and, in a network of which at least as many rows are in doubt as
-    are not, one that lies 1 GiB, a tenth and what workspaces can make up off its trace.
+    A label is suspect in three cases. It lies more than 1 GiB, and a tenth, below the job's own tensors. Or it differs
+    from the same network's labels at other batches, by more than 1 GiB and by more than assumptions about workspaces
+    (`featurize.memory.cudnn_workspaces`) move the trace. Or at least half of the network's rows are in doubt, and it is
+    off its trace by 1 GiB, a tenth and the workspaces.
 
     Args:
-        rows: Their steps are at hand in `steps`; those that are not are left as they are.
+        rows: Rows whose records are loaded in `steps`; others stay unchanged.
         steps: Records of the rows' cases.
     """
     if not rows.target.is_memory:
@@ -398,21 +399,21 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
             if measured.label_mib + max(_LEAST_MIB, _SHARE_OF_LABEL * measured.label_mib) < measured.tensors_mib:
                 doubts[place] = "less than the job's tensors alone"
                 doubted[network] += 1
-            elif not measured.traced_mib > row.device_memory_mib:  # near the limit a job does with less
+            elif not measured.traced_mib > row.device_memory_mib:  # near the limit, a job makes do with less
                 networks[network].append(measured)
-    for network, left in networks.items():
-        while unexplained := _unexplained(left):
-            worst = _worst(unexplained, left)
-            doubts[worst.at] = "gigabytes off the same network at other batches"
-            left.remove(worst)
+    for network, measured_rows in networks.items():
+        while unexplained := _unexplained(measured_rows):
+            worst = _worst(unexplained, measured_rows)
+            doubts[worst.index] = "gigabytes off the same network at other batches"
+            measured_rows.remove(worst)
             doubted[network] += 1
-        if 0 < len(left) <= doubted[network]:
-            for measured in left:
+        if 0 < len(measured_rows) <= doubted[network]:
+            for measured in measured_rows:
                 if (
                     abs(measured.beyond_mib)
                     > _LEAST_MIB + measured.workspaces_mib + _SHARE_OF_LABEL * measured.traced_mib
                 ):
-                    doubts[measured.at] = "gigabytes off its trace, in a network of which as many rows are in doubt"
+                    doubts[measured.index] = "gigabytes off its trace, in a network of which as many rows are in doubt"
     if not doubts:
         return rows
     records = tuple(replace(row, doubt=doubts.get(place, row.doubt)) for place, row in enumerate(rows.records))
@@ -420,26 +421,26 @@ def with_suspects(rows: Rows, steps: StepStore) -> Rows:
 
 
 def _unexplained(rows: Sequence[_Measured]) -> list[_Measured]:
-    """Return the rows that the others of their network do not explain."""
+    """Return the rows that the other rows of their network do not explain."""
     return [suspect for suspect in rows if suspect.unexplained_mib([other for other in rows if other is not suspect])]
 
 
 def _worst(unexplained: Sequence[_Measured], rows: Sequence[_Measured]) -> _Measured:
-    """Return a label that is too high beside a larger batch's, the furthest off its trace; else the one without which
-    the fewest are left unexplained."""
+    """Return the label that exceeds its trace the most among those too high beside a larger batch's; without such a
+    label, the one whose removal leaves the fewest rows unexplained."""
 
     def others(measured: _Measured) -> list[_Measured]:
         return [other for other in rows if other is not measured]
 
     too_high = [suspect for suspect in unexplained if suspect.above_larger_mib(others(suspect))]
     if too_high:
-        return max(too_high, key=lambda suspect: (suspect.beyond_mib / suspect.traced_mib, suspect.at))
+        return max(too_high, key=lambda suspect: (suspect.beyond_mib / suspect.traced_mib, suspect.index))
     return min(
         unexplained,
         key=lambda suspect: (
             len(_unexplained(others(suspect))),
             -abs(suspect.beyond_mib) / suspect.traced_mib,
-            suspect.at,
+            suspect.index,
         ),
     )
 
@@ -453,7 +454,7 @@ def _measure(place: int, label_mib: float, values: Mapping[str, float]) -> _Meas
 
 
 def _network(case: Case, device: str) -> str:
-    """Return a key that rows share if they differ in nothing but the batch."""
+    """Return a key that is equal for rows that differ in nothing but the batch."""
     if case.config is None:
         return f"{device} {case.training_loop} {case.job.name}"
     settings = {name: value for name, value in case.config.to_mapping().items() if name != "batch_size"}

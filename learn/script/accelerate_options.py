@@ -1,7 +1,7 @@
-"""Reads the options of `accelerate launch` with accelerate's own parser, as on a machine that has the GPUs.
+"""Parses the options of `accelerate launch` with accelerate's own parser, as on a machine with the GPUs.
 
-Start reading at `main`. Started as a file, `python learn/script/accelerate_options.py OPTIONS`, it prints JSON in one
-line, or ends with the reason in the last line of standard error.
+Start reading at `main`. Run as a file, `python learn/script/accelerate_options.py OPTIONS`, it prints one line of JSON,
+or exits with the reason in the last line of standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFUSED = {
 
 
 def main(words: list[str]) -> None:
-    """Print what is started: fields of `learn.script.command_line.ScriptCommand`."""
+    """Print the launched command as JSON: fields of `learn.script.command_line.ScriptCommand`."""
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this file
     sys.path.insert(0, os.getcwd())
@@ -34,7 +34,7 @@ def main(words: list[str]) -> None:
     _pretend_gpus(args)
     try:
         environment = _prepare(args)
-    except Exception as error:  # whatever accelerate raises for what does not go together
+    except Exception as error:  # accelerate raises various exceptions for options that exclude each other
         sys.exit(str(error).strip().partition("\n")[0] or type(error).__name__)
     started = {
         "script": args.training_script,
@@ -48,11 +48,11 @@ def main(words: list[str]) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> dict[str, str]:
-    """Complete the options by accelerate's own file, and return the environment of a process."""
+    """Complete the options from accelerate's configuration file, and return the environment of a process."""
     from accelerate.commands import launch
     from accelerate.utils import launch as preparing
 
-    args.machine_rank = 0  # the one that is estimated; nothing is sent from here
+    args.machine_rank = 0  # the estimated rank; nothing is sent from here
     vars(preparing)["is_port_in_use"] = lambda *_: False
     args, defaults, is_precision_of_file = launch._validate_launch_command(args)
     for name, reason in _REFUSED.items():
@@ -77,7 +77,7 @@ def _require_count(args: argparse.Namespace) -> None:
 
 
 def _pretend_gpus(args: argparse.Namespace) -> None:
-    """Have as many GPUs in a node as processes were asked for."""
+    """Pretend to have as many GPUs in a node as there are requested processes."""
     import torch
 
     def device_count() -> int:

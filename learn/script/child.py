@@ -19,7 +19,7 @@ def main(request_path: str) -> None:
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     variables = request["command"]["variables"]
-    if not variables:  # wrappers of several ranks import it in any case
+    if not variables:  # the wrappers of several ranks import it anyway
         without_compiler()
     from learn.script.containment import leave_out_distributed
     from learn.script.run import ScriptRun

@@ -1,8 +1,8 @@
 """The command line that starts a training script, as its user types it: `python train.py`, or a launcher's.
 
-Start reading at `parse_command`. torchrun and accelerate are read by their own parsers. DeepSpeed's may be missing
-here: its options are those of release 0.19 (deepspeed/launcher/runner.py: `parse_args`), its variables those of
-deepspeed/launcher/launch.py. The first process is the one that is estimated.
+Start reading at `parse_command`. Options of torchrun and accelerate are parsed by their own parsers. DeepSpeed may not
+be installed: its options are those of release 0.19 (deepspeed/launcher/runner.py: `parse_args`), its variables those of
+deepspeed/launcher/launch.py. The first process is estimated.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _ACCELERATE_S = 120.0
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """`python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`, and in how many processes a launcher starts it.
+    """`python SCRIPT ARGUMENTS` or `python -m MODULE ARGUMENTS`, and the processes that a launcher starts it in.
 
     environment   environment of its process, before a launcher adds to it
-    nodes         computers
-    per_node      processes of each computer, one GPU each
-    variables     variables that the launcher sets for the first process; empty: the script is started once, by itself
+    nodes         number of nodes
+    per_node      processes of each node, one GPU each
+    variables     variables that the launcher sets for the first process; empty without a launcher
     """
 
     script: str
@@ -47,17 +47,17 @@ class ScriptCommand:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.layout()  # refuses what is out of range
+        self.layout()  # raises for numbers out of range
 
     @property
     def name(self) -> str:
         return self.script if self.module else Path(self.script).name
 
     def layout(self, ranks: int | None = None) -> Parallel:
-        """Return how the processes share the GPUs of nodes: several nodes are full.
+        """Return the layout of the processes on the GPUs of the nodes; several nodes are full.
 
         Args:
-            ranks: All processes; None: those that the launcher starts.
+            ranks: Number of all processes; None: those that the launcher starts.
         """
         ranks = ranks or self.nodes * self.per_node
         full = self.per_node if self.nodes > 1 else max(ranks, Cluster.gpus_per_node)
@@ -65,13 +65,13 @@ class ScriptCommand:
 
 
 def parse_command(command: Sequence[str]) -> ScriptCommand:
-    """Return which script a command line starts, and in how many processes.
+    """Return the script that a command line starts, and its processes.
 
     Args:
-        command: Its words, as the shell splits them.
+        command: The words of the command, as the shell splits them.
 
     Raises:
-        UsageError: It starts no Python script; a launcher's option that is not known or not followed.
+        UsageError: It does not start a Python script, or a launcher's option is unknown or not supported.
     """
     if isinstance(command, str) or not all(isinstance(word, str) for word in command):
         raise UsageError(f"a script's command is a list of words: {FORM}")
@@ -89,7 +89,8 @@ def parse_command(command: Sequence[str]) -> ScriptCommand:
 
 
 def _after_env(words: list[str], environment: dict[str, str]) -> list[str]:
-    """Apply the words of `env` to an environment, and return those of the command that it starts."""
+    """Apply the assignments of an `env` command to an environment, and return the words of the command that it
+    starts."""
     while words:
         name, is_assigned, value = words[0].partition("=")
         if name == "-u" and len(words) > 1:
@@ -106,38 +107,38 @@ def _after_env(words: list[str], environment: dict[str, str]) -> list[str]:
 
 
 def _parse(words: list[str], environment: Mapping[str, str]) -> ScriptCommand:
-    runner, rest = Path(words[0]).name, words[1:]
+    runner, words_after = Path(words[0]).name, words[1:]
     if runner in LAUNCHERS:
-        return LAUNCHERS[runner](runner, rest, environment)
+        return LAUNCHERS[runner](runner, words_after, environment)
     if not _PYTHON.fullmatch(runner):
         if not words[0].endswith(".py"):
             raise UsageError(f"{words[0]} does not start a script here; give {FORM}, or one of {', '.join(LAUNCHERS)}")
-        rest = words
-    while rest[:1] in (["-u"], ["-O"]):
-        rest = rest[1:]
-    is_module = rest[:1] == ["-m"] and len(rest) > 1
-    if not is_module and (not rest or rest[0].startswith("-")):
+        words_after = words
+    while words_after[:1] in (["-u"], ["-O"]):
+        words_after = words_after[1:]
+    is_module = words_after[:1] == ["-m"] and len(words_after) > 1
+    if not is_module and (not words_after or words_after[0].startswith("-")):
         raise UsageError(f"a script's command is {FORM}, got {' '.join(words)}")
-    script, *arguments = rest[1:] if is_module else rest
+    script, *arguments = words_after[1:] if is_module else words_after
     if is_module and (launcher := _LAUNCHER_MODULES.get(script)) is not None:
         return LAUNCHERS[launcher](launcher, arguments, environment)
     return ScriptCommand(script, is_module, tuple(arguments), environment)
 
 
 def _thread_limit(per_node: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that launchers set for several processes of a node, unless it is set."""
+    """Return the thread limit that launchers set for several processes of a node, unless it is set already."""
     return {} if "OMP_NUM_THREADS" in environment or per_node == 1 else {"OMP_NUM_THREADS": "1"}
 
 
 def _count_of(text: object, option: str) -> int:
-    """Return a number of processes or of nodes. Raises `UsageError` for anything else."""
+    """Return a number of processes or of nodes. Raises `UsageError` for other values."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}", str(text)):
         raise UsageError(f"{option} must be a whole number >= 1, got {text}")
     return int(str(text))
 
 
 def _options(parser: argparse.ArgumentParser, launcher: str, words: list[str]) -> argparse.Namespace:
-    """Return a launcher's options, read by its own parser, whose errors are `UsageError`."""
+    """Return a launcher's options, parsed by its own parser, whose errors become `UsageError`."""
 
     def refuse(message: str) -> NoReturn:
         raise UsageError(f"{launcher}: {one_line(message)}")
@@ -207,7 +208,7 @@ def _variables_of_torchrun(
 
 
 def _accelerate(launcher: str, words: list[str], before: Mapping[str, str]) -> ScriptCommand:
-    """Ask accelerate itself, in a process of its own: it looks for GPUs, and takes defaults from its own file."""
+    """Parse by accelerate itself, in a separate process: it looks for GPUs, and reads its own configuration file."""
     if launcher == "accelerate":
         if words[:1] != ["launch"]:
             raise UsageError("of accelerate, `accelerate launch OPTIONS train.py ARGUMENTS` is estimated")
@@ -320,7 +321,7 @@ def _gpus_of_nodes(options: argparse.Namespace, launcher: str) -> list[int]:
 
 
 def _count_included(part: str, slots: dict[str, int], launcher: str) -> int:
-    """Return the GPUs of `worker-1:0,2`, or of a whole node of the host file."""
+    """Return the number of GPUs in `worker-1:0,2`, or of a whole node of the host file."""
     name, colon, numbers = part.partition(":")
     if colon:
         return len(numbers.split(","))
@@ -330,7 +331,7 @@ def _count_included(part: str, slots: dict[str, int], launcher: str) -> int:
 
 
 def _slots_of(path: str, launcher: str) -> dict[str, int]:
-    """Return the GPUs of each node, as `worker-1 slots=8` in lines of a host file."""
+    """Return the number of GPUs of each node, from lines of a host file such as `worker-1 slots=8`."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

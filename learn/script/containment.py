@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "CLEARML_OFFLINE_MODE": "1",
     "PL_DISABLE_FORK": "1",
 }
-# What torchrun and accelerate set for one of several processes: here there is one.
+# Variables that torchrun and accelerate set for one of several processes: here there is one process.
 DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 # Arguments of a `DataLoader` that loads in the process itself.
 _WITHOUT_WORKERS = {
@@ -63,14 +63,14 @@ _LOGGERS = (
 
 
 def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
-    """Replace what saves, connects, compiles and starts workers, in this process.
+    """Replace the functions that save, connect, compile and start workers, in this process.
 
     Args:
-        note: Called with what was kept from happening.
-        saved: A folder for what the script saves.
+        note: Called with a sentence for each suppressed action.
+        saved: A folder for the files that the script saves.
 
     Returns:
-        The files that the script saves and looks at.
+        The files that the script saves and reads.
     """
     files = SavedFiles(saved, note)
     install_saving(files, note)
@@ -83,7 +83,7 @@ def contain(note: Callable[[str], None], saved: Path) -> SavedFiles:
 
     @replace_in("_maybe_opt_step", torch.amp.GradScaler)
     def always_step(_maybe_step: Any, _scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
-        return optimizer.step(*args, **kwargs)  # nobody knows of an infinite gradient
+        return optimizer.step(*args, **kwargs)  # without values, no gradient is known to be infinite
 
     return files
 
@@ -119,9 +119,9 @@ def _run_eagerly(note: Callable[[str], None]) -> None:
 
 
 def _without_gradients(mode: Any = True) -> Any:
-    """Stand for `torch.inference_mode`, in which composite operators reach a dispatch mode undivided. Switched off, it
+    """Replace `torch.inference_mode`, in which a dispatch mode sees composite operators undivided. With mode False, it
     records gradients (c10/core/InferenceMode.h)."""
-    if callable(mode):  # the decorated function
+    if callable(mode):  # used as a decorator
         return torch.no_grad()(mode)
     return torch.no_grad() if mode else torch.enable_grad()
 
@@ -139,7 +139,7 @@ def _load_in_this_process(note: Callable[[str], None]) -> None:
 
 
 def leave_out_distributed() -> None:
-    """Forget that a launcher started several processes, and set what keeps libraries offline."""
+    """Remove the variables of a launcher of several processes, and set those that keep libraries offline."""
     if os.environ.get("WORLD_SIZE") != "1":
         for name in DISTRIBUTED:
             os.environ.pop(name, None)
@@ -147,9 +147,9 @@ def leave_out_distributed() -> None:
 
 
 class SilentLoggers(MetaPathFinder, Loader):
-    """Make imports of experiment loggers return a module that takes every call and does nothing.
+    """Make imports of experiment loggers return a module that accepts every call and does nothing.
 
-    note   called with which logger was kept from logging
+    note   called with a sentence that names the suppressed logger
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -168,7 +168,7 @@ class SilentLoggers(MetaPathFinder, Loader):
 
 
 class _Silent(types.ModuleType):
-    """Every attribute can be called, entered, indexed and asked for more."""
+    """An object whose attributes can be called, entered, indexed and nested."""
 
     def __init__(self, name: str, note: Callable[[str], None]) -> None:
         super().__init__(name)
@@ -204,13 +204,13 @@ def _logger_of(name: str) -> str | None:
 
 
 def _is_installed(logger: str) -> bool:
-    """Return whether a package is there. wandb leaves a mere folder of its name in the working folder."""
+    """Return whether a package is installed. wandb may leave a mere folder of its name in the working folder."""
     spec = PathFinder.find_spec("tensorboard" if logger == "torch.utils.tensorboard" else logger)
     return spec is not None and spec.origin is not None
 
 
 def is_ready_for_its_absence() -> bool:
-    """Return whether the import stands in a `try`, or only asks whether there is such a module."""
+    """Return whether the import is inside a `try`, or only tests whether the module exists."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
         if frame.f_code.co_name == "find_spec" and frame.f_globals["__name__"] == "importlib.util":
@@ -219,5 +219,5 @@ def is_ready_for_its_absence() -> bool:
     if frame is None:
         return False
     code: Any = dis.Bytecode(frame.f_code)
-    handlers = code.exception_entries  # those with `lasti` are of `with`, and of `except` itself
+    handlers = code.exception_entries  # those with `lasti` belong to `with`, and to `except` itself
     return any(entry.start <= frame.f_lasti < entry.end and not entry.lasti for entry in handlers)

@@ -1,8 +1,8 @@
-"""The package `deepspeed` as a script sees it, installed or not: what trains in several processes, and no more.
+"""The package `deepspeed` as a script sees it, installed or not: the part that trains in several processes.
 
-Start reading at `install_deepspeed`, then at `DeepSpeedJob.initialize`. DeepSpeed itself is never run: an engine plays
-the first rank of the settings' ZeRO, by the rules of `featurize.training.zero` (release 0.19). What scripts see is
-that of deepspeed/runtime/engine.py.
+Start reading at `install_deepspeed`, then at `DeepSpeedJob.initialize`. DeepSpeed itself never runs: an engine
+simulates the first rank of the settings' ZeRO, by the rules of `featurize.training.zero` (release 0.19). Its interface
+is that of deepspeed/runtime/engine.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def install_deepspeed(rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
-    """Give scripts a package `deepspeed` whose engine plays a rank, in this process."""
+    """Install a package `deepspeed` whose engine simulates a rank, in this process."""
     sys.meta_path.insert(0, _Finder(_contents(DeepSpeedJob(rank, watch, note)), rank))
 
 
@@ -56,9 +56,9 @@ class DeepSpeedJob:
     """The functions of DeepSpeed that a script calls first.
 
     Args:
-        rank: The process's part.
+        rank: The rank of this process.
         watch: Watches the script's steps.
-        note: Is notified of what is taken for granted.
+        note: Called with each assumption.
     """
 
     def __init__(self, rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
@@ -81,7 +81,7 @@ class DeepSpeedJob:
         mesh_param: Any = None,
         config_params: Any = None,
     ) -> tuple[DeepSpeedEngine, Optimizer, Any, Any]:
-        """Return what DeepSpeed's own does: engine, optimizer, loader of `training_data`, scheduler."""
+        """Return the result of DeepSpeed's function: engine, optimizer, loader of `training_data`, scheduler."""
         if mpu is not None or mesh_param is not None:
             raise RuntimeError("model and sequence parallelism of DeepSpeed are not followed")
         if not isinstance(model, nn.Module):
@@ -107,20 +107,20 @@ class DeepSpeedJob:
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
     def init_distributed(self, dist_backend: str | None = None, *_: Any, **__: Any) -> None:
-        """Begin a process group, unless there is one."""
+        """Create a process group, unless there is one."""
         if not dist.is_initialized():
             dist.init_process_group(dist_backend or "nccl")
 
 
 class DeepSpeedEngine(nn.Module):
-    """A rank's model, and what updates it.
+    """A rank's model and its update.
 
     Args:
         job: The process's job.
-        model: The model that the script made.
-        basic: Its optimizer, whose state is made for the rank's part.
-        file: What the settings say.
-        settings: Themselves.
+        model: The script's model.
+        basic: The wrapped optimizer, whose state is made for the rank's part.
+        file: The parsed settings.
+        settings: The settings as a mapping.
     """
 
     def __init__(
@@ -155,12 +155,12 @@ class DeepSpeedEngine(nn.Module):
         if len(basic.param_groups) > 1:
             job.note("assumed: all groups of the optimizer's parameters are updated as one")
         _place(model, _TYPES.get(layout.zero.param_dtype or ""), rank.recorder, in_parts=layout.zero.stage == 3)
-        whole = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
+        full_shapes = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
         played = rank.play(layout, training, elements(model))
-        self.module = played.wrapped(model)
-        if layout.zero.stage == 3:  # parameters say what they are as a whole
+        self.module = played.wrap_model(model)
+        if layout.zero.stage == 3:  # parameters report their full shapes
             for number, (name, parameter) in enumerate(model.named_parameters()):
-                shape, count = whole[name]
+                shape, count = full_shapes[name]
                 vars(parameter).update(ds_id=number, ds_shape=shape, ds_numel=count)
         played.is_boundary = self.is_gradient_accumulation_boundary
         self._update = played.update(maker_of(basic))
@@ -185,7 +185,7 @@ class DeepSpeedEngine(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> Tensor:
-        """Run a backward pass, of a part of the step's loss, and reduce gradients as the stage does."""
+        """Run the backward pass of a part of the step's loss, and reduce gradients as the stage does."""
         micro_steps = self.gradient_accumulation_steps()
         if scale_wrt_gas and micro_steps > 1:
             loss = loss / micro_steps
@@ -205,7 +205,7 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the micro-step that runs is the last one of its step."""
+        """Return whether the current micro-step is the last one of its step."""
         if self._boundary is not None:
             return self._boundary
         return bool((self.micro_steps + 1) % self.gradient_accumulation_steps() == 0)
@@ -215,7 +215,7 @@ class DeepSpeedEngine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients of stage 1 unreduced, which they are before the last micro-step anyway."""
+        """Leave gradients of stage 1 unreduced, as they are before the last micro-step anyway."""
         if self.zero_optimization_stage() > 1:
             raise RuntimeError("no_sync does not go with gradients that stages 2 and 3 spread")
         yield
@@ -245,14 +245,14 @@ class DeepSpeedEngine(nn.Module):
     def compile(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("compiled models are not followed under DeepSpeed; leave compile out")
 
-    zero_grad = destroy = giving(None)  # gradients were freed as they were reduced
+    zero_grad = destroy = giving(None)  # gradients are freed as they are reduced
 
 
 class EngineOptimizer(Optimizer):
-    """An optimizer of DeepSpeed's own: it says what its engine is to make, and makes no state.
+    """An optimizer of DeepSpeed's: it holds the settings from which the engine makes an optimizer, and has no state.
 
     our_name        its name in `featurize.training.optimizers`
-    implementation  likewise; None: its default
+    implementation  its implementation there; None: the default one
     """
 
     our_name = "adamw"
@@ -265,7 +265,7 @@ class EngineOptimizer(Optimizer):
             params, {"lr": lr, "weight_decay": weight_decay, "fused": self.implementation == "fused" or None}
         )
         if not (options.get("adam_w_mode", True) and options.get("adamw_mode", True)):
-            self.our_name = "adam"  # weights are decayed as AdamW does, unless set otherwise
+            self.our_name = "adam"  # decays weights as AdamW does, by default
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError(
@@ -275,7 +275,7 @@ class EngineOptimizer(Optimizer):
 
 
 def kind_of(name: str, our_name: str, implementation: str | None = None) -> type[EngineOptimizer]:
-    """Return a class of optimizers, by the name that a script knows."""
+    """Return a class of optimizers under the name that a script imports."""
     return type(name, (EngineOptimizer,), {"our_name": our_name, "implementation": implementation})
 
 
@@ -284,13 +284,15 @@ def maker_of(optimizer: Optimizer) -> Callable[[list[nn.Parameter]], Optimizer]:
     parameters."""
     if isinstance(optimizer, EngineOptimizer):
         return functools.partial(make_optimizer, optimizer.our_name, implementation=optimizer.implementation)
-    taken = inspect.signature(type(optimizer).__init__).parameters
-    options = {name: value for name, value in optimizer.param_groups[0].items() if name in taken and name != "params"}
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    options = {
+        name: value for name, value in optimizer.param_groups[0].items() if name in accepted and name != "params"
+    }
     return lambda parameters: type(optimizer)(parameters, **options)
 
 
 class _ZeroOptimizer(Optimizer):
-    """The optimizer as scripts see it; its engine steps."""
+    """The optimizer that scripts see; its engine steps it."""
 
     overflow = False
 
@@ -309,23 +311,23 @@ class _ZeroOptimizer(Optimizer):
 
 
 def _settings(given: Any) -> Mapping[str, Any]:
-    """Return settings of a mapping, a file, or the encoded text that libraries of Hugging Face take as well.
+    """Return settings from a mapping, a file, or encoded text, which Hugging Face's libraries also pass.
 
     Raises:
-        RuntimeError: There are none.
+        RuntimeError: No settings are given.
         UsageError: They cannot be read.
     """
     if given is None:
         raise RuntimeError("deepspeed.initialize is given no settings: config, or --deepspeed_config")
     if isinstance(given, str) and not Path(given).is_file():
-        with contextlib.suppress(ValueError):  # neither encoded nor JSON: the path of a file that is not there
+        with contextlib.suppress(ValueError):  # neither encoded nor JSON: the path of a file that does not exist
             settings: Mapping[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
             return settings
     return settings_of(given)
 
 
 def _optimizer(given: Any, trained: list[Any], file: DeepSpeedFile) -> Optimizer:
-    """Return the script's own optimizer, or that of the settings."""
+    """Return the script's own optimizer, or the one that the settings name."""
     if isinstance(given, Optimizer):
         return given
     if callable(given):
@@ -336,7 +338,7 @@ def _optimizer(given: Any, trained: list[Any], file: DeepSpeedFile) -> Optimizer
 
 
 def _scheduler(given: Any, basic: Optimizer, settings: Mapping[str, Any]) -> Any:
-    """Return the script's own scheduler. That of the settings changes rates alone, and leaves them as they are here."""
+    """Return the script's own scheduler. One from the settings changes only rates, which are not simulated."""
     if given is not None and not hasattr(given, "step") and callable(given):
         return given(basic)
     if given is None and settings.get("scheduler"):
@@ -345,7 +347,8 @@ def _scheduler(given: Any, basic: Optimizer, settings: Mapping[str, Any]) -> Any
 
 
 def _place(model: nn.Module, dtype: torch.dtype | None, recorder: Any, *, in_parts: bool) -> None:
-    """Move a model to the GPU, with parameters of the settings' type; what `zero.Init` made takes nothing there."""
+    """Move a model to the GPU, with parameters of the settings' type; those made in `zero.Init` take no memory
+    there."""
     parts = [p for p in model.parameters() if hasattr(p, "ds_id")] if in_parts else []
     recorder.memory.nowhere += bool(parts)
     for parameter in parts or model.parameters():
@@ -359,9 +362,9 @@ def _place(model: nn.Module, dtype: torch.dtype | None, recorder: Any, *, in_par
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the package and all modules in it, and its version.
+    """Finds the package, all modules in it, and its version.
 
-    Where one process runs and DeepSpeed is missing, it stays missing for who is ready for that.
+    Where one process runs and DeepSpeed is missing, it stays missing for imports that handle that.
     """
 
     def __init__(self, contents: Mapping[str, Mapping[str, Any]], rank: RankZero) -> None:
@@ -404,8 +407,8 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Part(types.ModuleType):
-    """A module that has what it is known for. All else of DeepSpeed can be imported, and says that it is not followed
-    when it is used."""
+    """A module with the attributes that are supported. All others can be imported, and raise an error when they are
+    used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -425,11 +428,11 @@ class _Part(types.ModuleType):
 
 
 def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
-    """Return module -> what is in it, apart from the modules below it."""
+    """Return module -> its attributes, without those of its submodules."""
     zero = {
         "Init": Init,
         "register_external_parameter": giving(None),
-        "GatheredParameters": lambda *_, **__: contextlib.nullcontext(),  # they are whole until there is an engine
+        "GatheredParameters": lambda *_, **__: contextlib.nullcontext(),  # without an engine they are not partitioned
     }
     arange = {"zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn, "_orig_torch_arange": torch.arange}
     of_torch = {name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")}
@@ -483,7 +486,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 class Init:
-    """`deepspeed.zero.Init`: what is made while it is entered never lies on a GPU as a whole."""
+    """`deepspeed.zero.Init`: parameters that are made while it is entered never lie on a GPU in full."""
 
     _numbers = itertools.count()
 
@@ -510,7 +513,7 @@ class Init:
 
 
 class _Accelerator:
-    """The accelerator of `deepspeed.accelerator.get_accelerator()`: torch.cuda, with names of its own."""
+    """The accelerator of `deepspeed.accelerator.get_accelerator()`: torch.cuda under other names."""
 
     current_device_name, communication_backend_name = giving(str(CUDA)), giving("nccl")
     is_fp16_supported = giving(True)

@@ -1,6 +1,6 @@
-"""The call `learn.estimate_script`: what a training script takes from a GPU, by running it, unchanged, without one.
+"""The call `learn.estimate_script`: a training script's memory, activity and time on a GPU, from a run without one.
 
-Start reading at `estimate_script`; `learn.script.child` is what runs the script.
+Start reading at `estimate_script`; `learn.script.child` runs the script.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _MEMORY_SHARE = 0.75  # share of this machine's memory that a script may take by
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSettings(Training):
-    """The training settings that a script was seen to choose. It has them already, so none is refused: not an
-    optimizer that the project does not know, nor two settings together."""
+    """The training settings that a script was observed to choose. It runs with them, so none is refused: neither an
+    optimizer that the project does not know, nor a combination."""
 
     def __post_init__(self) -> None: ...
 
@@ -69,29 +69,29 @@ def estimate_script(
     """Estimate the memory (MiB), GPU activity (0 to 1) and step time (ms) of an unmodified training script.
 
     Runs the script in a child process, on this machine's CPU, until two optimizer steps are done. The script sees one
-    GPU of the model asked for; every tensor on it lies on the meta device. Data is loaded for real. What the script
-    saves goes to a folder that is removed. Experiment loggers and network connections are switched off.
+    GPU of the requested model; every tensor on it lies on the meta device. Data is loaded for real. Files that the
+    script saves go to a folder that is removed. Experiment loggers and network connections are switched off.
 
     The script runs as this user, with this user's rights: estimate only scripts that you would run.
 
     Args:
         command: `["python", "train.py", ...]` or `["python", "-m", "package.train", ...]`, or a launcher's, such as
-            `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, of which rank 0 is estimated. It runs in the
-            working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may stand before it.
+            `["torchrun", "--nproc-per-node", "8", "train.py", ...]`, whose rank 0 is estimated. It runs in the
+            working folder, with this process's Python. `env NAME=VALUE` and `-u NAME` may precede it.
         parallel: For a launched script, `{"network_gb_s": 50}`: each GPU's share of the network between nodes.
         report, snapshot: Files to write, as in `learn.estimate`.
         name: The job's name in the report.
         time_limit_s: Seconds after which the script is ended, with all processes that it started.
-        memory_limit_gib: Memory of the host that these may take together, in GiB; None is three quarters of the
+        memory_limit_gib: Memory of the host that these processes may take together, in GiB; None: three quarters of the
             machine's.
         show_output: Whether the script's output goes to standard error.
-        **options: As in `learn.estimate`: device, power_limit_w, allocator, machine, workspaces (`"cudnn"` asks with
-            the script's own settings), torch_version, data, coverage; estimator, of which trace, hybrid and gnn read a
-            recorded step; loop, for utilization and step time, as memory is of the script's own loop; known, measured
-            runs of this script, each at the batch size that it has here.
+        **options: As in `learn.estimate`: device, power_limit_w, allocator, machine, workspaces (`"cudnn"` uses the
+            script's own settings), torch_version, data, coverage; estimator: trace, hybrid or gnn, which read a
+            recorded step; loop, for utilization and step time, as memory is always the script's own loop's; known:
+            measured runs of this script, each at its batch size here.
 
     Returns:
-        The estimate, with a note for each thing that was kept from happening.
+        The estimate, with a note for each suppressed action.
 
     Raises:
         UsageError: The script cannot be followed; the message names its file and line.
@@ -111,7 +111,7 @@ def estimate_script(
     platform, answer_options = platform_and_options(options)
     network, device = _network_of(parallel), platform.device
     if (layout := parsed.layout()).degrees.own > 1:
-        fabric_of(device, layout)  # refuses a GPU model that nothing is known to join
+        fabric_of(device, layout)  # raises for a GPU model whose interconnect is not known
     files, key = StepFiles.check(report, snapshot), records.key_of(parsed, device)
 
     def run() -> ScriptRecord:
@@ -130,14 +130,14 @@ def estimate_script(
 
 
 def _network_of(parallel: object) -> dict[str, Any]:
-    """Return the settings of a launched job that its script does not know. Raises `UsageError` for others."""
+    """Return the layout's settings that the script does not decide. Raises `UsageError` for other settings."""
     if parallel is None:
         return {}
     if not names_network_only(parallel):
-        got = parallel.text() if isinstance(parallel, Parallel) else shown(parallel)
+        given_text = parallel.text() if isinstance(parallel, Parallel) else shown(parallel)
         raise UsageError(
             "a script's launcher says how it is spread; of parallel= it takes network_gb_s, as in network_gb_s=50, got "
-            f"{got}"
+            f"{given_text}"
         )
     assert isinstance(parallel, str | Mapping)
     given = named_settings(parallel)
@@ -146,7 +146,7 @@ def _network_of(parallel: object) -> dict[str, Any]:
 
 
 def _require_batch_of_script(runs: Sequence[KnownRun], batch_size: int) -> None:
-    """Raise `UsageError` for a measured run at another batch size, at which nothing is recorded."""
+    """Raise `UsageError` for a measured run at a batch size other than the recorded one."""
     for place, run in enumerate(runs):
         if run.batch_size != batch_size:
             raise UsageError(
@@ -163,7 +163,7 @@ def _record(
     memory_limit_gib: float | None,
     show_output: bool,
 ) -> ScriptRecord:
-    """Run the script, read what it left, and keep that. Raises `UsageError` where it did not reach two steps."""
+    """Run the script, read its record, and store it. Raises `UsageError` where it did not reach two steps."""
     began_ns = time.time_ns()
     if memory_limit_gib is None:
         memory_limit_gib = _MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -211,7 +211,7 @@ def _job(record: ScriptRecord, name: str, recorded: Callable[[], StepTrace | Non
     return TrainingJob(
         name=name,
         build=absent,
-        batch=lambda _device: ((), None),  # which a report would list
+        batch=lambda _device: ((), None),  # a report would list its tensors
         settings=ScriptSettings(**settings),
         batch_size=max(1, record.batch_size),
         recorded=recorded and functools.cache(recorded),

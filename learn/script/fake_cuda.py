@@ -1,8 +1,8 @@
-"""torch.cuda as on a machine with one GPU of the model asked for, and meta tensors that pass for CUDA tensors.
+"""torch.cuda as on a machine with one GPU of the requested model, and meta tensors that pass for CUDA tensors.
 
-Start reading at `PretendCuda.__torch_function__`: device arguments that name a GPU become meta, and meta says it is
-cuda:0, while code of `featurize` and `learn.script` sees the devices as they are. `install_cuda` replaces properties,
-streams, events and memory statistics, in the process that runs the script, where they stay replaced.
+Start reading at `PretendCuda.__torch_function__`: device arguments that name a GPU become meta, and meta tensors report
+cuda:0, while code of `featurize` and `learn.script` sees the real devices. `install_cuda` replaces properties,
+streams, events and memory statistics, permanently, in the process that runs the script.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from featurize.recording.recorder import Recorder
 
 CUDA = torch.device("cuda", 0)
 _META = torch.device("meta")
-# Not by modules' names: a script may have packages that are called as ours.
+# Files, not modules' names: a script may have packages of the same names as ours.
 _OWN = tuple(str(ROOT / folder) + os.sep for folder in ("featurize", "learn"))
 
 _TYPE_NAMES = {
@@ -73,7 +73,7 @@ class PretendCuda(TorchFunctionMode):
 
 
 def on_the_gpu(value: Any) -> Any:
-    """Return a tensor on the GPU, anything else as it is."""
+    """Return a tensor on the GPU, and any other value unchanged."""
     return value.to(CUDA) if isinstance(value, Tensor) else value
 
 
@@ -84,7 +84,7 @@ def _on_meta(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _without_cuda(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keyword arguments for meta: no pinned memory, no generator of a GPU."""
+    """Return the keyword arguments for meta: no pinned memory, and no generator of a GPU."""
     if not kwargs:
         return kwargs
     kwargs = dict(kwargs)
@@ -109,7 +109,7 @@ def _device(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _data_ptr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return an address by which libraries know tensors that share memory; that of meta tensors is 0."""
+    """Return a distinct address for tensors that share memory, as libraries compare it; that of meta tensors is 0."""
     tensor = args[0]
     if not tensor.is_meta:
         return func(*args)
@@ -121,29 +121,29 @@ def _storage_ptr(storage: torch.UntypedStorage) -> int:
 
 
 def _to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    # A bare index is a GPU; `to(other)` with a tensor needs nothing.
-    tensor, *rest = args
-    if rest and type(rest[0]) is int:
-        rest[0] = _META
-    return func(tensor, *_on_meta(rest), **_without_cuda(kwargs))
+    # A bare index is a GPU; `to(other)` with a tensor needs no change.
+    tensor, *arguments = args
+    if arguments and type(arguments[0]) is int:
+        arguments[0] = _META
+    return func(tensor, *_on_meta(arguments), **_without_cuda(kwargs))
 
 
 def _from_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Make a tensor on the host and copy it, so that the values of small integers stay known."""
+    """Make a tensor on the host and copy it, so that values of small integer tensors stay known."""
     device = kwargs.get("device")
     is_tensor = bool(args) and isinstance(args[0], Tensor)
     if device is None and not is_tensor:
         device = default_device.CURRENT_DEVICE
     if device is None or not (names_cuda(device) or type(device) is int or torch.device(device).type == "meta"):
         return func(*args, **_without_cuda(kwargs))
-    rest = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad", "pin_memory")}
-    made = func(*args, **rest, **({} if is_tensor else {"device": "cpu"})).to(_META)
-    return made.requires_grad_() if kwargs.get("requires_grad") else made
+    options = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad", "pin_memory")}
+    tensor_on_meta = func(*args, **options, **({} if is_tensor else {"device": "cpu"})).to(_META)
+    return tensor_on_meta.requires_grad_() if kwargs.get("requires_grad") else tensor_on_meta
 
 
 def _format(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    tensor, *rest = args
-    return format(tensor.item(), *rest) if tensor.is_meta and tensor.dim() == 0 else func(*args, **kwargs)
+    tensor, *arguments = args
+    return format(tensor.item(), *arguments) if tensor.is_meta and tensor.dim() == 0 else func(*args, **kwargs)
 
 
 def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -166,7 +166,7 @@ def _type(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run `p.data = p.data.cuda()`: set_data refuses another kind of tensor, which CUDA's is not."""
+    """Run `p.data = p.data.cuda()`: set_data refuses a tensor of another type, although CUDA tensors are allowed."""
     tensor, new = args
     if tensor.is_meta == new.is_meta:
         func(tensor, new)
@@ -178,9 +178,9 @@ def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def enter_everywhere(unless: Callable[[], bool]) -> None:
-    """Enter the mode around autograd's engine: it is left when `backward` is called, and forward passes that are
-    recomputed, hooks and custom functions run inside the engine. Take a bare index for a GPU where no mode is asked.
-    `unless` says whether a compiler runs the engine on tensors of its own, which a mode would confuse."""
+    """Enter the mode inside autograd's engine: it is left when `backward` is called, and recomputed forward passes,
+    hooks and custom functions run inside the engine. Treat a bare index as a GPU where no mode intervenes. `unless`
+    returns whether a compiler runs the engine on its own tensors, which a mode would confuse."""
 
     @replace_in("_engine_run_backward", torch.autograd)
     def run_inside(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,13 +198,13 @@ def enter_everywhere(unless: Callable[[], bool]) -> None:
         return parse(*args, **kwargs)
 
     replace_attribute(torch.UntypedStorage, "data_ptr", _storage_ptr)
-    # A checkpoint compares devices that it read below the mode, in the forward pass, and inside it.
+    # A checkpoint compares devices that it read below the mode, in the forward pass, with those inside the mode.
     checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
     if "default" in checks:
         checks["default"] = lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
-# The properties themselves, as descriptors.
+# Getters of the properties, as descriptors.
 _DEVICE, _IS_CUDA, _IS_META, _DATA = (
     inspect.getattr_static(Tensor, name) for name in ("device", "is_cuda", "is_meta", "data")
 )
@@ -233,7 +233,7 @@ _SPECIAL: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-# Functions of torch.cuda that do nothing.
+# Functions of torch.cuda that are replaced by no-ops.
 _NOTHING = (
     "init",
     "_lazy_init",
@@ -260,7 +260,7 @@ _NOTHING = (
 
 
 def giving(value: Any) -> Callable[..., Any]:
-    """Return a function that returns this value, whatever it is called with."""
+    """Return a function that returns this value for any arguments."""
 
     def give(*args: Any, **kwargs: Any) -> Any:
         return value
@@ -269,7 +269,7 @@ def giving(value: Any) -> Callable[..., Any]:
 
 
 class FakeEvent:
-    """An event that has happened. A millisecond lies between any two."""
+    """An event that has already happened. Any two are a millisecond apart."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -279,7 +279,7 @@ class FakeEvent:
 
 
 class FakeStream(contextlib.nullcontext[Any]):
-    """The one stream that there is."""
+    """The only stream."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         super().__init__(self)
@@ -302,7 +302,7 @@ class _DeviceContext(contextlib.nullcontext[Any]):
         self.idx, self.prev_idx = 0, 0
 
 
-# Classes and functions of torch.cuda that something else stands for.
+# Classes and functions of torch.cuda -> their replacements.
 _KINDS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("Stream", "ExternalStream"), FakeStream),
     "Event": FakeEvent,
@@ -313,18 +313,18 @@ _KINDS: dict[str, Callable[..., Any]] = {
 
 
 def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: int = 1) -> None:
-    """Make this process's torch look like one with a GPU.
+    """Make this process's torch report one GPU.
 
     Args:
         spec: The GPU model.
-        recorder: Knows the bytes that are alive.
-        autocast: `featurize.operators.autocast.Autocast` of the process: knows which type is cast to.
-        gpus: How many there are; the first one is used.
+        recorder: Knows the live bytes.
+        autocast: The process's `featurize.operators.autocast.Autocast`, which knows the type to cast to.
+        gpus: Number of reported GPUs; only the first one is used.
     """
     cuda, accelerator = torch.cuda, torch.accelerator
     build, properties, device, stream = _build_of(spec), _properties_of(spec), torch.device("cuda"), FakeStream()
     torch.version.cuda, torch.version.hip = build.cuda, build.hip
-    # What libraries take directly, once they see a GPU; a CPU build has none of it.
+    # Attributes that libraries use directly once they see a GPU; a CPU build lacks them.
     for name, value in {
         "_cuda_getCurrentRawStream": 0,
         "_cuda_getDevice": 0,
@@ -368,7 +368,7 @@ def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: i
             "_exchange_device": 0,
             "_maybe_exchange_device": 0,
         },
-        # Of the real allocator, which takes no part.
+        # Functions of the real allocator, which is not used.
         cuda.memory: {
             "_record_memory_history": None,
             "_dump_snapshot": None,
@@ -392,8 +392,8 @@ def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: i
         # Weights of recurrent layers are not flattened.
         torch.backends.cudnn: {"is_available": True, "version": build.cudnn, "is_acceptable": False},
         torch.backends.cuda: {"is_built": True},
-        torch._C: {"_get_accelerator": device},  # the default of meshes
-        torch.Tensor: {"record_stream": None},  # its C++ takes torch's own streams, before a mode is asked
+        torch._C: {"_get_accelerator": device},  # the default device of meshes
+        torch.Tensor: {"record_stream": None},  # its C++ code checks for torch's own streams before any mode sees it
     }
     memory = _memory_functions(spec, recorder)
     for owner, functions in (
@@ -406,7 +406,7 @@ def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: i
     ):
         for name, function in functions.items():
             replace_attribute(owner, name, function)
-    for name in cuda.random.__all__:  # transformers and others call them there
+    for name in cuda.random.__all__:  # transformers and others call them through this module
         replace_attribute(cuda.random, name, getattr(cuda, name))
     replace_in("_get_foreach_kernels_supported_devices", _foreach_utils)(lambda kernels: [*kernels(), "cuda", "meta"])
     _install_generator()
@@ -415,8 +415,9 @@ def install_cuda(spec: DeviceSpec, recorder: Recorder, autocast: Any, *, gpus: i
 
 
 def _build_of(spec: DeviceSpec) -> types.SimpleNamespace:
-    """Return a build of PyTorch's description of itself and of its libraries. For AMD, MIOpen and RCCL answer in
-    cuDNN's and NCCL's place. Of the MI200 and MI300 series, PyTorch reports a name with two features."""
+    """Return the versions that a build of PyTorch reports of itself and its libraries. On AMD, MIOpen and RCCL are
+    reported as cuDNN and NCCL. For the MI200 and MI300 series, PyTorch reports an architecture name with two
+    features."""
     if spec.llvm_target is not None:
         return types.SimpleNamespace(
             cuda=None,
@@ -500,20 +501,20 @@ def _install_generator() -> None:
         return original("cpu" if names_cuda(device) else device)
 
     generator = abc.ABCMeta("Generator", (), {"__new__": make})
-    generator.register(original)  # those are instances of it
+    generator.register(original)  # original generators are instances of the replacement
     replace_attribute(torch, "Generator", generator)
 
 
 def _install_default_device(recorder: Recorder) -> None:
-    """Put what is made while the default device is a GPU there. What is made on meta takes nothing, until it is moved
-    or emptied onto a GPU."""
+    """Put tensors on the GPU that are made while it is the default device. Tensors made on meta take no memory until
+    they are moved or emptied onto a GPU."""
 
     @replace_in("__init__", default_device.DeviceContext)
     def with_default(make: Callable[..., None], self: Any, device: Any) -> None:
         make(self, torch.device("meta") if names_cuda(device) else device)
         self.takes_nothing = not names_cuda(device) and self.device.type == "meta"
 
-    # `with torch.device` is C++, and calls no `__enter__`.
+    # `with torch.device` is implemented in C++, and does not call `__enter__`.
     @replace_in("__torch_function__", default_device.DeviceContext)
     def call(calling: Callable[..., Any], self: Any, *function: Any) -> Any:
         with replaced(recorder.memory, "nowhere", recorder.memory.nowhere + self.takes_nothing):
@@ -521,7 +522,7 @@ def _install_default_device(recorder: Recorder) -> None:
 
 
 def _install_dtypes(autocast: Any) -> None:
-    """Answer for the GPU what asks whether autocast is on."""
+    """Answer queries of autocast's state for the GPU."""
 
     @replace_in("is_autocast_enabled", torch)
     def is_enabled(enabled: Callable[..., bool], device_type: Any = "cuda") -> bool:
@@ -539,5 +540,5 @@ def _install_dtypes(autocast: Any) -> None:
 
 
 def _to_one_device(_model: Any, inputs: Any, kwargs: Any, _device_ids: Any) -> tuple[tuple[Any], tuple[Any]]:
-    """Return what DataParallel passes its only replica."""
+    """Return the arguments that DataParallel passes to its only replica."""
     return (tree_map(on_the_gpu, inputs),), (tree_map(on_the_gpu, kwargs or {}),)

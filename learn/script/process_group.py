@@ -1,7 +1,7 @@
-"""torch.distributed for the one process that runs: rank 0 of a group whose other ranks are assumed to send the same.
+"""torch.distributed for the only process that runs: rank 0 of a group whose other ranks are assumed to send the same.
 
-Start reading at `RankZero.begin`, which has the rank's streams, its wrappers and what it sends; then at
-`install_process_group`. DistributedDataParallel has its buckets and copies, without its reducer, whose C++ needs
+Start reading at `RankZero.begin`, which has the rank's streams, its wrappers and its collectives; then at
+`install_process_group`. DistributedDataParallel keeps its buckets and copies, without its reducer, whose C++ needs
 tensors of a GPU; its rules are in `featurize.training.rank`.
 """
 
@@ -40,14 +40,14 @@ BUCKETS = "_gpufarm_buckets"  # attribute of a DistributedDataParallel: bytes of
 
 
 class RankZero:
-    """The one process that runs, among those that a launcher starts.
+    """The only process that runs, of those that a launcher starts.
 
     Args:
         recorder: The script's recorder.
-        command: How its processes are started.
+        command: The command that starts the processes.
 
-    `launched` is how many there are. A script that starts them by itself changes it. `parameters` is the elements of a
-    model of which `play` holds a part; 0: the rank holds all of its model.
+        `launched` is their number. A script that starts processes itself changes it. `parameters` is the number of
+        elements of the model that `play` partitions; 0: the rank holds all of its model.
     """
 
     parameters = 0
@@ -56,18 +56,18 @@ class RankZero:
         self.recorder, self._command, self.launched = recorder, command, command.nodes * command.per_node
         self._wrappers: list[Replica | ZeroRank] = []
         self._zero: ZeroRank | None = None
-        self._wrapper: Parallel | None = None  # the first replica's
+        self._wrapper: Parallel | None = None  # layout of the first replica
         self._streams: Streams | None = None
         self._ranks: Ranks | None = None
         self._collectives: tuple[Collective, ...] = ()
-        self._entered = contextlib.ExitStack()  # until the process ends
+        self._entered = contextlib.ExitStack()  # left when the process ends
 
     def begin(self) -> None:
-        """The script's process group is there, with several ranks: from now on what they send is recorded, and
-        PyTorch's own wrappers run on meta tensors where the release allows that."""
+        """Start recording collectives: the script has created its process group, with several ranks. PyTorch's own
+        wrappers then run on meta tensors, where the release allows that."""
         if self._streams is not None:
             return
-        from featurize.training.ranks import Ranks  # their imports are heavy
+        from featurize.training.ranks import Ranks  # their imports are slow
         from featurize.training.streams import Streams
 
         complete_collectives()
@@ -85,13 +85,13 @@ class RankZero:
         return self._command.layout(self.launched).changed(own=1, ddp=self.launched, **given)
 
     def add(self, replica: Replica, settings: Parallel | None) -> None:
-        """Add a wrapped model; replicas on some of the ranks come with None."""
+        """Add a wrapped model; `settings` is None for replicas on some of the ranks."""
         self._wrappers.append(replica)
         self._wrapper = self._wrapper or settings
 
     def play(self, layout: Parallel, settings: Training, parameters: int) -> ZeroRank:
-        """Return the object that plays a rank of ZeRO from now on, with the script's recorder, for a model of this many
-        elements."""
+        """Return the simulated rank of ZeRO, with the script's recorder, for a model of `parameters` elements. It is
+        active from now on."""
         from featurize.trace.tracer import played_rank
         from featurize.training.zero import ZeroRank
 
@@ -128,16 +128,16 @@ class RankZero:
             self._ranks.begin_step()
 
     def end_step(self) -> None:
-        """End a step; the last one's collectives count."""
+        """End a step; the last step's collectives count."""
         sent = () if self._streams is None else self._streams.collectives()
         self._collectives = (*sent, *(collective for wrapper in self._wrappers for collective in wrapper.collectives()))
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Return the collectives of the last step; none for one process alone."""
+        """Return the collectives of the last step; empty for a single process."""
         return self._collectives if self.layout() is not None else ()
 
     def layout(self) -> Parallel | None:
-        """Return how the job is spread; None for one process, or for several that never meet."""
+        """Return the layout of the job; None for one process, or for several that never communicate."""
         if self.launched == 1 or self._streams is None:
             return None
         return self._wrapper or self._command.layout(self.launched)
@@ -150,8 +150,8 @@ class RankZero:
             return [f"the script starts no process group: each of its {self.launched} processes trains by itself"]
         return [f"the script ran as rank 0 of {self.launched}; where other ranks run other code, they may need more"]
 
-    def reduced(self, tensor: Tensor, op: Any, ranks: int) -> None:
-        """Give a reduced tensor the value that it has where each rank had the same, as far as it is known."""
+    def assign_reduced(self, tensor: Tensor, op: Any, ranks: int) -> None:
+        """Assign a reduced tensor its value, assuming equal tensors on all ranks, as far as values are known."""
         values = self.recorder.values.of(tensor)
         if ranks == 1 or values is None or op not in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
             return
@@ -161,8 +161,8 @@ class RankZero:
         else:
             tensor.detach().copy_(total)
 
-    def gathered(self, outputs: Tensor | list[Tensor], tensor: Tensor) -> None:
-        """Give gathered tensors of a GPU the value that the one of this rank has, as far as it is known."""
+    def assign_gathered(self, outputs: Tensor | list[Tensor], tensor: Tensor) -> None:
+        """Assign gathered tensors of a GPU this rank's value, as far as it is known."""
         values = self.recorder.values.of(tensor) if tensor.is_meta else None
         if values is None:
             return
@@ -185,17 +185,17 @@ _MIXED = "DistributedDataParallel's mixed_precision is not followed: use torch.a
 
 
 class _Done:
-    """The handle of a collective that has ended."""
+    """The handle of a completed collective."""
 
     wait = is_completed = is_success = giving(True)
 
 
 def install_process_group(rank: RankZero, note: Callable[[str], None]) -> None:
-    """Make torch.distributed work in this process, where the release has it.
+    """Make torch.distributed work in this process, if the release has it.
 
     Args:
-        rank: The process's part.
-        note: Is notified that the script uses torch.distributed.
+        rank: The rank of this process.
+        note: Called when the script uses torch.distributed.
     """
     replace_attribute(torch.multiprocessing, "spawn", _calling_directly(rank))
     replace_attribute(torch.multiprocessing, "start_processes", _calling_directly(rank))
@@ -220,7 +220,7 @@ def _replace(**functions: Any) -> None:
     for name, function in functions.items():
         before = getattr(dist, name, None)
         for module in (dist, distributed_c10d, device_mesh):
-            if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools' own
+            if getattr(module, name, None) is before:  # `device_mesh.reduce` of older releases is functools.reduce
                 replace_attribute(module, name, function)
 
 
@@ -314,15 +314,15 @@ def _refusing(reason: str) -> Callable[..., None]:
 
 
 def _install_collectives(rank: RankZero) -> None:
-    """Run collectives of GPU tensors as they are: their group sends nothing, and the recorder is notified of them. Of
-    what is on the host, and of objects, each rank is taken to have what this one has."""
+    """Run collectives of GPU tensors unchanged: their group sends nothing, and the recorder is notified of them. For
+    tensors on the host, and for objects, each rank is assumed to have this rank's."""
     all_reduce = dist.all_reduce
 
     def gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(gather)
         def collective(outputs: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             work = gather(outputs, tensor, *args, **kwargs)
-            rank.gathered(outputs, tensor)
+            rank.assign_gathered(outputs, tensor)
             return work
 
         return collective
@@ -331,7 +331,7 @@ def _install_collectives(rank: RankZero) -> None:
     def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         with torch._C.DisableTorchFunction():  # a mode would call this function again
             work = all_reduce(tensor, op, group, async_op)
-        rank.reduced(tensor, op, dist.get_world_size(group))
+        rank.assign_reduced(tensor, op, dist.get_world_size(group))
         return work
 
     def reduce_to_one(
@@ -383,11 +383,11 @@ def _fill(outputs: list[Any], given: Any, *_: Any, **__: Any) -> None:
 
 
 def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
-    """Replace what DistributedDataParallel does, in this process.
+    """Replace the functions of DistributedDataParallel, in this process.
 
     Args:
-        rank: Is notified of each wrapped model.
-        note: Is notified of what is left out.
+        rank: Notified of each wrapped model.
+        note: Called with each action that is left out.
     """
 
     def init(
@@ -454,7 +454,8 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
 
 
 def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """As torch's, in its order (torch/nn/parallel/distributed.py: `_pre_forward`, `_post_forward`)."""
+    """Forward pass of a replica, in torch's order (torch/nn/parallel/distributed.py: `_pre_forward`,
+    `_post_forward`)."""
     replica: Replica = self._gpufarm_replica
     trains = torch.is_grad_enabled()
     if trains:
@@ -468,7 +469,7 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         replica.broadcast_buffers()
     if self.device_ids:
         inputs, kwargs = tree_map(on_the_gpu, inputs), tree_map(on_the_gpu, kwargs)
-    with self._inside_ddp_forward():  # a compiled module learns there whose buckets cut its graph
+    with self._inside_ddp_forward():  # a compiled module finds the buckets that split its graph there
         output = self.module(*inputs, **kwargs)
     self.require_forward_param_sync = trains and self.require_backward_grad_sync
     if trains:

@@ -1,12 +1,12 @@
 """The record of one run of a script: in a file for the process that started it, and on disk for later questions.
 
-Start reading at `ScriptRecord`, then at `key_of` and `find`. The script could have written anything into its file, so
+Start reading at `ScriptRecord`, then at `key_of` and `find`. The script could have written anything into the file, so
 it is checked value by value when it is read.
 
-A run is known by the script's bytes and command line, its environment, the GPU model and what is installed. It is
-believed while all that the script looked at is as it was: modules of its own, files that it read, folders that it
-listed, files that it missed. `learn.script.saved_files` notices these in Python; nothing notices what compiled code or
-another process reads, or the time.
+A run is identified by the script's bytes and command line, its environment, the GPU model and the installed packages.
+It stays valid while all that the script read is unchanged: its own modules, files that it read, folders that it listed,
+files that it found missing. `learn.script.saved_files` observes these in Python; reads by compiled code or another
+process, and the time, are not observed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from featurize.trace.trace_cache import (
 from learn.script.command_line import ScriptCommand
 
 Setting: TypeAlias = str | bool | int | float
-SAVED, _RECORD = "saved", "record.json"  # in the folder of a run: what the script saves, and the record
+SAVED, _RECORD = "saved", "record.json"  # in the folder of a run: the script's saved files, and the record
 LARGEST_FILE_BYTES = 2**30
-# What a script is seen to choose: names of `featurize.job.training_settings.Training`, the precision as a reader needs
-# it, and how cuDNN searches.
+# The choices of a script that are recorded: names of `featurize.job.training_settings.Training`, the precision as a
+# reader needs it, and how cuDNN searches.
 SETTINGS: Mapping[str, type] = {
     "optimizer": str,
     "precision": str,
@@ -61,8 +61,8 @@ SETTINGS: Mapping[str, type] = {
     "compile": bool,
 }
 Stamp: TypeAlias = list[int] | None
-MOST_FILES = 2000  # files whose state is asked for
-_CLOCK_NS = 20_000_000  # how far a file system's clock may lag
+MOST_FILES = 2000  # files whose state is checked
+_CLOCK_NS = 20_000_000  # maximal lag of a file system's clock
 _DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
 
@@ -71,15 +71,15 @@ _NO_MATTER = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TMPDIR")
 class ScriptRecord:
     """The record of one run of a script.
 
-    trace      trace of its first two optimizer steps; None where it did not get there
+    trace      trace of its first two optimizer steps; None where it did not reach them
     problem    why there is no trace, with the script's file and line where they are known
-    settings   what the script chose: names of `SETTINGS`
+    settings   the script's choices: names of `SETTINGS`
     batch_size samples in a forward pass
     backwards  backward passes in a step: more than one accumulate gradients
-    notes      what was kept from happening or done differently
-    parallel   how its processes share the job; None: it is one
-    files      what it looked at, as `keep` takes it; None where that is not known
-    key        the job's key, where the run is kept
+    notes      actions that were suppressed or replaced
+    parallel   layout of its processes; None for a single process
+    files      paths that it read, as `keep` takes them; None where they are not known
+    key        the job's key, if the run is stored
     """
 
     trace: StepTrace | None
@@ -101,7 +101,7 @@ def write_record(folder: Path, record: ScriptRecord) -> None:
 
 
 def read_record(folder: Path) -> ScriptRecord | None:
-    """Read the record that a run has left in its folder; None where it has left none. Raises `BadRecord`."""
+    """Read the record that a run left in its folder; None if there is none. Raises `BadRecord`."""
     path = folder / _RECORD
     if not os.path.lexists(path):
         return None
@@ -125,7 +125,7 @@ def record_to_json(record: ScriptRecord) -> dict[str, Any]:
 
 
 def record_of_json(content: Any) -> ScriptRecord:
-    """Return a record. Raises `BadRecord`, `ValueError`, `TypeError`, `KeyError` or `IndexError` for anything else."""
+    """Return a record. Raises `BadRecord`, `ValueError`, `TypeError`, `KeyError` or `IndexError` for other content."""
     trace, problem, files = (fields_of(content, dict)[name] for name in ("trace", "problem", "files"))
     return ScriptRecord(
         trace=None if trace is None else trace_of_json(fields_of(trace, dict)),
@@ -151,7 +151,7 @@ def _setting(name: str, value: Any) -> Setting:
 
 
 def key_of(command: ScriptCommand, spec: DeviceSpec) -> str:
-    """Return the identity of a run, except the state of what the script looks at."""
+    """Return the identity of a run, without the state of the files that the script reads."""
     content = b"" if command.module else Path(command.script).read_bytes()
     variables = sorted((name, value) for name, value in command.environment.items() if name not in _NO_MATTER)
     installed = os.stat(sysconfig.get_path("purelib")).st_mtime_ns
@@ -172,7 +172,7 @@ def find(key: str) -> ScriptRecord | None:
 
 
 def with_trace(record: ScriptRecord) -> ScriptRecord | None:
-    """Return a record with its trace, also one that was found; None where that is lost."""
+    """Return a record with its trace, also one from `find`; None where the trace is lost."""
     if record.trace is not None:
         return record
     try:
@@ -182,12 +182,13 @@ def with_trace(record: ScriptRecord) -> ScriptRecord | None:
 
 
 def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
-    """Keep a run, unless what it looked at has changed since it began. Returns the record, with the job's key then.
+    """Store a run, unless a file that it read has changed since it began. Returns the record, with the job's key if
+    stored.
 
     Args:
         key: Key of the run.
-        record: What it left.
-        began_ns: When it began, by `time.time_ns`.
+        record: The run's record.
+        began_ns: Start of the run, by `time.time_ns`.
     """
     if user_cache() is None or record.trace is None or record.files is None or len(record.files) > MOST_FILES:
         return record
@@ -201,8 +202,8 @@ def keep(key: str, record: ScriptRecord, began_ns: int) -> ScriptRecord:
 
 
 def _stamp(path: str) -> Stamp:
-    """Return the size and time of a file, or of a folder that was listed, whose path ends in a slash. Of another folder
-    it counts only that it is there; None: there is nothing."""
+    """Return the size and time of a file, or of a folder that was listed, whose path ends in a slash. For another
+    folder only its existence counts; None: the path does not exist."""
     try:
         status = os.stat(path)
     except OSError:

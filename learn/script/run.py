@@ -1,7 +1,7 @@
 """One run of a script, with torch as on a machine with a GPU: it leaves a record of its first two training steps.
 
-Start reading at `ScriptRun.run`; `explained` says where a script failed. `ScriptCompiler` is its torch.compile: modules
-as `featurize.recording.compiled` models them, functions as they are written.
+Start reading at `ScriptRun.run`; `explain` locates a script's failure. `ScriptCompiler` is its torch.compile: modules
+as `featurize.recording.compiled` models them, functions uncompiled.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from learn.script.script_recorder import ScriptRecorder, StepWatch
 
 
 def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
-    """Return what is compiled of a model that PyTorch's wrappers divide, whose own code is left to Python: what a
-    replica wraps, or the innermost units of shards. None for a model without a wrapper inside."""
+    """Return the compiled parts of a model that PyTorch's wrappers divide, whose own code stays in Python: a replica's
+    wrapped module, or the innermost units of shards. None for a model without a wrapper inside."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return [module.module]
     if (sharding := sys.modules.get("torch.distributed.fsdp")) is None:
@@ -67,13 +67,13 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
 class ScriptCompiler:
     """The modules that a script has compiled.
 
-    note   is notified of a function that was not compiled
+    note   called for each function that was not compiled
     """
 
     def __init__(self, recorder: ScriptRecorder, note: Callable[[str], None]) -> None:
         self._recorder, self._note = recorder, note
         self._regions: list[CompiledRegions] = []
-        self._compiled: set[int] = set()  # modules, which live as long as the process
+        self._compiled: set[int] = set()  # ids of modules, which live as long as the process
 
     def install(self) -> None:
         """Replace torch.compile and `nn.Module.compile` in this process."""
@@ -93,12 +93,12 @@ class ScriptCompiler:
             return noting
 
         def state_of(module: nn.Module) -> dict[str, Any]:
-            """Return the state of a module that is copied and saved: a copy of a compiled one runs as it is written."""
+            """Return the state of a module to copy or save: a copy of a compiled module runs uncompiled."""
             added_names = ("forward", "_orig_mod") if id(module) in self._compiled else ()
             return {name: value for name, value in vars(module).items() if name not in added_names and not saves(value)}
 
         def saves(value: Any) -> bool:
-            """Return whether an attribute is the method that `containment` gives a module which is not scripted."""
+            """Return whether an attribute is the method that `containment` gives to modules that are not scripted."""
             return isinstance(value, functools.partial) and value.func is torch.jit.save
 
         setattr(nn.Module, "__getstate__", state_of)  # noqa: B010 -- before Python 3.11 there is none to replace
@@ -106,16 +106,16 @@ class ScriptCompiler:
 
     @property
     def capturing(self) -> bool:
-        """Return whether a graph is captured now, in a thread of its own, which is to have no modes."""
+        """Return whether a graph is being captured, in a thread of its own, in which no modes may be active."""
         return any(regions.capturing for regions in self._regions)
 
     @property
     def compiles(self) -> bool:
-        """Tell whether the script has compiled a module."""
+        """Return whether the script has compiled a module."""
         return bool(self._compiled)
 
     def notes(self) -> tuple[str, ...]:
-        """Return how sure the figures of the compiled modules are."""
+        """Return notes on the certainty of the compiled modules' figures."""
         return tuple(dict.fromkeys(text for regions in self._regions for text in regions.notes()))
 
     def _module(self, module: nn.Module, given: Mapping[str, Any]) -> nn.Module:
@@ -155,11 +155,11 @@ class ScriptCompiler:
                 return (compiled if on_the_gpu else as_on_a_gpu)(*args, **kwargs)
 
         vars(module)["forward"] = compiled_as_it_is
-        vars(module)["_orig_mod"] = module  # no part of itself: `parameters` and `state_dict` are as they were
+        vars(module)["_orig_mod"] = module  # not registered as a submodule: `parameters` and `state_dict` stay the same
         return module
 
     def _graphs(self, given: Mapping[str, Any]) -> CudaGraphs | None:
-        """Return what the graphs of a module run as, by the arguments of torch.compile; one for the whole script.
+        """Return the CUDA graphs of a module, by the arguments of torch.compile; one object for the whole script.
 
         Raises:
             RuntimeError: Inductor does not know the mode, as torch.compile raises it.
@@ -182,9 +182,9 @@ class ScriptRun:
     """One run of one script.
 
     Args:
-        command: The fields of its `ScriptCommand`.
+        command: The fields of the `ScriptCommand`.
         device: The mapping of a `DeviceSpec`.
-        folder: The folder of its record, and of what it saves.
+        folder: The folder of its record, and of its saved files.
     """
 
     def __init__(self, command: Mapping[str, Any], device: Mapping[str, Any], folder: str) -> None:
@@ -199,7 +199,7 @@ class ScriptRun:
         self._compiler = ScriptCompiler(self._recorder, self._note)
 
     def run(self) -> None:
-        """Run the script until its steps are done, and leave the record. Never returns."""
+        """Run the script until its steps are done, and write the record. Never returns."""
         complete()
         mend_torchvision()
         self._files = contain(self._note, self._folder / SAVED)
@@ -223,11 +223,11 @@ class ScriptRun:
                 except SystemExit as error:
                     if error.code not in (None, 0):
                         problem = f"{self._script} exits with {error.code!r}"
-                        if isinstance(error.__context__, Exception):  # which a framework has caught and shown
-                            problem += f" after {explained(error.__context__, self._script)}"
-                except BaseException as error:  # whatever a script may raise
+                        if isinstance(error.__context__, Exception):  # a framework has caught and printed it
+                            problem += f" after {explain(error.__context__, self._script)}"
+                except BaseException as error:  # a script may raise anything
                     traceback.print_exc()
-                    problem = explained(error, self._script)
+                    problem = explain(error, self._script)
         self.finish(problem)
 
     def _execute(self) -> None:
@@ -242,7 +242,7 @@ class ScriptRun:
             runpy.run_path(self._script, run_name="__main__")
 
     def _follow_threads(self) -> None:
-        """Enter the modes, which belong to threads, in those that the script starts to load data ahead."""
+        """Enter the modes, which are per thread, in the threads that the script starts to load data ahead."""
 
         @replace_in("run", threading.Thread)
         def run_inside(run: Callable[[threading.Thread], None], thread: threading.Thread) -> None:
@@ -262,7 +262,7 @@ class ScriptRun:
             return switched(dtype)
 
     def finish(self, problem: str | None = None) -> None:
-        """Leave the record and end the process at once, with whatever threads the script has."""
+        """Write the record and end the process immediately, with all of the script's threads."""
         self._own_packages.come_back()
         with torch._C.DisableTorchFunction():
             trace = self._trace() if self._watch.steps >= STEPS else None
@@ -336,20 +336,20 @@ class ScriptRun:
         }
 
     def _files_looked_at(self) -> tuple[str, ...]:
-        """Return the files of the script's own modules, and what it looked at, relative to the working folder."""
+        """Return the files of the script's own modules, and the paths that it read, relative to the working folder."""
         modules = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
         paths = {os.path.abspath(path) for path in modules if isinstance(path, str) and not is_installed(path)}
         paths |= self._files.looked_at()
         if not self._command.module:
-            paths.discard(os.path.abspath(self._script))  # known by its bytes
+            paths.discard(os.path.abspath(self._script))  # identified by its bytes
         return tuple(sorted(path.removeprefix(self._from + os.sep) for path in paths if not is_installed(path)))
 
 
 class OwnPackages(MetaPathFinder):
-    """The packages of this project, out of the way while a script runs that has others of the same names.
+    """The packages of this project, hidden while a script runs that has others of the same names.
 
-    Modules of this project that are loaded keep working: what they have imported, they hold. They import nothing more
-    of each other until `come_back`.
+    Loaded modules of this project keep working, as they hold their imports. They import nothing more of each other
+    until `come_back`.
     """
 
     def __init__(self) -> None:
@@ -357,13 +357,13 @@ class OwnPackages(MetaPathFinder):
         self._ours: dict[str, types.ModuleType] = {}
 
     def make_way(self) -> None:
-        """Take the packages that `sys.path` has elsewhere too out of `sys.modules`."""
+        """Remove the packages that `sys.path` also has elsewhere from `sys.modules`."""
         self._names = tuple(name for name in PACKAGES if _elsewhere(name) is not None)
         self._ours = {name: sys.modules.pop(name) for name in list(sys.modules) if self._is_hidden(name)}
         sys.meta_path.insert(0, self)
 
     def come_back(self) -> None:
-        """Put this project's packages back: the script has ended."""
+        """Restore this project's packages after the script."""
         for name in list(sys.modules):
             if self._is_hidden(name):
                 del sys.modules[name]
@@ -371,7 +371,7 @@ class OwnPackages(MetaPathFinder):
         self._names = ()
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """Find the script's own package, also where it has no `__init__.py` and an installed one of ours would win."""
+        """Find the script's own package, even without an `__init__.py`, where an installed one of ours would win."""
         return _elsewhere(fullname) if fullname in self._names else None
 
     def _is_hidden(self, name: str) -> bool:
@@ -387,37 +387,37 @@ def _elsewhere(name: str) -> ModuleSpec | None:
     return spec if any(next(folder.glob(form), None) for folder in folders for form in ("*.py", "*/*.py")) else None
 
 
-def explained(error: BaseException, script: str) -> str:
-    """Return one line for what a script raised.
+def explain(error: BaseException, script: str) -> str:
+    """Return one line that describes a script's error.
 
     Args:
-        error: What was raised, with its traceback.
+        error: The exception, with its traceback.
         script: The script's path, or its module's name.
     """
     folders = (Path(script).resolve().parent, Path.cwd())
     frames, near = _frames(error, folders)
-    while error.__cause__ is not None:  # a framework's own error, raised from the user's
+    while error.__cause__ is not None:  # a framework's error, raised from the user's
         its_frames, its_near = _frames(error.__cause__, folders)
         if not its_near:
             break
         error, frames, near = error.__cause__, its_frames, its_near
     where = next((f"{frame.filename}:{frame.lineno}: " for frame in reversed(near or frames)), "")
-    if isinstance(error, CommandError):  # this project refuses what the line asks for
+    if isinstance(error, CommandError):  # this project refuses an action of that line
         return f"{where}{error}"
     operator, module = origin(error)
-    of = f" in operator {operator}" if operator else ""
-    of += f" of module {module!r}" if module else ""
+    source = f" in operator {operator}" if operator else ""
+    source += f" of module {module!r}" if module else ""
     text = first_line(error) if isinstance(error, Exception) else str(error)
     if isinstance(error, KeyError) and error.args and error.args[0] in DISTRIBUTED:
         text += "; the script expects a launcher: estimate the command that starts it, such as torchrun "
         text += "--nproc-per-node 8 train.py"
-    return f"{where}{type(error).__name__}{of}: {text}"
+    return f"{where}{type(error).__name__}{source}: {text}"
 
 
 def _frames(
     error: BaseException, folders: tuple[Path, ...]
 ) -> tuple[list[traceback.FrameSummary], list[traceback.FrameSummary]]:
-    """Return the frames of code that the user could have written, and those of them below the folders."""
+    """Return the frames of code that the user may have written, and those of them below the folders."""
     all_frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in all_frames if not frame.filename.startswith("<") and not is_installed(frame.filename)]
     return frames, [f for f in frames if any(Path(f.filename).resolve().is_relative_to(folder) for folder in folders)]

@@ -1,8 +1,8 @@
-"""Keeps what a script saves in a folder that is removed: it is written there and read back from there.
+"""Keeps a script's saved files in a folder that is removed: they are written there and read back from there.
 
-Start reading at `SavedFiles.install`. Files that the script writes by other means than saving are written where it
-says. `install_saving` has checkpoints hold the shapes of tensors that have no values: a file that is read back has
-tensors of the same shapes, on the same device.
+Start reading at `SavedFiles.install`. Files that the script writes by other means than saving are written to their own
+path. `install_saving` makes checkpoints hold the shapes of tensors without values: a file that is read back has tensors
+of the same shapes, on the same device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from featurize.operators.replacing import replace_attribute, replace_in, replace
 from learn.script.fake_cuda import names_cuda
 
 NOTE = "files that the script saves were kept in a folder that is removed"
-# Names of functions below which files are saved, in any library and in the script. Data sets that are saved to disk
-# are read by C++, which knows nothing of another folder.
+# Names of functions, in any library and in the script, inside which files count as saved. Data sets that are saved to
+# disk are read by C++, which does not know the other folder.
 _SAVES = re.compile(
     r"_*(atomic_)?save(_(?!to_disk)\w+|fig|z|z_compressed|txt)?"
     r"|_*(write|dump|remove|delete|rotate|prune|clean|cleanup)_\w*checkpoints?(_\w+)?"
@@ -42,7 +42,7 @@ _SAVES = re.compile(
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".pth.tar")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _OF_SYSTEM = ("/proc/", "/sys/", "/dev/")
-# Functions of `os` whose first argument is a path -> the method that stands for them.
+# Functions of `os` whose first argument is a path -> the method that replaces them.
 FUNCTIONS = {
     **dict.fromkeys(("stat", "lstat", "access", "readlink", "listxattr", "getxattr", "statvfs"), "_look"),
     **dict.fromkeys(("setxattr", "utime", "chmod", "chown", "truncate"), "_alter"),
@@ -59,15 +59,15 @@ FUNCTIONS = {
 class SavedFiles:
     """The files that a script has saved. A path keeps its name below `root`, and is looked up there first.
 
-    note   called with `NOTE` where a file is kept
+    note   called with `NOTE` when a file is redirected
     """
 
     def __init__(self, root: Path, note: Callable[[str], None]) -> None:
         self._root, self._note = os.path.abspath(root), note
-        self._apart = os.path.dirname(self._root) + os.sep  # this project's own files
+        self._apart = os.path.dirname(self._root) + os.sep  # folder of this project's own files
         self._used = False
-        self._removed: set[str] = set()  # what the script has removed while saving, and is still there
-        self._looked_at: dict[str, bool] = {}  # path, with a slash at the end where it was listed -> was there
+        self._removed: set[str] = set()  # paths that the script has removed while saving, and that still exist
+        self._looked_at: dict[str, bool] = {}  # path, with a slash at the end where it was listed -> whether it existed
         self._os: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in FUNCTIONS if hasattr(os, name)}
         self._open_file = builtins.open
 
@@ -78,7 +78,7 @@ class SavedFiles:
         for name, function in self._os.items():
             replace_attribute(os, name, self._standing_for(function, getattr(self, FUNCTIONS[name])))
         supported = (os.supports_fd, os.supports_follow_symlinks, os.supports_dir_fd, os.supports_effective_ids)
-        for functions in supported:  # sets of the functions themselves
+        for functions in supported:  # os.supports_fd and the like: sets of the functions themselves
             functions.update({getattr(os, name) for name, real in self._os.items() if real in functions})
         replace_attribute(shutil, "rmtree", self._standing_for(shutil.rmtree, self._take_away))
 
@@ -89,37 +89,41 @@ class SavedFiles:
                 return function(path, *args, **kwargs)
             return method(function, path, *args, **kwargs)
 
-        return functools.update_wrapper(functools.partial(call), function)  # which no class that holds it binds
+        return functools.update_wrapper(
+            functools.partial(call), function
+        )  # a partial is not bound by classes that hold it
 
-    # -- where a path is
+    # -- the location of a path
 
     def at(self, path: Any) -> Any:
-        """Return where the content of a path lies: in the folder if it was saved. Raises `FileNotFoundError`."""
+        """Return the location of a path's content: in the folder if it was saved. Raises `FileNotFoundError`."""
         if (full := self._full(path)) is None:
             return path
         self._looked_at.setdefault(full, self._there(full))
         if not self._used:
             return path
-        kept = self._root + full
-        if self._there(kept) and not (self._is_folder(kept) and self._is_folder(full) and not self._gone(full)):
-            return kept
+        redirected = self._root + full
+        if self._there(redirected) and not (
+            self._is_folder(redirected) and self._is_folder(full) and not self._gone(full)
+        ):
+            return redirected
         if self._gone(full):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return path
 
     def into(self, path: Any) -> str:
-        """Return where to write what is saved at a path; its folder is there then."""
+        """Return the path to save a file to; its folder is created."""
         full = self._full(path)
         assert full is not None, "a path outside this project's own"
         self._used = True
-        kept = self._root + full
-        self._make_folders(os.path.dirname(kept))
-        if stat.S_ISLNK(self._mode(kept)):
-            self._os["unlink"](kept)
-        return kept
+        redirected = self._root + full
+        self._make_folders(os.path.dirname(redirected))
+        if stat.S_ISLNK(self._mode(redirected)):
+            self._os["unlink"](redirected)
+        return redirected
 
     def takes(self, path: Any) -> bool:
-        """Return whether what is written to a path now is saved."""
+        """Return whether a write to a path now counts as saving."""
         if (full := self._full(path)) is None:
             return False
         if (mode := self._mode(full)) and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
@@ -134,7 +138,7 @@ class SavedFiles:
         )
 
     def looked_at(self) -> set[str]:
-        """Return the paths that were asked for, except the system's, and what has come since."""
+        """Return the paths that were read, except the system's and those that have appeared since."""
         return {
             path
             for path, was_there in self._looked_at.items()
@@ -142,7 +146,7 @@ class SavedFiles:
         }
 
     def _full(self, path: Any) -> str | None:
-        """Return the absolute path; None for an open file's number, and for this project's own files."""
+        """Return the absolute path; None for the number of an open file, and for this project's own files."""
         try:
             full = os.path.abspath(os.fsdecode(path))
         except TypeError:
@@ -164,43 +168,43 @@ class SavedFiles:
     def _gone(self, full: str) -> bool:
         return any(full == removed or full.startswith(removed + os.sep) for removed in self._removed)
 
-    def _make_folders(self, kept: str) -> None:
-        if not self._there(kept):
-            self._make_folders(os.path.dirname(kept))
-            self._os["mkdir"](kept)
+    def _make_folders(self, redirected: str) -> None:
+        if not self._there(redirected):
+            self._make_folders(os.path.dirname(redirected))
+            self._os["mkdir"](redirected)
 
-    # -- in the place of Python's own
+    # -- replacements of Python's own functions
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """Open a file as Python's own function does; one that is saved in the folder."""
+        """Open a file as Python's own function does; a saved one is opened in the folder."""
         if not set(mode) & set("wax+"):
             file = self.at(file)
         elif self.takes(file):
             self._require_new(file, is_wanted="x" in mode)
-            file = self._kept_copy(file, whole="a" in mode or "r" in mode)
+            file = self._kept_copy(file, with_content="a" in mode or "r" in mode)
         return self._open_file(file, mode, *args, **kwargs)
 
     def _require_new(self, path: Any, *, is_wanted: bool = True) -> None:
         if is_wanted and os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
-    def _kept_copy(self, path: Any, *, whole: bool = True) -> str:
-        """Return where to write, with the content that is there already."""
+    def _kept_copy(self, path: Any, *, with_content: bool = True) -> str:
+        """Return the path to write to, with the existing content if `with_content`."""
         self._note(NOTE)
-        before = self.at(path) if whole and os.path.lexists(path) else None
-        kept = self.into(path)
-        if before is not None and before != kept:
-            with self._open_file(before, "rb") as source, self._open_file(kept, "wb") as target:
+        before = self.at(path) if with_content and os.path.lexists(path) else None
+        redirected = self.into(path)
+        if before is not None and before != redirected:
+            with self._open_file(before, "rb") as source, self._open_file(redirected, "wb") as target:
                 shutil.copyfileobj(source, target)
-        return kept
+        return redirected
 
     def _look(self, function: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         return function(self.at(path), *args, **kwargs)
 
     def _alter(self, function: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Change a file's content or attributes; those of a file that is changed while saving, in the folder."""
-        kept = os.path.isfile(path) and self.takes(path)
-        return function(self._kept_copy(path) if kept else self.at(path), *args, **kwargs)
+        """Change a file's content or attributes; while saving, those of the copy in the folder."""
+        is_saved = os.path.isfile(path) and self.takes(path)
+        return function(self._kept_copy(path) if is_saved else self.at(path), *args, **kwargs)
 
     def _open(self, function: Callable[..., int], path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         if not flags & _WRITING:
@@ -217,7 +221,7 @@ class SavedFiles:
             function(path, *args, **kwargs)
 
     def _take_away(self, function: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        """Remove a file or folder; one that was not saved by the script stays, if it is removed while saving."""
+        """Remove a file or folder. While saving, one that the script did not save is only marked as removed."""
         full = self._full(path)
         if full is None or not self.takes(path) or not os.path.lexists(path):
             function(path, *args, **kwargs)
@@ -233,21 +237,21 @@ class SavedFiles:
             function(source, target, **kwargs)
             return
         place, full = self.at(source), self._full(source)
-        kept = self.into(target)
+        redirected = self.into(target)
         if full is not None and place == self._root + full:
-            function(place, kept)
+            function(place, redirected)
         else:
-            self._borrow(os.path.abspath(os.fsdecode(place)), kept)
+            self._borrow(os.path.abspath(os.fsdecode(place)), redirected)
         if full is not None and self._there(full):
             self._removed.add(full)
         self._removed.discard(self._full(target) or "")
 
-    def _borrow(self, place: str, kept: str) -> None:
-        """Give a kept path the content of a file, or of the files of a folder, which stay where they are."""
+    def _borrow(self, place: str, redirected: str) -> None:
+        """Make a redirected path show the content of a file, or of a folder's files, which stay in their place."""
         if self._is_folder(place):
-            shutil.copytree(place, kept, copy_function=self._os["symlink"], dirs_exist_ok=True)
+            shutil.copytree(place, redirected, copy_function=self._os["symlink"], dirs_exist_ok=True)
         else:
-            self._os["symlink"](place, kept)
+            self._os["symlink"](place, redirected)
 
     def _point(self, function: Callable[..., None], source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         if not self.takes(target):
@@ -266,24 +270,24 @@ class SavedFiles:
         return function(path) if names is None else _Entries(_Entry(os.fspath(path), name) for name in names)
 
     def _names(self, path: Any) -> list[str] | None:
-        """Return the content of a folder as the script sees it; None where that is its real content."""
+        """Return the content of a folder as the script sees it; None if that is its real content."""
         full = self._full(path)
         assert full is not None
         self._looked_at.setdefault(full + os.sep, self._there(full))
-        kept = self._root + full
-        is_kept, is_gone = self._there(kept), self._gone(full)
+        redirected = self._root + full
+        is_kept, is_gone = self._there(redirected), self._gone(full)
         if isinstance(path, bytes) or not (is_kept or is_gone or full in map(os.path.dirname, self._removed)):
             return None
         if is_gone and not is_kept:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        names = dict.fromkeys(self._os["listdir"](kept) if is_kept else ())
+        names = dict.fromkeys(self._os["listdir"](redirected) if is_kept else ())
         if self._is_folder(full):
             names |= {n: None for n in self._os["listdir"](full) if not self._gone(os.path.join(full, n))}
         return list(names)
 
 
 class _Entry:
-    """An entry of `os.scandir`; each question is asked of the file system."""
+    """An entry of `os.scandir`; each query reads the file system."""
 
     def __init__(self, folder: str, name: str) -> None:
         self.name, self.path = name, os.path.join(folder, name)
@@ -308,7 +312,7 @@ class _Entry:
 
 
 class _Entries(contextlib.ExitStack):
-    """An iterator over entries that can be entered and closed, as that of `os.scandir`."""
+    """An iterator over entries that can be entered and closed, like that of `os.scandir`."""
 
     def __init__(self, entries: Iterable[_Entry]) -> None:
         super().__init__()
@@ -333,7 +337,7 @@ def _is_saver(name: str) -> bool:
     return _SAVES.fullmatch(name) is not None
 
 
-_LARGE = 2**20  # elements: values of larger tensors are not kept, as random ones were never drawn
+_LARGE = 2**20  # elements: values of larger tensors are not stored, as random ones were never drawn
 _REBUILD = "_rebuild_without_values"
 _CODES = {
     torch.float64: "F64",
@@ -353,20 +357,20 @@ _CODES = {
 
 
 class _Loading:
-    """How a file is loaded: tensors may go back to the GPU that they were on."""
+    """Arguments of a load: tensors may go back to the GPU that they were saved from."""
 
     back_on_gpu = True
 
 
 def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
-    """Have torch and safetensors save into the folder of `files` and load from there, in this process.
+    """Make torch and safetensors save into the folder of `files` and load from there, in this process.
 
     Args:
-        files: Where saved files are kept.
-        note: Called with a sentence for what was done instead of saving.
+        files: The saved files.
+        note: Called with a sentence for each replaced action.
     """
     _install_pickling()
-    lost: dict[str, str] = {}  # where a file is kept whose content could not be -> why
+    lost: dict[str, str] = {}  # path of a saved file whose content could not be stored -> the reason
 
     @replace_in("save", torch)
     def save_kept(save: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -378,7 +382,7 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
         lost.pop(place, None)
         try:
             save(obj, place, *args, **kwargs)
-        except Exception as error:  # raised by whatever the script saves
+        except Exception as error:  # the script's objects may raise anything
             lost[place] = f"{type(error).__name__}: {error}"
 
     @replace_in("load", torch)
@@ -401,7 +405,9 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
 
     @replace_in("load_state_dict", nn.Module)
     def load_states_in_place(load_states: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with replaced(torch.__future__, "_swap_module_params_on_conversion", False):  # trained, it cannot be swapped
+        with replaced(
+            torch.__future__, "_swap_module_params_on_conversion", False
+        ):  # a trained parameter cannot be swapped
             return load_states(*args, **kwargs)
 
     _install_torchscript()
@@ -412,7 +418,7 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
 
 
 def _install_torchscript() -> None:
-    """Save a module that was not scripted as it is, and load it as it was then, from memory."""
+    """Save a module that was not scripted unchanged, and load it in that state, from memory."""
     modules: dict[str, Any] = {}
 
     @replace_in("save", torch.jit)
@@ -423,8 +429,8 @@ def _install_torchscript() -> None:
 
     @replace_in("load", torch.jit)
     def load_kept(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, str | os.PathLike) and (kept := modules.get(os.path.abspath(f))) is not None:
-            module = copy.deepcopy(kept)
+        if isinstance(f, str | os.PathLike) and (saved := modules.get(os.path.abspath(f))) is not None:
+            module = copy.deepcopy(saved)
             return module if map_location is None else module.to(map_location)
         return load(f, map_location, *args, **kwargs)
 
@@ -436,10 +442,10 @@ def _install_pickling() -> None:
         dtype: torch.dtype, size: tuple[Any, ...], stride: tuple[Any, ...], requires_grad: bool, on_gpu: bool
     ) -> Tensor:
         device = "cuda" if on_gpu and _Loading.back_on_gpu else "cpu"
-        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        if device == "cpu" and made.numel() < _LARGE:
-            made.zero_()
-        return made.requires_grad_(requires_grad)
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if device == "cpu" and tensor.numel() < _LARGE:
+            tensor.zero_()
+        return tensor.requires_grad_(requires_grad)
 
     @replace_in("__reduce_ex__", Tensor)
     def reduce_to_shape(reduce: Callable[..., Any], tensor: Tensor, protocol: Any) -> Any:
@@ -450,7 +456,7 @@ def _install_pickling() -> None:
             shape = (tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.requires_grad, tensor.is_meta)
         return (rebuild, shape) if without_values else reduce(tensor, protocol)
 
-    # By a name of torch's, which unpicklers look up: a script may have packages that are called as ours.
+    # Under a name in torch, which unpicklers can look up: a script may have packages of the same names as ours.
     rebuild.__module__, rebuild.__name__, rebuild.__qualname__ = "torch._utils", _REBUILD, _REBUILD
     vars(torch._utils)[_REBUILD] = rebuild
     torch.serialization.add_safe_globals([rebuild])
@@ -478,10 +484,10 @@ def _install_safetensors(files: SavedFiles, note: Callable[[str], None]) -> None
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], target: BinaryIO, metadata: Mapping[str, str] | None) -> int:
-    """Write a file of safetensors' format; the values of large tensors, and of those on meta, are holes in it.
+    """Write a file in safetensors' format; the values of large tensors, and of tensors on meta, are holes in it.
 
     Returns:
-        The file's size in bytes. Memory that is written to ends with the last value.
+        The file's size in bytes. A `BytesIO` target ends with the last written value.
 
     Raises:
         ValueError: A type of tensor that the format does not have.
@@ -517,8 +523,8 @@ def _install_tokenizers(files: SavedFiles) -> None:
     def save_model_kept(
         save: Callable[..., list[Any]], model: Any, folder: Any, *args: Any, **kwargs: Any
     ) -> list[str]:
-        kept = os.path.dirname(files.into(os.path.join(folder, "vocabulary")))
-        return [os.path.join(folder, os.path.basename(path)) for path in save(model, kept, *args, **kwargs)]
+        folder_of_copy = os.path.dirname(files.into(os.path.join(folder, "vocabulary")))
+        return [os.path.join(folder, os.path.basename(path)) for path in save(model, folder_of_copy, *args, **kwargs)]
 
     read = tokenizers.Tokenizer.from_file
     replace_attribute(tokenizers.Tokenizer, "from_file", staticmethod(lambda path: read(files.at(path))))

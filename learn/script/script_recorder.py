@@ -1,4 +1,4 @@
-"""A recorder for a script: it learns the model, the steps and their settings as it goes.
+"""A recorder for a script: it discovers the model, the steps and their settings while the script runs.
 
 Start reading at `ScriptRecorder`, which also answers reads of values that meta tensors do not have. `StepWatch.install`
 follows the loop: an optimizer's `step()` ends a step, and after `STEPS` steps the next forward pass ends the process.
@@ -34,31 +34,33 @@ from learn.script.records import Setting
 
 _TO_COPY, _COPY = "aten::_to_copy", "aten::copy_"
 _IN_PLACE_UPDATES = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "aten::_amp_")
-# Of a large tensor on the host, random values are left out: untouched, its memory is never taken. What initialisers do
-# with the random values of a parameter is left out as well.
+# Random values of a large tensor on the host are left out, so that its untouched memory is never taken. So are the
+# operators by which initialisers adjust a parameter's random values.
 _LARGE = 2**20  # elements
 _RANDOM = frozenset({"aten::normal_", "aten::uniform_", "aten::exponential_", "aten::log_normal_"})
 _ADJUSTING = frozenset(f"aten::{name}_" for name in ("erfinv", "mul", "add", "clamp", "fill", "zero"))
 
 
 class ScriptRecorder(Recorder):
-    """Records whatever an unmodified script does with meta tensors."""
+    """Records all operators of an unmodified script on meta tensors."""
 
     def __init__(self) -> None:
         super().__init__(nn.Module())
         self.values.keeps_masked = True
-        self.updating = False  # an optimizer's step runs
+        self.updating = False  # whether an optimizer's step is running
         self.trained: set[int] = set()  # storages of the parameters that have gradients
-        self.updated_by_hand = False  # one of these was written to after the backward pass, by no optimizer of torch
+        self.updated_by_hand = (
+            False  # whether one of these was written to after the backward pass, not by a torch optimizer
+        )
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
-        self._loss = 1.0  # the value of a loss whose number of classes is not known
+        self._loss = 1.0  # assumed value of a loss whose number of classes is not known
         self.last_module = ""
 
     # -- the model
 
     def add_model(self, module: nn.Module) -> None:
-        """Take a module that is called by no other for a model."""
+        """Register a module as a model if no other module calls it."""
         with torch._C.DisableTorchFunction():
             if not self.stack.knows(module):
                 self._roots.append(weakref.ref(module))
@@ -69,18 +71,18 @@ class ScriptRecorder(Recorder):
         self.last_module = self.stack.running[-1]
 
     def _models(self) -> list[nn.Module]:
-        """Return the models that have run, and are still there."""
+        """Return the models that have run and still exist."""
         return [module for root in self._roots if (module := root()) is not None]
 
     def name_states(self) -> None:
-        """Say which blocks are parameters, buffers and gradients of the models that have run."""
+        """Label the blocks that are parameters, buffers and gradients of the models that have run."""
         with torch._C.DisableTorchFunction():
             for module in self._models():
                 self._name_of_model(module.parameters(), "parameter")
                 self._name_of_model(module.buffers(), "buffer")
 
     def name_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Say which blocks are gradients, and which parameters these belong to."""
+        """Label the blocks that are gradients, with the parameters that they belong to."""
         with torch._C.DisableTorchFunction():
             parameters = list({id(p): p for p in (*parameters, *self._parameters())}.values())
             self._name_of_model(parameters, "parameter")
@@ -100,12 +102,12 @@ class ScriptRecorder(Recorder):
                 del self.log.made_by[block]
 
     def name_batches(self) -> None:
-        """Name as a batch what was copied from the host and belongs to no model."""
+        """Label the blocks that were copied from the host and belong to no model as a batch."""
         for block in self._copied:
             self.memory.name_block(block, "batch")
 
     def parameters(self) -> int:
-        """Return the elements of the parameters of the models that have run."""
+        """Return the number of elements of all parameters of the models that have run."""
         with torch._C.DisableTorchFunction():
             return whole_elements(self._models(), on_meta=True)
 
@@ -126,7 +128,7 @@ class ScriptRecorder(Recorder):
         return (p for module in self._models() for p in module.parameters() if p.is_meta)
 
     def batch_size(self) -> int:
-        """Return the commonest first dimension of what was copied from the host and belongs to no model."""
+        """Return the commonest first dimension of blocks that were copied from the host and belong to no model."""
         rows = Counter(rows for block, rows in self._copied.items() if self.memory.blocks[block].kind in ("", "batch"))
         return rows.most_common(1)[0][0] if rows else 1
 
@@ -137,7 +139,7 @@ class ScriptRecorder(Recorder):
     ) -> Any:
         with torch._C.DisableTorchFunction():
             if wrap_others(types):
-                return NotImplemented  # PyTorch then runs what these make of it: of a distributed one, on its part
+                return NotImplemented  # PyTorch then runs the subclass's own operators: a DTensor's, on its part
             if not _concerns_meta(args, kwargs):
                 if _only_initialises(func, args):
                     return args[0]
@@ -160,14 +162,14 @@ class ScriptRecorder(Recorder):
         return any(isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self.trained for tensor in tensors)
 
     def name_updates_state(self) -> None:
-        """Say that what an update without an optimizer of torch has taken, and keeps, is its state."""
+        """Label the blocks that an update without a torch optimizer has allocated and keeps as optimizer state."""
         live = {block for block, _ in self.memory.live.values()}
         for event in self.memory.events:
             if event.phase == "optimizer" and event.block in live:
                 self.memory.name_block(event.block, "optimizer_state")
 
     def _copied_from_host(self, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided:  # what is on meta has no elements, and PyTorch no products of it
+        if tensor.layout is not torch.strided:  # a meta tensor has no elements, and PyTorch no sparse products for it
             raise RuntimeError("a sparse tensor cannot be followed onto the GPU; estimate with a dense one")
         block = self.memory.block_in(tensor.untyped_storage()._cdata)
         if block is not None:
@@ -175,7 +177,8 @@ class ScriptRecorder(Recorder):
             self.log.made_by[block] = BATCH
 
     def follows_values(self) -> bool:
-        """As of any trace, but what lies between a backward pass and the update belongs to the script."""
+        """Return whether values are followed: as in any trace, but not between a backward pass and the script's
+        update."""
         return not self.updating
 
     def run(self, func: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -187,7 +190,9 @@ class ScriptRecorder(Recorder):
             return self._on_host(args[0], kwargs.get("dtype"))
         if name == _COPY and not args[0].is_meta and args[1].is_meta:
             return args[0].copy_(self._on_host(args[1], None))
-        if name == "aten::bincount":  # its length depends on the values; metrics say the least that they need
+        if (
+            name == "aten::bincount"
+        ):  # its length depends on the values; metrics ask for the least length that they need
             least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
             return torch.empty(max(1, least), dtype=torch.int64, device="meta")
         if name == "aten::masked_select" and any(self.values.of(argument) is None for argument in args):
@@ -205,7 +210,7 @@ class ScriptRecorder(Recorder):
             raise
 
     def _all_distinct(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result of `unique` for values that are not known: each is another one."""
+        """Return the result of `unique` for unknown values: all of them distinct."""
         self.values.assume("unique keeps everything where its argument is computed in the step: an upper bound")
         inverse = torch.empty(tensor.shape, dtype=torch.int64, device="meta")
         counts = torch.tensor([1]).expand(tensor.numel()).to("meta")
@@ -220,7 +225,7 @@ class ScriptRecorder(Recorder):
         return values.to(dtype or tensor.dtype, copy=True)
 
     def _plausible(self, dtype: torch.dtype) -> bool | int | float:
-        """Return a value that nobody computed: a loss, a count of 0, a condition that holds."""
+        """Return a plausible value of an unknown scalar: a loss, a count of 0, a condition that holds."""
         if dtype is torch.bool:
             return True
         return self._loss if dtype.is_floating_point else 0
@@ -249,12 +254,12 @@ def _concerns_meta(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None)
     return False
 
 
-# Classes of optimizers -> their names, where these are not the classes' own in small letters.
+# Classes of optimizers -> their names, where these are not the lower-case class names.
 _NAMES = {"adamw8bit": "adamw_8bit", "pagedadamw8bit": "paged_adamw_8bit", "pagedadamw": "paged_adamw"}
 
 
 class StepWatch:
-    """Follows a script's training loop by its optimizers.
+    """Follows a script's training loop through its optimizers.
 
     Of several optimizers (a generator's and a discriminator's), a step ends when each has stepped.
 
@@ -264,11 +269,11 @@ class StepWatch:
     def __init__(self, recorder: ScriptRecorder, rank: RankZero, on_done: Callable[[], None]) -> None:
         self._recorder, self._rank, self._on_done = recorder, rank, on_done
         self.seen: dict[str, Setting] = {}
-        self.steps = 0  # done
-        self._by_engine = False  # which updates the model
+        self.steps = 0  # completed steps
+        self._by_engine = False  # whether an engine updates the model
         self._in_backward = False
-        self._in_forward = False  # a forward pass of the step has begun, and no backward pass
-        self._backwards = 0  # backward passes of the step that runs
+        self._in_forward = False  # whether a forward pass of the step has begun, and no backward pass yet
+        self._backwards = 0  # backward passes of the current step
         self.most_backwards = 0
         self.batch_size = 0
         self.optimizer_name = ""
@@ -300,7 +305,7 @@ class StepWatch:
 
         @replace_in("backward", torch.autograd)
         def run_backward(backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            if self._in_backward:  # a checkpoint that is recomputed
+            if self._in_backward:  # a recomputed checkpoint
                 backward(*args, **kwargs)
                 return
             self._rank.begin_backward()
@@ -325,7 +330,7 @@ class StepWatch:
             @replace_in(name, torch.nn.utils, clip_grad)
             def watched(clip: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
                 limit = args[0] if args else kwargs.get(keyword)
-                if isinstance(limit, int | float) and math.isfinite(limit):  # an infinite one measures the norm only
+                if isinstance(limit, int | float) and math.isfinite(limit):  # an infinite limit only measures the norm
                     self.seen[setting] = float(limit)
                 return clip(parameters, *args, **kwargs)
 
@@ -340,7 +345,7 @@ class StepWatch:
             return recompute(*args, **kwargs)
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        """Note the name of the first optimizer, and the implementation that the script asked of it."""
+        """Note the name of the first optimizer, and the implementation that the script chose."""
         self.optimizer_name = self.optimizer_name or name_of(optimizer)
         group = optimizer.param_groups[0]
         if group.get("fused"):
@@ -353,7 +358,7 @@ class StepWatch:
         self._enter_policy(phase)
 
     def _forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        """The outermost module's forward pass begins."""
+        """Begin the forward pass of the outermost module."""
         if self._in_backward or not torch.is_grad_enabled():
             return
         with torch._C.DisableTorchFunction():
@@ -363,7 +368,7 @@ class StepWatch:
                 return  # on the host, as transforms of images are
         recorder = self._recorder
         if recorder.updated_by_hand and not self._stepped:
-            self.optimizer_name = self.optimizer_name or "an optimizer of its own"  # none of torch's
+            self.optimizer_name = self.optimizer_name or "an optimizer of its own"  # not a torch optimizer
             recorder.name_updates_state()
             self._end_step()
         if self.steps >= STEPS:
@@ -384,7 +389,7 @@ class StepWatch:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """While entered, an engine updates the model, by optimizers of its own; the step ends with it."""
+        """Mark an engine's update of the model by its own optimizers; the step ends on exit."""
         self._begin("optimizer")
         with replaced(self, "_by_engine", True), replaced(self._recorder, "updating", True):
             yield
@@ -427,7 +432,7 @@ class StepWatch:
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """Return the optimizer's name as the project spells it: its class, and `momentum` or `nesterov` for such an SGD."""
+    """Return the optimizer's name in this project: its class, or `momentum` or `nesterov` for such an SGD."""
     name = getattr(optimizer, "our_name", type(optimizer).__name__.lower())
     if name == "sgd" and optimizer.param_groups[0].get("momentum"):
         return "nesterov" if optimizer.param_groups[0].get("nesterov") else "momentum"
@@ -445,8 +450,8 @@ def _is_on_gpu(optimizer: Optimizer) -> bool:
 
 
 def _samples(inputs: Any) -> int:
-    """Return how many samples a model's inputs are: the first dimension of the first tensor on the GPU that has one,
-    or the length of a list of tensors. 0 where there is neither."""
+    """Return the number of samples in a model's inputs: the first dimension of the first tensor on the GPU that has
+    one, or the length of a list of tensors. 0 where there is neither."""
     if isinstance(inputs, Tensor):
         return inputs.shape[0] if inputs.is_meta and inputs.dim() else 0
     if isinstance(inputs, Mapping):

@@ -1,7 +1,7 @@
-"""The calls `learn.admit` and `learn.slowdowns`: whether a job may join the jobs of a GPU, and what that costs.
+"""The calls `learn.admit` and `learn.slowdowns`: whether a job may join the jobs of a GPU, and at what slowdown.
 
-Start reading at `admit`; `GpuState` is the GPU that the job would join, `profile_of` and `need_of` make a profile and a
-memory distribution of whatever describes a job, `overflow_probability` says how probably several do not fit together.
+Start reading at `admit`; `GpuState` is the GPU that the job would join, `profile_of` and `need_of` return a job's
+profile and memory distribution, `overflow_probability` the probability that several jobs do not fit together.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ KnownJob = JobProfile | Estimate | TrialConfig | Mapping[str, Any]
 class GpuState:
     """A GPU and the jobs on it. Raises `UsageError`.
 
-    memory_mib   what all jobs together can use, their contexts included
-    jobs         the jobs that are there: profiles, estimates or trial configs
-    used_mib     measured on the GPU now; None where it is not known. Jobs are taken to grow up to their own figures
-    device       GPU model, for jobs that have to be estimated
+    memory_mib   memory that all jobs together can use, contexts included
+    jobs         the present jobs: profiles, estimates or trial configs
+    used_mib     memory measured on the GPU now; None if it is not known. Jobs are assumed to grow up to their own
+    figures device       GPU model, for jobs that have to be estimated
     """
 
     memory_mib: float
@@ -63,15 +63,15 @@ class GpuState:
 
 
 def known(job: KnownJob, device: str | DeviceSpec, data: DataPlace = None) -> JobProfile | Estimate:
-    """Return a profile or an estimate as it is, and the estimate of a trial config.
+    """Return a profile or an estimate unchanged, and the estimate of a trial config.
 
     Args:
-        job: a profile, an estimate, or a trial config.
+        job: A profile, an estimate, or a trial config.
         device: GPU model of the estimate.
-        data: data folder with fitted models, for the estimate.
+        data: Data folder with fitted models, for the estimate.
 
     Raises:
-        UsageError: for another object, or a config that cannot be estimated.
+        UsageError: Another object, or a config that cannot be estimated.
     """
     if isinstance(job, JobProfile | Estimate):
         return job
@@ -83,7 +83,7 @@ def known(job: KnownJob, device: str | DeviceSpec, data: DataPlace = None) -> Jo
 
 
 def profile_of(job: JobProfile | Estimate, name: str) -> JobProfile:
-    """Return the figures of a job alone; an estimate has none of a name."""
+    """Return the figures of a job that runs alone; those of an estimate get the name `name`."""
     if isinstance(job, JobProfile):
         return job
     return JobProfile(
@@ -98,8 +98,8 @@ def profile_of(job: JobProfile | Estimate, name: str) -> JobProfile:
 
 
 def need_of(job: JobProfile | Estimate, name: str) -> MemoryNeed:
-    """Return the distribution of a job's memory: an estimate's own from the median on, else the point, where there is
-    one, as the median, and the bound as what the coverage names. Raises `UsageError` without a bound."""
+    """Return the distribution of a job's memory. For an estimate, it is the estimate's, from the median on. Else it has
+    the point, if known, as the median, and the bound at the bound's coverage. Raises `UsageError` without a bound."""
     coverage = LEVEL
     if isinstance(job, Estimate):
         upper = tuple((p, mib) for p, mib in job.distribution if _MEDIAN <= p <= job.coverage)
@@ -120,15 +120,15 @@ def need_of(job: JobProfile | Estimate, name: str) -> MemoryNeed:
     return MemoryNeed(((_MEDIAN, point), (coverage, bound)))
 
 
-_CELLS = 2048  # cells of the free memory, in which sums of jobs are counted
+_CELLS = 2048  # cells that divide the free memory to add up distributions
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
     """Quantiles of one job's peak memory: (probability, MiB), both ascending.
 
-    Below the lowest quantile the job is taken to need that much, and never more than the highest: what the highest
-    probability leaves open is the bound's own, which `coverage` names.
+    Below the lowest quantile, the job is assumed to need that much, and it never needs more than the highest. The
+    probability beyond the highest quantile is the bound's own risk; see `coverage`.
     """
 
     quantiles: tuple[tuple[float, float], ...]
@@ -153,12 +153,12 @@ class MemoryNeed:
         return self.quantiles[-1][1]
 
     def mib(self, probability: float) -> float:
-        """Return the MiB that the job stays below with that probability; the bound above its coverage."""
+        """Return the MiB that the job stays below with that probability; above its coverage, the bound."""
         probabilities, sizes_mib = zip(*self.quantiles, strict=True)
         return float(np.interp(probability, probabilities, sizes_mib))
 
     def exceeds(self, mib: float | np.ndarray) -> np.ndarray:
-        """Return the probability that the job needs more than that many MiB, of each; 0 from the bound on."""
+        """Return the probability that the job needs more than `mib` MiB, elementwise; 0 from the bound on."""
         probabilities, sizes_mib = zip(*self.quantiles, strict=True)
         below = np.interp(mib, sizes_mib, probabilities, left=0.0)
         return np.where(np.asarray(mib) >= self.bound_mib, 0.0, 1.0 - below)
@@ -167,15 +167,15 @@ class MemoryNeed:
 def overflow_probability(
     needs: Sequence[MemoryNeed], memory_mib: float, *, present: Sequence[MemoryNeed] = (), used_mib: float = 0.0
 ) -> float:
-    """Return the probability that jobs need more than there is, their errors taken as independent.
+    """Return the probability that jobs need more than the memory, if their errors are independent.
 
-    It is 0 where all bounds add up to no more than that, and 1 where the lowest quantiles do not fit.
+    It is 0 where all bounds fit together, and 1 where the lowest quantiles do not.
 
     Args:
-        needs: needs of the jobs that come.
-        memory_mib: what all jobs together can use.
-        present: needs of the jobs that are there.
-        used_mib: measured now; the jobs that are there take that much at least.
+        needs: Needs of the new jobs.
+        memory_mib: Memory that all jobs together can use.
+        present: Needs of the present jobs.
+        used_mib: Memory measured now; the present jobs take at least that much.
     """
     if max(used_mib, _sum_of_bounds(present)) + _sum_of_bounds(needs) <= memory_mib:
         return 0.0
@@ -204,22 +204,22 @@ def _sum_of_bounds(needs: Sequence[MemoryNeed]) -> float:
 
 
 def _add(total: np.ndarray, need: MemoryNeed, cell: float) -> np.ndarray:
-    """Return the distribution of a sum, in cells of the memory; each job is rounded up, to the safe side."""
+    """Return the distribution of a sum, in cells of the memory; each job is rounded up, which is the safe side."""
     below = 1.0 - need.exceeds(cell * np.arange(_CELLS + 1))
     return np.convolve(total, np.diff(below, prepend=0.0))[: _CELLS + 1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """The answer to one question.
+    """The answer of `admit`.
 
-    admitted    yes or no
+    admitted    whether the job may join
     why         one or two sentences with the figures that decided
     slowdowns   (name, expected slowdown) of each job, the new one first; None where a utilization is not known
-    risk        probability that memory runs out, 0 where the bounds add up to no more than there is
-    coverage    what share of jobs stay below their bound, the least of all jobs
-    bound_mib   all bounds together, and of the present jobs no less than what is measured
-    memory_mib  what there is
+    risk        probability that memory runs out; 0 where the bounds fit together
+    coverage    share of jobs that stay below their bound, the least of all jobs
+    bound_mib   sum of all bounds; for the present jobs at least the measured memory
+    memory_mib  memory of the GPU
     """
 
     admitted: bool
@@ -231,7 +231,7 @@ class Admission:
     memory_mib: float
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields as JSON holds them."""
+        """Return the fields as JSON values."""
         slowdowns = [
             {"name": name, "median": slowdown and slowdown.median, "p90": slowdown and slowdown.p90}
             for name, slowdown in self.slowdowns
@@ -248,18 +248,20 @@ def admit(
     estimator: SlowdownEstimator | None = None,
     data: str | os.PathLike[str] | None = None,
 ) -> Admission:
-    """Say whether a job may join the jobs of a GPU: yes or no, slowdowns of each, risk of out-of-memory, and why.
+    """Decide whether a job may join the jobs of a GPU; return the decision, slowdowns, risk of out-of-memory, and
+    reason.
 
     Args:
-        job: a `JobProfile`, an `Estimate`, or a trial config, which is estimated for the GPU's model.
-        gpu_state: the GPU and its jobs.
-        risk: probability of running out of memory up to which the job is admitted, from 0 to 1.
-        max_slowdown: median slowdown up to which it is admitted, of each job; None: slowdowns decide nothing.
-        data: data folder with fitted models and slowdowns; None: the default folder.
-        estimator: estimates slowdowns; None: the newest fitted to groups of the data folder, else the packaged one.
+        job: A `JobProfile`, an `Estimate`, or a trial config, which is estimated for the GPU's model.
+        gpu_state: The GPU and its jobs.
+        risk: Probability of running out of memory up to which the job is admitted, from 0 to below 1.
+        max_slowdown: Median slowdown of each job up to which the new one is admitted; None: slowdowns do not decide.
+        data: Data folder with fitted models and slowdowns; None: the default folder.
+        estimator: Estimator of slowdowns; None: the newest one fitted to groups of the data folder, else the packaged
+            one.
 
     Raises:
-        UsageError: for a limit out of range, or a job whose memory has no bound.
+        UsageError: A limit is out of range, or a job's memory has no bound.
 
     Example:
         >>> from learn.sharing.slowdowns import JobProfile
@@ -308,7 +310,7 @@ def admit(
 def _slowdowns(
     group: Sequence[JobProfile], estimator: SlowdownEstimator
 ) -> tuple[tuple[tuple[str, Slowdown | None], ...], str | None]:
-    """Return the expected slowdown of each, and where there is none, why."""
+    """Return each job's expected slowdown, and why one is missing."""
     try:
         if len(group) > 1 and isinstance(estimator, LearnedSlowdowns) and (unknown := estimator.unknown(group)):
             raise NoUtilization(f"{', '.join(unknown)}: neither GPU utilization nor SMACT is known")
@@ -351,18 +353,18 @@ def slowdowns(
         jobs: One to four: profiles of the jobs alone, estimates of `learn.estimate`, or trial configs (a dataclass, or
             the mapping that `runs.config` holds), which are estimated for `device`.
         device: GPU model, for trial configs.
-        data: Data folder whose newest fitted slowdowns answer; None: the default folder. Where nothing was fitted, the
-            packaged figures answer.
-        estimator: Another one, as `learn.sharing.slowdowns.shared_time()`.
+        data: Data folder with fitted slowdowns, whose newest version is used; None: the default folder. Without one,
+            the packaged figures are used.
+        estimator: Another estimator, such as `learn.sharing.slowdowns.shared_time()`.
 
     Returns:
         The median and the 90th percentile of each job's step time over its step time alone; 1 or more.
 
     Raises:
-        UsageError: There is no job or there are more than four.
+        UsageError: There are no jobs or more than four.
 
     Known limitations: the packaged figures come from pairs on one GPU model under time slicing. Groups of three and
-    four are answered by the same sums; none was measured.
+    four use the same sums; none was measured.
 
     Example:
         >>> slowdowns([JobProfile("a", gpu_util=0.9), JobProfile("b", gpu_util=0.1)])[1].median < 1.2
@@ -376,7 +378,7 @@ def slowdowns(
 
 
 def _name(job: KnownJob, otherwise: str) -> str:
-    """Return the family of a trial config: a fit may know it by that name."""
+    """Return the family of a trial config: slowdowns may be fitted to that name."""
     if isinstance(job, Mapping):
         return str(job.get("family", otherwise))
     return job.family if isinstance(job, TrialConfig) else otherwise

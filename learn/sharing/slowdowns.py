@@ -1,11 +1,11 @@
-"""Slowdowns of jobs that share a GPU: figures of a job alone (`JobProfile`), formulas, and what is learned from groups.
+"""Slowdowns of jobs that share a GPU: figures of a job alone (`JobProfile`), formulas, and fits to groups of jobs.
 
 A slowdown is the time of a step beside partners over the time of a step alone: 1 or more. Its inverse is the normalised
-speed (Hu et al., Lucid, ASPLOS 2023). `SlowdownEstimator` returns one; `PointSlowdowns` are formulas to hold learned
-ones against.
+speed (Hu et al., Lucid, ASPLOS 2023). A `SlowdownEstimator` returns slowdowns; `PointSlowdowns` are formulas to compare
+fits with.
 
 Start reading at `fitted_slowdowns`. `measured_groups` reads the rows of a data folder. `ContentionFormula` answers for
-jobs whose utilization alone is known, `KnownJobs` for jobs that were measured beside others under the same name, the
+jobs whose utilization is known, `KnownJobs` for jobs that were measured beside others under the same name, and the
 typical slowdown for all others. `find_slowdowns` finds the newest fit, `models/slowdown/VERSION/` of a data folder.
 
 The formula: with u the share of time in which a job alone has a kernel on the GPU, and m the share in which it reads or
@@ -13,9 +13,9 @@ writes memory, a step takes the time alone times
 
     1 + softplus(own * u + others * sum(u of partners) - 1) + bandwidth * m * sum(m of partners)
 
-The first term is time sharing: nothing is lost while both fit into the time, softened by `sharpness` as kernels of two
-jobs meet by chance before. The second is what memory traffic costs. Both are sums over partners, so the order of
-partners changes nothing, and groups of three and four are answered as pairs are.
+The first term is time sharing: nothing is lost while both jobs fit into the time; `sharpness` softens the limit, as
+kernels of two jobs collide earlier by chance. The second term is the cost of memory traffic. Both are sums over
+partners: their order changes nothing, and groups of three and four are treated like pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from conf.errors import EnvironmentProblem, UsageError
-from learn.fitting.artifacts import DamagedArtifact, DataPlace, checked, newest_whole, read_json, version_folders
+from learn.fitting.artifacts import DamagedArtifact, DataPlace, newest_whole, read_json, verify_files, version_folders
 from learn.rows.data import SLOWDOWN
 from warehouse.tables.schema import NOT_TOGETHER
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class JobProfile:
-    """Figures of one job that has a GPU to itself; None where a figure is not known. Shares lie between 0 and 1."""
+    """Figures of one job that has a GPU alone; None where a figure is not known. Shares lie between 0 and 1."""
 
     name: str
     memory_mib: float | None = None  # peak that a driver counts: reserved memory and the context
-    memory_bound_mib: float | None = None  # an estimate does not expect more
+    memory_bound_mib: float | None = None  # bound of the memory that 99 of 100 such jobs stay below
     step_ms: float | None = None
     gpu_util: float | None = None  # nvidia-smi's share of time with a kernel on the GPU
     memory_util: float | None = None  # nvidia-smi's share of time with the memory being read or written
@@ -59,7 +59,7 @@ class JobProfile:
 
 
 def utilization(job: JobProfile) -> float | None:
-    """Return the share of time with a kernel on the GPU: nvidia-smi's, SMACT where that is unknown; None: neither."""
+    """Return the share of time with a kernel on the GPU: nvidia-smi's, else SMACT, else None."""
     return job.gpu_util if job.gpu_util is not None else job.smact
 
 
@@ -68,8 +68,8 @@ class GroupMemory:
     """Device memory of a group at the moment when all members are at their peaks.
 
     Args:
-        expected_mib: Sum of the members' peaks alone, a context each.
-        bound_mib: Sum of the members' bounds; None where one has none.
+        expected_mib: Sum of the members' peaks alone, each with a context.
+        bound_mib: Sum of the members' bounds; None if a bound is missing.
     """
 
     expected_mib: float
@@ -81,11 +81,11 @@ class GroupMemory:
 
 
 def group_memory(group: Sequence[JobProfile]) -> GroupMemory:
-    """Return the memory of jobs that share a GPU in processes of their own.
+    """Return the memory of jobs that share a GPU in separate processes.
 
-    Peaks are those that a driver counts for each process, its context included. The bounds add as well: if each holds
+    Peaks are those that a driver counts for each process, with its context. The bounds are added as well: if each holds
     for 99 of 100 jobs, their sum holds for at least 98 of 100 pairs, and in practice for more, as errors of two jobs
-    rarely coincide. Nothing is taken off for that: no measurement of groups with bounds says how much.
+    rarely coincide. Nothing is subtracted for that, as no groups with bounds were measured.
 
     Raises:
         UsageError: The memory of a job is not known.
@@ -94,20 +94,20 @@ def group_memory(group: Sequence[JobProfile]) -> GroupMemory:
     if unknown:
         raise UsageError(f"the memory of {', '.join(unknown)} is not known; pass memory_mib")
     bounds = [job.memory_bound_mib for job in group]
-    whole = None if None in bounds else sum(bound or 0.0 for bound in bounds)
-    return GroupMemory(sum(job.memory_mib or 0.0 for job in group), whole)
+    bound_mib = None if None in bounds else sum(bound or 0.0 for bound in bounds)
+    return GroupMemory(sum(job.memory_mib or 0.0 for job in group), bound_mib)
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """One job's slowdown in a group: the median and the 90th percentile of what is expected."""
+    """One job's expected slowdown in a group: its median and its 90th percentile."""
 
     median: float
     p90: float
 
 
 class SlowdownEstimator(Protocol):
-    """Slowdowns of each job of a group on one GPU, in the group's order; the order of partners changes nothing."""
+    """Estimator of the slowdown of each job of a group on one GPU, in the group's order; partners may be permuted."""
 
     @property
     def name(self) -> str: ...
@@ -121,18 +121,18 @@ class NoUtilization(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PointSlowdowns:
-    """Slowdowns by a formula that knows no spread.
+    """Slowdowns by a formula without a spread.
 
     Args:
         name: Name in tables.
-        slowdowns_of: The formula: of a group, the slowdown of each of its jobs.
+        slowdowns_of: The formula: maps a group to the slowdown of each of its jobs.
     """
 
     name: str
     slowdowns_of: Callable[[Sequence[JobProfile]], Sequence[float]]
 
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
-        return [Slowdown(each, each) for each in self.slowdowns_of(group)]
+        return [Slowdown(slowdown, slowdown) for slowdown in self.slowdowns_of(group)]
 
 
 def constant_slowdown(slowdown: float) -> PointSlowdowns:
@@ -141,7 +141,7 @@ def constant_slowdown(slowdown: float) -> PointSlowdowns:
 
 
 def shared_time() -> PointSlowdowns:
-    """Return time shared by utilization: max(1, u1 + u2 + ...); u is nvidia-smi's utilization, else SMACT."""
+    """Return slowdowns by shared time: max(1, u1 + u2 + ...), where u is nvidia-smi's utilization, else SMACT."""
     return PointSlowdowns(
         "shared_time",
         lambda group: [max(1.0, sum(utilizations(group, 0))) if len(group) > 1 else 1.0] * len(group),
@@ -177,11 +177,11 @@ class MeasuredGroup:
     Args:
         group_id: Id in `collocations`.
         title: Source of the rows, for tables: imported files by their name, else measured or simulated.
-        series: Table or campaign of that source; empty where there is one.
+        series: Table or campaign of that source; empty if it has only one.
         device: GPU model.
         jobs: Members alone, in the order of their numbers.
-        models: Network of each, by which models are held out.
-        slowdowns: Each member's, as measured: noise may take them below 1.
+        models: Network of each member; models are held out by it.
+        slowdowns: Each member's measured slowdown: noise may take it below 1.
         joint_memory_mib: Memory of the whole group; None where it was not measured.
         doubt: Why a figure may be wrong; empty: no reason is known.
     """
@@ -198,22 +198,22 @@ class MeasuredGroup:
 
     @property
     def is_apart(self) -> bool:
-        """Its members did not train at the same time, so that its figures are of jobs alone."""
+        """Whether its members did not train at the same time, so that its figures are those of jobs alone."""
         return self.doubt == NOT_TOGETHER
 
 
 def measured_groups(
     data: str | os.PathLike[str] | None, source: str | Sequence[str] | None = None, device_name: str | None = None
 ) -> tuple[list[MeasuredGroup], dict[str, int]]:
-    """Return the groups in which every member has a slowdown, and how many groups are left out for which reason.
+    """Return the groups in which every member has a slowdown, and the number of groups left out by reason.
 
     Args:
         data: Data folder; None: the default one.
-        source: measured, simulated or imported, or several of them; None: whichever there is, if there is one.
+        source: measured, simulated or imported, or several of them; None: the only one of the table.
         device_name: GPU model; None: all.
 
     Raises:
-        UsageError: There are no such groups, or groups of several sources and none is chosen.
+        UsageError: There are no such groups, or groups of several sources and `source` is None.
     """
     import warehouse
 
@@ -302,7 +302,7 @@ FORMS = ("time", "time_and_bandwidth")
 
 @dataclass(frozen=True, slots=True)
 class ContentionFormula:
-    """Figures of the formula; `sharpness` of the softened step, the others without unit."""
+    """Constants of the formula, without units; `sharpness` is that of the softened limit."""
 
     own: float
     others: float
@@ -310,7 +310,7 @@ class ContentionFormula:
     bandwidth: float
 
     def slowdown(self, loads: np.ndarray) -> np.ndarray:
-        """Return the expected slowdown of each job, (n,), at least 1, by its loads, (n, 4)."""
+        """Return the expected slowdown of each job, (n,), at least 1, from its loads, (n, 4)."""
         own_load, others, own_memory, others_memory = loads.T
         beyond = self.own * own_load + self.others * others - 1.0
         waits = np.logaddexp(0.0, self.sharpness * beyond) / self.sharpness
@@ -319,7 +319,7 @@ class ContentionFormula:
 
 
 def loads_of(groups: Iterable[Sequence[JobProfile]]) -> np.ndarray:
-    """Return the loads of every job of each group, all of whose jobs have a `utilization`.
+    """Return the loads of every job of each group; all of them need a `utilization`.
 
     Returns:
         (n, 4): the job's share of time on the GPU, the sum of its partners', and the same of memory traffic.
@@ -327,7 +327,7 @@ def loads_of(groups: Iterable[Sequence[JobProfile]]) -> np.ndarray:
     rows: list[tuple[float, ...]] = []
     for group in groups:
         busy, memory = [utilization(job) or 0.0 for job in group], [_traffic(job) for job in group]
-        rows += [(own, sum(busy) - own, read, sum(memory) - read) for own, read in zip(busy, memory, strict=True)]
+        rows += [(used, sum(busy) - used, read, sum(memory) - read) for used, read in zip(busy, memory, strict=True)]
     return np.array(rows, dtype=float).reshape(-1, 4)
 
 
@@ -336,26 +336,26 @@ def _traffic(job: JobProfile) -> float:
     return 0.0 if known is None else known
 
 
-Part = tuple[Sequence[MeasuredGroup], Sequence[MeasuredGroup]]  # what is fitted on, and what is left out
+Part = tuple[Sequence[MeasuredGroup], Sequence[MeasuredGroup]]  # groups to fit on, and groups that are left out
 LEAST_GROUPS = 10
 PERCENTILE = 0.90
-_BASE = 0.1  # base of the spread of slowdowns: it grows with the slowdown beyond 1, from here
-_START = (0.0, 0.0, 2.0, -1.5)  # logarithms of the formula's figures, where the fit begins and what it is held to
+_BASE = 0.1  # constant part of the spread of slowdowns, which grows with the slowdown beyond 1
+_START = (0.0, 0.0, 2.0, -1.5)  # logarithms of the formula's constants at the start of the fit, also its prior
 _FIRMNESS = 3e-3
-_TOLERANCE = 0.02  # in normalised speed; what is further off counts in proportion, not squared
+_TOLERANCE = 0.02  # in normalised speed; larger deviations count in proportion, not squared
 _STEPS = 200
-_ROW_FIRMNESS = 1.0  # rows that a job's figure is held to 0 by
+_ROW_FIRMNESS = 1.0  # strength of the ridge, in rows, that pulls a job's figure towards 0
 _ROUNDS = 30
 
 
 @dataclass(frozen=True)
 class KnownJobs:
-    """How much each job suffers and how much it costs others, as logarithms that add up, and groups seen before.
+    """Slowdown that each job suffers, and that it causes, as logarithms that add up, and groups that were measured.
 
     Args:
         middle: Logarithm of the typical slowdown.
         suffers, costs: Job name -> logarithm added to `middle`, for its own slowdown and for the slowdown it causes.
-        groups: (name, names of partners, sorted) -> logarithm of the slowdown.
+        groups: (name, sorted names of partners) -> logarithm of the slowdown.
     """
 
     middle: float
@@ -366,23 +366,23 @@ class KnownJobs:
     @classmethod
     def fitted(cls, groups: Sequence[MeasuredGroup]) -> KnownJobs:
         """Fit to measured groups, each figure by ridge regression in turns."""
-        seen: dict[tuple[str, tuple[str, ...]], list[float]] = defaultdict(list)
+        logs_by_group: dict[tuple[str, tuple[str, ...]], list[float]] = defaultdict(list)
         for group in groups:
             for place, slowdown in enumerate(group.slowdowns):
-                seen[_key(group.jobs, place)].append(float(np.log(max(1.0, slowdown))))
-        medians = {key: float(np.median(values)) for key, values in sorted(seen.items())}
+                logs_by_group[_key(group.jobs, place)].append(float(np.log(max(1.0, slowdown))))
+        medians = {key: float(np.median(values)) for key, values in sorted(logs_by_group.items())}
         middle = float(np.mean(list(medians.values())))
         suffers: dict[str, float] = {}
         costs: dict[str, float] = {}
         for _ in range(_ROUNDS):
             for is_own in (True, False):
-                left: dict[str, list[float]] = defaultdict(list)
+                residuals: dict[str, list[float]] = defaultdict(list)
                 for (name, partners), value in medians.items():
-                    both = middle + suffers.get(name, 0.0) + sum(costs.get(partner, 0.0) for partner in partners)
+                    expected = middle + suffers.get(name, 0.0) + sum(costs.get(partner, 0.0) for partner in partners)
                     table = suffers if is_own else costs
                     for job in (name,) if is_own else partners:
-                        left[job].append(value - both + table.get(job, 0.0))
-                fresh = {job: sum(values) / (len(values) + _ROW_FIRMNESS) for job, values in left.items()}
+                        residuals[job].append(value - expected + table.get(job, 0.0))
+                fresh = {job: sum(values) / (len(values) + _ROW_FIRMNESS) for job, values in residuals.items()}
                 suffers, costs = (fresh, costs) if is_own else (suffers, fresh)
         return cls(middle, suffers, costs, medians)
 
@@ -406,11 +406,11 @@ class LearnedSlowdowns:
     """The fitted estimator.
 
     Args:
-        contention: None: no fitted group had the utilization of its jobs alone.
+        contention: None if no fitted group had the utilization of its jobs alone.
         known: Jobs that were measured in groups.
-        typical: Median slowdown of what it was fitted on.
-        spread, spread_known: 90th percentile of (measured - expected) / (`_BASE` + expected - 1), of groups without
-            the model in question; of known jobs in groups that were left out.
+        typical: Median slowdown of the fitted groups.
+        spread, spread_known: 90th percentile of (measured - expected) / (`_BASE` + expected - 1): of groups whose model
+            was left out; of known jobs in groups that were left out.
     """
 
     contention: ContentionFormula | None
@@ -421,22 +421,22 @@ class LearnedSlowdowns:
     name: str = "learned"
 
     def save(self, folder: Path) -> None:
-        """Write the fit, as `load_slowdowns` reads it."""
+        """Write the fit, for `load_slowdowns` to read."""
         groups = [[name, list(partners), value] for (name, partners), value in sorted(self.known.groups.items())]
         stored = {"format": FORMAT, **asdict(self), "known": {**vars(self.known), "groups": groups}}
         (folder / _FILE).write_text(json.dumps(stored, indent=1, sort_keys=True))
 
     def unknown(self, group: Sequence[JobProfile]) -> list[str]:
-        """Return the names of jobs without a utilization, where the group is not known by its names either.
+        """Return the names of jobs without a utilization, unless the group is known by its names.
 
-        Such a group is answered by the typical slowdown.
+        A group with such jobs gets the typical slowdown.
         """
         if self.known.knows(group):
             return []
         return [job.name for job in group if self.contention is None or utilization(job) is None]
 
     def slowdowns(self, group: Sequence[JobProfile]) -> list[Slowdown]:
-        """Return the slowdown of each job of one to four, in the group's order; 1 for a job that is alone."""
+        """Return the slowdown of each of one to four jobs, in the group's order; 1 for a job that is alone."""
         if len(group) < 2:
             return [Slowdown(1.0, 1.0) for _ in group]
         if self.contention is not None and all(utilization(job) is not None for job in group):
@@ -449,10 +449,10 @@ class LearnedSlowdowns:
 
 
 def _within_all_sms(group: Sequence[JobProfile], expected: Sequence[float]) -> list[float]:
-    """Return the slowdowns, longer where SMs would be active for more than all of the time.
+    """Return the slowdowns, raised where SMs would be active for more than the whole time.
 
-    Jobs that take turns on a GPU share its SMs' time; nvidia-smi's utilization does not show it, since a kernel that
-    leaves most SMs idle counts as much as any.
+    Jobs that take turns on a GPU share its SMs' time. nvidia-smi's utilization does not show it, since it counts a
+    kernel that leaves most SMs idle like any other.
     """
     if any(job.smact is None for job in group):
         return list(expected)
@@ -467,7 +467,8 @@ def _with_p90(expected: float, spread: float) -> Slowdown:
 
 @cache
 def packaged_slowdowns() -> LearnedSlowdowns:
-    """Return the estimator for data folders without a fitted one: fitted to Lucid's pairs of jobs on an RTX 3090."""
+    """Return the estimator for data folders without a fitted one: it is fitted to Lucid's pairs of jobs on an RTX
+    3090."""
     return LearnedSlowdowns(
         contention=ContentionFormula(own=0.878, others=0.748, sharpness=8.16, bandwidth=0.237),
         known=KnownJobs(0.0, {}, {}, {}),
@@ -480,13 +481,13 @@ def packaged_slowdowns() -> LearnedSlowdowns:
 def fitted_slowdowns(groups: Sequence[MeasuredGroup]) -> LearnedSlowdowns:
     """Fit to measured groups; groups whose members did not train at the same time are left out.
 
-    Which form of the formula is taken, and how wide the 90th percentile lies, follow from leaving each model out in
-    turn. Same groups, same figures. Raises `UsageError` for too few groups.
+    The form of the formula and the 90th percentile follow from leaving each model out in turn. The fit is
+    deterministic. Raises `UsageError` for too few groups.
     """
     groups = sorted((group for group in groups if not group.is_apart), key=lambda group: group.group_id)
     if len(groups) < LEAST_GROUPS:
         raise UsageError(f"{len(groups)} groups are too few to learn from; {LEAST_GROUPS} are needed")
-    typical = float(np.median(_measured(groups)))
+    typical = float(np.median(_measured_slowdowns(groups)))
     known = KnownJobs.fitted(groups)
     spread_known = _known_spread(groups)
     profiled = [group for group in groups if all(utilization(job) is not None for job in group.jobs)]
@@ -497,13 +498,13 @@ def fitted_slowdowns(groups: Sequence[MeasuredGroup]) -> LearnedSlowdowns:
     return LearnedSlowdowns(_fit_contention(profiled, form), known, typical, _spread(outside[form]), spread_known)
 
 
-def _measured(groups: Sequence[MeasuredGroup]) -> np.ndarray:
+def _measured_slowdowns(groups: Sequence[MeasuredGroup]) -> np.ndarray:
     """Return the slowdown of every job of each group, (n,), at least 1."""
     return np.array([max(1.0, slowdown) for group in groups for slowdown in group.slowdowns])
 
 
 def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFormula:
-    """Fit the formula to normalised speeds; every model counts the same, however many groups it is in."""
+    """Fit the formula to normalised speeds; every model has equal weight, whatever its number of groups."""
     import torch
 
     models = [model for group in groups for model in group.models]
@@ -511,7 +512,7 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
     weights = torch.tensor([1.0 / counts[model] for model in models], dtype=torch.float64)
     weights = weights / weights.sum()
     own_load, others, own_memory, others_memory = torch.tensor(loads_of(group.jobs for group in groups)).unbind(1)
-    speed = torch.tensor(1.0 / _measured(groups))
+    speed = torch.tensor(1.0 / _measured_slowdowns(groups))
     start = torch.tensor(_START, dtype=torch.float64)
     values = start.clone().requires_grad_()
     has_bandwidth = 1.0 if form == "time_and_bandwidth" else 0.0
@@ -536,10 +537,10 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
 
 
 def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[Part]:
-    """Return the groups that are fitted on and those left out: each model (`by` model) or GPU model (`by` device) in
-    turn.
+    """Return the groups to fit on and the groups left out: each model (`by` model) or GPU model (`by` device) in turn.
 
-    Members that did not train at the same time are never fitted on; parts with too few groups to fit on are left out.
+    Groups whose members did not train at the same time are never fitted on; parts with too few groups to fit on are
+    skipped.
     """
 
     def names(group: MeasuredGroup) -> tuple[str, ...]:
@@ -556,9 +557,9 @@ def left_out_parts(groups: Sequence[MeasuredGroup], by: str) -> list[Part]:
 def _left_out(groups: Sequence[MeasuredGroup], form: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (expected, measured) slowdowns of groups whose models were left out, each model in turn."""
     expected, measured = [], []
-    for inside, outside in left_out_parts(groups, "model") or [(groups, groups)]:  # where all have the same model
+    for inside, outside in left_out_parts(groups, "model") or [(groups, groups)]:  # if all have the same model
         expected.append(_fit_contention(inside, form).slowdown(loads_of(group.jobs for group in outside)))
-        measured.append(_measured(outside))
+        measured.append(_measured_slowdowns(outside))
     return np.concatenate(expected), np.concatenate(measured)
 
 
@@ -574,8 +575,8 @@ def _spread(pair: tuple[np.ndarray, np.ndarray]) -> float:
 
 
 def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
-    """Return the spread of known jobs in groups that were left out: each device in turn, of one device every second
-    group."""
+    """Return the spread of known jobs in left-out groups: each device in turn, or every second group where there is one
+    device."""
     devices = sorted({group.device for group in groups})
     parts = [[group for group in groups if group.device == device] for device in devices]
     if len(parts) < 2:
@@ -591,21 +592,21 @@ def _known_spread(groups: Sequence[MeasuredGroup]) -> float:
 
 
 def default_slowdowns(data: DataPlace) -> LearnedSlowdowns:
-    """Return the newest of a data folder, else the packaged ones."""
+    """Return the newest fit of a data folder, else the packaged one."""
     return find_slowdowns(data) or packaged_slowdowns()
 
 
 def find_slowdowns(data: DataPlace) -> LearnedSlowdowns | None:
     """Return the newest version of a data folder; None where nothing was fitted.
 
-    A version that is not what was written is named on standard error, and the next older one takes its place.
+    A damaged version is reported on standard error, and the next older one takes its place.
     """
     return newest_whole(version_folders(data, SLOWDOWN), load_slowdowns, "the packaged figures answer")
 
 
 def load_slowdowns(path: Path) -> LearnedSlowdowns:
-    """Return one version, its files verified first. Raises `DamagedArtifact`."""
-    checked(path, read_json(path / "meta.json"))
+    """Return one version, with its files verified first. Raises `DamagedArtifact`."""
+    verify_files(path, read_json(path / "meta.json"))
     try:
         stored = json.loads((path / "model" / _FILE).read_text())
         if (version := stored.pop("format")) != FORMAT:

@@ -15,6 +15,7 @@ from featurize.configs.draws import sample
 from featurize.configs.space import parse_space
 from featurize.configs.trial import config_hash
 from learn.rows.data import load_rows
+from warehouse.files.folder import DataFolder
 from warehouse.files.writer import write_marks
 
 AT = datetime.datetime(2026, 2, 1, tzinfo=datetime.UTC)
@@ -28,14 +29,20 @@ def configs():
     return [sample(spaces[FAMILIES[i % 4]], seed=0, index=i // 4) for i in range(40)]
 
 
-@pytest.fixture
-def grown(folder, configs):
+@pytest.fixture(scope="module")
+def first_night(tmp_path_factory, configs):
     """A night of canaries and rows in the old environment; memory from 1 to 20 GB."""
-    lab = Lab(folder)
+    lab = Lab(DataFolder(tmp_path_factory.mktemp("first") / "data").create())
     lab.night()
     memory = dict(zip(map(config_hash, configs), np.linspace(1000, 20_000, len(configs)).tolist(), strict=True))
     lab.ids = lab.run("grow-1", configs, lambda config: {"peak_memory_mib": memory[config_hash(config)]})
     return lab
+
+
+@pytest.fixture
+def grown(folder, first_night):
+    """The lab after its first night, in a folder of the test's own."""
+    return first_night.copied(folder)
 
 
 def drift_with(lab, change, environment=NEW, cycle="c"):

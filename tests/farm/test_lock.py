@@ -148,7 +148,7 @@ def test_the_record_of_a_living_dispatcher_stands_in_its_own_folder(runtime):
 LOCKS = {
     "dispatcher": hold_dispatcher_lock,
     "compaction": lambda path: compaction_lock(DataFolder(path.parent.parent)),
-    "growth": lambda path: farm.grow._alone(DataFolder(path.parent.parent)),
+    "growth": lambda path: farm.grow._cycle_lock(DataFolder(path.parent.parent)),
     "ingest": lambda path: ingesting._lock(DataFolder(path.parent.parent)),
 }
 

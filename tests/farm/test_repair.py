@@ -14,20 +14,20 @@ from test_lost_queue import submit_mixed
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from farm import doctor
+from farm.queue.jobs import Queue
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
 from farm.status import entry as status_entry
 from farm.status import presence_of
-from tests.warehouse.warehouse_rows import ask, compact_at, flip, unreadable
+from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, unreadable
 from warehouse.check import entry as check_entry
 from warehouse.compact import entry as compact_entry
 from warehouse.files import plain_file
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
-from warehouse.files.folder import write_sealed
-from warehouse.files.integrity import examine
+from warehouse.files.folder import DataFolder, write_sealed
+from warehouse.files.integrity import compare, examine, landed_tasks
 from warehouse.files.merged import Listing, listing_file
-from warehouse.files.presence import compare, landed_tasks
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import check
@@ -37,12 +37,21 @@ JOB = "mlp-00000001"
 N = 6
 
 
-@pytest.fixture
-def ran(folder, queue):
+@pytest.fixture(scope="module")
+def six_runs(tmp_path_factory):
     """A folder with six runs of one job, each with two samples, that are done."""
-    submit(queue, N)
-    work(folder, queue)
+    folder = DataFolder(tmp_path_factory.mktemp("six") / "data").create()
+    with Queue.open(folder.queue) as queue:
+        submit(queue, N)
+        work(folder, queue)
     with_samples(folder, range(N))
+    return folder
+
+
+@pytest.fixture
+def ran(folder, six_runs):
+    """Such a folder of the test's own, whose queue is opened after this."""
+    copy_into(folder, six_runs)
     return folder
 
 
@@ -203,13 +212,16 @@ def test_runs_of_a_merged_file_that_cannot_be_read_now_are_not_taken_for_missing
             return really(source, *arguments, **options)
 
         failing.setattr(pq, "ParquetFile", fail)
-        with pytest.raises(OSError, match=os.strerror(code)):
+        with pytest.raises(OSError, match=os.strerror(code)) as raised:
             compare(ran)
+        assert raised.value.filename == str(path)
         assert presence_of(ran).gone == {}
-        assert capsys.readouterr().err.count("\n") == 1
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and str(path) in line
         if code == errno.EIO:  # which `examine` takes for damage
             examine(ran)
-            assert "the queue is not compared" in capsys.readouterr().err
+            line = capsys.readouterr().err
+            assert "the queue is not compared" in line and str(path) in line
     assert is_well(ran, queue)
 
 

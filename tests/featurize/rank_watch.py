@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from featurize.operators.replacing import replaced
 from featurize.operators.tensor_parts import local_tensor, wrap_others
+from featurize.training.training_step import TrainingStep
 
 SENT = {
     "c10d::_allgather_base_": "all_gather",
@@ -45,6 +46,16 @@ def watched_steps(model, batch, run=None, steps=2, made_by=None):
             watch.sent.clear()
             run()
     return {"peak": watch.peak, "sent": watch.sent}
+
+
+def loss_of(output, _target):
+    return output.square().sum()
+
+
+def watched_training(model, batch, settings, wrap=None):
+    """Train a model on the CPU by `loss_of`, wrapped as ranks wrap it, and return what `watched_steps` does."""
+    step, target = TrainingStep(model, settings, "cpu", loss=loss_of, wrap=wrap), torch.zeros(())
+    return watched_steps(step.model, (batch, target), lambda: step((batch,), target))
 
 
 def reduced_buckets(replica, watch):

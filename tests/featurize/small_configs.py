@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from featurize.configs.draws import Limits, sample
 from featurize.configs.features import feature_columns
-from featurize.configs.space import parse_space
+from featurize.configs.space import Space, parse_space, space_of_mapping
 from featurize.configs.trial import FITTED_OPTIMIZERS, PRECISIONS, TrialConfig
 
 SHARE = 8  # every range is cut to its lower eighth
@@ -29,10 +29,17 @@ TRAINING = {
 
 def small_config(family: str, index: int) -> TrialConfig:
     """The config of that index in the lower eighth of `conf/arch/FAMILY.yaml`, with any training settings."""
-    arch = OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
-    space = OmegaConf.to_container(arch.space)
-    small = {name: _cut(spec) for name, spec in space.items()}
+    small = {name: _cut(spec) for name, spec in OmegaConf.to_container(_arch(family).space).items()}
     return sample(parse_space(family, {**small, **TRAINING}), seed=0, index=index, limits=LIMITS)
+
+
+def own_space(family: str) -> Space:
+    """The search space of `conf/arch/FAMILY.yaml`."""
+    return space_of_mapping(OmegaConf.to_container(_arch(family)))
+
+
+def _arch(family: str) -> Any:
+    return OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
 
 
 def _cut(spec: Any) -> Any:

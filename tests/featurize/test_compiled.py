@@ -12,6 +12,8 @@ from featurize.recording.step_trace import StepTrace
 from featurize.timing.calls import model_flops
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes
+from tests.featurize.trace_sums import alive
 
 ROWS, WIDTH = 64, 32
 
@@ -69,11 +71,7 @@ def traced(model: nn.Module, **settings) -> StepTrace:
 def saved_bytes(trace: StepTrace) -> int:
     """Bytes of the activations that are alive when the backward pass of the second step begins."""
     first = next(i for i, event in enumerate(trace.events) if event.step == 2 and event.phase == "backward")
-    alive: dict[int, int] = {}
-    for event in trace.events[:first]:
-        if trace.blocks[event.block].kind == "activation":
-            alive[event.block] = alive.get(event.block, 0) + event.nbytes
-    return sum(alive.values())
+    return alive(trace, first)["activation"]
 
 
 def really_saved_bytes(model: nn.Module, x: Tensor) -> int:
@@ -137,8 +135,7 @@ def test_checkpointed_blocks_are_compiled_each_by_itself():
 
 @pytest.mark.parametrize("way", [{}, {"checkpoint_reentrant": True}, {"checkpointing": "selective"}], ids=str)
 def test_model_flops_of_compiled_checkpoints_are_those_of_the_model_without_any(way):
-    # A reentrant checkpoint wants an input with a gradient.
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Net())
+    model = embedded(Net())
     plain = sum(map(model_flops, traced(model).operators))
     trace = traced(model, compile=True, **{"checkpointing": "full", **way})
     assert sum(map(model_flops, trace.operators)) == plain
@@ -171,23 +168,17 @@ def test_what_cannot_be_captured_at_all_is_estimated_as_eager():
     assert compiled.peak_live_bytes == eager.peak_live_bytes
 
 
-class WithLoss(nn.Module):
-    """Splits a product and takes its own loss, as published language models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        first, second = self.both(x).chunk(2, dim=-1)
+def test_a_model_that_splits_results_and_takes_its_own_loss_is_captured():
+    def with_loss(net: Computes, x: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As published language models do."""
+        first, second = net.both(x).chunk(2, dim=-1)
         kept = torch.cat([torch.tensor([], device=x.device), first.mm(second.T)])
         return nn.functional.cross_entropy(kept, target), (kept,)
 
-
-def test_a_model_that_splits_results_and_takes_its_own_loss_is_captured():
     inputs = torch.empty(ROWS, WIDTH, device="meta"), torch.zeros(ROWS, dtype=torch.int64)
+    model = Computes(with_loss, both=nn.Linear(WIDTH, 2 * WIDTH))
     trace = trace_step(
-        WithLoss(), inputs, torch.empty(()), lambda output, _target: output[0], settings=Training(compile=True)
+        model, inputs, torch.empty(()), lambda output, _target: output[0], settings=Training(compile=True)
     )
     assert trace.notes == (MODELLED,)
     assert sum(op.name == "aten::mm" for op in trace.operators if op.phase == "backward") >= 3
@@ -196,17 +187,11 @@ def test_a_model_that_splits_results_and_takes_its_own_loss_is_captured():
 def test_a_compiled_loss_takes_no_memory_like_its_input_but_the_gradient():
     """As Inductor does it: neither the softmax nor the scattered gradient of the chosen class is materialized."""
 
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.loss = nn.Linear(WIDTH, 4096, bias=False), nn.CrossEntropyLoss()
-            self.loss.compile()
-
-        def forward(self, x: Tensor, target: Tensor) -> Tensor:
-            return self.loss(self.linear(x), target)
-
+    layers = {"linear": nn.Linear(WIDTH, 4096, bias=False), "loss": nn.CrossEntropyLoss()}
+    layers["loss"].compile()
+    head = Computes(lambda net, x, target: net.loss(net.linear(x), target), **layers)
     inputs = torch.empty(ROWS, WIDTH, device="meta"), torch.zeros(ROWS, dtype=torch.int64)
-    trace = trace_step(Head(), inputs, torch.empty(()), lambda output, _target: output, settings=Training())
+    trace = trace_step(head, inputs, torch.empty(()), lambda output, _target: output, settings=Training())
     logits = 4 * ROWS * 4096
     large = [block for block in trace.blocks if block.nbytes == logits]
     assert len(large) == 2 * 2, large  # the logits and their gradient, of two steps
@@ -215,16 +200,9 @@ def test_a_compiled_loss_takes_no_memory_like_its_input_but_the_gradient():
 
 @pytest.mark.parametrize("how", ["nf4-dq", "int8"])
 def test_quantized_layers_are_captured(how):
-    class Adapted(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first.requires_grad_(False)
-            self.early = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.early(x))
-
-    trace = traced(Adapted(), compile=True, quantize=how, quantize_skip=())
+    chain = Chain()
+    chain.first.requires_grad_(False)
+    trace = traced(nn.Sequential(nn.Linear(WIDTH, WIDTH), chain), compile=True, quantize=how, quantize_skip=())
     assert trace.notes == (MODELLED,)
     passes = [op.phase for op in trace.operators if op.name.startswith("gpufarm::dequantize_4bit")]
     assert how == "int8" or passes == ["forward", "backward"]
@@ -253,25 +231,19 @@ class Checkpointed(Net):
         return x
 
 
-class Embedded(nn.Module):
-    """Gives a model an input that needs a gradient, as the reentrant checkpoint wants it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.early, self.model = nn.Linear(WIDTH, WIDTH), model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(self.early(x))
+def embedded(model: nn.Module) -> nn.Module:
+    """The model with an input that needs a gradient, as the reentrant checkpoint wants it."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), model)
 
 
 def test_a_model_with_checkpoints_of_its_own_saves_what_a_real_compiled_step_on_the_cpu_saves():
     torch.manual_seed(0)
-    really = really_saved_bytes(Embedded(Checkpointed(False)), torch.randn(ROWS, WIDTH))
-    trace = traced(Embedded(Checkpointed(False)), compile=True)
+    really = really_saved_bytes(embedded(Checkpointed(False)), torch.randn(ROWS, WIDTH))
+    trace = traced(embedded(Checkpointed(False)), compile=True)
     assert trace.notes == (MODELLED,)
     assert saved_bytes(trace) == pytest.approx(really + 4, abs=1024)  # the loss
-    assert saved_bytes(trace) < 0.5 * saved_bytes(traced(Embedded(Net()), compile=True))
-    assert saved_bytes(trace) == saved_bytes(traced(Embedded(Checkpointed(True)), compile=True))
+    assert saved_bytes(trace) < 0.5 * saved_bytes(traced(embedded(Net()), compile=True))
+    assert saved_bytes(trace) == saved_bytes(traced(embedded(Checkpointed(True)), compile=True))
 
 
 class WithFunction(nn.Module):

@@ -17,6 +17,7 @@ from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from learn import estimate
 from learn.estimation.job_estimate import GRAPHS
+from tests.featurize.small_nets import Computes
 
 DEVICE = load_device("A100-SXM4-40GB")
 
@@ -59,11 +60,8 @@ def test_a_model_that_cannot_be_captured_runs_no_graph():
         def forward(self, x):
             return super().forward(x) if x.isfinite().all().item() else x
 
-    class Opaque(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) if bool(x.isfinite().all()) else x
-
-    trace = traced(Opaque(WIDTH, WIDTH), compile="reduce-overhead")
+    opaque = Computes(lambda net, x: net.line(x) if bool(x.isfinite().all()) else x, line=nn.Linear(WIDTH, WIDTH))
+    trace = traced(opaque, compile="reduce-overhead")
     assert GRAPHED not in trace.notes and not any(op.graphed for op in trace.operators)
     # The repeated blocks of this one are captured, each as a graph.
     trace = traced(Reading(), compile="reduce-overhead")
@@ -78,15 +76,8 @@ def test_the_pool_of_the_graphs_widens_the_bound_and_not_the_figure():
     assert graphed.peak_memory_mib == plain.peak_memory_mib and GRAPHED in graphed.warnings
     assert graphed.upper_mib > plain.upper_mib + 64
     assert any(GRAPHS in text for text in graphed.warnings)
-    large = [
-        trace_step(
-            factory,
-            torch.empty(4096, 4096, device="meta"),
-            torch.empty(4096, dtype=torch.long, device="meta"),
-            settings=Training(compile=mode),
-        )
-        for mode in (True, "reduce-overhead")
-    ]
+    given = torch.empty(4096, 4096, device="meta"), torch.empty(4096, dtype=torch.long, device="meta")
+    large = [trace_step(factory, *given, settings=Training(compile=mode)) for mode in (True, "reduce-overhead")]
     assert large[0].peak_live_bytes == large[1].peak_live_bytes
     # At least: Adam's temporaries, which one pool would place in the memory of the activations.
     assert large[1].graph_pool_bytes > 4096 * 4096 * 4

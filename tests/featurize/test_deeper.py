@@ -11,6 +11,7 @@ from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shor
 from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Block, Stack
 
 WIDTH, DEPTH, SHALLOW = 64, 9, 4
 SPEC = describe_device("H100-SXM5-80GB")
@@ -26,30 +27,9 @@ LAYOUTS = {
 WAYS = {"plain": {}, "recomputed": {"checkpointing": "full"}, "two micro-steps": {"accumulation": 2}}
 
 
-class Block(nn.Module):
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * WIDTH),
-            nn.Linear(4 * WIDTH, width),
-        )
-
-    def forward(self, x):
-        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, depth=DEPTH, block=Block):
-        super().__init__()
-        self.tokens, self.blocks = nn.Embedding(1000, WIDTH), nn.ModuleList(block() for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1000, bias=False)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)).flatten(0, 1)
+def net(depth=DEPTH):
+    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1000, bias=False), nn.Flatten(0, 1))
+    return Stack((Block(WIDTH) for _ in range(depth)), head, first=nn.Embedding(1000, WIDTH))
 
 
 def llama(depth):
@@ -87,7 +67,7 @@ def assert_extended(model, layout, inputs, **training):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_deep_trace_is_that_of_the_whole_model(layout, way):
-    assert_extended(built_to_shorten(Net), LAYOUTS[layout], torch.zeros(2, 32, dtype=torch.long), **WAYS[way])
+    assert_extended(built_to_shorten(net), LAYOUTS[layout], torch.zeros(2, 32, dtype=torch.long), **WAYS[way])
 
 
 @pytest.mark.parametrize("layout", ["shards", "split and sharded"])
@@ -99,39 +79,32 @@ def test_a_deep_trace_of_a_llama_is_its_own(layout):
 
 def test_what_does_not_repeat_is_refused():
     tokens = torch.zeros(2, 32, dtype=torch.long)
-    shallow, _ = traced(lambda: Net(3), {"fsdp": 4}, tokens)
-    wider, _ = traced(lambda: Net(4, lambda: Block(WIDTH)), {"fsdp": 2}, tokens)
+    shallow, _ = traced(lambda: net(3), {"fsdp": 4}, tokens)
+    wider, _ = traced(lambda: net(4), {"fsdp": 2}, tokens)
     with pytest.raises(CannotDeepen):
         deeper(shallow, wider, 5)
 
 
 class TestFewerBlocks:
     def test_a_copy_is_shortened_and_the_model_is_not(self):
-        model = Net()
+        model = net()
         short = with_blocks(model, 4)
-        assert len(short.blocks) == 4 and len(model.blocks) == DEPTH and not model.head.weight.is_meta
+        assert len(short.blocks) == 4 and len(model.blocks) == DEPTH and not model.head[1].weight.is_meta
 
     def test_what_follows_in_a_sequence_stays(self):
-        model = nn.Sequential(*(Block() for _ in range(10)), nn.Linear(WIDTH, 10))
+        model = nn.Sequential(*(Block(WIDTH) for _ in range(10)), nn.Linear(WIDTH, 10))
         short = with_blocks(model, 3)
         assert alike_blocks(model) == 10 and len(short) == 4 and isinstance(short[-1], nn.Linear)
 
     def test_blocks_of_a_mapping_keep_their_names(self):
         model = nn.Module()
-        model.blocks = nn.ModuleDict({f"h{n}": Block() for n in range(9)})
+        model.blocks = nn.ModuleDict({f"h{n}": Block(WIDTH) for n in range(9)})
         assert alike_blocks(model) == 9 and list(with_blocks(model, 2).blocks) == ["h0", "h1"]
 
     def test_blocks_that_differ_or_share_are_not_alike(self):
-        model = Net()
-        model.blocks[3].wide.weight.requires_grad_(False)
-        assert alike_blocks(model) == 0
-        model = Net()
-        model.blocks[3].wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        assert alike_blocks(model) == 0
-        model = Net()
-        model.blocks[3].wide.weight = model.blocks[2].wide.weight
-        assert alike_blocks(model) == 0
-        model = Net()
-        model.again = model.blocks[5].wide
-        assert alike_blocks(model) == 0
-        assert alike_blocks(nn.Linear(3, 3)) == 0
+        frozen, without_bias, tied, shared = (net() for _ in range(4))
+        frozen.blocks[3].wide.weight.requires_grad_(False)
+        without_bias.blocks[3].wide = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        tied.blocks[3].wide.weight = tied.blocks[2].wide.weight
+        shared.again = shared.blocks[5].wide
+        assert [alike_blocks(model) for model in (frozen, without_bias, tied, shared, nn.Linear(3, 3))] == [0] * 5

@@ -17,6 +17,7 @@ from featurize.operators.library_calls import CUBLAS, LibraryCall, guesses_of, w
 from featurize.timing.step_time import time_step
 from featurize.trace.tracer import trace_step
 from learn.script.records import ScriptRecord, read_record, write_record
+from tests.featurize.small_nets import Computes
 
 FILES = {
     entry.name.removesuffix(".yaml"): yaml.safe_load(entry.read_text(encoding="utf-8"))
@@ -96,17 +97,14 @@ ON_AMD = [name for name in device_names() if load_device(name).architecture.vend
 A100, MI100, MI210, MI300X = map(load_device, ("A100-SXM4-80GB", "MI100", "MI210", "MI300X"))
 
 
-class Attention(nn.Module):
+def attention(width=64, heads=4):
     """Attention with heads of so many elements."""
 
-    def __init__(self, width=64, heads=4):
-        super().__init__()
-        self.width, self.heads = width, heads
-        self.layer = nn.Linear(16, 3 * width * heads)
-
-    def forward(self, x):
-        q, k, v = self.layer(x).unflatten(-1, (3, self.heads, self.width)).movedim(-2, 1).unbind(-2)
+    def forward(net, x):
+        q, k, v = net.layer(x).unflatten(-1, (3, heads, width)).movedim(-2, 1).unbind(-2)
         return nn.functional.scaled_dot_product_attention(q, k, v).mean((1, 2))
+
+    return Computes(forward, layer=nn.Linear(16, 3 * width * heads))
 
 
 def traced(model, shape, device=A100, precision="fp32"):
@@ -114,7 +112,7 @@ def traced(model, shape, device=A100, precision="fp32"):
 
 
 def attention_on(device, precision="fp16", **shape):
-    return traced(lambda: Attention(**shape), (2, 128, 16), device, precision)
+    return traced(lambda: attention(**shape), (2, 128, 16), device, precision)
 
 
 def fused(trace):

@@ -10,6 +10,7 @@ from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 
@@ -29,13 +30,9 @@ class Wide(Attending):
         return super().forward(x + functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum())
 
 
-class Listed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x):
-        return sum(expert(x) for expert in self.experts)
+def listed():
+    experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    return Computes(lambda net, x: sum(expert(x) for expert in net.experts), experts=experts)
 
 
 def traced(make, length=LENGTH, **options):
@@ -71,7 +68,7 @@ def test_an_input_without_a_sequence_is_refused():
     ("make", "ranks", "message"),
     [
         (lambda: Attending(forward_part=Mixture), 3, "=3 does not divide the 8 experts of .*; ep can be 2, 4, 8"),
-        (Listed, 4, "experts .ModuleList. is not divided; what is: a module named `experts` whose parameters"),
+        (listed, 4, "experts .ModuleList. is not divided; what is: a module named `experts` whose parameters"),
         (Attending, 4, "the model has no experts of a known kind"),
     ],
 )

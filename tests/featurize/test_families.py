@@ -4,20 +4,18 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from importlib import resources
 
 import pytest
 import torch
 from family_table import FAMILY
-from omegaconf import OmegaConf
 from plan_checks import gradients, on_meta, parameters_of
 
 from conf.errors import UsageError
 from featurize.configs.draws import sample_range
-from featurize.configs.space import parse_space
 from featurize.configs.trial import ACTIVATIONS, config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp, transformer
 from featurize.job.layers import totals
+from tests.featurize.small_configs import own_space
 
 SMALL = ("cnn", "mlp", "timm", "transformer")
 DESCRIBED = ("mlp", "cnn", "transformer")  # families that write their plans down, module for module
@@ -27,19 +25,13 @@ def small(family, **changes):
     return dataclasses.replace(FAMILY[family].small, **changes)
 
 
-def space_of(family):
-    arch = OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
-    assert arch.family == family
-    return parse_space(family, OmegaConf.to_container(arch.space))
-
-
 over_families = pytest.mark.parametrize("family", family_names())
 
 
 @over_families
 def test_every_point_of_the_default_space_is_a_valid_config(family):
     rejections = Counter()
-    configs = list(sample_range(space_of(family), 7, 0, 300, rejections=rejections))
+    configs = list(sample_range(own_space(family), 7, 0, 300, rejections=rejections))
     assert not rejections
     # timm and zoo vary nothing but the model and the batch size: some points come twice
     assert len({str(config.to_mapping()) for config in configs}) > (250 if family in ("timm", "zoo") else 299)
@@ -49,7 +41,7 @@ def test_every_point_of_the_default_space_is_a_valid_config(family):
 
 @over_families
 def test_default_space_holds_training_settings_constant_and_reaches_every_topology(family):
-    space = space_of(family)
+    space = own_space(family)
     fixed = {"optimizer", "precision", "activation_checkpointing", "cudnn_benchmark", "channels_last"}
     assert fixed <= {d.name for d in space.dimensions} - {d.name for d in space.varied}
     config = next(sample_range(space, 1, 0, 1))
@@ -62,7 +54,7 @@ def test_default_space_holds_training_settings_constant_and_reaches_every_topolo
 @pytest.mark.spread(2)
 @over_families
 def test_plan_parameters_equal_the_modules_for_sampled_configs(family):
-    for config in sample_range(space_of(family), 3, 0, 8 if family in ("timm", "zoo") else 30):
+    for config in sample_range(own_space(family), 3, 0, 8 if family in ("timm", "zoo") else 30):
         assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)), config
 
 
@@ -173,7 +165,7 @@ def test_batch_norm_at_batch_size_1_trains_wherever_it_is_accepted(monkeypatch):
 
 def test_repair_depends_only_on_values_and_draw_and_leaves_its_argument_alone():
     for family in SMALL:
-        space = space_of(family)
+        space = own_space(family)
         for seed in range(20):
             values = space.values([random.Random(seed).random()] * len(space.varied))
             before = dict(values)
@@ -191,5 +183,5 @@ def test_repair_leaves_what_it_cannot_mend_to_the_config():
 
 
 def test_sampled_heads_divide_the_embedding_and_vary():
-    sizes = {c.embedding_size // c.heads for c in sample_range(space_of("transformer"), 0, 0, 300)}
+    sizes = {c.embedding_size // c.heads for c in sample_range(own_space("transformer"), 0, 0, 300)}
     assert min(sizes) >= 8 and max(sizes) <= 256 and len(sizes) > 8

@@ -20,6 +20,7 @@ from featurize.nets.modules import AttentionConvolution, GraphConvolution, Sampl
 from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training, TrainingStep
+from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,18 +97,15 @@ def test_a_dense_gradient_of_a_table_takes_memory_to_sum_up_equal_rows():
 
 
 def test_a_plain_embedding_with_sparse_gradients_can_be_traced_too():
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.head = nn.Embedding(100_000, 16, sparse=True), nn.Linear(16, 4)
+    def model():
+        return Computes(
+            lambda net, x: net.head(net.words(x).mean(1) + net.words(x.flip(1)).mean(1)),
+            words=nn.Embedding(100_000, 16, sparse=True),
+            head=nn.Linear(16, 4),
+        )
 
-        def forward(self, x):
-            return self.head(self.words(x).mean(1) + self.words(x.flip(1)).mean(1))
-
-    def batch(on):
-        return torch.zeros(8, 5, dtype=torch.long, device=on), torch.zeros(8, dtype=torch.long, device=on)
-
-    trace = trace_step(Words, batch, settings=Training(optimizer="sgd"))
+    batch, target = (torch.empty(shape, dtype=torch.long, device="meta") for shape in ((8, 5), (8,)))
+    trace = trace_step(model, batch, target, settings=Training(optimizer="sgd"))
     assert trace.peak_live_bytes < 1.1 * trace.parameter_bytes
 
 
@@ -177,16 +175,16 @@ def test_a_step_holds_as_much_memory_as_with_pytorch_geometrics_modules():
 
     config = replace(GNN, operator="sage", nodes=500, degree=8, hidden=64)
 
-    class Published(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.head = SAGEConv(6, 64), SAGEConv(64, 64), nn.Linear(64, 5)
-
-        def forward(self, x, edges):
-            return self.head(self.second(self.first(x, edges).relu(), edges).relu())
+    def published():
+        return Computes(
+            lambda net, x, edges: net.head(net.second(net.first(x, edges).relu(), edges).relu()),
+            first=SAGEConv(6, 64),
+            second=SAGEConv(64, 64),
+            head=nn.Linear(64, 5),
+        )
 
     settings = Training(optimizer=config.optimizer)
-    theirs = trace_step(Published, lambda on: gnn.batch(config, on), settings=settings, training_loop=False)
+    theirs = trace_step(published, lambda on: gnn.batch(config, on), settings=settings, training_loop=False)
     assert trace_config(config).peak_live_bytes == theirs.peak_live_bytes
 
 

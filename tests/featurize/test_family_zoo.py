@@ -232,15 +232,34 @@ def test_what_gives_no_module_is_refused_in_words(nets, name, message):
         zoo.build(config(f"{nets}:{name}", arguments={"widht": 3} if name == "Pair" else None))
 
 
-def test_other_refusals_and_what_is_none(nets):
-    with pytest.raises(UsageError, match=r"Pair does not run on float32\[4\]: TypeError: .*'ids'"):
-        zoo.layers(config(f"{nets}:Pair"))
-    with pytest.raises(UsageError, match=r"cannot import no_such_package.nets: .*; pip install its package, or put"):
-        zoo.build(config("no_such_package.nets:build"))
-    with pytest.raises(RuntimeError, match="out of memory"):  # no mistake of the config: the trial is an `oom`
-        zoo.build(config(f"{nets}:hungry"))
-    with pytest.raises(UsageError, match=r"zoo_test_own.nets:Pair has no activation_checkpointing"):
-        zoo.build(config(f"{nets}:Pair", activation_checkpointing=True))
+@pytest.mark.parametrize(
+    ("ask", "model", "changes", "error", "message"),
+    [
+        (zoo.layers, "NETS:Pair", {}, UsageError, r"Pair does not run on float32\[4\]: TypeError: .*'ids'"),
+        (
+            zoo.build,
+            "no_such.nets:a",
+            {},
+            UsageError,
+            "cannot import no_such.nets: .*; pip install its package, or put",
+        ),
+        # No mistake of the config: the trial is an `oom`.
+        (zoo.build, "NETS:hungry", {}, RuntimeError, "out of memory"),
+        (
+            zoo.build,
+            "NETS:Pair",
+            {"activation_checkpointing": True},
+            UsageError,
+            "zoo_test_own.nets:Pair has no activation_checkpointing",
+        ),
+    ],
+)
+def test_other_refusals_and_what_is_none(nets, ask, model, changes, error, message):
+    with pytest.raises(error, match=message):
+        ask(config(model.replace("NETS", nets), **changes))
+
+
+def test_a_switch_that_fails_is_no_checkpointing_and_the_reason_is_kept(nets):
     with pytest.raises(UsageError, match="Switched has no activation_checkpointing") as refusal:
         zoo.build(config(f"{nets}:Switched", activation_checkpointing=True, arguments={"blocks": 0}))
     assert str(refusal.value.__cause__) == "no blocks here"

@@ -2,18 +2,15 @@
 
 import dataclasses
 import math
-from importlib import resources
 
 import pytest
-from omegaconf import OmegaConf
 
 from featurize.configs import features
 from featurize.configs.draws import sample_range
 from featurize.configs.features import feature_columns, group_key
-from featurize.configs.space import parse_space
 from featurize.families import cnn, family_names, layers_of, mlp, transformer
 from featurize.job.layers import rough_memory_mib, totals
-from tests.featurize.small_configs import scalar_features
+from tests.featurize.small_configs import own_space, scalar_features
 
 CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batch_size=4)
 
@@ -21,8 +18,7 @@ CNN = dict(image_size=32, channels=3, classes=10, base_filters=16, depth=8, batc
 def sampled(family, n):
     """`n` configs of the family's own space; a fifth of them where every plan is a trace of a library's model."""
     n = max(1, n // 5) if family in ("timm", "zoo") else n
-    arch = OmegaConf.load(str(resources.files("conf").joinpath(f"arch/{family}.yaml")))
-    return list(sample_range(parse_space(family, OmegaConf.to_container(arch.space)), 11, 0, n))
+    return list(sample_range(own_space(family), 11, 0, n))
 
 
 @pytest.mark.spread(2)

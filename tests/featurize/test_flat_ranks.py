@@ -1,8 +1,10 @@
 """A rank of `FullyShardedDataParallel` in a trace, against real ones over gloo: bytes and collectives are the same."""
 
+from functools import partial
+
 import pytest
 import torch
-from rank_watch import watched_steps
+from rank_watch import loss_of, watched_training
 from real_ranks import assert_like_real, chosen_cases, mesh_of, run_ranks, with_wide
 from torch import nn
 from uneven_net import BATCH, WIDTH, Net
@@ -13,22 +15,17 @@ from featurize.job.layout import Parallel, parse_parallel
 from featurize.memory.replay import replay
 from featurize.trace.tracer import trace_step
 from featurize.training.sharding import shard
-from featurize.training.training_step import Training, TrainingStep
+from featurize.training.training_step import Training
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 
 
-class Adapted(nn.Module):
+def adapted():
     """A frozen net whose blocks have a small part that trains beside, as with LoRA."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Net().requires_grad_(False)
-        for block in self.net.blocks:
-            block.wide.bias.requires_grad_(True)
-
-    def forward(self, x):
-        return self.net(x)
+    net = Net().requires_grad_(False)
+    for block in net.blocks:
+        block.wide.bias.requires_grad_(True)
+    return nn.Sequential(net)
 
 
 HALVES = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
@@ -51,16 +48,12 @@ CASES = {
     "accumulated apart": ({"fsdp": 2, "no_sync": True}, {"accumulation": 3}, Net),
     "accumulated halves": ({"fsdp": 3, "no_sync": True, **HALVES}, {"accumulation": 2}, Net),
     "kept apart": ({"fsdp": 2, "no_sync": True, "reshard_after_forward": False}, {"accumulation": 2}, Net),
-    "adapted": ({"fsdp": 2}, {"optimizer": "momentum"}, Adapted),
-    "adapted apart": ({"fsdp": 3, "no_sync": True}, {"accumulation": 2}, Adapted),
+    "adapted": ({"fsdp": 2}, {"optimizer": "momentum"}, adapted),
+    "adapted apart": ({"fsdp": 3, "no_sync": True}, {"accumulation": 2}, adapted),
     "clipped": ({"fsdp": 2}, {"clip_norm": 1.0}, Net),
     "hybrid": ({"ddp": 2, "fsdp": 2}, {}, Net),
     "hybrid halves": ({"ddp": 2, "fsdp": 2, "reshard_after_forward": False, **HALVES}, {}, lambda: Net(again=True)),
 }
-
-
-def loss_of(output, _target):
-    return output.square().sum()
 
 
 def layout_of(name):
@@ -75,22 +68,11 @@ def train_real(rank, names):
     """One of four real processes, which trains the cases in which it takes part."""
     measured = {}
     for name in names:
-        make = CASES[name][2]
         parallel = layout_of(name)
         mesh = mesh_of(parallel)
         if rank < parallel.ranks:
-            target = torch.zeros(())
-            batch = torch.randn(BATCH, WIDTH)
-            step = TrainingStep(
-                make(),
-                training_of(name),
-                "cpu",
-                loss=loss_of,
-                wrap=lambda model, own=(parallel, mesh): shard(model, *own),
-            )
-            measured[name] = watched_steps(
-                step.model, (batch, target), lambda own=(step, batch, target): own[0]((own[1],), own[2])
-            )
+            sharded = partial(shard, parallel=parallel, mesh=mesh)
+            measured[name] = watched_training(CASES[name][2](), torch.randn(BATCH, WIDTH), training_of(name), sharded)
     return measured
 
 
@@ -152,7 +134,7 @@ def test_whole_gradients_stay_until_the_step_that_reduces_them():
 def test_frozen_parameters_beside_others_need_the_original_ones():
     with pytest.raises(UsageError, match="use_orig_params=true"):
         trace_step(
-            Adapted,
+            adapted,
             torch.empty(BATCH, WIDTH, device="meta"),
             torch.empty((), device="meta"),
             loss_of,

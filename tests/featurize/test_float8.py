@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from rank_watch import watched_steps
-from real_ranks import chosen_cases, run_ranks, with_wide
+from rank_watch import loss_of, watched_training
+from real_ranks import assert_like_real, chosen_cases, run_ranks, with_wide
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,8 +17,9 @@ from featurize.timing.calls import FP8, TENSOR, as_calls, model_flops, product
 from featurize.timing.step_time import load_efficiencies, timed_kernels
 from featurize.trace.tracer import trace_step
 from featurize.training.sharding import shard
-from featurize.training.training_step import Training, TrainingStep, convert_float8
+from featurize.training.training_step import Training, convert_float8
 from learn import devices_that_fit, estimate
+from tests.featurize.small_nets import Block, Stack
 
 WIDTH, HIDDEN, BATCH, CLASSES = 64, 160, 32, 5
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -37,39 +38,19 @@ RANKS = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x):
-        return x + self.narrow(torch.relu(self.wide(x)))
+def net(blocks=3):
+    made = (Block(WIDTH, HIDDEN, norm=False, bias=False) for _ in range(blocks))
+    return Stack(made, nn.Linear(WIDTH, CLASSES))
 
 
-class Net(nn.Module):
-    def __init__(self, blocks=3):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-Blocks = partial(Net, blocks=4)  # as many as an interleaved schedule has stages
-
-
-def loss_of(output, _target):
-    return output.square().sum()
+four_blocks = partial(net, blocks=4)  # as many as an interleaved schedule has stages
 
 
 def training(**settings):
     return Training(optimizer="momentum", implementation="foreach", **settings)
 
 
-def traced(factory=Net, device=H100, parallel=None, batch=BATCH, every_pass=None, rank=None, **settings):
+def traced(factory=net, device=H100, parallel=None, batch=BATCH, every_pass=None, rank=None, **settings):
     return trace_step(
         factory,
         torch.empty(batch, WIDTH, device="meta"),
@@ -85,9 +66,7 @@ def traced(factory=Net, device=H100, parallel=None, batch=BATCH, every_pass=None
 
 
 def measured_on_cpu(settings, wrap=None):
-    step = TrainingStep(Net(), settings, "cpu", loss=loss_of, wrap=wrap)
-    batch, target = torch.randn(BATCH, WIDTH), torch.zeros(())
-    return watched_steps(step.model, (batch, target), lambda: step((batch,), target))
+    return watched_training(net(), torch.randn(BATCH, WIDTH), settings, wrap)
 
 
 def train_real(_rank, names):
@@ -107,9 +86,7 @@ def measured(request, tmp_path_factory):
 @pytest.mark.parametrize("name", with_wide(RANKS, ("gathered",)))
 def test_bytes_and_collectives_of_converted_shards_are_those_of_real_ranks(measured, name):
     options, settings = RANKS[name]
-    trace = traced(parallel=options, **settings)
-    assert [[one.kind, one.nbytes] for one in trace.collectives] == measured[0][name]["sent"]
-    assert trace.peak_live_bytes == measured[0][name]["peak"]
+    assert_like_real(traced(parallel=options, **settings), measured[0][name])
 
 
 @pytest.mark.spread(2)
@@ -125,7 +102,7 @@ def test_a_converted_module_is_taken_as_it_is_and_the_setting_converts_what_torc
 
     def converted():
         config = Float8LinearConfig.from_recipe_name("rowwise")
-        return convert_to_float8_training(Net(), config=config, module_filter_fn=lambda _, name: name != "head")
+        return convert_to_float8_training(net(), config=config, module_filter_fn=lambda _, name: name != "head")
 
     by_setting = traced(float8="rowwise")
     for factory in (converted, converted()):
@@ -137,14 +114,13 @@ def test_a_converted_module_is_taken_as_it_is_and_the_setting_converts_what_torc
 
 def test_products_are_scaled_but_for_the_output_layer_what_is_skipped_and_odd_sizes():
     def layers(**more):
-        class Odd(Net):
-            def __init__(self):
-                super().__init__()
-                self.blocks.append(nn.Linear(WIDTH, WIDTH))
-                self.blocks[2].wide = nn.Linear(WIDTH, 24, bias=False)
-                self.blocks[2].narrow = nn.Linear(24, WIDTH)
+        def odd():
+            model = net()
+            model.blocks[2] = Block(WIDTH, 24, norm=False, bias=False)
+            model.blocks.append(nn.Linear(WIDTH, WIDTH))
+            return model
 
-        trace = traced(Odd, float8="tensorwise", **more)
+        trace = traced(odd, float8="tensorwise", **more)
         return {op.module for op in trace.operators if op.name == SCALED_PRODUCT}
 
     everywhere = {"blocks.0.wide", "blocks.0.narrow", "blocks.1.wide", "blocks.1.narrow", "blocks.3"}
@@ -218,7 +194,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("device", ["A100-SXM4-40GB", "RTX-3090", "MI250-GCD"])
 def test_a_gpu_without_8_bit_products_is_refused_in_one_line(device):
-    for model, more in ((Net, {"float8": "tensorwise"}), (Scaled, {})):
+    for model, more in ((net, {"float8": "tensorwise"}), (Scaled, {})):
         with pytest.raises(UsageError, match="float8 needs a GPU that multiplies 8-bit floats") as caught:
             estimate(model, [BATCH, WIDTH], device=device, **more)
         assert "\n" not in str(caught.value) and device in str(caught.value)
@@ -252,7 +228,7 @@ def test_a_model_that_calls_the_product_itself_is_priced_and_says_on_what_that_r
 )
 def test_settings_that_do_not_go_together_are_refused_with_the_choices(settings, text):
     with pytest.raises(UsageError, match=text):
-        estimate(Net, [BATCH, WIDTH], device=H100, **settings)
+        estimate(net, [BATCH, WIDTH], device=H100, **settings)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +238,7 @@ def test_settings_that_do_not_go_together_are_refused_with_the_choices(settings,
         ({"float8": "rowwise", "compile": True}, 24),
         ({"float8": "tensorwise", "checkpointing": "full"}, 24),
         ({"float8": "tensorwise", "parallel": {"fsdp": 2}}, 24),
-        ({"float8": "tensorwise", "factory": Blocks, "parallel": {"pp": 2, "micro_batches": 2}}, 12),
+        ({"float8": "tensorwise", "factory": four_blocks, "parallel": {"pp": 2, "micro_batches": 2}}, 12),
     ],
     ids=str,
 )
@@ -278,7 +254,7 @@ def test_tokens_may_be_any_number_where_no_8_bit_product_sums_over_them():
 
 def test_zero_refuses_a_model_that_comes_converted_as_it_does_the_setting():
     def converted():
-        model = Net()
+        model = net()
         convert_float8(model, "tensorwise")
         return model
 
@@ -299,7 +275,7 @@ def test_stages_of_a_pipeline_that_gather_8_bit_weights_take_what_they_take_wher
     options = {"pp": 2, "fsdp": 2, "schedule": schedule, "micro_batches": 8}
     settings = {"float8": "tensorwise", "float8_all_gather": True}
     whole, first = (
-        traced(Blocks, parallel=options, batch=8 * 16, rank=rank, every_pass=every, **settings)
+        traced(four_blocks, parallel=options, batch=8 * 16, rank=rank, every_pass=every, **settings)
         for every in (True, None)
     )
     assert (first.peak_live_bytes, first.collectives) == (whole.peak_live_bytes, whole.collectives)

@@ -1,6 +1,7 @@
 """Liger's and xFormers' kernels by their names and signatures: the packages themselves need Triton or a GPU."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from featurize.recording.step_trace import StepTrace
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes
 
 ROWS, WIDTH, CLASSES = 256, 64, 4096
 
@@ -69,17 +71,16 @@ class LigerRopeFunction(OnGPU):
         raise AssertionError("the kernel needs a GPU")
 
 
-class Head(nn.Module):
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.early, self.last, self.fused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False), fused
+def plain_loss(net: Computes, x: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(net.last(net.early(x)).float(), target)
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        x = self.early(x)
-        if self.fused:
-            loss, _ = LigerFusedLinearCrossEntropyFunction.apply(x, self.last.weight, target)
-            return loss
-        return nn.functional.cross_entropy(self.last(x).float(), target)
+
+def ligers_loss(net: Computes, x: Tensor, target: Tensor) -> Tensor:
+    return LigerFusedLinearCrossEntropyFunction.apply(net.early(x), net.last.weight, target)[0]
+
+
+def head(loss: Callable[..., Tensor]) -> Computes:
+    return Computes(loss, early=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES, bias=False))
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16"])
@@ -88,7 +89,7 @@ def test_ligers_linear_cross_entropy_makes_no_logits_and_keeps_two_gradients(mon
     module = "liger_kernel.ops.fused_linear_cross_entropy"
     standing_in(monkeypatch, module, LigerFusedLinearCrossEntropyFunction=fused)
     inputs = torch.empty(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64)
-    plain, liger = (traced(Head(fused), *inputs, precision=precision) for fused in (False, True))
+    plain, liger = (traced(head(loss), *inputs, precision=precision) for loss in (plain_loss, ligers_loss))
     rows = 4  # of 256: there are CLASSES / WIDTH = 64 times as many classes as the input is wide
     largest = [max(b.nbytes for b in t.blocks if b.kind in ("activation", "temporary")) for t in (plain, liger)]
     assert largest[0] == ROWS * CLASSES * 4 and largest[1] < largest[0] / 3
@@ -100,25 +101,20 @@ def test_ligers_linear_cross_entropy_makes_no_logits_and_keeps_two_gradients(mon
     assert "apply" not in vars(fused)  # as it was
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.Parameter(torch.ones(WIDTH))
-        self.early, self.gate, self.up = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.register_buffer("angles", torch.zeros(1, ROWS, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = LigerRMSNormFunction.apply(self.early(x), self.norm, 1e-6)
-        heads = [h(x).view(1, ROWS, WIDTH // 8, 8).transpose(1, 2) for h in (self.gate, self.up)]
-        q, k = LigerRopeFunction.apply(*heads, self.angles, self.angles)
-        return LigerSiLUMulFunction.apply(*(h.transpose(1, 2).reshape(ROWS, WIDTH) for h in (q, k)))
+def block(net: Computes, x: Tensor) -> Tensor:
+    x = LigerRMSNormFunction.apply(net.early(x), net.norm, 1e-6)
+    heads = [h(x).view(1, ROWS, WIDTH // 8, 8).transpose(1, 2) for h in (net.gate, net.up)]
+    q, k = LigerRopeFunction.apply(*heads, net.angles, net.angles)
+    return LigerSiLUMulFunction.apply(*(h.transpose(1, 2).reshape(ROWS, WIDTH) for h in (q, k)))
 
 
 def test_ligers_norm_rotation_and_gate_keep_inputs_and_overwrite(monkeypatch):
     functions = {"rms_norm": LigerRMSNormFunction, "swiglu": LigerSiLUMulFunction, "rope": LigerRopeFunction}
     for module, function in functions.items():
         standing_in(monkeypatch, f"liger_kernel.ops.{module}", **{function.__name__: function})
-    trace = traced(Block(), torch.empty(ROWS, WIDTH))
+    layers = {name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("early", "gate", "up")}
+    net = Computes(block, norm=nn.Parameter(torch.ones(WIDTH)), angles=nn.Buffer(torch.zeros(1, ROWS, 8)), **layers)
+    trace = traced(net, torch.empty(ROWS, WIDTH))
     # The input, the norm's input and output, both products (rotated where they are), an fp32 statistic for each row.
     assert kept_bytes(trace) == pytest.approx(5 * 2 * ROWS * WIDTH + 4 * ROWS, abs=64)
     kernels = [op.name.removeprefix("gpufarm::liger_") for op in trace.operators if "::liger_" in op.name]
@@ -130,17 +126,12 @@ def test_ligers_norm_rotation_and_gate_keep_inputs_and_overwrite(monkeypatch):
 def test_a_compiled_model_with_such_kernels_is_estimated_as_eager_and_said(monkeypatch):
     standing_in(monkeypatch, "liger_kernel.ops.rope", LigerRopeFunction=LigerRopeFunction)
 
-    class Rotated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(WIDTH, WIDTH)
-            self.register_buffer("angles", torch.zeros(1, ROWS, 8))
+    def rotated(net: Computes, x: Tensor) -> Tensor:
+        heads = net.gate(x).view(1, ROWS, WIDTH // 8, 8).transpose(1, 2)
+        return LigerRopeFunction.apply(heads, heads.clone(), net.angles, net.angles)[0]
 
-        def forward(self, x: Tensor) -> Tensor:
-            heads = self.gate(x).view(1, ROWS, WIDTH // 8, 8).transpose(1, 2)
-            return LigerRopeFunction.apply(heads, heads.clone(), self.angles, self.angles)[0]
-
-    trace = traced(Rotated(), torch.empty(ROWS, WIDTH), compile=True)
+    net = Computes(rotated, gate=nn.Linear(WIDTH, WIDTH), angles=nn.Buffer(torch.zeros(1, ROWS, 8)))
+    trace = traced(net, torch.empty(ROWS, WIDTH), compile=True)
     assert "estimated as eager" in trace.notes[0] and "is not captured" in trace.notes[1]
 
 
@@ -158,18 +149,6 @@ class LowerTriangularMask:
     pass
 
 
-class Attention(nn.Module):
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.projections, self.heads = nn.Linear(WIDTH, 3 * WIDTH, bias=False), heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        library = sys.modules["xformers.ops.fmha"]
-        shape = (1, ROWS, self.heads, WIDTH // self.heads) if self.heads > 1 else (1, ROWS, WIDTH)
-        q, k, v = (part.reshape(shape) for part in self.projections(x).chunk(3, dim=-1))
-        return library._memory_efficient_attention(AttentionInputs(q, k, v, LowerTriangularMask()), op=None)
-
-
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize(
     ("precision", "kernel"), [("bf16-true", "_flash_attention"), ("fp32", "_scaled_dot_product_efficient_attention")]
@@ -178,8 +157,15 @@ def test_xformers_attention_makes_no_scores(monkeypatch, heads, precision, kerne
     def needs_gpu(_inputs, op=None):
         raise AssertionError("the kernel needs a GPU")
 
+    def attention(net: Computes, x: Tensor) -> Tensor:
+        shape = (1, ROWS, heads, WIDTH // heads) if heads > 1 else (1, ROWS, WIDTH)
+        q, k, v = (part.reshape(shape) for part in net.projections(x).chunk(3, dim=-1))
+        library = sys.modules["xformers.ops.fmha"]
+        return library._memory_efficient_attention(AttentionInputs(q, k, v, LowerTriangularMask()), op=None)
+
     standing_in(monkeypatch, "xformers.ops.fmha", _memory_efficient_attention=needs_gpu)
-    trace = traced(Attention(heads), torch.empty(1, ROWS, WIDTH), precision=precision)
+    net = Computes(attention, projections=nn.Linear(WIDTH, 3 * WIDTH, bias=False))
+    trace = traced(net, torch.empty(1, ROWS, WIDTH), precision=precision)
     assert [op.phase for op in trace.operators if op.name.startswith(f"aten::{kernel}")] == ["forward", "backward"]
     element = 2 if precision == "bf16-true" else 4
     assert max(b.nbytes for b in trace.blocks if b.kind == "activation") <= 3 * ROWS * WIDTH * element

@@ -36,12 +36,13 @@ from featurize.timing.collectives import packaged_links
 from featurize.timing.step_time import (
     efficiencies_text,
     load_efficiencies,
-    overlapped,
+    overlap_times,
     read_efficiencies,
     time_step,
 )
 from featurize.timing.times import HostTime, call_seconds, framework_of, host_ms, kernels_on, packaged_hosts
 from featurize.trace.tracer import trace_config, trace_step
+from tests.featurize.small_nets import Computes
 
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
 
@@ -94,15 +95,9 @@ def test_the_units_follow_the_type_and_the_settings(small_cnn):
 
 
 def test_a_recurrent_layer_is_a_product_for_each_step_and_one_for_all_inputs():
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(24, 40, num_layers=2), nn.Linear(40, 5)
-
-        def forward(self, x):
-            return self.head(self.lstm(x)[0][-1])
-
-    calls = kernel_calls(traced(Last(), 30, 8, 24).operators)
+    layers = {"lstm": nn.LSTM(24, 40, num_layers=2), "head": nn.Linear(40, 5)}
+    last = Computes(lambda net, x: net.head(net.lstm(x)[0][-1]), **layers)
+    calls = kernel_calls(traced(last, 30, 8, 24).operators)
     products = {
         (rows, columns, depth): count
         for kind, rows, columns, depth, count in zip(
@@ -141,7 +136,7 @@ def test_small_steps_take_as_long_as_the_host_needs_to_launch_them():
     step = time_step(trace, slow_host, Training())
     assert step.host_ms > 10 * step.busy_ms
     assert step.step_time_ms == pytest.approx(step.host_ms, rel=1e-3)
-    assert overlapped(3.0, 0.0) == 3.0 and overlapped(0.0, 0.0) == 0.0
+    assert overlap_times(3.0, 0.0) == 3.0 and overlap_times(0.0, 0.0) == 0.0
 
 
 def test_the_parts_by_kind_sum_to_the_gpu_s_time_and_the_input_adds_to_the_step(small_cnn):
@@ -179,17 +174,13 @@ def test_a_file_is_read_as_it_was_written_and_a_damaged_one_is_refused():
 
 
 def test_attention_and_streams_have_groups_of_their_own():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 4)
+    def forward(net, x):
+        q = net.inner(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return net.outer(y.transpose(1, 2).flatten(2)).mean(1)
 
-        def forward(self, x):
-            q = self.inner(x).unflatten(-1, (4, 16)).transpose(1, 2)
-            y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-            return self.outer(y.transpose(1, 2).flatten(2)).mean(1)
-
-    calls = kernel_calls(traced(Net(), 2, 32, 64, precision="bf16").operators)
+    net = Computes(forward, inner=nn.Linear(64, 64), outer=nn.Linear(64, 4))
+    calls = kernel_calls(traced(net, 2, 32, 64, precision="bf16").operators)
     group = {kind: GROUPS[at] for kind, at in zip(calls.kind, calls.group, strict=True)}
     assert group["attention"] == group["attention_backward"] == ATTENTION
     assert group["optimizer"] == STREAM

@@ -21,6 +21,7 @@ from featurize.job.layout import Parallel
 from featurize.trace.tracer import TraceError, trace_step
 from featurize.training.optimizers import make_optimizer, run_step
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes, linear_then, stops_in_backward
 
 SHARDS = (_fully_shard._fully_shard, _fully_shard._fsdp_init, _fully_shard._fsdp_param_group)
 
@@ -33,31 +34,17 @@ LOGGERS = ("torch.distributed", "torch.distributed.pipelining")
 QUIET = {"_C", "last_exc", "last_type", "last_value", "last_traceback", "modules"}  # which change by themselves
 
 
-class Words(nn.Module):
+def recurrent():
     """A recurrent layer whose length is read from a tensor that it makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.LSTM(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.head(self.layer(x)[0][: int(torch.tensor([2]).sum())])
+    return Computes(
+        lambda net, x: net.head(net.layer(x)[0][: int(torch.tensor([2]).sum())]),
+        layer=nn.LSTM(4, 4),
+        head=nn.Linear(4, 4),
+    )
 
 
-class Failing(nn.Linear):
-    """Fails in its backward pass, or where the step's own figure is read."""
-
-    def __init__(self, reads=False):
-        super().__init__(4, 4)
-        self.reads = reads
-        self.register_full_backward_hook(self.stop)
-
-    def stop(self, *_):
-        raise RuntimeError("in the middle")
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y * y.sum().item() if self.reads else y
+def failing():
+    return stops_in_backward(4)
 
 
 def trace(model, shape=(2, 4), precision="fp32", **layout):
@@ -78,13 +65,13 @@ SEQUENCES = (2, LENGTH, ATTENTION_WIDTH)
 
 TRACES = {
     "autocast": lambda: trace(linear, precision="bf16"),
-    "recurrent": lambda: trace(Words, (3, 2, 4)),
-    "failing": lambda: trace(Failing),
-    "reading": lambda: trace(lambda: Failing(reads=True)),
+    "recurrent": lambda: trace(recurrent, (3, 2, 4)),
+    "failing": lambda: trace(failing),
+    "reading": lambda: trace(lambda: linear_then(lambda y: y * y.sum().item(), 4, 4)),
     "stage 3": lambda: trace(linear, ddp=2, zero=3),
     "replicas": lambda: trace(linear, ddp=2),
     "shards": lambda: trace(linear, fsdp=2),
-    "failing shards": lambda: trace(Failing, fsdp=2),
+    "failing shards": lambda: trace(failing, fsdp=2),
     "sequence": lambda: trace(Attending, SEQUENCES, cp=2),
     "no sequence": lambda: trace(linear, cp=2),
 }

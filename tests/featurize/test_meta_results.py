@@ -12,6 +12,7 @@ from featurize.recording.recorder import meta_result
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training
 from tests.family_cases import FAMILIES
+from tests.featurize.small_nets import Computes
 
 
 def run_all(func, name, args, kwargs):
@@ -51,27 +52,25 @@ def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
     same(quick, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings))
 
 
-def test_an_operator_on_tensors_of_known_shapes_does_not_run_again(monkeypatch):
-    monkeypatch.setattr(meta_results, "_known", {})
-    ran = []
+@pytest.fixture
+def multiply(monkeypatch):
+    """An operator that notes its runs, of which nothing is remembered before."""
 
-    def multiply(*args):
-        ran.append(args)
+    def product(*args):
+        product.ran.append(args)
         return torch.ops.aten.mul.Tensor(*args)
 
-    multiply.tags = []
+    monkeypatch.setattr(meta_results, "_known", {})
+    product.ran, product.tags = [], []
+    return product
+
+
+def test_an_operator_on_tensors_of_known_shapes_does_not_run_again(multiply):
     results = [meta_result(multiply, "aten::mul", (torch.empty(size, device="meta"), 2), {}) for size in (3, 3, 4)]
-    assert len(ran) == 2 and [len(result) for result in results] == [3, 3, 4]
+    assert len(multiply.ran) == 2 and [len(result) for result in results] == [3, 3, 4]
 
 
-def test_a_pointwise_operator_runs_once_for_all_sizes_of_tensors_that_lie_alike(monkeypatch):
-    monkeypatch.setattr(meta_results, "_known", {})
-    ran = []
-
-    def multiply(*args):
-        ran.append(args)
-        return torch.ops.aten.mul.Tensor(*args)
-
+def test_a_pointwise_operator_runs_once_for_all_sizes_of_tensors_that_lie_alike(multiply):
     def laid_out(*sizes, dtype=torch.float32):
         return torch.empty(sizes, dtype=dtype, device="meta")
 
@@ -89,7 +88,7 @@ def test_a_pointwise_operator_runs_once_for_all_sizes_of_tensors_that_lie_alike(
     for args in (*alike, *half, *others):
         made, computed = meta_result(multiply, "aten::mul", args, {}), torch.ops.aten.mul.Tensor(*args)
         assert (made.shape, made.stride(), made.dtype) == (computed.shape, computed.stride(), computed.dtype)
-    assert len(ran) == 2 + len(others)
+    assert len(multiply.ran) == 2 + len(others)
     sparse = torch.empty(3, 2, device="meta", layout=torch.sparse_coo)
     assert meta_result(torch.ops.aten.clone.default, "aten::clone", (sparse,), {}).is_sparse
 
@@ -179,18 +178,13 @@ def test_an_operator_that_points_its_argument_to_other_memory_is_run_each_time(a
 def test_values_read_from_real_scalars_are_read_each_time():
     keep = [torch.tensor(kept) for kept in (True, False, True, False)]
 
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lines = nn.ModuleList(nn.Linear(4, 4) for _ in keep)
+    def forward(net, x):
+        for line, kept in zip(net.lines, keep, strict=True):
+            x = line(x) if kept else x
+        return x
 
-        def forward(self, x):
-            for line, kept in zip(self.lines, keep, strict=True):
-                if kept:
-                    x = line(x)
-            return x
-
-    trace = trace_step(Skips, torch.empty(2, 4, device="meta"))
+    lines = nn.ModuleList(nn.Linear(4, 4) for _ in keep)
+    trace = trace_step(Computes(forward, lines=lines), torch.empty(2, 4, device="meta"))
     assert [op.module for op in trace.operators if op.name == "aten::addmm"] == ["lines.0", "lines.2"]
 
 

@@ -10,6 +10,8 @@ from conf.errors import UsageError
 from featurize.nets.vision import import_library
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes
+from tests.featurize.trace_sums import bytes_of, most_of
 
 transformers = import_library("transformers")
 LAYERS, WIDTH, INNER, VOCABULARY, TOKENS = 3, 128, 256, 500, 32
@@ -28,37 +30,16 @@ def base(dtype=torch.bfloat16):
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
-class WithLoss(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens):
-        return self.model(input_ids=tokens, labels=tokens)
-
-
-def batch(device):
-    return (torch.zeros((2, TOKENS), dtype=torch.long, device=device),), torch.zeros((), device=device)
-
-
 def traced(build, **settings):
-    training = Training(optimizer="adamw", **settings)
+    tokens = torch.zeros((2, TOKENS), dtype=torch.long, device="meta")
     return trace_step(
-        lambda: WithLoss(build()), batch, loss=lambda out, _target: out.loss, settings=training, training_loop=False
+        lambda: Computes(lambda net, x: net.model(input_ids=x, labels=x), model=build()),
+        tokens,
+        torch.zeros((), device="meta"),
+        lambda out, _target: out.loss,
+        settings=Training(optimizer="adamw", **settings),
+        training_loop=False,
     )
-
-
-def bytes_of(trace, kind):
-    return sum(block.nbytes for block in trace.blocks if block.kind == kind)
-
-
-def most_activations(trace):
-    live = most = 0
-    for event in trace.events:
-        if trace.blocks[event.block].kind == "activation":
-            live += event.nbytes
-            most = max(most, live)
-    return most
 
 
 METHODS = {
@@ -107,7 +88,7 @@ def test_transformers_models_are_checkpointed_by_their_switch_and_by_their_block
     how = settings.get("how", "full")
     every = settings.get("checkpoint_every", 1)
     plain, checkpointed = traced(base), traced(base, checkpointing=how, checkpoint_every=every)
-    assert most_activations(checkpointed) < most_activations(plain)
+    assert most_of(checkpointed, "activation") < most_of(plain, "activation")
     attention = "aten::_scaled_dot_product_flash_attention"
     again = sum(op.name == attention for op in checkpointed.operators) - sum(
         op.name == attention for op in plain.operators

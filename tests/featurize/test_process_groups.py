@@ -12,23 +12,11 @@ from torch.distributed.fsdp import fully_shard
 
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import TraceError, trace_step
+from tests.featurize.small_nets import stops_in_backward
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 
 SHARDS = Parallel(fsdp=2)
-
-
-class Failing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.inner.register_full_backward_hook(self.stop)
-
-    def stop(self, *_):
-        raise RuntimeError("in the middle")
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 @pytest.fixture
@@ -45,7 +33,7 @@ def traced(model=lambda: nn.Linear(4, 4)):
 
 def fails():
     with pytest.raises(TraceError, match="in the middle"):
-        traced(Failing)
+        traced(lambda: nn.Sequential(stops_in_backward(4)))
 
 
 @pytest.mark.parametrize("trace", [traced, fails])

@@ -16,6 +16,8 @@ from featurize.operators.library_calls import LIBRARY_CALLS
 from featurize.operators.replacing import replaced
 from featurize.recording.values import arguments, call, own_loss, tensors_of
 from featurize.trace.tracer import trace_step
+from tests.featurize.small_nets import Computes
+from tests.featurize.trace_sums import bytes_of
 
 PACKAGES = {"unet2d": "diffusers", "dit": "diffusers", "faster_rcnn": "torchvision", "mask_rcnn": "torchvision"}
 DETECTORS = ("faster_rcnn", "mask_rcnn")
@@ -29,10 +31,6 @@ def model_of(name):
         pytest.skip(f"{package} is not installed")
     mend_torchvision()
     return MODELS[name]
-
-
-def bytes_of(trace, kind):
-    return sum(block.nbytes for block in trace.blocks if block.kind == kind)
 
 
 @pytest.mark.spread(5)
@@ -121,17 +119,13 @@ def test_a_detectors_samples_reach_their_limits(name):
 
 @pytest.mark.parametrize("length", [16, 20])
 def test_a_masked_fused_attention_is_the_memory_efficient_one_with_an_aligned_bias(length):
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = nn.Linear(16, 16)
-
-        def forward(self, x, mask):
-            heads = self.line(x).unflatten(-1, (2, 8)).transpose(1, 2)
-            return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None, :].bool())
+    def attend(net, x, mask):
+        heads = net.line(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None, :].bool())
 
     batch = {"x": torch.ones(2, length, 16), "mask": torch.ones(2, length, dtype=torch.long)}
-    trace = trace_step(Attends, batch, loss=lambda y, _: y.float().mean(), precision="bf16")
+    model = Computes(attend, line=nn.Linear(16, 16))
+    trace = trace_step(model, batch, loss=lambda y, _: y.float().mean(), precision="bf16")
     names = [op.name for op in trace.operators if op.phase == "forward"]
     assert "aten::_scaled_dot_product_efficient_attention" in names
     assert ("aten::constant_pad_nd" in names) == (length % 8 != 0)
@@ -149,16 +143,11 @@ def test_keys_that_several_queries_share_have_their_gradients_expanded():
 
 
 def test_grouped_products_are_counted_and_padded_as_on_cuda():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 8, 6))
-
-        def forward(self, x, ends):
-            return {"loss": F.grouped_mm(x, self.weight, offs=ends).sum()}
+    def experts(net, x, ends):
+        return {"loss": F.grouped_mm(x, net.weight, offs=ends).sum()}
 
     batch = {"x": torch.ones(10, 8), "ends": torch.tensor([3, 5, 8, 10], dtype=torch.int32)}
-    trace = trace_step(Experts, batch)
+    trace = trace_step(Computes(experts, weight=nn.Parameter(torch.ones(4, 8, 6))), batch)
     products = [op for op in trace.operators if op.name == "aten::_grouped_mm"]
     assert [op.flops for op in products] == [2 * 10 * 8 * 6] * len(products) and len(products) == 2
     made = {block.nbytes for block in trace.blocks if block.operator == "aten::_grouped_mm"}

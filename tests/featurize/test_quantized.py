@@ -11,26 +11,25 @@ from featurize.operators.own_operators import Linear4Bit, Linear8Bit, quantize, 
 from featurize.timing.calls import operator_kernels
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes
+from tests.featurize.trace_sums import alive_after, bytes_of
 
 BATCH, WIDTH, LAYERS, CLASSES = 64, 512, 3, 8
 ELEMENTS = WIDTH * WIDTH
 
 
-class Adapted(nn.Module):
+def adapter(rank=4):
     """A frozen linear layer and a low-rank adapter beside it, as peft builds them."""
-
-    def __init__(self, rank=4):
-        super().__init__()
-        self.base_layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.lora_a, self.lora_b = nn.Linear(WIDTH, rank, bias=False), nn.Linear(rank, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.lora_b(self.lora_a(x))
+    return Computes(
+        lambda net, x: net.base_layer(x) + net.lora_b(net.lora_a(x)),
+        base_layer=nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False),
+        lora_a=nn.Linear(WIDTH, rank, bias=False),
+        lora_b=nn.Linear(rank, WIDTH, bias=False),
+    )
 
 
 def adapted():
-    head = nn.Linear(WIDTH, CLASSES).requires_grad_(False)
-    return nn.Sequential(*(Adapted() for _ in range(LAYERS)), head)
+    return nn.Sequential(*(adapter() for _ in range(LAYERS)), nn.Linear(WIDTH, CLASSES).requires_grad_(False))
 
 
 def head():
@@ -45,15 +44,6 @@ def traced(**settings):
     return trace_step(adapted, batch, settings=Training(**settings), training_loop=False)
 
 
-def sum_of(trace, kind, sizes=None):
-    return sum(b.nbytes for b in trace.blocks if b.kind == kind and (sizes is None or b.nbytes in sizes))
-
-
-def kept_after_forward(trace):
-    last = max(i for i, e in enumerate(trace.events) if e.step == 2 and e.phase == "forward")
-    return sum(e.nbytes for e in trace.events[: last + 1] if trace.blocks[e.block].kind == "activation")
-
-
 @pytest.mark.parametrize(
     "how, weight, constants",
     [
@@ -64,8 +54,8 @@ def kept_after_forward(trace):
 )
 def test_quantized_weights_and_their_constants_take_what_their_format_says(how, weight, constants):
     plain, trace = traced(), traced(quantize=how)
-    assert sum_of(plain, "parameter") - sum_of(trace, "parameter") == LAYERS * (4 * ELEMENTS - weight)
-    assert sum_of(trace, "buffer") == LAYERS * constants
+    assert bytes_of(plain, "parameter") - bytes_of(trace, "parameter") == LAYERS * (4 * ELEMENTS - weight)
+    assert bytes_of(trace, "buffer") == LAYERS * constants
     assert trace.parameters == plain.parameters
 
 
@@ -85,18 +75,17 @@ def test_the_weight_is_a_temporary_of_the_backward_pass_and_for_4_bits_of_the_fo
 
 
 def test_the_inputs_of_4_bit_layers_are_kept_where_an_older_bitsandbytes_kept_them():
-    class Base(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(WIDTH, WIDTH)
-            self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-            self.head = nn.Linear(WIDTH, CLASSES).requires_grad_(False)
-
-        def forward(self, x):
-            return self.head(self.frozen(2.0 * self.first(x)))  # multiplying by a number keeps nothing
+    def base():
+        return Computes(
+            lambda net, x: net.head(net.frozen(2.0 * net.first(x))),  # multiplying by a number keeps nothing
+            first=nn.Linear(WIDTH, WIDTH),
+            frozen=nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+            head=nn.Linear(WIDTH, CLASSES).requires_grad_(False),
+        )
 
     def kept(**settings):
-        return kept_after_forward(trace_step(Base, batch, settings=Training(**settings), training_loop=False))
+        trace = trace_step(base, batch, settings=Training(**settings), training_loop=False)
+        return alive_after(trace, 2, "forward")["activation"]
 
     older = kept(quantize="nf4", quantize_keeps_inputs=True)
     assert older - kept(quantize="nf4") == 4 * BATCH * WIDTH

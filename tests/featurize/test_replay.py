@@ -2,19 +2,19 @@
 
 import dataclasses
 import functools
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
-from featurize.device.device_spec import DeviceSpec, load_device
+from featurize.device.device_spec import load_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.memory.replay import MIB, MemoryProfile, outside_mib, replay, replay_history
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.recording.step_trace import BLOCK_KINDS, Block, Event, StepTrace
 from featurize.trace.tracer import trace_step
+from tests.featurize.small_nets import dense
 
 A100 = load_device("A100-SXM4-40GB")
 
@@ -50,13 +50,8 @@ def card(trace, mib, like=A100):
 
 @functools.cache
 def mlp(batch=64, widths=(1000, 2000, 10), optimizer="adam"):
-    def model():
-        return nn.Sequential(*(m for a, b in pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())))
-
-    def data(on):
-        return (torch.randn(batch, widths[0], device=on),), torch.randint(widths[-1], (batch,), device=on)
-
-    return trace_step(model, data, optimizer=optimizer)
+    given = torch.empty(batch, widths[0], device="meta"), torch.empty(batch, dtype=torch.long, device="meta")
+    return trace_step(lambda: dense(widths), *given, optimizer=optimizer)
 
 
 @functools.cache
@@ -257,13 +252,8 @@ def trace() -> StepTrace:
 
 
 @pytest.fixture(scope="module")
-def a100() -> DeviceSpec:
-    return load_device("A100-SXM4-40GB")
-
-
-@pytest.fixture(scope="module")
-def profile(trace: StepTrace, a100: DeviceSpec) -> MemoryProfile:
-    return replay(trace, a100, timeline=True)
+def profile(trace: StepTrace) -> MemoryProfile:
+    return replay(trace, A100, timeline=True)
 
 
 def test_pytorchs_viewer_reads_the_snapshot(profile: MemoryProfile) -> None:
@@ -287,10 +277,8 @@ def test_requested_bytes_of_the_history_peak_as_the_trace_says(profile: MemoryPr
 
 
 @pytest.mark.parametrize("settings", [None, AllocatorSettings(expandable_segments=True)])
-def test_the_history_replays_to_the_same_segments(
-    trace: StepTrace, a100: DeviceSpec, settings: AllocatorSettings | None
-) -> None:
-    profile = replay(trace, a100, timeline=True, allocator=settings)
+def test_the_history_replays_to_the_same_segments(trace: StepTrace, settings: AllocatorSettings | None) -> None:
+    profile = replay(trace, A100, timeline=True, allocator=settings)
     again = replay_history(profile.snapshot["device_traces"][0], settings)
     assert again.first_difference() is None
     assert again.unmatched_frees == 0
@@ -318,11 +306,11 @@ def test_frames_lead_from_the_operator_through_its_modules_to_the_step(profile: 
     assert convolutions[0] == [("0.0", "aten::convolution"), ("module", "0.0"), ("module", "0"), ("step 1", "forward")]
 
 
-def test_a_job_that_does_not_fit_ends_with_its_out_of_memory(trace: StepTrace, a100: DeviceSpec) -> None:
-    profile = replay(trace, a100, timeline=True, taken_mib=a100.memory_mib - 200)
+def test_a_job_that_does_not_fit_ends_with_its_out_of_memory(trace: StepTrace) -> None:
+    profile = replay(trace, A100, timeline=True, taken_mib=A100.memory_mib - 200)
     assert not profile.fits
     last = profile.snapshot["device_traces"][0][-1]
     assert last["action"] == "oom"
     assert 0 <= last["device_free"] < last["size"]
     assert "OutOfMemoryError" in _memory_viz.trace(profile.snapshot)
-    assert replay(trace, a100).snapshot is None
+    assert replay(trace, A100).snapshot is None

@@ -5,14 +5,12 @@ import itertools
 import types
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
@@ -25,8 +23,8 @@ from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_from_mappin
 from featurize.families import layers_of
 from featurize.job.layers import Layer, rough_memory_mib, totals
 from tests.family_cases import FAMILIES
+from tests.featurize.small_configs import own_space
 
-ARCH = Path(__file__).parents[2] / "conf" / "arch"
 POLICIES = ("uniform", "stratified")
 SPACE = {
     "width": {"low": 1, "high": 1000},
@@ -294,7 +292,7 @@ def test_limits_report_every_bad_value():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
-    space = space_of_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{name}.yaml")))
+    space = own_space(name)
     limits = Limits(max_parameters=200_000_000, max_memory_mib=40_000)
     n = 25 if name in ("timm", "zoo") else 200  # of libraries' models every plan is a trace
     configs = list(sample_range(space, 0, 0, n, policy, limits))
@@ -320,10 +318,6 @@ def test_any_seed_and_index_give_a_valid_config(seed, index, policy):
     )
     config = sample(space, seed, index, policy)
     assert (1 <= config.input_size <= 4096) and (1 <= config.depth <= 9) and (2 <= config.classes <= 9)
-
-
-def own_space(family):
-    return space_of_mapping(OmegaConf.to_container(OmegaConf.load(ARCH / f"{family}.yaml")))
 
 
 def test_batch_sizes_repeat_every_sampled_trial_and_nothing_else_of_it():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rank_nets import LENGTH, Attending, Embedding, Grouped, Mixture, efficient_attention_on_cpu, routed
 from rank_nets import WIDTH as ATTENTION_WIDTH
-from rank_watch import watched_steps
+from rank_watch import loss_of, watched_training
 from real_ranks import assert_like_real, chosen_cases, mesh_of, run_ranks, with_wide
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +19,8 @@ from featurize.trace.tracer import trace_step
 from featurize.training.experts import divide_experts, expert_mesh
 from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
 from featurize.training.sharding import shard
-from featurize.training.training_step import Training, TrainingStep
+from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.needs_mode("fsdp")
 
@@ -90,10 +91,6 @@ MIXTURES = [lambda: Mixture(balanced=False), lambda: Mixture(Grouped, balanced=F
 SEQUENCES = (2, LENGTH, ATTENTION_WIDTH)
 
 
-def loss_of(output, _target):
-    return output.square().sum()
-
-
 def loss_of_exp(output, target):
     return (output.exp() - target).square().mean()
 
@@ -114,7 +111,8 @@ def train_real(rank, names):
         parallel = Parallel(**options)
         mesh = mesh_of(parallel)
         if rank < parallel.ranks:
-            measured[name] = train(shard(Net(again), parallel, mesh), torch.randn(BATCH, WIDTH), training())
+            model = shard(Net(again), parallel, mesh)
+            measured[name] = watched_training(model, torch.randn(BATCH, WIDTH), training())
     with efficient_attention_on_cpu():
         for name in [name for name in names if name in PARTS_CASES]:
             options, make = PARTS_CASES[name]
@@ -148,17 +146,11 @@ def train_part(make, parallel, settings):
     batch = torch.randn(SEQUENCES)
     model = shard(make(), parallel, mesh, experts)
     if parallel.degrees.cp == 1:
-        return train(model, batch, settings)
+        return watched_training(model, batch, settings)
     sequence = sequence_mesh(mesh, parallel)
     (batch,), _ = part_of_sequence((batch,), None, sequence, parallel)
     with ring_attention(sequence, parallel):
-        return train(model, batch, settings)
-
-
-def train(model, batch, settings):
-    step = TrainingStep(model, settings, "cpu", loss=loss_of)
-    target = torch.zeros(())
-    return watched_steps(model, (batch, target), lambda: step((batch,), target))
+        return watched_training(model, batch, settings)
 
 
 @pytest.fixture(scope="module")
@@ -189,24 +181,20 @@ def test_modules_that_are_not_split_train_beside_those_that_are(name, settings):
     assert {one.kind for one in trace.collectives} >= {"all_reduce"}
 
 
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.last = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 5)
-
-    def forward(self, ids):
-        return self.last(self.words(ids))
+def words():
+    layers = {"words": nn.Embedding(64, WIDTH), "last": nn.Linear(WIDTH, 5)}
+    return Computes(lambda net, ids: net.last(net.words(ids)), **layers)
 
 
 def test_replicas_reduce_a_ranks_part_of_all_gradients_once_a_step():
     ids = torch.empty(BATCH, 3, dtype=torch.long, device="meta")
     rows = Parallel(tp=2, tp_plan={"words": "embedding_rowwise"})
-    whole, part = (trace_step(Words, ids, settings=training(), parallel=layout) for layout in (None, rows))
+    whole, part = (trace_step(words, ids, settings=training(), parallel=layout) for layout in (None, rows))
     assert whole.parameter_bytes - part.parameter_bytes == 64 * WIDTH * 4 / 2
     plan = {"words": "embedding_rowwise", "last": "rowwise_split_input"}
     settings = Training(optimizer="sgd", accumulation=3)
     split, replicated = (
-        trace_step(Words, ids, settings=settings, parallel=Parallel(tp=2, tp_plan=plan, ddp=ddp)) for ddp in (1, 4)
+        trace_step(words, ids, settings=settings, parallel=Parallel(tp=2, tp_plan=plan, ddp=ddp)) for ddp in (1, 4)
     )
     reduced = [one for one in replicated.collectives if one.axis == "ddp"]
     assert sum(one.nbytes for one in reduced) == 4 * (64 // 2 * WIDTH + 5 * math.ceil(WIDTH / 2) + 5)

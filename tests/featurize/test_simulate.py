@@ -2,12 +2,10 @@
 
 import dataclasses
 import math
-from itertools import pairwise
 
 import pytest
 import torch
 from small_configs import assert_ratios_hold, small_config
-from torch import nn
 
 from featurize.device.device_spec import device_names, load_device
 from featurize.timing.overlap import simulate
@@ -15,20 +13,14 @@ from featurize.timing.step_time import features, operator_costs, time_step
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training
 from tests.family_cases import FAMILIES
+from tests.featurize.small_nets import dense
 
 A100 = load_device("A100-SXM4-40GB")
 
 
 def mlp_trace(batch=64, settings=None, widths=(1000, 2000, 10)):
-    def model():
-        layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
-        return nn.Sequential(*(module for layer in layers for module in (layer, nn.ReLU())))
-
-    def data(device):
-        targets = torch.randint(widths[-1], (batch,), device=device)
-        return (torch.randn(batch, widths[0], device=device),), targets
-
-    return trace_step(model, data, settings=settings, training_loop=False)
+    given = torch.empty(batch, widths[0], device="meta"), torch.empty(batch, dtype=torch.long, device="meta")
+    return trace_step(lambda: dense(widths), *given, settings=settings, training_loop=False)
 
 
 def test_allocated_memory_is_the_live_bytes_rounded_to_512_and_two_cublas_workspaces():

@@ -19,6 +19,7 @@ from featurize.operators.table import VOCABULARY, category
 from featurize.recording.step_trace import Operator, StepTrace
 from featurize.trace.tracer import trace_config, trace_step
 from tests.family_cases import FAMILIES
+from tests.featurize.small_nets import Computes
 
 A100 = load_device("A100-SXM4-40GB")
 
@@ -227,21 +228,20 @@ def test_nodes_and_edges_of_a_small_net():
 
 
 def test_dims_of_products_convolutions_attention_and_recurrent_layers():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(4, 6, (3, 5), stride=2, padding=(1, 2), groups=2, bias=False)
-            self.up = nn.ConvTranspose2d(6, 8, 4, stride=2, padding=1, bias=False)
-            self.rnn = nn.LSTM(8, 16)
+    def forward(net, x):
+        x = net.up(net.conv(x)).flatten(2).transpose(1, 2)  # [2, 64, 8]
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        x = nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        x = net.rnn(x.transpose(0, 1))[0].transpose(0, 1)
+        return (x @ x.transpose(1, 2)).mean(1)
 
-        def forward(self, x):
-            x = self.up(self.conv(x)).flatten(2).transpose(1, 2)  # [2, 64, 8]
-            q = x.unflatten(-1, (2, 4)).transpose(1, 2)
-            x = nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
-            x = self.rnn(x.transpose(0, 1))[0].transpose(0, 1)
-            return (x @ x.transpose(1, 2)).mean(1)
-
-    trace = trace_step(Net, (torch.empty(2, 4, 8, 8, device="meta"),), optimizer="sgd")
+    net = Computes(
+        forward,
+        conv=nn.Conv2d(4, 6, (3, 5), stride=2, padding=(1, 2), groups=2, bias=False),
+        up=nn.ConvTranspose2d(6, 8, 4, stride=2, padding=1, bias=False),
+        rnn=nn.LSTM(8, 16),
+    )
+    trace = trace_step(net, (torch.empty(2, 4, 8, 8, device="meta"),), optimizer="sgd")
     graph = opgraph(trace, A100, Training())
     found = {}
     for index, op in enumerate(trace.operators):

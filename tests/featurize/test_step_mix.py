@@ -11,6 +11,7 @@ from featurize.trace import tracer
 from featurize.trace.later_steps import StepSequence
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training, TrainingStep
+from tests.featurize.small_nets import Computes
 
 transformers = import_library("transformers")
 A100 = load_device("A100-SXM4-40GB")
@@ -117,22 +118,15 @@ def test_each_shape_runs_once_after_the_first_step(monkeypatch):
 def test_a_step_that_leaves_nothing_like_the_one_before_runs_again():
     """The second output of long batches is held until the next step assigns its own."""
 
-    class Twice(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.line = torch.nn.Linear(32, 32)
-
-        def forward(self, x):
-            return [self.line(x) for _ in range(1 if x.shape[0] < 100 else 2)]
+    def twice():
+        line = torch.nn.Linear(32, 32)
+        return Computes(lambda net, x: [net.line(x) for _ in range(1 if x.shape[0] < 100 else 2)], line=line)
 
     def loss(outputs, _target):
         return sum(output.sum() for output in outputs)
 
-    def traced(rows):
-        inputs = [torch.empty(n, 32, device="meta") for n in rows]
-        return trace_step(Twice, None, torch.zeros(()), loss, batches=inputs)
-
-    trace = traced([64, 200, 64, 300, 64, 200])
+    inputs = [torch.empty(rows, 32, device="meta") for rows in (64, 200, 64, 300, 64, 200)]
+    trace = trace_step(twice, None, torch.zeros(()), loss, batches=inputs)
     live = 0
     for event in trace.events:
         live += event.nbytes

@@ -17,6 +17,7 @@ from featurize.recording.skeleton import plan_of_module
 from featurize.trace.tracer import trace_config
 from featurize.training.training_step import TrainingStep
 from tests.featurize.small_configs import scalar_features
+from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 
@@ -68,18 +69,10 @@ def test_plans_use_the_words_of_the_other_families():
 
 
 def test_parameters_that_no_layer_holds_are_positions_and_shared_ones_count_once():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.token = nn.Parameter(torch.zeros(4))
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.b(self.a(x + self.token))
-
     with torch.device("meta"):
-        plan = plan_of_module(Tied(), (4,))
+        layers = {"token": nn.Parameter(torch.zeros(4)), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+        layers["b"].weight = layers["a"].weight
+        plan = plan_of_module(Computes(lambda net, x: net.b(net.a(x + net.token)), **layers), (4,))
     assert [(x.kind, x.output_elements, x.parameters, x.flops) for x in plan] == [
         ("position", 4, 4, 0),
         ("linear", 4, 20, 32),
@@ -111,15 +104,23 @@ def test_a_model_without_a_head_trains_on_its_features():
     assert torch.isfinite(step((images,), torch.zeros(2, dtype=torch.long)))
 
 
-def test_an_unknown_model_is_told_with_near_names_and_a_size_that_does_not_fit():
-    with pytest.raises(UsageError, match=r"timm 1\S* has no model 'resnet5O'; near names: .*resnet50"):
-        timm.build(config("resnet5O"))
-    with pytest.raises(UsageError, match="'levit_128s' does not run on images of 100x100"):
-        timm.layers(config("levit_128s", image_size=100))
-    with pytest.raises(UsageError, match="'xcit_nano_12_p16_224' takes images of 224 pixels only"):
-        timm.layers(config("xcit_nano_12_p16_224", image_size=100))
-    with pytest.raises(UsageError, match="'vgg11' has no activation_checkpointing"):
-        timm.build(config("vgg11", activation_checkpointing=True))
+@pytest.mark.parametrize(
+    ("ask", "model", "changes", "message"),
+    [
+        (timm.build, "resnet5O", {}, r"timm 1\S* has no model 'resnet5O'; near names: .*resnet50"),
+        (timm.layers, "levit_128s", {"image_size": 100}, "'levit_128s' does not run on images of 100x100"),
+        (
+            timm.layers,
+            "xcit_nano_12_p16_224",
+            {"image_size": 100},
+            "'xcit_nano_12_p16_224' takes images of 224 pixels only",
+        ),
+        (timm.build, "vgg11", {"activation_checkpointing": True}, "'vgg11' has no activation_checkpointing"),
+    ],
+)
+def test_an_unknown_model_is_told_with_near_names_and_a_size_that_does_not_fit(ask, model, changes, message):
+    with pytest.raises(UsageError, match=message):
+        ask(config(model, **changes))
 
 
 def test_a_missing_timm_says_how_to_get_it(monkeypatch):

@@ -5,6 +5,7 @@ import math
 import os
 import tracemalloc
 import types
+from collections import Counter
 
 import psutil
 import pytest
@@ -22,6 +23,8 @@ from featurize.recording.step_trace import BLOCK_KINDS
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training
 from tests.family_cases import FAMILIES
+from tests.featurize.small_nets import Computes, linear_then
+from tests.featurize.trace_sums import alive, bytes_of
 
 A100 = load_device("A100-SXM4-40GB")
 BATCH, WIDTH, HIDDEN, CLASSES = 64, 1000, 2000, 10
@@ -61,10 +64,6 @@ def names(trace, phase=None):
     return [op.name for op in trace.operators if phase in (None, op.phase)]
 
 
-def sum_of(trace, kind):
-    return sum(block.nbytes for block in trace.blocks if block.kind == kind)
-
-
 def test_adam_peaks_in_its_update_with_five_times_the_parameters():
     trace = trace_step(mlp, vectors, settings=Training(optimizer="adam"), training_loop=False)
     assert trace.parameter_bytes == MLP_BYTES and trace.parameters == MLP_BYTES // 4
@@ -83,8 +82,8 @@ def test_adam_peaks_in_its_update_with_five_times_the_parameters():
 @pytest.mark.parametrize("optimizer, copies", [("sgd", 0), ("momentum", 1), ("adamw", 2)])
 def test_optimizer_state_is_that_many_copies_of_the_parameters(optimizer, copies):
     trace = trace_step(mlp, vectors, settings=Training(optimizer=optimizer))
-    assert sum_of(trace, "optimizer_state") == copies * MLP_BYTES
-    assert sum_of(trace, "gradient") == 2 * MLP_BYTES  # one set each step
+    assert bytes_of(trace, "optimizer_state") == copies * MLP_BYTES
+    assert bytes_of(trace, "gradient") == 2 * MLP_BYTES  # one set each step
 
 
 def test_sgd_peaks_in_the_backward_pass_with_the_activations_it_still_needs():
@@ -128,19 +127,15 @@ def test_convolution_flops_count_kernel_channels_and_map():
 
 
 def test_views_and_in_place_operators_take_no_memory_and_views_run_no_kernel():
-    class Viewed(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            for _ in range(5):
-                y = y.view(-1, BATCH).t().reshape(BATCH, -1)[:, :].unsqueeze(0).squeeze(0)
-            return y.mul_(2.0)
+    def view(y):
+        for _ in range(5):
+            y = y.view(-1, BATCH).t().reshape(BATCH, -1)[:, :].unsqueeze(0).squeeze(0)
+        return y.mul_(2.0)
 
-    class Plain(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).mul_(2.0)
-
-    viewed = trace_step(lambda: Viewed(WIDTH, BATCH), lambda d: vectors(d, classes=BATCH))
-    plain = trace_step(lambda: Plain(WIDTH, BATCH), lambda d: vectors(d, classes=BATCH))
+    viewed, plain = (
+        trace_step(lambda change=change: linear_then(change, WIDTH, BATCH), lambda d: vectors(d, classes=BATCH))
+        for change in (view, lambda y: y.mul_(2.0))
+    )
     assert viewed.peak_live_bytes == plain.peak_live_bytes
     assert names(viewed, "forward") == names(plain, "forward")
 
@@ -189,11 +184,10 @@ def test_autocast_halves_products_and_keeps_norms_and_losses_wide():
 
 
 def test_autocast_casts_a_shared_weight_once_a_forward():
-    class Shared(nn.Linear):
-        def forward(self, x):
-            return super().forward(super().forward(x))
+    def twice():
+        return Computes(lambda net, x: net.line(net.line(x)), line=nn.Linear(64, 64))
 
-    trace = trace_step(lambda: Shared(64, 64), lambda d: vectors(d, width=64), settings=Training(precision="bf16"))
+    trace = trace_step(twice, lambda d: vectors(d, width=64), settings=Training(precision="bf16"))
     casts = [op for op in trace.operators if op.phase == "forward" and op.output_shapes == ((64, 64),)]
     weights = [op for op in casts if op.name == "aten::_to_copy" and op.dtype == "bfloat16"]
     assert len(weights) == 2  # the weight, and the input, which has its shape
@@ -238,47 +232,35 @@ def test_convolutions_copy_their_tensors_unless_channels_last():
     assert sum(workspace_bytes(call, A100) for call in calls) == 0
 
 
-def temporaries(model, shape):
-    """{operator: bytes} of tensors inside PyTorch's own CUDA kernels, in the second step."""
-
-    def batch(device):
-        return (torch.zeros(*shape, device=device),), torch.zeros(shape[0], dtype=torch.long, device=device)
-
-    trace = trace_step(model, batch)
+@pytest.mark.parametrize(
+    ("last", "shape", "elements"),
+    [
+        pytest.param(
+            lambda: Computes(lambda _, x: torch.softmax(x @ x.transpose(1, 2), -1).mean(1)),
+            (8, 32, 16),
+            {"aten::_softmax_backward_data": 8 * 32 * 32},
+            id="scores",
+        ),
+        pytest.param(
+            lambda: Computes(lambda _, x: torch.roll(x, (1, 2), (1, 2)).mean((1, 2))),
+            (8, 4, 4, 16),
+            {"aten::roll": 8 * 4 * 4 * 16},
+            id="shifted",
+        ),
+        pytest.param(
+            lambda: Computes(lambda net, x: net.norm(x.transpose(1, 2)).mean(2), norm=nn.LayerNorm(32)),
+            (8, 32, 16),
+            dict.fromkeys(("aten::native_layer_norm", "aten::native_layer_norm_backward"), 8 * 32 * 16),
+            id="norm of what is transposed",
+        ),
+    ],
+)
+def test_kernels_that_make_a_tensor_of_their_own_are_known_by_it(last, shape, elements):
+    given = torch.empty(shape, device="meta"), torch.empty(shape[0], dtype=torch.long, device="meta")
+    trace = trace_step(lambda: nn.Sequential(nn.Linear(16, 16), last()), *given)
     blocks = [trace.blocks[event.block] for event in trace.events if event.step == 2]
-    return {block.operator: block.call.nbytes for block in blocks if block.call and block.call.kind == "temporary"}
-
-
-def test_kernels_that_make_a_tensor_of_their_own_are_known_by_it():
-    class Scores(nn.Module):
-        def forward(self, x):
-            return torch.softmax(x @ x.transpose(1, 2), -1).mean(1)
-
-    scores = 4 * 8 * 32 * 32
-    assert temporaries(lambda: nn.Sequential(nn.Linear(16, 16), Scores()), (8, 32, 16)) == {
-        "aten::_softmax_backward_data": scores
-    }
-
-    class Shifted(nn.Module):
-        def forward(self, x):
-            return torch.roll(x, (1, 2), (1, 2)).mean((1, 2))
-
-    rolled = temporaries(lambda: nn.Sequential(nn.Linear(16, 16), Shifted()), (8, 4, 4, 16))
-    assert rolled == {"aten::roll": 4 * 8 * 4 * 4 * 16}
-
-    class Transposed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(32)
-
-        def forward(self, x):
-            return self.norm(x.transpose(1, 2)).mean(2)
-
-    x = 4 * 8 * 32 * 16
-    assert temporaries(lambda: nn.Sequential(nn.Linear(16, 16), Transposed()), (8, 32, 16)) == {
-        "aten::native_layer_norm": x,
-        "aten::native_layer_norm_backward": x,
-    }
+    found = {block.operator: block.call.nbytes for block in blocks if block.call and block.call.kind == "temporary"}
+    assert found == {operator: 4 * count for operator, count in elements.items()}
 
 
 def test_cublas_takes_a_workspace_once_in_each_of_its_two_threads():
@@ -302,14 +284,6 @@ def test_events_balance_and_never_give_back_what_was_not_taken():
             assert live.pop(event.block) == -event.nbytes
     kinds = {trace.blocks[block].kind for block in live}
     assert {"parameter", "optimizer_state", "gradient", "batch"} <= kinds <= set(BLOCK_KINDS) - {"workspace"}
-
-
-def live_at(trace, index):
-    """Bytes of each kind alive after the event of that index."""
-    found = dict.fromkeys(BLOCK_KINDS, 0)
-    for event in trace.events[: index + 1]:
-        found[trace.blocks[event.block].kind] += event.nbytes
-    return found
 
 
 def test_checkpointing_takes_less_memory_for_more_operators():
@@ -344,8 +318,8 @@ def test_in_a_training_loop_the_next_batch_is_there_before_the_last_is_given_bac
     of_batches = [(e.step, e.nbytes) for e in loop.events if loop.blocks[e.block].kind == "batch"]
     inputs, targets = BATCH * WIDTH * 4, BATCH * 8
     assert of_batches == [(1, inputs), (1, targets), (2, inputs), (2, targets), (2, -inputs), (2, -targets)]
-    assert max(live_at(loop, i)["batch"] for i in range(len(loop.events))) == 2 * batch
-    assert sum_of(single, "batch") == batch
+    assert max(alive(loop, i)["batch"] for i in range(len(loop.events))) == 2 * batch
+    assert bytes_of(single, "batch") == batch
 
 
 def test_in_a_training_loop_output_and_loss_live_until_the_next_ones_are_assigned():
@@ -354,18 +328,14 @@ def test_in_a_training_loop_output_and_loss_live_until_the_next_ones_are_assigne
     at = {}
     for index, event in enumerate(loop.events):
         if event.step == 2 and loop.blocks[event.block].operator == "aten::addmm" and event.nbytes > 0:
-            at[event.nbytes] = live_at(loop, index)
+            at[event.nbytes] = alive(loop, index + 1)
     # While the hidden layer is made, the last step's logits and loss are still there, and its gradients are not.
-    assert at[hidden] == dict.fromkeys(BLOCK_KINDS, 0) | {
-        "parameter": MLP_BYTES,
-        "batch": BATCH * (WIDTH * 4 + 8),
-        "activation": logits + 4,
-        "temporary": hidden,  # relu keeps its result, not this
-    }
+    expected = {"parameter": MLP_BYTES, "batch": BATCH * (WIDTH * 4 + 8), "activation": logits + 4}
+    assert at[hidden] == Counter({**expected, "temporary": hidden})  # relu keeps its result, not this
     # While the next logits are made, those are as well; relu's result is kept beside them.
     assert at[logits]["activation"] == 2 * logits + 4 + hidden
     # Nothing is left of a step without them.
-    left = live_at(single, max(i for i, e in enumerate(single.events) if e.step == 1))
+    left = alive(single, 1 + max(i for i, e in enumerate(single.events) if e.step == 1))
     assert left["temporary"] == 0 and left["activation"] <= 4
 
 
@@ -392,43 +362,38 @@ def test_the_pass_that_finds_the_target_leaves_no_trace():
     "shape, target", [((4, CLASSES), (4,)), ((4, 7, CLASSES), (4, 7)), ((4, CLASSES, 6, 5), (4, 6, 5))]
 )
 def test_a_target_that_is_not_given_suits_the_output(shape, target):
-    class Shaped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(WIDTH, math.prod(shape[1:]))
+    def shaped():
+        return linear_then(lambda y: y.view(shape), WIDTH, math.prod(shape[1:]))
 
-        def forward(self, x):
-            return self.lin(x).view(shape)
-
-    trace = trace_step(Shaped, (torch.empty(4, WIDTH, device="meta"),))
+    trace = trace_step(shaped, (torch.empty(4, WIDTH, device="meta"),))
     batch = [block.nbytes for block in trace.blocks if block.kind == "batch"]
     assert batch == [4 * 4 * WIDTH, 8 * math.prod(target)] * 2
     assert any(op.name.startswith("aten::nll_loss") for op in trace.operators)
 
 
-@pytest.mark.parametrize("wrap", [lambda y: {"logits": y}, lambda y: types.SimpleNamespace(logits=y), lambda y: (y, 1)])
+def wrapped_in(wrap):
+    return lambda: linear_then(wrap, WIDTH, CLASSES)
+
+
+@pytest.mark.parametrize("wrap", [lambda y: types.SimpleNamespace(logits=y), lambda y: (y, 1)], ids=["object", "tuple"])
 def test_logits_are_found_in_what_models_return(wrap):
-    class Wrapped(nn.Linear):
-        def forward(self, x):
-            return wrap(super().forward(x))
+    model = wrapped_in(wrap)
+    assert names(trace_step(model, lambda device: (vectors(device)[0], None))) == names(trace_step(model, vectors))
 
-    def model():
-        return Wrapped(WIDTH, CLASSES)
 
-    if isinstance(wrap(0), dict):
-        with pytest.raises(UsageError, match="no logits to take cross entropy of"):
-            trace_step(model, lambda device: (vectors(device)[0], None))
-    else:
-        assert names(trace_step(model, lambda device: (vectors(device)[0], None))) == names(trace_step(model, vectors))
+def test_a_mapping_without_a_loss_has_no_logits():
+    with pytest.raises(UsageError, match="no logits to take cross entropy of"):
+        trace_step(wrapped_in(lambda y: {"logits": y}), lambda device: (vectors(device)[0], None))
 
 
 def test_settings_and_single_ones_exclude_each_other_and_unknown_names_are_listed():
-    with pytest.raises(TypeError, match="give either"):
-        trace_step(mlp, vectors, optimizer="sgd", settings=Training())
-    with pytest.raises(UsageError, match="unknown optimizer 'ftrl'; known: adafactor"):
-        trace_step(mlp, vectors, optimizer="ftrl")
-    with pytest.raises(UsageError, match="unknown device 'H9000'"):
-        trace_step(mlp, vectors, device="H9000")
+    for error, message, options in (
+        (TypeError, "give either", {"optimizer": "sgd", "settings": Training()}),
+        (UsageError, "unknown optimizer 'ftrl'; known: adafactor", {"optimizer": "ftrl"}),
+        (UsageError, "unknown device 'H9000'", {"device": "H9000"}),
+    ):
+        with pytest.raises(error, match=message):
+            trace_step(mlp, vectors, **options)
     by_settings = trace_step(mlp, vectors, settings=Training(optimizer="sgd", precision="bf16"))
     assert trace_step(mlp, vectors, optimizer="sgd", precision="bf16") == by_settings
 
@@ -457,40 +422,37 @@ def test_a_model_far_larger_than_the_machine_is_traced_without_allocating_it():
     ],
 )
 def test_autocast_gives_floats_of_halves_without_a_copy(precision, function, name, written):
-    class Made(nn.Linear):
-        def forward(self, x):
-            return function(super().forward(x))
-
-    trace = trace_step(lambda: Made(64, 512), torch.empty(256, 8, 64, device="meta"), precision=precision)
+    given = torch.empty(256, 8, 64, device="meta")
+    trace = trace_step(lambda: linear_then(function, 64, 512), given, precision=precision)
     made = next(op for op in trace.operators if op.phase == "forward" and op.name == name)
     assert (made.bytes_read, made.bytes_written) == (2 * 256 * 8 * 512, 4 * written)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_a_model_says_of_autocast_itself_holds(precision):
-    class Own(nn.Module):
-        def __init__(self, region):
-            super().__init__()
-            self.region, self.one, self.two = region, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+    def traced(region):
+        def forward(net, x):
+            x = net.one(x).float()
+            with region(x):
+                x = net.two(x)
+            return net.one.weight.sum() + x
 
-        def forward(self, x):
-            x = self.one(x).float()
-            with self.region(x):
-                x = self.two(x)
-            return self.one.weight.sum() + x
+        def model():
+            return Computes(forward, one=nn.Linear(WIDTH, WIDTH), two=nn.Linear(WIDTH, CLASSES))
 
-    def dtypes(region):
-        trace = trace_step(lambda: Own(region), vectors, settings=Training(precision=precision))
+        trace = trace_step(model, vectors, settings=Training(precision=precision))
         return [op.dtype for op in trace.operators if op.name == "aten::addmm" and op.phase == "forward"]
 
     outside = "float32" if precision == "fp32" else "bfloat16"
-    assert dtypes(lambda x: torch.autocast(x.device.type, enabled=False)) == [outside, "float32"]
-    assert dtypes(lambda x: torch.cuda.amp.autocast(False)) == [outside, "float32"]
-    assert dtypes(lambda x: torch.amp.autocast("cuda", dtype=torch.bfloat16)) == [outside, "bfloat16"]
-    assert dtypes(lambda x: torch.autocast(x.device.type, torch.float16)) == [outside, "float16"]
-    assert dtypes(lambda x: torch.autocast("cpu", enabled=False)) == [outside, outside]
     before = torch.autocast, torch.cuda.amp.autocast
-    trace_step(lambda: Own(lambda x: torch.autocast("cuda")), vectors)
+    for region, inside in (
+        (lambda x: torch.autocast(x.device.type, enabled=False), "float32"),
+        (lambda x: torch.cuda.amp.autocast(False), "float32"),
+        (lambda x: torch.amp.autocast("cuda", dtype=torch.bfloat16), "bfloat16"),
+        (lambda x: torch.autocast(x.device.type, torch.float16), "float16"),
+        (lambda x: torch.autocast("cpu", enabled=False), outside),
+    ):
+        assert traced(region) == [outside, inside]
     assert (torch.autocast, torch.cuda.amp.autocast) == before
 
 

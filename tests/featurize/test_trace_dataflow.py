@@ -7,6 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from featurize.recording.step_trace import BATCH
 from featurize.trace.tracer import trace_step
+from tests.featurize.small_nets import Computes, Stack
+from tests.featurize.trace_sums import bytes_of
 
 N, WIDTH, CLASSES = 4, 8, 3
 
@@ -50,29 +52,19 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Made(nn.Module):
-    """`function(self.lin, x)`, a linear layer without bias."""
-
-    def __init__(self, function, width=WIDTH):
-        super().__init__()
-        self.lin, self.function = nn.Linear(width, width, bias=False), function
-
-    def forward(self, x):
-        return self.function(self.lin, x)
+def of_layer(function):
+    """`function` of a linear layer without bias and the input."""
+    return Computes(lambda net, x: function(net.lin, x), lin=nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-def batch(n=N, width=WIDTH):
-    return (torch.empty(n, width, device="meta"),)
+def traced(model, rows=N, **more):
+    return trace_step(model, torch.empty(rows, WIDTH, device="meta"), optimizer="sgd", **more)
 
 
-def traced(model, inputs=None, **more):
-    return trace_step(model, inputs or batch(), optimizer="sgd", **more)
-
-
-def summed(function, **more):
-    """The trace of a `Made` whose loss is the sum of its output."""
+def summed(function):
+    """The trace of a function of a layer whose loss is the sum of its output."""
     target = torch.empty(1, device="meta")
-    return traced(lambda: Made(function), target=target, loss=lambda output, _: output.sum(), **more)
+    return traced(lambda: of_layer(function), target=target, loss=lambda output, _: output.sum())
 
 
 def short(trace, phase=None):
@@ -117,18 +109,11 @@ def test_recomputed_operators_belong_to_their_modules_and_to_the_backward_pass(r
 
 def test_nested_checkpoints_keep_less_than_one():
     def peak(recompute):
-        class Deep(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.nets = nn.ModuleList(Net(recompute) for _ in range(6))
-                self.up = nn.Linear(CLASSES, WIDTH)
+        def deep():
+            up = nn.Linear(CLASSES, WIDTH)
+            return Stack((nn.Sequential(Net(recompute), up) for _ in range(6)), head=nn.Identity())
 
-            def forward(self, x):
-                for net in self.nets:
-                    x = self.up(net(x))
-                return x
-
-        return traced(Deep, batch(4096)).peak_live_bytes
+        return traced(deep, 4096).peak_live_bytes
 
     assert peak("nested") < peak("one") < peak("none")
 
@@ -197,7 +182,7 @@ def test_every_source_comes_before_its_operator_and_matches_an_input():
 def test_a_second_gradient_is_added_in_place_where_nothing_else_holds_the_first(function, additions):
     found = [name for name in short(summed(function), "backward") if name in ("add", "add_")]
     assert found == additions
-    model, x = Made(function), torch.randn(N, WIDTH)
+    model, x = of_layer(function), torch.randn(N, WIDTH)
     loss = model(x).sum()
     with torch.profiler.profile() as profile:
         loss.backward()
@@ -207,22 +192,19 @@ def test_a_second_gradient_is_added_in_place_where_nothing_else_holds_the_first(
 
 
 def test_a_tied_weight_has_one_gradient_and_one_state():
-    class Tied(nn.Module):
-        def __init__(self, tie):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 100, bias=False)
-            if tie:
-                self.head.weight = self.embed.weight
+    def model(tie):
+        embed, head = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 100, bias=False)
+        if tie:
+            head.weight = embed.weight
+        return nn.Sequential(embed, head)
 
-        def forward(self, x):
-            return self.head(self.embed(x))
+    def totals(trace):
+        return trace.parameter_bytes, bytes_of(trace, "optimizer_state"), bytes_of(trace, "gradient")
 
     tokens = (torch.zeros(2, 5, dtype=torch.long, device="meta"),)
-    free, tied = (trace_step(lambda t=t: Tied(t), tokens) for t in (False, True))
+    free, tied = (trace_step(lambda tie=tie: model(tie), tokens) for tie in (False, True))
     weight = 4 * 100 * WIDTH
-    total = lambda trace, kind: sum(b.nbytes for b in trace.blocks if b.kind == kind)  # noqa: E731
-    assert (free.parameter_bytes, tied.parameter_bytes) == (2 * weight, weight)
-    assert (total(free, "optimizer_state"), total(tied, "optimizer_state")) == (4 * weight, 2 * weight)
-    assert (total(free, "gradient"), total(tied, "gradient")) == (4 * weight, 2 * weight)  # of two steps
+    assert totals(free) == (2 * weight, 4 * weight, 4 * weight)  # gradients of two steps
+    assert totals(tied) == (weight, 2 * weight, 2 * weight)
     # The head's gradient comes first, the embedding's is added to it: a third tensor, since the first is a view.
     assert short(tied, "backward").count("add") == 1 and short(free, "backward").count("add") == 0

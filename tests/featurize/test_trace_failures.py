@@ -9,33 +9,20 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.trace.tracer import TraceError, trace_step
+from tests.featurize.small_nets import Computes
 
 WIDTH = 8
 INPUTS = (torch.empty(4, WIDTH, device="meta"),)
 
 
-class Gate(nn.Module):
-    """Runs `function` on what it gets."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-class Net(nn.Module):
-    """A layer, the gate deep inside, and a head."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.body = nn.Sequential(nn.Tanh(), nn.Sequential(Gate(function)))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        return self.head(self.body(self.stem(x)))
+def net(function, then=lambda y: y):
+    """A layer, a module deep inside that runs `function`, and a head, of whose output `then` is a function."""
+    return Computes(
+        lambda net, x: then(net.head(net.body(net.stem(x)))),
+        stem=nn.Linear(WIDTH, WIDTH),
+        body=nn.Sequential(nn.Tanh(), nn.Sequential(Computes(lambda _, x: function(x)))),
+        head=nn.Linear(WIDTH, 3),
+    )
 
 
 @pytest.fixture
@@ -68,21 +55,21 @@ TARGET = torch.empty(4, dtype=torch.long, device="meta")
     ],
 )
 def test_an_operator_that_needs_values_is_named_with_its_module(function, operator, target):
-    error = failure(lambda: Net(function), target=target)
+    error = failure(lambda: net(function), target=target)
     assert (error.operator, error.module) == (operator, "body.1.0")
     assert f"in operator {operator} of module 'body.1.0'" in str(error)
     assert error.__cause__ is not None and "\n" not in str(error)
 
 
 def test_an_operator_without_a_meta_kernel_or_a_fake_is_named(without_meta_kernel):
-    error = failure(lambda: Net(without_meta_kernel))
+    error = failure(lambda: net(without_meta_kernel))
     assert (error.operator, error.module) == ("gpufarm_test::opaque", "body.1.0")
 
     @torch.library.custom_op("gpufarm_test2::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
-    error = failure(lambda: Net(twice))
+    error = failure(lambda: net(twice))
     assert (error.operator, error.module) == ("gpufarm_test2::twice", "body.1.0")
 
 
@@ -90,7 +77,7 @@ def test_an_error_of_the_models_own_names_the_module():
     def function(x):
         raise ValueError("no such mode\nand more")
 
-    error = failure(lambda: Net(function))
+    error = failure(lambda: net(function))
     assert (error.operator, error.module) == ("", "body.1.0")
     assert str(error) == "the model cannot be traced: it fails in module 'body.1.0': ValueError: no such mode"
 
@@ -102,14 +89,9 @@ def test_an_error_that_the_model_catches_is_not_the_reason():
         except RuntimeError:
             return x
 
-    trace_step(lambda: Net(function), INPUTS)
-
-    class Then(Net):
-        def forward(self, x):
-            return super().forward(x) @ torch.empty(7, 7, device=x.device)
-
-    error = failure(lambda: Then(function))
-    assert (error.operator, error.module) == ("aten::mm", "Then")
+    trace_step(lambda: net(function), INPUTS)
+    error = failure(lambda: net(function, then=lambda y: y @ torch.empty(7, 7, device=y.device)))
+    assert (error.operator, error.module) == ("aten::mm", "Computes")
 
 
 class Broken(torch.autograd.Function):
@@ -137,7 +119,7 @@ def reading_loss(y, target):
     ],
 )
 def test_an_error_names_where_it_is_of(function, width, more, operator, module):
-    error = failure(lambda: Net(function), (torch.empty(4, width, device="meta"),), **more)
+    error = failure(lambda: net(function), (torch.empty(4, width, device="meta"),), **more)
     assert (error.operator, error.module) == (operator, module)
 
 
@@ -155,7 +137,7 @@ def test_a_constructor_that_fails_says_that_the_model_cannot_be_built():
 @pytest.mark.parametrize("training", [True, False])
 def test_a_live_module_is_left_as_it_was(function, training):
     torch.manual_seed(0)
-    model = Net(function)
+    model = net(function)
     model.norm = nn.BatchNorm1d(3)
     model.train(training)
     calls = []
@@ -188,7 +170,7 @@ def test_no_global_hook_or_kernel_outlives_a_failure():
     x = torch.empty(2, 3, 8, 8, device="meta").to(memory_format=torch.channels_last)
     layout = torch.conv2d(x, torch.empty(4, 3, 3, 3, device="meta")).stride()
     before = len(registered._global_forward_hooks), len(registered._global_forward_pre_hooks)
-    failure(lambda: Net(lambda x: x * x.sum().item()))
+    failure(lambda: net(lambda x: x * x.sum().item()))
     assert before == (len(registered._global_forward_hooks), len(registered._global_forward_pre_hooks))
     # Outside, meta convolutions have the layout again that the release of PyTorch gives them.
     assert torch.conv2d(x, torch.empty(4, 3, 3, 3, device="meta")).stride() == layout

@@ -8,6 +8,8 @@ from torch.nn.utils.rnn import PackedSequence
 from featurize.device.device_spec import load_device
 from featurize.operators.library_calls import workspace_bytes
 from featurize.trace.tracer import trace_step
+from tests.featurize.small_nets import Computes
+from tests.featurize.trace_sums import bytes_of
 
 A100 = load_device("A100-SXM4-40GB")
 STEPS, BATCH, INPUT, HIDDEN, LAYERS = 250, 100, 123, 320, 4
@@ -60,7 +62,7 @@ def test_outputs_states_and_gradients_are_counted_once():
     assert blocks(trace, "aten::_cudnn_rnn") == [output, state, state, 736_000_000]
     weights = 4 * (trace.parameters - 10 * HIDDEN - 10)
     assert blocks(trace, "aten::_cudnn_rnn_backward") == [weights]  # one buffer; batch and states need none
-    assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes
+    assert bytes_of(trace, "gradient") == 2 * trace.parameter_bytes
 
 
 def test_one_call_replaces_the_time_steps_and_counts_their_products():
@@ -81,7 +83,7 @@ def test_one_call_replaces_the_time_steps_and_counts_their_products():
 )
 def test_every_kind_gives_every_parameter_a_gradient(kind, settings):
     trace = traced(kind, **settings)
-    assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes
+    assert bytes_of(trace, "gradient") == 2 * trace.parameter_bytes
     both = 2 if settings.get("bidirectional") else 1
     assert 4 * STEPS * BATCH * HIDDEN * both in blocks(trace, "aten::_cudnn_rnn")
 
@@ -89,7 +91,7 @@ def test_every_kind_gives_every_parameter_a_gradient(kind, settings):
 def test_projections_shrink_the_output():
     trace = traced("LSTM", proj_size=64)
     assert 4 * STEPS * BATCH * 64 in blocks(trace, "aten::_cudnn_rnn")
-    assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes
+    assert bytes_of(trace, "gradient") == 2 * trace.parameter_bytes
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -97,24 +99,22 @@ def test_autocast_runs_cudnn_in_fp16(precision):
     trace = traced("LSTM", precision=precision)
     assert {op.dtype for op in trace.operators if "rnn" in op.name} == {"float16"}
     assert blocks(trace, "aten::_cudnn_rnn")[-1] == 736_000_000 // 2
-    assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes  # wide again
+    assert bytes_of(trace, "gradient") == 2 * trace.parameter_bytes  # wide again
 
 
 def test_packed_sequences_take_what_their_steps_need():
-    class Packed(Recurrent):
-        def forward(self, x):
-            return self.head(self.rnn(PackedSequence(x, torch.tensor([3, 2, 1])))[0].data.mean(0, keepdim=True))
+    def packed(net, x):
+        return net.head(net.rnn(PackedSequence(x, torch.tensor([3, 2, 1])))[0].data.mean(0, keepdim=True))
 
-    trace = trace_step(lambda: Packed("GRU"), (torch.empty(6, INPUT, device="meta"),), optimizer="sgd")
-    assert blocks(trace, "aten::_cudnn_rnn")[0] == 4 * 6 * HIDDEN
-    assert blocks(trace, "aten::_cudnn_rnn")[-1] == 4 * 6 * HIDDEN * (6 * LAYERS + LAYERS - 1)
+    def model():
+        return Computes(packed, rnn=nn.GRU(INPUT, HIDDEN, LAYERS), head=nn.Linear(HIDDEN, 10))
+
+    trace = trace_step(model, (torch.empty(6, INPUT, device="meta"),), optimizer="sgd")
+    output, *_, reserve = blocks(trace, "aten::_cudnn_rnn")
+    assert (output, reserve) == (4 * 6 * HIDDEN, 4 * 6 * HIDDEN * (6 * LAYERS + LAYERS - 1))
 
 
 def test_layers_in_bfloat16_are_none_of_cudnns():
-    class Half(Recurrent):
-        def __init__(self):
-            super().__init__("GRU")
-            self.to(torch.bfloat16)
-
-    trace = trace_step(Half, (torch.empty(5, 2, INPUT, device="meta", dtype=torch.bfloat16),))
+    inputs = (torch.empty(5, 2, INPUT, device="meta", dtype=torch.bfloat16),)
+    trace = trace_step(lambda: Recurrent("GRU").to(torch.bfloat16), inputs)
     assert not any("rnn" in op.name for op in trace.operators) and len(trace.operators) > 100

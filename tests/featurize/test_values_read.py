@@ -8,24 +8,19 @@ from conf.errors import UsageError
 from featurize.recording import values
 from featurize.trace.tracer import TraceError, trace_step
 from learn import estimate
+from tests.featurize.small_nets import Computes
 
 X = torch.empty(2, 6, device="meta")
 
 
-class Asks(nn.Module):
-    """Takes the way that `ask` says; the two ways differ in the operators that run."""
-
-    def __init__(self, ask):
-        super().__init__()
-        self.line, self.ask = nn.Linear(6, 3), ask
-
-    def forward(self, x):
-        y = self.line(x)
-        return y.tanh() if self.ask(x, y) else y.sigmoid()
-
-
 def way(ask):
-    names = {op.name for op in trace_step(lambda: Asks(ask), X).operators}
+    """The way that a model takes where `ask` says which; the two ways differ in the operators that run."""
+
+    def forward(net, x):
+        y = net.line(x)
+        return y.tanh() if ask(x, y) else y.sigmoid()
+
+    names = {op.name for op in trace_step(lambda: Computes(forward, line=nn.Linear(6, 3)), X).operators}
     return "tanh" if "aten::tanh" in names else "sigmoid"
 
 
@@ -37,10 +32,13 @@ def positions(x, y):
 
 
 def test_a_decision_on_constants_is_taken_as_it_would_be():
-    assert way(positions) == "tanh"
-    assert way(lambda x, y: not positions(x, y)) == "sigmoid"
-    assert way(lambda x, y: torch.arange(4, device=x.device)[2].item() == 2) == "tanh"
-    assert way(lambda x, y: torch.tensor([False, True]).to(x.device).any()) == "tanh"
+    for ask, taken in (
+        (positions, "tanh"),
+        (lambda x, y: not positions(x, y), "sigmoid"),
+        (lambda x, y: torch.arange(4, device=x.device)[2].item() == 2, "tanh"),
+        (lambda x, y: torch.tensor([False, True]).to(x.device).any(), "tanh"),
+    ):
+        assert way(ask) == taken
 
 
 def writes(x, y):
@@ -126,11 +124,11 @@ def test_a_write_of_known_values_is_followed():
 
 
 def test_a_mask_picks_as_many_elements_as_it_has_places_in_both_passes():
-    class Picks(Reads):
-        def forward(self, ids, mask):
-            return {"loss": self.more(self.table(ids)[mask.bool()]).mean()}
+    def picks(net, ids, mask):
+        return {"loss": net.more(net.table(ids)[mask.bool()]).mean()}
 
-    trace = trace_step(lambda: Picks(None), {"ids": IDS, "mask": MASK})
+    model = Computes(picks, table=nn.Embedding(8, 6), more=nn.Linear(6, 6))
+    trace = trace_step(model, {"ids": IDS, "mask": MASK})
     (product,) = (op for op in trace.operators if op.name == "aten::addmm")
     assert product.output_shapes == ((5, 6),)
     assert "aten::nonzero" in {op.name for op in trace.operators}

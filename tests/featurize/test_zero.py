@@ -13,6 +13,7 @@ from featurize.job.layout import Parallel, parse_parallel
 from featurize.timing.overlap import communication_of
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
+from tests.featurize.trace_sums import alive
 
 A100 = load_device("A100-SXM4-40GB")
 WIDTH, LAYERS, RANKS = 512, 8, 8
@@ -38,19 +39,6 @@ def traced(stage, settings=None, model=net, **options):
     return trace_step(model, torch.empty(16, WIDTH, device="meta"), settings=settings, parallel=parallel)
 
 
-def held(trace):
-    """Bytes by kind at the end of the second step."""
-    live = {}
-    for event in trace.events:
-        kind = trace.blocks[event.block].kind
-        live[kind] = live.get(kind, 0) + event.nbytes
-    return live
-
-
-def states(live):
-    return sum(live.get(kind, 0) for kind in STATES)
-
-
 @pytest.fixture(scope="module")
 def stages():
     return {stage: traced(stage) for stage in (1, 2, 3)}
@@ -60,9 +48,11 @@ def stages():
 def test_states_between_steps_are_those_of_the_paper(stages, stage, whole, shared):
     """Rajbhandari et al. (arXiv 1910.02054): 2 bytes of parameters, 12 of the optimizer with its master weights. Stage
     3 also keeps its part of the gradients, and parameters that are small."""
-    end = held(stages[stage])
+    end = alive(stages[stage])
     biases = 2 * LAYERS * WIDTH if stage == 3 else 0
-    assert states(end) == pytest.approx(whole * PARAMETERS + shared * PARAMETERS / RANKS + biases, abs=PADDING)
+    assert sum(end[kind] for kind in STATES) == pytest.approx(
+        whole * PARAMETERS + shared * PARAMETERS / RANKS + biases, abs=PADDING
+    )
     assert end["master_weight"] == pytest.approx(4 * PARAMETERS / RANKS, abs=PADDING)
 
 
@@ -80,8 +70,8 @@ def test_reductions_of_two_buckets_overlap_with_the_backward_pass():
 def test_an_offloaded_optimizer_leaves_nothing_of_it_on_the_gpu(stage, stages):
     settings = Training(optimizer="adamw")
     trace = traced(stage, settings, cpu_offload=True)
-    end = held(trace)
-    assert not (end.get("master_weight") or end.get("optimizer_state") or end.get("gradient"))
+    end = alive(trace)
+    assert not (end["master_weight"] or end["optimizer_state"] or end["gradient"])
     assert trace.peak_live_bytes < stages[stage].peak_live_bytes
     given = traced(stage, Training(optimizer="adamw", offload_optimizer=True))
     assert given.peak_live_bytes == trace.peak_live_bytes
@@ -89,8 +79,8 @@ def test_an_offloaded_optimizer_leaves_nothing_of_it_on_the_gpu(stage, stages):
 
 def test_offloaded_parameters_leave_what_is_gathered():
     trace = traced(3, Training(optimizer="adamw"), cpu_offload=True, offload_param=True)
-    end = held(trace)
-    assert not end.get("parameter") and end["gathered_parameter"] == pytest.approx(2 * LAYERS * WIDTH, abs=PADDING)
+    end = alive(trace)
+    assert not end["parameter"] and end["gathered_parameter"] == pytest.approx(2 * LAYERS * WIDTH, abs=PADDING)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +121,7 @@ def test_every_rank_of_an_uneven_model_is_traced_with_the_state_of_any_optimizer
         settings, parallel = Training(optimizer="adagrad", precision="fp16"), Parallel(ddp=3, zero=stage)
         parallel = parallel.changed(param_dtype="fp16", reduce_bucket_size=1000, gpus_per_node=3)
         inputs = torch.empty(4, WIDTH, device="meta")
-        end = held(trace_step(uneven, inputs, settings=settings, parallel=parallel, rank=rank))
+        end = alive(trace_step(uneven, inputs, settings=settings, parallel=parallel, rank=rank))
         elements = sum(p.numel() for p in uneven().parameters())
         assert end["optimizer_state"] == pytest.approx(4 * elements / 3, abs=PADDING)
 

@@ -25,6 +25,7 @@ from featurize.device.device_spec import load_device
 from learn.job.training_job import Case, TrainingJob, of_module
 from learn.rows.step_store import compute
 from tests.featurize.small_configs import scalar_features
+from tests.featurize.small_nets import Computes
 
 GOLDEN = Path(__file__).with_name("golden_features.json")
 TOLERANCE = 1e-9  # relative: libraries of other machines may round the last digit in another way
@@ -47,13 +48,9 @@ def _convolutions() -> nn.Module:
     )
 
 
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.LSTM(24, 32, num_layers=2, batch_first=True), nn.Linear(32, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x)[0][:, -1])
+def _recurrent() -> nn.Module:
+    layers = {"layers": nn.LSTM(24, 32, num_layers=2, batch_first=True), "head": nn.Linear(32, 5)}
+    return Computes(lambda net, x: net.head(net.layers(x)[0][:, -1]), **layers)
 
 
 def _attention() -> nn.Module:
@@ -63,7 +60,7 @@ def _attention() -> nn.Module:
 
 MODULES: Mapping[str, Callable[[], TrainingJob]] = {
     "module_convolutions": lambda: of_module(_convolutions, [((6, 3, 33, 33), None)], name="convolutions"),
-    "module_recurrent": lambda: of_module(_Recurrent, [((5, 11, 24), None)], name="recurrent"),
+    "module_recurrent": lambda: of_module(_recurrent, [((5, 11, 24), None)], name="recurrent"),
     "module_attention": lambda: of_module(_attention, [((3, 17, 64), None)], name="attention"),
 }
 

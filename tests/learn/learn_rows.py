@@ -5,7 +5,7 @@ Start reading at `make_configs` and `write_runs`.
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +15,11 @@ from featurize.configs.features import group_key
 from featurize.configs.trial import TrialConfig, config_hash
 from featurize.device.device_spec import DEFAULT_DEVICE
 from featurize.families import cnn, mlp
-from learn.fitting.artifacts import stamped
+from learn.fitting.artifacts import add_checksums
 from learn.job.training_job import Case
 from learn.rows.data import LabelledRow, Rows, Target, get_target, module_of
 from tests.featurize.small_configs import scalar_features
+from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -52,13 +53,23 @@ def published_mlp(batch, topology="uniform", depth=1):
     return f"{network}_act:relu_dropout:0.1_dropout:True_batchnorm:False.out"
 
 
+def write_csv(path, names, rows):
+    """A CSV file of rows, which are mappings of names, or hold a value for each name. Returns its path."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(row if isinstance(row, Mapping) else dict(zip(names, row, strict=True)) for row in rows)
+    return path
+
+
+def import_csv(data, path, source, names, rows):
+    """Write a CSV file as a source publishes them, and ingest it into the data folder."""
+    ingest(IngestSettings(source=source, path=str(write_csv(path, names, rows)), data=str(data)))
+
+
 def write_published(path, rows):
     """A file as GPUMemNet publishes them, of rows (name, MiB, status, SMACT; -1: not measured). Returns its path."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(PUBLISHED)
-        writer.writerows((name, 2, 10, "", mib, smact, status) for name, mib, status, smact in rows)
-    return path
+    return write_csv(path, PUBLISHED, ((name, 2, 10, "", mib, smact, status) for name, mib, status, smact in rows))
 
 
 def run_estimate(*argv):
@@ -144,7 +155,7 @@ def restamp(version, **changes):
     """Change `meta.json` of an artifact as if it had been written so: its checksums are those of its files now."""
     path = version / "meta.json"
     meta = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(stamped(version, {**meta, **changes}, path.name)))
+    path.write_text(json.dumps(add_checksums(version, {**meta, **changes}, path.name)))
 
 
 def write_batch(data, configs, **described):
@@ -155,12 +166,9 @@ def write_batch(data, configs, **described):
         writer.write_batch([run for run in runs if run["family"] == family])
 
 
-def write_llm_foundry(file, *rows):
-    """A file as LLM Foundry publishes them, of one row for each mapping of cells that differ from `LLM_FOUNDRY`."""
-    with open(file, "w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, LLM_FOUNDRY)
-        writer.writeheader()
-        writer.writerows(LLM_FOUNDRY | changed for changed in rows)
+def import_llm_foundry(data, path, *rows):
+    """Ingest a file as LLM Foundry publishes them, with a row for each mapping of cells that differ."""
+    import_csv(data, path, "llm_foundry", LLM_FOUNDRY, (LLM_FOUNDRY | changed for changed in rows))
 
 
 def make_rows(

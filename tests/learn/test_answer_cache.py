@@ -49,10 +49,9 @@ def traced(monkeypatch):
     return steps
 
 
-def test_no_cache_is_kept_where_it_is_off_or_the_user_has_no_home(monkeypatch):
-    monkeypatch.setenv("GPUFARM_CACHE", "off")
-    assert user_cache() is None
-    monkeypatch.setenv("GPUFARM_CACHE", "~no-such-user/cache")
+@pytest.mark.parametrize("named", ["off", "~no-such-user/cache"])
+def test_no_cache_is_kept_where_it_is_off_or_the_user_has_no_home(monkeypatch, named):
+    monkeypatch.setenv("GPUFARM_CACHE", named)
     assert user_cache() is None
 
 
@@ -151,6 +150,11 @@ def test_modules_that_are_made_alike_have_one_key():
     assert key(module) == key(module)
 
 
+def require_different(keys):
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
 def test_whatever_a_trace_follows_from_is_in_the_key(monkeypatch):
     keys = [key(net), key(net, (3, 4)), key(net, target=(2,)), key(net, loss=lambda output, target: output.sum())]
     monkeypatch.setitem(globals(), "WIDTH", 16)  # a global that the factory reads
@@ -159,8 +163,7 @@ def test_whatever_a_trace_follows_from_is_in_the_key(monkeypatch):
     module[0] = nn.Linear(4, 16, bias=False)
     keys.append(key(module))
     module.forward = lambda x: module[2](module[0](x))
-    keys.append(key(module))
-    assert None not in keys and len(set(keys)) == len(keys)
+    require_different([*keys, key(module)])
 
 
 def test_the_code_of_a_module_is_in_the_key_with_what_it_names(monkeypatch):
@@ -181,8 +184,7 @@ def test_the_code_of_a_module_is_in_the_key_with_what_it_names(monkeypatch):
     monkeypatch.setattr(Own, "forward", lambda self, x: self.layer(self.layer(x)))
     keys.append(key(module))
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight)
-    keys.append(key(module))
-    assert None not in keys and len(set(keys)) == len(keys)
+    require_different([*keys, key(module)])
 
 
 def test_hooks_of_parameters_are_in_the_key():
@@ -199,7 +201,7 @@ def test_hooks_of_parameters_are_in_the_key():
         parameter.grad = None
 
     keys = [key(lambda hook=hook: build(hook)) for hook in (None, keeps, frees)]
-    assert None not in keys and len(set(keys)) == len(keys)
+    require_different(keys)
     assert key(lambda: build(frees)) == keys[2]
 
 

@@ -9,22 +9,22 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from learn_rows import make_configs, write_batch
 
 import learn.fitting.artifacts as artifact_files
 from learn import FitSettings, estimate, fit
 from learn.fitting.artifacts import (
     DEFAULT_MODELS,
-    checked,
+    add_checksums,
     default_artifact,
     find_latest,
     load_latest,
     newest,
     read_json,
     save_artifact,
-    stamped,
+    verify_files,
     versions,
 )
+from tests.learn.learn_rows import make_configs, write_batch
 
 CONFIGS = make_configs(80)
 
@@ -63,7 +63,7 @@ def without_checksums(version):
 def test_the_models_that_come_along_are_what_their_checksums_say(name):
     folder = DEFAULT_MODELS / name
     meta = read_json(folder / META)
-    checked(folder, meta)  # as if it were anybody's: its structure too
+    verify_files(folder, meta)  # as if it were anybody's: its structure too
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {META}
     assert set(meta["files"]) == there and meta["own_sha256"]
 
@@ -110,7 +110,7 @@ def with_stamp(version, name, change):
     """The checksums are right."""
     damaged(version, name, change)
     meta = json.loads((version / META).read_text())
-    (version / META).write_text(json.dumps(stamped(version, meta, META)))
+    (version / META).write_text(json.dumps(add_checksums(version, meta, META)))
 
 
 def with_link(version):

@@ -1,7 +1,5 @@
 """Estimates of jobs whose batches have several shapes: from a list, from sequence lengths and from their shares."""
 
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -10,32 +8,21 @@ from conf.errors import UsageError
 from featurize.families import mlp
 from learn import devices_that_fit, estimate, estimate_many, largest_batch
 from learn.job.inputs import STEPS_DRAWN, batches_of
+from tests.featurize.small_nets import Computes
 
 
-class Tokens(nn.Module):
-    """Embeds token ids and returns the logits of the next ones."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.inner, self.head = nn.Embedding(100, 512), nn.Linear(512, 1024), nn.Linear(1024, 100)
-
-    def forward(self, input_ids):
-        return self.head(self.inner(self.embedding(input_ids)).relu())
+def tokens():
+    """A model that embeds token ids and returns the logits of the next ones."""
+    layers = nn.Sequential(nn.Embedding(100, 512), nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 100))
+    return Computes(lambda net, input_ids: net.layers(input_ids), layers=layers)
 
 
 def ask(*inputs, **options):
-    return estimate(Tokens, *inputs, input_dtype="int64", **{"estimator": "trace", **options})
+    return estimate(tokens, *inputs, input_dtype="int64", **{"estimator": "trace", **options})
 
 
 def of_memory(done):
     return done.peak_memory_mib, done.allocated_mib, done.reserved_mib, dict(done.breakdown)
-
-
-@pytest.fixture
-def module_of_nets(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gpufarm_nets_of_tokens", sys.modules[__name__])
-    monkeypatch.chdir(tmp_path)
-    return "gpufarm_nets_of_tokens:Tokens"
 
 
 def test_equal_batches_are_the_plain_estimate():
@@ -105,7 +92,7 @@ def test_a_mix_takes_no_less_than_its_longest_batch_alone(batches):
     if batches[0] == [16, 64]:  # there the mix itself reserves less
         assert of_memory(mixed) == of_memory(longest)
         assert "memory is of the longest batch alone, [16, 192]" in note and f"{longest.reserved_mib:,.1f} MiB" in note
-    [one] = devices_that_fit(Tokens, batches=batches, devices=["A100"], input_dtype="int64", estimator="trace")
+    [one] = devices_that_fit(tokens, batches=batches, devices=["A100"], input_dtype="int64", estimator="trace")
     assert one.estimate.peak_memory_mib == mixed.peak_memory_mib
 
 
@@ -122,11 +109,11 @@ def test_a_compiled_mix_says_what_is_assumed_of_its_shapes():
 def test_the_largest_batch_of_a_mix_is_exact_and_devices_are_answered_as_alone():
     options = {"input_dtype": "int64", "estimator": "trace"}
     for given in ({"batches": [[8, 512], [8, 1024]]}, {"inputs": [8, 64], "batches": [512, 1024]}):
-        found = largest_batch(Tokens, device="RTX-4090", **given, **options)
+        found = largest_batch(tokens, device="RTX-4090", **given, **options)
         for batch, fits in ((found.batch, True), (found.batch + 1, False)):
             done = ask(batches=[[batch, 512], [batch, 1024]], device="RTX-4090")
             assert done.fits_device is fits and done.upper_mib == found.tried[batch]
-    [one] = devices_that_fit(Tokens, [8, 64], batches=[512, 1024], devices=["RTX-4090"], **options)
+    [one] = devices_that_fit(tokens, [8, 64], batches=[512, 1024], devices=["RTX-4090"], **options)
     assert one.estimate.peak_memory_mib == ask([8, 64], batches=[512, 1024], device="RTX-4090").peak_memory_mib
 
 
@@ -164,12 +151,12 @@ def test_trial_configs_have_their_own_batches(ask):
 
 def test_batches_of_different_sizes_have_no_largest_batch():
     with pytest.raises(UsageError, match="8, 16 samples"):
-        largest_batch(Tokens, batches=[[8, 64], [16, 32]], input_dtype="int64")
+        largest_batch(tokens, batches=[[8, 64], [16, 32]], input_dtype="int64")
 
 
-def test_batches_on_the_command_line(module_of_nets, answer, refused):
+def test_batches_on_the_command_line(answer, refused):
     def figures(*argv):
-        job = f"model={module_of_nets}", "input_dtype=int64", "estimator=trace"
+        job = "model=tests.learn.test_batch_mix:tokens", "input_dtype=int64", "estimator=trace"
         return answer(*job, *argv)["peak_memory_mib"]
 
     expected = ask(batches=[[8, 64], [8, 512]]).peak_memory_mib

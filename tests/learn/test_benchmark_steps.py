@@ -6,7 +6,6 @@ from functools import partialmethod
 
 import numpy as np
 import pytest
-from learn_rows import LLM_FOUNDRY, make_configs, write_batch, write_llm_foundry
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
@@ -20,7 +19,7 @@ from learn.benchmark import BenchmarkSettings, benchmark
 from learn.commands.benchmark_steps import rank_job_of
 from learn.estimators.kernel_fitting import TimeFit
 from learn.fitting.published_jobs import fused_mpt_loss
-from warehouse.exchange.ingesting import IngestSettings, ingest
+from tests.learn.learn_rows import LLM_FOUNDRY, import_llm_foundry, make_configs, write_batch
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB")
 CONFIGS = make_configs(20, seed=3)
@@ -47,9 +46,7 @@ def folder(tmp_path_factory):
             statuses=["ok"] * len(CONFIGS),
             labels={"step_time_ms": np.array(times)},
         )
-    file = tmp_path_factory.mktemp("published") / "llm.csv"
-    write_llm_foundry(file, {})
-    ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
+    import_llm_foundry(data, tmp_path_factory.mktemp("published") / "llm.csv", {})
     return data
 
 
@@ -136,8 +133,8 @@ ROW = LLM_FOUNDRY | {"Sharding Strategy": "FULL_SHARD", "MP Mode": "PURE", "SeqL
 
 def test_a_row_names_its_model_its_micro_steps_and_its_ranks():
     job = rank_job_of(ROW)
-    assert (job.config.embedding_size, job.config.depth, job.config.batch_size) == (768, 12, 4)
-    assert job.config.sequence_length == 256 and not job.config.activation_checkpointing and job.accumulation == 2
+    sizes = ("embedding_size", "depth", "batch_size", "sequence_length", "activation_checkpointing")
+    assert [getattr(job.config, name) for name in sizes] == [768, 12, 4, 256, False] and job.accumulation == 2
     assert job.parallel == {
         "fsdp": 8,
         "reshard_after_forward": True,
@@ -174,19 +171,15 @@ def test_the_time_is_that_of_a_micro_step_of_the_ranks():
         replace(job, parallel={"ddp": 8, "colour": 1}).micro_step_ms(H100)
 
 
-def test_the_benchmark_asks_each_published_row_with_its_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, iterations=3))
-    data, file = tmp_path / "data", tmp_path / "llm.csv"
+def test_the_benchmark_asks_each_published_row_with_its_ranks(tmp_path):
+    data = tmp_path / "data"
     write_batch(
         data, make_configs(22, seed=3), source="measured", labels={"step_time_ms": [5.0] * 22}, statuses=["ok"] * 22
     )
-    write_llm_foundry(file, {}, {"Precision": "bf16"})
-    ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
+    import_llm_foundry(data, tmp_path / "llm.csv", {}, {"Precision": "bf16"})
     heard = []
-    settings = BenchmarkSettings(
-        target="step_time", data=str(data), workers=0, split="leave_one_out", by="source", estimators=("trace", "ranks")
-    )
-    done = benchmark(settings, progress=lambda *counts: heard.append(counts))
+    choices = {"split": "leave_one_out", "by": "source", "estimators": ("trace", "ranks")}
+    done = asked(data, progress=lambda *counts: heard.append(counts), **choices)
     figures = {(one.file, one.estimator): one for one in done.figures}
     assert figures["farm", "ranks"].refusals == {"no ranks are published of the row": 22}
     refused = figures["llm_foundry", "ranks"].refusals

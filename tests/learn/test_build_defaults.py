@@ -1,6 +1,7 @@
-"""`python -m learn.build_defaults`: a folder of published files in, a folder of models out, whole or not at all."""
+"""`python -m learn.build_defaults`: published files in, a folder of models out, whole or not at all.
 
-import csv
+The second part is on the models of `method=fast`, which it fits as well."""
+
 import dataclasses
 import datetime
 import json
@@ -8,20 +9,29 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-from learn_rows import write_batch
 
 from conf.cli import command_line as cli
+from featurize.configs.features import feature_columns
 from featurize.families import mlp
-from learn import build_defaults
+from featurize.job.training_settings import PRECISIONS
+from learn import build_defaults, estimate, estimate_many
 from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
+from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
+from learn.estimators.tabular import LightGBMEstimator
 from learn.fitting.artifacts import default_artifact
+from learn.fitting.config_models import DEVICES, FAMILIES, _without_input, drawn_cases
 from learn.job.training_job import of_configs
+from learn.rows.data import Rows, get_target
+from learn.rows.step_store import compute
+from tests.learn.learn_rows import make_configs, make_rows, write_batch, write_csv
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
 from warehouse.exchange.exporting import ExportSettings, export
@@ -33,21 +43,19 @@ ROWS = 36
 def published(folder, timm=True):
     """Files as others publish them: MLPs, each of another shape, and with `timm` one image model."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "mlp.csv", "w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(HEADER)
-        for i in range(ROWS):
-            batch, depth = 8 * (1 + i % 6), 1 + i % 4
-            name = (
-                f"input:{100 + 20 * i}_output:4_depth:{depth}_arch:pyramid_batch:{batch}_act:elu_dropout:0.25_"
-                "dropout:True_batchnorm:True.out"
-            )
-            figures = (1500 + 600 * i, 80, 0.1 + i / 50, 0.05 + i / 100, 0.25)
-            rows.writerow((name, depth, 1000, batch, *figures, "SUCCESSFUL"))
+    rows = []
+    for i in range(ROWS):
+        batch, depth = 8 * (1 + i % 6), 1 + i % 4
+        name = (
+            f"input:{100 + 20 * i}_output:4_depth:{depth}_arch:pyramid_batch:{batch}_act:elu_dropout:0.25_"
+            "dropout:True_batchnorm:True.out"
+        )
+        figures = (1500 + 600 * i, 80, 0.1 + i / 50, 0.05 + i / 100, 0.25)
+        rows.append((name, depth, 1000, batch, *figures, "SUCCESSFUL"))
+    write_csv(folder / "mlp.csv", HEADER, rows)
     if timm:
-        header = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
-        with open(folder / "timm.csv", "w", newline="") as file:
-            csv.writer(file).writerows([header, ("resnet10t", "resnet", 8, 2000, 1)])
+        names = ("model", "module", "batch_size", "max_gpu_memory_mib", "faketensor_peak_mib")
+        write_csv(folder / "timm.csv", names, [("resnet10t", "resnet", 8, 2000, 1)])
     return folder
 
 
@@ -158,26 +166,38 @@ def test_a_folder_without_the_files_is_told_where_they_are_and_may_have_any_name
     assert not list(Path("models").iterdir())
 
 
+@dataclasses.dataclass
+class Text:
+    """A model that is one file."""
+
+    content: str
+
+    def save(self, folder):
+        (folder / "model.txt").write_text(self.content)
+
+
 def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_the_packaged_ones(tmp_path, monkeypatch):
-    def fitted(folder, models, seed, data, _progress):
-        asked.append((models, seed, data))
-        folder.mkdir(parents=True)
-        (folder / "model.txt").touch()
+    def labelled(cases, _steps, models):
+        asked.append((cases, models))
+        return {"memory": Rows(get_target("memory"), ())}
 
     asked = []
-    monkeypatch.setattr(build_defaults, "fit_fast", fitted)
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "labelled_rows", labelled)
+    monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (Text("trees"), {"seed": seed}))
     assert run(f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
     packaged = {target: default_artifact(target).estimator for target in TARGETS}
-    assert asked == [(packaged, 3, str(tmp_path / "data"))]
-    assert list(contents(tmp_path)) == ["models/fast/model.txt"]
+    assert asked == [((), packaged)]
+    models = {name: content for name, content in contents(tmp_path).items() if name.startswith("models/")}
+    assert list(models) == ["models/fast/memory/meta.json", "models/fast/memory/model/model.txt"]
+    assert json.loads(models["models/fast/memory/meta.json"])["seed"] == 3
 
 
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
-    def large(folder, *_):
-        folder.mkdir(parents=True)
-        (folder / "model.txt").write_bytes(b"0" * (11 * 2**20))
-
-    monkeypatch.setattr(build_defaults, "fit_fast", large)
+    large = Text("0" * (11 * 2**20))
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "labelled_rows", lambda *_: {"memory": Rows(get_target("memory"), ())})
+    monkeypatch.setattr(build_defaults, "fit_config_model", lambda *_: (large, {}))
     with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that are packaged"):
         build(BuildSettings(out=str(tmp_path / "models")), print)
     assert not list(tmp_path.iterdir())
@@ -207,3 +227,79 @@ def test_a_killed_build_writes_nothing_where_the_models_would_be(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == -signal.SIGKILL and not (tmp_path / "models").exists()
+
+
+# -- the models of `method=fast`: what they are fitted to
+
+
+CONFIG = mlp.Config(batch_size=64, input_size=300, classes=4, depth=2)
+
+
+def test_drawn_cases_depend_on_the_seed_alone_and_are_of_all_families_and_gpu_models():
+    cases = drawn_cases(400, seed=3)
+    assert cases == drawn_cases(400, seed=3) != drawn_cases(400, seed=4)
+    assert Counter(case.family for case in cases) == dict.fromkeys(FAMILIES, len(cases) // 3)
+    assert {case.device for case in cases} == set(DEVICES) and all(case.training_loop for case in cases)
+    assert sum(case.device == "A100-SXM4-40GB" for case in cases) == len(cases) / 2
+    assert {case.config.precision for case in cases} == set(PRECISIONS)
+    assert any(case.config.batch_size == 1 for case in cases), "wider than a published sweep"
+
+
+def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
+    configs = [CONFIG, *make_configs(2)]
+    apart, looped = (
+        [compute(case).values for case in of_configs(configs, training_loop=loop)] for loop in (False, True)
+    )
+    derived = _without_input(looped)
+    assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
+    assert derived["drama"] == pytest.approx([values["job_priced_drama"] for values in apart])
+
+
+def test_trees_that_learn_multiples_of_a_rough_figure_follow_it_beyond_what_they_were_fitted_on(tmp_path):
+    configs = [mlp.Config(batch_size=8 + i, input_size=64 + 16 * i, classes=10, depth=1 + i % 4) for i in range(40)]
+    cases, larger = of_configs(configs), of_configs([dataclasses.replace(CONFIG, input_size=16_384)])
+    plain, multiples = LightGBMEstimator(1), LightGBMEstimator(1)
+    multiples.times_rough = True
+    rough_mib = feature_columns(configs)["rough_memory_mib"] + cases[0].spec.context_mib
+    for estimator in (plain, multiples):
+        estimator.fit(make_rows("memory", configs, 1.5 * rough_mib))
+    wanted = 1.5 * (feature_columns([larger[0].config])["rough_memory_mib"][0] + larger[0].spec.context_mib)
+    assert plain.predict(larger).point[0] < 0.5 * wanted, "trees are flat there"
+    multiples.save(tmp_path)
+    for estimator in (multiples, LightGBMEstimator.load(tmp_path)):
+        prediction = estimator.predict(larger)
+        assert prediction.point[0] == pytest.approx(wanted, rel=0.02) and prediction.upper(0.99)[0] >= wanted
+        assert prediction.bin_probabilities(np.array([0.5 * wanted, 2 * wanted])).tolist() == [[0, 1, 0]]
+
+
+@pytest.mark.slow
+def test_a_fit_is_one_artifact_a_target(tmp_path, monkeypatch):
+    folder = tmp_path / "a'; echo foo" / "fast"
+    monkeypatch.setattr(build_defaults, "CASES", 60)
+    build(BuildSettings(out=str(folder.parent), data=str(tmp_path / "data"), seed=1), lambda *_: None)
+    assert {path.name for path in folder.iterdir()} == {*FAST_LOOPS, BOUND}
+    for name, loop in {**FAST_LOOPS, BOUND: FAST_LOOPS["memory"]}.items():
+        meta = json.loads((folder / name / "meta.json").read_text())
+        assert meta["loop"] == loop and set(meta["errors"]) == set(FAMILIES) and meta["rows"]["fitted"] >= 50
+    monkeypatch.setattr("learn.estimation.fast_estimates.DEFAULT_MODELS", folder.parent)
+    done = estimate(CONFIG, method="fast", data=tmp_path / "none")
+    assert done.peak_memory_mib < done.upper_mib and done.answered_by["memory"] == "lightgbm (default)"
+
+
+def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along(tmp_path):
+    data = tmp_path / "a'; echo foo"
+    configs = make_configs(60, families=("mlp",))
+    write_batch(data, configs)
+    fitted = fit(FitSettings(target="memory", estimator="lightgbm", data=str(data)))
+    first, second = estimate_many(configs[:2], method="fast", data=data)
+    assert first.answered_by["memory"] == f"lightgbm {fitted.path.name}" and first.loops["memory"] == "resident"
+    assert first.answered_by["smact"] == "lightgbm (default)"
+    assert first.peak_memory_mib <= first.upper_mib and first.peak_memory_mib != second.peak_memory_mib
+    errors = fitted.meta["metrics"]
+    assert first.held_out_errors["memory"] == {
+        "median": errors["median_relative_error"]["test"],
+        "p90": errors["p90_relative_error"]["test"],
+    }
+    assert estimate(configs[0], method="fast", data=data, device="H200-SXM-141GB").answered_by["memory"] == (
+        "lightgbm (default)"
+    ), "another GPU model than that of the folder's rows"

@@ -1,6 +1,5 @@
 """Slowdowns of jobs that share a GPU: learned from made-up pairs in Lucid's format, judged, kept and asked for."""
 
-import csv
 import datetime
 import itertools
 import json
@@ -17,7 +16,7 @@ from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
 from learn.commands.fit import FitSettings
 from learn.commands.fit import entry as fit_command
-from learn.commands.sharing import judged
+from learn.commands.sharing import judge_slowdowns
 from learn.sharing.admitting import known, profile_of
 from learn.sharing.slowdowns import (
     ContentionFormula,
@@ -31,7 +30,7 @@ from learn.sharing.slowdowns import (
     measured_groups,
     packaged_slowdowns,
 )
-from tests.learn.learn_rows import restamp
+from tests.learn.learn_rows import restamp, write_csv
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import NOT_TOGETHER
@@ -113,10 +112,7 @@ def pairs_folder(tmp_path, groups):
         for g in groups
     ]
     for name, rows in (("single", alone), ("pairs", pairs)):
-        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(tmp_path / f"{name}.csv", list(rows[0]), rows)
     data = tmp_path / "data"
     ingest(IngestSettings(source="lucid", path=str(tmp_path), data=str(data)))
     return data
@@ -181,7 +177,7 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
         for device in ("K80", "P100")
         for a, b in itertools.combinations("abcde", 2)
     ]
-    scores = {figures.estimator: figures for figures in judged(named, "device")[0]}
+    scores = {figures.estimator: figures for figures in judge_slowdowns(named, "device")[0]}
     assert scores["learned"].raw.mean < 0.01 < scores["constant"].raw.mean
     answering = {name for name, figures in scores.items() if figures.answered_ok}
     assert answering == {"learned", "constant"} and "is known" in next(iter(scores["trees"].refusals))
@@ -200,7 +196,7 @@ def test_groups_that_were_not_together_are_never_learned_from(groups):
 
 
 def test_models_that_were_left_out_are_answered_better_than_by_other_peoples_formulas(groups):
-    figures, _, aucs = judged(groups[::2], "model")
+    figures, _, aucs = judge_slowdowns(groups[::2], "model")
     scores = {of.estimator: of for of in figures}
     assert set(scores) == {"learned", "trees", "horus_sum", "shared_time", "constant"}
     assert scores["learned"].raw.mean == min(of.raw.mean for of in figures)

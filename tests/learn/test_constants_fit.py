@@ -1,6 +1,5 @@
 """Constants of hosts, of NVLink and of power, fitted to imported rows."""
 
-import csv
 import dataclasses
 import math
 
@@ -11,11 +10,11 @@ from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import EAGER, MEGATRON
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
-from featurize.timing.step_time import load_efficiencies, overlapped
+from featurize.timing.step_time import load_efficiencies, overlap_times
 from featurize.timing.times import HostTime
 from learn.fitting import constants_fit
-from learn.fitting.constants_fit import fitted_hosts, fitted_links
-from warehouse.exchange.ingesting import IngestSettings, ingest
+from learn.fitting.constants_fit import fit_hosts, fit_links
+from tests.learn.learn_rows import import_csv
 from warehouse.exchange.published_kernels import KERNEL_TABLES
 from warehouse.exchange.published_tables import TABLES
 from warehouse.files.folder import DataFolder
@@ -24,13 +23,7 @@ PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRO
 
 
 def imported(folder, source, rows):
-    names = TABLES[source].names.split(", ")
-    path = folder / f"{source}.csv"
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
-    ingest(IngestSettings(source=source, path=str(path), data=str(folder / "data")))
+    import_csv(folder / "data", folder / f"{source}.csv", source, TABLES[source].names.split(", "), rows)
 
 
 def small_model(test, environment, ms, **cells):
@@ -78,7 +71,7 @@ def timed(layers, width, ms):
 
 def test_a_folder_without_steps_keeps_the_packaged_constants(tmp_path):
     folder = DataFolder(tmp_path / "data").create()
-    assert fitted_hosts(folder, load_efficiencies(), [], PACKAGED) == (PACKAGED, [], {})
+    assert fit_hosts(folder, load_efficiencies(), [], PACKAGED) == (PACKAGED, [], {})
 
 
 def test_machines_differ_as_far_as_the_same_tests_do_on_them_and_wide_models_say_nothing(tmp_path):
@@ -94,7 +87,7 @@ def test_machines_differ_as_far_as_the_same_tests_do_on_them_and_wide_models_say
         )
     ]
     imported(tmp_path, "megatron", rows)
-    hosts, scores, _ = fitted_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
+    hosts, scores, _ = fit_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
     spread = math.log(1.44) / math.sqrt(3)  # of two equal machines and one 1.44 times slower
     assert [host.machines for host in hosts.values()] == pytest.approx(2 * [math.exp(1.2816 * spread)], rel=1e-3)
     assert {host.factor for host in hosts.values()} == {5.0} and not scores
@@ -105,9 +98,9 @@ def test_the_fit_finds_the_factor_that_made_the_steps_with_either_kind_of_layers
     imported(tmp_path, "vtrain", [timed(layers, width, 1.0) for layers, width in ((2, 64), (2, 128))])
     of_steps, _ = constants_fit._megatron_times(tmp_path / "data", load_efficiencies())
     assert len(of_steps) == 4  # each step with PyTorch's and with Megatron's own layers
-    made = [(*one[:4], overlapped(one[1], one[2] + 9.0 * (one[3] - one[2]))) for one in of_steps]
+    made = [(*one[:4], overlap_times(one[1], one[2] + 9.0 * (one[3] - one[2]))) for one in of_steps]
     monkeypatch.setattr(constants_fit, "_megatron_times", lambda data, learned: (made, {}))
-    hosts, (score,), _ = fitted_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
+    hosts, (score,), _ = fit_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
     assert hosts[MEGATRON].factor == pytest.approx(9.0, rel=0.03) and hosts[EAGER] == PACKAGED[EAGER]
     assert score.count == 4 and score.figures["mean_error"] < 0.03
 
@@ -117,27 +110,24 @@ SIZES = [2**20, 2**24, 2**28]
 
 
 def all_reduces(folder, gpu, counts):
-    device = load_device(gpu)
-    path = folder / f"{gpu}.csv"
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(KERNEL_TABLES["allreduce"][0].split(", "))
-        for ranks in counts:
-            fabric = fabric_of_axis(device, Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
-            for nbytes in SIZES:
-                us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
-                writer.writerow([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
-    ingest(IngestSettings(source="allreduce", path=str(path), data=str(folder / "data")))
+    rows = []
+    for ranks in counts:
+        fabric = fabric_of_axis(load_device(gpu), Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
+        for nbytes in SIZES:
+            us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
+            rows.append([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
+    names = KERNEL_TABLES["allreduce"][0].split(", ")
+    import_csv(folder / "data", folder / f"{gpu}.csv", "allreduce", names, rows)
 
 
 def test_a_folder_without_all_reduces_fits_nothing(tmp_path):
-    assert fitted_links(DataFolder(tmp_path / "data").create()) == (packaged_links(), [], {})
+    assert fit_links(DataFolder(tmp_path / "data").create()) == (packaged_links(), [], {})
 
 
 def test_rows_that_the_constants_do_not_hold_for_are_left_out_with_the_reason(tmp_path):
     all_reduces(tmp_path, "H100-SXM5-80GB", (8,))
     all_reduces(tmp_path, "A100-SXM4-80GB", (16,))
-    constants, scores, left_out = fitted_links(tmp_path / "data")
+    constants, scores, left_out = fit_links(tmp_path / "data")
     assert (constants, scores) == (packaged_links(), [])
     assert left_out == {
         "all-reduces on H100-SXM5-80GB: not over NVLink up to Ampere": 3,
@@ -148,7 +138,7 @@ def test_rows_that_the_constants_do_not_hold_for_are_left_out_with_the_reason(tm
 def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_was_left_out(tmp_path):
     all_reduces(tmp_path, "A100-SXM4-80GB", (2, 8))
     all_reduces(tmp_path, "V100-SXM2-16GB", (8,))
-    constants, scores, _ = fitted_links(tmp_path / "data")
+    constants, scores, _ = fit_links(tmp_path / "data")
     assert constants.reached == pytest.approx(0.7, rel=0.02) and constants.copy_gb_s == pytest.approx(600, rel=0.05)
     assert constants.launch_us == pytest.approx(40, rel=0.05)
     assert {score.by for score in scores} == {"learned from", "GPU models left out", "numbers of GPUs left out"}
@@ -161,22 +151,17 @@ LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
 
 def write(data, name, limits_w, batch=512, timed=("A40", "V100")):
     """Import made-up rows: a job that is as slow as its power is low, and one that waits for its input."""
-    names = TABLES["zeus"].names.split(", ")
-    path = data.parent / name
-    with open(path, "w", newline="") as file:
-        table = csv.DictWriter(file, [*names, "note"])
-        table.writeheader()
-        for gpu, limits in limits_w.items():
-            for limit_w in limits:
-                for model, dataset, power_w, epoch_s in (
-                    ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w),
-                    ("ncf", "movielens-1m", 60, 900),
-                ):
-                    job = dict(zip(names, (model, dataset, gpu, 1, batch, "fp32", "adam", limit_w), strict=False))
-                    table.writerow({**job, "what_was_measured": "average power", "value": power_w, "unit": "W"})
-                    if gpu in timed:
-                        table.writerow({**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"})
-    ingest(IngestSettings(source="zeus", path=str(path), data=str(data)))
+    names, rows = TABLES["zeus"].names.split(", "), []
+    for gpu, limit_w in ((gpu, limit_w) for gpu, limits in limits_w.items() for limit_w in limits):
+        for model, dataset, power_w, epoch_s in (
+            ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w),
+            ("ncf", "movielens-1m", 60, 900),
+        ):
+            job = dict(zip(names, (model, dataset, gpu, 1, batch, "fp32", "adam", limit_w), strict=False))
+            rows.append({**job, "what_was_measured": "average power", "value": power_w, "unit": "W"})
+            if gpu in timed:
+                rows.append({**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"})
+    import_csv(data, data.parent / name, "zeus", [*names, "note"], rows)
 
 
 @pytest.fixture
@@ -206,7 +191,7 @@ def test_jobs_without_a_time_and_gpus_without_a_description_are_left_out_with_th
 def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(folder, monkeypatch):
     monkeypatch.setattr(constants_fit, "_DESCENT", dataclasses.replace(constants_fit._DESCENT, iterations=5))
     rows, _ = constants_fit.power_rows(folder, lambda *_: None)
-    section, scores = constants_fit.fitted_power(rows, load_efficiencies(), lambda *_: None)
+    section, scores = constants_fit.fit_power(rows, load_efficiencies(), lambda *_: None)
     assert set(section) == {"sm", "fp32", "tensor", "dram", "exponent", "feed"}
     judged = {(score.by, score.rows): score for score in scores}
     assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from

@@ -49,9 +49,12 @@ def test_case_a_beginning_and_the_driver_s_name_are_enough_in_python(given, name
 
 @pytest.mark.parametrize(("given", "name"), NAMES[:3])
 def test_case_and_a_beginning_are_enough_on_the_command_line(given, name):
-    assert cli.load_config("estimate", [f"device={given}"]).device.name == name
-    assert cli.load_config("submit", ["+arch=mlp", "n=1", f"device={given}"]).device.name == name
-    assert cli.load_config("grow", ["n=1", f"device='{given}'"]).device.name == name
+    commands = {
+        "estimate": [f"device={given}"],
+        "submit": ["+arch=mlp", "n=1", f"device={given}"],
+        "grow": ["n=1", f"device='{given}'"],
+    }
+    assert {cli.load_config(command, words).device.name for command, words in commands.items()} == {name}
 
 
 def test_an_ambiguous_beginning_lists_its_candidates(refused):
@@ -209,10 +212,10 @@ SPELLINGS = {
 def test_a_library_s_model_under_another_spelling_is_told_the_one_that_works(model):
     if version_of(model.partition(":")[0]) is None:
         pytest.skip("not installed")
-    with pytest.raises(UsageError) as of_command:
+    advice = re.escape(SPELLINGS[model])
+    with pytest.raises(UsageError, match=advice):
         load_factory(model)
-    with pytest.raises(UsageError) as of_request:
+    with pytest.raises(UsageError, match=advice):
         zoo.layers(zoo.Config(model=model, inputs="float32[3,8,8]", batch_size=1))
-    assert SPELLINGS[model] in str(of_command.value) and SPELLINGS[model] in str(of_request.value)
     first = SPELLINGS[model].removeprefix("write ").partition(" ")[0]
     assert callable(load_factory(first))

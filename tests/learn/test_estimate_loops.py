@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from learn_rows import make_configs, write_batch
 from torch import nn
 
 from featurize.device.device_spec import describe_device
@@ -20,6 +19,7 @@ from learn.estimation.notes import (
 from learn.fitting.artifacts import default_artifact
 from learn.job.training_job import Case
 from learn.rows.step_store import compute
+from tests.learn.learn_rows import make_configs, write_batch
 
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIGS = make_configs(6, seed=3)

@@ -65,14 +65,9 @@ def test_wrong_settings_are_named(given, message):
         estimate(net, SHAPE, **given)
 
 
-def test_settings_are_keys_of_the_command(tmp_path, monkeypatch, answer, refused):
-    (tmp_path / "gpufarm_settings_net.py").write_text(
-        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    job = ["model=gpufarm_settings_net:net", "input=[8,64]"]
-    job += ["accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false"]
+def test_settings_are_keys_of_the_command(answer, refused):
+    settings = "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false"
+    job = "model=tests.learn.test_estimate_settings:net", "input=[8,512]", *settings
     assert any("accumulation=2, clip_norm=1" in warning for warning in answer(*job)["warnings"])
     assert "quantize_skip needs quantize" in refused(*job, "quantize_skip=[head]")
 

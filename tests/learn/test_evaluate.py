@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from learn_rows import make_configs
 
 from conf.errors import UsageError
 from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
@@ -12,7 +11,7 @@ from learn.estimators.tabular import group_folds
 from learn.judging.evaluate import classes_of, metrics_of, parts_of
 from learn.judging.scores import Given, Scored, bound_scores, class_scores, described, figures_of
 from learn.rows.data import get_target, make_bins, memory_bins
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import make_configs, make_rows
 
 
 def rows_of(n=60, copies=2):

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from learn_rows import make_configs, write_batch, write_llm_foundry
 
 from featurize.device.device_spec import load_device
 from featurize.timing.calls import kernel_calls
@@ -15,10 +14,11 @@ from featurize.timing.step_time import efficiencies_text, load_efficiencies, rea
 from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting.constants_fit import ActivityFit, judged_activity
+from learn.fitting.constants_fit import ActivityFit, judge_activity
 from learn.fitting.kernel_formulas import score_of
 from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
 from learn.judging.scores import score_table
+from tests.learn.learn_rows import import_llm_foundry, make_configs, write_batch
 from warehouse.exchange.ingesting import IngestSettings, ingest
 
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
@@ -77,9 +77,7 @@ def folder(tmp_path_factory):
     write_batch(data, configs[:22], source="measured", job="real", statuses=["ok"] * 22)
     write_batch(data, configs[22:], source="simulated", job="sim", statuses=["ok"] * 2)
     write_batch(data, configs[22:23], source="measured", job="odd", statuses=["ok"], device="GPU-of-nobody")
-    file = tmp_path_factory.mktemp("published") / "llm.csv"
-    write_llm_foundry(file, {}, {"Model": "9t"})
-    ingest(IngestSettings(source="llm_foundry", path=str(file), data=str(data)))
+    import_llm_foundry(data, tmp_path_factory.mktemp("published") / "llm.csv", {}, {"Model": "9t"})
     return data
 
 
@@ -209,7 +207,7 @@ def test_rows_that_were_left_out_have_no_part_in_the_fit(rows):
 
 
 def test_every_family_is_judged_and_printed(rows):
-    scores, learned = judged_activity(ActivityFit(rows[:8], LEARNED), 2, silent)
+    scores, learned = judge_activity(ActivityFit(rows[:8], LEARNED), 2, silent)
     assert {(one.rows, one.by) for one in scores} == {
         (family, split) for family in ("cnn", "mlp") for split in ("learned from", "groups left out")
     }

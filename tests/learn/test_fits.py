@@ -14,8 +14,10 @@ from learn import devices_that_fit, estimate, largest_batch
 from learn.estimation.estimating import MOST_SAMPLES, largest_fitting
 from learn.job.inputs import with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
+from tests.featurize.small_nets import Computes
 
 A100 = load_device("A100-SXM4-40GB")
+MODULE = "tests.learn.test_fits"
 
 
 def card(memory_mib):
@@ -30,30 +32,18 @@ def narrow():
     return nn.Linear(4, 4)
 
 
-class Tokens(nn.Module):
-    """Embeds token ids and, under a mask, says what their loss is."""
+def tokens():
+    """A model that embeds token ids and, under a mask, says what their loss is."""
 
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(100, 512), nn.Linear(512, 100)
-
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        hidden = self.embedding(input_ids)
+    def forward(net, input_ids, attention_mask=None, labels=None):
+        hidden = net.embedding(input_ids)
         if attention_mask is not None:
             hidden = hidden * attention_mask.unsqueeze(-1)
-        logits = self.head(hidden)
+        logits = net.head(hidden)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}
 
-
-@pytest.fixture
-def module_of_nets(tmp_path, monkeypatch):
-    """A module `gpufarm_nets_that_fit` on the path: `net()` and `tokens()`."""
-    import sys
-
-    monkeypatch.setitem(sys.modules, "gpufarm_nets_that_fit", sys.modules[__name__])
-    monkeypatch.chdir(tmp_path)
-    return "gpufarm_nets_that_fit"
+    return Computes(forward, embedding=nn.Embedding(100, 512), head=nn.Linear(512, 100))
 
 
 @pytest.mark.parametrize("by, options", [("bound", {}), ("point", {}), ("point", {"estimator": "trace"})])
@@ -110,11 +100,11 @@ def test_a_search_that_no_batch_ends_stops_at_its_limit():
     assert largest_fitting(lambda size: float(size), MOST_SAMPLES - 1.0, 8) == MOST_SAMPLES - 1
 
 
-def test_no_batch_beyond_all_training_is_answered(module_of_nets, shown, answer):
+def test_no_batch_beyond_all_training_is_answered(shown, answer):
     largest = largest_batch(narrow, [8, 4], device="A100-SXM4-40GB", estimator="trace")
     assert (largest.batch, largest.beyond, largest.is_lower_bound) == (MOST_SAMPLES, None, True)
     assert largest.estimate is not None and max(largest.tried) == MOST_SAMPLES
-    asked = [f"model={module_of_nets}:narrow", "input=[8,4]", "find=largest_batch", "estimator=trace"]
+    asked = [f"model={MODULE}:narrow", "input=[8,4]", "find=largest_batch", "estimator=trace"]
     assert "the largest batch on A100-SXM4-40GB is at least 65,536, by the " in shown(*asked)
     found = answer(*asked)
     assert (found["batch"], found["is_lower_bound"], found["beyond"]) == (MOST_SAMPLES, True, None)
@@ -159,7 +149,7 @@ def cudnn(monkeypatch):
         yield
 
 
-def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, module_of_nets, shown, answer, monkeypatch):
+def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, shown, answer, monkeypatch):
     options = {"workspaces": "cudnn", "precision": "bf16"}
     fits = devices_that_fit(convolutions, [8, 3, 16, 16], devices=["K80", "A100", "T4"], **options)
     by_name = {one.device: one for one in fits}
@@ -170,7 +160,7 @@ def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, modu
         alone = estimate(convolutions, [8, 3, 16, 16], device=name, **options)
         assert by_name[name].estimate == dataclasses.replace(alone, seconds=by_name[name].estimate.seconds)
     monkeypatch.setattr("learn.estimation.estimating.device_names", lambda: ("K80", "T4"))
-    job = [f"model={module_of_nets}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=cudnn"]
+    job = [f"model={MODULE}:convolutions", "input=[8,3,16,16]", "find=devices", "workspaces=cudnn"]
     rows = {row["device"]: row for row in answer(*job)["devices"]}
     assert rows["K80"]["fits"] is rows["K80"]["estimate"] is None and rows["K80"]["problem"] == without.problem
     assert rows["T4"]["problem"] is None and rows["T4"]["fits"]
@@ -232,21 +222,21 @@ def test_importing_learn_leaves_the_search_out():
         _ = learn.smallest_batch
 
 
-def test_keyword_inputs_and_a_batch_on_the_command_line(module_of_nets, answer):
-    job = f"model={module_of_nets}:Tokens", "estimator=trace"
+def test_keyword_inputs_and_a_batch_on_the_command_line(answer):
+    job = f"model={MODULE}:tokens", "estimator=trace"
     scaled = answer(*job, "input={input_ids: [8,128], labels: [8,128]}", "input_dtype=int64", "batch=32")
     ids = torch.zeros(32, 128, dtype=torch.int64)
-    alone = estimate(Tokens, {"input_ids": ids, "labels": ids}, estimator="trace")
+    alone = estimate(tokens, {"input_ids": ids, "labels": ids}, estimator="trace")
     assert scaled["peak_memory_mib"] == alone.peak_memory_mib
     typed = "{shape: [8,128], dtype: int64}"
     with_mask = answer(*job, f"input={{input_ids: {typed}, attention_mask: [8,128], labels: {typed}}}")
     ids, mask = ids[:8], torch.ones(8, 128)
-    alone = estimate(Tokens, {"input_ids": ids, "attention_mask": mask, "labels": ids}, estimator="trace")
+    alone = estimate(tokens, {"input_ids": ids, "attention_mask": mask, "labels": ids}, estimator="trace")
     assert with_mask["peak_memory_mib"] == alone.peak_memory_mib
 
 
-def test_the_command_finds_the_largest_batch_and_the_devices(module_of_nets, answer, shown, monkeypatch):
-    job = [f"model={module_of_nets}:net", "input=[4096,256]", "estimator=trace"]
+def test_the_command_finds_the_largest_batch_and_the_devices(answer, shown, monkeypatch):
+    job = [f"model={MODULE}:net", "input=[4096,256]", "estimator=trace"]
     found = answer(*job, "find=largest_batch", "device=V100-SXM2-32GB", "device.memory_mib=700")
     assert found["tried"][str(found["batch"])] <= 700 < found["tried"][str(found["batch"] + 1)]
     found_devices = answer(*job, "find=devices")["devices"]
@@ -286,8 +276,8 @@ def test_wrong_keys_are_named(arguments, message, refused):
     assert message in refused(*arguments)
 
 
-def test_the_command_prints_a_table_of_the_gpus_named(module_of_nets, answer, refused):
-    job = f"model={module_of_nets}:net", "input=[4096,256]"
+def test_the_command_prints_a_table_of_the_gpus_named(answer, refused):
+    job = f"model={MODULE}:net", "input=[4096,256]"
     rows = answer(*job, "device=[a100,L4,a100:1g.5gb]")["devices"]
     assert {row["device"] for row in rows} == {"A100-SXM4-40GB", "L4", "A100-SXM4-40GB MIG 1g.5gb"}
     assert all(row["estimate"]["samples_per_s"] > 0 for row in rows)

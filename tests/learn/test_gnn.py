@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from learn_rows import DEVICE
 from torch import nn
 
 from featurize.families import mlp
 from learn.estimators.protocol import make_estimator
 from learn.job.training_job import Case, of_module
 from learn.rows.step_store import StepRecord, StepStore
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import DEVICE, make_rows
 
 STEPS = StepStore()  # of the cases that the tests share
 BATCH, WIDTH = 64, 512

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from learn_rows import DEVICE, labels_of, make_configs
 from torch import nn
 
 from conf.errors import UsageError
@@ -12,7 +11,7 @@ from featurize.families import cnn, layers_of, mlp
 from learn.estimators.protocol import make_estimator
 from learn.job.training_job import Case, of_module
 from learn.peers.gpumemnet import MAX_TOKENS, BinnedPrediction, bin_edges, classes_of, tokens_of
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import DEVICE, labels_of, make_configs, make_rows
 
 NAMES = ("gpumemnet_mlp", "gpumemnet_transformer")
 CEILING_MIB = 8000.0

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from learn_rows import labels_of, make_configs, write_batch, write_runs
 
 from conf.errors import UsageError
 from conf.units import MIB_PER_GIB
@@ -13,7 +12,7 @@ from learn.judging.evaluate import classes_of
 from learn.judging.scores import Scored, described, estimated_classes
 from learn.rows.data import load_rows, memory_bins
 from learn.rows.step_store import StepStore, with_suspects
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch, write_runs
 
 
 @pytest.fixture

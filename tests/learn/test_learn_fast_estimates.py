@@ -6,7 +6,6 @@ import json
 import sys
 
 import pytest
-from learn_rows import make_configs, write_runs
 from torch import nn
 
 from conf.errors import UsageError
@@ -14,7 +13,8 @@ from featurize.device.device_spec import load_device
 from featurize.families import cnn, layers_of, mlp, timm, transformer
 from featurize.job.layers import totals
 from learn import estimate, estimate_many
-from learn.build_defaults import drawn_cases
+from learn.fitting.config_models import drawn_cases
+from tests.learn.learn_rows import make_configs, write_runs
 
 A100 = load_device("A100-SXM4-40GB")
 STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}  # copies of the weights

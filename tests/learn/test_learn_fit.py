@@ -4,7 +4,6 @@ import json
 from datetime import UTC, datetime
 
 import pytest
-from learn_rows import make_configs, write_batch
 
 from conf.cli import command_line as cli
 from conf.cli.command_line import StepBar
@@ -15,7 +14,7 @@ from learn.commands import fit as fit_module
 from learn.estimators.protocol import default_estimator
 from learn.fitting.artifacts import find_latest, load_latest, versions
 from learn.rows.data import TARGETS, load_rows
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import make_configs, make_rows, write_batch
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 

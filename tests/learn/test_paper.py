@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from learn_rows import published_mlp, write_published
 
 from conf.cli import command_line as cli
 from learn.benchmark import entry
 from learn.judging import benchmark_view
+from tests.learn.learn_rows import published_mlp, write_published
 
 
 @pytest.fixture

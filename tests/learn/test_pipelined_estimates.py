@@ -9,35 +9,18 @@ from torch import nn
 from featurize.device.device_spec import load_device
 from learn import estimate, largest_batch
 from learn.estimation.estimate_view import print_table
+from tests.featurize.small_nets import Block, Stack
 
 WIDTH, SAMPLES = 1024, 4096
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.narrow(nn.functional.gelu(self.wide(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, blocks=6):
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+def net():
+    return Stack((Block(WIDTH, norm=False) for _ in range(6)), nn.Linear(WIDTH, 10), first=nn.Linear(WIDTH, WIDTH))
 
 
 def of_net(parallel=None, **options):
     return estimate(
-        Net,
+        net,
         [SAMPLES, WIDTH],
         parallel=parallel,
         precision="bf16",
@@ -139,9 +122,9 @@ def test_the_table_shows_the_bubble_and_where_stages_begin(four, capsys):
 def test_the_largest_batch_divides_into_micro_batches():
     layout = "pp=2,micro_batches=6"
     device = dataclasses.replace(load_device("H100-SXM5-80GB"), memory_mib=2_000)
-    largest = largest_batch(Net, [SAMPLES, WIDTH], parallel=layout, precision="bf16", device=device)
+    largest = largest_batch(net, [SAMPLES, WIDTH], parallel=layout, precision="bf16", device=device)
     assert largest.batch % 6 == 0 and largest.estimate.fits_device and not largest.beyond.fits_device
-    again = estimate(Net, [largest.batch + 6, WIDTH], parallel=layout, precision="bf16", device=device)
+    again = estimate(net, [largest.batch + 6, WIDTH], parallel=layout, precision="bf16", device=device)
     assert again.peak_memory_mib == largest.beyond.peak_memory_mib
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from learn.planning.plan_report import in_order, lines_of_others, plan_page, pla
 from learn.planning.search import Findings, MicroBatches
 from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen
+from tests.featurize.small_nets import Block, Computes
 from tests.parsed_page import ParsedPage
 
 WIDTH = 1024
@@ -27,18 +29,11 @@ CARD = replace(describe_device("A100-SXM4-40GB"), memory_mib=3000.0)
 BUILT = []
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def net():
+def net(blocks=4):
     BUILT.append("net")
-    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 10))
+    return nn.Sequential(
+        *(Block(WIDTH, norm=False, activation=torch.relu) for _ in range(blocks)), nn.Linear(WIDTH, 10)
+    )
 
 
 def flat():
@@ -58,6 +53,11 @@ def replicas_of(gpus, settings, _modes=()):
 def replicas_alone(monkeypatch):
     """Most tests are on what all modes have in common: replicas show it."""
     monkeypatch.setattr(plans, "meshes_of", replicas_of)
+
+
+@pytest.fixture
+def all_modes(monkeypatch):
+    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +128,8 @@ def test_a_global_batch_is_split_into_micro_steps():
     (row,) = (one for one in done.rows if one.accumulation == 8)
     whole = estimate(net, [row.micro_batch, WIDTH], device=CARD, parallel="ddp=8", accumulation=8)
     assert row.peak_memory_mib == whole.peak_memory_mib and row.upper_mib == whole.upper_mib
-    assert row.step_time_ms == pytest.approx(whole.step_time_ms, rel=1e-3)
-    assert row.exposed_ms == pytest.approx(whole.exposed_ms, rel=1e-3)
-    assert row.samples_per_s == pytest.approx(whole.samples_per_s, rel=1e-3)
+    for name in ("step_time_ms", "exposed_ms", "samples_per_s"):
+        assert getattr(row, name) == pytest.approx(getattr(whole, name), rel=1e-3), name
 
 
 def test_a_layout_whose_replicas_do_not_divide_the_batch_cannot_be():
@@ -173,13 +172,11 @@ def test_progress_names_each_layout():
     assert heard == [("ddp=2", 0, 2), ("ddp=4", 1, 2)]
 
 
-def deep():
-    return nn.Sequential(*(Block() for _ in range(9)), nn.Linear(WIDTH, 10))
+deep = partial(net, 9)
 
 
 @pytest.mark.needs_mode("fsdp")
-def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(monkeypatch):
-    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
+def test_blocks_that_repeat_are_traced_once_and_the_best_rows_whole(all_modes):
     done = planned(gpus=2, model=deep, checkpointing="none", batch=2048)
     rows = {row.mesh: [one for one in done.rows if one.mesh == row.mesh] for row in done.rows}
     assert {row.known for row in rows["ddp=2"]} <= {"traced", None} and done.best.known == "traced"
@@ -255,8 +252,7 @@ def row_of(parallel, micro_batch=8, way=None, *, mib=100.0, rate=None, fits=True
 
 
 @pytest.mark.needs_mode("pp")
-def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(monkeypatch):
-    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
+def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(all_modes):
     done = planned(gpus=2, modes=["pp"], batch=512, checkpointing="none")
     assert {row.mesh for row in done.rows} == {"pp=2"} and {row.accumulation for row in done.rows} == {8}
     best = done.best
@@ -270,8 +266,7 @@ def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(monkeypatc
 
 
 @pytest.mark.needs_mode("pp")
-def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(monkeypatch):
-    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
+def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(all_modes):
     done = planned(gpus=4, modes=["ddp", "pp"], batch=4096, checkpointing="none")
     reasons = {row.mesh: row.why for row in done.rows if row.parallel.degrees.pp > 1 and not row.fits}
     assert "slower than the best without pp" in reasons["pp=4"] and done.best.mesh == "ddp=4"
@@ -283,15 +278,15 @@ def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(monkeypatch):
 
 
 def test_modes_are_those_that_are_named():
-    assert meshes.checked_modes(["tp", "ep", "cp", "fsdp"]) == ("fsdp", "cp", "tp", "ep")
+    assert meshes.check_modes(["tp", "ep", "cp", "fsdp"]) == ("fsdp", "cp", "tp", "ep")
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: meshes.checked_modes(["zp"]), "mode"),
-        (lambda: meshes.checked_modes([]), "mode"),
-        (lambda: meshes.checked_modes(3), "mode"),
+        (lambda: meshes.check_modes(["zp"]), "mode"),
+        (lambda: meshes.check_modes([]), "mode"),
+        (lambda: meshes.check_modes(3), "mode"),
         (lambda: meshes.layout_settings(8, "micro_batches=8"), "plan chooses micro_batches"),
     ],
 )
@@ -350,22 +345,18 @@ def test_named_experts_are_divided_over_ranks_that_divide_them():
         meshes.modes_of(["fsdp", "ep"])
 
 
-class Mixing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(EXPERTS_WIDTH, 4), Chosen(4)
-
-    def forward(self, x):
-        weights, index = self.router(x).softmax(-1).topk(1)
-        return x + self.experts(x, index, weights)
-
-
 @pytest.mark.needs_mode("fsdp")
-def test_a_model_with_experts_is_planned_with_ep(monkeypatch):
-    monkeypatch.setattr(plans, "meshes_of", meshes.meshes_of)
+def test_a_model_with_experts_is_planned_with_ep(all_modes):
+    def mix(net, x):
+        weights, index = net.router(x).softmax(-1).topk(1)
+        return x + net.experts(x, index, weights)
+
+    def mixing():
+        return Computes(mix, router=nn.Linear(EXPERTS_WIDTH, 4), experts=Chosen(4))
+
     done = planned(
         gpus=4,
-        model=lambda: nn.Sequential(*(Mixing() for _ in range(2))),
+        model=lambda: nn.Sequential(mixing(), mixing()),
         inputs=[1024, EXPERTS_WIDTH],
         checkpointing="none",
         global_batch=4096,
@@ -381,27 +372,29 @@ def test_layouts_of_replicas_run_without_zero_where_deepspeed_does_not_go_with_t
     assert any("tried without zero: parallel: zero=2 does not go with ema" in note for note in done.notes)
 
 
-def test_what_outgrows_many_shards_is_not_tried_with_fewer():
-    findings = Findings(limit_mib=1000.0)
+@pytest.fixture
+def findings():
+    return Findings(limit_mib=1000.0)
+
+
+def test_what_outgrows_many_shards_is_not_tried_with_fewer(findings):
     findings.add(row_of(Parallel(fsdp=8, tp=2), mib=2000.0, fits=False))
     findings.add(row_of(Parallel(fsdp=8, tp=4), micro_batch=4, mib=1050.0, fits=False))  # near the limit
-    assert findings.outgrown_by(Parallel(ddp=4, fsdp=4), 8, 1, None) == "fsdp=8, tp=2 takes 2,000 MiB already"
-    assert findings.outgrown_by(Parallel(ddp=4, fsdp=4), 8, 4, None)
-    assert findings.outgrown_by(Parallel(fsdp=16), 8, 1, None) is None
-    assert findings.outgrown_by(Parallel(ddp=4, fsdp=4), 8, 1, "full") is None
-    assert findings.outgrown_by(Parallel(fsdp=8, tp=2), 4, 1, None) is None
+    fewer, larger = Parallel(ddp=4, fsdp=4), "fsdp=8, tp=2 takes 2,000 MiB already"
+    assert findings.outgrown_by(fewer, 8, 1, None) == larger
+    assert findings.outgrown_by(fewer, 8, 4, None)
+    others = (Parallel(fsdp=16), 8, 1, None), (fewer, 8, 1, "full"), (Parallel(fsdp=8, tp=2), 4, 1, None)
+    assert [findings.outgrown_by(*asked) for asked in others] == [None] * 3
 
 
-def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer():
-    findings = Findings(limit_mib=1000.0)
+def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer(findings):
     findings.hopeless[Parallel(fsdp=8, tp=2)] = 1200.0
     reason = "not tried: with any batch, fsdp=8, tp=2 holds 1,200 MiB"
     assert findings.not_worth(Parallel(ddp=4, fsdp=4)) == reason == findings.not_worth(Parallel(fsdp=8, tp=2))
     assert findings.not_worth(Parallel(fsdp=16)) is None and findings.not_worth(Parallel(fsdp=4, tp=4)) is None
 
 
-def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win():
-    findings = Findings(limit_mib=1000.0)
+def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win(findings):
     assert not findings.cannot_win(Parallel(ddp=64), "full")
     findings.add(row_of(Parallel(ddp=64), rate=6400.0))
     findings.add(row_of(Parallel(ddp=64), way="full", rate=4800.0))  # 6,000 if no rank waited
@@ -411,8 +404,7 @@ def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_wi
     assert not findings.cannot_win(Parallel(ddp=64), "full")
 
 
-def test_a_mode_that_made_it_slower_is_not_widened():
-    findings = Findings(limit_mib=1000.0)
+def test_a_mode_that_made_it_slower_is_not_widened(findings):
     assert findings.not_worth(Parallel(ddp=16, tp=4)) is None
     findings.add(row_of(Parallel(ddp=64), rate=6400.0))
     findings.add(row_of(Parallel(ddp=32, tp=2), rate=6000.0))
@@ -422,8 +414,7 @@ def test_a_mode_that_made_it_slower_is_not_widened():
     assert findings.not_worth(Parallel(fsdp=16, tp=4)) is None
 
 
-def test_a_mode_that_fits_where_fewer_ranks_do_not_is_widened():
-    findings = Findings(limit_mib=1000.0)
+def test_a_mode_that_fits_where_fewer_ranks_do_not_is_widened(findings):
     findings.add(row_of(Parallel(ddp=64), mib=5000.0, fits=False))
     findings.add(row_of(Parallel(ddp=32, tp=2), rate=6000.0))
     assert findings.not_worth(Parallel(ddp=16, tp=4)) is None

@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
-from learn_rows import labels_of, make_configs, restamp, write_batch
 
 from conf.errors import UsageError
 from featurize.configs.features import group_key
@@ -19,7 +18,7 @@ from learn.fitting.promotion import is_held_out, limits, refit
 from learn.judging.evaluate import judged
 from learn.rows.data import load_rows, make_bins
 from learn.rows.step_store import StepStore
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import labels_of, make_configs, make_rows, restamp, write_batch
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
 POOL = make_configs(500)

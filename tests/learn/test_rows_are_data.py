@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from learn_rows import make_configs, runs_of, write_batch
 from omegaconf import OmegaConf
 
 from conf.cli import command_line as cli
@@ -25,6 +24,7 @@ from learn.commands import estimate as estimate_module
 from learn.job.training_job import Case
 from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore
+from tests.learn.learn_rows import make_configs, runs_of, write_batch
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 

@@ -17,6 +17,7 @@ from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
 from learn.script import saved_files
 from tests.featurize.published_models import detections
+from tests.featurize.small_nets import Computes
 from tests.learn.test_step_report import reserved_bytes
 
 SCRIPTS = Path(__file__).parent / "training_scripts"
@@ -40,15 +41,9 @@ def torchvision_model(name, **arguments):
     return make
 
 
-class WithLabels(nn.Module):
+def with_labels(model):
     """A model of transformers on positional tokens and labels."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens, labels=None):
-        return self.model(input_ids=tokens, labels=tokens if labels is None else labels)
+    return Computes(lambda net, x, y=None: net.model(input_ids=x, labels=x if y is None else y), model=model)
 
 
 def own_loss(output, _target):
@@ -67,7 +62,7 @@ def llama():
         num_key_value_heads=4,
         use_cache=False,
     )
-    return WithLabels(LlamaForCausalLM(config))
+    return with_labels(LlamaForCausalLM(config))
 
 
 def bert():
@@ -81,7 +76,7 @@ def bert():
         intermediate_size=1024,
         num_labels=3,
     )
-    return WithLabels(BertForSequenceClassification(config))
+    return with_labels(BertForSequenceClassification(config))
 
 
 def gpt():

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learn_rows import make_configs, write_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,8 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.notes import LOOPS
 from learn.job.traced import step_of
 from learn.job.training_job import of_module
+from tests.featurize.small_nets import Computes
+from tests.learn.learn_rows import make_configs, write_batch
 
 BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 4, 1024, 768, 12, 50_257
 A100 = describe_device("A100-SXM4-40GB")
@@ -100,24 +101,22 @@ def test_what_a_checkpoint_computes_again_counts_only_by_its_time(plain, how, op
 
 
 def test_checkpoints_within_a_compiled_model_count_only_by_their_time():
-    class Net(nn.Module):
-        def __init__(self, checkpoints: bool) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(3)])
-            self.checkpoints = checkpoints
+    def again(net, x):
+        return checkpoint(net.line, x, use_reentrant=False).relu()
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False).relu() if self.checkpoints else layer(x).relu()
-            return x
+    def once(net, x):
+        return net.line(x).relu()
 
-    def flop_seconds(checkpoints: bool) -> float:
-        done = estimate(lambda: Net(checkpoints), (32, 256), compile=True)
+    def flop_seconds(run) -> float:
+        def net():
+            return nn.Sequential(*(Computes(run, line=nn.Linear(256, 256, bias=False)) for _ in range(3)))
+
+        done = estimate(net, (32, 256), compile=True)
         assert any("AOTAutograd's partitioner" in note for note in done.warnings)
         assert done.mfu is not None and done.step_time_ms is not None
         return done.mfu * done.step_time_ms
 
-    assert flop_seconds(True) == pytest.approx(flop_seconds(False))
+    assert flop_seconds(again) == pytest.approx(flop_seconds(once))
 
 
 def test_all_micro_steps_of_an_optimizer_step_count(plain):
@@ -152,15 +151,11 @@ def test_power_is_that_of_the_loop_that_the_step_time_speaks_of(tmp_path):
 
 
 def test_each_type_counts_at_its_own_rate():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.linear = nn.Conv2d(3, 32, 3, bias=False), nn.Linear(32, 8, bias=False)
+    def net():
+        layers = {"conv": nn.Conv2d(3, 32, 3, bias=False), "linear": nn.Linear(32, 8, bias=False)}
+        return Computes(lambda net, x: net.linear(net.conv(x).mean((2, 3))), **layers)
 
-        def forward(self, x):
-            return self.linear(self.conv(x).mean((2, 3)))
-
-    traced = step_of(of_module(Net, [((4, 3, 34, 34), None)]), A100)
+    traced = step_of(of_module(net, [((4, 3, 34, 34), None)]), A100)
     # PyTorch's default lets convolutions take TF32, and no products. The first layer's input has no gradient.
     conv, linear = 2 * 2 * 4 * 32 * 32 * 32 * 27, 3 * 2 * 4 * 32 * 8
     expected_s = conv / (A100.tflops("tf32") * 1e12) + linear / (A100.tflops("fp32") * 1e12)
@@ -177,15 +172,11 @@ def test_utilization_is_unknown_where_the_gpu_has_no_rate_for_the_type():
 
 
 def test_a_mix_of_batches_is_of_the_longest_and_keyword_inputs_have_tokens():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.out = nn.Embedding(100, 32), nn.Linear(32, 100)
+    def net():
+        layers = {"tokens": nn.Embedding(100, 32), "out": nn.Linear(32, 100)}
+        return Computes(lambda net, ids, mask: net.out(net.tokens(ids) * mask.unsqueeze(-1)), **layers)
 
-        def forward(self, ids, mask):
-            return self.out(self.tokens(ids) * mask.unsqueeze(-1))
-
-    done = estimate(Net, batches=[{"mask": torch.ones(4, n), "ids": torch.zeros(4, n).long()} for n in (16, 64)])
+    done = estimate(net, batches=[{"mask": torch.ones(4, n), "ids": torch.zeros(4, n).long()} for n in (16, 64)])
     assert done.tokens_per_s == pytest.approx(4 * 64 / (done.step_time_ms / 1e3))
 
 

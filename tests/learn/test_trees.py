@@ -3,7 +3,6 @@
 import lightgbm
 import numpy as np
 import pytest
-from learn_rows import DEVICE, labels_of, make_configs
 from sklearn.ensemble import ExtraTreesRegressor
 from torch import nn
 
@@ -11,7 +10,7 @@ from learn.estimators.protocol import make_estimator
 from learn.estimators.trees import Boosters, Trees
 from learn.fitting.artifacts import DEFAULT_MODELS
 from learn.job.training_job import Case, of_module
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import DEVICE, labels_of, make_configs, make_rows
 
 SHIPPED = [
     (DEFAULT_MODELS / target / "model", name) for target in ("memory", "smact") for name in ("correction", "scale")
@@ -155,7 +154,7 @@ def test_forests_that_read_one_table_are_followed_together():
     table = table_of(6, rows=70)
     table[:, 2], table[:, 4] = 7.0, np.nan  # columns that tell no row from another
     for rows in (table[:1], table):
-        sums = Trees.joined(forests).members(rows)
+        sums = Trees.join(forests).members(rows)
         assert all(np.array_equal(one.predict(rows), alone) for one, alone in zip(forests, sums, strict=True))
 
 

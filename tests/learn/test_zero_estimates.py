@@ -1,6 +1,5 @@
 """`estimate(..., parallel="ddp=8,zero=2")`: what a job under DeepSpeed takes from each of its GPUs."""
 
-import functools
 import json
 import types
 
@@ -12,6 +11,7 @@ from featurize.families import mlp
 from featurize.job import layout
 from featurize.job.deepspeed_config import read_deepspeed
 from learn import estimate, plan
+from tests.featurize.small_nets import Computes
 
 INPUTS = [4, 2048]
 FILE = {
@@ -62,23 +62,15 @@ def test_a_file_is_read_once_and_is_the_settings_that_it_has(tmp_path, monkeypat
     assert any("auto in the DeepSpeed file" in note and "reduce_bucket_size" in note for note in read.warnings)
 
 
-class Configured(nn.Module):
-    def __init__(self, **sizes):
-        super().__init__()
-        self.config = types.SimpleNamespace(**sizes)
-        self.layers = net()
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 @pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "sizes", [{"hidden_size": 1024}, {"text_config": types.SimpleNamespace(hidden_sizes=[8, 1024])}]
 )
 @pytest.mark.parametrize("is_made", [True, False])
 def test_buckets_that_are_auto_follow_the_width_of_the_model(sizes, is_made):
-    model = functools.partial(Configured, **sizes)
+    def model():
+        return Computes(lambda net, x: net.layers(x), config=types.SimpleNamespace(**sizes), layers=net())
+
     auto = estimate(model() if is_made else model, INPUTS, parallel={"deepspeed": FILE, "ddp": 8})
     given = estimate(
         model,

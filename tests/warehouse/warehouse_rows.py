@@ -7,6 +7,7 @@ import csv
 import datetime
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -115,6 +116,11 @@ def fill(folder, indices, rows: int = 3, **changes) -> RunWriter:
     for index in indices:
         writer.write(run_row(index, **changes), samples(rows), kernels(), ranks(), collocations())
     return writer
+
+
+def copy_into(folder, source) -> None:
+    """Copy all of the data folder `source` into a new one, but for the file of views, which names the folder's path."""
+    shutil.copytree(source.root, folder.root, ignore=shutil.ignore_patterns(source.warehouse.name), dirs_exist_ok=True)
 
 
 def compact_at(folder, *hours: float, settings: CompactionSettings = EAGER):

@@ -171,7 +171,7 @@ def test_whatever_fails_while_profiling_is_a_reason_and_no_error(monkeypatch):
     ((_, values),) = reported(monkeypatch, [])
     assert "saw no kernel" in values["problem"]
     ((_, values),) = reported(monkeypatch, RECORDED, step_time_ms=11_000.0)
-    assert values["problem"] == "a step takes 11.0 s, more than the profiler may"
+    assert values["problem"] == "a step takes 11.0 s, too long for the profiler"
 
 
 def line(event, **values):

@@ -1,9 +1,8 @@
 """Device backends behind one Protocol: `cuda`, `cpu`, `simulated`, and `auto`, which chooses.
 
-Start reading at `Device`, the interface between a backend, its worker and the trial that is measured on it;
-`make_device` imports a backend. Torch-free; a backend imports torch only inside `measure`, which runs in the trial's
-child. `software_environment` has the versions that labels depend on; it is called only where torch is already imported
-(the trial server and its children).
+Start reading at `Device`, the interface between a backend, its worker and the measured trial. `make_device` imports a
+backend. Torch-free; a backend imports torch only in `measure`, which runs in the trial's child. `software_environment`
+has the versions that labels depend on. Only the trial server and its children, which have imported torch, call it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 BACKENDS = ("auto", "cuda", "cpu", "simulated")
-TRACES_ONLY = "GPUFARM_TRACES_ONLY"  # set for a trial server whose trials run no step of their own
+TRACES_ONLY = "GPUFARM_TRACES_ONLY"  # set for a trial server whose trials only trace their step
 _HOST_MEMORY_SHARE = 0.9
 _TABLE = {
     "cuda": "workers.devices.cuda:CudaDevice",
@@ -39,7 +38,7 @@ _TABLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemberAlone:
-    """The figures of a member of a group alone, which a simulated device has to know."""
+    """A group member's figures alone, which a simulated device needs."""
 
     memory_mib: float
     gpu_util: float
@@ -51,13 +50,13 @@ class MemberAlone:
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """A group of trials on one device, as one of its members knows it.
+    """A group of trials on one device, from the view of one member.
 
     Args:
-        member: Its own number.
-        size: Members of the group.
-        sharing: How they share: a word of `workers.settings.SHARING`.
-        alone: Each member's figures alone, for simulated devices; None where it ran out of memory.
+        member: Number of this member.
+        size: Number of members.
+        sharing: One of `workers.settings.SHARING`.
+        alone: Each member's figures alone, for simulated devices; None for a member that ran out of memory.
     """
 
     member: int
@@ -70,7 +69,7 @@ class Link(Protocol):
     """A trial's connection to its worker; `workers.trial.body.TrialLink` implements it."""
 
     together: Together | None  # the group that the trial runs in; None: it has the device to itself
-    ahead: bool  # the trial is made ready while another one runs, so it must not touch the device before the go
+    ahead: bool  # the trial is prepared while another one runs, and must not touch the device before `go`
 
     def report(self, event: str, **values: Any) -> None:
         """Send an event to the worker (see `workers.trial.body`)."""
@@ -79,7 +78,7 @@ class Link(Protocol):
         """Return whether the worker has sent this word; never waits."""
 
     def awaits(self, word: str) -> bool:
-        """Return whether the worker has not sent this word and still may; never waits."""
+        """Return whether the worker may still send this word; never waits."""
 
     def labels_taken(self) -> bool:
         """Wait until the worker has taken its last sample, after `result`. Return False if the worker goes away."""
@@ -89,7 +88,7 @@ class Link(Protocol):
 
 
 class DeviceUnavailable(RuntimeError):
-    """The backend cannot be used here; the message has the reason."""
+    """The backend cannot be used here; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,7 @@ class DeviceChoice(Checked, section="device"):
 
     `spec` holds the fields of `featurize.device.device_spec.DeviceSpec`; only `simulated` needs it (`auto` may).
     `memory_limit_mib` is for `cpu`: the host memory that one trial may take. `memory_fraction` is for GPUs: a trial's
-    caching allocator may take this share of the card's memory, so that the card plays a smaller one; 1 becomes None.
+    caching allocator may take only this share of the card's memory, as on a smaller card. 1 becomes None.
     """
 
     backend: str = key("auto", choices=BACKENDS)
@@ -109,7 +108,7 @@ class DeviceChoice(Checked, section="device"):
     )
     memory_fraction: float | None = key(
         None,
-        "share of the card's memory that a trial may take: the card plays a smaller one",
+        "share of the card's memory that a trial may take, as on a smaller card",
         "number > 0 to 1",
         build=lambda fraction: None if fraction in (None, 1) else float(fraction),
     )
@@ -119,7 +118,7 @@ class DeviceChoice(Checked, section="device"):
             yield "device.memory_fraction is for GPUs; device=cpu has device.memory_limit_mib"
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the fields, without a `memory_fraction` of None, so that ids of older jobs stay the same."""
+        """Return the fields, without a `memory_fraction` of None: ids of older jobs stay the same."""
         values = dataclasses.asdict(self)
         if self.memory_fraction is None:
             del values["memory_fraction"]
@@ -135,14 +134,14 @@ class Slot:
     device_uuid: str | None
     device_memory_mib: float | None
     driver_version: str | None = None
-    memory_fraction: float | None = None  # share of its memory that trials are allowed; None: all of it
+    memory_fraction: float | None = None  # share of its memory that a trial may take; None: all of it
     mig_profile: str | None = None  # a MIG slice's profile, such as 1g.5gb
     mps: bool | None = None  # whether CUDA's multi-process service runs on it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One rank's place in a trial of several; `store` is the path of the file through which they meet."""
+    """One rank's place in a trial with several; the ranks meet through the file `store`."""
 
     rank: int
     ranks: int
@@ -154,12 +153,12 @@ class Device(Protocol):
     """A device backend. The worker calls `slots` and `environment`; `measure` runs in the trial's child process."""
 
     backend: str
-    source: str  # warehouse.tables.schema.SOURCES: what its rows have as their source
+    source: str  # the source in its rows, one of warehouse.tables.schema.SOURCES
     sampled: bool  # whether the worker samples telemetry while the trial runs; otherwise the trial reports its own
-    prepares: bool  # whether the next trial's process can be made ready on the host without touching what is measured
+    prepares: bool  # whether the next trial can be prepared on the host without disturbing the measured one
 
     def slots(self) -> tuple[Slot, ...]:
-        """Return the slots of this machine. Raises `DeviceUnavailable` with the reason if there are none."""
+        """Return the slots of this machine. Raises `DeviceUnavailable` with the reason if it has none."""
 
     def environment(self, *slots: Slot) -> dict[str, str]:
         """Return the environment variables that pin a trial server to its devices."""
@@ -185,7 +184,7 @@ def software_environment() -> dict[str, str | None]:
         "cuda_version": torch.version.cuda,
         "python_version": platform.python_version(),
         "allocator_settings": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
-        "farm_version": version_of("gpufarm"),  # None: it runs from a source tree
+        "farm_version": version_of("gpufarm"),  # None if it runs from a source tree
     }
 
 
@@ -195,12 +194,12 @@ def core_count() -> int:
 
 
 def host_memory_mib() -> float:
-    """Return the host memory in MiB that this process may use: all, or its control group's limit if that is less."""
+    """Return the host memory in MiB that this process may use: all, or less by its control group's limit."""
     import psutil
 
     limits: list[int] = [psutil.virtual_memory().total]
-    for version in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups: 2, and 1
-        with contextlib.suppress(OSError, ValueError):  # not of this version, or no limit ("max")
+    for version in ("memory.max", "memory/memory.limit_in_bytes"):  # control groups version 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # another version, or no limit ("max")
             limits.append(int(Path("/sys/fs/cgroup", version).read_text()))
     return min(limits) / 2**20
 
@@ -211,13 +210,13 @@ def host_memory_share_mib(workers: int) -> float:
 
 
 def make_device(choice: DeviceChoice) -> Device:
-    """Return the backend that `choice` names; `choose_device` must have resolved `auto` before."""
+    """Return the backend that `choice` names; `auto` must be resolved (`choose_device`)."""
     device: Device = pkgutil.resolve_name(_TABLE[choice.backend])(choice)
     return device
 
 
 def choose_device(choice: DeviceChoice) -> tuple[DeviceChoice, str]:
-    """Resolve `auto` to `cuda` if there is a usable GPU, else to `simulated`; return it with one line that says why.
+    """Resolve `auto` to `cuda` if there is a usable GPU, else to `simulated`; return it with a line that explains it.
 
     Raises `EnvironmentProblem` if the requested backend cannot be used here.
     """

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 class CpuDevice:
     """`count` workers (default 1) that share the cores and the memory evenly.
 
-    The labels are the process's: `peak_memory_mib` is its peak resident set, which like a GPU process's memory holds
-    the runtime as well as the tensors; of a trial that starts processes, the peak of what they use together, as it was
-    sampled (`workers.telemetry.process`), where that is more. There is no SM: `smact`, `smocc` and `drama` stay NULL.
+    `peak_memory_mib` is the process's peak resident set, which includes the runtime, like a GPU process's memory. If a
+    trial starts processes and their sampled memory together (`workers.telemetry.process`) peaks higher, that peak
+    counts. A CPU has no SMs: `smact`, `smocc` and `drama` stay NULL.
     """
 
     backend = "cpu"
     source = "measured"
     sampled = True
-    prepares = False  # the cores are what is measured
+    prepares = False  # preparing would disturb the measured cores
 
     def __init__(self, choice: DeviceChoice):
         self.choice = choice
@@ -52,9 +52,9 @@ class CpuDevice:
 
         from workers.devices.training import measure_training
 
-        ranks = 1 if place is None else place.ranks  # which share the worker's part of cores and memory
+        ranks = 1 if place is None else place.ranks  # they share the worker's part of cores and memory
         torch.set_num_threads(max(1, core_count() // (self.count * ranks)))
-        # Trials of a group compete for the cores, as they do for a GPU; of the memory each has an even part.
+        # Trials of a group compete for the cores, as for a GPU; each has an equal part of the memory.
         sharers = ranks if link.together is None else link.together.size
         limit_memory(None if slot.device_memory_mib is None else slot.device_memory_mib / sharers)
         measure_training(config, CpuMeter, settings, seed, link, place)
@@ -66,7 +66,7 @@ class CpuDevice:
 
 
 def limit_memory(limit_mib: float | None) -> None:
-    """Limit this process's private memory (RLIMIT_DATA, Linux), so that an excess raises before the OOM killer acts."""
+    """Limit this process's private memory (RLIMIT_DATA, Linux): an excess raises before the OOM killer acts."""
     if limit_mib is None:
         return
     import resource
@@ -80,7 +80,7 @@ def _cpu_name() -> str:
 
 
 class CpuMeter:
-    """Reads the process's resident set. Operators on the CPU are synchronous, so there is nothing to wait for."""
+    """Reads the process's resident set. Operators on the CPU are synchronous, so it never waits."""
 
     def __init__(self) -> None:
         import psutil
@@ -94,12 +94,12 @@ class CpuMeter:
         pass
 
     def memory(self) -> dict[str, float]:
-        """Return the resident set in MiB, in place of a GPU allocator's reserved memory; the kernel gives the peak."""
+        """Return the resident set in MiB as `reserved_mib`, and its peak by the kernel."""
         rss_mib = self._process.memory_info().rss / 2**20
         self._peak_mib = max(self._peak_mib, rss_mib, _peak_resident_mib())
         return {"reserved_mib": rss_mib, "peak_memory_mib": self._peak_mib}
 
 
 def _peak_resident_mib() -> float:
-    """Return VmHWM, the kernel's own high-water mark, in MiB; it includes peaks between two readings."""
+    """Return the kernel's high-water mark VmHWM in MiB, which includes peaks between two readings."""
     return int((line_of("/proc/self/status", "VmHWM") or "0").split()[0]) / 1024

@@ -1,6 +1,6 @@
-"""Real NVIDIA GPUs: which of them can be workers, and how trials train on one; NVML and DCGM measure it.
+"""Real NVIDIA GPUs: finds those that can be workers, and trains trials on them.
 
-Start reading at `CudaDevice`. `discover_gpus` finds this machine's GPUs through NVML, without torch or a CUDA context;
+Start reading at `CudaDevice`. `discover_gpus` lists this machine's GPUs through NVML, without torch or a CUDA context;
 `cuda_visible_devices` reads the user's choice.
 """
 
@@ -88,7 +88,7 @@ class CudaDevice:
             if place is not None:
                 torch.cuda.set_device(number)
             if slot.memory_fraction is not None:
-                # Of the whole card, for the caching allocator alone: context and libraries lie outside it.
+                # A share of the whole card, for the caching allocator alone: context and libraries lie outside.
                 torch.cuda.set_per_process_memory_fraction(slot.memory_fraction, number)
             cudnn = torch.backends.cudnn.version()
             link.report("environment", cudnn_version=None if cudnn is None else str(cudnn))
@@ -115,7 +115,7 @@ class CudaMeter:
         self._cuda.synchronize(self.device)
 
     def memory(self) -> dict[str, float]:
-        """Return allocated_mib and reserved_mib now, and their peaks since the process started."""
+        """Return allocated_mib and reserved_mib, and their peaks since the process started."""
         stats = self._cuda.memory_stats_as_nested_dict(self.device)  # `memory_stats` would flatten and sort all of it
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return {
@@ -127,14 +127,14 @@ class CudaMeter:
 
 
 _BYTES_PER_MIB = 1024**2
-_MUCH_SMALLER = 0.25  # share of the main model's memory: a display adapter beside compute GPUs, not another of these
-_MPS_PIPES = "/tmp/nvidia-mps"  # where CUDA looks for a multi-process service, without CUDA_MPS_PIPE_DIRECTORY
+_MUCH_SMALLER = 0.25  # share of the main model's memory below which a GPU counts as a display adapter
+_MPS_PIPES = "/tmp/nvidia-mps"  # CUDA's default for CUDA_MPS_PIPE_DIRECTORY
 _PROFILE = re.compile(r"\bMIG\s+(\S+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU as NVML numbers it (PCI bus order), or a MIG slice of it. `excluded_reason`: None for a possible worker.
+    """One GPU, or a MIG slice of it. `index` follows NVML's PCI bus order; `excluded_reason` is None for a usable one.
 
     A slice has its GPU's `index`, its own `uuid` (`MIG-...`), memory and `mig_profile` (`1g.5gb`; None: a whole GPU).
     `mig` says whether the GPU is in MIG mode, `mps` whether CUDA programs reach it through a multi-process service.
@@ -148,14 +148,14 @@ class GpuInfo:
     mig: bool | None
     compute_capability: tuple[int, int] | None
     mig_profile: str | None = None
-    old_uuid: str | None = None  # a slice's name in drivers before R470, which CUDA_VISIBLE_DEVICES still takes
+    old_uuid: str | None = None  # a slice's name in drivers before R470, which CUDA_VISIBLE_DEVICES still accepts
     mps: bool = False
     excluded_reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """GPUs that NVML lists. `reason` says why none is usable; None if one is."""
+    """GPUs that NVML lists. `reason` explains why none is usable; None if one is."""
 
     gpus: tuple[GpuInfo, ...] = ()
     driver_version: str | None = None
@@ -168,22 +168,22 @@ class Discovery:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts beside `GpuInfo` that decide whether a GPU can be a worker."""
+    """Further facts that decide whether a GPU can be a worker."""
 
     display_mode: bool
-    prohibited: bool  # by its compute mode
+    prohibited: bool  # by the compute mode
 
 
 def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | None = None) -> Discovery:
-    """Return every GPU of this machine and its MIG slices, with the reason for each that cannot be a worker.
+    """Return every GPU of this machine and its MIG slices, each with the reason if it cannot be a worker.
 
-    Never raises for missing hardware. Excluded are GPUs that
+    Never raises for missing hardware. It excludes GPUs that
 
     - CUDA_VISIBLE_DEVICES leaves out;
     - drive a display, unless CUDA_VISIBLE_DEVICES names their whole UUID;
     - are much smaller than the machine's main model: a DGX Station's display GPU sits between the A100s in every
       numbering;
-    - are in MIG mode: those of their slices that CUDA_VISIBLE_DEVICES names are workers instead;
+    - are in MIG mode: slices that CUDA_VISIBLE_DEVICES names are workers instead;
     - have the compute mode `prohibited`.
     """
     environment = os.environ if environment is None else environment
@@ -221,9 +221,9 @@ def discover_gpus(nvml: Nvml | None = None, environment: Mapping[str, str] | Non
 
 
 def torch_cuda_build() -> str | None:
-    """Return the CUDA version that the installed torch was built with, read from `version.py` without importing torch.
+    """Return the CUDA version that the installed torch was built with, from its `version.py`, without importing torch.
 
-    None: no torch, or a build without CUDA.
+    None if torch is missing or built without CUDA.
     """
     text = _torch_version_text()
     match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE) if text else None
@@ -241,7 +241,7 @@ def _torch_version_text() -> str | None:
 
 
 def _ask(nvml: Nvml, query: Any, *arguments: Any) -> Any:
-    """Return NVML's answer, or None if it has none."""
+    """Return NVML's answer, or None after an error."""
     try:
         return query(*arguments)
     except nvml.NVMLError:
@@ -266,12 +266,12 @@ def _describe(nvml: Nvml, index: int, handle: Any, mps_service: bool) -> GpuInfo
 
 
 def _slices(nvml: Nvml, gpu: GpuInfo, handle: Any) -> list[GpuInfo]:
-    """Return the MIG devices of a GPU in MIG mode, with NVML's facts."""
+    """Return the MIG slices of a GPU in MIG mode."""
     slices = []
     for place in range(_ask(nvml, nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         device = _ask(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)
         uuid = None if device is None else _ask(nvml, nvml.nvmlDeviceGetUUID, device)
-        if uuid is None:  # places without a slice are "not found"
+        if uuid is None:  # NVML finds nothing in a place without a slice
             continue
         memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, device)
         attributes = _ask(nvml, nvml.nvmlDeviceGetAttributes, device)
@@ -300,17 +300,21 @@ def _profile(name: str, attributes: Any) -> str | None:
         return match[1]
     if attributes is None:
         return None
-    whole, part = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
+    gpu_slices, compute_slices = attributes.gpuInstanceSliceCount, attributes.computeInstanceSliceCount
     gigabytes = round(attributes.memorySizeMB / 1024)
-    return f"{whole}g.{gigabytes}gb" if part in (0, whole) else f"{part}c.{whole}g.{gigabytes}gb"
+    return (
+        f"{gpu_slices}g.{gigabytes}gb"
+        if compute_slices in (0, gpu_slices)
+        else f"{compute_slices}c.{gpu_slices}g.{gigabytes}gb"
+    )
 
 
 def _mps_service(environment: Mapping[str, str]) -> bool:
-    """Return whether a multi-process service listens where CUDA programs started with `environment` look for one."""
+    """Return whether CUDA programs started with `environment` find a multi-process service."""
     pipes = Path(environment.get("CUDA_MPS_PIPE_DIRECTORY") or _MPS_PIPES)
     try:
         pid = int((pipes / "nvidia-cuda-mps-control.pid").read_text())
-    except (OSError, ValueError):  # the pipes outlive a killed service; its pid shows whether it lives
+    except (OSError, ValueError):  # the pipes outlive a killed service, so check its pid
         return False
     return Path(f"/proc/{pid}").exists()
 
@@ -355,7 +359,7 @@ def _exclude(
 
 
 def _main_model(gpus: Sequence[GpuInfo]) -> tuple[str, float] | None:
-    """Return (name, memory of one GPU in MiB) of the model with most memory in total."""
+    """Return (name, memory of one GPU in MiB) of the model with the most memory in total."""
     memory_mib: dict[str, list[float]] = defaultdict(list)
     for gpu in gpus:
         if gpu.memory_mib is not None and not _is_slice(gpu):
@@ -382,13 +386,13 @@ def _reason(
             return None
         return f"a MIG slice that CUDA_VISIBLE_DEVICES does not name; CUDA_VISIBLE_DEVICES={gpu.uuid} makes it a worker"
     if main is not None and gpu.name != main[0]:
-        # display mode alone says little: many compute GPUs report it as enabled
+        # display mode alone is a weak sign: many compute GPUs report it as enabled
         if gpu.memory_mib is not None and gpu.memory_mib < _MUCH_SMALLER * main[1]:
             return f"a display adapter next to {main[0]}: {gpu.memory_mib:.0f} MiB against {main[1]:.0f}"
         if facts.display_mode and "display" in gpu.name.lower():
             return f"a display adapter next to {main[0]}"
     if gpu.display_active and gpu.uuid not in _entries(environment):
-        return f"drives a display; to use it all the same, name it: CUDA_VISIBLE_DEVICES={gpu.uuid}"
+        return f"drives a display; to use it anyway, name it: CUDA_VISIBLE_DEVICES={gpu.uuid}"
     if gpu.mig:
         return (
             f"in MIG mode: name slices in CUDA_VISIBLE_DEVICES (nvidia-smi -L lists them), or turn it off with "
@@ -408,20 +412,20 @@ def _entries(environment: Mapping[str, str]) -> list[str]:
 def cuda_visible_devices(gpus: Sequence[GpuInfo], environment: Mapping[str, str]) -> set[str] | None:
     """Return the UUIDs that CUDA_VISIBLE_DEVICES selects; None if it is not set.
 
-    As CUDA reads it: entries are indices or (beginnings of) UUIDs, of GPUs or MIG slices, and the first one that names
-    nothing ends the list. CUDA counts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, while NVML counts by PCI
-    bus; which is fastest is judged by compute capability and memory, which sets a display adapter apart from compute
+    Follows CUDA's rules: entries are indices or prefixes of UUIDs of GPUs or MIG slices, and the first invalid entry
+    ends the list. CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER=PCI_BUS_ID; NVML numbers by PCI bus.
+    Compute capability and memory decide which GPU is fastest. That is enough to tell a display adapter from compute
     GPUs.
     """
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return None
-    whole = [gpu for gpu in gpus if not _is_slice(gpu)]
+    numbered = [gpu for gpu in gpus if not _is_slice(gpu)]
     if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        whole.sort(key=lambda gpu: (gpu.compute_capability or (0, 0), gpu.memory_mib or 0), reverse=True)
+        numbered.sort(key=lambda gpu: (gpu.compute_capability or (0, 0), gpu.memory_mib or 0), reverse=True)
     visible: set[str] = set()
     for entry in _entries(environment):
         if entry.isdigit():
-            named = whole[int(entry) : int(entry) + 1]
+            named = numbered[int(entry) : int(entry) + 1]
         else:
             named = [gpu for gpu in gpus if entry and (gpu.uuid.startswith(entry) or gpu.old_uuid == entry)]
         if len(named) != 1:

@@ -1,7 +1,7 @@
-"""Runs a few training steps under torch.profiler and reports their kernels, once the trial's labels are taken.
+"""Runs a few training steps under torch.profiler and reports their kernels, after the trial's labels.
 
 Start reading at `report_kernels`; `kernels_of_trace` turns the profiler's trace into rows of `kernels`. On a GPU each
-row is of one kernel by CUPTI, on the CPU of one operator.
+row describes a kernel by CUPTI, on the CPU an operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from workers.devices import Link
 
-_BUDGET_MS = 10_000.0  # time of profiled steps; the worker waits for half a minute after the labels
+_BUDGET_MS = 10_000.0  # longest time of all profiled steps; the worker waits half a minute after the labels
 _ROWS_A_REPORT = 100
 _MOST_ROWS = 20_000
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
@@ -46,31 +46,31 @@ _ARGUMENTS = (
     "is_causal",
     "reduction",
 )
-_OPTIMIZER, _BACKWARD = "Optimizer.", "autograd::engine"  # how the names of spans begin
-_DIMS_CHARACTERS = 3_000  # the worker takes no longer ones
+_OPTIMIZER, _BACKWARD = "Optimizer.", "autograd::engine"  # prefixes of the names of spans
+_DIMS_CHARACTERS = 3_000  # the worker refuses longer ones
 _SHOWN = 300  # characters of an error
 
 Event = Mapping[str, Any]
 
 
 def report_kernels(train_step: Callable[[], None], steps: int, step_time_ms: float, device: str, link: Link) -> None:
-    """Profile up to `steps` training steps and report `kernels`, then `profiled`; nothing that fails here raises.
+    """Profile up to `steps` training steps and report `kernels`, then `profiled`; never raises for a failure.
 
     Args:
         train_step: Runs one step and waits for the device.
-        steps: Steps to profile; fewer where they would take more than ten seconds.
+        steps: Steps to profile; fewer if they would take more than ten seconds.
         step_time_ms: Measured time of a step, in ms.
-        device: Type of the torch device, as in cuda.
+        device: Type of the torch device, such as cuda.
         link: The connection to the worker.
     """
     steps = min(steps, int(_BUDGET_MS / max(step_time_ms, 1e-3)))
     problem, rows = None, []
     if steps < 1:
-        problem = f"a step takes {step_time_ms / 1e3:.1f} s, more than the profiler may"
+        problem = f"a step takes {step_time_ms / 1e3:.1f} s, too long for the profiler"
     else:
         try:
             rows = kernels_of_trace(profiled_trace(train_step, steps, device), steps)
-        except Exception as error:  # whatever the profiler's libraries do, the run is measured
+        except Exception as error:  # the run is measured even if the profiler's libraries fail
             problem = f"{type(error).__name__}: {error}"[:_SHOWN]
         if problem is None and not rows:
             problem = "the profiler saw no kernel; CUPTI may be in use or not permitted"
@@ -78,7 +78,7 @@ def report_kernels(train_step: Callable[[], None], steps: int, step_time_ms: flo
 
 
 def report_rows(rows: list[dict[str, Any]], problem: str | None, link: Link) -> None:
-    """Report rows of `kernels` in parts, and that these are all; too many are a problem, and none are reported."""
+    """Report rows of `kernels` in parts, then `profiled`. If there are too many, report that problem instead."""
     if len(rows) > _MOST_ROWS:
         problem, rows = f"{len(rows):,} different kernels, more than {_MOST_ROWS:,}", []
     for start in range(0, len(rows), _ROWS_A_REPORT):
@@ -87,7 +87,7 @@ def report_rows(rows: list[dict[str, Any]], problem: str | None, link: Link) -> 
 
 
 def profiled_trace(train_step: Callable[[], None], steps: int, device: str) -> list[Event]:
-    """Run `steps` steps under torch.profiler, after one to warm it up; return the events of its trace."""
+    """Run `steps` steps under torch.profiler, after one for its warm-up; return the events of its trace."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
@@ -96,7 +96,7 @@ def profiled_trace(train_step: Callable[[], None], steps: int, device: str) -> l
     with profile(activities=activities, record_shapes=True) as profiler:
         for _ in range(steps):
             train_step()
-    descriptor, path = tempfile.mkstemp(suffix=".json")  # grid, block and registers stand in the exported trace alone
+    descriptor, path = tempfile.mkstemp(suffix=".json")  # only the exported trace has grid, block and registers
     os.close(descriptor)
     try:
         profiler.export_chrome_trace(path)
@@ -108,10 +108,10 @@ def profiled_trace(train_step: Callable[[], None], steps: int, device: str) -> l
 
 
 def kernels_of_trace(events: Iterable[Event], steps: int) -> list[dict[str, Any]]:
-    """Return rows of `kernels`: one for each kernel, operator and shapes, with the median duration and the count.
+    """Return rows of `kernels`: one per kernel, operator and shapes, with the median duration and the count.
 
-    A kernel belongs to the operator that PyTorch dispatches: `aten::convolution`, not `aten::conv2d` around it nor
-    `aten::cudnn_convolution` below it. A trace without kernels, of the CPU, has the operators themselves.
+    A kernel belongs to the operator that PyTorch dispatches: `aten::convolution`, not the outer `aten::conv2d` or the
+    inner `aten::cudnn_convolution`. A CPU's trace has no kernels; its rows describe operators.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     calls = list(_calls([event for event in complete if event.get("cat") in ("cpu_op", "user_annotation")]))
@@ -141,15 +141,15 @@ def kernels_of_trace(events: Iterable[Event], steps: int) -> list[dict[str, Any]
 
 
 def _calls(spans: list[Event]) -> Iterator[tuple[Event, Event | None, str]]:
-    """Yield each call of an operator, the dispatched operator that it is of, and its phase.
+    """Yield each call of an operator, its dispatched operator, and its phase.
 
-    Calls of a thread are nested: one that begins before another's end is inside it.
+    Calls of a thread are nested: a call that begins before another's end is inside it.
     """
     threads: dict[Hashable, list[Event]] = defaultdict(list)
     for span in spans:
         threads[span.get("pid"), span.get("tid")].append(span)
     for thread in threads.values():
-        # Of two that begin together, the longer one is outside.
+        # If two begin together, the longer one is outside.
         thread.sort(key=lambda span: (span["ts"], -span["dur"], span["args"].get("Ev Idx", 0)))
         outer: list[Event] = []
         for span in thread:
@@ -161,7 +161,7 @@ def _calls(spans: list[Event]) -> Iterator[tuple[Event, Event | None, str]]:
 
 
 def _find_dispatched(outer: Sequence[Event]) -> Event | None:
-    """Return the outermost of nested calls that PyTorch's dispatcher knows as one operator; None without any."""
+    """Return the outermost of nested calls that PyTorch's dispatcher runs as one operator; None without any."""
     for call in outer:
         if call["name"].startswith("aten::") and not _is_composite(call["name"]):
             return call
@@ -175,14 +175,14 @@ def _is_operator(name: str) -> bool:
 
 @functools.cache
 def _is_composite(name: str) -> bool:
-    """Return whether every overload of an operator is made of others before it is dispatched, as aten::linear is."""
+    """Return whether every overload of an operator is decomposed before dispatch, like aten::linear."""
     import torch
 
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
     if packet is None:
         return False
     names = [name if overload == "default" else f"{name}.{overload}" for overload in packet.overloads()]
-    # An `out` variant is never composite, and no model calls it; some overloads are of TorchScript alone.
+    # An `out` variant is never composite, and no model calls it; some overloads exist in TorchScript only.
     known = [overload for overload in names if not overload.endswith("out") and torch._C._dispatch_has_kernel(overload)]
     return bool(known) and all(
         torch._C._dispatch_has_kernel_for_dispatch_key(overload, "CompositeImplicitAutograd") for overload in known
@@ -207,7 +207,7 @@ def _operator(call: Event, phase: str | None) -> dict[str, Any]:
 
 
 def dims_text(shapes: Sequence[Any], arguments: Mapping[str, Any] | None = None) -> str:
-    """Return the column `dims`; of an operator on very many tensors, their number and that of their elements."""
+    """Return the column `dims`; for an operator on very many tensors, the numbers of tensors and elements."""
     dims: dict[str, Any] = {"shapes": shapes, **({"arguments": arguments} if arguments else {})}
     text = json.dumps(dims, sort_keys=True, separators=(",", ":"))
     if len(text) <= _DIMS_CHARACTERS:
@@ -226,7 +226,7 @@ def _flat(shapes: Sequence[Any]) -> Iterator[Sequence[int]]:
 
 
 def _named_arguments(call: Event) -> dict[str, Any]:
-    """Return those arguments that decide what is computed, such as the stride; empty where none is known."""
+    """Return the known arguments that decide what is computed, such as the stride."""
     values = call["args"].get("Concrete Inputs", ())
     named = {}
     for name, text in zip(_argument_names(call["name"]), values, strict=False):

@@ -1,8 +1,8 @@
-"""A simulated GPU: the same trial path, with one training step traced and modelled in virtual time.
+"""A simulated GPU: runs trials like a real one, but traces one training step and models it in virtual time.
 
-Start reading at `SimulatedDevice.measure`. Rows say so: `source` is `simulated`, the UUID begins with `SIM-`.
-`shared_speeds` models how much trials on one GPU slow each other down, from what each keeps busy alone. The replay of a
-cluster asks it too; no estimator does.
+Start reading at `SimulatedDevice.measure`. Its rows have the `source` `simulated` and a UUID that begins with `SIM-`.
+`shared_speeds` models how much trials on one GPU slow each other down, from the load of each alone. The replay of a
+cluster also uses it; no estimator does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 SHARING = ("mps", "time_slicing")
-_SWITCH = 0.05  # share of a kernel's time lost to a partner's: context switches or a shared L2. Chosen
+_SWITCH = 0.05  # share of a kernel's time lost to context switches or a shared L2 cache; chosen, not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class GpuLoad:
 
 
 def stalled_share(job: GpuLoad, partner: GpuLoad, sharing: str) -> float:
-    """Return the share of a partner's kernel time in which the job's kernels stand still.
+    """Return the share of a partner's kernel time in which the job's kernels stall.
 
-    Under time slicing kernels of two jobs take turns. Under MPS they run side by side as far as SMs and DRAM bandwidth
+    Under time slicing, kernels of two jobs take turns. Under MPS they run side by side as far as SMs and DRAM bandwidth
     suffice for both.
     """
     if sharing == "time_slicing" or not job.busy or not partner.busy:
@@ -55,15 +55,15 @@ def stalled_share(job: GpuLoad, partner: GpuLoad, sharing: str) -> float:
 def shared_speeds(busy: Sequence[float], stalled: Sequence[Sequence[float]]) -> list[float]:
     """Return the speed of each job of a group as a share of its speed alone.
 
-    A closed queueing network: each job is for 1 - `busy` of its time alone elsewhere, on the host, and for `busy` at
-    the GPU, which serves those that are there in turns. Mean value analysis solves it (Reiser and Lavenberg, J. ACM 27,
-    1980): what a job finds at the GPU is what would be there without it. With shared processors that is exact whatever
-    the lengths of kernels and pauses (Baskett et al., J. ACM 22, 1975). Where partners do not stall each other fully,
-    only that share of what it finds counts, which is an approximation.
+    The model is a closed queueing network. Alone, a job spends `busy` of its time at the GPU and the rest on the host;
+    the GPU serves waiting jobs in turns. Mean value analysis solves it (Reiser and Lavenberg, J. ACM 27, 1980): a job
+    finds at the GPU the queue that would be there without it. With shared processors that is exact for any lengths of
+    kernels and pauses (Baskett et al., J. ACM 22, 1975). If partners stall a job only partly, the same share of the
+    queue counts, which is an approximation.
 
     Args:
-        busy: (n,) share of time with a kernel on the GPU, of each job alone.
-        stalled: (n, n) share of the kernel time of job j in which job i stands still; the diagonal is not read.
+        busy: (n,) each job's share of time with a kernel on the GPU, alone.
+        stalled: (n, n) share of the kernel time of job j in which job i stalls; the diagonal is ignored.
     """
     everyone = tuple(range(len(busy)))
     at_gpu: dict[tuple[int, ...], dict[int, float]] = {(): {}}  # group -> mean number of each member at the GPU
@@ -89,7 +89,7 @@ def speeds_of_loads(loads: Sequence[GpuLoad], sharing: str) -> list[float]:
     return shared_speeds([load.busy for load in loads], stalled)
 
 
-_SAMPLE_PERIOD_S = 0.1  # virtual time, as a real device is sampled by default
+_SAMPLE_PERIOD_S = 0.1  # in virtual time; the default of real devices
 
 
 class SimulatedDevice:
@@ -98,7 +98,7 @@ class SimulatedDevice:
     backend = "simulated"
     source = "simulated"
     sampled = False
-    prepares = False  # tracing the step is the whole work, and every core has a trial already
+    prepares = False  # tracing the step is all the work, and every core already has a trial
 
     def __init__(self, choice: DeviceChoice):
         from featurize.device.device_spec import DEFAULT_DEVICE, device_from_mapping, load_device
@@ -131,7 +131,7 @@ class SimulatedDevice:
         link: Link,
         place: Place | None = None,
     ) -> None:
-        """Trace one step, model it, and report a run's events in virtual time that starts at 0."""
+        """Trace one step, model it, and report a run's events in a virtual time that starts at 0."""
         import torch
 
         from featurize.timing.overlap import ranks_of_stages, simulate
@@ -159,7 +159,7 @@ class SimulatedDevice:
         window = settings.window
         step_s = step.step_time_ms / 1e3
         warmup_s = window.warmup_steps * step_s
-        # Every step takes the same time here, so that an adaptive window is steady as soon as it is long enough.
+        # All steps take the same time, so an adaptive window is steady once it is long enough.
         steps = max(window.min_steps, math.ceil(window.min_seconds / step_s))
         if window.kind == "adaptive":
             steps = max(1, min(steps, math.floor(window.max_seconds / step_s)))
@@ -181,9 +181,11 @@ class SimulatedDevice:
             self._report_priced(trace, config, link)
 
     def _report_priced(self, trace: StepTrace, config: TrialConfig, link: Link) -> None:
-        """Report the operators of one step at the price that the modelled time is made of."""
+        """Report the operators of one step with their modelled times, whose sum is the modelled step time."""
         from featurize.timing.step_time import operator_costs
-        from warehouse.tables.schema import KERNEL_PHASES  # with pyarrow, whose threads the trial server must not have
+        from warehouse.tables.schema import (
+            KERNEL_PHASES,  # imports pyarrow, whose threads the trial server must not have
+        )
         from workers.devices.profiling import dims_text, report_rows
 
         priced = zip(trace.operators, operator_costs(trace, self.spec, config), strict=True)
@@ -216,9 +218,9 @@ class SimulatedDevice:
         link: Link,
         rank: Mapping[str, int],
     ) -> None:
-        """Report a sample every 100 ms of virtual time. The model computes means only, so every sample holds the mean.
+        """Report a sample every 100 ms of virtual time. The model computes only means, so every sample is the mean.
 
-        `step` has the trial's own figures, `shown` those of the whole device, partners included.
+        `step` has the trial's figures, `shown` those of the whole device with the partners.
         """
         steady = {
             "memory_used_mib": shown.memory_mib,
@@ -238,7 +240,7 @@ class SimulatedDevice:
 
 
 def alone_of(step: SimulatedStep) -> MemberAlone:
-    """Return what a device shows of a step that runs alone."""
+    """Return the device's figures for a step that runs alone."""
     busy = step.activity
     return MemberAlone(
         memory_mib=step.peak_memory_mib,
@@ -251,13 +253,13 @@ def alone_of(step: SimulatedStep) -> MemberAlone:
 
 
 def beside(step: SimulatedStep, spec: DeviceSpec, together: Together) -> tuple[SimulatedStep, MemberAlone]:
-    """Return a member's step beside its partners, and what the device shows of all of them.
+    """Return a member's step beside its partners, and the device's figures for all of them.
 
-    Members take their memory in the order of their numbers; those for whom it does not suffice end, and the others go
-    on. Energy and power above idle follow the speeds.
+    Members take memory in the order of their numbers. A member that does not get enough ends, and the others continue.
+    Energy and power above idle scale with the speeds.
 
     Raises:
-        SimulatedOutOfMemoryError: The memory that is left does not suffice for this one.
+        SimulatedOutOfMemoryError: The remaining memory does not suffice for this member.
     """
     alone = alone_of(step)
     members = [alone if place == together.member else member for place, member in enumerate(together.alone)]
@@ -307,7 +309,7 @@ def _labels(step: SimulatedStep, steps: int, window_s: float) -> dict[str, float
 
 
 def _report_ranks(of_stage: int, traced: Mapping[int, SimulatedStep], steps: int, window_s: float, link: Link) -> None:
-    """Report each rank's labels, which are those of the traced one of its stage: all of them do the same."""
+    """Report each rank's labels: those of the traced rank of its stage, because all ranks of a stage do the same."""
     for first, step in traced.items():
         waiting = {
             "exposed_ms": step.communication.exposed_ms,
@@ -321,7 +323,7 @@ def _report_ranks(of_stage: int, traced: Mapping[int, SimulatedStep], steps: int
 def _replay_limited(
     trace: StepTrace, spec: DeviceSpec, config: TrialConfig, fraction: float | None
 ) -> MemoryProfile | None:
-    """Replay in an allocator that may take `fraction` of the device, as on a real one; None: no limit."""
+    """Replay with an allocator that may take only `fraction` of the device; return None without a limit."""
     if fraction is None:
         return None
     from featurize.memory.allocator_settings import AllocatorSettings
@@ -332,8 +334,8 @@ def _replay_limited(
 
 
 def _share(slot: Slot) -> str:
-    return "" if slot.memory_fraction is None else f", of which it may take {slot.memory_fraction:g}"
+    return "" if slot.memory_fraction is None else f", and it may take {slot.memory_fraction:g} of that"
 
 
 class SimulatedOutOfMemoryError(RuntimeError):
-    """The modelled step does not fit the modelled device, so the run is an `oom`, as on a real one."""
+    """The modelled step does not fit the modelled device; the run is an `oom`, as on a real one."""

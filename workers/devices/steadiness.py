@@ -1,6 +1,6 @@
-"""Decides when a running trial's sampled figures are steady, by their confidence intervals as readings arrive.
+"""Decides by confidence intervals when a running trial's sampled figures are steady.
 
-Start reading at `TargetFollower`; `mean_half_width` is the statistics. Torch-free; no clock of its own.
+Start reading at `TargetFollower`; `mean_half_width` has the statistics. Torch-free; callers pass the time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import pairwise
 from workers.settings import WindowSettings
 from workers.telemetry.base import Sample, spoken_from_ns
 
-# target -> (sensor, metric) that may read it, the preferred one first, as `workers.labels.run_labels` chooses for the
-# label. Power comes from the energy counter where there is one: NVIDIA's power reading covers only a part of the time.
+# target -> (sensor, metric) that may read it, the preferred one first as in `workers.labels.run_labels`. Power comes
+# from the energy counter if there is one: NVIDIA's power reading covers only a part of the time.
 TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
     **{name: (("gpm", name), ("dcgm", name)) for name in ("smact", "smocc", "drama")},
     "gpu_util": (("nvml", "gpu_util"), ("dcgm", "gpu_util")),
@@ -25,16 +25,16 @@ TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
 _PROFILING = ("smact", "smocc", "drama")
 
 _MIN_BLOCKS = 4
-_SURE_BLOCKS = 5  # with fewer the half-width must be inside half of the tolerance
-_MANY_BLOCKS = 8  # fewer may agree by chance: their half-width counts as half of the tolerance at least
+_SURE_BLOCKS = 5  # with fewer, the half-width must be within half of the tolerance
+_MANY_BLOCKS = 8  # fewer may agree by chance: their half-width counts as at least half of the tolerance
 _MAX_BLOCKS = 12
 _BLOCK_READINGS = 2  # shortest block, in sampling periods of its source
 _CONSTANT_READINGS = 3
-_PATIENCE = 3  # sampling periods without a reading after which a source is not waited for ...
-_LAG_NS = 500_000_000  # ... and the time by which an exporter's values may come late
+_PATIENCE = 3  # sampling periods without a reading after which a source no longer counts ...
+_LAG_NS = 500_000_000  # ... plus the delay of an exporter's values
 
-# An interval that is looked at until it is narrow enough is narrow too soon now and then: half-widths are widened so
-# that more than 90 of 100 windows of noisy signals end with the true mean inside (of periodic ones, 95 and more).
+# An interval that is checked repeatedly until it is narrow enough sometimes becomes narrow too early. This factor
+# widens half-widths: more than 90 of 100 windows on noisy signals then include the true mean (95 on periodic ones).
 _STOPPING = 1.15
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -70,10 +70,10 @@ def student_t(freedom: int) -> float:
 def mean_half_width(sums: Sequence[float], lengths: Sequence[float]) -> float:
     """Return the half-width of the 95 % confidence interval of `sum(sums) / sum(lengths)`, the mean over blocks.
 
-    Batch means (Law, Simulation Modeling and Analysis, chapter 9) with blocks of unequal length as a ratio estimator.
-    Blocks that resemble their neighbours, as those of a drifting series do, hold less than they seem: a positive
-    correlation r of neighbours multiplies the variance by (1 + r) / (1 - r), as in a first-order autoregression; n
-    independent blocks show -1/n on average, which is added back. Infinite for fewer than two blocks.
+    The method is batch means (Law, Simulation Modeling and Analysis, chapter 9), with a ratio estimator for blocks of
+    unequal length. Blocks that resemble their neighbours, as in a drifting series, carry less information. A positive
+    correlation r of neighbours therefore multiplies the variance by (1 + r) / (1 - r), as in a first-order
+    autoregression. Among n independent blocks r is -1/n on average, which is added back. Infinite below two blocks.
     """
     blocks = len(sums)
     if blocks < 2:
@@ -90,26 +90,26 @@ def mean_half_width(sums: Sequence[float], lengths: Sequence[float]) -> float:
 
 
 def parts(count: int) -> list[tuple[int, int]]:
-    """Return (first, end) indices that divide `count` consecutive values into at most 12 about equal groups."""
+    """Return (first, end) indices that divide `count` consecutive values into at most 12 groups of similar size."""
     groups = min(count, _MAX_BLOCKS)
     return list(pairwise(round(index * count / groups) for index in range(groups + 1))) if groups else []
 
 
 @dataclass
 class _Series:
-    """One metric of one sensor: its integral over the window, cut into blocks at step ends."""
+    """One sensor's integral of a metric over the window, cut into blocks at the ends of steps."""
 
     is_counter: bool
     readings: list[tuple[int, int | None, float]] = field(default_factory=list)  # (end, start, value) before `begin`
     window_ns: int | None = None
-    last_ns: int | None = None  # the last reading, wherever it lay
+    last_ns: int | None = None  # time of the last reading, inside the window or not
     last_value: float = 0.0
     gaps_ns: list[int] = field(default_factory=list)
     knots: list[tuple[int, float]] = field(default_factory=list)  # (time, integral) at the ends of readings
-    values: list[float] = field(default_factory=list)  # readings between the knots
-    # step ends: (time, integral there, how far inside a reading, as a share of it)
+    values: list[float] = field(default_factory=list)  # mean value between consecutive knots
+    # ends of steps: (time, integral, distance to the nearest end of a reading, as a share of the reading)
     cuts: list[tuple[int, float, float]] = field(default_factory=list)
-    next_step: int = 0  # the first step end that has not been looked at
+    next_step: int = 0  # index of the first step that `cut` has not processed
 
     @property
     def interval_ns(self) -> int | None:
@@ -124,9 +124,9 @@ class _Series:
         if previous_ns is not None and end_ns <= previous_ns:
             return
         if self.is_counter and previous_ns is not None and value <= previous:
-            if value < previous:  # the driver was reloaded: count again from here
+            if value < previous:  # the driver was reloaded: start counting from here
                 self.last_ns, self.last_value = end_ns, value
-            return  # a counter that has not moved is not a reading of its own
+            return  # an unchanged counter is not a reading
         self.last_ns, self.last_value = end_ns, value
         if previous_ns is not None and len(self.gaps_ns) < 32:
             self.gaps_ns.append(end_ns - previous_ns)
@@ -139,7 +139,7 @@ class _Series:
             if begun_ns is None or end_ns == self.window_ns:
                 self.knots.append((end_ns, 0.0))
                 return
-            # The reading that spans the window's start counts for its part inside.
+            # Only the part inside the window counts of a reading that spans its start.
             self.knots.append((max(begun_ns, self.window_ns), 0.0))
         since_ns, integral = self.knots[-1]
         if self.is_counter:
@@ -157,7 +157,7 @@ class _Series:
             self.add(*reading)
 
     def cut(self, steps: Sequence[int]) -> None:
-        """Add the step ends that readings cover by now as possible ends of blocks."""
+        """Add the ends of steps that readings cover as possible ends of blocks."""
         if len(self.knots) < 2:
             return
         while self.next_step < len(steps) and steps[self.next_step] <= self.knots[-1][0]:
@@ -173,10 +173,11 @@ class _Series:
         return t_ns, before + (after - before) * share, min(share, 1 - share)
 
     def blocks(self) -> tuple[list[float], list[float]]:
-        """Return (integrals, lengths in s) of at most 12 about equal blocks, each two sampling periods or a step long.
+        """Return (integrals, lengths in s) of at most 12 blocks of similar length.
 
-        Where there is a choice a block ends close to a reading's end: inside of a reading the integral is a guess.
-        More blocks would narrow Student's t by little, and longer ones make less of these guesses.
+        A block is at least two sampling periods or one step long. If possible it ends near the end of a reading,
+        because the integral is interpolated inside a reading. More blocks would hardly narrow Student's t; longer
+        blocks depend less on the interpolation.
         """
         if len(self.cuts) < 2:
             return [], []
@@ -202,15 +203,15 @@ class _Series:
 
 
 class TargetFollower:
-    """Follows a run's sampled targets and says when the confidence interval of each is inside its tolerance.
+    """Follows a run's sampled targets, and decides when the confidence interval of each is within its tolerance.
 
-    What a GPU does repeats with the training step, so the window is cut at step ends into blocks of whole steps (at
-    least two sampling periods long, or one step): their means scatter little, where single readings depend on which
-    part of a step they met. A block's mean comes from the integral of the readings, interpolated at its ends. Readings
-    that a source repeated or could not take do not count, nor do profiling figures in a stall of the profiler.
+    A GPU's activity repeats with the training step. The window is therefore cut into blocks of whole steps, at least
+    two sampling periods or one step long. Their means scatter little, while a single reading depends on the part of a
+    step that it covers. A block's mean comes from the integral of the readings, interpolated at its ends. Repeated and
+    failed readings do not count, and neither do profiling figures while the profiler stalls.
 
-    A source that has been silent for three of its own periods, or is too slow for the window's `max_seconds`, is not
-    waited for. Use from one thread.
+    A source that has been silent for three of its periods, or is too slow for the window's `max_seconds`, is ignored.
+    Use from one thread.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class TargetFollower:
         period_s: float = 0.1,
         targets: Mapping[str, Sequence[tuple[str, str]]] = TARGETS,
     ) -> None:
-        """`sensors`: the names of those that are sampled, every `period_s` or their own period, if that is longer."""
+        """`sensors` are the names of the sampled ones, read every `period_s` or at their own longer period."""
         self._window = window
         self._period_ns = int(period_s * 1e9)
         names = set(sensors)
@@ -239,9 +240,9 @@ class TargetFollower:
         self._window_ns: int | None = None
 
     def begin(self, window_ns: int, warmup_ns: int | None = None) -> None:
-        """Record the begin of the window; readings may have been added before.
+        """Record the start of the window; earlier readings may have been added.
 
-        `warmup_ns`: when the first step did, so that averages which look back past it are left out.
+        `warmup_ns` is the start of the first step; averages that look back past it are left out.
         """
         self._window_ns = window_ns
         self._steps = [window_ns, *(step for step in self._steps if step > window_ns)]
@@ -260,26 +261,26 @@ class TargetFollower:
                     series.add(sample.t_ns, sample.since_ns, value)
 
     def mark_step(self, t_ns: int) -> None:
-        """Record that a training step ended at `t_ns`; steps may be left out."""
+        """Record that a training step ended at `t_ns`; callers may leave out steps."""
         if not self._steps or t_ns > self._steps[-1]:
             self._steps.append(t_ns)
 
     def steady(self, now_ns: int) -> bool:
-        """Return whether the interval of every target that has readings is inside its tolerance."""
+        """Return whether the interval of every target with readings is within its tolerance."""
         if self._window_ns is None:
             return False
         return all(self._target_steady(target, now_ns) for target in self._targets)
 
     def half_widths(self) -> dict[str, float]:
-        """Return the half-width of each target's 95 % confidence interval, in its own unit; unknown ones are absent."""
+        """Return the half-width of each target's 95 % confidence interval, in its unit; leave out unknown ones."""
         return {target: interval[1] for target in self._targets if (interval := self._interval(target))}
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each target to which its half-width belongs."""
+        """Return the mean of each target, around which its half-width lies."""
         return {target: interval[0] for target in self._targets if (interval := self._interval(target))}
 
     def _series_of(self, target: str) -> _Series | None:
-        """Return the target's first source that has readings of the window, or None."""
+        """Return the target's first source with readings in the window, or None."""
         sources = (self._series[source] for source in self._targets[target])
         return next((series for series in sources if len(series.knots) >= 2), None)
 
@@ -290,9 +291,9 @@ class TargetFollower:
             return True
         series = self._series_of(target)
         if series is None:
-            return False  # its first reading may still come
+            return False  # the first reading may still come
         if series not in waiting:
-            return True  # the source ended: there will be no more readings
+            return True  # the source has ended: no more readings will come
         interval = self._interval(target)
         if interval is None:
             return False
@@ -308,7 +309,7 @@ class TargetFollower:
         if shortest_ns > self._window.max_seconds * 1e9:
             return False
         patience_ns = _PATIENCE * interval_ns + _LAG_NS
-        if series.last_ns is None:  # a slow exporter's first reading may come while the window has to last anyway
+        if series.last_ns is None:  # a slow exporter's first reading may still come within the shortest window
             patience_ns = max(patience_ns, int(self._window.min_seconds * 1e9))
         return now_ns - max(series.last_ns or 0, self._window_ns or 0) <= patience_ns
 
@@ -327,5 +328,5 @@ class TargetFollower:
         if len(series.values) >= _CONSTANT_READINGS and len(series.cuts) > _MIN_BLOCKS and not series.is_counter:
             low, high = min(series.values), max(series.values)
             if high - low <= self._window.utilization_tolerance / 10 * max(1.0, high):
-                return (low + high) / 2, high - low, len(series.values)  # an idle or saturated unit: nothing to average
+                return (low + high) / 2, high - low, len(series.values)  # constant figures of an idle or saturated unit
         return None

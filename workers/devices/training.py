@@ -1,12 +1,12 @@
 """The measured training loop that real devices share: build, warm up until steady, measure until the window ends.
 
-Start reading at `measure_training`. Runs in the trial's child; every time is `time.monotonic_ns()`, which the worker
-that samples telemetry on the same machine reads too. `warm_up` and `measure_window` hold the rules, by step times,
-memory and the worker's message; steps come in as a function that runs one. Torch is imported on use.
+Start reading at `measure_training`. It runs in the trial's child. Every time is `time.monotonic_ns()`, the clock of the
+worker that samples telemetry on the same machine. `warm_up` and `measure_window` decide by step times, memory and the
+worker's message. Torch is imported on use.
 
-In a trial of several ranks, `Lockstep` has all of them run their steps together. The first rank decides when the
-warm-up and the window end, as a trial alone does, and says before each step that there is one; the others follow. Words
-travel over gloo also on GPUs, so that no kernel of theirs runs beside those that are measured.
+In a trial with several ranks, `Lockstep` makes all run their steps together. The first rank decides when the warm-up
+and the window end, and announces each step; the others follow. Announcements go over gloo also on GPUs: they add no
+kernel to the measured ones.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 
 _STEP, _WINDOW, _END = range(3)
 _LOOPBACK = ("lo", "lo0")  # by the names of Linux and macOS
-RunStep = Callable[[], tuple[int, float]]  # runs one step: (monotonic time of its end in ns, its duration in ms)
+RunStep = Callable[[], tuple[int, float]]  # runs one step; returns (monotonic time of its end in ns, duration in ms)
 _MEMORY_PERIOD_NS = 50_000_000  # reading the allocator's figures costs a tenth of a millisecond
-_FIRST_STEPS = 5  # after each of which memory is read
-_GROWTH = 1.002  # more than this is growth, less is the noise of a process's resident set
+_FIRST_STEPS = 5  # memory is read after each of them
+_GROWTH = 1.002  # smaller ratios are the noise of a process's resident set
 _LONG_NS = 1_000_000_000
 _GROUP_NS = 100_000_000  # length of each of the two groups of steps that warm-up compares
 _CHECK_NS = 25_000_000
 _SURE_STEPS = 4  # a group of fewer steps is compared coarsely
-_OPTIMIZER_STEPS = 32  # a loss scale of 2**16 is 1 after 16 overflows; then the optimizer never steps
-_BATCH_MS = 50.0  # length of the batches in which step times are looked at
+_OPTIMIZER_STEPS = 32  # after 16 overflows a loss scale of 2**16 is 1, and the optimizer will never step
+_BATCH_MS = 50.0  # length of the batches into which step times are grouped
 _MIN_BATCHES = 4
 _OUTLIER_BATCHES = 7  # with fewer, a slow stretch cannot be distinguished from a slow step
 _ASK_NS = 10_000_000
 _REPORT_PERIOD_NS = 100_000_000
-# Up to here one thread of the host has a model ready within a second or so; larger ones are made quicker on the device.
+# Up to this size one thread of the host builds a model in about a second; the device builds larger ones faster.
 _HOST_PARAMETERS = 50_000_000
-_BATCHES_APART = 1_000_003  # between the seeds of two ranks' batches
+_BATCHES_APART = 1_000_003  # distance between the seeds of two ranks' batches
 
 
 class Meter(Protocol):
-    """The part that differs between devices: waiting for the device, and reading its allocator."""
+    """What differs between devices: waiting for the device, and reading its allocator."""
 
     device: torch.device
 
@@ -74,10 +74,10 @@ def measure_training(
 ) -> None:
     """Train one trial and report `built`, `warmup`, `window`, `step` (thinned) and `result` with the labels.
 
-    One step copies the batch to the device, runs forward, loss, backward and optimizer, and waits for the device, as
-    a loop that reads its loss does. A trial that is made ready ahead makes its batch, and its model unless that is
-    large, on the host and moves them when it is its turn: only then is `open_meter` called, before which nothing may
-    touch the device. A rank at `place` trains beside the others, on a batch of its own.
+    One step copies the batch to the device, runs forward, loss, backward and optimizer, and waits for the device, like
+    a loop that reads its loss. A trial that is prepared ahead makes its batch on the host, and its model unless that is
+    large. At its turn it calls `open_meter`, before which nothing may touch the device, and moves them. A rank at
+    `place` trains beside the others, on its own batch.
     """
     import torch
 
@@ -88,7 +88,7 @@ def measure_training(
     family = get_family(config.family)
 
     def make_batch() -> tuple[Any, Any]:
-        # The same batch wherever the model was built; the same model on each rank.
+        # The batch is the same wherever the model was built; the model is the same on each rank.
         torch.manual_seed(seed if place is None else seed + place.rank * _BATCHES_APART)
         inputs, targets = family.batch(config, torch.device("cpu"))
         return inputs, targets
@@ -103,10 +103,10 @@ def measure_training(
     meter = open_meter()
     if model is None:
         torch.manual_seed(seed)
-        with meter.device:  # parameters are made where they are used: no copy in host memory first
+        with meter.device:  # make parameters on the device, without a copy in host memory
             model = family.build(config)
     else:
-        model = model.to(meter.device)  # parameter by parameter: no second copy on the device
+        model = model.to(meter.device)  # moves one parameter after another: no second copy on the device
     inputs, targets = batch or make_batch()
     link.report("built", parameters=sum(parameter.numel() for parameter in model.parameters()))
     ranks = None if place is None else Lockstep(place, meter.device)
@@ -131,7 +131,7 @@ def measure_training(
         return end_ns, step_ms
 
     def optimizer_ready() -> bool:
-        return config.optimizer == "sgd" or any(True for _ in step.optimizer_tensors())  # plain SGD keeps no state
+        return config.optimizer == "sgd" or any(True for _ in step.optimizer_tensors())  # plain SGD has no state
 
     def begin_window() -> int:
         reporter.flush()
@@ -159,7 +159,7 @@ def measure_training(
         },
     )
 
-    while link.together is not None and link.awaits("bye"):  # its partners' windows see it at work
+    while link.together is not None and link.awaits("bye"):  # keep the device busy during the partners' windows
         train_step()
     if settings.kernels.steps and ranks is None and link.together is None and link.labels_taken():
         report_kernels(train_step, settings.kernels.steps, step_time_ms, meter.device.type, link)
@@ -174,10 +174,10 @@ def _decide_window(
     optimizer_ready: Callable[[], bool],
     ranks: Lockstep | None,
 ) -> MeasuredWindow:
-    """Warm up and measure, deciding when either ends, and tell the other `ranks`, if any."""
+    """Warm up, measure, and announce the steps to the other `ranks`, if any."""
     run = run_step if ranks is None else ranks.leading(run_step)
     warm_up(run, memory, rules, optimizer_ready)
-    if link.together is not None:  # windows open when all are warm
+    if link.together is not None:  # windows open once all members are warm
         link.report("warm", t_ns=time.monotonic_ns())
         while link.awaits("open"):
             run()
@@ -191,17 +191,17 @@ def _decide_window(
 
 
 def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
-    """Return a function that puts a rank's model into its wrapper; None: the trial runs alone."""
+    """Return a function that wraps a rank's model; None for a trial with a single process."""
     layout = config.layout
     if layout is None:
         return None
-    from featurize.training.sharding import wrapped
+    from featurize.training.sharding import wrap_for_rank
 
-    return lambda model: wrapped(model, layout)
+    return lambda model: wrap_for_rank(model, layout)
 
 
 class _StepReporter:
-    """Reports steps at most every 100 ms: a tiny model takes thousands a second, and the worker shares the cores."""
+    """Reports a step at most every 100 ms: a tiny model runs thousands per second, and the worker needs the cores."""
 
     def __init__(self, memory: MemoryWatch, link: Link):
         self._memory = memory
@@ -225,9 +225,9 @@ class _StepReporter:
 
 
 class MemoryWatch:
-    """Reads an allocator rarely enough not to disturb the steps, and tracks when it last grew.
+    """Reads an allocator rarely, to not disturb the steps, and tracks when it last grew.
 
-    `read` returns `reserved_mib` and, where the device has them, `peak_reserved_mib` or `peak_memory_mib`.
+    `read` returns `reserved_mib` and, if the device has one, `peak_reserved_mib` or `peak_memory_mib`.
     """
 
     def __init__(self, read: Callable[[], dict[str, float]]) -> None:
@@ -239,7 +239,7 @@ class MemoryWatch:
         self.values: dict[str, float] = {}  # as last read
 
     def step(self, t_ns: int) -> None:
-        """Record the end of a step. Reads memory after each of the first five steps, then at most every 50 ms."""
+        """Record the end of a step. Read memory after each of the first five steps, then at most every 50 ms."""
         self._steps += 1
         if self._steps <= _FIRST_STEPS or t_ns - self._read_ns >= _MEMORY_PERIOD_NS:
             self.look(t_ns)
@@ -269,14 +269,14 @@ class MemoryWatch:
 def warm_up(
     run_step: RunStep, memory: MemoryWatch, window: WindowSettings, optimizer_ready: Callable[[], bool] | None = None
 ) -> int:
-    """Run steps until memory and step time are steady; returns how many.
+    """Run steps until memory and step time are steady; return how many.
 
-    Steady: at least `warmup_steps`; reserved memory has not grown over the last steps; and the median times of the
-    last two groups of steps (0.1 s each, or single steps where these are longer) differ by no more than they scatter,
-    so that lazily loaded kernels, autotuning and rising clocks are over. `optimizer_ready` is false while no optimizer
-    step was taken: fp16 skips them until its loss scale fits, and their memory comes with the first.
+    Three conditions must hold. At least `warmup_steps` have run. Reserved memory has not grown over the last steps.
+    The median times of the last two groups of steps (0.1 s each, or single longer steps) differ by no more than they
+    scatter: lazily loaded kernels, autotuning and rising clocks are over. Warm-up also waits for `optimizer_ready`:
+    fp16 skips optimizer steps until its loss scale fits, and the first one allocates the optimizer's state.
 
-    After `warmup_max_seconds` two steps are enough: the second is the first to run with the optimizer's state.
+    After `warmup_max_seconds` two steps are enough: the second runs with the optimizer's state.
     """
     times_ms: list[float] = []
     ends_ns: list[int] = []
@@ -303,18 +303,18 @@ def warm_up(
 
 def _no_trend(times_ms: list[float], ends_ns: list[int], memory: MemoryWatch) -> bool:
     group = max(1, len(ends_ns) - bisect_left(ends_ns, ends_ns[-1] - _GROUP_NS))
-    if len(times_ms) < 2 * group + 1:  # the very first step is in neither group
+    if len(times_ms) < 2 * group + 1:  # neither group includes the very first step
         return False
     memory.look(ends_ns[-1])
     if not memory.unchanged(group + 1, ends_ns[-1]):
         return False
     before, last = times_ms[-2 * group : -group], times_ms[-group:]
-    middle, latest = statistics.median(before), statistics.median(last)
+    earlier, latest = statistics.median(before), statistics.median(last)
     if group < _SURE_STEPS:
-        return abs(middle - latest) <= 0.10 * middle
-    scatter = _deviation(before, middle) + _deviation(last, latest)
-    # the standard error of a median is about 1.25 standard deviations by the root of the number
-    return abs(middle - latest) <= max(0.03 * middle, 3 * 1.25 * scatter / math.sqrt(2 * group))
+        return abs(earlier - latest) <= 0.10 * earlier
+    scatter = _deviation(before, earlier) + _deviation(last, latest)
+    # the standard error of a median is about 1.25 standard deviations divided by the root of the number
+    return abs(earlier - latest) <= max(0.03 * earlier, 3 * 1.25 * scatter / math.sqrt(2 * group))
 
 
 def _deviation(values: list[float], middle: float) -> float:
@@ -324,7 +324,7 @@ def _deviation(values: list[float], middle: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredWindow:
-    """Result of a window. `half_width_ms`: of the typical step time's 95 % interval; None: too few steps."""
+    """Result of a window. `half_width_ms` belongs to the step time's 95 % interval; None: too few steps."""
 
     step_times_ms: list[float]
     end_ns: int
@@ -333,13 +333,14 @@ class MeasuredWindow:
 
 
 def measure_window(
-    run_step: RunStep, memory: MemoryWatch, told_steady: Callable[[], bool], window: WindowSettings, start_ns: int
+    run_step: RunStep, memory: MemoryWatch, samples_steady: Callable[[], bool], window: WindowSettings, start_ns: int
 ) -> MeasuredWindow:
     """Run steps from `start_ns` to the window's end.
 
-    `fixed` ends after `max_seconds` and `min_steps`. `adaptive` ends when the step time's interval is inside its
-    tolerance, memory saw no new peak for `memory_steps` steps and the worker says that what it samples is steady, after
-    `min_seconds` and `min_steps`; or before the step that would end past `max_seconds`, from the second on.
+    A `fixed` window ends after `max_seconds` and `min_steps`. An `adaptive` one lasts at least `min_seconds` and
+    `min_steps`. It then ends once the step time's interval is within its tolerance, memory had no new peak for
+    `memory_steps` steps and the worker reports steady samples. It also ends after one step, or later, if another step
+    would last past `max_seconds`.
     """
     times_ms: list[float] = []
     pace = StepPace()
@@ -363,7 +364,7 @@ def measure_window(
             and pace.steady(window.tolerance)
         ):
             ask_ns = end_ns + _ASK_NS
-            if told_steady():
+            if samples_steady():
                 ended = "steady"
         if ended is not None:
             half_width_ms = pace.half_width_ms()
@@ -376,16 +377,16 @@ def measure_window(
 
 
 def follow_window(steps: Iterable[tuple[int, float]]) -> MeasuredWindow:
-    """Return the window of a rank that runs the steps, at least one, that another rank decides on."""
+    """Return the window of a rank that runs the steps of the first one; at least one step."""
     ends_ns, times_ms = zip(*steps, strict=True)
     return MeasuredWindow(step_times_ms=list(times_ms), end_ns=ends_ns[-1], ended="fixed", half_width_ms=None)
 
 
 class StepPace:
-    """The confidence interval of the typical step time, from the medians of batches of 50 ms (single longer steps).
+    """The confidence interval of the typical step time, from the medians of batches of 50 ms (or single longer steps).
 
-    A window's label is the median of its steps, so that a pause of the machine does not count; batches are clipped to
-    5 deviations of their median for the same reason. The cost is negligible at thousands of steps a second.
+    A window's label is the median of its steps, because a pause of the machine must not count. Batches are clipped to
+    5 deviations around their median for the same reason. The cost is negligible at thousands of steps per second.
     """
 
     def __init__(self) -> None:
@@ -425,18 +426,18 @@ class StepPace:
 
 
 class Lockstep:
-    """Joins the trial's process group, which needs all of its ranks.
+    """Makes a trial's ranks run their steps together. The constructor returns once all ranks have joined.
 
     Args:
         place: This rank's place.
-        device: The device that it trains on: nccl joins the ranks on GPUs, gloo those on the CPU.
+        device: This rank's device: nccl connects ranks on GPUs, gloo ranks on the CPU.
     """
 
     def __init__(self, place: Place, device: torch.device) -> None:
         import torch.distributed as dist
 
         names = {name for _, name in socket.if_nameindex()}
-        for loopback in filter(names.__contains__, _LOOPBACK):  # the ranks are of one node
+        for loopback in filter(names.__contains__, _LOOPBACK):  # all ranks run on one node
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         on_gpu = device.type == "cuda"
         dist.init_process_group(
@@ -450,7 +451,7 @@ class Lockstep:
         self._group = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
 
     def leading(self, run_step: RunStep) -> RunStep:
-        """Return `run_step` of the first rank, which has the others run a step beside it."""
+        """Return `run_step` for the first rank: it makes the others run a step beside it."""
 
         def run() -> tuple[int, float]:
             self._broadcast(_STEP)
@@ -463,11 +464,11 @@ class Lockstep:
         self._broadcast(_WINDOW)
 
     def end(self) -> None:
-        """Tell the other ranks that there are no more steps."""
+        """Tell the other ranks that no more steps follow."""
         self._broadcast(_END)
 
     def follow(self, run_step: RunStep, window_begins: Callable[[], object]) -> Iterator[tuple[int, float]]:
-        """Run the steps that the first rank says; yield those of the window."""
+        """Run the steps that the first rank announces; yield those of the window."""
         in_window = False
         while (word := self._broadcast(_END)) != _END:
             if word == _WINDOW:
@@ -479,10 +480,10 @@ class Lockstep:
                 yield step
 
     def _broadcast(self, word: int) -> int:
-        """Return the word of the first rank, which says this one; the others' own does not matter."""
+        """Send `word` from the first rank; return it on every rank. The other ranks' argument is ignored."""
         import torch
         import torch.distributed as dist
 
-        said_by_first = torch.tensor(word)
-        dist.broadcast(said_by_first, 0, group=self._group)
-        return int(said_by_first)
+        first_word = torch.tensor(word)
+        dist.broadcast(first_word, 0, group=self._group)
+        return int(first_word)

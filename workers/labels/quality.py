@@ -1,7 +1,7 @@
-"""Judges a run's samples and its labels: which readings are in doubt, why, and which labels that spoils.
+"""Judges a run's samples and labels: which readings are doubtful, why, and which labels they spoil.
 
-Start reading at `REASONS`, which has the reasons and their limits; `judge` judges samples, and `judge_run` their run,
-by other processes on the GPU and by a second source too. No sample is deleted.
+Start reading at `REASONS`, which has the reasons and their limits. `judge` judges samples. `judge_run` judges their
+run, also by other processes on the GPU and by a second source. No sample is deleted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ PROFILING = (
     "tensor_dfma_active",
 )
 
-BUSY = 0.9  # from this gpu_util on, showing no activity or another clock is suspicious
+BUSY = 0.9  # gpu_util from which zero activity or another clock is suspicious
 CLOCK_JUMP = 0.10  # ratio to the window's median SM clock
-CONTEXT_MIB = 1024.0  # the most that a CUDA context and its libraries take
-CONTEXT_LEAST_MIB = 64.0  # the least: a process with less cannot compute (an X server on every GPU of a machine)
-HOST_CLOCK_S = 1.0  # how far the wall clock and the monotonic one may differ over a run
-_MIN_PERIODS = 3  # periods of a source: a shorter window need not hold a reading
-_MIN_READINGS = 5  # readings of each of two sources before their means are compared
+CONTEXT_MIB = 1024.0  # the most memory that a CUDA context and its libraries take
+CONTEXT_LEAST_MIB = 64.0  # the least; a process with less cannot compute, such as an X server
+HOST_CLOCK_S = 1.0  # allowed drift between the wall clock and the monotonic one over a run
+_MIN_PERIODS = 3  # periods of a source; a shorter window may hold no reading
+_MIN_READINGS = 5  # readings that each of two sources needs before their means are compared
 _ENERGY_TOLERANCE = 0.10
-_POWER_CHECK_S = (
-    5.0  # the power sensor averages up to a second, so that in a short window it still shows the time before
-)
+_POWER_CHECK_S = 5.0  # in shorter windows the power sensor, which averages up to 1 s, shows too much of the time before
 _MEMORY_TOLERANCE = 0.02
 
 
@@ -52,8 +50,8 @@ _MEMORY_TOLERANCE = 0.02
 class Reason:
     """A reason to doubt readings or labels.
 
-    `spoils`: metrics whose means leave such readings out. A run that shows it in more than `suspect_from` of its window
-    is suspect; in more than `untrusted_from`, untrusted (None: never by itself).
+    `spoils` names the metrics whose means leave out such readings. A run with the reason in more than `suspect_from`
+    of its window is suspect, in more than `untrusted_from` untrusted (None: never by itself).
     """
 
     meaning: str
@@ -100,16 +98,16 @@ REASONS: dict[str, Reason] = {
 
 SPOILS = {name: reason.spoils for name, reason in REASONS.items() if reason.spoils}
 
-# NVML's clocks-event bits (nvml.h, nvmlClocksEventReason*). The slowdown bit is also set with the two that say why.
+# NVML's clocks-event bits (nvml.h, nvmlClocksEventReason*). The two bits with a cause also set the slowdown bit.
 _POWER_CAP, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE = 0x4, 0x8, 0x20, 0x40, 0x80
 
 
 def judge(
     samples: Samples, window_ns: int | None, window_end_ns: int | None, period_s: float
 ) -> list[tuple[str, Sample]]:
-    """Mark the samples in doubt as `suspect`, with their reasons; values stay as they were read.
+    """Return the samples, doubtful ones marked as `suspect` with their reasons.
 
-    A sensor's own verdict on its samples stays. A pure function; `period_s` is the intended sampling period.
+    Values, and a sensor's own verdicts, stay as they are. `period_s` is the intended sampling period.
     """
     by_sensor = split_by_sensor(samples)
     usage = _Usage(by_sensor)
@@ -127,8 +125,8 @@ def judge(
             if shown and not any(shown) and usage.busy(since_ns or sample.t_ns, sample.t_ns):
                 mark(sample, "profiling_zero")
     for sensor in ("nvml", "dcgm"):
-        of_sensor = own_readings(by_sensor.get(sensor, ()))
-        for sample in _clock_jumps(of_sensor, usage, window_ns, window_end_ns):
+        readings = own_readings(by_sensor.get(sensor, ()))
+        for sample in _clock_jumps(readings, usage, window_ns, window_end_ns):
             mark(sample, "clock_jump")
     first_errors = None
     for sample in by_sensor.get("nvml", ()):
@@ -141,14 +139,14 @@ def judge(
             first_errors = errors if first_errors is None else first_errors
             if errors > first_errors:
                 mark(sample, "ecc_errors")
-    for sensor in ("nvml", "gpm", "process"):  # those of the common thread: they stop together, or not at all
+    for sensor in ("nvml", "gpm", "process"):  # the sensors of the common thread, which stop together
         for sample, _ in gaps_in(by_sensor.get(sensor, ()), period_s, window_ns, window_end_ns):
             mark(sample, "sampler_gap")
     return [(sensor, _mark(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
 
 
 def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> dict[str, int]:
-    """Return the run's columns `samples_measured` and so on: the window's telemetry rows by quality."""
+    """Return the number of samples in the window by quality, as the run's columns `samples_measured` and so on."""
     counts = dict.fromkeys(SAMPLE_QUALITIES, 0)
     if window_ns is not None:
         for _, sample in samples:
@@ -158,7 +156,7 @@ def count_qualities(samples: Samples, window_ns: int | None, window_end_ns: int 
 
 
 class _Usage:
-    """The GPU's utilization over time, from NVML if it reads it, else from DCGM."""
+    """The GPU's utilization over time, from NVML if it has readings, else from DCGM."""
 
     def __init__(self, by_sensor: Mapping[str, list[Sample]]) -> None:
         self._times_ns: list[int] = []
@@ -171,11 +169,11 @@ class _Usage:
                 return
 
     def busy(self, since_ns: int, t_ns: int) -> bool:
-        """Return whether the GPU was busy by every reading inside the interval and the first one after it."""
+        """Return whether every reading in the interval, and the first one after it, shows the GPU busy."""
         first = bisect.bisect_right(self._times_ns, since_ns)
         last = bisect.bisect_left(self._times_ns, t_ns) + 1
-        spoken = self._shares[first:last]
-        return bool(spoken) and min(spoken) >= BUSY
+        shares = self._shares[first:last]
+        return bool(shares) and min(shares) >= BUSY
 
 
 def _clock_jumps(
@@ -211,7 +209,7 @@ def _list_throttled(bits: int) -> list[str]:
 def gaps_in(
     samples: Iterable[Sample], period_s: float, window_ns: int | None, window_end_ns: int | None
 ) -> list[tuple[Sample, int]]:
-    """Return (sample that ends it, length in ns) of each stretch of the window in which the sensor was not read."""
+    """Return (sample that ends it, length in ns) of each gap in the window without readings."""
     ordered = sorted(samples, key=lambda sample: sample.t_ns)
     if window_ns is None or not ordered:
         return []
@@ -231,13 +229,13 @@ def split_by_sensor(samples: Samples) -> dict[str, list[Sample]]:
     by_sensor: dict[str, list[Sample]] = {}
     for sensor, sample in samples:
         by_sensor.setdefault(sensor, []).append(sample)
-    for of_sensor in by_sensor.values():
-        of_sensor.sort(key=lambda sample: sample.t_ns)
+    for sensor_samples in by_sensor.values():
+        sensor_samples.sort(key=lambda sample: sample.t_ns)
     return by_sensor
 
 
 def own_readings(samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples that are fresh readings."""
+    """Return the samples with fresh readings."""
     return [sample for sample in samples if sample.quality in ("measured", "suspect")]
 
 
@@ -249,11 +247,11 @@ def _mark(sample: Sample, reasons: list[str] | None) -> Sample:
     return dataclasses.replace(sample, quality=quality, reasons=together)
 
 
-# Memory in use before the trial: NVML counts what the driver reserves for itself, some 0.5 GiB and more on large cards.
+# Memory in use before the trial: NVML counts the driver's own reservation, 0.5 GiB and more on large cards.
 FOREIGN_MIB, FOREIGN_SHARE = 1024.0, 0.025
 
 # metric -> (two sensors, absolute and relative tolerance): the larger of the two counts.
-# DCGM's memory leaves out what the driver reserves, NVML's does not.
+# NVML's memory includes the driver's reservation, DCGM's does not.
 CROSS_CHECKS: dict[str, tuple[tuple[str, str], float, float]] = {
     **dict.fromkeys(("smact", "smocc", "drama", "gract"), (("gpm", "dcgm"), 0.05, 0.0)),
     "gpu_util": (("nvml", "dcgm"), 0.05, 0.0),
@@ -264,7 +262,7 @@ CROSS_CHECKS: dict[str, tuple[tuple[str, str], float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`quality` is one of `warehouse.tables.schema.QUALITIES`, `reasons` are in words, `summary` fits into JSON."""
+    """`quality` is one of `warehouse.tables.schema.QUALITIES`, `reasons` are text, `summary` fits into JSON."""
 
     quality: str
     reasons: Mapping[str, str]
@@ -280,15 +278,15 @@ def judge_run(
 ) -> Verdict:
     """Return the verdict on a run's labels.
 
-    A run without a window is judged by what affects its outcome: another process that holds memory makes an
-    out-of-memory untrusted, and one that computes a timeout. Memory errors make any run untrusted.
+    A run without a window is judged by what affects its outcome. Another process that holds memory makes an
+    out-of-memory untrusted; one that computes makes a timeout untrusted. Memory errors make any run untrusted.
 
     Args:
-        samples: As `judge` returned them.
+        samples: The samples that `judge` returned.
         observed: The ended trial.
-        label_sensors: Metric of a label -> the sensor that it is from; None: no sensor has one.
-        means: Metric -> sensor -> its mean over the window, from these samples.
-        energy_j: By the energy counter, over the window.
+        label_sensors: Metric of a label -> its sensor; None: no sensor has a mean.
+        means: Metric -> sensor -> mean over the window, from these samples.
+        energy_j: Energy over the window by the energy counter.
     """
     judged = _Judged(observed, label_sensors, means, energy_j)
     if observed.exit.left:
@@ -310,27 +308,27 @@ def judge_run(
 
 @dataclass
 class _Judged:
-    """Collects the reasons of one run; the first fields are as in `judge_run`."""
+    """Collects the reasons of one run; `judge_run` describes the first fields."""
 
     facts: Observed
     label_sensors: Mapping[str, str | None]
     means: Mapping[str, Mapping[str, WindowMean]]
     energy_j: float | None
     summary: dict[str, Any] = field(default_factory=dict)
-    _said: dict[str, list[str]] = field(default_factory=dict)
+    _texts: dict[str, list[str]] = field(default_factory=dict)
     _untrusted: bool = False
 
     def add(self, reason: str, words: str, amount: float = 1.0, untrusted: bool = True) -> None:
-        """Add a reason. `amount`: its share of the window. `untrusted=False`: it makes the run suspect at most."""
+        """Add a reason with its share of the window. With `untrusted=False` it makes the run suspect at most."""
         if amount <= 0 or amount < REASONS[reason].suspect_from:
             return
-        self._said.setdefault(reason, []).append(words)
+        self._texts.setdefault(reason, []).append(words)
         limit = REASONS[reason].untrusted_from
         self._untrusted |= untrusted and limit is not None and amount > limit
 
     def verdict(self) -> Verdict:
-        quality = "untrusted" if self._untrusted else "suspect" if self._said else "trusted"
-        reasons = {reason: "; ".join(words) for reason, words in self._said.items()}
+        quality = "untrusted" if self._untrusted else "suspect" if self._texts else "trusted"
+        reasons = {reason: "; ".join(words) for reason, words in self._texts.items()}
         return Verdict(quality=quality, reasons=reasons, summary=self.summary)
 
 
@@ -348,20 +346,20 @@ def _judge_host(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> None:
 def _judge_neighbours(judged: _Judged, nvml: list[Sample]) -> None:
     """Judge other processes and memory errors over the whole trial, not only the window."""
     facts = judged.facts
-    # What was on the GPU bears on labels, on an out-of-memory there, and on how long a trial took.
+    # Neighbours on the GPU affect labels, device out-of-memory, and timeouts.
     matters = facts.status in ("ok", "timeout") or (facts.status == "oom" and facts.oom_kind == "device")
-    seen = [sample.values for sample in nvml if "other_process" in sample.reasons]
-    if seen and matters:
-        memory_mib = max((v["other_memory_mib"] for v in seen if "other_memory_mib" in v), default=None)
-        held = "memory that is not known" if memory_mib is None else f"{memory_mib:.0f} MiB"
-        processes = max(values["other_processes"] for values in seen)
+    neighbour_readings = [sample.values for sample in nvml if "other_process" in sample.reasons]
+    if neighbour_readings and matters:
+        memory_mib = max((v["other_memory_mib"] for v in neighbour_readings if "other_memory_mib" in v), default=None)
+        held_text = "memory that is not known" if memory_mib is None else f"{memory_mib:.0f} MiB"
+        processes = max(values["other_processes"] for values in neighbour_readings)
         judged.add(
             "other_process",
-            f"up to {processes:.0f} with {held}, in {len(seen)} of {len(nvml)} readings",
+            f"up to {processes:.0f} with {held_text}, in {len(neighbour_readings)} of {len(nvml)} readings",
             untrusted=memory_mib is None or memory_mib >= CONTEXT_LEAST_MIB,
         )
     foreign_mib, allowed_mib = _foreign_memory_mib(nvml, facts.device_memory_mib)
-    if matters and not seen and not facts.shared and foreign_mib > allowed_mib:
+    if matters and not neighbour_readings and not facts.shared and foreign_mib > allowed_mib:
         judged.add("foreign_memory", f"{foreign_mib:.0f} MiB, where up to {allowed_mib:.0f} MiB may be the driver's")
     errors = [sample.values["ecc_uncorrected"] for sample in nvml if "ecc_uncorrected" in sample.values]
     if errors and errors[-1] > errors[0]:
@@ -373,7 +371,7 @@ def _judge_slowdowns(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> 
     if facts.status not in ("ok", "timeout") or not nvml:
         return
     start_ns, end_ns = facts.window_ns, facts.window_end_ns
-    if start_ns is None or end_ns is None:  # it never came so far: what there is
+    if start_ns is None or end_ns is None:  # the trial has no window: take all readings
         start_ns, end_ns = nvml[0].t_ns, nvml[-1].t_ns
     where = "of the window" if facts.window_end_ns is not None else "of the trial"
     for reason, metric in (
@@ -387,7 +385,7 @@ def _judge_slowdowns(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> 
 
 
 def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
-    """Judge how well each label's readings cover the window, and how many had to be left out."""
+    """Judge how well each label's readings cover the window, and how much a stalled profiler spoils."""
     metrics = judged.summary.setdefault("metrics", {})
     poor, coarse = [], []
     for metric, sensor in judged.label_sensors.items():
@@ -415,12 +413,12 @@ def _judge_labels(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_
         readings = by_sensor.get(sensor, [])
         metric = next((name for name in PROFILING if any(name in s.values for s in readings)), "smact")
         amount = share(readings, "profiling_zero", metric, start_ns, end_ns)
-        # A source that stalls spoils nothing where the labels are of another.
+        # A stalled source spoils nothing if the labels come from another one.
         judged.add("profiling_zero", f"{sensor}: in {amount:.0%} of the window", amount, untrusted=sensor in used)
 
 
 def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_ns: int, end_ns: int) -> None:
-    """Compare two sources of one metric, if both have read it often enough."""
+    """Compare two sources of a metric if both have enough readings."""
     checks = judged.summary.setdefault("checks", {})
 
     def check(name: str, figures: Mapping[str, float], agree: bool, words: str, untrusted: bool) -> None:
@@ -434,7 +432,7 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
             continue
         if any(reading.readings < _MIN_READINGS or reading.coverage < 0.5 for reading in (first, second)):
             continue
-        # Readings scatter: only a difference that chance does not explain is one.
+        # Readings scatter: only a difference larger than chance counts.
         chance = 2 * (first.standard_error**2 + second.standard_error**2) ** 0.5
         allowed = max(absolute, relative * max(abs(first.mean), abs(second.mean))) + chance
         check(
@@ -454,7 +452,7 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
             {"power": round(power.mean, 2), "counter": round(by_counter_w, 2)},
             abs(power.mean - by_counter_w) <= allowed_w,
             f"power: sensor {power.mean:.4g} W, energy counter {by_counter_w:.4g} W",
-            untrusted=False,  # the sensor samples a part of the time, and differs by board: a repeat does not help
+            untrusted=False,  # the power sensor sees only a part of the time, and boards differ: a repeat does not help
         )
     charged = _median_in(by_sensor.get("nvml", ()), "process_memory_mib", start_ns, end_ns)
     reserved = _median_in(by_sensor.get("torch", ()), "reserved_mib", start_ns, end_ns)
@@ -469,10 +467,10 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
 
 
 def _foreign_memory_mib(nvml: list[Sample], device_memory_mib: float | None) -> tuple[float, float]:
-    """Return (memory in use that is not charged to the trial, the driver's possible part of it), in MiB.
+    """Return (memory in use that is not charged to the trial, the most that the driver may hold), in MiB.
 
-    The median, since the two figures are not of the very same instant. Where nothing is charged to the trial it is the
-    least memory in use, which may hold the trial's context.
+    The first is a median, because NVML reads the two figures at slightly different times. If nothing is charged to the
+    trial, it is the least memory in use, which may include the trial's context.
     """
     allowed_mib = max(FOREIGN_MIB, FOREIGN_SHARE * (device_memory_mib or 0.0))
     used = [sample.values for sample in nvml if "memory_used_mib" in sample.values]
@@ -483,7 +481,7 @@ def _foreign_memory_mib(nvml: list[Sample], device_memory_mib: float | None) -> 
 
 
 def _period_ns(samples: list[Sample], metric: str) -> int:
-    """Return the sensor's period for the metric, or its averaging time if longer, in ns; 0: unknown."""
+    """Return the sensor's period for the metric in ns, or its averaging time if that is longer; 0 if unknown."""
     readings = [sample for sample in own_readings(samples) if metric in sample.values]
     lengths = [sample.t_ns - sample.since_ns for sample in readings if sample.since_ns is not None]
     return max(usual_interval_ns([sample.t_ns for sample in readings]), int(statistics.median(lengths or [0])))

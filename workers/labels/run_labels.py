@@ -1,7 +1,7 @@
-"""Labels of a run: means over its window, peaks, energy, and their quality; also of ranks and of groups.
+"""Labels of a run: means over its window, peaks, energy, and their quality; also for ranks and for groups.
 
 Start reading at `label_run`; `label_ranks` labels each rank of a run, and the run as its worst rank.
-`labelled_group` is for trials that ran together: what is each one's own, and the rows of `collocations`.
+`labelled_group` labels trials that ran together, and makes their rows of `collocations`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from workers.telemetry.base import Sample, WindowMean, spoken_from_ns, usual_int
 from workers.trial.reports import Observed
 from workers.trial.server_client import failed_rank
 
-# metric -> sensors that read it, the preferred one first: a window's mean is of one sensor, figures are never mixed.
+# metric -> sensors that read it, the preferred one first. A window's mean comes from one sensor; figures never mix.
 MEANS = {
     **dict.fromkeys(("smact", "smocc", "drama"), ("gpm", "dcgm", "simulated")),
     **dict.fromkeys(("gpu_util", "power_w"), ("nvml", "dcgm", "simulated")),
 }
 _ENERGY_SENSORS = ("nvml", "dcgm")
-_GROWTH = "growth of the device's memory in use, as NVML charges none to the trial"
-_SHOWN = 0.98  # share of what the allocator holds that such growth must show, or it is not the trial's
-_COUNTER_STEPS = 8  # steps of the energy counter that a window must hold for its mean power to be taken from there
+_GROWTH = "growth of the device's memory in use, because NVML charges none to the trial"
+_SHOWN = 0.98  # share of the allocator's memory that such growth must reach to count as the trial's
+_COUNTER_STEPS = 8  # steps of the energy counter that a window needs before its mean power comes from the counter
 _STOPPED = "stopped"
 _PARTNER_ENDED = "partner_ended"
 _OF_RUN = ("run_id", "member_row", "source", "device_name", "config", "batch_size", "precision")  # set by the writer
 
 
 def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sample]]]:
-    """Return the columns of `runs` (labels, times, quality) and the judged samples. Not measured: absent or None."""
+    """Return the columns of `runs` (labels, times, quality; None or absent if not measured) and the judged samples."""
     start_ns, end_ns = observed.window_ns, observed.window_end_ns
     samples = list(observed.samples)
     if observed.backend != "simulated":
@@ -66,7 +66,7 @@ def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sampl
     columns["peak_rss_mib"] = _peak(samples, "rss_mib")
     columns |= {name: value for name, value in observed.values.items() if value is not None}
     if observed.backend == "cpu" and columns["peak_memory_mib"] is not None:
-        # The trial reports its own process; what that started counts as well.
+        # The trial reports its own process only; processes that it started count as well.
         columns["peak_memory_mib"] = max(columns["peak_memory_mib"], columns["peak_rss_mib"] or 0.0)
     verdict = judge_run(samples, observed, chosen, means, columns.get("energy_j"))
     if observed.shared:
@@ -86,8 +86,8 @@ def window_means(
 ) -> dict[str, dict[str, WindowMean]]:
     """Return metric -> sensor -> mean over the window, for every label and every cross-checked metric.
 
-    Sensors stand in the order in which labels take them; those that never read the metric are left out. Of averages
-    that look back past the first step the window's later part is taken, a quarter of it at least.
+    Sensors come in the order of preference; those that never read the metric are left out. Some averages look back
+    past the first step: their means use only the window's later part, at least a quarter of it.
     """
     wanted: dict[str, list[str]] = {metric: list(sensors) for metric, sensors in MEANS.items()}
     for metric, (pair, _, _) in CROSS_CHECKS.items():
@@ -109,8 +109,8 @@ def _energy_and_power(
 ) -> tuple[float | None, float | None]:
     """Return (energy over the window in J, mean power in W) by the energy counter; power None if it is too coarse.
 
-    The power sensor sees a part of the time, and averages up to a second, the one before the window too; the counter
-    does neither.
+    The power sensor sees only a part of the time, and averages up to a second, including time before the window. The
+    counter does neither.
     """
     for sensor in _ENERGY_SENSORS:
         samples = [sample for sample in by_sensor.get(sensor, ()) if "energy_j" in sample.values]
@@ -125,15 +125,15 @@ def _energy_and_power(
 def counter_growth(samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int) -> float | None:
     """Return the growth of one sensor's counter over the window.
 
-    Between two readings it is taken to grow evenly, so that the window's edges are interpolated; where no reading
-    lies beyond an edge, the growth is scaled from the time that was seen. None without two readings that say anything.
+    The counter is interpolated at the window's edges. If no reading lies beyond an edge, the growth is scaled up from
+    the time between the readings. Returns None without two usable readings.
     """
     readings = [(s.t_ns, s.values[metric]) for s in samples if s.quality != "repeated" and metric in s.values]
     readings.sort()
     times_ns = [t_ns for t_ns, _ in readings]
     first = max(0, bisect.bisect_right(times_ns, start_ns) - 1)
     last = min(len(readings) - 1, bisect.bisect_left(times_ns, end_ns))
-    # At least one reading must be inside: those around a window shorter than the period say little about it.
+    # At least one reading must be inside: readings around a window shorter than the period say little about it.
     if last <= first or not any(start_ns <= t_ns <= end_ns for t_ns in times_ns[first : last + 1]):
         return None
     from_ns, to_ns = max(start_ns, times_ns[first]), min(end_ns, times_ns[last])
@@ -154,12 +154,12 @@ def peak_memory_mib(
 ) -> tuple[float | None, bool]:
     """Return (peak in MiB, whether it is the growth of the device's memory).
 
-    The peak is NVML's highest charge to the trial's processes, or, between two samples, the allocator's own peak plus
-    the memory outside the allocator (context, libraries) as last seen.
+    The peak is the larger of two: NVML's highest charge to the trial's processes, and the allocator's peak plus the
+    memory outside the allocator (context, libraries) at the last sample.
 
-    Where NVML charges nothing to the trial (its pids are of another machine or namespace), what the device's memory in
-    use has grown by since before the trial stands for the charge: the same, where the trial has the GPU to itself
-    (`alone`).
+    If NVML charges nothing to the trial, because its pids belong to another machine or namespace, the growth of the
+    device's memory in use since before the trial takes the charge's place. That holds only if the trial has the GPU to
+    itself (`alone`).
     """
     reserved = [sample.values["reserved_mib"] for _, sample in samples if "reserved_mib" in sample.values]
     charged = [sample.values["process_memory_mib"] for _, sample in samples if "process_memory_mib" in sample.values]
@@ -178,9 +178,10 @@ def peak_memory_mib(
 
 
 def _growth_mib(samples: Samples) -> list[float]:
-    """Return the device memory in use, at each of NVML's readings, above the least until then.
+    """Return the device memory in use at each of NVML's readings, minus the least use until then.
 
-    So memory that an earlier trial is still freeing is not charged to this one."""
+    Memory that an earlier trial is still freeing is thus not charged to this one.
+    """
     used = [s.values["memory_used_mib"] for sensor, s in samples if sensor == "nvml" and "memory_used_mib" in s.values]
     return [now - least for now, least in zip(used, itertools.accumulate(used, min), strict=True)]
 
@@ -192,27 +193,29 @@ def _peak(samples: Samples, metric: str) -> float | None:
 def label_ranks(
     observed: Observed, slots: Sequence[Slot], ranks: int
 ) -> tuple[dict[str, Any], list[tuple[str, Sample]], pa.Table]:
-    """Label each rank by its own samples and reports; return the run's columns, judged samples and rows of `ranks`.
+    """Label each rank by its samples and reports; return the run's columns, judged samples and rows of `ranks`.
 
-    The run gets the labels of the worst rank: the one that failed, else the one with most memory. Its host memory is
-    that of all its processes, and it is trusted as far as its least trusted rank.
+    The run gets the labels of the worst rank: the failed one, else the one with the most memory. Its host memory
+    covers all its processes, and its quality is that of its least trusted rank.
     """
     by_rank: dict[int, tuple[dict[str, Any], list[tuple[str, Sample]]]] = {}
-    if observed.backend == "simulated":  # not all were traced: the others do as the traced one before them
+    if observed.backend == "simulated":  # a rank that was not traced gets the labels of the traced one before it
         traced = {0, *(pair[1].rank for pair in observed.samples if pair[1].rank is not None)}
         for rank in range(ranks):
             by_rank[rank] = _label_rank(observed, rank) if rank in traced else (by_rank[rank - 1][0], [])
     else:
         by_rank = {rank: _label_rank(observed, rank) for rank in range(ranks)}
-    whole, samples = label_run(replace(observed, samples=[pair for pair in observed.samples if pair[1].rank is None]))
+    run_columns, samples = label_run(
+        replace(observed, samples=[pair for pair in observed.samples if pair[1].rank is None])
+    )
     failed = failed_rank(observed)
     worst = failed if failed is not None else max(by_rank, key=lambda rank: _rank_memory_mib(by_rank[rank][0]))
     columns = {**by_rank[worst][0], "ranks": ranks, "worst_rank": worst}
-    if whole.get("peak_rss_mib") is not None:
-        columns["peak_rss_mib"] = whole["peak_rss_mib"]
+    if run_columns.get("peak_rss_mib") is not None:
+        columns["peak_rss_mib"] = run_columns["peak_rss_mib"]
     rows = []
-    for rank, (labels, of_rank) in by_rank.items():
-        samples += of_rank
+    for rank, (labels, rank_samples) in by_rank.items():
+        samples += rank_samples
         slot = slots[rank] if len(slots) == ranks else None
         status = observed.status if failed in (None, rank) else _STOPPED
         rank_columns = {"rank": rank, "status": status, "device_uuid": slot.device_uuid if slot else None}
@@ -223,7 +226,7 @@ def label_ranks(
 
 
 def table_of_rows(rows: Sequence[Mapping[str, Any]], fields: Iterable[pa.Field]) -> pa.Table:
-    """Return rows as a table of these columns; a row that lacks one has NULL there."""
+    """Return rows as a table with these columns; missing values are NULL."""
     return pa.table({field.name: pa.array([row.get(field.name) for row in rows], field.type) for field in fields})
 
 
@@ -239,7 +242,7 @@ def _rank_memory_mib(labels: Mapping[str, Any]) -> float:
 
 
 def _common_quality(labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the ranks' common quality: the lowest, with the reasons of all."""
+    """Return the lowest quality of the ranks, with the reasons of all."""
     quality = max((label["quality"] for label in labels), key=QUALITIES.index)
     reasons: dict[str, str] = {}
     for rank, label in enumerate(labels):
@@ -250,7 +253,7 @@ def _common_quality(labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class EndedMember:
-    """One member of a group that has ended, and its run alone; None: it was not run alone."""
+    """An ended member of a group, and its run alone; None: it did not run alone."""
 
     spec: Task
     result: RunResult
@@ -263,14 +266,14 @@ class EndedMember:
 
 
 def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: str) -> list[RunResult]:
-    """Return the results of a group's members with their rows of `collocations`.
+    """Return the results of a group's members, with their rows of `collocations`.
 
-    A member's run keeps its own step time and memory; what the device showed is in the group's columns. Where a member
-    ended before its window did, the others had the device to themselves from then on: they are suspect, and nobody has
-    a slowdown.
+    A member's run keeps its own step time and memory; figures of the device go into the group's columns. If a member
+    ended before its window did, the others shared the device with fewer from then on: they are suspect, and no member
+    has a slowdown.
 
     Args:
-        group_id: The task's own run id.
+        group_id: The task's run id.
         members: The members in the order of their numbers.
         sharing: time_slicing, mps or mig.
     """
@@ -306,7 +309,7 @@ def labelled_group(group_id: str, members: Sequence[EndedMember], *, sharing: st
 
 
 def model_of(config: TrialConfig) -> str:
-    """Return the name by which a member's model is held out: its library's, else its family."""
+    """Return the name by which a member's model is held out: its library's name, else its family."""
     name = getattr(config, "model", None)
     return name if isinstance(name, str) else config.family
 
@@ -316,12 +319,12 @@ def _how_ended(members: Sequence[EndedMember], place: int) -> str:
 
 
 def _figures_alone(alone: RunAlone | None) -> dict[str, Any]:
-    kept = {} if alone is None else dataclasses.asdict(alone)
-    return {f"solo_{name}": value for name, value in kept.items() if name != "status"}
+    figures = {} if alone is None else dataclasses.asdict(alone)
+    return {f"solo_{name}": value for name, value in figures.items() if name != "status"}
 
 
 def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[int]) -> dict[str, Any]:
-    """Return a member's figures beside the others; where there is no slowdown, `doubt` says why."""
+    """Return a member's figures beside the others; without a slowdown, `doubt` gives the reason."""
     member, run = members[place], members[place].result.run
     alone_ms = None if member.alone is None else member.alone.step_ms
     values: dict[str, Any] = {"status": run.status}
@@ -340,8 +343,10 @@ def _figures_beside(members: Sequence[EndedMember], place: int, ended: Sequence[
 
 
 def _memory_culprit(members: Sequence[EndedMember], place: int) -> int:
-    """Return the member whose allocations exhausted the memory: the member itself if it ran out alone as well, else
-    the partner that held the most."""
+    """Return the member whose allocations exhausted the memory.
+
+    It is the member itself if it also ran out alone, else the partner that held the most.
+    """
     alone = members[place].alone
     if alone is not None and alone.status == "oom":
         return place
@@ -357,19 +362,19 @@ def _member_memory_mib(member: EndedMember) -> float:
 
 
 def _joint(members: Sequence[EndedMember]) -> dict[str, Any]:
-    """Return the group's columns, over the time from the latest begin of a window to the latest end of one.
+    """Return the group's columns over the time from the latest start of a window to the latest end of one.
 
-    In all of it every member was at work. What the device showed is read from one member's sensors: all saw the same.
+    All members are at work during that time. The device's figures come from one member's sensors: all saw the same.
     """
     first = members[0].observed
     backend = first.backend
-    begins = [member.observed.window_ns for member in members if member.observed.window_ns is not None]
-    ends = [member.observed.window_end_ns for member in members if member.observed.window_end_ns is not None]
-    if len(begins) < len(members) or len(ends) < len(members):
+    starts_ns = [member.observed.window_ns for member in members if member.observed.window_ns is not None]
+    ends_ns = [member.observed.window_end_ns for member in members if member.observed.window_end_ns is not None]
+    if len(starts_ns) < len(members) or len(ends_ns) < len(members):
         return {}
-    start_ns, end_ns = max(begins), max(ends)
-    if backend == "simulated":  # virtual time, in which each has its own
-        start_ns, end_ns = begins[0], ends[0]
+    start_ns, end_ns = max(starts_ns), max(ends_ns)
+    if backend == "simulated":  # each member has its own virtual time
+        start_ns, end_ns = starts_ns[0], ends_ns[0]
     samples: Samples = first.samples
     if backend != "simulated":
         samples = judge(samples, start_ns, end_ns, first.period_s)
@@ -386,7 +391,7 @@ def _joint(members: Sequence[EndedMember]) -> dict[str, Any]:
 
 
 def _joint_memory_mib(members: Sequence[EndedMember], backend: str, start_ns: int, end_ns: int) -> float | None:
-    """Return the peak of the members' memory: of the device's, less what was in use before; of a CPU's processes."""
+    """Return the members' peak memory: the device's minus its use before, or on a CPU that of their processes."""
     if backend == "cpu":
         return _peak_of_sum(
             [_series(member.observed.samples, "process", "rss_mib") for member in members], start_ns, end_ns
@@ -407,9 +412,9 @@ def _series(samples: Samples, sensor: str, metric: str) -> list[tuple[int, float
 
 
 def _peak_of_sum(series: Sequence[Sequence[tuple[int, float]]], start_ns: int, end_ns: int) -> float | None:
-    """Return the highest sum of the series' latest values, at the start and at each reading.
+    """Return the highest sum of the series' latest values, over the start and each reading.
 
-    A window may be shorter than the time between two readings; what was read last before it then counts.
+    A window may be shorter than the time between two readings; then the last readings before it count.
     """
     times = [[t_ns for t_ns, _ in points] for points in series]
     peak: float | None = None

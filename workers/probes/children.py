@@ -1,10 +1,10 @@
-"""Runs each measurement in a process of its own and keeps its rows, so that a killed call continues where it was.
+"""Runs each measurement in its own process and stores its rows; a killed call continues where it stopped.
 
 Start reading at `measure_all`, and at `measure` for the command:
 `python -m workers.probes.children probes=[contexts,questions] out=DIR device=cuda seconds=180`.
 
-`trial_step`, `memory_reading` and `start_recording` are what the processes share: training as a trial of the farm does
-it, readings of memory, and the allocator's requests from its first on. `featurize.memory.replay` replays the result of
+The measuring processes share some functions. `trial_step` trains like a trial of the farm, `memory_reading` reads
+memory, and `start_recording` records all requests of the allocator. `featurize.memory.replay` replays the result of
 `recorded_history`.
 """
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 _MOST_S = 60.0  # longest measurement
-_LEAST_S = 15.0  # with less left, none begins
+_LEAST_S = 15.0  # with less time left, no measurement begins
 _HOST_SHARE = 0.5  # share of the machine's memory for one child
 _MOST_BYTES = 256 * MIB  # of a file, unpacked
 _SUFFIX = ".json.xz"
 DEVICES = ("cuda", "cpu")
 PROBES = {name: f"workers.probes.{name}:measure" for name in ("contexts", "workspaces", "questions", "histories")}
-EXIT_LEFT = 3  # some of it is not measured: no time was left, or it failed
+EXIT_LEFT = 3  # something was not measured: no time was left, or it failed
 EXIT_NOT_HERE = 4  # nothing can be measured on this machine
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -61,7 +61,7 @@ class Measurement:
         name: Its name, unique within a probe; its rows carry it.
         function: `module:function` that the child calls; it yields rows.
         arguments: Arguments of the function.
-        environment: Variables on top of this process's.
+        environment: Variables added to this process's.
     """
 
     name: str
@@ -75,10 +75,10 @@ class Measured:
     """The result of a measurement.
 
     Args:
-        name: The measurement's.
-        rows: Its figures.
-        reason: Why there are none, or not all; None where it ended well.
-        cut_off: Why its process ended early, where the last row is enough all the same.
+        name: The measurement's name.
+        rows: The measured figures.
+        reason: Why rows are missing; None after a good end.
+        cut_off: Why its process ended early, if the last row is enough anyway.
     """
 
     name: str
@@ -92,11 +92,11 @@ class ProbeResult:
     """The result of one call of a probe.
 
     Args:
-        measured: Names that were measured in this call; what failed is not among them.
+        measured: Names that this call measured without a failure.
         kept: Names that an earlier call had measured.
-        failed: Name -> why it has no figures.
+        failed: Name -> why its figures are missing.
         left: Names for which no time was left.
-        no_device: Why what is missing cannot be measured on this machine; None where it can.
+        no_device: Why this machine cannot measure the missing ones; None if it can.
     """
 
     measured: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ class ProbeResult:
 
 
 def gpu_of(device: str) -> tuple[Slot | None, dict[str, str], str | None]:
-    """Return the GPU that is measured and the variables that select it, or why there is none."""
+    """Return the GPU to measure and the variables that select it, or the reason if there is none."""
     if device == "cpu":
         return None, {}, "device=cpu stands in for a GPU; this needs one"
     cuda = make_device(DeviceChoice(backend="cuda", count=1))
@@ -126,21 +126,20 @@ def measure_all(
     *,
     last_row: bool = False,
 ) -> ProbeResult:
-    """Run the missing measurements, one child after another, as long as time is left; FOLDER/NAME.json.xz keeps each.
+    """Run the missing measurements, one child after another, while time is left; store each in FOLDER/NAME.json.xz.
 
     Args:
-        folder: Where files of earlier calls are continued. A damaged one, and what failed, is measured again.
+        folder: Folder with the files of earlier calls. Damaged files and failures are measured again.
         measurements: What to measure, in order.
-        device: `cuda`, or `cpu`, on which everything has its reason at once.
+        device: `cuda`, or `cpu`, which gives every measurement a reason and measures none.
         seconds_left: Returns how many seconds remain.
-        last_row: Whether each row stands for those before it, so that the last one is enough, also of a process that
-            ended early.
+        last_row: Whether the last row replaces those before it, and is enough even if the process ended early.
     """
     slot, variables, problem = gpu_of(device)
-    before = {one.name: one for one in measured_in(folder)}
-    missing = [one for one in measurements if one.name not in before or before[one.name].reason is not None]
+    before = {stored.name: stored for stored in measured_in(folder)}
+    missing = [item for item in measurements if item.name not in before or before[item.name].reason is not None]
     result = ProbeResult(
-        kept=[one.name for one in measurements if one not in missing], no_device=problem if missing else None
+        kept=[item.name for item in measurements if item not in missing], no_device=problem if missing else None
     )
     for measurement in missing:
         rows, reason, cut_off = list[Row](), problem, None
@@ -155,7 +154,7 @@ def measure_all(
             result.measured.append(measurement.name)
         else:
             result.failed[measurement.name] = reason
-        # An earlier attempt that ended early as well may have more.
+        # An earlier attempt that also ended early may have more rows.
         if reason is None or measurement.name not in before or len(rows) >= len(before[measurement.name].rows):
             content = json.dumps({"rows": rows, "reason": reason, "cut_off": cut_off}).encode()
             write_file(folder / f"{measurement.name}{_SUFFIX}", lzma.compress(content))
@@ -163,7 +162,7 @@ def measure_all(
 
 
 def measured_in(folder: Path) -> list[Measured]:
-    """Return what the files of a folder keep, sorted by name; for a damaged one, no rows with the reason."""
+    """Return the measurements stored in a folder, sorted by name; a damaged file gives a reason and no rows."""
     all_measured = []
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         name = path.name.removesuffix(_SUFFIX)
@@ -180,7 +179,7 @@ def measured_in(folder: Path) -> list[Measured]:
 def run_child(
     measurement: Measurement, slot: Slot | None, variables: Mapping[str, str], time_limit_s: float
 ) -> tuple[list[Row], str | None]:
-    """Run one measurement; return its rows, and why there are none or not all."""
+    """Run one measurement; return its rows, and why rows are missing."""
     environment = {name: value for name, value in os.environ.items() if name not in _ALLOCATOR_VARIABLES}
     environment |= {**variables, **measurement.environment}
     memory_bytes = _HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -211,7 +210,7 @@ def run_child(
 
 
 def write_rows(request: Mapping[str, Any]) -> None:
-    """Write the rows that the requested function yields into a file as they come; the function of a child."""
+    """Write the rows of the requested function into a file as it yields them. Children run this function."""
     measured = pkgutil.resolve_name(request["function"])
     with open(request["rows"], "w") as rows:
         for row in measured(request["device_uuid"], **request["arguments"]):
@@ -223,14 +222,14 @@ _MOST_ENTRIES = 10_000_000
 
 
 def memory_reading(device_uuid: str) -> dict[str, Any]:
-    """Return NVML's `card_mib` and this process's `process_mib` in MiB, with the `reason` where the latter is missing.
+    """Return NVML's `card_mib` and this process's `process_mib` in MiB, and the `reason` if the latter is missing.
 
     Raises:
         SensorUnavailable: NVML or the GPU cannot be reached.
     """
     sensor = NvmlSensor(WatchTarget(device_uuid=device_uuid, pid=os.getpid()))
     try:
-        sensor.sample()  # the first one shows whether MPS runs; from the next on, its clients' list is read
+        sensor.sample()  # the first sample finds out whether MPS runs; later ones then read the list of its clients
         values = sensor.sample()[0].values
         process_mib = values.get("process_memory_mib")
         reason = None
@@ -242,7 +241,7 @@ def memory_reading(device_uuid: str) -> dict[str, Any]:
 
 
 def first_gpu() -> torch.device:
-    """Return the GPU that the probes measure: the one that this process was started with."""
+    """Return the GPU that the probes measure: the only one that this process sees."""
     import torch
 
     return torch.device("cuda", 0)
@@ -251,12 +250,12 @@ def first_gpu() -> torch.device:
 def trial_step(
     config: TrialConfig, device: torch.device, on_phase: Callable[[str], None] | None = None
 ) -> tuple[torch.nn.Module, Callable[[], None]]:
-    """Return a trial's model and its step, built and run as `workers.devices.training.measure_training` does.
+    """Return a trial's model and its step, built and run as in `workers.devices.training.measure_training`.
 
     Args:
-        config: The trial's.
+        config: The trial's config.
         device: Device on which it trains.
-        on_phase: Is called as `forward`, `backward` and `optimizer` begin.
+        on_phase: Called when `forward`, `backward` and `optimizer` begin.
     """
     import torch
 
@@ -288,7 +287,7 @@ def start_recording() -> None:
 
 
 def label_requests(where: str) -> None:
-    """Mark this thread's requests from now on with a text, where the release can (2.11 can, 2.8 cannot)."""
+    """Mark this thread's requests from now on with a text, if the release can (2.11 can, 2.8 cannot)."""
     import torch
 
     if hasattr(torch.cuda.memory, "_set_memory_metadata"):
@@ -306,7 +305,7 @@ def _plain(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     plain = []
     for entry in snapshot["device_traces"][0]:
         plain_entry = {"action": entry["action"], "size": entry["size"], "stream": entry["stream"]}
-        if "addr" in entry:  # an out-of-memory has none
+        if "addr" in entry:  # an out-of-memory has no address
             plain_entry["addr"] = entry["addr"]
         if entry["action"] == "alloc" and entry.get("user_metadata"):
             plain_entry["where"] = entry["user_metadata"]
@@ -315,7 +314,7 @@ def _plain(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def recorded_history() -> dict[str, Any]:
-    """Return the history with what it must explain: segments, peaks and out-of-memory errors of the first GPU."""
+    """Return the first GPU's history with the facts that it must explain: segments, peaks, out-of-memory errors."""
     import torch
 
     torch.cuda.synchronize()
@@ -338,19 +337,19 @@ def recorded_history() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbesSettings(Checked):
-    """The keys."""
+    """Keys of the command."""
 
-    probes: tuple[str, ...] = key(help="what to measure", kind="text | list of text", choices=tuple(PROBES))
-    out: str = key(help="the folder of the results", kind="new path")
-    device: str = key(help="where", choices=DEVICES)
-    seconds: float = key(help="for all probes together", kind="number > 0")
+    probes: tuple[str, ...] = key(help="probes to run", kind="text | list of text", choices=tuple(PROBES))
+    out: str = key(help="folder of the results", kind="new path")
+    device: str = key(help="device to measure", choices=DEVICES)
+    seconds: float = key(help="time limit of all probes together", kind="number > 0")
 
 
 def measure(settings: ProbesSettings) -> int:
-    """Run the probes and print what each did; the last line says how many measurements failed, and the first reason.
+    """Run the probes and print the result of each; the last line counts the failures and gives the first reason.
 
     Returns:
-        0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 where some failed and none was ever measured.
+        0, `EXIT_LEFT`, `EXIT_NOT_HERE`, or 1 if some failed and none was ever measured.
     """
     until_s = time.monotonic() + settings.seconds
     results = []
@@ -375,7 +374,7 @@ def measure(settings: ProbesSettings) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what the arguments say; return `measure`'s exit code, 2 for bad arguments."""
+    """Parse the arguments and measure; return `measure`'s exit code, or 2 for bad arguments."""
     return developer_command("workers.probes.children:ProbesSettings", measure, argv)
 
 

@@ -1,6 +1,6 @@
 """GPU memory of a process outside the allocator: its context, cuBLAS, cuDNN, a training step; lazy and eager.
 
-Start reading at `measure`. `numbers.csv` is what `python -m learn.calibrate measured=` reads.
+Start reading at `measure`. `python -m learn.calibrate measured=` reads its `numbers.csv`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.probes.children import (
 )
 
 LOADINGS = ("lazy", "eager")
-# Stage -> whether it loads cuDNN. Each is a process of its own.
+# Stage -> whether it loads cuDNN. Each runs in its own process.
 STAGES = {"context": False, "cublas": False, "cudnn": True, "training": False, "training_cudnn": True}
 _TRAINED = {
     False: {
@@ -53,7 +53,7 @@ _CSV_COLUMNS = ("kind", "mib", "reserved_mib", "cudnn", "config")  # learn.calib
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Measure what is missing in FOLDER/contexts, and write FOLDER/numbers.csv and numbers_eager.csv from it."""
+    """Measure the missing files in FOLDER/contexts, and write FOLDER/numbers.csv and numbers_eager.csv from them."""
     measurements = [Measurement(name="idle", function="workers.probes.contexts:idle")]
     for loading in LOADINGS:
         for stage in STAGES:
@@ -66,7 +66,7 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
                 )
             )
     result = measure_all(folder / "contexts", measurements, device, seconds_left)
-    rows = [row for one in measured_in(folder / "contexts") for row in one.rows]
+    rows = [row for measured in measured_in(folder / "contexts") for row in measured.rows]
     for loading, name in zip(LOADINGS, ("numbers.csv", "numbers_eager.csv"), strict=True):
         if numbers := _numbers(rows, loading):
             lines = (",".join(map(str, line)) for line in (_CSV_COLUMNS, *numbers))
@@ -75,13 +75,13 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
 
 
 def idle(device_uuid: str) -> Iterator[Row]:
-    """Yield the card's memory in MiB while this process has not touched it."""
+    """Yield the card's memory in MiB before this process touches it."""
     reading = memory_reading(device_uuid)
     yield {"stage": "idle", "card_before_mib": reading["card_mib"], "card_mib": reading["card_mib"], "cudnn": False}
 
 
 def stage(device_uuid: str, stage: str, module_loading: str) -> Iterator[Row]:
-    """Yield the memory in MiB once one of `STAGES` was run in this process. CUDA_MODULE_LOADING is set already."""
+    """Run one of `STAGES` and yield the memory in MiB. CUDA_MODULE_LOADING must be set before."""
     before_mib = memory_reading(device_uuid)["card_mib"]
     import torch
 
@@ -99,7 +99,7 @@ def stage(device_uuid: str, stage: str, module_loading: str) -> Iterator[Row]:
         for _ in range(3):
             step()
     torch.cuda.synchronize()
-    reserved_mib = torch.cuda.memory_reserved() / MIB  # nothing was given back, but what `benchmark` may
+    reserved_mib = torch.cuda.memory_reserved() / MIB  # only cuDNN's benchmark may have freed memory
     yield {
         "stage": "training" if stage.startswith("training") else stage,
         "module_loading": os.environ.get("CUDA_MODULE_LOADING", module_loading).lower(),
@@ -112,9 +112,9 @@ def stage(device_uuid: str, stage: str, module_loading: str) -> Iterator[Row]:
 
 
 def _numbers(rows: list[Row], loading: str) -> list[tuple[Any, ...]]:
-    """Return the lines of `_CSV_COLUMNS` of one way of loading; none before it was measured.
+    """Return the CSV lines for one way of loading; empty before it was measured.
 
-    Where NVML does not list the process, the card's growth stands for it.
+    If NVML does not list the process, the card's growth takes its place.
     """
     lines: list[tuple[Any, ...]] = []
     for row in rows:
@@ -124,7 +124,7 @@ def _numbers(rows: list[Row], loading: str) -> list[tuple[Any, ...]]:
         process_mib = row["process_mib"]
         if process_mib is None:
             process_mib = row["card_mib"] - row["card_before_mib"]
-        if row["stage"] == "context":  # without the allocator's segment of the one tensor
+        if row["stage"] == "context":  # subtract the allocator's segment for the one tensor
             lines.append(("context", round(process_mib - row["reserved_mib"], 1), "", "", ""))
         else:
             job = (round(row["reserved_mib"], 1), str(row["cudnn"]).lower(), "")

@@ -1,4 +1,4 @@
-"""Allocator histories of twelve jobs, recorded as trials of the farm run them, for the comparison block by block.
+"""Records allocator histories of twelve jobs, run like trials of the farm, for the comparison block by block.
 
 Start reading at `measure`; `infra.offline.block_comparison` compares each with our trace of the same job.
 """
@@ -26,7 +26,7 @@ from workers.probes.children import (
 
 STEPS = 3
 _MOST_BYTES = 2**20  # largest history, packed; beyond it the job is recorded again with fewer steps
-_LEAST_STEPS = 2  # the first one makes the optimizer's state
+_LEAST_STEPS = 2  # the first step allocates the optimizer's state
 
 _TEXTS = {"vocabulary_size": 16000, "sequence_length": 256, "embedding_size": 512, "heads": 8, "feed_forward": 2048}
 _CNN = {
@@ -167,7 +167,7 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Record what is missing in FOLDER/histories, a file for each of `JOBS`."""
+    """Record the missing files in FOLDER/histories, one for each of `JOBS`."""
     measurements = [
         Measurement(
             name=name,
@@ -181,13 +181,14 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
 
 
 def record(device_uuid: str, config: Mapping[str, Any], conf: str) -> Iterator[Row]:
-    """Yield the history of a job's steps: two, then three, unless those are too large to be sent.
+    """Yield the history of two steps of a job, then that of three, unless it is too large to send.
 
-    A killed process leaves the shorter one. This process was started with the allocator settings `conf`.
+    A killed process leaves the shorter history. This process was started with the allocator settings `conf`.
 
     Known limitations:
-        A label belongs to a thread, and autograd has its own for a GPU: requests of a step without a label are the
-        backward pass's. Only recomputation labels that thread, so a module's name after `backward` is approximate.
+        A label belongs to a thread, and autograd uses its own thread for a GPU. Requests of a step without a label
+        belong to the backward pass. Only recomputation labels that thread: a module's name after `backward` is
+        approximate.
     """
     start_recording()
     import torch

@@ -1,6 +1,6 @@
 """Questions that only hardware answers: TF32 beside half precision, GPM's first sample, NVML's and MPS's memory.
 
-Start reading at `measure`; each question has figures, and an answer in one sentence that follows from them.
+Start reading at `measure`; each question has figures, and an answer in one sentence that is derived from them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _HELD_MIB = 2048
-_FREED_WITHIN_MIB = 8.0  # memory that the card may hold more than before
+_FREED_WITHIN_MIB = 8.0  # growth of the card's memory that still counts as freed
 _PATIENCE_S = 10.0
 _CLIENTS_MIB = (1024, 2048)
 _CLIENT_S = 40.0
-_EQUAL_SHARE = 0.05  # share of a time; below, two are the same
+_EQUAL_SHARE = 0.05  # relative difference below which two figures count as equal
 _TIMED = 20  # repetitions
-_UNKNOWN = "unknown"  # name of a program whose pid is not here
-_KERNELS = 4  # names of an operator's
-_BUSY_S, _GPM_S = 1.0, 3.0  # before GPM's sensor is made, longer than GPM averages; and that it is read
+_UNKNOWN = "unknown"  # name of a program whose pid does not exist here
+_KERNELS = 4  # most kernel names per operator
+_BUSY_S, _GPM_S = 1.0, 3.0  # load before GPM's sensor is made, longer than GPM averages; time of reading it
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Measure what is missing in FOLDER/questions, from which `ANSWERS` follow."""
+    """Measure the missing files in FOLDER/questions, the input of `ANSWERS`."""
     measurements = [Measurement(name=name, function=f"workers.probes.questions:{name}") for name in ANSWERS]
     return measure_all(folder / "questions", measurements, device, seconds_left)
 
@@ -48,7 +48,7 @@ def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> Pro
 def tf32_under_half(device_uuid: str) -> Iterator[Row]:
     """Yield time in ms and kernels of a convolution and a product, with TF32 allowed and refused.
 
-    `inside` is autocast's type; in fp32 the operator stands in a region where autocast is off, as scripts write it.
+    `inside` is the operator's type. For fp32 the operator runs in a nested region with autocast off, as in scripts.
     """
     import torch
 
@@ -98,14 +98,14 @@ def _time_ms(call: Callable[[], Any]) -> float:
 
 
 def _kernels(call: Callable[[], Any]) -> list[str]:
-    """Return the names of the kernels, the longest first; none where CUPTI has none."""
+    """Return the names of the kernels, the longest first; empty if CUPTI reports none."""
     rows = kernels_of_trace(profiled_trace(call, 1, "cuda"), 1)
     names = [row["kernel"] for row in sorted(rows, key=lambda row: -row["duration_us"]) if row["timing"] == "cupti"]
     return list(dict.fromkeys(names))[:_KERNELS]
 
 
 def answer_tf32(rows: Sequence[Row]) -> str:
-    """Say for each kind of operator whether refusing TF32 changes its time."""
+    """Return for each kind of operator whether refusing TF32 changes its time."""
     times: dict[tuple[str, str], dict[bool, list[float]]] = {}
     for row in rows:
         by_flag = times.setdefault((row["inside"], row["operator"]), {True: [], False: []})
@@ -165,7 +165,7 @@ def gpm_first_sample(device_uuid: str) -> Iterator[Row]:
 
 
 def answer_gpm(rows: Sequence[Row]) -> str:
-    """Say whether the first reading resembles the later ones, and when the first one above 0 came."""
+    """Return whether the first reading resembles the later ones, and when the first one above 0 came."""
     known = [row for row in rows if row["smact"] is not None]
     above = next((row for row in known if row["smact"] > 0), None)
     if above is None:
@@ -180,11 +180,11 @@ def answer_gpm(rows: Sequence[Row]) -> str:
     )
 
 
-# ---- NVML's memory of a process beside the card's, and once the process has ended
+# ---- NVML's memory of a process and of the card, also after the process has ended
 
 
 def nvml_process_and_card(device_uuid: str) -> Iterator[Row]:
-    """Yield NVML's readings while a process holds memory, and how long after it is killed the card holds it still."""
+    """Yield NVML's readings while a process holds memory, and the time after its kill until the card is free."""
     from workers.telemetry.nvml import find_gpu, open_nvml
 
     before_mib = memory_reading(device_uuid)["card_mib"]
@@ -209,7 +209,7 @@ def nvml_process_and_card(device_uuid: str) -> Iterator[Row]:
 
 
 def answer_nvml(rows: Sequence[Row]) -> str:
-    """Say by how much the card grows beside what NVML charges the process, and when it is free again."""
+    """Return the card's growth, NVML's charge to the process, and when the memory is free again."""
     (row,) = rows
     growth_mib = row["card_mib"] - row["card_before_mib"]
     process_mib = row["process_mib"]
@@ -222,16 +222,16 @@ def answer_nvml(rows: Sequence[Row]) -> str:
     )
 
 
-# ---- whom NVML charges under MPS
+# ---- NVML's charges under MPS
 
 
 def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
-    """Yield the processes that NVML lists while two clients of an MPS server hold memory, as each of them reads it."""
+    """Yield the processes that NVML lists while two clients of an MPS server hold memory, as each client reads them."""
     from workers.trial.server_client import MpsDaemon
 
     daemon = MpsDaemon({"CUDA_VISIBLE_DEVICES": device_uuid})
     try:
-        os.environ.update(daemon.environment)  # for the clients, which are started from here
+        os.environ.update(daemon.environment)  # the clients inherit it
         with _holding(device_uuid, _CLIENTS_MIB) as clients:
             yield from clients
     finally:
@@ -239,7 +239,7 @@ def peak_memory_under_mps(device_uuid: str) -> Iterator[Row]:
 
 
 def answer_mps(rows: Sequence[Row]) -> str:
-    """Say whether a client's memory is charged to it or to the server."""
+    """Return whether NVML charges a client's memory to the client or to the server."""
     if all(_charged_mib(row) >= row["held_mib"] for row in rows):
         return "Under MPS NVML charges each client its own memory, so peak_memory_mib is the trial's own."
     total_mib = sum(row["held_mib"] for row in rows)
@@ -263,10 +263,10 @@ def _charged_mib(client: Row) -> float:
 
 @contextlib.contextmanager
 def _holding(device_uuid: str, sizes_mib: Sequence[int]) -> Iterator[list[Row]]:
-    """Yield the readings of processes while all of them hold memory on the GPU; they have ended afterwards.
+    """Start processes that hold memory on the GPU, yield their readings, and end them afterwards.
 
     Raises:
-        RuntimeError: One of them ended early, or did not answer in time.
+        RuntimeError: A process ended early, or did not answer in time.
     """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -278,14 +278,14 @@ def _holding(device_uuid: str, sizes_mib: Sequence[int]) -> Iterator[list[Row]]:
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        for word in ("hold", "read"):  # each holds its memory before the first one reads
+        for word in ("hold", "read"):  # all hold their memory before the first one reads
             for pipe in pipes:
                 pipe.send(word)
             answers = [_answer(pipe) for pipe in pipes]
         yield answers
     finally:
         for pipe in pipes:
-            pipe.close()  # which ends the process
+            pipe.close()  # this ends the process
         for process in processes:
             process.join(_PATIENCE_S)
             process.kill()
@@ -303,7 +303,7 @@ def _answer(pipe: Connection) -> Row:
 
 
 def hold(pipe: Connection, device_uuid: str, size_mib: int) -> None:
-    """Hold memory on the GPU, read what NVML lists, and end when the pipe does; what fails is sent as `problem`."""
+    """Hold memory on the GPU, read NVML's lists, and end with the pipe; send a failure as `problem`."""
     import torch
 
     try:
@@ -329,7 +329,7 @@ def hold(pipe: Connection, device_uuid: str, size_mib: int) -> None:
 
 
 def _listed_mib(device_uuid: str) -> dict[str, float | None]:
-    """Return `PID PROGRAM` -> MiB of the compute processes and MPS's clients that NVML lists."""
+    """Return `PID PROGRAM` -> MiB for the compute processes and MPS clients that NVML lists."""
     from workers.telemetry.nvml import find_gpu, open_nvml
 
     nvml = open_nvml()
@@ -350,7 +350,7 @@ def _program(pid: int) -> str:
         return _UNKNOWN
 
 
-# Question -> the answer that its figures give.
+# Question -> function that derives the answer from its figures.
 ANSWERS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "tf32_under_half": answer_tf32,
     "gpm_first_sample": answer_gpm,

@@ -1,4 +1,4 @@
-"""Workspaces of single layers in the allocator, beside those that `featurize` assumes.
+"""Measures the workspaces of single layers in the allocator, and compares them with those that `featurize` assumes.
 
 Start reading at `measure`; `CASES` are the layers.
 """
@@ -43,7 +43,7 @@ CASES: Mapping[str, Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]] = {
         ({"in_features": 1024, "out_features": 1000, "bias": False}, (64, 1024)),
     ),
     "attention": (
-        ({"is_causal": False}, (8, 8, 256, 64)),  # batch, heads, length, width; queries, keys and values have it
+        ({"is_causal": False}, (8, 8, 256, 64)),  # batch, heads, length, width of queries, keys and values
         ({"is_causal": True}, (4, 8, 1024, 64)),
     ),
     "lstm": (({"input_size": 256, "hidden_size": 512, "num_layers": 2, "batch_first": True}, (32, 128, 256)),),
@@ -54,7 +54,7 @@ BENCHMARKED = ("conv2d",)
 
 
 def measure(folder: Path, device: str, seconds_left: Callable[[], float]) -> ProbeResult:
-    """Measure what is missing in FOLDER/workspaces, a process for each layer and way of choosing algorithms."""
+    """Measure the missing files in FOLDER/workspaces, in a process per layer and way of choosing algorithms."""
     measurements = [
         Measurement(
             name=f"{layer} benchmark" if benchmark else layer,
@@ -88,12 +88,12 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
                 "dtype": precision,
                 "config": {**arguments, "cudnn_benchmark": benchmark},
             }
-            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each thread: each case takes a new one
+            torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps a workspace per thread; make each case take a new one
             torch.cuda.empty_cache()
             try:
                 measured = _measure(layer, arguments, shape, getattr(torch, dtype))
                 assumed = {} if spec is None else assumed_bytes(layer, arguments, shape, precision, spec)
-            except RuntimeError as error:  # the device's own, out of memory included: the other cases continue
+            except RuntimeError as error:  # errors of the device, also out of memory: the other cases continue
                 reason = first_line(error)
                 yield {**case, "reason": reason}
                 continue
@@ -105,7 +105,7 @@ def layers(device_uuid: str, layer: str, benchmark: bool) -> Iterator[Row]:
 
 
 def make_layer(layer: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Return one of `CASES`, whose output is a tensor."""
+    """Return the layer of one of `CASES`, wrapped to return a single tensor."""
     from torch import Tensor, nn
     from torch.nn import functional
 
@@ -166,8 +166,9 @@ def requests_beside(entries: Sequence[Mapping[str, Any]], results: Sequence[int]
         results: Bytes of each result; a request of the same size that is not given back at once counts as it.
 
     Returns:
-        `measured_bytes`, the most that was taken and given back during the call; `kept_bytes`, requests that outlive it
-        and are not a result: cuBLAS's workspace, what the backward pass needs; `requests`, each as [bytes, kept].
+        `measured_bytes`, the most memory that was taken and given back during the call. `kept_bytes`, requests that
+        outlive the call and are not a result, such as cuBLAS's workspace and saved tensors. `requests`, each as
+        [bytes, kept].
     """
     live: dict[int, int] = {}  # address -> number of its request
     requests: list[tuple[int, int, int | None]] = []  # bytes, and the entries that took and gave them back

@@ -1,7 +1,7 @@
 """The `dcgm` sensor: SM activity and other profiling figures of one GPU, scraped from NVIDIA's dcgm-exporter.
 
-Start reading at `DcgmSensor`; `PageReader` finds one GPU's lines on a page of the exporter, among all of a node, and
-`FIELDS` maps its fields to columns of `telemetry`. infra/dcgm-exporter/ says how to start one.
+Start reading at `DcgmSensor`; `PageReader` finds the lines of one GPU on the exporter's page, which has all GPUs of a
+node. `FIELDS` maps its fields to columns of `telemetry`. infra/dcgm-exporter/ describes how to start an exporter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from conf.errors import UsageError
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.nvml import Nvml, as_text, find_gpu, open_nvml, ratio, refuse_shared
 
-# DCGM's "blank" numbers (dcgm_structs.h) mean not measured; some exporter versions print them. Those of 64-bit integers
-# lie above the one of floating-point numbers.
+# DCGM's "blank" numbers (dcgm_structs.h) mean not measured; some exporter versions print them. The blanks for 64-bit
+# integers lie above the blank for floating-point numbers.
 _INT32_BLANK = 0x7FFFFFF0
 _FLOAT_BLANK = 140737488355328.0
 _UUID_LABELS = ("uuid", "gpu_uuid")  # in small letters: versions differ
@@ -31,12 +31,12 @@ _LABEL = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?
 _LABELS = re.compile(rf"(?:{_LABEL.pattern})*")
 DEFAULT_URL = "http://localhost:9400/metrics"
 EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
-LAG_S = 0.3  # how old DCGM's figures are when they are served, as NVIDIA's issue tracker and users measured it
+LAG_S = 0.3  # age of DCGM's figures when they are served, as measured in NVIDIA's issue tracker and by users
 _TIMEOUT_S = 0.5  # without a byte
-_PAGE_TIMEOUT_S = 1.0  # for a whole page, however its bytes come
+_PAGE_TIMEOUT_S = 1.0  # for a whole page
 _PAGE_LIMIT_BYTES = 16 * 1024**2
 _BUSY = 0.9
-# How drivers before R470 name a slice: its GPU, GPU instance and compute instance.
+# A slice's name in drivers before R470: GPU, GPU instance and compute instance.
 _OLD_SLICE = re.compile(r"MIG-(GPU-[0-9A-Fa-f-]+)/(\d+)/\d+")
 
 
@@ -56,9 +56,9 @@ def _mib(value: float) -> float | None:
     return value / 1024**2 if 0 <= value < _FLOAT_BLANK else None
 
 
-# exporter's field -> (column, conversion; None when the number means nothing). infra/dcgm-exporter/counters.csv has the
-# exporter serve exactly these. Fields that were renamed are left to NVML (throttle reasons): one unknown name in its
-# counter file, and the exporter serves nothing.
+# exporter's field -> (column, conversion that returns None for meaningless numbers). With
+# infra/dcgm-exporter/counters.csv the exporter serves exactly these fields. Throttle reasons are left to NVML: DCGM
+# renamed their field, and the exporter serves nothing if its counter file has one unknown name.
 FIELDS: dict[str, tuple[str, Callable[[float], float | None]]] = {
     "DCGM_FI_PROF_SM_ACTIVE": ("smact", _share),
     "DCGM_FI_PROF_SM_OCCUPANCY": ("smocc", _share),
@@ -117,20 +117,20 @@ _OLD_NAMES = {
 
 
 class PageReader:
-    """Reads one GPU's rows, or those of one of its MIG slices, off a page with every GPU of the node.
+    """Reads the rows of one GPU or MIG slice from a page with every GPU of the node.
 
-    After `read`, `seen` says whether any row was ours and `sliced` whether rows of the GPU's MIG slices were there
-    while the whole GPU was asked for.
+    After `read`, `seen` says whether the page had any row of it. `sliced` says whether a whole GPU was asked for but
+    the page had rows of its MIG slices.
     """
 
     def __init__(self, uuid: str, instance_id: int | None = None) -> None:
-        """`uuid` of the whole GPU; `instance_id` of the MIG GPU instance, None for the GPU itself."""
+        """`uuid` names the whole GPU, `instance_id` the MIG GPU instance (None: the whole GPU)."""
         self.uuid = uuid
         self.instance_id = None if instance_id is None else str(instance_id)
         self.seen = self.sliced = False
 
     def read(self, page: str) -> dict[str, float]:
-        """Return our fields as the exporter prints them, by today's names. Torn and foreign lines are skipped."""
+        """Return the device's fields by today's names, as the exporter prints them. Skips torn and other lines."""
         fields: dict[str, float] = {}
         self.seen = self.sliced = False
         for line in page.split("\n"):
@@ -169,11 +169,11 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_FAILURES_ALLOWED, _GONE_AFTER_S = 3, 3.0  # in a row, and for how long: then the exporter counts as gone
+_FAILURES_ALLOWED, _GONE_AFTER_S = 3, 3.0  # failures in a row, and their duration, before the exporter counts as gone
 
 
 class ScrapeFailed(SensorUnavailable):
-    """The scrape failed; `reason` is its word in `Sample.reasons`."""
+    """The scrape failed; `reason` goes into `Sample.reasons`."""
 
     def __init__(self, message: str, reason: str = "exporter_error") -> None:
         super().__init__(message)
@@ -183,27 +183,27 @@ class ScrapeFailed(SensorUnavailable):
 class DcgmSensor(Sensor):
     """One GPU or MIG slice by UUID, from the exporter at `url`.
 
-    The exporter serves values that it renews at its own interval (30 s by default, `-c 100` makes it 0.1 s), so scrapes
-    may repeat what was read before. A scrape in which no field of our GPU changed is a `repeated` sample with these
-    values, until the exporter's interval has passed since the last reading: then the values truly stayed the same, and
-    are a reading. The interval is learned from the changes seen, and is `interval_s` before.
+    The exporter renews its values at its own interval (30 s by default, 0.1 s with `-c 100`), so scrapes may repeat
+    earlier values. If no field of this GPU changed, the sample is `repeated`. Once the exporter's interval has passed
+    since the last reading, unchanged values are a new reading. The sensor learns the interval from the changes that it
+    sees; before two changes it takes `interval_s`.
 
-    Time. What the exporter serves is of the past: DCGM computes profiling figures over the interval before and has them
-    some 0.3 s later. So a sample's time is that of its scrape less `lag_s`, and a reading averages the time since
-    `since_ns`, one interval earlier (None while the interval is not known). What such times put before the sensor was
-    made is of the time before the trial, and is not given.
+    DCGM computes profiling figures over the last interval and has them some 0.3 s later. A sample's time is therefore
+    the time of its scrape minus `lag_s`. A reading averages the time from `since_ns`, one interval earlier (None while
+    the interval is unknown). Samples whose time lies before the sensor was made describe the time before the trial and
+    are dropped.
 
-    A scrape that failed comes as `unavailable`, with the reason `exporter_timeout` or `exporter_error`. DCGM's
-    profiling sometimes stalls and reads zeros everywhere: a reading in which every activity is exactly 0 while the GPU
+    A failed scrape gives an `unavailable` sample with the reason `exporter_timeout` or `exporter_error`. DCGM's
+    profiling sometimes stalls and reads zeros everywhere. A reading in which every activity is exactly 0 while the GPU
     is at least 90 % busy is `suspect`, with the reason `profiling_zero`.
 
-    Of a MIG slice the exporter knows activity and memory; see `dropped` for what it has of the whole GPU only.
+    The exporter knows activity and memory of a MIG slice. `dropped` lists the metrics that it has for whole GPUs only.
     """
 
     name = "dcgm"
     metrics = tuple(name for name, _ in FIELDS.values())
     period_s = 0.1  # DCGM's figures are wrong below it
-    slow = True  # waits for the network: the sampler gives it a thread of its own
+    slow = True  # waits for the network
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class DcgmSensor(Sensor):
         nvml: Nvml | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`nvml` looks up MIG slices; None: the real one. Raises `SensorUnavailable`."""
+        """`nvml` looks up MIG slices; None takes the real NVML. Raises `SensorUnavailable`."""
         if target.device_uuid is None:
             raise SensorUnavailable("this worker has no GPU")
         self._url = url
@@ -244,7 +244,7 @@ class DcgmSensor(Sensor):
 
     @property
     def interval_s(self) -> float | None:
-        """Return the exporter's renewal interval in seconds; None before two changes were seen."""
+        """Return the exporter's interval in seconds; None before two changes were seen."""
         return self._interval_ns() / 1e9 if self._gaps_ns else None
 
     def sample(self) -> list[Sample]:
@@ -287,7 +287,7 @@ class DcgmSensor(Sensor):
     def _interval_ns(self) -> int:
         if not self._gaps_ns:
             return int(self._default_interval_s * 1e9)
-        # A longer gap holds changes that were missed; among the others, scrapes fall a little early or late.
+        # A longer gap contains missed changes; the other gaps vary because scrapes come a little early or late.
         shortest = min(self._gaps_ns)
         single = [gap for gap in self._gaps_ns if gap < 1.5 * shortest]
         return sum(single) // len(single)
@@ -308,7 +308,7 @@ class DcgmSensor(Sensor):
         return bool(profiled) and values.get("gpu_util", 0) >= _BUSY and not any(profiled)
 
     def _find(self, uuid: str) -> PageReader:
-        """Return the page reader of a device; the exporter names a slice by its GPU's UUID and GPU instance."""
+        """Return the page reader of a device. The exporter names a slice by its GPU's UUID and its GPU instance."""
         if not uuid.startswith("MIG-"):
             return PageReader(uuid)
         if old := _OLD_SLICE.fullmatch(uuid):
@@ -324,7 +324,7 @@ class DcgmSensor(Sensor):
             nvml.nvmlShutdown()
 
     def _read(self) -> dict[str, float]:
-        """Return our fields as the exporter prints them. Raises `SensorUnavailable`."""
+        """Return the device's fields as the exporter prints them. Raises `SensorUnavailable`."""
         reader = self._reader
         fields = reader.read(self._scrape())
         if not fields and reader.sliced:
@@ -343,14 +343,14 @@ class DcgmSensor(Sensor):
         return fields
 
     def _scrape(self) -> str:
-        """Return the page, over a kept-alive connection. Raises `ScrapeFailed`."""
-        kept = self._connection.sock is not None
+        """Return the page; reuse the connection if it is open. Raises `ScrapeFailed`."""
+        reuses_connection = self._connection.sock is not None
         try:
             try:
                 status, reason, body = self._get()
             except (http.client.RemoteDisconnected, ConnectionError):
                 self._connection.close()
-                if not kept:  # only a kept connection may have been closed since
+                if not reuses_connection:  # only a kept connection may have been closed since
                     raise
                 status, reason, body = self._get()
         except TimeoutError as error:
@@ -375,7 +375,7 @@ class DcgmSensor(Sensor):
         self._connection.request("GET", path, headers={"Accept": "text/plain"})
         answer = self._connection.getresponse()
         body = answer.read(_PAGE_LIMIT_BYTES + 1)
-        if not answer.isclosed():  # longer than any page: what is left must not be taken for the next answer
+        if not answer.isclosed():  # longer than any page: the rest must not be taken for the next answer
             self._connection.close()
         return answer.status, answer.reason, body
 
@@ -385,7 +385,7 @@ class DcgmSensor(Sensor):
 
 
 def _connection(url: str) -> http.client.HTTPConnection:
-    # no proxy: the exporter is on this machine or next to it
+    # no proxy: the exporter runs on this machine or near it
     parts = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
@@ -394,7 +394,7 @@ def _connection(url: str) -> http.client.HTTPConnection:
 
 
 class _TimedResponse(http.client.HTTPResponse):
-    """A response whose head and body together must arrive in time; a socket timeout restarts with each byte."""
+    """A response that must arrive in time as a whole, because a socket timeout restarts with each byte."""
 
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)

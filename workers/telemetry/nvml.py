@@ -1,8 +1,8 @@
 """The sensors of one GPU through NVML: `nvml` (memory, power, energy, clocks, utilization, processes) and `gpm`.
 
-Start reading at `NvmlSensor`; `open_nvml` loads the library, `find_gpu` looks up what a UUID names. `GpuProcesses`
-attributes the processes on a GPU to the trial, to the farm, or to others that disturb the measurement. `GpmSensor` has
-SM activity, occupancy, DRAM and pipe activity of Hopper and later GPUs, through NVML's GPM.
+Start reading at `NvmlSensor`; `open_nvml` loads the library, `find_gpu` looks up a UUID. `GpuProcesses` attributes the
+processes on a GPU to the trial, to the farm, or to others that disturb the measurement. `GpmSensor` reads SM activity,
+occupancy, DRAM and pipe activity of Hopper and later GPUs through NVML's GPM.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 _MPS_SERVICES = ("nvidia-cuda-mps-server", "nvidia-cuda-mps-control")
 
 NO_HOST_PIDS = (
-    "NVML's pids are of another pid namespace or of a virtual machine's host; in a container the host's are needed "
+    "NVML lists pids of another pid namespace or of a virtual machine's host; a container needs the host's pids "
     "(--pid=host)"
 )
 OF_PROCESSES = ("process_memory_mib", "other_processes", "other_memory_mib")
 _BYTES_PER_MIB = 1024**2
-_SLOW_PERIOD_NS = 1_000_000_000  # period of what rarely changes: ECC counts, processes that draw
-_MIN_RATE_INTERVAL_NS = 50_000_000  # two counter readings that are closer are more noise than figure
-# NVML's return codes (nvml.h). What a device or driver cannot do it never will: asking again only costs time.
+_SLOW_PERIOD_NS = 1_000_000_000  # period for figures that rarely change: ECC counts, graphics processes
+_MIN_RATE_INTERVAL_NS = 50_000_000  # rates over shorter intervals are mostly noise
+# NVML's return codes (nvml.h) that stay the same however often a query is repeated.
 _NEVER = {
     3: "not supported by this device",
     4: "no permission",
     13: "not known to this driver",
     26: "deprecated",
 }
-# The whole device or library is gone.
+# NVML's return codes for a lost device or library.
 GONE = {1, 9, 12, 15, 16, 18, 28}
-# The module `pynvml`, which has no types, or a recording of it. Its `NVMLError` carries NVML's return code as `value`.
+# The untyped module `pynvml`, or a recording of it. Its `NVMLError` has NVML's return code as `value`.
 Nvml = Any
 
 
 class GpuProcesses:
     """Sorts the pids that NVML lists for one trial's GPU. Each pid is looked up once while it stays listed.
 
-    NVML reports the pids of the driver's machine. Inside a pid namespace of one's own (a container) and in a virtual
-    machine that reaches its host's driver they mean nothing, or, worse, somebody else: so others are counted only once
-    the trial's own process was listed, which shows that the pids are ours, and outside of the initial namespace only
-    while every listed pid exists here.
+    NVML reports the pids of the driver's machine. In a container with its own pid namespace, or in a virtual machine
+    that uses its host's driver, these pids name nothing or a different process. Other processes are therefore counted
+    only after NVML has listed the trial's own process. Outside the initial namespace, every listed pid must also exist
+    here.
     """
 
     def __init__(self, root: int) -> None:
@@ -59,25 +59,25 @@ class GpuProcesses:
         self._kinds: dict[int, str] = {}
 
     def figures(self, listed: Mapping[int, int | None]) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the metrics of `OF_PROCESSES`, and for each that cannot be known here the reason.
+        """Return the metrics of `OF_PROCESSES`, and the reason for each that is unknown.
 
-        `listed`: pid -> bytes of device memory charged to it (None: not reported).
+        `listed` maps each pid to the bytes of device memory charged to it (None: not reported).
         """
         kinds = {pid: self._kinds.get(pid) or self._kind(pid) for pid in listed}
         self._kinds = {pid: kind for pid, kind in kinds.items() if kind != "unknown"}
         by_kind: dict[str, list[int | None]] = {}
         for pid, kind in kinds.items():
             by_kind.setdefault(kind, []).append(listed[pid])
-        own, others = by_kind.get("own", []), by_kind.get("other", [])
+        own_bytes, other_bytes = by_kind.get("own", []), by_kind.get("other", [])
         self.mps = "service" in by_kind
-        self._seen_own = self._seen_own or bool(own)
-        if in_initial_pid_namespace():  # a pid that is not there has just ended
-            countable = self._seen_own or not others
+        self._seen_own = self._seen_own or bool(own_bytes)
+        if in_initial_pid_namespace():  # a pid that does not exist has just ended
+            countable = self._seen_own or not other_bytes
         else:
             countable = self._seen_own and "unknown" not in by_kind
-        figures = {"process_memory_mib": _mib(own) if own else None}
+        figures = {"process_memory_mib": _mib(own_bytes) if own_bytes else None}
         if countable:
-            figures |= {"other_processes": len(others), "other_memory_mib": _mib(others)}
+            figures |= {"other_processes": len(other_bytes), "other_memory_mib": _mib(other_bytes)}
         lacking = () if countable else OF_PROCESSES[1:] if self._seen_own else OF_PROCESSES
         known = {name: figure for name, figure in figures.items() if figure is not None}
         return known, dict.fromkeys(lacking, NO_HOST_PIDS)
@@ -93,7 +93,7 @@ class GpuProcesses:
         return "service" if name.startswith(_MPS_SERVICES) else "other"
 
     def ignore(self, pids: Iterable[int]) -> None:
-        """Treat these processes and their descendants as the farm's from now on: neither the trial's nor others."""
+        """Count these processes and their descendants as the farm's: neither as the trial's nor as others."""
         self.known_pids = frozenset(pids)
         self._kinds = {}
 
@@ -102,12 +102,12 @@ def in_initial_pid_namespace() -> bool:
     """Return whether this process sees the pids that the driver reports."""
     try:
         return os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
-    except OSError:  # no /proc: not Linux, where there are no such namespaces
+    except OSError:  # no /proc: other systems than Linux have no such namespaces
         return os.name == "nt"
 
 
 def belongs_to(pid: int, root: int) -> bool:
-    """Return whether `pid` is `root`, in its session, or its descendant."""
+    """Return whether `pid` is `root`, belongs to its session, or descends from it."""
     if pid == root:
         return True
     try:
@@ -124,7 +124,7 @@ def belongs_to(pid: int, root: int) -> bool:
 
 
 def _name(pid: int) -> str | None:
-    """Return the program's name; None if there is no such process."""
+    """Return the program's name; None if the process does not exist."""
     import psutil
 
     try:
@@ -141,7 +141,7 @@ def _mib(charged: list[int | None]) -> float | None:
 
 
 def open_nvml(given: Nvml | None = None) -> Nvml:
-    """Return `pynvml` or the `given` NVML, initialised; pair each success with `nvmlShutdown`.
+    """Initialise and return `pynvml`, or the `given` NVML. Call `nvmlShutdown` after each success.
 
     NVML counts initialisations, so calls may nest. Raises `SensorUnavailable`.
     """
@@ -173,12 +173,12 @@ def as_text(value: str | bytes) -> str:
 
 @dataclass(frozen=True)
 class GpuHandles:
-    """NVML handles of a UUID: `device` is the GPU or MIG slice itself, `gpu` the whole GPU that it is or belongs to."""
+    """NVML handles of a UUID: `device` is the GPU or MIG slice, `gpu` the whole GPU."""
 
     device: Any
     gpu: Any
     instance_id: int | None = None  # id of the MIG GPU instance; None: a whole GPU
-    shares_instance: bool = False  # with other compute instances: what is counted per GPU instance is not its alone
+    shares_instance: bool = False  # other compute instances count towards figures of its GPU instance
 
 
 def find_gpu(nvml: Nvml, uuid: str | None) -> GpuHandles:
@@ -198,22 +198,22 @@ def find_gpu(nvml: Nvml, uuid: str | None) -> GpuHandles:
 
 
 def refuse_shared(handles: GpuHandles, uuid: str | None) -> None:
-    """Raise `SensorUnavailable` for a slice that shares its GPU instance, since profiling counts per instance."""
+    """Raise `SensorUnavailable` for a slice that shares its GPU instance: profiling counts per instance."""
     if handles.shares_instance:
         raise SensorUnavailable(f"profiling is per MIG GPU instance, which {uuid} shares with other compute instances")
 
 
 def memory_before(nvml: Nvml, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> list[Sample]:
-    """Return one sample of the device memory in use, or none: the base of growth if NVML lists no trial process."""
+    """Return one sample of the device memory in use, from which growth counts if NVML lists no trial process."""
     try:
         used = nvml.nvmlDeviceGetMemoryInfo(find_gpu(nvml, uuid).device).used
-    except (SensorUnavailable, nvml.NVMLError):  # the sensor says why
+    except (SensorUnavailable, nvml.NVMLError):  # the sensor reports the reason
         return []
     return [Sample(clock_ns(), {"memory_used_mib": used / _BYTES_PER_MIB})]
 
 
 def ratio(value: float, full: float = 100.0) -> float | None:
-    """Return `value / full` in [0, 1], None if it is not a share. Rounding may lift a reading slightly above full."""
+    """Return `value / full`, at most 1, since rounding may lift a reading above `full`; None if it is not a share."""
     share = value / full
     if not math.isfinite(share) or share < 0 or share > 1.05:
         return None
@@ -221,21 +221,21 @@ def ratio(value: float, full: float = 100.0) -> float | None:
 
 
 class NvmlSensor(Sensor):
-    """One GPU or MIG slice by UUID. A query that the device or driver lacks is asked once, then left out: `dropped`.
+    """One GPU or MIG slice by UUID. A query that the device or driver does not support is tried once; see `dropped`.
 
-    `gpu_util` and `memory_util` are NVML's own averages over its last 1/6 to 1 s, `power_w` covers a part of the time
-    only (on most boards a 1 s average): energy is to be taken from differences of `energy_j`. PCIe traffic comes from
-    the byte counters of newer drivers; the older query for it blocks for 20 ms in each direction and is not used.
+    NVML averages `gpu_util` and `memory_util` over the last 1/6 to 1 s. `power_w` covers only a part of the time, on
+    most boards as a 1 s average: take energy from differences of `energy_j`. PCIe traffic comes from the byte counters
+    of newer drivers. The older query blocks for 20 ms in each direction and is not used.
 
-    `process_memory_mib`, `other_processes` and `other_memory_mib` (compute and graphics) need NVML's pids to be of this
-    pid namespace: in a container that means the host's (`--pid=host`). Of a MIG slice NVML knows memory and processes
-    only; clocks, temperature, throttle reasons and ECC errors are those of the GPU that it is part of.
+    `process_memory_mib`, `other_processes` and `other_memory_mib` (compute and graphics) need pids of this process's
+    namespace: a container needs the host's (`--pid=host`). NVML knows only memory and processes of a MIG slice. Its
+    clocks, temperature, throttle reasons and ECC errors are those of its GPU.
 
-    A reading in which every query failed comes as `unavailable`, with the reason `nvml_error`.
+    A reading in which every query failed is `unavailable`, with the reason `nvml_error`.
     """
 
     name = "nvml"
-    period_s = 0.1  # the counters behind memory and energy move at about this pace
+    period_s = 0.1  # the counters of memory and energy change about this often
     lag_s = 0.0
     metrics: tuple[str, ...] = (
         "memory_used_mib",
@@ -291,7 +291,7 @@ class NvmlSensor(Sensor):
             "sm_clock_mhz": lambda: {"sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)},
             "memory_clock_mhz": lambda: {"memory_clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)},
             "temperature_c": lambda: {"temperature_c": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)},
-            # The call's old name, which every driver knows; the new one is nvmlDeviceGetCurrentClocksEventReasons.
+            # Every driver knows this old name; the new one is nvmlDeviceGetCurrentClocksEventReasons.
             "throttle_reasons": lambda: {"throttle_reasons": nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)},
             "ecc_uncorrected": self._ecc,
         }
@@ -316,8 +316,8 @@ class NvmlSensor(Sensor):
         return [Sample(t_ns, values) if values else Sample(t_ns, {}, "unavailable", ("nvml_error",))]
 
     def _judge(self, metric: str, error: Exception) -> None:
-        """Drop a query that can never work, end the sensor for a lost device, and ignore any other error."""
-        code = getattr(error, "value", None)  # pynvml's version-mismatch error carries none
+        """Drop a query that can never work, end the sensor if the device is lost, and ignore any other error."""
+        code = getattr(error, "value", None)  # pynvml's version-mismatch error has none
         if code in GONE:
             raise SensorUnavailable(_text_of(error)) from error
         if code is None or code in _NEVER:
@@ -325,7 +325,7 @@ class NvmlSensor(Sensor):
             self._drop(metric, str(error) if code is None else _NEVER[code])
 
     def _drop(self, metric: str, reason: str) -> None:
-        """Record once why `metric`, and the others of the same query, are not given."""
+        """Record why `metric`, and others of the same query, are not read."""
         together = {
             "gpu_util": ("memory_util",),
             "pcie_tx_mib_s": ("pcie_rx_mib_s",),
@@ -339,10 +339,10 @@ class NvmlSensor(Sensor):
             with contextlib.suppress(nvml.NVMLError):  # a driver that is gone cannot be left in a worse state
                 nvml.nvmlShutdown()
 
-    # Each returns metrics in our units.
+    # Each of the following methods returns metrics in the farm's units.
 
     def _memory(self) -> dict[str, float]:
-        # version 1 of this struct counts the driver's own reservation as used, which is what a second job cannot have
+        # Version 1 of this struct counts the driver's own reservation as used: a second job cannot have it.
         return {"memory_used_mib": self._nvml.nvmlDeviceGetMemoryInfo(self._device).used / _BYTES_PER_MIB}
 
     def _process_memory(self) -> dict[str, float]:
@@ -350,7 +350,7 @@ class NvmlSensor(Sensor):
         listed = _charges(nvml.nvmlDeviceGetComputeRunningProcesses(self._device))
         if self._slow:
             self._graphics = self._optional(nvml.nvmlDeviceGetGraphicsRunningProcesses)
-        if self._processes.mps:  # its clients stand in a list of their own
+        if self._processes.mps:  # NVML lists its clients separately
             listed = self._optional(nvml.nvmlDeviceGetMPSComputeRunningProcesses) | listed
         values, lacking = self._processes.figures(self._graphics | listed)
         for name in OF_PROCESSES:
@@ -359,7 +359,7 @@ class NvmlSensor(Sensor):
         return values
 
     def _optional(self, list_processes: Callable[[Any], list[Any]]) -> dict[int, int | None]:
-        """Return a list that some devices and drivers lack; without it, the compute processes must suffice."""
+        """Return a list of processes; empty on devices and drivers that do not have it."""
         try:
             return _charges(list_processes(self._device))
         except self._nvml.NVMLError as error:
@@ -380,7 +380,7 @@ class NvmlSensor(Sensor):
         return {"ecc_uncorrected": nvml.nvmlDeviceGetTotalEccErrors(self._gpu, uncorrected, volatile)}
 
     def _pcie_rates(self) -> dict[str, float]:
-        """Return MiB/s since the previous reading, from counters that may wrap; a smaller count is skipped."""
+        """Return MiB/s since the previous reading. Counters may wrap: a smaller count is skipped."""
         nvml, now_ns = self._nvml, self._clock_ns()
         if self._pcie is not None and now_ns - self._pcie[0] < _MIN_RATE_INTERVAL_NS:
             return {}
@@ -403,12 +403,12 @@ class NvmlSensor(Sensor):
 
 
 def _charges(listed: Iterable[Any]) -> dict[int, int | None]:
-    """Return bytes by pid; None where the driver does not report them (WDDM, some containers)."""
+    """Return bytes by pid; None if the driver does not report them (WDDM, some containers)."""
     return {process.pid: process.usedGpuMemory for process in listed}
 
 
-_GPM_INTERVAL_NS = 100_000_000  # NVIDIA: figures from two samples closer than 100 ms are not reliable
-_GPM_FAILURES = 10  # in a row, before GPM counts as gone
+_GPM_INTERVAL_NS = 100_000_000  # by NVIDIA, figures from samples closer than 100 ms are unreliable
+_GPM_FAILURES = 10  # failures in a row before GPM counts as gone
 
 # GPM metric id (nvmlGpmMetricId_t in nvml.h) -> column; the percentages become ratios
 _GPM_METRICS = {
@@ -432,26 +432,26 @@ _GPM_METRICS = {
 
 
 class GpmSensor(Sensor):
-    """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples, so the first call has none.
+    """One GPU or MIG slice by UUID. A reading averages the time between two GPM samples: the first call returns none.
 
-    A reading's time is that of its second sample, `since_ns` that of its first. A sample that GPM failed to take comes
-    as `unavailable`, with the reason `nvml_error`, and the next reading spans it. The figures of a MIG slice are those
-    of its GPU instance.
+    A reading's `t_ns` is the time of its second sample, `since_ns` the time of its first. If GPM fails to take a
+    sample, the reading is `unavailable` with the reason `nvml_error`, and the next reading spans it. The figures of a
+    MIG slice are those of its GPU instance.
     """
 
     name = "gpm"
     metrics = tuple(_GPM_METRICS.values())
-    period_s = 0.11  # a little over the least interval: a call that comes early by a hair would read nothing
+    period_s = 0.11  # slightly above GPM's shortest interval: a call that comes a little early reads nothing
 
     def __init__(
         self, target: WatchTarget, nvml: Nvml | None = None, *, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._clock_ns = clock_ns
         self._nvml = open_nvml(nvml)
-        self._buffers: list[Any] = []  # two GPM samples, the older one first, which change places
+        self._buffers: list[Any] = []  # two GPM samples, the older one first; they swap
         self._older_ns: int | None = None
         self._failures = 0
-        self._question: Any = None  # one struct for all readings: it holds room for hundreds of metrics
+        self._question: Any = None  # one struct for all readings: it has room for hundreds of metrics
         self._entries: list[tuple[str, bool, Any]] = []  # (column, whether a percentage, its place in the struct)
         self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
         try:

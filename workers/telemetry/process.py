@@ -12,16 +12,16 @@ from conf.children.containment import TreeMemory, descendants_of, lists_children
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 
 _BYTES_PER_MIB = 1024**2
-_ROUNDING_S = 0.05  # a process's times are in ticks of 10 ms, and a sum of floats is a little less than its parts
+_ROUNDING_S = 0.05  # CPU times are counted in ticks of 10 ms, and sums of floats are slightly off
 _MIN_CPU_INTERVAL_NS = 50_000_000  # the kernel counts CPU time in ticks of 10 ms: shorter spans say little
-_SCAN_PERIOD_NS = 1_000_000_000  # between two readings of the whole process table, where the kernel lists no children
+_SCAN_PERIOD_NS = 1_000_000_000  # between readings of the whole process table, if the kernel lists no children
 
 
 class ProcessSensor(Sensor):
     """CPU cores used since the last reading, and resident memory, of the trial's process tree.
 
-    `rss_mib` of one process is its resident set; of several it is what they use together, pages that they share counted
-    once (`conf.children.containment.TreeMemory`). A tree that has ended has no readings.
+    `rss_mib` of a single process is its resident set. For several it counts pages that they share only once
+    (`conf.children.containment.TreeMemory`). A tree that has ended has no readings.
     """
 
     name = "process"
@@ -59,8 +59,8 @@ class ProcessSensor(Sensor):
     def _used_since(self, cpu_s: dict[tuple[int, float], float]) -> float:
         """Return the CPU seconds since the last reading.
 
-        A child that ended moves its time to the parent that reaped it, so the tree's sum is what counts; a child that
-        nobody of the tree reaped takes its time along, and then only the processes that are left count.
+        When a parent in the tree reaps a child, the child's time moves to the parent, so the tree's sum is right. When
+        nobody in the tree reaps it, its time is lost; then only the remaining processes count.
         """
         used = sum(cpu_s.values()) - sum(self._cpu_s.values())
         if used > -_ROUNDING_S:
@@ -68,9 +68,9 @@ class ProcessSensor(Sensor):
         return sum(max(0.0, now - self._cpu_s.get(key, 0.0)) for key, now in cpu_s.items())
 
     def _read(self, root: int, now_ns: int) -> tuple[dict[tuple[int, float], float], dict[int, int]]:
-        """Return the CPU seconds by process, zombies included, and the resident bytes by id of those that live.
+        """Return the CPU seconds by process, zombies included, and the resident bytes by id of living processes.
 
-        Nothing once the root has ended.
+        Both are empty once the root has ended.
         """
         known, self._processes = self._processes, {}
         pids = list(known)
@@ -78,7 +78,7 @@ class ProcessSensor(Sensor):
             pids, self._scanned_ns = [root, *descendants_of(root)], now_ns
         cpu_s, resident = {}, {}
         for pid in pids:
-            with contextlib.suppress(psutil.Error):  # it has ended since the tree was read
+            with contextlib.suppress(psutil.Error):  # the process has ended since the tree was read
                 process = self._processes[pid] = known.get(pid) or psutil.Process(pid)
                 with process.oneshot():
                     times = process.cpu_times()

@@ -1,7 +1,7 @@
 """Samples a trial's sensors while it runs, and turns the readings into rows of `telemetry`.
 
 Start reading at `TelemetrySampler`; `make_sensors` builds the sensors that can watch a trial. `call_within` calls
-drivers and networks with a timeout, since such calls may never return.
+drivers and networks with a timeout, because such calls may never return.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-_hanging: dict[str, CallInThread] = {}  # name -> the call that has not come back
+_hanging: dict[str, CallInThread] = {}  # name -> the call that has not returned
 _log = logging.getLogger(__name__)
 # source -> its sensor
 SENSORS = {
@@ -34,14 +34,14 @@ SENSORS = {
     "dcgm": "workers.telemetry.dcgm:DcgmSensor",
     "process": "workers.telemetry.process:ProcessSensor",
 }
-SOURCES = (*SENSORS, "torch")  # torch: reported by the trial itself, so there is no sensor to make
+SOURCES = (*SENSORS, "torch")  # torch: the trial itself reports it, so it needs no sensor
 _JOIN_S = 2.0
-_START_S = 5.0  # for a driver or an exporter to be opened and pointed at a trial
+_START_S = 5.0  # time to open a sensor's driver or exporter
 _READ_ON_S = 1.0  # longest wait for a source that lags
 
 
 class CallInThread(threading.Thread):
-    """A thread that makes one call, and does not hold up the process's end where that never returns."""
+    """A thread that makes one call. A call that never returns does not keep the process from ending."""
 
     def __init__(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
         super().__init__(name=name, daemon=True)
@@ -63,7 +63,7 @@ class CallInThread(threading.Thread):
             self.answer.close()
 
     def give_up(self) -> bool:
-        """Have a late answer closed; return False where the answer came just now."""
+        """Stop waiting: a late answer will be closed. Return False if the answer has just come."""
         with self._lock:
             self._given_up = not self.is_back
         return self._given_up
@@ -72,8 +72,8 @@ class CallInThread(threading.Thread):
 def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *arguments: Any) -> Answer:
     """Return or raise the result of `function`. Raises `SensorUnavailable` after `timeout_s` seconds.
 
-    A call that hangs in a driver cannot be ended: its thread stays, and until it returns other calls of the same name
-    fail at once, so that there is never more than one. A late result is closed, if it can be.
+    A call that hangs in a driver cannot be ended. Its thread stays, and other calls with the same name fail at once
+    until it returns. A late result is closed if it has `close`.
     """
     if (earlier := _hanging.get(name)) is not None and earlier.is_alive():
         raise SensorUnavailable(f"{name} has not returned from an earlier call")
@@ -91,9 +91,9 @@ def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *a
 
 @dataclass(frozen=True, kw_only=True)
 class DcgmAddress(Checked, section="telemetry"):
-    """Where to ask for what NVIDIA's dcgm-exporter measures."""
+    """The address of NVIDIA's dcgm-exporter."""
 
-    dcgm_url: str = key("http://localhost:9400/metrics", "where a dcgm-exporter answers")
+    dcgm_url: str = key("http://localhost:9400/metrics", "address of the dcgm-exporter")
 
     def __post_init__(self) -> None:
         from workers.telemetry.dcgm import checked_url
@@ -107,13 +107,13 @@ class TelemetrySettings(DcgmAddress):
     """Which sources to use and how often. Raises `UsageError` naming the key."""
 
     sources: tuple[str, ...] = key(
-        SOURCES, "which sensors to ask; missing ones are named once and leave NULLs", "list of text", SOURCES
+        SOURCES, "sensors to read; missing ones are reported once and leave NULLs", "list of text", SOURCES
     )
-    period_s: float = key(0.1, "how often each is sampled", "number 0.001 to 3600")
+    period_s: float = key(0.1, "sampling period of each sensor", "number 0.001 to 3600")
 
 
 def make_sensors(settings: TelemetrySettings, target: WatchTarget) -> tuple[tuple[Sensor, ...], dict[str, str]]:
-    """Return the sensors that watch a trial from now on, and the reason for each source that cannot."""
+    """Return the sensors that can watch a trial, and the reason for each source that cannot."""
     sensors: list[Sensor] = []
     missing: dict[str, str] = {}
     for source in dict.fromkeys(settings.sources):
@@ -128,11 +128,11 @@ def make_sensors(settings: TelemetrySettings, target: WatchTarget) -> tuple[tupl
 
 
 class TelemetrySampler:
-    """Owns the sensors of one trial: `start` samples them, `wind_up` takes a last sample, `stop` ends it.
+    """Owns the sensors of one trial: `start` samples them, `wind_up` takes a last sample, `stop` ends sampling.
 
-    Each sensor is read every `max(period_s, sensor.period_s)`, all from one thread, but those that wait for a network
-    (`slow = True`) from one each. A reading that is late is taken once, not caught up on. `missing` says, once
-    for each, which sensor (`dcgm`) or single metric (`nvml.energy_j`) read nothing and why.
+    Each sensor is read every `max(period_s, sensor.period_s)`. Sensors that wait for a network (`slow = True`) have a
+    thread each; one thread reads all others. After a delay, missed readings are skipped. `missing` maps each sensor
+    (`dcgm`) or single metric (`nvml.energy_j`) that read nothing to the reason.
     """
 
     def __init__(self, sensors: Sequence[Sensor], period_s: float = 0.1) -> None:
@@ -146,7 +146,7 @@ class TelemetrySampler:
         self._stopped = False
         self._last: dict[str, Sample] = {}  # each sensor's last reading
         self._until_ns: int | None = None
-        self._told = 0  # how many of the samples `new_samples` has given
+        self._returned = 0  # number of samples that `new_samples` has returned
         self.missing: dict[str, str] = {}
 
     def start(self) -> None:
@@ -163,7 +163,7 @@ class TelemetrySampler:
             thread.start()
 
     def stop(self, until_ns: int | None = None) -> list[tuple[str, Sample]]:
-        """Stop and return every reading as (sensor name, sample), by time. A second call returns none."""
+        """Stop, and return every reading as (sensor name, sample), by time. A second call returns none."""
         if self._stopped:
             return []
         self._stopped = True
@@ -184,8 +184,9 @@ class TelemetrySampler:
     def wind_up(self, until_ns: int | None = None) -> None:
         """Read each sensor of the common thread a last time. Call it while the trial still holds its memory.
 
-        A source that lags (`lag_s`) is read on in its own thread until it has covered `until_ns`, the window's end,
-        for its lag and two of its intervals and never more than a second; not at all where it cannot be done by then.
+        A lagging source (`lag_s`) is read further in its own thread, until its readings cover `until_ns`, the window's
+        end. That takes at most its lag plus two of its intervals, and at most one second. If it would take longer, the
+        source is not read further.
         """
         if not self._stopping.is_set():
             self._until_ns = until_ns
@@ -203,13 +204,13 @@ class TelemetrySampler:
         return tuple(sensor.name for sensor in self._sensors)
 
     def new_samples(self) -> list[tuple[str, Sample]]:
-        """Return the readings since the last call, as (sensor name, sample); `stop` repeats them. From any thread."""
+        """Return readings since the last call as (sensor name, sample); `stop` repeats them. Safe from any thread."""
         with self._lock:
-            new, self._told = self._samples[self._told :], len(self._samples)
+            new, self._returned = self._samples[self._returned :], len(self._samples)
         return new
 
     def _run(self, group: list[Sensor]) -> None:
-        """Run the sampling loop of one thread, with a last round after `stop` except for sensors that may block."""
+        """Run the sampling loop of one thread. After `stop`, sensors that cannot block are read a last time."""
         due = {id(sensor): 0.0 for sensor in group}
         active = list(group)
         while active and not self._stopping.is_set():
@@ -218,7 +219,7 @@ class TelemetrySampler:
                 if due[id(sensor)] > now:
                     continue
                 period = max(self._period_s, sensor.period_s)
-                # on the sensor's own grid; ticks that were missed are skipped
+                # keep the sensor's grid; skip missed ticks
                 due[id(sensor)] = max(due[id(sensor)] + period, now + period / 2) if due[id(sensor)] else now + period
                 if not self._take(sensor):
                     active.remove(sensor)
@@ -235,7 +236,7 @@ class TelemetrySampler:
         """Read a lagging source until its readings cover the window's end."""
         stopped_ns = time.monotonic_ns()
         while (last := self._last.get(sensor.name)) is not None and self._until_ns is not None:
-            if last.since_ns is None:  # how often the source renews its values is not known yet
+            if last.since_ns is None:  # the source's interval is not known yet
                 return
             interval_ns = max(1, last.t_ns - last.since_ns)
             missing = -((last.t_ns - self._until_ns) // interval_ns)  # readings, rounded up
@@ -256,7 +257,7 @@ class TelemetrySampler:
         except SensorUnavailable as reason:
             self.missing[sensor.name] = str(reason)
             return False
-        except Exception as error:  # a defect in one sensor must not end the others' readings unseen
+        except Exception as error:  # a defect in one sensor must not end the readings of the others
             _log.exception("telemetry sensor %s failed", sensor.name)
             self.missing[sensor.name] = f"failed with {type(error).__name__}: {error}"
             return False
@@ -270,7 +271,7 @@ class TelemetrySampler:
 
 
 def _numbers_only(sample: Sample) -> Sample:
-    """Return the sample without values that are not finite numbers, which would spoil a mean."""
+    """Return the sample without values that are not finite, which would spoil a mean."""
     if all(map(math.isfinite, sample.values.values())):
         return sample
     return dataclasses.replace(
@@ -288,8 +289,8 @@ def to_table(
 ) -> pa.Table:
     """Return rows of `telemetry` (warehouse.tables.schema.TELEMETRY_SCHEMA), by time; metrics not measured are NULL.
 
-    All times are of `time.monotonic_ns`: the run's start, the warm-up's, the window's start and end. None: the trial
-    never came that far, so that the phase before it lasts to the end.
+    The times are the start of the run, of warm-up and of the window, and the window's end, by `time.monotonic_ns`.
+    None: the trial did not get that far, and the previous phase lasts to the end.
     """
     import pyarrow as pa
 

@@ -1,22 +1,24 @@
-"""The body of a trial: runs in the forked child, reports over its socket in JSON lines, one event a line.
+"""The body of a trial: runs in the forked child and reports over its socket, one event as JSON per line.
 
 Start reading at `run_trial`; `TrialLink` is the trial's side of the socket. Events: `built` (parameters), `warmup`,
 `window` (their monotonic times), `result` (labels, step times, telemetry), or `failed` (status, kind of memory,
-traceback); after `result` and `bye`, where they are asked for, `kernels` (rows of that table) and `profiled` (why there
-are none). A trial of several ranks also sends `ranks` (their processes), `rank` (one's labels) and `rank_ended`; its
-`step` and `failed` name their rank. A trial that runs beside others says `warm`, trains on until the worker says
-`open`, and after its `result` until `bye`. `workers.trial.reports` reads them, and holds the trial to their order and
-types. The worker answers in words, one a line: `go` (to a trial that was made ready while another ran), `steady` (every
-sampled figure is, so the window may end), `bye`. After `result` or `failed` the child holds its memory until `bye`, so
-that a last sample sees it.
+traceback). If asked for, `kernels` (rows of that table) and `profiled` (why there are none) follow after `result` and
+`bye`. A trial with several ranks also sends `ranks` (their processes), `rank` (a rank's labels) and `rank_ended`; its
+`step` and `failed` name their rank. A trial that runs beside others sends `warm` and trains until the worker sends
+`open`; after its `result` it trains until `bye`. `workers.trial.reports` reads the events and checks their order and
+types.
 
-A trial of several ranks (`run_ranks`) starts one child for each and makes one trial's reports of theirs. The ranks are
-this process's own children, in its process group and its control group, and die with it; each talks to it as a trial
-talks to its worker, over a socket of its own. This process runs no operator. Where a rank fails or ends, the whole
-trial does: the report names the rank, and the others are killed.
+The worker answers in words, one per line: `go` (to a trial that was prepared while another ran), `steady` (every
+sampled figure is steady, so the window may end), `bye`. After `result` or `failed` the child keeps its memory until
+`bye`, for a last sample.
 
-`classify` derives from a trial's exception which memory ran out; the worker checks with `is_device_fault` what the
-trial reports of its device. Torch is imported on use.
+A trial with several ranks (`run_ranks`) starts a child for each and merges their reports. The ranks are children of
+this process, in its process group and its control group, and die with it. Each has a socket to it and reports like a
+trial to its worker. This process runs no operator. If a rank fails or ends early, the whole trial ends: the report
+names the rank, and the others are killed.
+
+`classify` derives from a trial's exception which memory ran out. The worker checks the trial's reports about its
+device with `is_device_fault`. Torch is imported on use.
 """
 
 from __future__ import annotations
@@ -39,27 +41,27 @@ from conf.errors import CommandError
 from conf.plain_text import shortened
 from workers.devices import DeviceChoice, MemberAlone, Place, Slot, Together, make_device
 
-LINE_BYTES = 1 << 20  # longest report; an error's text is cut to far less before it is sent
+LINE_BYTES = 1 << 20  # longest report; texts of errors are shortened to much less
 _ACKNOWLEDGE_TIMEOUT_S = 5.0
 _WORD_BYTES = 256
 _SETTLE_S = 1.0  # when one rank reports losing its peers, wait this long for a peer to report the cause
 _GOODBYE_S = 5.0
 _PAUSE_S = 0.005
-_OF_FIRST = ("built", "environment", "window")  # events in which all ranks say the same
-# What a rank says that only lost another one.
+_OF_FIRST = ("built", "environment", "window")  # events that are the same for all ranks; the first rank's count
+# Texts in the error of a rank that failed only because it lost another rank.
 _LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset", "distbackenderror", "distnetworkerror")
 RunRank = Callable[[Place, socket.socket], None]
-# Messages that mean "no memory" where the exception's type does not say so.
+# Messages that mean "out of memory" where the exception's type does not.
 _DEVICE_OOM_MARKS = (
     "out of memory",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA_ERROR_OUT_OF_MEMORY",
 )
-# What cuBLAS and cuDNN say on a full card, and for other reasons too: out of memory only where little is left.
+# Messages of cuBLAS and cuDNN on a full card, but also for other reasons: they count only if little memory is left.
 _FULL_CARD_MARKS = ("CUBLAS_STATUS_NOT_INITIALIZED", "unable to find an engine to execute this computation")
 _FULL_CARD_FREE_MIB = 512.0
-_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")  # types in which torch raises them
+_DEVICE_FAULT_TYPES = ("RuntimeError", "AcceleratorError", "DeferredCudaCallError")
 _HOST_OOM_MARKS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
@@ -74,17 +76,17 @@ class TrialLink:
         self._buffer = b""
         self._words: set[str] = set()
         self.reported_result = False
-        self.ended = False  # the worker has closed its end: no more words will come
+        self.ended = False  # the worker has closed its end of the socket
 
     def report(self, event: str, **values: Any) -> None:
-        """Send one event. A process that the trial's model has forked exits here, since it is not a trial."""
+        """Send one event. In a process that the trial's model has forked, exit instead."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.sendall(json.dumps({"event": event, **values}).encode() + b"\n")
         self.reported_result |= event == "result"
 
     def forward(self, line: bytes) -> None:
-        """Send a line that another process has written."""
+        """Send a line that another process wrote."""
         self._channel.sendall(line + b"\n")
 
     def fileno(self) -> int:
@@ -118,11 +120,11 @@ class TrialLink:
         if not self.ahead:
             return False
         if not self.wait("go"):
-            os._exit(0)  # the worker has no use for this trial any more: nothing has been measured
+            os._exit(0)  # the worker no longer needs this trial, which has measured nothing
         return True
 
     def labels_taken(self) -> bool:
-        """Wait for the worker's `bye`, after which nothing that the trial does is a label any more."""
+        """Wait for the worker's `bye`; what the trial does later affects no label."""
         return self.wait("bye", _ACKNOWLEDGE_TIMEOUT_S)
 
     def _listen(self, timeout_s: float | None) -> None:
@@ -135,10 +137,10 @@ class TrialLink:
 
 
 def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None = None) -> None:
-    """Run one trial, or the rank of one at `place`, and report.
+    """Run one trial, or its rank at `place`, and report.
 
-    `trial`: config, code_marks, settings, device, slots, seed and `ahead`. A trial of several ranks starts their
-    processes (`run_ranks`), each of which comes back here.
+    `trial` has config, code_marks, settings, device, slots, seed and `ahead`. A trial with several ranks starts their
+    processes (`run_ranks`), and each calls this function again.
     """
     link = TrialLink(
         channel, ahead=place is None and trial.get("ahead", False), together=together_of(trial.get("together"))
@@ -146,7 +148,7 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
     try:
         _measure(trial, link, place)
     except BaseException as error:
-        if link.reported_result:  # what comes after it does not concern the run
+        if link.reported_result:  # errors after the result do not affect the run
             return
         backend, error_type = trial["device"]["backend"], type(error).__name__
         status, oom_kind = classify(error, backend == "cpu", _free_device_mib(trial, place))
@@ -160,15 +162,15 @@ def run_trial(trial: dict[str, Any], channel: socket.socket, place: Place | None
             device_fault=status == "crashed" and is_device_fault(backend, error_type, text),
             values=_memory_at_failure(backend),
         )
-    link.wait_for_go()  # one that failed while it was made ready is looked at when it is its turn
-    link.labels_taken()  # without it the worker is busy or gone: the labels have been sent
+    link.wait_for_go()  # the worker reads the failure of a prepared trial at its turn
+    link.labels_taken()  # the worker may be gone; the labels have been sent
 
 
 def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> None:
     from featurize.configs.trial import config_with_marks
     from workers.settings import TrialSettings
 
-    # The queue is data of a folder; which of its names of code may run is the dispatcher's to say.
+    # The queue is data in a folder; the dispatcher decides which names of code in it may run.
     config = config_with_marks(trial["config"], trial["code_marks"])
     settings = TrialSettings(**trial["settings"])
     device = make_device(DeviceChoice(**trial["device"]))
@@ -181,7 +183,7 @@ def _measure(trial: dict[str, Any], link: TrialLink, place: Place | None) -> Non
 
 
 def together_of(mapping: dict[str, Any] | None) -> Together | None:
-    """Return the group that a worker's message describes; None of a trial that has the device to itself."""
+    """Return the group that a worker's message describes; None for a trial that has the device to itself."""
     if mapping is None:
         return None
     alone = tuple(None if member is None else MemberAlone(**member) for member in mapping["alone"])
@@ -189,19 +191,19 @@ def together_of(mapping: dict[str, Any] | None) -> Together | None:
 
 
 def slot_of(place: Place | None, slots: Sequence[Any]) -> int:
-    """Return the place in `slots` of the one that a rank has: its own, or the one that all ranks share."""
+    """Return the index of a rank's slot: its own, or the one that all ranks share."""
     return 0 if place is None or len(slots) == 1 else place.rank
 
 
 def _traceback() -> str:
     try:
         return traceback.format_exc(limit=-12)
-    except BaseException as error:  # an exception whose own methods fail
-        return f"its traceback cannot be written: {type(error).__name__}"
+    except BaseException as error:  # the exception's own methods fail
+        return f"the traceback cannot be written: {type(error).__name__}"
 
 
 def _memory_at_failure(backend: str) -> dict[str, float]:
-    """Return the allocator's memory when the trial failed, a lower bound that is kept with an `oom`."""
+    """Return the allocator's memory at the failure, a lower bound for an `oom`."""
     if backend != "cuda":
         return {}
     try:
@@ -213,13 +215,13 @@ def _memory_at_failure(backend: str) -> dict[str, float]:
             "peak_allocated_mib": torch.cuda.max_memory_allocated() / 2**20,
             "peak_reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
         }
-    except Exception:  # a broken context cannot answer, and the failure itself must still be reported
+    except Exception:  # a broken context cannot answer, but the failure must still be reported
         traceback.print_exc()
         return {}
 
 
 def _free_device_mib(trial: dict[str, Any], place: Place | None) -> float | None:
-    """Return the device memory in MiB that the trial could still take; None without a device, or if unknown."""
+    """Return the device memory in MiB that the trial can still take; None without a device, or if unknown."""
     if trial["device"]["backend"] != "cuda":
         return None
     try:
@@ -229,16 +231,16 @@ def _free_device_mib(trial: dict[str, Any], place: Place | None) -> float | None
             return None
         free, total = torch.cuda.mem_get_info()
         fraction = trial["slots"][slot_of(place, trial["slots"])].get("memory_fraction")
-        if fraction is not None:  # the card plays a smaller one
+        if fraction is not None:  # the trial may take only a share of the card
             free = min(free, fraction * total - torch.cuda.memory_reserved())
         return free / 2**20
-    except RuntimeError:  # the context is broken, as the failure itself shows
+    except RuntimeError:  # the context is broken
         return None
 
 
 @dataclass
 class _Rank:
-    """One rank's process. `result` and `failure` are what it reported; `code` is its exit, negative for a signal."""
+    """One rank's process, with its reported `result` or `failure`. `code` is its exit code, negative for a signal."""
 
     number: int
     pid: int
@@ -263,7 +265,7 @@ class _Rank:
 
 
 def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
-    """Run a trial's ranks to their end, and report for all of them.
+    """Run a trial's ranks until they end, and report for all of them.
 
     Args:
         count: Ranks of the trial.
@@ -271,7 +273,7 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
         run_rank: Runs one rank in its own process, reporting over the socket.
     """
     link.wait_for_go()
-    store = os.memfd_create("ranks", 0)  # a file in memory, through which they meet: no port, and nothing on the disk
+    store = os.memfd_create("ranks", 0)  # the ranks meet through a file in memory: no port, and nothing on the disk
     ranks: list[_Rank] = []
     try:
         try:
@@ -280,17 +282,17 @@ def run_ranks(count: int, link: TrialLink, run_rank: RunRank) -> None:
             os.close(store)
         link.report("ranks", pids=[rank.pid for rank in ranks])
         _RankMonitor(ranks, link).listen()
-        link.labels_taken()  # until then they hold their memory, so that a last sample sees it
+        link.labels_taken()  # until then the ranks keep their memory, for a last sample
         _dismiss(ranks)
     finally:
         _end(ranks)
 
 
 def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank: RunRank) -> None:
-    """Start the ranks one by one; those that run already are in `ranks` where a further one cannot be started."""
+    """Start the ranks one by one and add each to `ranks`. If one cannot start, `ranks` has the running ones."""
     parent = os.getpid()
     for number in range(count):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)  # a long error is no packet
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)  # a long error does not fit into a packet
         pid = os.fork()
         if pid:
             theirs.close()
@@ -310,7 +312,7 @@ def _start(ranks: list[_Rank], count: int, store: int, link: TrialLink, run_rank
 
 
 def _surroundings(place: Place) -> dict[str, str]:
-    """Return the variables by which torchrun's processes know their place."""
+    """Return the environment variables in which torchrun's processes find their place."""
     rank, ranks = str(place.rank), str(place.ranks)
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
 
@@ -335,15 +337,15 @@ class _RankMonitor:
             readable = select.select([*waiting, *words], [], [], timeout_s)[0]
             if self.link in readable and self.link.received("steady") and "steady" not in self.words:
                 self.words.add("steady")
-                _tell(self.ranks[:1], "steady")  # the first one decides when the window ends
+                _tell(self.ranks[:1], "steady")  # the first rank decides when the window ends
             for rank in self.ranks:
                 if rank.channel in readable:
                     self._hear(rank)
 
     def _over(self) -> bool:
-        """Return whether everything that will be reported has been."""
+        """Return whether every report has arrived."""
         for rank in self.ranks:
-            if rank.silent:  # it said goodbye, and takes its time to end
+            if rank.silent:  # it has closed its socket and is about to end
                 _reap(rank, 0)
         failed = [rank for rank in self.ranks if rank.failed]
         if failed:
@@ -374,7 +376,7 @@ class _RankMonitor:
             self._take(rank, line)
 
     def _take(self, rank: _Rank, line: bytes) -> None:
-        """Forward what a rank reports; the worker judges it as it judges what any trial sends."""
+        """Forward a rank's report; the worker checks it like any trial's report."""
         try:
             message = json.loads(line)
             event = message.pop("event")
@@ -389,7 +391,7 @@ class _RankMonitor:
             if rank.number == 0:
                 self.link.report(event, **message)
         elif event == "warmup":
-            if not self.warm:  # no step ends before every rank has begun
+            if not self.warm:  # the first rank's counts: no step ends before every rank has begun
                 self.link.report(event, **message)
             self.warm = True
         else:
@@ -408,7 +410,7 @@ class _RankMonitor:
 
 
 def _root_of(failed: Iterable[_Rank]) -> _Rank | None:
-    """Return the rank that failed by itself, not because it lost another one; None if none did."""
+    """Return the rank that failed by itself and not because it lost another one; None if none did."""
     causes = [rank for rank in failed if rank.failure is None or not _lost_another(rank.failure)]
     return min(causes, key=lambda rank: (rank.failure is not None, rank.number)) if causes else None
 
@@ -425,7 +427,7 @@ def _tell(ranks: Iterable[_Rank], word: str) -> None:
 
 
 def _dismiss(ranks: list[_Rank]) -> None:
-    """Dismiss the ranks, and wait a little for them."""
+    """Send `bye` to the ranks, and wait a little until they end."""
     _tell(ranks, "bye")
     if not any(rank.failed for rank in ranks):
         give_up = time.monotonic() + _GOODBYE_S
@@ -434,7 +436,7 @@ def _dismiss(ranks: list[_Rank]) -> None:
 
 
 def _end(ranks: Iterable[_Rank]) -> None:
-    """Kill the ranks that still live, and reap them."""
+    """Kill the ranks that still run, and reap them."""
     left = [rank for rank in ranks if not rank.ended]
     for rank in left:
         kill(rank.pid)
@@ -443,7 +445,7 @@ def _end(ranks: Iterable[_Rank]) -> None:
 
 
 def _reap(rank: _Rank, within_s: float) -> None:
-    """Record how a rank ended, if it does within the time."""
+    """Record how a rank ended, if it ends in time."""
     give_up = time.monotonic() + within_s
     while not rank.ended:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
@@ -455,7 +457,7 @@ def _reap(rank: _Rank, within_s: float) -> None:
             time.sleep(_PAUSE_S)
 
 
-# The device's fault and not the trial's: another attempt, perhaps on another device, may succeed.
+# Messages of a broken device: another attempt, perhaps on another device, may succeed.
 _DEVICE_FAULT_MARKS = (
     "No CUDA GPUs are available",
     "uncorrectable ECC",
@@ -470,7 +472,7 @@ _DEVICE_FAULT_MARKS = (
 def classify(
     error: BaseException, host_is_device: bool, free_device_mib: float | None = None
 ) -> tuple[str, str | None]:
-    """Return (status, oom_kind) of an exception: `oom` if memory ran out, `invalid` for an unbuildable config."""
+    """Return (status, oom_kind) of an exception: `oom` if memory ran out, `invalid` if the config cannot be built."""
     text = message_of(error)
     if isinstance(error, MemoryError) or any(mark in text for mark in _HOST_OOM_MARKS):
         return "oom", "device" if host_is_device else "host"
@@ -490,12 +492,12 @@ def message_of(error: BaseException) -> str:
     """Return the exception's message; empty if its own methods fail."""
     try:
         return str(error)
-    except BaseException:  # a class of the model's own, with a __str__ of its own
+    except BaseException:  # the model may define exceptions with a broken __str__
         return ""
 
 
 def is_device_fault(backend: str, error_type: str, error: str) -> bool:
-    """Return whether a traceback ends in an exception with which torch reports a broken GPU, if the trial had one."""
+    """Return whether a traceback ends in an exception by which torch reports a broken GPU; False without a GPU."""
     if backend != "cuda" or error_type not in _DEVICE_FAULT_TYPES:
         return False
     message = error.rpartition(f"{error_type}: ")[2]

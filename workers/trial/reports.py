@@ -1,7 +1,7 @@
 """Parses and checks everything that arrives on a trial's socket, and records it in the trial's `Observed`.
 
-Start reading at `ReportReader`. A trial runs third-party code, so nothing that it sends is trusted: the first breach
-of the rules is recorded as `Observed.broken`, and nothing more of that trial is read.
+Start reading at `ReportReader`. A trial runs third-party code, so its reports are not trusted. The first breach of the
+rules is recorded as `Observed.broken`, and nothing more of that trial is read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LARGEST_NUMBER = 1e18
 _MOST_SIGNALS = 64
 _LATEST_VIRTUAL_NS = 2**62
 
-_FAILURES = ("oom", "crashed", "invalid")  # the statuses that a trial may claim; `timeout` is the worker's to say
+_FAILURES = ("oom", "crashed", "invalid")  # statuses that a trial may claim; only the worker sets `timeout`
 _WINDOW_ENDS = ("steady", "max_seconds", "fixed")
 _STEP_METRICS = frozenset({"step_time_ms", "allocated_mib", "reserved_mib"})
-# Columns of `kernels` that a trial sets itself, with their types; the others are its run's.
+# Columns of `kernels` that a trial sets, with their types; the writer copies the others from its run.
 KERNEL_COLUMNS = {
     name: str(KERNEL_SCHEMA.field(name).type)
     for name in (
@@ -56,14 +56,14 @@ KERNEL_COLUMNS = {
         "timing",
     )
 }
-# Columns of `runs` that a trial sets itself.
+# Columns of `runs` that a trial sets.
 _LABELS = frozenset({"peak_memory_mib", "peak_reserved_mib", "peak_allocated_mib", "step_time_ms", "steps", "energy_j"})
-_RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # labels of `ranks`, likewise
+_RANK_LABELS = _LABELS | {"exposed_ms", "communication_ms", "sent_mib"}  # columns of `ranks` that a trial sets
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnded:
-    """A rank's process ended before it had a result; the trial ends with it. `code` is negative for a signal."""
+    """A rank's process that ended before it had a result, and so ended the trial. `code` is negative for a signal."""
 
     rank: int
     code: int
@@ -71,7 +71,7 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A trial's description of its own failure; `rank`: which one of several."""
+    """A trial's description of its failure; `rank` is the failed one of several."""
 
     status: str
     oom_kind: str | None
@@ -84,17 +84,17 @@ class Failure:
 
 @dataclass
 class Observed:
-    """Reports and samples of one trial. Times are of `time.monotonic_ns`, or virtual ones that begin at 0.
+    """Reports and samples of one trial. Times come from `time.monotonic_ns`, or from a virtual clock that starts at 0.
 
     backend     cuda, cpu or simulated
-    t0_ns       when the trial began
-    period_s    period of the sampling
-    samples     the sensors' readings
-    values      what the trial itself reported: column -> figure
-    shared      other trials of its group were on the device: what that shows is not this trial's alone
-    oom_kills   by the kernel since boot, before the trial was started
-    status, oom_kind, clock_drift_s: known once it has ended; the last is by how much the wall clock ran ahead of the
-                monotonic one
+    t0_ns       start of the trial
+    period_s    sampling period
+    samples     readings of the sensors
+    values      column -> figure that the trial reported
+    shared      whether other trials of its group were on the device, so that the device's figures include theirs
+    oom_kills   the kernel's out-of-memory kills between boot and the trial's start
+    status, oom_kind, clock_drift_s: known once the trial has ended; the last is how far the wall clock ran ahead of
+                the monotonic one
     """
 
     backend: str = "cuda"
@@ -107,20 +107,20 @@ class Observed:
     samples: list[tuple[str, Sample]] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    half_widths: dict[str, float] = field(default_factory=dict)  # label -> of its 95 % confidence interval
+    half_widths: dict[str, float] = field(default_factory=dict)  # label -> half-width of its 95 % confidence interval
     kernels: list[dict[str, Any]] = field(default_factory=list)  # rows of `kernels`
-    profiled: bool = False  # the end of the kernels' reports came, with the problem in `profile_problem`
+    profiled: bool = False  # all reports of kernels have arrived; `profile_problem` says why there are none
     profile_problem: str | None = None
     rank_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # labels that each rank reported
-    rank_pids: tuple[int, ...] = ()  # the processes of its ranks, in their order
+    rank_pids: tuple[int, ...] = ()  # processes of the ranks, in order
     rank_ended: RankEnded | None = None
     failure: Failure | None = None
-    broken: str | None = None  # its first breach of the rules, quoted, bounded and printable
+    broken: str | None = None  # first breach of the rules, quoted, shortened and printable
     finished: bool = False
     prepared: bool = False
     shared: bool = False
     oom_kills: int = 0
-    warm: bool = False  # it waits until its window may open
+    warm: bool = False  # the trial waits until its window may open
     warmup_ns: int | None = None
     window_ns: int | None = None
     window_end_ns: int | None = None
@@ -138,13 +138,12 @@ class _Broken(ValueError):
 
 
 class ReportReader:
-    """Records what a trial sends in `observed`; holds `LINE_BYTES` at most. Used from one thread.
+    """Records a trial's reports in `observed`; buffers at most `LINE_BYTES`. Use from one thread.
 
-    Times must lie between `since_ns` and now (monotonic); those of a virtual clock (`virtual=True`) begin at 0. After a
-    result, a failure or a breach of the rules everything is ignored; with `kernels`, the step's kernels follow the
-    result, at most `KERNELS_KEPT`. Beyond `READINGS_KEPT`, readings are only counted. Of `ranks` processes,
-    the reports of a step and of a failure say which one they are of. A trial that runs `together` with others says when
-    it is warm.
+    Times must lie between `since_ns` and now (monotonic); a virtual clock (`virtual=True`) starts at 0. After a result,
+    a failure or a breach of the rules, everything is ignored. With `kernels`, at most `KERNELS_KEPT` kernels of the
+    step follow the result. Beyond `READINGS_KEPT`, readings are only counted. With several `ranks`, reports of a step
+    or a failure name their rank. A trial that runs `together` with others reports when it is warm.
     """
 
     def __init__(
@@ -167,26 +166,26 @@ class ReportReader:
         self.readings = 0
         self._clock_ns = clock_ns
         self._buffer = bytearray()
-        self._said: dict[str, int] = {}  # events that come once -> their time, or 0
+        self._reported: dict[str, int] = {}  # event that may come only once -> its time, or 0
         self._over = False
 
     @property
     def readings_left_out(self) -> int:
-        """Return the number of readings that were counted and dropped."""
+        """Return the number of readings that were only counted."""
         return max(0, self.readings - READINGS_KEPT)
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Yield the names of the events that `data` completes, each once it is recorded; last `BROKEN` after a breach.
+        """Record the events that `data` completes and yield the name of each; yield `BROKEN` after a breach.
 
-        A rest without a line's end waits for more data.
+        An unfinished line waits for more data.
         """
         if self._over:
             return
         self._buffer += data
         lines = []
         if b"\n" in data:
-            *whole, rest = self._buffer.split(b"\n")
-            lines, self._buffer = [bytes(line) for line in whole], rest
+            *full_lines, remainder = self._buffer.split(b"\n")
+            lines, self._buffer = [bytes(line) for line in full_lines], remainder
         try:
             for line in lines:
                 event, is_kept = self._read(line)
@@ -203,7 +202,7 @@ class ReportReader:
             yield BROKEN
 
     def _read(self, line: bytes) -> tuple[str, bool]:
-        """Record one event; return its name, and False for a reading that is only counted."""
+        """Record one event; return its name, and whether it was kept rather than only counted."""
         if len(line) > LINE_BYTES:
             raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(line)}")
         try:
@@ -232,7 +231,7 @@ class ReportReader:
         self.observed.values["cudnn_version"] = version
 
     def _warmup(self, t_ns: Any) -> None:
-        if self.ranks > 1 and not self.virtual and "ranks" not in self._said:
+        if self.ranks > 1 and not self.virtual and "ranks" not in self._reported:
             raise _Broken("the ranks' processes come first")
         self.observed.warmup_ns = self._once("warmup", self._time("t_ns", t_ns))
 
@@ -243,8 +242,8 @@ class ReportReader:
         self.observed.warm = True
 
     def _window(self, t_ns: Any) -> None:
-        before = "warm" if self.together and not self.virtual else "warmup"
-        self.observed.window_ns = self._once("window", self._time("t_ns", t_ns, after=before))
+        previous = "warm" if self.together and not self.virtual else "warmup"
+        self.observed.window_ns = self._once("window", self._time("t_ns", t_ns, after=previous))
 
     def _step(self, t_ns: Any, values: Any, rank: Any = None) -> bool:
         return self._keep("torch", t_ns, _numbers(values, _STEP_METRICS), rank)
@@ -255,7 +254,7 @@ class ReportReader:
         return self._keep(sensor, t_ns, _numbers(values, METRICS.keys()), rank)
 
     def _keep(self, sensor: str, t_ns: Any, values: dict[str, float], rank: Any) -> bool:
-        """Keep a reading, of a rank if the trial has several. Return False for one that is only counted."""
+        """Keep a reading, with its rank if the trial has several. Return False if it is only counted."""
         sample = Sample(self._time("t_ns", t_ns, after="warmup"), values, rank=self._rank_or_none(rank))
         self.readings += 1
         if self.readings > READINGS_KEPT:
@@ -320,7 +319,7 @@ class ReportReader:
             status=status,
             oom_kind=oom_kind,
             error_type=_name("error_type", error_type),
-            error=safe_text(error, ERROR_CHARACTERS + 1000),  # it was cut by the sender, with a note
+            error=safe_text(error, ERROR_CHARACTERS + 1000),  # room for the note with which the sender shortened it
             device_fault=device_fault,
             values=_labels(values),
             rank=self._rank_or_none(rank),
@@ -347,16 +346,16 @@ class ReportReader:
         self.observed.profiled = True
 
     def _once(self, event: str, t_ns: int = 0) -> int:
-        if event in self._said:
+        if event in self._reported:
             raise _Broken(f"a second {event!r}")
-        self._said[event] = t_ns
+        self._reported[event] = t_ns
         return t_ns
 
     def _time(self, key: str, t_ns: Any, after: str | None = None) -> int:
-        """Return a possible time: not before the trial or the event `after`, not in the future."""
-        if after is not None and after not in self._said:
+        """Return the time if it is possible: not before the trial or the event `after`, not in the future."""
+        if after is not None and after not in self._reported:
             raise _Broken(f"nothing like this comes before {after!r}")
-        earliest_ns = self._said.get(after, 0) if after is not None else 0 if self.virtual else self.since_ns
+        earliest_ns = self._reported.get(after, 0) if after is not None else 0 if self.virtual else self.since_ns
         latest_ns = _LATEST_VIRTUAL_NS if self.virtual else self._clock_ns()
         time_ns = _integer(key, t_ns)
         if not earliest_ns <= time_ns <= latest_ns:
@@ -364,7 +363,7 @@ class ReportReader:
         return time_ns
 
 
-# event -> (its parser, the keys that it must have)
+# event -> (parser, required keys)
 _EVENTS: dict[str, tuple[Callable[..., bool | None], frozenset[str]]] = {
     "built": (ReportReader._built, frozenset({"parameters"})),
     "environment": (ReportReader._environment, frozenset({"cudnn_version"})),
@@ -391,7 +390,7 @@ _MAY_NAME_A_RANK = frozenset({"step", "sample", "failed"})
 
 
 def _kernel(row: Any) -> dict[str, Any]:
-    """Return one row of `kernels` as a trial reports it; columns that it does not name are NULL."""
+    """Return a checked row of `kernels` from a trial's report; missing columns are NULL."""
     checked: dict[str, Any] = {}
     for name, value in _mapping("rows", row).items():
         if name not in KERNEL_COLUMNS:
@@ -425,7 +424,7 @@ def _integer(key: str, value: Any) -> int:
 
 def _number(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST_NUMBER:
-        raise _Broken(f"{key} must be a finite number >= 0")  # nan compares with nothing
+        raise _Broken(f"{key} must be a finite number >= 0")  # nan fails every comparison
     return float(value)
 
 
@@ -438,7 +437,7 @@ def _numbers(values: Any, known: Any) -> dict[str, float]:
 
 def _rank_labels(values: Any) -> dict[str, float]:
     values = dict(_mapping("values", values))
-    values.pop("half_widths", None)  # the first rank's stand in the trial's result
+    values.pop("half_widths", None)  # the trial's result has those of the first rank
     return _labels(values, _RANK_LABELS)
 
 

@@ -1,11 +1,11 @@
-"""The worker's side of trials: their server, a trial under way with the sensors on it, and how it ended.
+"""The worker's side of trials: their server, a running trial with its sensors, and its outcome.
 
 Start reading at `TrialServer.start_trial`. A server that dies or stops answering raises `ServerLost`; the caller starts
-another. `TrialRun` listens to one trial and has the sensors on its process and on each of its ranks, `Observed` (of
-`reports`) is the record of both, and `outcome_of` derives the status.
+another. `TrialRun` listens to one trial and runs the sensors of its process and of each rank. `Observed` (in `reports`)
+records both, and `outcome_of` derives the status.
 
 `MpsDaemon` is CUDA's multi-process service (MPS), started for one worker's GPU and ended with its trial server. Under
-MPS kernels of several processes run side by side; without it they take turns. The service comes with the driver:
+MPS, kernels of several processes run side by side; without it they take turns. The service is part of the driver:
 NVIDIA's program `nvidia-cuda-mps-control`.
 """
 
@@ -43,40 +43,41 @@ from workers.trial.trial_server import modules_of_trace
 
 __all__ = ["RunningTrial", "ServerLost", "TrialServer"]
 
-# Key of a trial server's environment: the Python that executes it; without it, this process's own.
+# Key in a trial server's environment: the Python that executes it; default: this process's Python.
 PYTHON_VARIABLE = "GPUFARM_TRIAL_PYTHON"
 _ANSWER_TIMEOUT_S = 30.0  # for a killed trial to end
-_GOODBYE_S = 30.0  # for a trial to end after its last report: giving back its memory may take long
+_GOODBYE_S = 30.0  # for a trial to end after its last report: freeing its memory may take long
 _RECEIVE_BYTES = 1 << 18
-_READS_AFTER_EXIT = 64  # more than a socket holds: beyond it, a process that could not be killed is still writing
+_READS_AFTER_EXIT = 64  # more than a socket buffers; beyond it, a surviving process of the trial is still writing
 _PROGRAM = "nvidia-cuda-mps-control"
 _PATIENCE_S = 20.0
-# Of the temporary folder, which `farm.queue.leftovers` deletes where its process is dead. Short: it holds sockets.
+# Prefix of temporary folders, which `farm.queue.leftovers` deletes once their process is dead. Short, because the
+# folders hold sockets.
 FOLDER_PREFIX = "gpufarm-trial-mps-"
 
 
 @dataclass
 class RunningTrial:
-    """A trial in flight: its process, and the socket on which it reports."""
+    """A running trial: its process, and the socket on which it reports."""
 
     server: TrialServer
     child: Child
     channel: socket.socket
     memory_limit_mib: float
     reader: ReportReader = field(default_factory=ReportReader)
-    leave_by_ns: int | None = None  # monotonic; set it, and a trial that is still there then is killed
+    leave_by_ns: int | None = None  # monotonic time at which a trial that still runs is killed
 
     @property
     def pid(self) -> int:
         return self.child.pid
 
     def close(self) -> None:
-        """Close the sockets to it."""
+        """Close the sockets to the trial."""
         self.channel.close()
         self.child.line.close()
 
     def outgrew_memory(self) -> bool:
-        """Return whether the trial was ended at its memory limit, by what has come from its keeper; never waits."""
+        """Return whether the keeper has reported that it ended the trial at its memory limit; never waits."""
         while self.child.ended is None and select.select([self.child], [], [], 0)[0]:
             self.child.has_ended()
         return self.child.ended is not None and self.child.ended.limit == MEMORY
@@ -84,8 +85,8 @@ class RunningTrial:
     def events(self, deadline_ns: int, tick_s: float) -> Iterator[str | Ended | None]:
         """Yield the names of the trial's recorded events, None at least every `tick_s`, and last how it ended.
 
-        At `deadline_ns` or `leave_by_ns` (monotonic), or when a report was broken, it is killed with all that it
-        started. So is any that has not ended half a minute after `bye`.
+        The trial and its processes are killed at `deadline_ns` or `leave_by_ns` (monotonic), after a broken report, or
+        half a minute after `bye`.
         """
         channel_open, over, killed, reads_after_exit = True, False, False, 0
         next_tick_ns = time.monotonic_ns()
@@ -101,7 +102,7 @@ class RunningTrial:
                 deadline_ns = now_ns + int(_ANSWER_TIMEOUT_S * 1e9)
             elif killed and overdue and not over:
                 raise ServerLost("a killed trial did not end")
-            if now_ns >= next_tick_ns:  # also while the trial talks without a pause
+            if now_ns >= next_tick_ns:  # also while the trial reports without a pause
                 next_tick_ns = now_ns + int(tick_s * 1e9)
                 yield None
             waiting: list[Any] = [*([self.channel] if channel_open else []), *([] if over else [self.child])]
@@ -111,7 +112,7 @@ class RunningTrial:
                 data = receive(self.channel, _RECEIVE_BYTES)
                 reads_after_exit += over
                 channel_open = bool(data) and reads_after_exit < _READS_AFTER_EXIT
-                yield from self.reader.feed(data)  # the trial's reports come before its exit
+                yield from self.reader.feed(data)  # read all reports before the exit
             elif self.child in readable:
                 over = self._has_ended()
             elif over:
@@ -120,14 +121,14 @@ class RunningTrial:
                 return
 
     def tell(self, word: str) -> None:
-        """Send `go`, `steady`, `open` or `bye` to a trial (see `body`); no effect on one that has ended."""
+        """Send `go`, `steady`, `open` or `bye` to the trial (see `body`); no effect once it has ended."""
         if word == "bye":
             self.leave_by_ns = time.monotonic_ns() + int(_GOODBYE_S * 1e9)
         with contextlib.suppress(OSError):
             self.channel.sendall(word.encode() + b"\n")
 
     def discard(self) -> None:
-        """Kill a prepared trial that is not needed, and wait until it is gone. Raises `ServerLost`."""
+        """Kill a prepared trial that is not needed, and wait until it has ended. Raises `ServerLost`."""
         self.child.end()
         try:
             self.child.wait(_ANSWER_TIMEOUT_S)
@@ -147,9 +148,9 @@ class TrialServer(ChildServer):
     name = "the trial server"
 
     def __init__(self, environment: dict[str, str]) -> None:
-        """Execute the server with `environment` added to ours. Returns at once; `hello` waits for the server."""
+        """Execute the server with `environment` added to this process's. Returns at once; `hello` waits for it."""
         python = environment.get(PYTHON_VARIABLE, sys.executable)
-        # NumPy's OpenBLAS would start threads at import, and a process that forks must have one only.
+        # NumPy's OpenBLAS would start threads at import, but a process that forks must have a single thread.
         variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **environment}
         super().__init__([python, "-m", "workers.trial.trial_server"], variables, keeps_output=True)
 
@@ -158,8 +159,8 @@ class TrialServer(ChildServer):
     ) -> RunningTrial:
         """Fork a child for `trial` (a JSON-able mapping, see `body.run_trial`); `reader` reads its reports.
 
-        With `trial["ahead"]` it gets ready and waits; `tell("go")` lets it run. Beyond `memory_limit_mib`
-        of host memory it is ended.
+        With `trial["ahead"]` the child prepares and waits for `tell("go")`. It is ended when it takes more than
+        `memory_limit_mib` of host memory.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -178,17 +179,18 @@ class TrialServer(ChildServer):
 
 
 class MpsUnavailable(RuntimeError):
-    """The service cannot be started here; the message has the reason."""
+    """The service cannot be started here; the message gives the reason."""
 
 
 class MpsDaemon:
-    """The control daemon of one GPU, with folders of its own; its server starts with the first trial.
+    """The control daemon of one GPU, in its own folders; its server starts with the first trial.
 
-    It carries this process's environment, by whose marker the next dispatcher ends it where this one was killed.
+    It inherits this process's environment. If this dispatcher is killed, the next one finds the daemon by a marker in
+    that environment and ends it.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start it with `environment` added to ours, which names the GPU. Raises `MpsUnavailable`."""
+        """Start it with `environment`, which names the GPU, added to this process's. Raises `MpsUnavailable`."""
         self._folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
         home = Path(self._folder.name)
         (home / OWNER_FILE).write_text(identity(os.getpid()))
@@ -203,13 +205,13 @@ class MpsDaemon:
             raise
 
     def close(self) -> None:
-        """End the service and what runs under it."""
+        """End the service and the processes under it."""
         with contextlib.suppress(MpsUnavailable):
             self._run([], "quit -t 1\n")
         self._folder.cleanup()
 
     def _run(self, arguments: list[str], words: str) -> None:
-        output = Path(self._folder.name) / "control.log"  # no pipe, which a daemon would hold open
+        output = Path(self._folder.name) / "control.log"  # a daemon would hold a pipe open
         try:
             with open(output, "wb") as log:
                 completed = subprocess.run(
@@ -231,7 +233,7 @@ class MpsDaemon:
             raise MpsUnavailable(f"{_PROGRAM} ended with code {completed.returncode}: {text[:500]}")
 
 
-_OF_TREE = "process"  # the source that reads a trial of several ranks as a whole
+_TREE_SOURCE = "process"  # source that reads the whole process tree of a trial with several ranks
 
 
 def startup_s(observed: Observed, t0_ns: int | None) -> float | None:
@@ -242,7 +244,7 @@ def startup_s(observed: Observed, t0_ns: int | None) -> float | None:
 
 
 def kernels_missing(observed: Observed) -> str | None:
-    """Return why a finished trial that was to report its kernels has none; None if it has."""
+    """Return why a finished trial did not report its kernels; None if it did."""
     if observed.profiled:
         return observed.profile_problem
     if observed.broken is not None:
@@ -255,7 +257,7 @@ def kernels_missing(observed: Observed) -> str | None:
 
 
 def failed_rank(observed: Observed) -> int | None:
-    """Return the rank that ended the trial; None if none did, and of a trial that runs alone."""
+    """Return the rank that ended the trial; None if none did, or if the trial has a single process."""
     if observed.rank_ended is not None:
         return observed.rank_ended.rank
     return None if observed.failure is None else observed.failure.rank
@@ -267,17 +269,17 @@ def exit_code(observed: Observed) -> int | None:
 
 
 def kernel_oom_kills() -> int:
-    """Return how many processes the kernel's out-of-memory killer has killed since boot (0 if not reported)."""
+    """Return the number of processes that the kernel's out-of-memory killer has killed since boot; 0 if unknown."""
     return int(line_of("/proc/vmstat", "oom_kill ") or "0")
 
 
 def outcome_of(
     observed: Observed, settings: TrialSettings, lost: str | None, backend: str, ranks: int = 1
 ) -> tuple[dict[str, Any], bool]:
-    """Return (status, oom_kind, error_type, error) of a run, and whether another attempt may end differently.
+    """Return status, oom_kind, error_type and error of a run, and whether another attempt may end differently.
 
-    `backend` is the device's; a trial's claims about a device that it did not have are ignored. Of `ranks` processes
-    the error names the one that ended the trial.
+    A trial's claims about a device other than `backend` are ignored. With several `ranks` the error names the one that
+    ended the trial.
     """
     rank = failed_rank(observed)
     who, prefix = ("the trial", "") if rank is None else (f"rank {rank} of {ranks}", f"rank {rank} of {ranks}: ")
@@ -321,7 +323,7 @@ def outcome_of(
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, as `SIGSEGV`; `SIG40` for one without a name, as real-time signals."""
+    """Return a signal's name, such as `SIGSEGV`, or `SIG40` for a real-time signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -329,21 +331,21 @@ def signal_name(number: int) -> str:
 
 
 class TrialRun:
-    """Listens to one trial while sensors sample its processes, and keeps what comes of both.
+    """Listens to one trial while sensors sample its processes, and records both.
 
-    Of several ranks each has sensors of its own, whose samples carry its number, and the whole process tree one more.
-    The first rank's figures decide on the window, as it does itself.
+    Each of several ranks has its own sensors, whose samples carry its number; another one reads the whole process tree.
+    The figures of the first rank decide when the window ends.
 
     Args:
-        trial: Its process.
-        settings: Its settings.
+        trial: The trial's process.
+        settings: The trial's settings.
         slots: The worker's slots: one, or one for each rank.
-        ranks: Processes that train.
-        observed: Takes what it reports, and what the sensors read or why they read nothing.
-        deadline_ns: When it is killed, by the monotonic clock.
-        tick_s: How long `step` waits at most.
-        sampled: Whether the device is sampled at all.
-        partners: Processes of trials that run beside it, which do not count as strangers on the device.
+        ranks: Number of processes that train.
+        observed: Receives the trial's reports, the sensors' readings, and the reasons for missing ones.
+        deadline_ns: Monotonic time at which the trial is killed.
+        tick_s: Longest time that `step` waits.
+        sampled: Whether the device is sampled.
+        partners: Processes of trials that run beside it, which do not count as others on the device.
     """
 
     def __init__(
@@ -363,24 +365,24 @@ class TrialRun:
         self._settings, self._slots, self._sampled, self._partners = settings, slots, sampled, tuple(partners)
         trial.reader.observed = observed
         observed.missing = {}
-        of_tree = tuple(source for source in settings.telemetry.sources if source == _OF_TREE)
-        sources = of_tree if ranks > 1 else settings.telemetry.sources
-        self._whole = self._started(sources, slots[0].device_uuid, trial.pid)
+        tree_sources = tuple(source for source in settings.telemetry.sources if source == _TREE_SOURCE)
+        sources = tree_sources if ranks > 1 else settings.telemetry.sources
+        self._whole = self._start_sampler(sources, slots[0].device_uuid, trial.pid)
         self._of_ranks: list[TelemetrySampler] = []
-        self._follower = self._made_follower()
+        self._follower = self._make_follower()
         self._events = trial.events(deadline_ns, tick_s)
         self._steady_sent = self._dismissed = False
         self.living = True
 
     @property
     def reported(self) -> bool:
-        """Return whether it has said how it went, or cannot any more."""
+        """Return whether the trial has reported its outcome, or can no longer report."""
         observed = self.observed
         endings = (observed.failure, observed.broken, observed.rank_ended)
         return not self.living or observed.finished or any(ending is not None for ending in endings)
 
     def step(self) -> str | Ended | None:
-        """Take the trial's next event and return its name; None: there was none. Raises `ServerLost`."""
+        """Take the trial's next event and return its name; None without an event. Raises `ServerLost`."""
         event, observed = next(self._events), self.observed
         if isinstance(event, Ended):
             observed.exit, self.living = event, False
@@ -397,15 +399,15 @@ class TrialRun:
         elif event == "step" and not (step := observed.samples[-1][1]).rank:
             self._follower.mark_step(step.t_ns)
         elif event in ENDINGS and not observed.shared:
-            observed.half_widths |= self._followed().half_widths()
+            observed.half_widths |= self._updated_follower().half_widths()
         if event in (None, "window") and not self._steady_sent:
-            self._steady_sent = self._followed().steady(time.monotonic_ns())
+            self._steady_sent = self._updated_follower().steady(time.monotonic_ns())
             if self._steady_sent:
                 self.trial.tell("steady")
         return event
 
     def dismiss(self) -> None:
-        """Dismiss the trial; the last samples still see its memory."""
+        """Take last samples while the trial holds its memory, then send `bye`."""
         if self.living and not self._dismissed:
             self._dismissed = True
             for sampler in (self._whole, *self._of_ranks):
@@ -413,7 +415,7 @@ class TrialRun:
             self.trial.tell("bye")
 
     def close(self) -> None:
-        """End the sensors, and keep what they have read."""
+        """End the sensors and record their readings."""
         observed, reader = self.observed, self.trial.reader
         ranks: list[int | None] = [None, *range(len(self._of_ranks))]
         for sampler, rank in zip((self._whole, *self._of_ranks), ranks, strict=True):
@@ -433,22 +435,22 @@ class TrialRun:
             observed.missing[source] = f"kept {READINGS_KEPT:,} of {reader.readings:,} readings of the trial"
 
     def _watch_ranks(self) -> None:
-        """Watch the ranks' processes, as far as they are the trial's."""
+        """Start the sensors of the ranks' processes; a process that is not the trial's is not watched."""
         descendants = set(descendants_of(self.trial.pid)) if self._sampled else set()
         for rank, pid in enumerate(self.observed.rank_pids):
-            if pid not in descendants:  # it has ended, or is another's
+            if pid not in descendants:  # it has ended, or belongs to somebody else
                 self.observed.missing["ranks"] = f"process {pid} of rank {rank} is not the trial's"
                 pid = self.trial.pid
             uuid = self._slots[rank % len(self._slots)].device_uuid
-            self._of_ranks.append(self._started(self._settings.telemetry.sources, uuid, pid))
-        self._follower = self._made_follower()
+            self._of_ranks.append(self._start_sampler(self._settings.telemetry.sources, uuid, pid))
+        self._follower = self._make_follower()
 
-    def _made_follower(self) -> TargetFollower:
+    def _make_follower(self) -> TargetFollower:
         telemetry = self._settings.telemetry
         return TargetFollower(self._settings.window, self._decisive.sensor_names, telemetry.period_s)
 
-    def _followed(self) -> TargetFollower:
-        """Return what says whether the sampled figures are steady, with all samples so far."""
+    def _updated_follower(self) -> TargetFollower:
+        """Give the follower the samples so far, and return it."""
         self._follower.add(self._decisive.new_samples())
         return self._follower
 
@@ -456,7 +458,7 @@ class TrialRun:
     def _decisive(self) -> TelemetrySampler:
         return self._of_ranks[0] if self._of_ranks else self._whole
 
-    def _started(self, sources: Sequence[str], uuid: str | None, pid: int) -> TelemetrySampler:
+    def _start_sampler(self, sources: Sequence[str], uuid: str | None, pid: int) -> TelemetrySampler:
         telemetry = dataclasses.replace(self._settings.telemetry, sources=tuple(sources))
         sensors: tuple[Sensor, ...] = ()
         if self._sampled:

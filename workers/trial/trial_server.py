@@ -1,8 +1,8 @@
-"""The trial server: a server of children (`conf.children.keeper`) that has torch imported and forks a child per trial.
+"""The trial server: a server of children (`conf.children.keeper`) that has imported torch and forks a child per trial.
 
-Executed by a worker, never forked from one: a worker under Ray has many threads. It imports what the first training
-step needs and then runs no operator and touches no CUDA, so that a child starts within milliseconds with a clean
-context and allocator. Start reading at `prepare`; `run` is what its children do.
+A worker executes it and never forks it, because a worker under Ray has many threads. The server imports what the first
+training step needs, but runs no operator and does not touch CUDA. A child therefore starts within milliseconds with a
+clean context and allocator. Start reading at `prepare`; children call `run`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def prepare() -> dict[str, Any]:
 
 
 def modules_of_trace(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the modules that the server imports once for a trace of the config, and not in each trial.
+    """Return the modules that the server imports once for traces of the config, instead of in each trial.
 
     Libraries import torch's compiler, and checkpointing reads its settings.
     """
@@ -47,13 +47,13 @@ def run(trial: dict[str, Any], channel: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the dispatcher's to handle
     _be_the_first_to_go()
-    become_subreaper()  # a process whose parent within the trial has ended still counts in the trial's memory and time
+    become_subreaper()  # a process whose parent in the trial has ended still counts in the trial's memory and time
     with socket.socket(fileno=channel) as reports:
         run_trial(trial, reports)
 
 
 def _be_the_first_to_go() -> None:
-    """Make the kernel kill the trial first, not Ray or the server, when the machine runs out of memory."""
+    """Make the kernel kill the trial before Ray or the server when the machine runs out of memory."""
     try:
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write("1000")
@@ -68,7 +68,7 @@ def _import_the_trace() -> None:
     without_compiler()
     import torch.fx.experimental.symbolic_shapes  # sympy comes with it, and with a trace's first convolution or product
     import torch.utils._device  # noqa: F401
-    import yaml  # noqa: F401  devices are described in it
+    import yaml  # noqa: F401  the format of device descriptions
 
     import featurize.nets.modules
     import featurize.recording.recorder

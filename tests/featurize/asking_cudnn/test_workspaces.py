@@ -12,21 +12,17 @@ from featurize.memory.replay import replay
 from featurize.trace.tracer import trace_step
 from learn import estimate
 from tests.featurize.asking_cudnn.cudnn_library import needs_cudnn
+from tests.featurize.small_nets import Computes
 
 A100 = load_device("A100-SXM4-40GB")
 
 
-class Network(nn.Module):
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return self.layers(x).flatten(2).mean(2)
+def network(*layers):
+    return Computes(lambda net, x: net.layers(x).flatten(2).mean(2), layers=nn.Sequential(*layers))
 
 
 def calls_of(*layers, shape=(2, 64, 16, 16), **settings):
-    trace = trace_step(Network(*layers), torch.empty(shape, device="meta"), **settings)
+    trace = trace_step(network(*layers), torch.empty(shape, device="meta"), **settings)
     return list(dict.fromkeys(b.call for b in trace.blocks if b.call is not None and b.call.spare)), trace
 
 
@@ -121,8 +117,8 @@ def test_an_unknown_source_lists_the_known_ones():
 @needs_cudnn
 def test_an_estimate_by_cudnn_says_which_version_answered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    network = Network(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
-    plain = estimate(network, [64, 64, 56, 56], estimator="trace", data=str(tmp_path / "data"))
-    asked = estimate(network, [64, 64, 56, 56], estimator="trace", data=str(tmp_path / "data"), workspaces="cudnn")
+    job = network(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    plain = estimate(job, [64, 64, 56, 56], estimator="trace", data=str(tmp_path / "data"))
+    asked = estimate(job, [64, 64, 56, 56], estimator="trace", data=str(tmp_path / "data"), workspaces="cudnn")
     assert asked.breakdown["workspace"] != plain.breakdown["workspace"]
     assert any("distinct convolutions: cuDNN 9." in warning for warning in asked.warnings)

@@ -5,34 +5,15 @@ import argparse
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from block_net import Net
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, LAYERS, CLASSES = 512, 4, 64
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    _no_split_modules = ("Block",)
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def make_model():
+    return Net(WIDTH, LAYERS, CLASSES)
 
 
 def main():
@@ -43,7 +24,7 @@ def main():
     set_seed(0)
     data = TensorDataset(torch.randn(4096, WIDTH), torch.randint(0, CLASSES, (4096,)))
     loader = DataLoader(data, 16, shuffle=True)
-    model = Net()
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.print(f"{accelerator.num_processes} processes, {accelerator.distributed_type}")
