@@ -291,7 +291,7 @@ def machine_state() -> dict[str, Any]:
 
 def data_state(data: str | None) -> dict[str, Any]:
     """Return the data folder's path, whether it exists and is writable, its schema version and its contents."""
-    from warehouse.files.presence import compare
+    from warehouse.files.integrity import compare
 
     folder = DataFolder.resolve(data)
     state: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Writes `farm/replaying/carma_jobs.csv`: the job types of CARMA's traces, and each estimator's figures for them.
 
-Start reading at `main`; the figures that CARMA's authors published are in `farm/replaying/carma_published.csv`. What is
-estimated here is computed by this project without a GPU: nothing of it was measured. Needs torchvision, timm and
-transformers. Takes some minutes.
+Start reading at `main`; `farm/replaying/carma_published.csv` has the figures that CARMA's authors published. The
+estimates are computed by this project without a GPU, not measured. Needs torchvision, timm and transformers. Takes some
+minutes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from featurize.nets.vision import import_library
 from learn import Estimate, estimate
 
 DEVICE = "A100-SXM4-40GB"
-MACHINE = "current"  # the published memory of small jobs leaves no room for kernels that are all loaded at once
+MACHINE = "current"  # the published memory of small jobs is too small for eagerly loaded kernels
 IMAGENET, CIFAR, WIKITEXT, VOC = (1_281_167, 50_000), (50_000, 10_000), (36_718, 0), (1_464, 1_449)
 COCO = (117_266, 5_000)
 Sample = tuple[int, ...] | Callable[[int], dict[str, Any]]
-# A step without gradients takes about a third of one that trains.
+# A step without gradients takes about a third of a training step.
 EVALUATION = 1 / 3
 ESTIMATED = (
     "horus_mib",
@@ -89,7 +89,7 @@ def _gpt2_large() -> Any:
 
 
 def _unet() -> Any:
-    """Return the U-Net that segmentation_models_pytorch makes of a ResNet-34, 21 classes."""
+    """Return the U-Net of segmentation_models_pytorch with a ResNet-34 encoder and 21 classes."""
     from torch import nn
     from torch.nn import functional
 
@@ -123,8 +123,10 @@ def _unet() -> Any:
 
 
 def _unet_twice() -> Any:
-    """Return a module that holds what the U-Net's script holds at its peak: it evaluates with gradients, so that the
-    graph of the batch before lives while the next is computed."""
+    """Return a module with the peak memory of the U-Net's script.
+
+    The script evaluates with gradients: the previous batch's graph is alive while the next batch is computed.
+    """
     from torch import nn
 
     class TwoPasses(nn.Module):
@@ -140,13 +142,13 @@ def _unet_twice() -> Any:
 
 
 def _mask_rcnn() -> Any:
-    """Return torchvision's Mask R-CNN, as its reference script trains it on COCO."""
+    """Return torchvision's Mask R-CNN of the reference script for COCO."""
     detection = import_library("torchvision.models.detection")
     return detection.maskrcnn_resnet50_fpn(weights=None, weights_backbone=None, num_classes=91)
 
 
 def _coco_batch(batch_size: int) -> dict[str, Any]:
-    """Return a batch as COCO has them, seven objects an image: one picture upright, one wide, the others 480 by 640."""
+    """Return a batch like COCO's, seven objects per image: one image upright, one wide, the others 480 by 640."""
     import torch
 
     drawn = torch.Generator().manual_seed(0)
@@ -162,7 +164,7 @@ def _coco_batch(batch_size: int) -> dict[str, Any]:
 
 
 _TOKENS: dict[str, Any] = {"input_dtype": "int64"}
-# model -> factory, shape of one sample or what makes a batch, samples of an epoch (trained on, evaluated on), settings
+# model -> factory, shape of a sample or function that makes a batch, samples per epoch (trained, evaluated), settings
 MODELS: Mapping[str, tuple[Callable[[], Any], Sample, tuple[int, int], dict[str, Any]]] = {
     "maskrcnn": (_mask_rcnn, _coco_batch, COCO, {"optimizer": "momentum"}),
     "efficientnet_b0": (partial(_torchvision, "efficientnet_b0"), (3, 224, 224), IMAGENET, {}),
@@ -184,7 +186,7 @@ MODELS: Mapping[str, tuple[Callable[[], Any], Sample, tuple[int, int], dict[str,
 }
 
 
-AT_THE_PEAK = {"unet": _unet_twice}  # model -> factory of what takes its memory
+AT_THE_PEAK = {"unet": _unet_twice}  # model -> factory of a module with its peak memory
 
 
 def _ask(model: str, batch_size: int, memory: bool = True, **more: Any) -> Estimate | None:
@@ -199,18 +201,18 @@ def _ask(model: str, batch_size: int, memory: bool = True, **more: Any) -> Estim
 
 
 def _epoch_steps(model: str, batch_size: int, gpus: int) -> float:
-    """Return the steps of an epoch as training steps; batches of several GPUs are those of one GPU."""
+    """Return the steps of an epoch in training steps; each of several GPUs takes a whole batch."""
     trained, evaluated = MODELS[model][2]
     return (trained + EVALUATION * evaluated) / (batch_size * gpus)
 
 
 def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
-    """Return the columns `ESTIMATED` of a published row; None where this project has no figure."""
+    """Return the columns `ESTIMATED` for a published row; None if this project has no figure."""
     figures: dict[str, float | None] = dict.fromkeys(ESTIMATED)
     model, batch_size, gpus = row["model"], int(row["batch_size"]), int(row["gpus"])
     if model not in MODELS:
         return figures
-    if gpus == 1:  # the others run under nn.DataParallel, which no estimator here knows
+    if gpus == 1:  # other jobs run under nn.DataParallel, which the estimators do not support
         for name in ("horus", "faketensor"):
             answer = _ask(model, batch_size, estimator=name)
             figures[f"{name}_mib"] = None if answer is None else answer.peak_memory_mib
@@ -235,16 +237,16 @@ def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
 
 
 def main() -> int:
-    """Rewrite the catalogue; with names of models as arguments, their rows only."""
+    """Rewrite the catalogue; with names of models as arguments, only their rows."""
     with PUBLISHED_FILE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     only = sys.argv[1:]
     with JOBS_FILE.open(newline="") as file:
-        kept = {row["name"]: [*row.values()] for row in csv.DictReader(file)} if only else {}
+        stored = {row["name"]: [*row.values()] for row in csv.DictReader(file)} if only else {}
     lines = [["name", *ESTIMATED]]
     for row in rows:
         if only and row["model"] not in only:
-            lines.append(kept[row["name"]])
+            lines.append(stored[row["name"]])
             continue
         figures = estimated(row)
         texts = ["" if v is None else f"{v:.1f}" if k.endswith("mib") else f"{v:.3f}" for k, v in figures.items()]

@@ -1,17 +1,17 @@
-"""Generates what documents show of the commands; with `--check`, says whether it is still true.
+"""Generates documentation of the commands; with `--check`, checks that it is up to date.
 
 Start reading at `commands_markdown` (docs/commands.md, from the commands' settings classes), and at `regenerated`:
-`generate_docs.py readme` writes the real output of commands into README.md. There a comment names the command, and what
-stands between it and its end is made by running it.
+`generate_docs.py readme` writes the real output of commands into README.md. There a comment names a command, and the
+text up to its end comes from running it.
 
     <!-- run: python -m farm.submit +arch=cnn n=64 -->
     (the output)
     <!-- /run -->
 
 `the sql above` and `the python above` run the fenced code before the comment. Further lines of the comment,
-`hide: REGEX`, leave lines of the output out. `NEWEST_RUN` in a command is the id of the last run that ended ok.
+`hide: REGEX`, omit matching lines of the output. `NEWEST_RUN` in a command is the id of the last run that ended ok.
 
-All commands of the page run in its order in one temporary folder, so that later ones find what earlier ones left there.
+All commands of the page run in order in one temporary folder, so that later ones find the files of earlier ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MOST_CHOICES = 8  # choices of a key that the page lists
-sys.path.insert(0, str(ROOT))  # a script's own folder is first, and another checkout may be installed
+MOST_CHOICES = 8  # most choices of a key that the page lists
+sys.path.insert(0, str(ROOT))  # the script's folder is first on the path, and another checkout may be installed
 
 from conf.cli.commands import COMMANDS, description, settings_class  # noqa: E402
 from conf.cli.overrides import choice_values, flat, group_options  # noqa: E402
@@ -56,7 +56,7 @@ Rows = dict[str, str]  # KEY=DEFAULT -> meaning
 
 
 def key_rows(name: str) -> Rows:
-    """Return the keys of a command, and those of its groups' default choices."""
+    """Return the keys of a command and of its groups' default choices."""
     rows: Rows = {}
     for key in keys_of(settings_class(name)):
         if key.group is not None and key.group.added:
@@ -72,7 +72,7 @@ def key_rows(name: str) -> Rows:
 
 
 def _meaning(key: Key) -> str:
-    """Return a key's help text with its choices, where these are few and the text does not name them."""
+    """Return a key's help text, with its choices if they are few and the text does not name them."""
     text = key.help.removeprefix("for model: ")
     choices = [*map(str, key.kind.choices)] if key.kind else [*group_options(key.name)]
     listed = ", ".join(choices)
@@ -84,7 +84,7 @@ def _meaning(key: Key) -> str:
 
 
 def commands_markdown() -> str:
-    """Return the whole file."""
+    """Return the content of docs/commands.md."""
     rows = {name: key_rows(name) for name in COMMANDS}
     owners: dict[tuple[str, str], tuple[str, ...]] = {}
     for name, of_command in rows.items():
@@ -103,7 +103,7 @@ def commands_markdown() -> str:
 
 
 def _block(rows: Rows) -> list[str]:
-    """Return rows as a block of text with two columns, or nothing where there are none."""
+    """Return rows as a block of text with two columns; nothing without rows."""
     width = min(30, max(map(len, rows), default=0))
     return (
         ["", "```text", *(f"{key:<{width}}  {meaning}".rstrip() for key, meaning in rows.items()), "```"]
@@ -116,10 +116,10 @@ DATA = "demo-data"
 LEFT_OUT = "[...]"
 WIDTH = 120
 INDENT = "    "
-# What differs from run to run and from machine to machine, and what the page has instead.
+# Text that differs between runs and machines -> its replacement on the page.
 VOLATILE = (
     (r"because there is no usable GPU here.*", "because there is no usable GPU here"),
-    (r"\d{8}T\d{6}Z-[0-9a-f]{8}", "YYYYMMDDThhmmssZ-xxxxxxxx"),  # as wide, so that tables stay straight
+    (r"\d{8}T\d{6}Z-[0-9a-f]{8}", "YYYYMMDDThhmmssZ-xxxxxxxx"),  # same width, so that tables stay aligned
     (r"^estimated in .*\n", ""),
     (r"[ \t]+$", ""),
 )
@@ -135,10 +135,10 @@ _ABOVE = {"the sql above": ("sql", ("-m", "warehouse.query")), "the python above
 class Block:
     """One marked block of the page.
 
-    command   as it is shown and run by bash; `the sql above` and `the python above` run the fenced code before it
+    command   shown, and run by bash; `the sql above` and `the python above` run the fenced code before it
     code      that code, or None
-    hide      lines of the output that match are left out; `[...]` stands for each group of them
-    body      what stands in the page now
+    hide      patterns of omitted output lines; `[...]` replaces each group of them
+    body      current text in the page
     """
 
     command: str
@@ -148,14 +148,14 @@ class Block:
 
     @property
     def arguments(self) -> list[str]:
-        """The command line that is executed."""
+        """Return the command line to execute."""
         if self.code is None:
             return ["bash", "-c", self.command]
         return [sys.executable, *_ABOVE[self.command][1], self.code]
 
 
 def blocks_of(page: str) -> list[Block]:
-    """Return the marked blocks in their order. Raises `SystemExit` for one that is not well-formed."""
+    """Return the marked blocks in order. Raises `SystemExit` for a malformed one."""
     starts, blocks = len(re.findall(r"^<!-- run: ", page, re.M)), []
     for match in _BLOCK.finditer(page):
         command, code = match["command"].strip(), None
@@ -177,7 +177,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def output_of(block: Block, folder: Path) -> str:
-    """Run the block's command in the folder and return what it says. Raises `SystemExit` where it fails."""
+    """Run the block's command in the folder and return its output. Raises `SystemExit` if it fails."""
     completed = _execute(block.arguments, folder, subprocess.STDOUT)
     if completed.returncode != 0:
         raise SystemExit(f"error: {block.command} ended with exit code {completed.returncode}:\n{completed.stdout}")
@@ -207,7 +207,7 @@ def _with_newest_run(block: Block, folder: Path) -> Block:
 
 
 def body_of(block: Block, output: str) -> str:
-    """Return the block's new text: the command, and its output without what changes from run to run."""
+    """Return the block's new text: the command, and its output without parts that change between runs."""
     for pattern, text in VOLATILE:
         output = re.sub(pattern, text, output, flags=re.M)
     lines = [] if block.code else [f"$ {block.command}"]
@@ -221,7 +221,7 @@ def body_of(block: Block, output: str) -> str:
 
 
 def regenerated(page: str) -> str:
-    """Return the page with every block's output renewed; name each command as it runs."""
+    """Return the page with new output in every block; print each command before it runs."""
     with tempfile.TemporaryDirectory(prefix="gpufarm-readme-") as folder:
         blocks = iter(blocks_of(page))
 
@@ -235,7 +235,7 @@ def regenerated(page: str) -> str:
 
 
 def shown_commands(page: str) -> Iterator[tuple[Block, str]]:
-    """Yield each block of a command line, and the command that its text shows."""
+    """Yield each block with a command line, and the command that its text shows."""
     for block in blocks_of(page):
         if block.code is None:
             first = next((line for line in block.body.splitlines() if line.strip()), "")
@@ -246,23 +246,23 @@ DOCUMENTS = {"commands": ROOT / "docs" / "commands.md", "readme": ROOT / "README
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write a document, or check it: 1 where it is stale."""
+    """Write a document, or check it; return 1 if it is stale."""
     parser = argparse.ArgumentParser(description="Generate docs/commands.md, or the output of commands in README.md.")
     parser.add_argument("document", nargs="?", choices=DOCUMENTS, default="commands")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the document is stale")
-    asked = parser.parse_args(arguments)
-    path = DOCUMENTS[asked.document]
-    there = path.read_text(encoding="utf-8") if path.exists() else ""
-    wanted = regenerated(there) if asked.document == "readme" else commands_markdown()
-    if not asked.check:
+    options = parser.parse_args(arguments)
+    path = DOCUMENTS[options.document]
+    current = path.read_text(encoding="utf-8") if path.exists() else ""
+    wanted = regenerated(current) if options.document == "readme" else commands_markdown()
+    if not options.check:
         path.write_text(wanted, encoding="utf-8")
         print(f"{path.name} is written")
         return 0
-    if there == wanted:
+    if current == wanted:
         return 0
-    target = "readme" if asked.document == "readme" else "docs"
+    target = "readme" if options.document == "readme" else "docs"
     print(f"{path.name} is stale: run `make {target}` and commit it", file=sys.stderr)
-    diff = difflib.unified_diff(there.splitlines(), wanted.splitlines(), path.name, "what they print", lineterm="")
+    diff = difflib.unified_diff(current.splitlines(), wanted.splitlines(), path.name, "what they print", lineterm="")
     print("\n".join(diff), file=sys.stderr)
     return 1
 

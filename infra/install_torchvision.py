@@ -1,6 +1,6 @@
-"""Installs the torchvision that matches this environment's torch; one of another build is kept aside.
+"""Installs the torchvision that matches this environment's torch; keeps one from another build aside.
 
-Start reading at `main`. Arguments are pip's, as for torch: `--index-url ADDRESS`.
+Start reading at `main`. Arguments go to pip, as for torch: `--index-url ADDRESS`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def main(options: Sequence[str]) -> int:
-    """Install torchvision; 0 also where it is kept aside, else pip's exit code."""
+    """Install torchvision; return 0, also if it is kept aside, or pip's exit code."""
     torch = importlib.metadata.version("torch")
-    # With torch named, pip takes the torchvision of that release and leaves torch as it is.
+    # Naming torch makes pip choose the torchvision of that release and leave torch unchanged.
     wanted = [f"torch=={torch.partition('+')[0]}", "torchvision"]
     installed = subprocess.run([*PIP, "install", "--quiet", "--upgrade-strategy", "only-if-needed", *options, *wanted])
     if installed.returncode:
@@ -35,9 +35,9 @@ def main(options: Sequence[str]) -> int:
     target = ["--no-deps", "--target", str(aside_folder()), *options, f"torchvision=={release}"]
     subprocess.run([*PIP, "install", "--quiet", *target], check=True)
     print(
-        f"torchvision {release} is of another build than torch {torch}, so `import torchvision` would fail: it is kept "
-        "aside, where gpufarm alone finds it for its models.\nFor one of your own: pip install torchvision, with the "
-        "--index-url that torch came from."
+        f"torchvision {release} comes from another build than torch {torch}, so `import torchvision` would fail: it is "
+        "kept aside, where only gpufarm finds it for its models.\nTo import it yourself: pip install torchvision, with "
+        "the --index-url that torch came from."
     )
     return 0
 

@@ -6,5 +6,5 @@ set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 [ $# -gt 0 ] || set -- n=500
 cd "$root"
-# In this very process, so that a SIGTERM reaches the cycle.
+# Replace this process, so that a SIGTERM reaches the cycle.
 exec env GPUFARM_DATA="${GPUFARM_DATA:-$root/data}" "${GPUFARM_PYTHON:-$root/.venv/bin/python}" -m farm.grow "$@"

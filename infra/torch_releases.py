@@ -1,6 +1,6 @@
-"""Releases of torch, each tested in a virtual environment of its own: `make test-torch [VERSIONS=2.8.0]`.
+"""Tests releases of torch, each in its own virtual environment: `make test-torch [VERSIONS=2.8.0]`.
 
-Start reading at `tested`; standard library only, since the environments have what is tested.
+Start reading at `tested`; standard library only: the environments have everything else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Beside torch: what the commands and tests import.
+# Packages besides torch that the commands and tests import.
 NEEDED = (
     "numpy",
     "pyyaml",
@@ -35,7 +35,7 @@ NEEDED = (
     "pytest",
     "hypothesis",
 )
-# What a user does, in this order; `DATA` is an empty folder of the release.
+# Commands of a user, in this order; `DATA` is an empty folder of the release.
 COMMANDS = (
     "-m learn.estimate model=torch.nn:TransformerEncoderLayer 'arguments={d_model: 64, nhead: 4}' input=[8,32,64]",
     "-m learn.estimate model=torch.nn:Conv2d 'arguments={in_channels: 3, out_channels: 8, kernel_size: 3}'"
@@ -65,7 +65,7 @@ _COMMAND_S = 1800
 
 
 def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
-    """Return whether the release does as expected, and what a person should read of it."""
+    """Return whether the release behaves as expected, and a text for a person."""
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--no-compile"]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
@@ -85,7 +85,7 @@ def outcome(version: str, folder: Path, options: list[str]) -> tuple[bool, str]:
 def tested(python: str, data: Path) -> tuple[bool, str]:
     """Trace the golden steps, run the commands and the tests with an environment's Python.
 
-    Returns whether all did as expected, and the lines of the first that did not.
+    Returns whether all succeeded, and lines of the first failure.
     """
     tests = f"-m pytest -p no:cacheprovider -m 'not slow and not wide' {' '.join(TESTS)}"
     commands = ["-m tests.featurize.golden_traces", *COMMANDS, tests]
@@ -97,14 +97,14 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
         if completed.returncode:
             failed = [line for line in lines if line.startswith(("FAILED ", "ERROR tests/"))]
             more = f"; and {len(failed) - _LINES_SHOWN} more" if len(failed) > _LINES_SHOWN else ""
-            shown = failed[:_LINES_SHOWN] or lines[-_LINES_SHOWN:]  # a command's reason stands at its end
+            shown = failed[:_LINES_SHOWN] or lines[-_LINES_SHOWN:]  # a command prints its reason last
             return False, f"{arguments[1]}: " + "; ".join(shown) + more
         last_lines.append(lines[-1])
     return True, f"{last_lines[0]}, {len(COMMANDS)} commands, {last_lines[-1]}"
 
 
 def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command; one that hangs is killed, and says so as its error."""
+    """Run a command; kill it after `_COMMAND_S`, and return that as its error."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, **options)
     except subprocess.TimeoutExpired:
@@ -115,7 +115,7 @@ def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]
 def main(versions: list[str]) -> int:
     """Test the given releases, else those that `golden_traces.json` names as tested; print a line for each.
 
-    Returns 1 if a release computes other figures than that file or if a command or a test fails, 2 for an invalid
+    Returns 1 if a release computes figures other than that file's, or if a command or a test fails; 2 for an invalid
     version.
     """
     wrong = [version for version in versions if not _VERSION.fullmatch(version)]
@@ -123,7 +123,7 @@ def main(versions: list[str]) -> int:
         print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is not a version')
         return 2
     golden = json.loads((ROOT / "tests" / "featurize" / "golden_traces.json").read_text(encoding="utf-8"))
-    # Of pip, such as another index, for CPU builds.
+    # Options of pip, such as another index for CPU builds.
     options = shlex.split(os.environ.get("TORCH_OPTIONS", ""))
     failed = False
     for version in versions or golden["tested"]:

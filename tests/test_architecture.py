@@ -106,9 +106,15 @@ def tree_of(path):
     return ast.parse(path.read_text("utf-8"))
 
 
+@functools.cache
+def nodes_of(path):
+    """Every node of a file's tree: walking there takes longer than what the rules ask of a node."""
+    return list(ast.walk(tree_of(path)))
+
+
 def imports(path):
     """Every module that a file imports, wherever in it the import stands."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -211,7 +217,7 @@ def test_nothing_lists_the_families_but_their_folder():
 
 
 def is_for_types(node):
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def is_function(node):
@@ -220,10 +226,9 @@ def is_function(node):
 
 def imports_within(path, known, *, without):
     """Yield the modules among `known` that a file imports, but for imports in statements that `without` is true of."""
-    tree = tree_of(path)
-    guards = (node for node in ast.walk(tree) if without(node))
+    guards = (node for node in nodes_of(path) if without(node))
     unread = {inner for guard in guards for statement in guard.body for inner in ast.walk(statement)}
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if node in unread:
             continue
         if isinstance(node, ast.Import):

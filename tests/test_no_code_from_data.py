@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_architecture import nodes_of, tree_of
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("conf", "warehouse", "featurize", "workers", "learn", "farm", "infra")
 # Modules whose loading runs what a file says; the standard library's shelve and dbm are pickles, too.
@@ -135,7 +137,7 @@ def loaders(tree):
 def test_no_room_loads_pickles_or_runs_texts(room):
     wrong = []
     for path in sorted((ROOT / room).rglob("*.py")):
-        for line, finding in findings(ast.parse(path.read_text())):
+        for line, finding in findings(tree_of(path)):
             if finding == "a shell" and str(path.relative_to(ROOT)) in SHELLS:
                 continue
             wrong.append(f"{path.relative_to(ROOT)}:{line}: {finding}")
@@ -145,7 +147,7 @@ def test_no_room_loads_pickles_or_runs_texts(room):
 def test_imports_by_name_are_those_of_the_list_and_the_list_has_no_others():
     importers = {}
     for path in sources():
-        for function, line in loaders(ast.parse(path.read_text())):
+        for function, line in loaders(tree_of(path)):
             importers.setdefault((str(path.relative_to(ROOT)), function), line)
     assert {
         f"{path}:{line} {function}" for (path, function), line in importers.items() if (path, function) not in LOADERS
@@ -158,7 +160,7 @@ def test_configs_become_code_names_only_where_the_user_speaks():
     granting = {"CodeName", "named_by_user", "config_of_user", "config_with_marks"}
     callers = set()
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and name_of(node.func) in granting:
                 callers.add(str(path.relative_to(ROOT)))
     assert callers == {

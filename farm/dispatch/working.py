@@ -314,7 +314,7 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
 
 def _find_landed(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]:
     """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
-    from warehouse.files.presence import landed_tasks
+    from warehouse.files.integrity import landed_tasks
 
     families: set[str] = set()
     for job in queue.jobs():

@@ -35,11 +35,11 @@ from farm.nights.journal import (
 from featurize.device.device_spec import same_device
 from featurize.families import family_names
 from learn.rows.data import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
+from warehouse.explorer.filters import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import NOW
 from warehouse.reading.checks import Finding
 from warehouse.reading.connection import WarehouseConnection
-from warehouse.reading.coverage import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.reading.pairing import Difference, diff
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from warehouse.files.compaction import CompactionReport, compaction_lock
 from warehouse.files.counting import Unreadable, counting_files, run_ids_of, settle_listings, write_anew
 from warehouse.files.damage import DamagedFile, set_aside
 from warehouse.files.folder import DataFolder, recorded_checksum
-from warehouse.files.integrity import Progress, examine
+from warehouse.files.integrity import Progress, compare, examine
 from warehouse.files.merged import (
     Listing,
     has_own_name,
@@ -34,7 +34,6 @@ from warehouse.files.merged import (
     read_listings,
     recover_listing,
 )
-from warehouse.files.presence import compare
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import KINDS, OF_RUNS
 

@@ -149,7 +149,7 @@ def prenorm_block(width: int, inner: int, length: int, rate: float, **dense: Any
     return [*attention_part(width, length, rate), *dense_part(width, inner, length, rate, **dense)]
 
 
-def embedded(width: int, length: int, vocabulary: int, rate: float) -> list[Layer]:
+def embed_tokens(width: int, length: int, vocabulary: int, rate: float) -> list[Layer]:
     """Return the token embedding, the addition of positions, and dropout."""
     outer = length * width
     return [

@@ -64,7 +64,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """Return a block's part of the forward pass per sample. The tanh formula counts as one activation."""
     length, width = config.sequence_length, config.embedding_size
     if block.kind == "embedding":
-        return parts.embedded(width, length, config.vocabulary_size, config.dropout)
+        return parts.embed_tokens(width, length, config.vocabulary_size, config.dropout)
     if block.kind == "block":
         return parts.prenorm_block(width, config.feed_forward, length, config.dropout)
     return parts.token_head(width, length, config.vocabulary_size, tied=config.tied_embeddings)

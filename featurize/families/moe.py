@@ -94,7 +94,7 @@ def block_layers(config: Config, block: NetworkBlock) -> list[Layer]:
     """Return a block's part of the forward pass per sample."""
     length, width, rate = config.sequence_length, config.embedding_size, config.dropout
     if block.kind == "embedding":
-        return parts.embedded(width, length, config.vocabulary_size, rate)
+        return parts.embed_tokens(width, length, config.vocabulary_size, rate)
     if block.kind == "dense":
         return parts.prenorm_block(width, config.feed_forward, length, rate, activation_name=config.activation)
     if block.kind == "routed":

@@ -112,7 +112,7 @@ _BOOLEAN = Allowed(lambda value: isinstance(value, bool), "true or false")
 
 # The annotation of a part's field holds its allowed values, if these are not true and false, and the layouts that have
 # the field, if not all with the part do. A text is the name that users write, if it differs from the field's.
-# `_declared` reads the annotations, so this module evaluates them as it is imported.
+# `_iterate_settings` reads the annotations, so this module evaluates them as it is imported.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,7 +500,7 @@ class _Declared(NamedTuple):
 _PARTS = {part: annotation.__origin__ for part, annotation in Parallel.__annotations__.items()}
 
 
-def _declared() -> Iterator[tuple[str, _Declared]]:
+def _iterate_settings() -> Iterator[tuple[str, _Declared]]:
     """Yield the settings of all parts, by the names that users write."""
     for part, annotation in Parallel.__annotations__.items():
         for setting in dataclasses.fields(annotation.__origin__):
@@ -509,7 +509,7 @@ def _declared() -> Iterator[tuple[str, _Declared]]:
             yield given.get(str, setting.name), _Declared(part, setting.name, setting.default, allowed, where)
 
 
-_DECLARED = list(_declared())
+_DECLARED = list(_iterate_settings())
 _SETTINGS = dict(_DECLARED)  # for a setting that parts share, one of its declarations
 
 

@@ -115,7 +115,7 @@ class AllocatorSettings:
             raise UsageError("allocator settings: " + "; ".join(wrong))
         return cls(**values)
 
-    def spelled(self) -> str:
+    def to_text(self) -> str:
         """Return the shortest text that `parse` accepts: settings at their defaults are left out."""
         items = []
         for field in fields(self):

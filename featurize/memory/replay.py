@@ -276,7 +276,7 @@ class RecordingAllocator(CachingAllocator):
 
     def allocate(self, nbytes: int, stream: int = 0) -> int | None:
         """Allocate a block, as `CachingAllocator.allocate`."""
-        shared = self._shared(stream)
+        shared = self._common_fields(stream)
         try:
             handle = super().allocate(nbytes, stream)
         finally:
@@ -312,7 +312,7 @@ class RecordingAllocator(CachingAllocator):
 
     def memory_snapshot(self) -> dict[str, Any]:
         """Return the current segments and the history, like `torch.cuda.memory._snapshot()`."""
-        self._see_segments(self._shared(0))
+        self._see_segments(self._common_fields(0))
         by_address = {live_block.address: live_block for live_block in self._taken.values()}
         retired = {self._taken[handle].address for handle in self._retired}
         segments = []
@@ -353,7 +353,7 @@ class RecordingAllocator(CachingAllocator):
             "external_annotations": [],
         }
 
-    def _shared(self, stream: int) -> dict[str, Any]:
+    def _common_fields(self, stream: int) -> dict[str, Any]:
         """Return the fields that every entry of the current event has."""
         number = len(self._at)
         if number >= len(self._trace.events):

@@ -142,7 +142,7 @@ def switch_on(model: nn.Module, name: str) -> None:
 
 def _checkpoint(forward: Callable[..., Any], reentrant: bool, more: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recompute(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if not reentrant:
@@ -155,7 +155,7 @@ def _checkpoint(forward: Callable[..., Any], reentrant: bool, more: dict[str, An
 
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=True)
 
-    return recomputed
+    return recompute
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

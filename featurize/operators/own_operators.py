@@ -80,7 +80,7 @@ def _apply_on_meta(
     signature = inspect.signature(function.forward)
     results = len(inspect.signature(function.backward).parameters) - 1
 
-    def applied(*args: Any, **kwargs: Any) -> Any:
+    def apply_instead(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, Tensor) and value.is_meta for value in args):
             return apply(*args, **kwargs)
         bound = signature.bind(None, *args, **kwargs)
@@ -88,7 +88,7 @@ def _apply_on_meta(
         result = instead.apply(*arguments(bound.arguments))
         return (result, *[None] * (results - 1)) if results > 1 and isinstance(result, Tensor) else result
 
-    return applied
+    return apply_instead
 
 
 class _Norm(Function):

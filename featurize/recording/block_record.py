@@ -1,12 +1,12 @@
-"""The record of a step that is seen: its operators, and a block of memory for each storage from first sight to its end.
+"""The record of a step on meta tensors: its operators, and a memory block for each storage, from first use to its end.
 
-Start reading at `BlockRecord` and `OperatorRecord`; `featurize.recording.recorder` reports to them what runs. What was
-noted once can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of a
-shape. `ModuleStack` knows the module that runs, or ran for what the backward pass computes, and where a step failed.
+Start reading at `BlockRecord` and `OperatorRecord`; `featurize.recording.recorder` reports to them what runs. Recorded
+parts can be repeated for other blocks (`BlockRecord.repeat`): passes of micro-batches, steps on batches of one
+shape. `ModuleStack` knows the module that runs, or that ran what the backward pass computes, and where a step failed.
 
-CUDA graphs of a compiled model (`CudaGraphs`, `compile=reduce-overhead`) are one launch each. Inputs that are no
-parameters, buffers or results of another graph are copied into them first; what lies in their pool cannot be used by
-what runs eagerly, and vice versa. Source: torch/_inductor/cudagraph_trees.py.
+CUDA graphs of a compiled model (`CudaGraphs`, `compile=reduce-overhead`) are one launch each. Inputs that are not
+parameters, buffers or results of another graph are copied into them first; memory of their pool cannot be used by
+operators that run eagerly, and vice versa. Source: torch/_inductor/cudagraph_trees.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AUTOTUNED = "torch.compile: kernels of max-autotune are estimated as those of th
 
 
 class CudaGraphs:
-    """The graphs of one trace. `Recorder` asks it of each operator and block while a graph runs."""
+    """The graphs of one trace. While a graph runs, `Recorder` asks this about each operator and block."""
 
     def __init__(self) -> None:
         self._input_bytes: dict[Hashable, int] = {}
@@ -54,8 +54,8 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def replay(self, graph: Hashable, input_bytes: int) -> Iterator[None]:
-        """Run one graph within, by whatever distinguishes it from others: its operators are launched together.
-        `input_bytes` were copied into it."""
+        """Run one graph inside the block: its operators are launched together. `graph` identifies it, `input_bytes`
+        were copied into it."""
         self._input_bytes[graph] = input_bytes
         before, self._launched = self._launched, False
         try:
@@ -65,11 +65,11 @@ class CudaGraphs:
 
     @property
     def runs(self) -> bool:
-        """Return whether a graph runs: what is allocated lies in the pool."""
+        """Return whether a graph is running: allocations are then in the pool."""
         return self._launched is not None
 
     def is_launched(self) -> bool:
-        """Return whether the operator that is noted now is launched with one before it."""
+        """Return whether the current operator is launched together with one before it."""
         launched = self._launched
         if launched is not None:
             self._launched = True
@@ -86,7 +86,7 @@ NOBODY: Maker = ("", "", None)
 
 
 class RecordMoment(NamedTuple):
-    """A moment of a record: how many events and blocks come before."""
+    """A moment of a record: the number of events and of blocks before it."""
 
     events: int
     blocks: int
@@ -96,8 +96,8 @@ class Stretch(NamedTuple):
     """Part of a record that can be repeated.
 
     events    in their order
-    entering  blocks from before that it gives back
-    leaving   blocks that it takes and leaves alive; workspaces, which are never given back, are left out
+    entering  blocks from before that it frees
+    leaving   blocks that it allocates and leaves alive; without workspaces, which are never freed
     """
 
     events: tuple[Event, ...]
@@ -106,40 +106,40 @@ class Stretch(NamedTuple):
 
 
 class BlockRecord:
-    """Notes when blocks are taken and given back, by which operator of which module.
+    """Records when blocks are allocated and freed, and by which operator of which module.
 
-    `step`, `phase` and `stream` are those of whatever is noted next. `graphs` is set where compiled parts run as CUDA
-    graphs. `live_bytes` are alive now, `peak_live_bytes` the most since somebody set it.
+    `step`, `phase` and `stream` are those of the next event. `graphs` is set where compiled parts run as CUDA
+    graphs. `live_bytes` are alive now, `peak_live_bytes` is the maximum since it was last set.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.step, self.phase = 0, "setup"
-        self.stream = 0  # stream on which memory is taken
+        self.stream = 0  # stream on which memory is allocated
         self.graphs: CudaGraphs | None = None
-        self.nowhere = 0  # > 0: what is taken now takes nothing of the device
+        self.nowhere = 0  # > 0: allocations take no memory of the device
         self.live_bytes = self.peak_live_bytes = 0
-        self.blocks: list[Block] = []  # so far: a kind is empty until somebody names it
-        self._storages: list[int] = []  # address of the storage that took each block; 0 of a workspace
+        self.blocks: list[Block] = []  # so far: a block's kind is empty until it is named
+        self._storages: list[int] = []  # address of the storage of each block; 0 for a workspace
         # storage -> its block, and the reference whose callback runs at its end
         self.live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
-        # Blocks that another stream may still use when they are given back, the allocator has again when that is over
-        # (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of events. The host
-        # is taken to run ahead of the GPU: it knows that work is over where it waited for what came after that.
-        self._used: set[int] = set()  # by a stream that is not the block's own
-        self._waiting: dict[int, int] = {}  # block -> when it was given back
-        self._until: dict[int, int] = {}  # block -> when the allocator has it again
+        # Blocks that another stream may still use when they are freed return to the allocator only when that use is
+        # over (c10/cuda/CUDACachingAllocator.cpp: `recordStream`, `process_events`). Moments are numbers of events. The
+        # host is assumed to run ahead of the GPU: it knows that work is over once it has waited for something after it.
+        self._used: set[int] = set()  # by a stream other than the block's own
+        self._waiting: dict[int, int] = {}  # block -> when it was freed
+        self._until: dict[int, int] = {}  # block -> when it returns to the allocator
         self._batch: list[int] = []  # its storages
 
     # -- the caller's notes on tensors
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Note blocks that exist before the first step."""
+        """Record blocks that exist before the first step."""
         for tensor in meta_tensors(tensors):
             self.see(tensor.untyped_storage(), kind)
 
     def hold_on_host(self, tensors: Iterable[Tensor]) -> None:
-        """Note blocks that exist before the first step and take nothing of the device."""
+        """Record blocks that exist before the first step and take no memory of the device."""
         for tensor in meta_tensors(tensors):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.live:
@@ -147,7 +147,7 @@ class BlockRecord:
                 self.live[storage._cdata] = block, self._watched(storage)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
-        """Record that the step's batch is copied to the device, and then the last step's is freed."""
+        """Record that the step's batch is copied to the device, and that the previous step's batch is then freed."""
         old = [self.live[key][0] for key in self._batch]
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.is_meta}
         for key, storage in storages.items():
@@ -157,7 +157,8 @@ class BlockRecord:
             self.give_back(block)
 
     def await_in_batch(self) -> Callable[[Tensor], None]:
-        """Take the block of a last tensor of the batch, which is not made yet. Return what says which it is."""
+        """Allocate the block of the batch's last tensor, which does not exist yet. Return a function that sets the
+        tensor."""
         position, block = len(self.events), self.take(0, "batch", NOBODY)
 
         def arrived(tensor: Tensor) -> None:
@@ -172,77 +173,77 @@ class BlockRecord:
         return arrived
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Name the kind of these tensors' blocks."""
+        """Set the kind of these tensors' blocks."""
         for tensor in meta_tensors(tensors):
             self.see(tensor.untyped_storage(), kind)
             self.name_block(self.live[tensor.untyped_storage()._cdata][0], kind)
 
     def name_block(self, block: int, kind: str) -> None:
-        """Name the kind of a block, if nobody did."""
+        """Set the kind of a block that has none."""
         if not self.blocks[block].kind:
             self.blocks[block] = self.blocks[block]._replace(kind=kind)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Note that a storage frees its memory, and takes as much as it is resized to: one block after another
-        of the same kind."""
+        """Record that a storage frees its memory, and allocates as much as it is resized to: successive blocks of the
+        same kind."""
         key = storage._cdata
         if key not in self.live:
             return
         block, _ = self.live[key]
-        taken = self.blocks[block]
-        if taken.nbytes == nbytes:
+        previous = self.blocks[block]
+        if previous.nbytes == nbytes:
             return
         self.give_back(block)
-        maker = taken.operator, taken.module, taken.call
-        self.live[key] = self.take(nbytes, taken.kind, maker, key), self._watched(storage)
+        maker = previous.operator, previous.module, previous.call
+        self.live[key] = self.take(nbytes, previous.kind, maker, key), self._watched(storage)
 
     def used_on(self, tensor: Tensor, stream: int) -> None:
-        """Note that a stream uses a tensor (`record_stream`)."""
+        """Record that a stream uses a tensor (`record_stream`)."""
         block = self.block_in(tensor.untyped_storage()._cdata)
         if block is not None and stream != self.blocks[block].stream:
             self._used.add(block)
 
     def make_host_wait(self, until: int) -> None:
-        """Note that the host has waited for all that came before an event, by its number."""
+        """Record that the host has waited for everything before an event, given by its number."""
         for block in [block for block, given_back in self._waiting.items() if given_back < until]:
             del self._waiting[block]
             self._until[block] = len(self.events)
 
-    # -- what is known of blocks
+    # -- queries about blocks
 
     def block_of(self, tensor: Tensor) -> int:
-        """Return the block of a tensor that is recorded."""
+        """Return the block of a recorded tensor."""
         return self.live[local_tensor(tensor).untyped_storage()._cdata][0]
 
     def storage_of(self, block: int) -> int:
-        """Return the address of the storage that took a block; 0 for a workspace."""
+        """Return the address of a block's storage; 0 for a workspace."""
         return self._storages[block]
 
     def stays(self, tensor: Tensor) -> bool:
-        """Return whether a CUDA graph reads a tensor where it lies: parameters, buffers and the pool's blocks."""
+        """Return whether a CUDA graph reads a tensor in place: parameters, buffers and the pool's blocks."""
         block = self.block_in(tensor.untyped_storage()._cdata)
         return block is not None and (self.blocks[block].kind in ("parameter", "buffer") or self.blocks[block].pooled)
 
     def block_in(self, storage: int) -> int | None:
-        """Return the block that a storage holds, by its address; None where it does not live."""
+        """Return the block of a storage, given by its address; None if it is not alive."""
         live = self.live.get(storage)
         return None if live is None else live[0]
 
     def blocks_in(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Return the blocks of those tensors that are recorded."""
+        """Return the blocks of those of the tensors that are recorded."""
         keys = [tensor.untyped_storage()._cdata for tensor in meta_tensors(tensors)]
         return {self.live[key][0] for key in keys if key in self.live}
 
     def final_blocks(self) -> tuple[Block, ...]:
-        """Return the blocks, those without a name classified by their lifetime."""
+        """Return the blocks; those without a kind are classified by their lifetime."""
         blocks = self.blocks.copy()
         for block, until in (self._until | dict.fromkeys(self._waiting, len(self.events))).items():
             blocks[block] = blocks[block]._replace(kept_until=until)
         return self.named_by_lifetime(blocks, self.events)
 
     def named_by_lifetime(self, blocks: Sequence[Block], events: Iterable[Event]) -> tuple[Block, ...]:
-        """Return the blocks, those that nobody named classified by their lifetime in these events."""
-        kept: dict[int, int] = {}  # taken in a forward pass and not given back in the same -> its step
+        """Return the blocks; those without a kind are classified by their lifetime in these events."""
+        kept: dict[int, int] = {}  # allocated in a forward pass that does not free it -> its step
         for event in events:
             if event.phase == "forward":
                 if event.nbytes > 0:
@@ -258,11 +259,11 @@ class BlockRecord:
     # -- blocks that stand for others
 
     def mark(self) -> RecordMoment:
-        """Return the present moment."""
+        """Return the current moment."""
         return RecordMoment(len(self.events), len(self.blocks))
 
     def since(self, mark: RecordMoment) -> Stretch:
-        """Return the notes since a moment."""
+        """Return the part of the record since a moment."""
         events = tuple(self.events[mark.events :])
         times = Counter(event.block for event in events)
         return Stretch(
@@ -276,14 +277,14 @@ class BlockRecord:
         )
 
     def repeat(self, stretch: Stretch, entering: Mapping[int, int]) -> dict[int, int]:
-        """Note that what happened in a stretch happens again, in the present step.
+        """Record that the events of a stretch happen again, in the current step.
 
         Args:
             stretch: A stretch of this record.
-            entering: Block that the stretch gives back -> the one that is given back now.
+            entering: Block that the stretch frees -> the one that is freed now.
 
         Returns:
-            Block of the stretch -> the one that stands for it, those of `entering` among them.
+            Block of the stretch -> the one that stands for it, including those of `entering`.
         """
         known = dict(entering)
         for event in stretch.events:
@@ -295,19 +296,19 @@ class BlockRecord:
         return known
 
     def hold_in(self, storage: int, block: int) -> None:
-        """Note that a storage that lives, by its address, holds another block from now on."""
+        """Record that a living storage, given by its address, holds another block from now on."""
         self._storages[block] = storage
         self.live[storage] = block, self.live[storage][1]
 
     def stand_for(self, block: int, storage: torch.UntypedStorage) -> None:
-        """Note that a block lives as long as a storage."""
+        """Record that a block lives as long as a storage."""
         self._storages[block] = storage._cdata
         self.live[storage._cdata] = block, self._watched(storage)
 
-    # -- blocks come and go
+    # -- blocks are allocated and freed
 
     def see(self, storage: torch.UntypedStorage, kind: str, maker: Maker = NOBODY) -> bool:
-        """Register a storage on first sight; whether it was the first."""
+        """Register a storage unless it is known. Return whether it was new."""
         key = storage._cdata
         if key in self.live:
             return False
@@ -322,7 +323,7 @@ class BlockRecord:
         return weakref.ref(storage, died)
 
     def take(self, nbytes: int, kind: str, maker: Maker, storage: int = 0) -> int:
-        """Note that a block is taken, and return it. `kind` is empty where nobody has named it."""
+        """Record that a block is allocated, and return it. `kind` is empty where it is not known yet."""
         pooled = self.graphs is not None and self.graphs.runs
         return self._enter(Block(0 if self.nowhere else nbytes, kind, *maker, pooled, self.stream), storage)
 
@@ -336,7 +337,7 @@ class BlockRecord:
         return number
 
     def give_back(self, block: int) -> None:
-        """Note that a block's memory is given back."""
+        """Record that a block is freed."""
         nbytes = self.blocks[block].nbytes
         self.live_bytes -= nbytes
         if block in self._used:
@@ -345,7 +346,7 @@ class BlockRecord:
 
 
 class Traits:
-    """Properties that are the same for every call of one operator overload."""
+    """Properties that all calls of one operator overload share."""
 
     __slots__ = (
         "adds",
@@ -389,7 +390,7 @@ def traits_of(func: OpOverload) -> Traits:
 
 
 def is_composite(func: OpOverload) -> bool:
-    """Return whether an operator is made of others, of which autograd takes it apart."""
+    """Return whether an operator is composed of others, into which autograd decomposes it."""
     return _has_kernel(func, "CompositeImplicitAutograd")
 
 
@@ -398,7 +399,7 @@ def _has_kernel(func: OpOverload, key: str) -> bool:
 
 
 class OperatorRecord:
-    """Notes operators by the blocks that they read and make, while `keep_operators` says so.
+    """Records operators by the blocks that they read and write, while `keep_operators` is set.
 
     Args:
         memory: The blocks.
@@ -409,12 +410,12 @@ class OperatorRecord:
         self._memory, self._stack = memory, stack
         self.operators: list[Operator] = []
         self.keep_operators = False
-        self.made_by: dict[int, int] = {}  # block -> place of the operator that wrote it last, or `BATCH`
-        self._again = False  # a compiled graph computes what was computed already
+        self.made_by: dict[int, int] = {}  # block -> index of the operator that wrote it last, or `BATCH`
+        self._again = False  # a compiled graph recomputes values
 
     @contextlib.contextmanager
     def computing_again(self, again: bool) -> Iterator[None]:
-        """Say that what a compiled graph runs within was computed already in this step, where `again` says so."""
+        """Treat the operators of a compiled graph inside the block as recomputed in this step, if `again`."""
         before, self._again = self._again, self._again or again
         try:
             yield
@@ -422,7 +423,7 @@ class OperatorRecord:
             self._again = before
 
     def begin_step(self, *, keep_operators: bool) -> None:
-        """Begin a step. Operators of an earlier one are dropped, so that none counts as a source of this one's."""
+        """Begin a step. Operators of earlier steps are dropped, so that none counts as a source of this step's."""
         self.keep_operators = keep_operators
         if self.operators:
             self.operators = []
@@ -440,20 +441,20 @@ class OperatorRecord:
         kept: bool = True,
         leads: bool = False,
     ) -> int | None:
-        """Note a kernel that a compiler wrote: an operator, and all that it computes from the inputs on the way.
+        """Record an operator that is part of a compiler-generated kernel, with all that it computes from the inputs.
 
         Args:
             func: The operator.
-            args: Its first argument.
-            inputs: What it is computed from.
-            outputs: What it makes.
-            into: Place of the operator whose kernel computes this one, too.
-            again: Those inputs that the kernel has read or made already.
-            kept: It writes its outputs; False: nothing but the kernel itself reads them.
+            args: The operator's first argument.
+            inputs: Tensors that it is computed from.
+            outputs: Tensors that it computes.
+            into: Index of the operator whose kernel computes this one, too.
+            again: Those inputs that the kernel has already read or computed.
+            kept: It writes its outputs; False: only the kernel itself reads them.
             leads: The kernel is named after this operator.
 
         Returns:
-            The place of the kernel's operator; None where operators are not kept.
+            The index of the kernel's operator; None where operators are not kept.
         """
         traits = traits_of(func)
         maker = (traits.name, self._stack.now(), None)
@@ -480,7 +481,7 @@ class OperatorRecord:
         return into
 
     def copied(self, tensors: Sequence[Tensor]) -> int:
-        """Note one kernel that copies tensors, and return their bytes (cudagraph_trees: `torch._foreach_copy_`)."""
+        """Record one kernel that copies tensors, and return their bytes (cudagraph_trees: `torch._foreach_copy_`)."""
         total = sum(map(bytes_read, tensors))
         if total and self.keep_operators:
             shapes = tuple(tuple(tensor.shape) for tensor in tensors)
@@ -491,7 +492,7 @@ class OperatorRecord:
     def note(
         self, traits: Traits, module: str, args: Sequence[Any], inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
-        """Note an operator of a module; tensors on meta of its arguments, and what it made."""
+        """Record an operator of a module, with the tensors on meta among its arguments and results."""
         memory, made_by = self._memory, self.made_by
         live, phase = memory.live, memory.phase
         changed = [t for i in traits.written for t in meta_tensors(args[i : i + 1])]
@@ -520,16 +521,16 @@ class OperatorRecord:
         )
 
     def _recomputes(self) -> bool:
-        """Return whether a checkpoint runs its part of the forward pass again, which the engine alone never does: a
-        module's forward pass runs, or gradients are recorded."""
+        """Return whether a checkpoint runs its part of the forward pass again: inside the backward pass, which by
+        itself runs no module's forward pass and records no gradients."""
         return self._again or bool(self._stack.running) or torch.is_grad_enabled()
 
 
 def _traffic(
     traits: Traits, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor], changed: Sequence[Tensor]
 ) -> tuple[int, int, int, int]:
-    """Return the bytes that an operator reads and writes, each tensor once, however often it is given; the elements of
-    the largest tensor, or of all that a for-each operator goes over; its launches.
+    """Return the bytes that an operator reads and writes, each tensor counted once; the elements of the largest tensor,
+    or of all tensors that a for-each operator handles; its launches.
 
     Args:
         traits: The operator's traits.
@@ -607,30 +608,30 @@ class ModuleStack:
         return id(module) in self._paths
 
     def enter(self, module: nn.Module) -> None:
-        """Note that a module's forward pass begins."""
+        """Record that a module's forward pass begins."""
         self.running.append(self._paths.get(id(module), type(module).__name__))
 
     def leave(self) -> None:
-        """Note that the innermost forward pass ends, or fails."""
+        """Record that the innermost forward pass ends, or fails."""
         if (error := sys.exception()) is not None:
             self.note_failure(error)
         if self.running:
             self.running.pop()
 
     def now(self) -> str:
-        """Return the path of the module that computes; empty where none is known."""
+        """Return the path of the module that computes now; empty where none is known."""
         if self.running:
             return self.running[-1]
         node = _current_node()
         return self._node_modules.get(node._sequence_nr(), "") if node is not None else ""
 
     def ran(self) -> None:
-        """Note that an operator ran in a forward pass: the autograd node that it may have made is the module's."""
+        """Record that an operator ran in a forward pass: the autograd node that it may have created is the module's."""
         # The node's first operator: later ones without a node of their own may be another module's.
         self._node_modules.setdefault(_next_node() - 1, self.running[-1])
 
     def note_failure(self, error: BaseException, operator: str = "") -> None:
-        """Note an error that passes through. The first note of it is the innermost, and stays."""
-        # With the error itself: kept here, one that the model catches would keep alive what its frames hold.
+        """Record an error that passes through. The first record is that of the innermost module, and stays."""
+        # On the error itself: stored here, an error that the model catches would keep alive what its frames hold.
         if "traced_at" not in vars(error):
             vars(error)["traced_at"] = operator, self.now()

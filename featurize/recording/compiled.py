@@ -3,7 +3,7 @@
 Start reading at `CompiledRegions`; `featurize.recording.compiled_graph` runs a captured graph. AOTAutograd traces the
 joint graph of a region's forward and backward pass, its min-cut partitioner chooses what is saved. Imports torch's
 compiler when the first region is captured, not before. `AttributeReads` lets repeated blocks share a capture,
-`in_pieces` cuts a graph where DistributedDataParallel's buckets end, `marked` marks what checkpoints compute again.
+`in_pieces` cuts a graph where DistributedDataParallel's buckets end, `marked` marks what checkpoints recompute.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _Capture = Callable[[list[Tensor]], Any]  # the graphs of one region, called wit
 
 
 class CompiledRegions:
-    """The compiled modules of one model. Give it the `recorder` before the step; without one the modules run eagerly.
+    """The compiled modules of one model. Set the `recorder` before the step; without one, the modules run eagerly.
 
     Args:
         model: Its compiled modules' forward passes are replaced.
         names: The compiled modules; "" is the model itself.
-        blocks_alone: Repeated blocks are compiled each by itself, as where checkpoints around them divide the graph.
-        graphs: What their graphs run as, where they run as CUDA graphs; its notes are among `notes`.
+        blocks_alone: Repeated blocks are compiled one by one, as where checkpoints around them divide the graph.
+        graphs: The CUDA graphs that their graphs run as, if they do; its notes are among `notes`.
         buckets: Bytes of DistributedDataParallel's first bucket and of all later ones, where it wraps the model: each
             graph is cut there, as Dynamo's DDPOptimizer does.
     """
@@ -79,8 +79,8 @@ class CompiledRegions:
         self.graphs, self.buckets = graphs, buckets
         self.capturing = False
         self.followed: set[str] = set()  # modules and functions that were captured
-        self.failed: dict[str, str] = {}  # those that were not -> why
-        # Kind of inputs -> what was captured for them, or why nothing was, each for modules that read the same.
+        self.failed: dict[str, str] = {}  # those that were not -> the reason
+        # Kind of inputs -> the capture for them, or why there is none; for each set of modules that read the same.
         self.known: dict[Hashable, list[tuple[AttributeReads, _Capture | str]]] = {}
         paths = {module: path for path, module in model.named_modules()}
         chosen: dict[nn.Module, None] = {}
@@ -89,7 +89,7 @@ class CompiledRegions:
             blocks = repeated_blocks(module)
             if not (blocks_alone and blocks):
                 chosen[module] = None
-            chosen |= dict.fromkeys(blocks)  # also for where the whole cannot be captured
+            chosen |= dict.fromkeys(blocks)  # also for where the whole model cannot be captured
         self._any = False
         for module in chosen:  # shadows the class's method
             vars(module)["forward"] = self._region(module, module.forward, _name_module(paths[module]))
@@ -98,14 +98,14 @@ class CompiledRegions:
                 vars(module)[name] = self._function(function, f"function {name!r} of {_name_module(path)}")
 
     def loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
-        """Return the replacement of a loss that is compiled, or that calls compiled functions. Leaves the
-        loss itself as it is."""
+        """Return the replacement of a loss that is compiled, or that calls compiled functions. Does not change the
+        loss itself."""
         if isinstance(loss, nn.Module):
-            inner, whole = uncompiled_copy(loss), is_compiled(loss)
+            inner, compiled = uncompiled_copy(loss), is_compiled(loss)
             vars(inner).update(
                 {n: self._function(f, f"function {n!r} of the loss") for n, f in compiled_functions(inner).items()}
             )
-            return self._region(inner, inner.forward, "the loss") if whole else inner
+            return self._region(inner, inner.forward, "the loss") if compiled else inner
         if loss is not None and (original := compiled_function(loss)) is not None:
             return self._function(original, "the loss")
         return loss
@@ -115,8 +115,8 @@ class CompiledRegions:
         return self._region(owner if isinstance(owner, nn.Module) else nn.Module(), function, name)
 
     def _region(self, module: nn.Module, forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return the replacement of a forward pass: its graphs by the shapes, types and constants of its
-        inputs."""
+        """Return the replacement of a forward pass. It keeps one capture for each combination of shapes, types and
+        constants of the inputs."""
         self._any = True
         holder = _Holder(module, forward)
         captured: dict[Hashable, _Capture | None] = {}
@@ -152,7 +152,7 @@ class CompiledRegions:
         structure: pytree.TreeSpec,
         tensors: list[Tensor],
     ) -> _Capture | None:
-        """Return the graphs for these inputs; None where there are none, which is noted."""
+        """Return the capture for these inputs; None where it fails, which is noted."""
         known = self.known.setdefault(key, [])
         capture = next((capture for reads, capture in known if reads.alike(holder.module)), None)
         if unknown := [leaf for leaf in leaves if not isinstance(leaf, _KNOWN)]:
@@ -161,8 +161,7 @@ class CompiledRegions:
             reads = AttributeReads(holder.module)
             self.capturing = True
             try:
-                # Saved-tensor hooks (of a checkpoint around this) and dispatch modes belong to threads: none of them
-                # here.
+                # Saved-tensor hooks (of a checkpoint around this) and dispatch modes are per thread: none here.
                 with ThreadPoolExecutor(1) as thread, _capturable(), reads.noted():
                     capture = thread.submit(_captured, holder, names, leaves, structure, self, tensors).result()
             except Exception as error:  # the compiler and a model may raise anything
@@ -177,11 +176,11 @@ class CompiledRegions:
         return capture
 
     def recorder_now(self) -> Recorder | None:
-        """Return the recorder of what runs; None while a graph is captured."""
+        """Return the current recorder; None while a graph is captured."""
         return None if self.capturing else self.recorder
 
     def notes(self) -> tuple[str, ...]:
-        """Return how sure the trace of the compiled modules is, and what kept some from being captured."""
+        """Return notes on how exact the trace of the compiled modules is, and why some were not captured."""
         if not self._any:
             return ()
         reasons = tuple(f"torch.compile: {name} is not captured: {why}" for name, why in self.failed.items())
@@ -190,7 +189,7 @@ class CompiledRegions:
 
 
 class _Holder(nn.Module):
-    """The module as it was, for `torch.func.functional_call`."""
+    """The original module, for `torch.func.functional_call`."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -209,14 +208,14 @@ def _captured(
     regions: CompiledRegions,
     tensors: list[Tensor],
 ) -> _Capture:
-    """Return the compiled function of one region for inputs of one kind, its graphs captured and run once. Raises what
-    the model and the compiler raise."""
+    """Return the compiled function of one region for inputs of one kind, its graphs captured and run once. Raises
+    any error of the model and of the compiler."""
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.replace_random import replace_random_passes
 
-    # From 2.7 on; before, the partitioner asks nobody which inputs live on.
+    # From 2.7 on; earlier partitioners do not ask which inputs stay alive.
     takes_alive = "static_lifetime_input_indices" in signature(min_cut_rematerialization_partition).parameters
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
@@ -241,7 +240,7 @@ def _captured(
         return min_cut_rematerialization_partition(joint, inputs, "inductor", num_fwd_outputs=num_fwd_outputs, **known)
 
     def compiled(function: Callable[..., Any], weights: int) -> Callable[..., Any]:
-        alive = list(range(weights))  # anyhow: saving them costs nothing
+        alive = list(range(weights))  # in any case: saving them costs nothing
         return aot_function(
             function,
             lambda graph, _inputs: GraphReplay(graph, regions.recorder_now, regions.graphs),
@@ -249,7 +248,7 @@ def _captured(
             decompositions=dict(select_decomp_table()),
             num_params_buffers=weights,
             keep_inference_input_mutations=True,  # as Inductor's: the graph's kernels write running statistics
-            enable_log=False,  # which prints the graphs, also where no one reads them
+            enable_log=False,  # it prints the graphs, even if no one reads them
         )
 
     function = None
@@ -277,8 +276,8 @@ def _captured(
 
 @contextlib.contextmanager
 def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within, gradients of these tensors call no hooks: `fully_shard`'s on a module's outputs would begin and end a
-    backward pass of the whole model."""
+    """Disable the hooks on gradients of these tensors inside the block: those of `fully_shard` on a module's outputs
+    would begin and end a backward pass of the whole model."""
     hooks = [(tensor._backward_hooks, dict(tensor._backward_hooks)) for tensor in tensors if tensor._backward_hooks]
     for registered, _ in hooks:
         registered.clear()
@@ -291,9 +290,9 @@ def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _capturable() -> Iterator[None]:
-    """Within, losses of class indices call the operators that they are made of: composite ones have no gradient on
-    meta tensors while a graph is captured. `torch.tensor` on meta gives a tensor of the graph. `torch.compiler` says
-    that it compiles: models then leave out what reads values."""
+    """Prepare for a capture inside the block. Losses of class indices call the operators that they are composed of:
+    composite ones have no gradient on meta tensors during a capture. `torch.tensor` on meta gives a tensor of the
+    graph. `torch.compiler` reports that it compiles: models then skip code that reads values."""
     functions = torch._C._nn
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
@@ -338,7 +337,7 @@ def _capturable() -> Iterator[None]:
 
 
 def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """Yield the tensors in a result: itself, or those of a key-value cache and other objects."""
+    """Yield the tensors in a result: itself, or those inside a key-value cache and other objects."""
     if isinstance(value, _PLAIN) or id(value) in seen:
         return
     seen[id(value)] = value
@@ -357,7 +356,7 @@ def _signature(value: Any) -> Hashable:
 
 
 def _repeats(tensors: list[Tensor]) -> tuple[int, ...]:
-    """Return for each tensor the place where it is given first: the graph has it once."""
+    """Return for each tensor the index of its first occurrence: the graph has it once."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
 
@@ -383,11 +382,11 @@ class AttributeReads:
         self._tree = _tree(module)
         self._paths = _paths(module)
         self._values: dict[tuple[str, str], object] = {}
-        self._all_read = False  # code asked for the attributes as a whole
+        self._all_read = False  # code read the attributes as a whole
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Within, what any thread reads of the module counts as read."""
+        """Count any thread's reads of the module inside the block."""
         paths, values = self._paths, self._values
 
         def read(module: nn.Module, name: str) -> Any:
@@ -405,7 +404,7 @@ class AttributeReads:
             yield
 
     def alike(self, other: nn.Module) -> bool:
-        """Return whether the forward pass would read the same of another module, members and classes included."""
+        """Return whether the forward pass would read the same from another module, including members and classes."""
         if self._all_read or _tree(other) != self._tree:
             return False
         theirs = _paths(other)
@@ -441,7 +440,7 @@ class AttributeReads:
 
 
 def _bound(function: FunctionType) -> tuple[object, ...]:
-    """Return the values that a function computes with apart from its code: a factory makes another one for each
+    """Return the values that a function uses besides its code: a factory creates another function for each
     layer."""
     cells = []
     for cell in function.__closure__ or ():
@@ -457,7 +456,7 @@ def _paths(module: nn.Module) -> dict[int, str]:
 
 
 def _tree(module: nn.Module) -> list[tuple[str, type, tuple[str, ...]]]:
-    """Path, class and missing parameters and buffers of each member; one that has two paths appears once."""
+    """Return path, class and missing parameters and buffers of each member; one that has two paths appears once."""
     return [
         (
             path,
@@ -478,18 +477,18 @@ def in_pieces(
     limits: Sequence[float],
     compiled: Compile,
 ) -> Callable[..., Any] | None:
-    """Return a function that runs a forward pass in compiled pieces; None where it stays in one.
+    """Return a function that runs a forward pass in compiled pieces; None where it stays in one piece.
 
-    It stays where its parameters fill one bucket, and where a part of it runs without gradients, which a graph of
+    It does so where its parameters fill one bucket, and where a part of it runs without gradients, which a graph of
     operators does not show.
 
     Args:
         forward: Takes `tensors`, on the meta device, and returns tensors.
         tensors: The parameters and buffers, then the inputs.
         weights: How many of them are parameters and buffers.
-        limits: Bytes of the first bucket and of all later ones, as `limits_of` of
-            `featurize.training.rank` makes them.
-        compiled: Compiles a function of which this many first arguments are parameters and buffers.
+        limits: Bytes of the first bucket and of all later ones, as returned by `limits_of` of
+            `featurize.training.rank`.
+        compiled: Compiles a function whose first arguments, of the given number, are parameters and buffers.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.passes.split_module import split_module
@@ -523,20 +522,20 @@ def in_pieces(
 
 
 def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]) -> dict[Node, int]:
-    """Return the piece in which each operator runs, from 0, the first one.
+    """Return the piece in which each operator runs; 0 is the first piece.
 
     From the last operator backwards, a piece takes operators until the parameters that they read reach the limit.
 
     Args:
         graph: The graph of one forward pass.
         sizes: Input of the graph that holds a parameter with a gradient -> its bytes.
-        limits: Bytes of the last piece's parameters, and of all others'.
+        limits: Bytes of the parameters of the last piece, and of all others.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     place = {node: number for number, node in enumerate(graph.nodes)}
     of_reader: dict[Node, list[Node]] = {}
     for node in nodes:
-        # A weight's transpose and its cast go with the product that reads them.
+        # A weight's transpose and its cast belong to the piece of the product that reads them.
         reader = node
         while _only_of_weights(reader, sizes) and reader.users:
             reader = min(reader.users, key=place.__getitem__)
@@ -554,7 +553,7 @@ def piece_of_nodes(graph: Graph, sizes: dict[Node, int], limits: Sequence[float]
             filled += sum(sizes.get(source, 0) for source in node.all_input_nodes)
             from_last[node] = number
             members.add(node)
-    if number and not filled:  # operators without parameters before the first one
+    if number and not filled:  # operators without parameters before the first piece
         from_last = {node: min(piece, number - 1) for node, piece in from_last.items()}
         number -= 1
     return {node: number - piece for node, piece in from_last.items()}
@@ -566,7 +565,7 @@ def _only_of_weights(node: Node, sizes: dict[Node, int]) -> bool:
 
 
 class _Piece(nn.Module):
-    """One compiled piece. Its parameters come first, as AOTAutograd wants them."""
+    """One compiled piece. Its parameters come first, as AOTAutograd expects."""
 
     def __init__(self, graph: nn.Module, order: list[int], weights: int, compiled: Compile) -> None:
         super().__init__()
@@ -579,7 +578,7 @@ class _Piece(nn.Module):
 
 
 class _GradModes(TorchDispatchMode):
-    """Notices operators that run without gradients."""
+    """Detects operators that run without gradients."""
 
     without_gradients = False
 
@@ -590,7 +589,7 @@ class _GradModes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """Within, `torch.utils.checkpoint.checkpoint` of either variant runs its function once and marks what it runs."""
+    """Make `torch.utils.checkpoint.checkpoint` of either variant run its function once and mark its operators."""
     from torch._functorch import partitioners
 
     numbers = itertools.count()
@@ -617,7 +616,7 @@ def marked() -> Iterator[None]:
         # From 2.15 on `checkpoint` calls the newer one, whose settings have names.
         replaced(library, newer if hasattr(library, newer) else name, without_hooks),
         replaced(library, "CheckpointFunction", Reentrant),
-        # Keeps the state of a GPU's random numbers, some bytes, and knows no meta tensors.
+        # Saves the state of a GPU's random numbers, some bytes, and does not support meta tensors.
         replaced(
             partitioners, "functionalize_rng_ops", lambda _joint, forward, backward, _symbols: (forward, backward)
         ),
@@ -627,13 +626,13 @@ def marked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _computed_again(number: int, context_fn: Callable[[], tuple[Any, Any]]) -> Iterator[None]:
-    """Mark the nodes that are captured within. A selective checkpoint's own mode says which of them are saved."""
+    """Mark the nodes that are captured inside. A selective checkpoint's own mode decides which of them are saved."""
     from torch.fx import traceback
 
     mode, _ = context_fn()
     if hasattr(mode, "ac_graph_id"):
         mode.ac_graph_id = number
-    with traceback.preserve_node_meta():  # which restores the marks in the end
+    with traceback.preserve_node_meta():  # it restores the marks in the end
         traceback.current_meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=number)
         with mode:
             yield

@@ -3,14 +3,14 @@
 Start reading at `GraphReplay`; `featurize.recording.compiled` captures the graphs. Inductor writes its kernels for the
 target GPU, so four rules approximate what it fuses:
 
-1. Matrix products, convolutions, attention and all operators that no rule names are kernels of their own.
-2. A pointwise result has memory only where such a kernel, the graph's output or a write needs it, or where it reads
+1. Matrix products, convolutions, attention and all operators that no rule mentions are kernels of their own.
+2. A pointwise result gets memory only where such a kernel, the graph's output or a write needs it, or where it reads
    more buffers than Inductor inlines. Otherwise its consumers compute it from the buffers that it reads.
-3. A reduction's result always has memory, and so has what is gathered; what it is gathered from need not.
-4. A buffer is freed after its last reader. A fused kernel's result takes over a buffer of its size that ends there.
+3. A reduction's result always gets memory, and so does the result of a gather; its input need not.
+4. A buffer is freed after its last reader. A fused kernel's result reuses a buffer of its size that ends there.
 
-Values that `fused_groups` puts together are one kernel, which reads each buffer once: the rules of Inductor's
-scheduler, on sizes alone (torch/_inductor/scheduler.py: `fuse_nodes`,
+Values that `fused_groups` combines are one kernel, which reads each buffer once: the rules of Inductor's
+scheduler, based on sizes alone (torch/_inductor/scheduler.py: `fuse_nodes`,
 `can_fuse`; torch/_inductor/codegen/simd.py: `SIMDScheduling.can_fuse`).
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from featurize.recording.block_record import CudaGraphs
     from featurize.recording.recorder import Recorder
 
-# torch/_inductor/config.py: realize_reads_threshold, of a value with several readers; realize_acc_reads_threshold.
+# torch/_inductor/config.py: realize_reads_threshold, for a value with several readers; realize_acc_reads_threshold.
 _MOST_READS_SHARED = 4
 _MOST_READS = 8
 _INPUT, _VIEW, _INLINE, _KERNEL, _EXTERN = "input", "view", "inline", "kernel", "extern"
@@ -45,14 +45,14 @@ _SPLIT_FROM = 8192
 
 
 class GraphReplay:
-    """A forward or backward graph, called as AOTAutograd calls what a backend compiled: one list, which is emptied."""
+    """A forward or backward graph, called as AOTAutograd calls a backend's result: with one list, which is emptied."""
 
     _boxed_call = True
 
     def __init__(
         self, graph_module: GraphModule, recorder_now: Callable[[], Recorder | None], graphs: CudaGraphs | None
     ) -> None:
-        """`recorder_now` returns the recorder of what runs; `graphs`: what it runs as, where that is CUDA graphs."""
+        """`recorder_now` returns the current recorder; `graphs`: the CUDA graphs that it runs as, if it does."""
         self._constants = graph_module
         self._recorder_now, self._graphs = recorder_now, graphs
         self._nodes = list(graph_module.graph.nodes)
@@ -62,10 +62,10 @@ class GraphReplay:
         self._schedule_kernels()
 
     def _schedule_kernels(self) -> None:
-        """Decide what has memory, what each kernel reads and which values end with it."""
+        """Decide which values have memory, what each kernel reads and which values end with it."""
         self._roles = {node: _role(node) for node in self._nodes}
         self._bases: dict[Node, Node] = {}  # value -> the one whose memory it shares
-        self._views: dict[Node, list[Node]] = {}  # the other way round
+        self._views: dict[Node, list[Node]] = {}  # the reverse
         users: dict[Node, set[Node]] = {node: set() for node in self._nodes}
         for node in self._nodes:
             role, sources = self._roles[node], node.all_input_nodes
@@ -78,8 +78,8 @@ class GraphReplay:
             for source in sources if role in (_EXTERN, "output") else sources[:1] if writes else ():
                 if self._roles[self._bases[source]] == _INLINE:
                     self._roles[self._bases[source]] = _KERNEL
-        # What a value is computed from: buffers alone. In order, since what reads too many becomes a buffer itself.
-        self._reads: dict[Node, dict[Node, None]] = {}  # without order, two replays would free in different ones
+        # The buffers from which a value is computed. In order, since a value with too many becomes a buffer itself.
+        self._reads: dict[Node, dict[Node, None]] = {}  # without order, two replays would free in different orders
         last: dict[Node, Node] = {}
         for node in self._nodes:
             if self._roles[node] in (_INPUT, _VIEW):
@@ -117,17 +117,17 @@ class GraphReplay:
         if self._roles[node] == _EXTERN or fused_part(_name(node)) == SCATTER:
             return Work(places=0, fusible=False, reads=reads, makes=self._made(node))
         places = _elements(node)
-        whole = _elements(node.all_input_nodes[0]) if _reduces(node) and node.all_input_nodes else places
+        reduced = _elements(node.all_input_nodes[0]) if _reduces(node) and node.all_input_nodes else places
         return Work(
             places=places,
-            depth=max(1, whole // max(1, places)),
+            depth=max(1, reduced // max(1, places)),
             trailing=_reduces_last(node),
             reads=reads,
             makes=self._made(node),
         )
 
     def _made(self, node: Node) -> tuple[Node, ...]:
-        """Return the buffers that a kernel makes or changes; each of several results is one."""
+        """Return the buffers that a kernel writes; each of several results is one."""
         parts = (user for user in node.users if user.target is operator.getitem and self._roles[user] == _INPUT)
         return (self._bases[node], *parts)
 
@@ -135,7 +135,7 @@ class GraphReplay:
         recorder, graphs = self._recorder_now(), self._graphs
         if recorder is None or graphs is None:
             return self._run(args)
-        stays = recorder.memory.stays  # no name for the copied ones: it would keep them for as long as the graph runs
+        stays = recorder.memory.stays  # copied inputs get no name: it would keep them alive while the graph runs
         copied = recorder.log.copied(
             [argument for argument in args if isinstance(argument, Tensor) and not stays(argument)]
         )
@@ -177,7 +177,7 @@ class GraphReplay:
         sources = [base for base in self._reads[node] if isinstance(values.get(base), Tensor)]
         inputs = [values[base] for base in sources]
         first = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
-        if first is None and inputs and _name(node) in GATHERS:  # from what is computed on the way, place by place
+        if first is None and inputs and _name(node) in GATHERS:  # from values that the same kernel computes
             first = max(inputs, key=lambda tensor: tensor.numel())
         if _mutates(node):
             values[node] = made = first
@@ -222,7 +222,7 @@ class GraphReplay:
         return None
 
     def _keep(self, node: Node, result: Any, values: dict[Node, Any]) -> None:
-        """Hold each of several results until its own end."""
+        """Keep each of several results until its own end."""
         if isinstance(result, tuple | list):
             for user in node.users:
                 place = user.args[1] if user.target is operator.getitem else None
@@ -240,7 +240,7 @@ class GraphReplay:
 
 @dataclass
 class _Noted:
-    """A kernel of several values: its place among the recorder's operators, and what it has read or made so far."""
+    """A kernel of several values: its index among the recorder's operators, and what it has read or computed so far."""
 
     operator: int | None = None
     buffers: set[Node] = field(default_factory=set)
@@ -257,7 +257,7 @@ def _reduces(node: Node) -> bool:
 
 
 def _reduces_last(node: Node) -> bool:
-    """Return whether a reduction is over the last dimensions of what it reduces."""
+    """Return whether a reduction is over the last dimensions of its input."""
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if not _reduces(node) or dims is None or dims == []:
         return True
@@ -275,7 +275,7 @@ def _role(node: Node) -> str:
     if node.op == "output":
         return "output"
     if node.target is operator.getitem:
-        source = node.args[0]  # other results are set with the operator that makes them
+        source = node.args[0]  # other results are set with the operator that returns them
         return _VIEW if isinstance(source, torch.fx.Node) and _role(source) == _VIEW else _INPUT
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -293,8 +293,8 @@ def _role(node: Node) -> str:
 
 
 def _into_constant(node: Node) -> bool:
-    """Return whether one number is scattered into one place of each row of a constant, as the gradient of a loss of
-    class indices is. Inductor compares each place with the index instead (torch/_inductor/fx_passes/joint_graph.py:
+    """Return whether one number is scattered into one element of each row of a constant, as in the gradient of a loss
+    of class indices. Inductor compares each element with the index instead (torch/_inductor/fx_passes/joint_graph.py:
     scatter_upon_const_tensor)."""
     if len(node.args) < 4 or isinstance(node.args[3], torch.fx.Node):
         return False
@@ -332,11 +332,11 @@ class Work:
     """One kernel, in the order in which the graph computes its values.
 
     places    elements of its result, or rows that it reduces
-    depth     elements that each of them is reduced from; 1 of what reduces nothing
+    depth     elements that each of them is reduced from; 1 without a reduction
     trailing  the reduced dimensions are the last ones, so that pointwise work on the same rows can join
-    fusible   False: a product, convolution, attention or a call of a library
+    fusible   False: a product, convolution, attention or a library call
     reads     buffers that it reads
-    makes     buffers that it makes or changes
+    makes     buffers that it writes
     """
 
     places: int
@@ -353,21 +353,23 @@ class _Group:
 
     members: list[int] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
-    after: int = 0  # bits of the groups that have to run before, directly or not
+    after: int = 0  # bits of the groups that must run before, directly or indirectly
 
 
 def fused_groups(kernels: Sequence[Work]) -> list[tuple[int, ...]]:
     """Return which of the kernels run as one, each group in order.
 
-    A kernel joins the group with which it shares a buffer, if they iterate over the same places and no other kernel
-    has to run between them. Of several groups it joins the one that shares most.
+    A kernel joins the group with which it shares a buffer, if they iterate over the same elements and no other kernel
+    must run between them. Of several groups, it joins the one with which it shares most.
     """
     groups: list[_Group] = []
     made_by: dict[Hashable, int] = {}
-    of_buffer: dict[Hashable, dict[int, None]] = {}  # groups that read or make it
+    of_buffer: dict[Hashable, dict[int, None]] = {}  # groups that read or write it
     for index, kernel in enumerate(kernels):
         waits_for = [made_by[buffer] for buffer in kernel.reads if buffer in made_by]
-        waits_for += [group for buffer in kernel.makes for group in of_buffer.get(buffer, ())]  # what it changes
+        waits_for += [
+            group for buffer in kernel.makes for group in of_buffer.get(buffer, ())
+        ]  # buffers that it changes
         before = sum(1 << group for group in set(waits_for))
         shared: Counter[int] = Counter()
         for buffer in dict.fromkeys((*kernel.reads, *kernel.makes)):
@@ -387,16 +389,16 @@ def fused_groups(kernels: Sequence[Work]) -> list[tuple[int, ...]]:
 
 def _joins(kernel: Work, place: int, groups: Sequence[_Group], before: int) -> bool:
     """Return whether a kernel can run within a group: nothing that it waits for waits for the group."""
-    group, here = groups[place], 1 << place
-    # What the group iterates over is its reduction's rows and depth, where it has one.
+    group, bit = groups[place], 1 << place
+    # A group with a reduction iterates over its rows and depth.
     leader = next((work for work in group.work if work.depth != 1), group.work[0])
     if len(group.members) >= MAX_FUSED or not _same_places(kernel, leader) or _waits_for_whole(kernel, group):
         return False
-    return not any(groups[group_index].after & here for group_index in _bit_places(before & ~here))
+    return not any(groups[group_index].after & bit for group_index in _bit_places(before & ~bit))
 
 
 def _waits_for_whole(kernel: Work, group: _Group) -> bool:
-    """Return whether a kernel of many elements needs the one value that a group reduces many to."""
+    """Return whether a kernel of many elements needs the one value to which a group reduces many."""
     if kernel.places * kernel.depth == 1 or not any(
         work.places == 1 and work.depth > _SPLIT_FROM for work in group.work
     ):
@@ -410,18 +412,18 @@ def _same_places(work: Work, other: Work) -> bool:
     if work.depth != 1 and other.depth != 1:
         return False
     pointwise, reduction = (work, other) if work.depth == 1 else (other, work)
-    whole = reduction.places * reduction.depth
-    return pointwise.places == reduction.places or (reduction.trailing and pointwise.places == whole)
+    elements = reduction.places * reduction.depth
+    return pointwise.places == reduction.places or (reduction.trailing and pointwise.places == elements)
 
 
 def _join(groups: list[_Group], place: int, index: int, kernel: Work, before: int) -> None:
-    group, here = groups[place], 1 << place
+    group, bit = groups[place], 1 << place
     group.members.append(index)
     group.work.append(kernel)
-    for group_index in _bit_places(before & ~here):
+    for group_index in _bit_places(before & ~bit):
         group.after |= 1 << group_index | groups[group_index].after
     for other in groups:
-        if other.after & here:
+        if other.after & bit:
             other.after |= group.after
 
 

@@ -1,6 +1,6 @@
 """The trace of a deep model from those of two shallow ones, which differ in one period of its repeated blocks.
 
-Start reading at `deeper`; `with_blocks` makes the shallow models, where `alike_blocks` says that there are some.
+Start reading at `deeper`; `with_blocks` makes the shallow models, if `alike_blocks` finds repeated blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Item(NamedTuple):
 
     exact    the properties that interchangeable records share
     loose    the same, without those that may grow with depth
-    numbers  counts and places, which grow evenly with depth
+    numbers  counts and indices, which grow evenly with depth
     """
 
     exact: Hashable
@@ -46,7 +46,7 @@ class _Made(NamedTuple):
 
     counterpart  index of the corresponding record in the longer trace
     twin         index of the same record in the shallow trace; None for a repeated one
-    numbers      its own counts and places
+    numbers      its own counts and indices
     """
 
     counterpart: int
@@ -55,19 +55,19 @@ class _Made(NamedTuple):
 
 
 def deeper(shallow: StepTrace, longer: StepTrace, times: int) -> StepTrace:
-    """Return the trace of a model with `times` periods of layer blocks more than the shallow one.
+    """Return the trace of a model with `times` more periods of layer blocks than the shallow one.
 
-    What the longer trace has beyond the shallow one repeats what stands before it: that part is repeated, with new
-    memory blocks, and each place of something else moves by as much as it did from the first trace to the second.
+    The part that only the longer trace has repeats the part before it: it is repeated further, with new memory
+    blocks, and each other index moves by as much as it did from the first trace to the second.
     The sources of operators are left out.
 
     Args:
         shallow: Trace of a few blocks.
-        longer: Trace of one period of blocks more.
+        longer: Trace of the model with one more period of blocks.
         times: Periods beyond the shallow one; 1 returns the longer trace.
 
     Raises:
-        CannotDeepen: What was added does not repeat, or memory would be given back that nobody took.
+        CannotDeepen: The added part does not repeat, or memory would be freed that was not allocated.
     """
     module = functools.cache(functools.partial(_NUMBER.sub, "*"))
     events, blocks = _memory(shallow, longer, module, times)
@@ -89,7 +89,7 @@ def _move(first: int, second: int, times: int) -> int:
 def _memory(
     shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int
 ) -> tuple[list[Event], list[Block]]:
-    """Return the deep trace's events, and its blocks: numbered in the order in which they are taken."""
+    """Return the deep trace's events, and its blocks, numbered in the order of allocation."""
 
     def items(trace: StepTrace) -> list[_Item]:
         made = []
@@ -151,8 +151,8 @@ def _operators(shallow: StepTrace, longer: StepTrace, module: Callable[[str], st
 
 
 def _launches(operator: Operator) -> int:
-    """Return the kernels of a for-each operator, which grow in jumps, by its own rule; 0 where its tensors are in no
-    lists of the same shapes."""
+    """Return the number of kernels of a for-each operator, which grows in jumps, by its own rule; 0 where its tensors
+    are not in lists of the same shapes."""
     shapes = operator.input_shapes
     for lists in range(5, 0, -1):  # parameters, gradients, state, ...
         count, rest = divmod(len(shapes), lists)
@@ -170,7 +170,7 @@ def _shapes(
 
 def _collectives(shallow: StepTrace, longer: StepTrace, module: Callable[[str], str], times: int) -> list[Collective]:
     def items(trace: StepTrace) -> list[_Item]:
-        # What runs next distinguishes gathers of the forward pass from those of the backward pass.
+        # The next operator distinguishes gathers of the forward pass from those of the backward pass.
         names = [
             (operator.name, operator.phase, module(operator.module), operator.recomputed)
             for operator in trace.operators
@@ -204,7 +204,7 @@ def _extend(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> li
     """
     first, second = ([*(item.exact for item in items), None] for items in (firsts, seconds))
     made: list[_Made] = []
-    numbers: dict[int, tuple[int, ...]] = {}  # place in the longer trace -> of the first one made of it
+    numbers: dict[int, tuple[int, ...]] = {}  # index in the longer trace -> numbers of its first copy
     place = other = alike = 0
     while other < len(seconds):
         is_same = first[place] == second[other]
@@ -216,8 +216,8 @@ def _extend(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> li
             made.append(_Made(other, place, numbers[other]))
             place, other, alike = place + 1, other + 1, alike + is_same
             continue
-        # The last block's numbers, such as when a collective is waited for, are its own: what is repeated is the one
-        # before, as far as it continues alike.
+        # The last block's numbers, such as when a collective is waited for, are its own: the block before it is
+        # repeated, as far as it continues alike.
         back = 0
         while back < min(alike, added, other - added) and second[other - back - 1] == second[other - back - 1 - added]:
             back += 1
@@ -242,7 +242,7 @@ def _extend(firsts: Sequence[_Item], seconds: Sequence[_Item], times: int) -> li
 
 def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, other: int) -> int:
     """Return how many items of the longer trace repeat those before them, so that the two, whose ends are items too,
-    continue alike for the longest time; 0: there is no such number."""
+    continue alike for as long as possible; 0: there is no such number."""
 
     def alike(size: int) -> int:
         pairs = zip(first[place:], second[other + size :], strict=False)
@@ -259,7 +259,7 @@ def _period(first: Sequence[Hashable], second: Sequence[Hashable], place: int, o
 
 
 def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
-    """Return a model on the meta device, which nobody else holds. None where its copy would lose what a trace notes."""
+    """Return a new model on the meta device. None where its copy would lose what a trace notes."""
     model = attention.building(lambda: build_on_meta(factory))
     return None if remarks(model) or compiled_modules(model) else on_meta(model)
 
@@ -267,7 +267,7 @@ def built_to_shorten(factory: Callable[[], nn.Module]) -> nn.Module | None:
 def alike_blocks(model: nn.Module) -> int:
     """Return the number of repeated blocks; 0 where they are not all alike, or not in one container.
 
-    Blocks are alike that are printed alike, and whose parameters and buffers have the same names, shapes, types and
+    Blocks are alike if they print alike, and their parameters and buffers have the same names, shapes, types and
     need of gradients. No two share a parameter.
     """
     blocks = repeated_blocks(model)
@@ -287,10 +287,10 @@ def alike_blocks(model: nn.Module) -> int:
 
 
 def with_blocks(model: nn.Module, count: int) -> nn.Module:
-    """Return a copy with the first `count` repeated blocks. The original is left as it is.
+    """Return a copy with the first `count` repeated blocks. The original is not changed.
 
     Args:
-        model: One of which `alike_blocks` returns a number.
+        model: One for which `alike_blocks` returns a number.
         count: Largest number of blocks.
     """
     short = on_meta(model)
@@ -298,10 +298,10 @@ def with_blocks(model: nn.Module, count: int) -> nn.Module:
     container = container_of(short, blocks)
     assert container is not None, "blocks are in one container"
     left_out = {id(block) for block in blocks[count:]}
-    kept = {name: child for name, child in container._modules.items() if id(child) not in left_out}
+    children = {name: child for name, child in container._modules.items() if id(child) not in left_out}
     if not isinstance(container, nn.ModuleDict):
-        kept = {str(place): child for place, child in enumerate(kept.values())}
-    container._modules = kept
+        children = {str(place): child for place, child in enumerate(children.values())}
+    container._modules = children
     return short
 
 

@@ -1,7 +1,7 @@
-"""Sees a training step happen on meta tensors: every operator below autograd, every storage's first sight and end.
+"""Observes a training step on meta tensors: each operator below autograd, and each storage from first use to its end.
 
 Start reading at `Recorder.__torch_dispatch__`; `featurize.trace.tracer` runs the step, and the record is in
-`featurize.recording.block_record`. Most operators run only once (`meta_result`): its result depends on its
+`featurize.recording.block_record`. Most operators run only once (`meta_result`): their results depend on their
 arguments' shapes alone, half of PyTorch's meta kernels are written in Python and take 0.1 ms and more, and a step
 repeats the same few hundred calls over and over.
 """
@@ -36,8 +36,8 @@ _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
 _Layout: TypeAlias = tuple[torch.Size, tuple[int, ...]]  # size and stride
-# Operators whose results lie as their tensors do where these all lie alike and contiguously. As of pointwise ones, the
-# size decides nothing else.
+# Operators whose results have their tensors' layout where these all have the same contiguous one. As for pointwise
+# operators, the size decides nothing else.
 _KEEP_LAYOUT = frozenset(
     f"aten::{name}"
     for name in (
@@ -62,17 +62,17 @@ class _Uncached(Exception):
     """An argument whose influence on the result is not known."""
 
 
-# Of all traces of the process: those of one family, or of one model at several sizes, run many of the same calls.
+# For all traces of the process: those of one family, or of one model at several sizes, run many of the same calls.
 _known: dict[tuple[Any, ...], object] = {}
-_MOST_KNOWN = 20_000  # some 20 MB
+_MOST_KNOWN = 20_000  # about 20 MB
 
 
 def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return `func(*args, **kwargs)`, below autograd, of an operator that is not a view. New tensors are remembered,
-    and that an operator returns its first argument. Raises what the operator raises."""
-    # In place, a for-each operator and a whole step of an optimizer have nothing to compute and nothing to return.
+    """Return `func(*args, **kwargs)`, below autograd, of an operator that is not a view. The layout of new tensors is
+    remembered, and that an operator returns its first argument. Raises what the operator raises."""
+    # An in-place for-each operator or a whole optimizer step has nothing to compute and nothing to return.
     if name.endswith("_") and name.startswith(MULTI_TENSOR) and all(t.is_meta for t in args[0]):
-        return None  # but of an optimizer's step counters, which are not on meta
+        return None  # except for an optimizer's step counters, which are not on meta
     if name in _FOREACH and all(t.is_meta and t.is_floating_point() for t in args[0]):
         # `empty_like` of a meta tensor is written in Python.
         return [
@@ -82,7 +82,7 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
     keeps = (torch.Tag.pointwise in func.tags or name in _KEEP_LAYOUT) and not name.endswith("_")
     layout = _common_layout(given) if keeps else None
     try:
-        # The default type decides where a call names none.
+        # The default type decides where a call specifies none.
         key = (func, torch.get_default_dtype(), _key(args, layout), _key(tuple(kwargs.items())) if kwargs else None)
     except _Uncached:
         if name == "aten::add_" and args[0].is_meta and isinstance(args[1], Tensor) and args[1].is_sparse:
@@ -131,7 +131,7 @@ def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tupl
 
 def _key(values: Iterable[Any], layout: _Layout | None = None) -> tuple[Any, ...]:
     """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently.
-    Of a layout that all tensors have, only the number of dimensions counts."""
+    If all tensors have `layout`, only its number of dimensions counts."""
     parts: list[Hashable] = []
     for value in values:
         kind = type(value)
@@ -155,11 +155,11 @@ def _key(values: Iterable[Any], layout: _Layout | None = None) -> tuple[Any, ...
 
 
 class _Spec(tuple[Any, ...]):
-    """Size, stride and type of a new tensor; of one that has the layout of all tensors of the call, its type alone."""
+    """Size, stride and type of a new tensor; if it has the layout of all tensors of the call, its type alone."""
 
 
 def _recipe(out: object, given: Iterable[Any], layout: _Layout | None) -> object:
-    """How to make such a result again; None where it must be run again."""
+    """Return how to make such a result again; None where the operator must run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
     inputs = list(tensors_in(given))
@@ -218,7 +218,7 @@ KERNEL = object()  # returned by `Recorder.among_ranks` for an operator that thi
 class Recorder(TorchDispatchMode):
     """Records one model's steps.
 
-    memory   the blocks that are taken and given back
+    memory   the blocks that are allocated and freed
     log      the operators that run
     stack    the module whose forward pass runs
     values   contents of tensors that models read
@@ -229,27 +229,28 @@ class Recorder(TorchDispatchMode):
         self.stack, self.memory, self.values = ModuleStack(model), BlockRecord(), Values()
         self.log = OperatorRecord(self.memory, self.stack)
         self.values.module_now = self.stack.now
-        # Runs what concerns other ranks, too, and returns `KERNEL` for the rest; None where PyTorch wraps nothing.
+        # Runs operators that concern other ranks, returns `KERNEL` for all others; None where PyTorch wraps nothing.
         self.among_ranks: Callable[..., object] | None = None
-        self.paused = False  # what runs is not recorded: it belongs to another rank
-        self.decided = 0  # operators whose results known values decided
+        self.paused = False  # operators are not recorded: they belong to another rank
+        self.decided = 0  # number of operators whose results known values decided
         self._cublas_threads: set[str] = set()
         self._held_alone = references_of_the_last_holder()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's compiler never sees this mode: no wrapper keeps it out, which costs 10 us an operator."""
+        """Tell torch's compiler, which never sees this mode, to add no wrapper against it: that costs 10 us an
+        operator."""
         return False
 
     # -- the caller's notes on the step
 
     def name_modules(self, model: nn.Module) -> None:
-        """Call modules by their paths within a model."""
+        """Refer to modules by their paths in a model."""
         self.stack.add(model)
 
     @contextlib.contextmanager
     def modules(self) -> Iterator[None]:
-        """While entered, the module whose forward pass runs is known."""
+        """Track the module whose forward pass runs, inside the block."""
         before = module_hooks.register_module_forward_pre_hook(self._entered)
         # Also where the forward pass raises: a checkpoint ends its recomputation that way, and continues.
         after = module_hooks.register_module_forward_hook(self._left, always_call=True)
@@ -262,23 +263,23 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Errors name their operator, and nothing is recorded."""
+        """Make errors name their operator, and record nothing, inside the block."""
         with replaced(self, "paused", True), self:
             yield
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Note blocks that exist before the first step."""
+        """Record blocks that exist before the first step."""
         held = meta_tensors(tensors)
         self.values.learn(held)
         self.memory.hold(held, kind)
 
     def new_batch(self, tensors: Sequence[Tensor]) -> None:
-        """Record that the step's batch is copied to the device, and then the last step's is freed."""
+        """Record that the step's batch is copied to the device, and that the previous step's batch is then freed."""
         self.values.learn(tensors, default=1)
         self.memory.new_batch(tensors)
 
     def made(self, tensor: Tensor, by: str) -> None:
-        """Note a tensor that something other than an operator made."""
+        """Record a tensor that something other than an operator created."""
         self.memory.see(tensor.untyped_storage(), "", (by, self.stack.now(), None))
 
     def begin_step(self, number: int, *, keep_operators: bool) -> None:
@@ -287,17 +288,17 @@ class Recorder(TorchDispatchMode):
         self.log.begin_step(keep_operators=keep_operators)
 
     def begin_phase(self, phase: str) -> None:
-        """Begin a phase. Before a forward pass, a loop reads the loss of the one before, and so waits for the GPU."""
+        """Begin a phase. Before a forward pass, a loop reads the previous step's loss, and so waits for the GPU."""
         self.memory.phase = phase
         if phase == "forward":
             self.memory.make_host_wait(len(self.memory.events))
 
     def stop(self) -> None:
-        """End the record: what dies from here on is not the step's doing."""
+        """End the record: memory that is freed from here on is not the step's."""
         self.memory.live.clear()
         self.values.forget()
 
-    # -- what happens
+    # -- operators and modules
 
     def _entered(self, module: nn.Module, _args: object) -> None:
         self.stack.enter(module)
@@ -306,7 +307,7 @@ class Recorder(TorchDispatchMode):
         self.stack.leave()
 
     def run(self, func: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Return the operator's results on meta tensors, and values where they are read back."""
+        """Return the operator's results on meta tensors, and values where the model reads them."""
         if traits.view:
             return func(*args, **kwargs)
         if traits.name == READ and self.memory.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
@@ -317,13 +318,13 @@ class Recorder(TorchDispatchMode):
             return decided
         out = meta_result(func, traits.name, args, kwargs)
         if self.among_ranks is not None and traits.name == "aten::empty":
-            return out  # a buffer of a wrapper, most likely: no model reads it
+            return out  # probably a buffer of a wrapper: no model reads it
         if traits.mutates or self.follows_values():
             self.values.follow(func, traits.name, args, kwargs, out, traits)
         return out
 
     def unrecorded(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Run an operator of which nothing is noted but its error."""
+        """Run an operator of which only an error is recorded."""
         traits = traits_of(func)
         try:
             if traits.takes_masks:
@@ -334,7 +335,7 @@ class Recorder(TorchDispatchMode):
             raise
 
     def follows_values(self) -> bool:
-        """Return whether values of what operators make may be asked for: not within an update."""
+        """Return whether values of operators' results may be read: not within an update."""
         return self.memory.phase != "optimizer"
 
     def __torch_dispatch__(
@@ -355,7 +356,7 @@ class Recorder(TorchDispatchMode):
         elif phase == "optimizer" and func is _READ and not args[0].is_meta:
             return func(*args)  # a step counter on the host
         traits = traits_of(func)
-        if traits.composite:  # runs below a tensor that wraps others, where autograd did not take it apart
+        if traits.composite:  # runs below a tensor that wraps others, where autograd did not decompose it
             with self:
                 return func.decompose(*args, **kwargs)
         try:
@@ -374,7 +375,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        """Note the tensors that an operator has read and made, and the memory that it took in addition."""
+        """Record the tensors that an operator has read and written, and the memory that it took in addition."""
         outputs, inputs = meta_tensors((out,)), meta_tensors(args)
         if kwargs:
             inputs += meta_tensors(kwargs.values())
@@ -386,7 +387,7 @@ class Recorder(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in memory.live:  # a constant that the model holds without registering it as a buffer
                 memory.see(storage, "buffer")
-        if isinstance(out, Tensor) and out.is_sparse:  # its indices may be those that it was given
+        if isinstance(out, Tensor) and out.is_sparse:  # its indices may be the given ones
             given = {t.untyped_storage()._cdata for t in inputs}
             outputs = [t for t in outputs if t.untyped_storage()._cdata not in given]
         fresh = False
@@ -399,7 +400,7 @@ class Recorder(TorchDispatchMode):
 
     def _take_workspaces(self, traits: Traits, module: str, calls: Iterable[LibraryCall]) -> None:
         for call in calls:
-            if call.kind == CUBLAS:  # its handles belong to threads, and keep what they took
+            if call.kind == CUBLAS:  # its handles are per thread, and keep their workspaces
                 thread = "backward" if self.memory.phase == "backward" else "forward"
                 if thread in self._cublas_threads:
                     continue
@@ -407,8 +408,8 @@ class Recorder(TorchDispatchMode):
             self.memory.take(0, "workspace", (traits.name, module, call))
 
 
-# Where autograd adds a second gradient into the first one's memory instead of making a third tensor, or keeps one. On a
-# GPU the engine adds in place where nothing else holds the first gradient (`accumulate` of
+# Where autograd adds a second gradient into the memory of the first instead of allocating a third tensor, or keeps one.
+# On a GPU, the engine adds in place where nothing else holds the first gradient (`accumulate` of
 # torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
 
 
@@ -418,7 +419,7 @@ def in_place_overload(
     """Return `aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else
     None. `alone` is the result of `references_of_the_last_holder`.
 
-    A sum within a node's own formula whose first operand nothing else holds is taken for one of the engine's.
+    A sum within a node's own formula whose first operand nothing else holds is assumed to be one of the engine's.
     """
     if func is not _ADD or kwargs or len(args) != 2 or not isinstance(args[1], Tensor) or torch.is_grad_enabled():
         return None
@@ -429,8 +430,8 @@ def in_place_overload(
 
 
 def taken_over(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
-    """Return a tensor that shares a sparse gradient's indices and values, which the engine, as it makes them the
-    parameter's, takes over on a GPU and copies under a dispatch mode (`accumulateGrad` of
+    """Return a tensor that shares a sparse gradient's indices and values: when the engine makes them the parameter's
+    gradient, it takes them over on a GPU and copies them under a dispatch mode (`accumulateGrad` of
     autograd/functions/accumulate_grad.h). None if this call of `func`, made during a backward pass, is not such a
     copy."""
     if func is not _CLONE or not args[0].is_sparse or torch.is_grad_enabled():
@@ -439,7 +440,7 @@ def taken_over(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
     return torch.sparse_coo_tensor(indices, values, args[0].shape, check_invariants=False)
 
 
-_use_count = operator.methodcaller("_use_count")  # which the stubs of torch leave out
+_use_count = operator.methodcaller("_use_count")  # not in torch's stubs
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:
@@ -448,19 +449,19 @@ def _references(tensor: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def references_of_the_last_holder() -> tuple[int, int] | None:
-    """Return the reference counts that a dispatch mode sees of a gradient that the engine alone holds, and of its
-    storage.
+    """Return the reference counts of a gradient that only the engine holds, and of its storage, as a dispatch mode
+    sees them.
 
-    Counted on a small graph, as they differ between releases; None in one that does not show it. Not for use within a
-    dispatch mode, where there is no autograd."""
-    seen = []
+    Counted on a small graph, as they differ between releases; None in a release that does not show it. Not for use
+    within a dispatch mode, where there is no autograd."""
+    counts = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             if func is _ADD:
-                seen.append(_references(args[0]))
+                counts.append(_references(args[0]))
             return func(*args, **(kwargs or {}))
 
     try:
@@ -472,11 +473,11 @@ def references_of_the_last_holder() -> tuple[int, int] | None:
                 torch.autograd.backward(outputs, ones)
     except AttributeError:  # a release that does not show it
         return None
-    return seen[0] if seen else None
+    return counts[0] if counts else None
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether its elements fill its memory without gaps or overlaps, in whatever order of dimensions."""
+    """Return whether the tensor's elements fill its memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for step, size in sorted(
         (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1

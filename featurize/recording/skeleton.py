@@ -1,9 +1,9 @@
-"""Models on the meta device: built without their memory, taken out of wrappers, their layer plan read off one pass.
+"""Models on the meta device: built without their memory, taken out of wrappers, their layer plan read from one pass.
 
 Start reading at `build_on_meta`. Constructors work with small real tensors (drop-path rates, index tables) and read
-them back, which a plain `with torch.device("meta")` forbids; only what is large, or a parameter, goes to meta here.
-`unwrapped` takes wrappers off a model: compiled ones, which `featurize.recording.compiled` follows, and parallel ones,
-which no trace does. `plan_of_module` lists the layers of any module.
+their values, which a plain `with torch.device("meta")` forbids; only large tensors and parameters go to meta here.
+`unwrapped` removes a model's wrappers: compiled ones, which `featurize.recording.compiled` traces, and parallel ones,
+which no trace models. `plan_of_module` lists the layers of any module.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from featurize.job.layers import Layer
 from featurize.operators.autocast import casting
 from featurize.recording.values import remember
 
-# Largest tensors, in elements, that a constructor gets as real memory. Those with chosen values may be index tables
-# that it reads back; nobody reads random or uninitialised ones, which are parameters to be.
+# Largest tensors, in elements, that a constructor gets as real memory. Those with specific values may be index tables
+# that it reads; random or uninitialised ones are future parameters, which are not read.
 _REAL_VALUES = 2**22
 _REAL_NOISE = 2**16
 _REAL_BUFFER = 2**20  # a larger one, such as each layer's own causal mask, goes to meta as soon as a module holds it
-# If a constructor reads a parameter back, the model is built again with parameters up to this size real until the end.
+# If a constructor reads a parameter, the model is built again with parameters up to this size real until the end.
 _REAL_PARAMETERS = 2**20
 
 _NOISE = {torch.empty, torch.empty_strided, torch.rand, torch.randn, torch.randint, torch.normal}
@@ -49,7 +49,7 @@ _FROM_DATA = {
     torch.tril_indices,
     torch.triu_indices,
 }
-# Fills that leave a meta tensor as it is. PyTorch's own meta kernels of them take up to 0.3 ms.
+# Functions that fill tensors and leave a meta tensor unchanged. PyTorch's own meta kernels of them take up to 0.3 ms.
 _INITIALISERS = {init.uniform_, init.kaiming_uniform_}  # those of PyTorch's own layers, with all arguments by name
 _FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_}
 
@@ -58,11 +58,11 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
     """Return the module that `factory()` makes, with every parameter and buffer on the meta device.
 
     Costs neither the memory nor the initialisation of the parameters: a model of 7 billion takes seconds and some MB.
-    Constructors may compute and read back tensors of their own; moves to a GPU inside the factory are left out. Ties
-    between parameters are kept. Modules that existed before the call are copied, not changed. Tensors that a module
-    keeps as plain attributes stay where they are, as they would in training. Lazy parameters stay lazy.
+    Constructors may compute with tensors of their own and read them; moves to a GPU inside the factory are ignored.
+    Ties between parameters are kept. Modules that existed before the call are copied, not changed. Tensors that a
+    module keeps as plain attributes stay on their device, as they would in training. Lazy parameters stay lazy.
 
-    A default device that the caller has set, and models that other threads build in the meantime, are not involved.
+    A default device that the caller has set, and models that other threads build at the same time, are not affected.
     Raises what the factory raises.
     """
     try:
@@ -77,25 +77,25 @@ def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 class BuiltOnMeta:
-    """A factory whose first model was built on meta already: `taken` returns it once, calls build new ones."""
+    """A factory whose first model is already built on meta: `taken` returns it once, calls build new ones."""
 
     def __init__(self, model: nn.Module, factory: Callable[[], nn.Module]) -> None:
         self._model: nn.Module | None = model
         self._factory = factory
 
     def __call__(self) -> nn.Module:
-        """Build another one."""
+        """Build a new model."""
         return self._factory()
 
     def taken(self) -> nn.Module | None:
-        """Return the model that was built, the first time; None later."""
+        """Return the built model at the first call; None later."""
         model, self._model = self._model, None
         return model
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy with every parameter and buffer on the meta device, ties kept; the original is untouched and
-    unread."""
+    """Return a copy with every parameter and buffer on the meta device, ties kept; the original is neither changed nor
+    read."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -113,7 +113,7 @@ _SEQUENCES = (list, tuple)
 
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors with a history that modules hold as plain attributes, or in a list or dict of theirs."""
+    """Yield tensors with a history that modules hold as plain attributes, or in a list or dict attribute."""
     for module in model.modules():
         for value in vars(module).values():
             held = value.values() if isinstance(value, dict) else value if isinstance(value, _SEQUENCES) else (value,)
@@ -127,9 +127,9 @@ def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:
     with parameters, _Construction():
         model = factory()
     if not isinstance(model, nn.Module):
-        return model  # the caller knows what it asked for and can say so
+        return model  # the caller knows what it requested and can report it
     real = any(not p.is_meta for p in model.parameters())
-    if real or not parameters.saw(model):  # made elsewhere, at least in part
+    if real or not parameters.saw(model):  # created elsewhere, at least in part
         return on_meta(model)
     emptied: dict[int, Tensor] = {}
     for module in model.modules():
@@ -142,14 +142,14 @@ def _build(factory: Callable[[], nn.Module], real_parameters: int) -> nn.Module:
 
 
 class _ParametersToMeta:
-    """While entered, parameters and large buffers that this thread's modules register become meta ones."""
+    """Turns parameters and large buffers that this thread's modules register into meta tensors, while entered."""
 
     def __init__(self, largest_real: int) -> None:
         self._largest_real = largest_real
         self._thread = threading.get_ident()
         self._made: dict[
             int, tuple[weakref.ref[nn.Parameter], nn.Parameter]
-        ] = {}  # one parameter given to two modules is one
+        ] = {}  # a parameter given to two modules is one parameter
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._hooks = contextlib.ExitStack()
 
@@ -159,7 +159,7 @@ class _ParametersToMeta:
         return seen is not None and seen() is model
 
     def __enter__(self) -> _ParametersToMeta:
-        # Annotated by torch as returning None: what a hook returns is registered in place of what it got.
+        # Annotated by torch as returning None: a hook's result is registered in place of its argument.
         on_parameter: Callable[..., Any] = self._parameter
         on_buffer: Callable[..., Any] = self._buffer
         for handle in (
@@ -198,7 +198,7 @@ class _ParametersToMeta:
 
 
 class _Construction(TorchFunctionMode):
-    """Small tensors on the CPU, large ones on meta, and what comes of both together on meta."""
+    """Puts small tensors on the CPU, large ones on meta, and results of both together on meta."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -227,13 +227,13 @@ class _Construction(TorchFunctionMode):
         given = (*args, *kwargs.values())
         if _some(given, _is_meta) and _some(given, _is_real):
             if _writes_into_real(func, args, kwargs):
-                return args[0]  # there are no values to write: it keeps its own
+                return args[0]  # there are no values to write
             args, kwargs = _all_meta(args), {key: _all_meta(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
 def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: int) -> Any:
-    """Make the tensor of a function that makes one: on the CPU up to `largest` elements, else on meta."""
+    """Run a function that creates a tensor: on the CPU up to `largest` elements, else on meta."""
     if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
     meant = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "generator")}
@@ -250,8 +250,8 @@ def _empty(tensor: Tensor) -> Tensor: ...
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """On meta: same shape, strides, kind, flags and attributes; of the values, those of small buffers, which models
-    read, are remembered beside it. Lazy ones stay lazy."""
+    """Return a meta tensor of the same shape, strides, kind, flags and attributes. The values of small buffers, which
+    models read, are remembered with it. Lazy ones stay lazy."""
     if is_lazy(tensor):
         made: Callable[..., Tensor] = type(tensor)  # type of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
@@ -262,12 +262,12 @@ def _empty(tensor: Tensor) -> Tensor:
     elif tensor.requires_grad and tensor.is_leaf:
         empty.requires_grad_()
     for name, value in vars(tensor).items():
-        setattr(empty, name, value)  # what optimizers and models mark parameters with
+        setattr(empty, name, value)  # marks that optimizers and models set on parameters
     return empty if isinstance(tensor, nn.Parameter) else remember(empty, tensor)
 
 
 def _writes_into_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an in-place function of a real tensor is given meta ones."""
+    """Return whether an in-place function of a real tensor is given meta tensors."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return in_place and bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
@@ -296,7 +296,7 @@ def _all_meta(value: Any) -> Any:
 
 
 def _names_a_gpu(device: object) -> bool:
-    """`cuda`, `cuda:1`, a device of that type or a bare index."""
+    """Return whether this is `cuda`, `cuda:1`, a device of that type or a bare index."""
     kind = device.type if isinstance(device, torch.device) else device.split(":")[0] if isinstance(device, str) else ""
     return kind == "cuda"
 
@@ -319,8 +319,8 @@ def remarks(model: nn.Module) -> tuple[str, ...]:
 
 
 def compiled_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the compiled modules, as they are in the `unwrapped` model. Ask before a copy is made: the
-    copy of a module that `nn.Module.compile` compiled is not compiled any more."""
+    """Return the paths of the compiled modules, as they are in the `unwrapped` model. Call it before a copy is made:
+    the copy of a module that `nn.Module.compile` compiled is no longer compiled."""
     if (inner := _compiled_inside(model)) is not None:
         return ("",)
     if (inner := _parallel_inside(model)) is not None:
@@ -347,13 +347,13 @@ _FUNCTIONS = (FunctionType, MethodType)
 
 
 def compiled_function(value: object) -> Callable[..., Any] | None:
-    """Return the function that torch.compile made this one of; None for what it did not make."""
+    """Return the function from which torch.compile made this one; None if it did not."""
     return getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, _FUNCTIONS) else None
 
 
 def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return the compiled functions among a module's attributes, as they were before. Methods are this module's own,
-    also in a copy."""
+    """Return the compiled functions among a module's attributes, in their original form. Methods are bound to this
+    module, also in a copy."""
     functions: dict[str, Callable[..., Any]] = {}
     for name, value in vars(module).items():
         if type(value) not in _FUNCTIONS or name == _COMPILED_CALL or (function := compiled_function(value)) is None:
@@ -367,7 +367,7 @@ def compiled_functions(module: nn.Module) -> dict[str, Callable[..., Any]]:
 def uncompiled_copy(module: nn.Module) -> nn.Module:
     """Return a copy of the module alone that is not compiled, with the same members."""
     inner = _compiled_inside(module)
-    return copy.copy(module if inner is None else inner)  # a copy leaves `nn.Module.compile` behind
+    return copy.copy(module if inner is None else inner)  # a copy does not keep `nn.Module.compile`
 
 
 _COMPILED_CALL = "_compiled_call_impl"  # attribute of nn.Module.compile
@@ -388,9 +388,9 @@ def _parallel_inside(module: nn.Module) -> nn.Module | None:
     return module.get_submodule("module") if isinstance(module, nn.DataParallel) else None
 
 
-SAMPLES = 2  # batch norm in training refuses a single value a channel
+SAMPLES = 2  # batch norm in training refuses a single value per channel
 
-# class -> kind; subclasses (timm has many) count as what they are derived from, others go by their own names.
+# class -> kind; subclasses (timm has many) count as their base class, others are named after themselves.
 _KIND_OF = {
     nn.Linear: "linear",
     nn.Conv2d: "conv2d",
@@ -431,7 +431,7 @@ _KIND_OF_NAME = {
     "MaxPool2dSame": "max_pool2d",
 }
 _WHOLE = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)  # also with an activation inside
-_SILENT = (nn.Identity, nn.Flatten, nn.Unflatten)  # hand their input through
+_SILENT = (nn.Identity, nn.Flatten, nn.Unflatten)  # pass their input on
 _CONVOLUTIONS = {F.conv1d: "conv1d", F.conv2d: "conv2d", F.conv3d: "conv3d"}
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
 _SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__iadd__}
@@ -440,11 +440,11 @@ _JOINS = {torch.cat, torch.concat}
 
 
 def plan_of_module(model: nn.Module, shape: Sequence[int]) -> list[Layer]:
-    """Return the layers that run for one sample of `shape`, in the order of the forward pass, on a model on meta.
+    """Return the layers that run for one sample of `shape`, in the order of the forward pass, for a model on meta.
 
-    A layer for each module without children, for what runs outside of these (attention, matrix products, sums of equal
-    shapes, joins), and one called `position` for the parameters that neither holds. Parameters are counted once;
-    FLOPs are those of linear layers, convolutions, attention and matrix products. The model is left in training mode.
+    There is a layer for each module without children, for each operation outside of these (attention, matrix products,
+    sums of equal shapes, joins), and one called `position` for the parameters of neither. Parameters are counted once;
+    FLOPs are those of linear layers, convolutions, attention and matrix products. The model stays in training mode.
     Raises what the forward pass raises.
     """
     reader = _Reader()
@@ -463,7 +463,7 @@ def _is_layer(module: nn.Module) -> bool:
         return False
     if next(module.children(), None) is not None:
         return isinstance(module, _WHOLE)
-    return not isinstance(module, nn.Sequential)  # an empty one hands its input through
+    return not isinstance(module, nn.Sequential)  # an empty one passes its input on
 
 
 def _kind(module: nn.Module) -> str:
@@ -476,12 +476,12 @@ def _kind(module: nn.Module) -> str:
 
 
 class _Reader(TorchFunctionMode):
-    """Collects layers while entered: of watched modules by their hooks, of the rest by the functions called."""
+    """Collects layers while entered: of watched modules by their hooks, of all else by the functions called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._plan: list[Layer | None] = []  # None: entered and not yet left
-        self._inside: list[list[int]] = []  # for each module being run: its place in the plan, FLOPs so far
+        self._plan: list[Layer | None] = []  # None: entered but not left
+        self._inside: list[list[int]] = []  # for each module that runs: its index in the plan, FLOPs so far
         self._counted: set[int] = set()  # parameters, by id
 
     def watch(self, module: nn.Module) -> tuple[Any, ...]:
@@ -528,7 +528,7 @@ class _Reader(TorchFunctionMode):
 def _price(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> tuple[str | None, int, tuple[Any, ...]]:
-    """Kind, FLOPs per sample and possible parameters of a call; kind None for what makes no layer of its own."""
+    """Return kind, FLOPs per sample and possible parameters of a call; kind None if it makes no layer of its own."""
     if func is F.linear or func in _CONVOLUTIONS:
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -540,9 +540,9 @@ def _price(
         return "attention", 2 * pairs * (query.shape[-1] + value.shape[-1]) // SAMPLES, ()
     if func in _PRODUCTS:
         return "matmul", 2 * output.numel() * args[0].shape[-1] // SAMPLES, ()
-    if func in _ADDED_PRODUCTS:  # transformers' Conv1D: a linear layer with its weight the other way round
+    if func in _ADDED_PRODUCTS:  # transformers' Conv1D: a linear layer with a transposed weight
         return "matmul", 2 * output.numel() * args[1].shape[-1] // SAMPLES, args
-    if func is F.multi_head_attention_forward:  # its own products are out of sight: [length, samples, width] tensors
+    if func is F.multi_head_attention_forward:  # its own products are hidden: [length, samples, width] tensors
         return "attention", _attention_flops(*args[:3]) // SAMPLES, (*args[5:9], *args[11:13], *kwargs.values())
     if func is torch.einsum:
         return "matmul", _einsum_flops(args) // SAMPLES, ()
@@ -563,7 +563,8 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def _einsum_flops(args: tuple[Any, ...]) -> int:
-    """Return the FLOPs of a contraction of two tensors, a multiply-add for each combination of indices; else 0."""
+    """Return the FLOPs of a contraction of two tensors, a multiply-add for each combination of indices; 0 for
+    others."""
     letters, tensors = args[0], args[1:] if isinstance(args[1], Tensor) else tuple(args[1])
     if not isinstance(letters, str) or "." in letters or len(tensors) != 2:
         return 0
@@ -575,7 +576,7 @@ def _einsum_flops(args: tuple[Any, ...]) -> int:
 
 
 def _elements(output: object) -> int:
-    """Per sample, of a tensor or of all in a sequence of them."""
+    """Return the elements per sample of a tensor, or of all tensors in a sequence."""
     if isinstance(output, Tensor):
         return -(-output.numel() // SAMPLES)
     return sum(map(_elements, output)) if isinstance(output, list | tuple) else 0

@@ -1,6 +1,6 @@
-"""Trace of a training step: its operators, its blocks of memory, when they are taken and given back.
+"""Trace of a training step: its operators, its memory blocks, when these are allocated and freed.
 
-Start reading at `StepTrace`; `featurize.trace.tracer` makes one, `featurize.recording.recorder` sees the step happen.
+Start reading at `StepTrace`; `featurize.trace.tracer` makes one, `featurize.recording.recorder` observes the step.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ BLOCK_KINDS = (
     "batch",
     "gradient",
     "optimizer_state",
-    "activation",  # made by a forward pass and needed by the backward
+    "activation",  # allocated in a forward pass and needed by the backward pass
     "temporary",
-    "workspace",  # taken by a kernel for its own run
+    "workspace",  # allocated by a kernel for its own run
 )
-# Further kinds, of jobs on several GPUs only.
-BUCKET = "bucket"  # gradients are reduced there
+# Further kinds, for jobs on several GPUs only.
+BUCKET = "bucket"  # gradients are reduced in it
 GATHERED = "gathered_parameter"  # gathered from all ranks' shards
 UNREDUCED = "unreduced_gradient"  # from a rank's own batch, for whole parameters
-COMMUNICATION = "communication_buffer"  # what is sent from, or received in
+COMMUNICATION = "communication_buffer"  # data to send, or received data
 MASTER = "master_weight"  # a rank's part of the parameters in fp32, which ZeRO's optimizer updates
 
 _LOOKUP = "aten::embedding"
@@ -51,20 +51,20 @@ class Operator(NamedTuple):
     bytes_read: int
     bytes_written: int
     launches: int  # kernels
-    module: str = ""  # path of the module that called it, in the backward pass of the one whose operator it derives
-    sources: tuple[int, ...] = ()  # indices of the operators that made its inputs; BATCH; -1: it was there before
-    recomputed: bool = False  # in the backward pass, what the forward pass computed already: a checkpoint
-    graphed: bool = False  # in a CUDA graph that an operator before it launches: the host launches nothing for it
+    module: str = ""  # path of the module that called it; in the backward pass, of the one whose gradient it computes
+    sources: tuple[int, ...] = ()  # indices of the operators that made its inputs; BATCH; -1: it existed before
+    recomputed: bool = False  # a checkpoint recomputes it in the backward pass
+    graphed: bool = False  # in a CUDA graph that an earlier operator launches: the host launches nothing for it
 
 
 def joined(kernel: Operator, other: Operator, place: int, leads: bool) -> Operator:
     """Return two operators that run as one kernel.
 
     Args:
-        kernel: The operator so far, at `place` among all.
-        other: What its kernel computes, too; `bytes_read` is what the kernel has not read yet.
-        place: Place of the operator.
-        leads: It is named after `other`, unless it looks up rows, which says how many there are.
+        kernel: The operator so far, with index `place`.
+        other: An operator that its kernel computes, too; `bytes_read` excludes what the kernel has already read.
+        place: Index of the operator.
+        leads: The kernel is named after `other`, unless it looks up rows, which tells how many there are.
     """
     looks_up = _LOOKUP in (kernel.name, other.name)
     first, second = (other, kernel) if other.name == _LOOKUP != kernel.name else (kernel, other)
@@ -75,7 +75,7 @@ def joined(kernel: Operator, other: Operator, place: int, leads: bool) -> Operat
         flops=kernel.flops + other.flops,
         bytes_read=kernel.bytes_read + other.bytes_read,
         bytes_written=kernel.bytes_written + other.bytes_written,
-        # What a later operator made is left out: an operator comes after all of its sources.
+        # Later operators' results are left out: an operator comes after all of its sources.
         sources=kernel.sources + tuple(source for source in other.sources if source < place),
         recomputed=kernel.recomputed and other.recomputed,
         graphed=kernel.graphed and other.graphed,
@@ -83,9 +83,9 @@ def joined(kernel: Operator, other: Operator, place: int, leads: bool) -> Operat
 
 
 class Event(NamedTuple):
-    """Memory taken (`nbytes` > 0) or given back (< 0), in order. `block` indexes `StepTrace.blocks`.
+    """Memory allocated (`nbytes` > 0) or freed (< 0), in order. `block` indexes `StepTrace.blocks`.
 
-    A workspace is one event of 0 bytes: how much the library takes at that moment is said by `Block.call`."""
+    A workspace is one event of 0 bytes: `Block.call` tells how much the library allocates at that moment."""
 
     block: int
     nbytes: int
@@ -94,16 +94,16 @@ class Event(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One storage, whatever number of views it has, or one library call's workspace."""
+    """One storage, with any number of views, or one library call's workspace."""
 
     nbytes: int
     kind: str
-    operator: str = ""  # operator that made it, empty for what the step began with
+    operator: str = ""  # operator that made it; empty for blocks that exist before the step
     module: str = ""  # path of the module that ran it
     call: LibraryCall | None = None  # a workspace's
-    pooled: bool = False  # it lies in the memory pool of CUDA graphs
-    stream: int = 0  # stream on which it is taken; one stream's memory is not given to another
-    kept_until: int = 0  # number of the event before which its memory is not used again, as another stream may use it
+    pooled: bool = False  # it is in the memory pool of CUDA graphs
+    stream: int = 0  # stream on which it is allocated; one stream's memory is not reused on another
+    kept_until: int = 0  # number of the event before which its memory is not reused, as another stream may use it
 
 
 class Collective(NamedTuple):
@@ -111,8 +111,8 @@ class Collective(NamedTuple):
 
     kind: str  # a name of featurize.timing.collectives.KINDS
     nbytes: int  # a rank's larger tensor: what is gathered, what is scattered
-    after: int  # number of the step's operators that come before: then it can begin
-    before: int  # number of those that do not wait for it
+    after: int  # number of the step's operators before it: then it can begin
+    before: int  # number of the operators that do not wait for it
     axis: str = ""  # the dimension of the mesh whose ranks take part; empty: all ranks
 
 
@@ -122,7 +122,7 @@ class StagePass(NamedTuple):
     phase: str  # forward or backward, of `PHASES`
     stage: int
     micro_batch: int
-    begin: int  # number of the step's operators that come before
+    begin: int  # number of the step's operators before it
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,10 @@ class PipelinePart:
 
     kinds    the kinds of all the pipeline's stages: stages of the same kind hold modules that are alike
     starts   paths of the modules at which all stages but the first begin
-    sent     bytes that each stage but the last one sends to the next of a micro-batch, and gets back
+    sent     bytes of a micro-batch that each stage but the last sends to the next, and receives back
     passes   passes of the rank's own stages, in their order
-    end      number of the step's operators before the end of the last one
-    groups   all ranks of the pipeline in groups; empty where one rank was asked for
+    end      number of the step's operators before the end of the last pass
+    groups   all ranks of the pipeline in groups; empty where one rank was requested
     """
 
     kinds: tuple[str, ...]
@@ -161,7 +161,7 @@ class RanksAlike:
 class BatchMix:
     """The steps of a trace whose batches have several shapes.
 
-    given     steps that were asked for
+    given     requested steps
     shapes    number of different batch shapes
     longest   index of the longest batch among the given ones: the one whose step needs the most memory
     order     index, among the given ones, of a batch of each step's shape
@@ -176,7 +176,7 @@ class BatchMix:
 @dataclass(frozen=True)
 class StepTrace:
     """`operators` of the last step; `events` of the set-up and all steps; `notes`: what the trace leaves out.
-    `collectives` of the last step, in the order in which they begin; none of a job on one GPU.
+    `collectives` of the last step, in the order in which they begin; empty for a job on one GPU.
 
     There are two steps on one batch, or the steps of `mix`, of which the last two are on the longest batch.
     """
@@ -187,15 +187,15 @@ class StepTrace:
     parameters: int  # elements
     parameter_bytes: int
     compute_capability: tuple[int, int] | None  # an NVIDIA GPU's
-    assumed: tuple[str, ...] = ()  # values that the model reads and only computing the step would show
-    notes: tuple[str, ...] = ()  # on parts of the model that the trace takes for others
+    assumed: tuple[str, ...] = ()  # assumptions about values that the model reads and only computing would give
+    notes: tuple[str, ...] = ()  # on parts of the model that the trace approximates
     mix: BatchMix | None = None
     # Calls of PyTorch's attention, whose kernels differ by GPU; 0: there is none; None: unknown.
     widest_head: int | None = None
     graph_input_bytes: int | None = None  # inputs that are copied into CUDA graphs; None: none run
     collectives: tuple[Collective, ...] = ()
     pipeline: PipelinePart | None = None  # the part of a rank that has only a part of the model
-    # Of steps without a loop's variables: how they go in a usual loop, where the trace shows it.
+    # For steps without a loop's variables: the order of events in a usual loop, where the trace shows it.
     in_a_loop: StepTrace | None = field(default=None, compare=False, repr=False)
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -203,8 +203,8 @@ class StepTrace:
         """Return the result of `compute` for this key, which is remembered.
 
         Args:
-            key: Everything besides the trace that the value depends on; a tuple that begins with the value's name.
-            compute: Returns the value, which nobody may change afterwards; a dict may be given further keys.
+            key: Everything besides the trace on which the value depends; a tuple that begins with the value's name.
+            compute: Returns the value, which must not be changed afterwards; further keys may be added to a dict.
         """
         if key not in self._computed:
             self._computed[key] = compute()
@@ -218,8 +218,8 @@ class StepTrace:
 
     @cached_property
     def graph_pool_bytes(self) -> int:
-        """Bytes that CUDA graphs may take beyond one memory pool for all: each of two keeps its own peak, and inputs
-        that are copied are there twice. 0 without graphs."""
+        """Bytes that CUDA graphs may take beyond one memory pool for all: each of two keeps its own peak, and copied
+        inputs exist twice. 0 without graphs."""
         if self.graph_input_bytes is None:
             return 0
         live, peaks, together = [0, 0], [0, 0], 0
@@ -245,13 +245,13 @@ class StepTrace:
 
     @property
     def cudnn_convolutions(self) -> tuple[ConvolutionSignature, ...]:
-        """Return the operations that cuDNN is asked for, each once, in their order."""
+        """Return the distinct operations that cuDNN runs, in their order."""
         signatures = (call.convolution for call in self.convolution_calls)
         return tuple(dict.fromkeys(signature for signature in signatures if signature is not None))
 
     def guessed_sizes(self, spec: DeviceSpec) -> dict[LibraryCall, int]:
-        """Return each distinct library call, and the bytes that it is taken to take on a GPU model. Models that agree
-        on these differ in a replay by their capacity alone."""
+        """Return each distinct library call, and the bytes that it is estimated to take on a GPU model. Models for
+        which these are equal differ in a replay by their capacity alone."""
         calls = (block.call for block in self.blocks if block.call is not None)
         return self.remembered(
             ("guessed sizes", guesses_of(spec)),
@@ -260,7 +260,7 @@ class StepTrace:
 
     @cached_property
     def peak_live_bytes(self) -> int:
-        """The most bytes alive at once, without any allocator's rounding and library's workspace."""
+        """Maximum of the bytes alive at once, without an allocator's rounding and library's workspace."""
         return sum(self.breakdown.values())
 
     @cached_property

@@ -1,7 +1,7 @@
-"""The values of small tensors, kept on the CPU beside their meta tensors, so that a model can read them back; batches.
+"""The values of small tensors, kept on the CPU with their meta tensors, so that a model can read them; batches.
 
 Start reading at `Values.follow`. A step on meta tensors has no values. Those of the batch, of buffers and of constants
-are known, and so is what operators make of them; model code asks for them (`if mask.all():`, `ids[mask]`). A batch is a
+are known, and so are operators' results from them; model code reads them (`if mask.all():`, `ids[mask]`). A batch is a
 model's arguments, positional (a tuple or a list) or by keyword (a mapping), with tensors anywhere in lists, tuples and
 mappings: `call`, `tensors_of`.
 """
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 LARGEST = 2**20  # elements up to which values are kept: masks, positions, a detector's anchors
 READ = "aten::_local_scalar_dense"
 NONZERO = torch.ops.aten.nonzero.default
-# What an operator fills a new tensor with that takes no more of its argument than the shape. `empty` has no values that
-# a correct model reads: anything will do.
+# Operators that create a tensor and use only the shape of their argument. A correct model reads no values of `empty`:
+# any values will do.
 _FILLED = {
     "aten::zeros_like": 0,
     "aten::ones_like": 1,
@@ -65,7 +65,7 @@ ONES = "whole numbers of {name} that were given without values are taken to be 1
 FINITE = "numbers that the step computes are taken to be finite where the model asks"
 # Of numbers that the step computes, only this is assumed: they are finite.
 _OF_FINITE = {"aten::isnan": False, "aten::isinf": False}
-# What an operator makes of truths that are the same at all places of each tensor.
+# Results of operators on truths that are equal in all elements of each tensor.
 _OF_TRUTHS: dict[str, Callable[[list[bool]], bool]] = {
     **dict.fromkeys(("aten::logical_not", "aten::bitwise_not"), lambda held: not held[0]),
     **dict.fromkeys(("aten::logical_and", "aten::bitwise_and", "aten::mul", "aten::all"), all),
@@ -75,11 +75,11 @@ _ABOUT_FINITE = frozenset({*_OF_FINITE, *_OF_TRUTHS, "aten::eq", "aten::ne"})
 
 
 class UnknownValue(RuntimeError):
-    """The model reads a value that only computing the step would show."""
+    """The model reads a value that only computing the step would give."""
 
 
 def name_tensor(tensor: Tensor, name: str) -> None:
-    """Say which input a tensor of the batch is."""
+    """Set the name of the input that a tensor of the batch is."""
     vars(tensor)["gpufarm_name"] = name
 
 
@@ -97,11 +97,11 @@ class _Unknown(Exception):
 class _Known(NamedTuple):
     """A storage on meta.
 
-    ref      to it, whose end ends this
+    ref      weak reference to it; the entry ends with it
     held     its values on the CPU; None: not known, or too many to keep
-    ours     `held` is ours alone to write to
-    truth    truth at all its places, however many they are; None: not known
-    source   input whose default the values are, or are made of
+    ours     `held` may be written to: only this refers to it
+    truth    truth in all its elements, however many they are; None: not known
+    source   input whose default the values are, or are computed from
     """
 
     ref: weakref.ref[torch.UntypedStorage]
@@ -117,19 +117,19 @@ class Values:
     def __init__(self) -> None:
         self.assumed: dict[str, None] = {}  # in the order in which the step needed them
         self.module_now: Callable[[], str] = str  # path of the module that runs
-        self.keeps_masked = False  # a mask that only computing the step would show keeps everything
+        self.keeps_masked = False  # a mask that only computing the step would give keeps everything
         self._said_of: set[str] = set()  # inputs whose defaults were read
         self._draws = 0
         self._known: dict[int, _Known] = {}
 
     def assume(self, text: str) -> None:
-        """Note an assumption of the step."""
+        """Record an assumption of the step."""
         self.assumed.setdefault(text)
 
-    # -- what is known
+    # -- known values
 
     def learn(self, tensors: Iterable[Tensor], *, default: int | None = None) -> None:
-        """Take in what was remembered of the tensors; whole numbers and truths of which nothing was count as
+        """Take the remembered values of the tensors; whole numbers and truths without any count as
         `default`."""
         for tensor in tensors:
             if not tensor.is_meta or tensor.is_sparse:
@@ -143,7 +143,7 @@ class Values:
 
     @contextlib.contextmanager
     def of_data(self) -> Iterator[None]:
-        """Within, what `torch.tensor` makes of plain data on meta is known: it comes from the host."""
+        """Make known what `torch.tensor` makes of plain data on meta, inside the block: it comes from the host."""
 
         def with_values(function: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
             @functools.wraps(function)
@@ -162,7 +162,7 @@ class Values:
 
             return call
 
-        # torch lists these functions once, for `with torch.device(...)`: not while others stand in their place.
+        # torch lists these functions once, for `with torch.device(...)`: not while they are replaced.
         if list_once := getattr(torch.utils._device, "_device_constructors", None):
             list_once()
         made_of_data = (torch, "tensor", 0), (torch, "as_tensor", 0), (Tensor, "new_tensor", 1)
@@ -186,8 +186,8 @@ class Values:
         return self._known.get(tensor.untyped_storage()._cdata)
 
     def decide(self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Return the result of an operator that values decide; `NotImplemented` if that is not known, or any other
-        operator. Raises `UnknownValue` where a number is read back."""
+        """Return the result of an operator that values decide; `NotImplemented` if it is not known, or for any other
+        operator. Raises `UnknownValue` where the model reads an unknown number."""
         if name not in DECIDED_BY_VALUES:
             return NotImplemented
         if name == "aten::_to_copy" and torch.device(kwargs.get("device") or "meta").type != "cpu":
@@ -213,7 +213,7 @@ class Values:
         return self._as_meta(out)
 
     def _default_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return the input whose default decides these arguments' values; empty where there is none."""
+        """Return the input whose default decides these arguments' values; empty if there is none."""
         tensors = (tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.is_meta)
         return next((known.source for tensor in tensors if (known := self._entry(tensor)) and known.source), "")
 
@@ -229,9 +229,9 @@ class Values:
         return f"module {module!r} ({line})" if line else f"module {module!r}"
 
     def without_masks(self, traits: Traits, args: tuple[Any, ...], nonzero: Callable[[Tensor], Any]) -> tuple[Any, ...]:
-        """Return the arguments of an indexing operator, each mask that is known replaced by the places where it is
+        """Return the arguments of an indexing operator, each known mask replaced by the indices at which it is
         true, as CUDA's kernels do before they index. `nonzero` runs that operator. Raises `UnknownValue` for another
-        mask, but where values are put into a tensor, or masks keep everything."""
+        mask, unless values are written into a tensor, or masks keep everything."""
         indices, put = args[1], "put" in traits.name
         if not any(isinstance(i, Tensor) and i.is_meta and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return args
@@ -247,18 +247,19 @@ class Values:
                 raise UnknownValue(_HOW_MANY)
         return args[0], places, *args[2:]
 
-    # -- what operators make of it
+    # -- operators' results
 
     def follow(
         self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, traits: Traits
     ) -> None:
-        """Note the results of an operator that is not a view, and forget what it overwrites with unknown numbers."""
+        """Record the results of an operator that is not a view, and forget values that it overwrites with unknown
+        ones."""
         if traits.mutates:
             self._follow_writes(func, args, kwargs, traits)
             return
         if name in _ABOUT_FINITE and self._follow_truths(name, args, out):
             return
-        first = next(tensors_in(args), None)  # nearly always it decides
+        first = next(tensors_in(args), None)  # nearly always sufficient
         unknown = name not in _FILLED and first is not None and first.is_meta and self._entry(first) is None
         if unknown and name != "aten::topk":
             return
@@ -289,7 +290,7 @@ class Values:
                 self._know(tensor, values, source=source)
 
     def forget(self) -> None:
-        """Nothing is known any more."""
+        """Forget all values."""
         self._known.clear()
 
     def _follow_writes(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], traits: Traits) -> None:
@@ -336,7 +337,7 @@ class Values:
                 torch.set_rng_state(state)
 
     def _follow_truths(self, name: str, args: tuple[Any, ...], out: object) -> bool:
-        """Return whether the result is a truth about finite numbers, which is then noted."""
+        """Return whether the result is a truth about finite numbers, which is then recorded."""
         truth = self._truth(name, args)
         if truth is None or not isinstance(out, Tensor):
             return False
@@ -349,7 +350,7 @@ class Values:
         return True
 
     def _truth(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """Return the result of an operator of `_ABOUT_FINITE` at all places; None where that is not known."""
+        """Return the result of an operator of `_ABOUT_FINITE`, equal in all elements; None where it is not known."""
         first = args[0]
         if not isinstance(first, Tensor) or not first.is_meta:
             return None
@@ -369,7 +370,7 @@ class Values:
         return _OF_TRUTHS[name](held) if len(held) == len(known) else None
 
     def _spread(self, indices: Tensor, args: tuple[Any, ...]) -> None:
-        """Row r of a choice of k among n takes k*r, k*r + 1, ... modulo n, as a router that is balanced does."""
+        """Give row r of a choice of k among n the indices k*r, k*r + 1, ... modulo n, as a balanced router does."""
         first = args[0]
         dim = args[2] if len(args) > 2 else -1
         if not first.dim() or dim not in (-1, first.dim() - 1) or not indices.numel():
@@ -385,7 +386,7 @@ class Values:
             self._know(kept, torch.ones(tensor.shape, dtype=torch.bool, device="cpu").nonzero())
         return kept
 
-    # -- on the CPU and back
+    # -- transfer to the CPU and back
 
     def _know(self, tensor: Tensor, values: Tensor, *, ours: bool = True, source: str = "") -> None:
         storage = tensor.untyped_storage()
@@ -418,7 +419,7 @@ class Values:
         return out
 
     def _on_cpu(self, value: Any) -> Any:
-        """Return arguments with the values of all tensors. Raises `_Unknown` where one has none."""
+        """Return arguments with the values of all tensors. Raises `_Unknown` if one has none."""
         if isinstance(value, Tensor):
             values = None if value.is_sparse else self.of(value)
             if values is None:
@@ -433,7 +434,7 @@ class Values:
 
 
 def _laid_out(held: torch.UntypedStorage, tensor: Tensor) -> Tensor:
-    """Return the tensor on the CPU that lies in `held` as `tensor` does in its storage."""
+    """Return the tensor on the CPU that has the place in `held` that `tensor` has in its storage."""
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -455,7 +456,7 @@ def call(model: nn.Module, inputs: Inputs) -> object:
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
-    """Return every tensor of a value, in order."""
+    """Yield every tensor of a value, in order."""
     return (tensor for _name, tensor in named_tensors(value))
 
 
@@ -472,7 +473,7 @@ def named_tensors(value: object, name: str = "") -> Iterator[tuple[str, Tensor]]
 
 
 def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
-    """Return the value with every tensor replaced by what `function` makes of it; mappings become plain ones."""
+    """Return the value with every tensor replaced by the result of `function`; mappings become plain ones."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -486,7 +487,7 @@ def mapped(value: object, function: Callable[[Tensor], Tensor]) -> object:
 
 
 def arguments(value: object) -> Inputs:
-    """Return a batch as arguments: one tensor is a single positional one."""
+    """Return a batch as arguments: a single tensor is one positional argument."""
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
     return tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -496,7 +497,7 @@ def shape_of(value: object) -> Hashable:
     """Return the properties that distinguish two batches for a trace: structure, shapes, types, and which masks are all
     ones.
 
-    Other values decide nothing of a step's memory in most models: two batches of token ids count as one.
+    Other values do not affect a step's memory in most models: two batches of token ids count as one.
     """
     if isinstance(value, Tensor):
         kind = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
@@ -527,7 +528,7 @@ def as_meta(tensor: Tensor) -> Tensor:
 
 def own_loss(output: object) -> Tensor | None:
     """Return the loss that a model's output holds: its `loss`, or the sum of a mapping of losses, as detectors return
-    while they train. None if there is none."""
+    in training. None if there is none."""
     held = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(held, Tensor):
         return held if held.dim() == 0 else held.mean()

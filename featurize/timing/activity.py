@@ -267,7 +267,7 @@ class Occupied:
     warps_per_sm: Any
     scale: Any
 
-    def converted(self, convert: Callable[[Any], Any]) -> Occupied:
+    def map_columns(self, convert: Callable[[Any], Any]) -> Occupied:
         """Return the same data as arrays of another library."""
         return Occupied(**{name: convert(column) for name, column in vars(self).items()})
 

@@ -19,7 +19,7 @@ from featurize.memory.replay import MemoryProfile, outside_mib, replay
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED, StepTrace
 from featurize.timing.activity import StepActivity
 from featurize.timing.collectives import collective_s, communicators_mib, fabrics_of, sent_bytes
-from featurize.timing.step_time import TimedStep, begin_moments_ms, delays_ms, overlapped, time_step
+from featurize.timing.step_time import TimedStep, begin_moments_ms, delays_ms, overlap_times, time_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,9 @@ def communication_of(
         return replace(communication, exposed_ms=exposed_ms, bubble_ms=bubble_ms)
     delays = delays_ms(trace.collectives, lasts_ms, begin_moments_ms(trace, spec, settings, of_rank.busy_ms))
     late_ms = delays[-1][1] if delays else 0.0
-    waits_ms = overlapped(of_rank.busy_ms + late_ms, of_rank.host_ms) - overlapped(of_rank.busy_ms, of_rank.host_ms)
+    waits_ms = overlap_times(of_rank.busy_ms + late_ms, of_rank.host_ms) - overlap_times(
+        of_rank.busy_ms, of_rank.host_ms
+    )
     return replace(communication, exposed_ms=waits_ms)
 
 

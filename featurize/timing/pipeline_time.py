@@ -21,7 +21,7 @@ from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.operators.replacing import replaced
 from featurize.recording.step_trace import PipelinePart, StepTrace
 from featurize.timing.collectives import SEND, collective_s, fabric_of, fabrics_of
-from featurize.timing.step_time import begin_moments_ms, delays_ms, overlapped, time_step
+from featurize.timing.step_time import begin_moments_ms, delays_ms, overlap_times, time_step
 
 
 class Compute(NamedTuple):
@@ -306,7 +306,7 @@ def _time_passes(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings,
     lasting = []
     for ends_ms in ([begins[edge] for edge in edges], waiting):
         # The host launches at the same time: moments of the GPU's own time are scaled to the step's.
-        slower = overlapped(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
+        slower = overlap_times(ends_ms[-1], step.host_ms) / ends_ms[-1] if ends_ms[-1] else 1.0
         lasts_ms = np.diff([end * slower for end in ends_ms]).tolist()
         lasting.append(dict(zip(keys, lasts_ms, strict=True)))
     return lasting

@@ -136,7 +136,7 @@ class TimedStep:
             known = ", ".join(f"{quantile:g}" for quantile in self.error_quantiles)
             raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
         slower = self.machines ** (_NORMAL.inv_cdf(coverage) / _NORMAL.inv_cdf(0.9))
-        slow_ms = self.input_ms + overlapped(self.busy_ms, self.host_ms * slower)
+        slow_ms = self.input_ms + overlap_times(self.busy_ms, self.host_ms * slower)
         return max(self.step_time_ms * self.error_quantiles[coverage], slow_ms)
 
 
@@ -177,7 +177,7 @@ def time_step(
     step = steps[spec]
     if not input_ms:
         return step
-    step_ms = input_ms + overlapped(step.busy_ms, step.host_ms)
+    step_ms = input_ms + overlap_times(step.busy_ms, step.host_ms)
     activity = step_activity(step.kernels, spec, step_ms * 1e-3, efficiencies.activity)
     return replace(step, step_time_ms=step_ms, input_ms=input_ms, activity=activity)
 
@@ -203,10 +203,12 @@ def _times_without_input(
     if gathers and framework != MEGATRON:
         timed = replace(timed, seconds=timed.seconds * learned.sharded)
     rows = map(timed.row, range(len(specs))) if several else [timed]
-    return {spec: _summed(row, spec, framework, learned) for spec, row in zip(specs, rows, strict=True)}
+    return {spec: _time_without_input(row, spec, framework, learned) for spec, row in zip(specs, rows, strict=True)}
 
 
-def _summed(timed: TimedKernels, spec: DeviceSpec, framework: str, learned: LearnedEfficiencies) -> TimedStep:
+def _time_without_input(
+    timed: TimedKernels, spec: DeviceSpec, framework: str, learned: LearnedEfficiencies
+) -> TimedStep:
     """Return the step of these kernels, without any input."""
     calls = timed.calls
     total_ms = calls.count * timed.seconds * 1e3
@@ -215,7 +217,7 @@ def _summed(timed: TimedKernels, spec: DeviceSpec, framework: str, learned: Lear
         by_kind[kind] += of_kind_ms
     busy_ms = float(total_ms.sum())
     launching_ms = host_ms(calls, spec, framework)
-    step_ms = overlapped(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
+    step_ms = overlap_times(busy_ms, launching_ms) or spec.launch_overhead_us * 1e-3
     return TimedStep(
         step_time_ms=step_ms,
         busy_ms=busy_ms,
@@ -275,7 +277,7 @@ def _half_of(settings: TrainingSettings) -> str:
     return "bf16" if "bf16" in settings.precision else "fp16"
 
 
-def overlapped(busy_ms: float, host_ms: float) -> float:
+def overlap_times(busy_ms: float, host_ms: float) -> float:
     """Return the time of a step whose GPU and host work in parallel: a little more than the longer of the two."""
     longer = max(busy_ms, host_ms)
     return longer * (1 + (min(busy_ms, host_ms) / longer) ** OVERLAP) ** (1 / OVERLAP) if longer else 0.0

@@ -119,7 +119,7 @@ class Kernels:
     unaligned: Any
     searched: Any
 
-    def converted(self, convert: Callable[[Any], Any]) -> Kernels:
+    def map_columns(self, convert: Callable[[Any], Any]) -> Kernels:
         """Return the same data as arrays of another library."""
         return Kernels(**{name: convert(column) for name, column in vars(self).items()})
 

@@ -1,11 +1,11 @@
-"""Steps after the first, made of its record: on the same batch, on batches of other shapes, with a loop's variables.
+"""Steps after the first, derived from its record: on the same batch, on other batch shapes, with a loop's variables.
 
 Start reading at `SecondStep`: the passes are repeated from the record, and the optimizer runs. A model that keeps
-something from step to step runs its second step, too: the first one changes what the model or the loss holds
-(`State`), draws a number, reads a value that the step computes, or leaves more memory behind than gradients and what
-a loop holds. `StepSequence.play` runs each shape of batches once. `StepsInALoop.looped` turns steps that were traced
-without a loop's variables into those of a usual loop. That one copies a batch to the device while the last one's is
-alive, and holds output and loss until it assigns the next ones.
+something from step to step runs its second step, too: its first step changes what the model or the loss holds
+(`State`), draws a random number, reads a value that the step computes, or leaves more memory behind than gradients
+and a loop's variables. `StepSequence.play` runs each batch shape once. `StepsInALoop.looped` turns steps that were
+traced without a loop's variables into those of a usual loop, which copies a batch to the device while the previous
+one is alive, and holds output and loss until it assigns the next ones.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Step:
-    """Moments of one step, by numbers of events.
+    """Moments of one step, as numbers of events.
 
     begins    before its batch is there
-    lets_go   when a loop lets go of the last step's output and loss
+    lets_go   when a loop frees the previous step's output and loss
     held      blocks of its own output and loss
     given     blocks of its inputs as the model takes them, which end with the step in any loop
     drops     from and until when the step drops its output, and then its loss, with all that only these hold
@@ -51,7 +51,7 @@ class _Step:
 
 
 class StepsInALoop:
-    """Two steps of one recorder on one batch, which lies on the device. The steps report to it as they run."""
+    """Two steps of one recorder on one batch, which is on the device. The steps report to it as they run."""
 
     def __init__(self, recorder: BlockRecord) -> None:
         self._recorder = recorder
@@ -59,11 +59,11 @@ class StepsInALoop:
         self._dropping_from: int | None = None
 
     def begin(self) -> None:
-        """Begin a step, before its batch is there."""
+        """Begin a step, before its batch exists."""
         self._steps.append(_Step(begins=self._now))
 
     def hold(self, inputs: object, *variables: object) -> None:
-        """Note that the step's model has run, or, with its output and loss as `variables`, its loss."""
+        """Record that the step's model has run, or, with its output and loss as `variables`, its loss."""
         step = self._steps[-1]
         if not variables:
             step.lets_go = self._now
@@ -75,17 +75,17 @@ class StepsInALoop:
         self._dropping_from = self._now
 
     def drops(self) -> None:
-        """Note that what the step holds is dropped from now on."""
+        """Record that the step begins to drop what it holds."""
         self._dropping_from = self._now
 
     def dropped(self) -> None:
-        """Note that all of it is dropped."""
+        """Record that the step has dropped everything."""
         if self._dropping_from is not None:
             self._steps[-1].drops.append((self._dropping_from, self._now))
             self._dropping_from = None
 
     def repeat(self, begins: int, known: Mapping[int, int], moved: Callable[[int], int]) -> None:
-        """Note that the first step was repeated.
+        """Record that the first step was repeated.
 
         Args:
             begins: Before the second step's batch.
@@ -134,7 +134,7 @@ class StepsInALoop:
 
 
 def _is_late(step: _Step, index: int, block: int) -> bool:
-    """Return whether a loop frees later what the step frees at that moment."""
+    """Return whether a loop frees a block later than the step, which frees it at the event `index`."""
     return block in step.held or any(begin <= index < end for begin, end in step.drops)
 
 
@@ -142,21 +142,21 @@ _MOMENTS = ("forward", "held", "optimizer", "updated", "end")
 
 
 class TraceAgain(Exception):
-    """The trace must be made again, on a model that was not run before, with more of its request known."""
+    """The trace must be made again, on a model that has not run, with more of its request known."""
 
     def __init__(self, **request: Any) -> None:
-        super().__init__("the trace must be made anew")
+        super().__init__("the trace must be made again")
         self.request = request
 
 
 class SecondStep:
-    """Follows the first step, and then stands for the second.
+    """Follows the first step, and then replaces the second.
 
     Args:
-        recorder: Sees the steps.
+        recorder: Records the steps.
         step: The training step. It accumulates no gradients, and frees them before it begins.
         loop: Notified of both steps; None if the steps already run in a loop.
-        before: What `kept_by` returns as the first step begins.
+        before: Result of `kept_by` at the start of the first step.
     """
 
     def __init__(self, recorder: Recorder, step: TrainingStep, loop: StepsInALoop | None, before: State | None) -> None:
@@ -166,19 +166,19 @@ class SecondStep:
         self._stretches: list[Stretch] = []  # until the model's output is held, the optimizer, its end, the step's end
 
     def reached(self, moment: str) -> None:
-        """Note where the first step is: at one of `_MOMENTS`."""
+        """Record that the first step has reached one of `_MOMENTS`."""
         recorder = self._recorder
         if moment != _MOMENTS[len(self._marks)]:  # an average is updated in a phase of its own
             return
         if moment == "optimizer":
             self._decided -= recorder.decided
-            recorder.log.keep_operators = False  # the second step's counts
+            recorder.log.keep_operators = False  # the second step's operators count
         if self._marks:
             self._stretches.append(recorder.memory.since(self._marks[-1]))
         self._marks.append(recorder.memory.mark())
 
     def goes_alike(self) -> bool:
-        """Return whether the first step shows that passes of the second one are the same."""
+        """Return whether the first step shows that the second one's passes are the same."""
         recorder = self._recorder
         gradients = self._gradients()
         if self._decided or self._before is None or any(gradient.is_sparse for gradient in gradients):
@@ -192,9 +192,9 @@ class SecondStep:
         return memory and self._before.stays(kept_by(self._step))
 
     def run(self, batch: tuple[Tensor, ...]) -> None:
-        """Note the second step. `batch` is copied to the device before; of a batch that stays there, it is empty.
+        """Record the second step. `batch` is copied to the device before; if it stays there, it is empty.
 
-        Raises `TraceAgain` where somebody whom `goes_alike` does not see holds what the loop lets go of.
+        Raises `TraceAgain` if something that `goes_alike` does not see holds a variable that the loop frees.
         """
         recorder, step = self._recorder, self._step
         forward, rest, _update, end = self._stretches
@@ -219,7 +219,7 @@ class SecondStep:
             self._loop.repeat(begins, known, self._moved(known, passes, updated))
 
     def _blocks_held(self) -> set[int]:
-        """Return the blocks that a loop's variables hold, also within objects, as caches of keys and values are."""
+        """Return the blocks that a loop's variables hold, also within objects, such as caches of keys and values."""
         held = state_of(self._step.held)
         tensors = () if held is None else (tensor for reference in held.tensors if (tensor := reference()) is not None)
         return self._recorder.memory.blocks_in(tensors)
@@ -228,10 +228,10 @@ class SecondStep:
         return [p.grad for p in self._step.model.parameters() if p.grad is not None]
 
     def _moved(self, known: Mapping[int, int], passes: int, updated: int) -> Callable[[int], int]:
-        """Return a function from the number of the first step's event to that of the second step's.
+        """Return a function from the number of an event of the first step to that of the second step's event.
 
         Args:
-            known: Block of the first step -> the second step's; none for those that are taken once.
+            known: Block of the first step -> the second step's; none for those that are allocated once.
             passes: Number of the event at which the second step's passes begin.
             updated: Number of the event after its update.
         """
@@ -244,7 +244,7 @@ class SecondStep:
 
 
 def kept_by(step: TrainingStep) -> State | None:
-    """Return what the model and the loss of a step hold, and the generators of random numbers on the host: a model may
+    """Return the state of a step's model and loss, and of the generators of random numbers on the host: a model may
     draw which of its layers run."""
     return state_of(
         step.model, step.loss, torch.default_generator.get_state(), random.getstate(), np.random.get_state()
@@ -252,10 +252,10 @@ def kept_by(step: TrainingStep) -> State | None:
 
 
 def state_of(*roots: object) -> State | None:
-    """Return what objects hold now; None where that cannot be described."""
+    """Return the present state of objects; None if it cannot be described."""
     try:
         return State(*roots)
-    except Exception:  # somebody's object may raise anything when asked what it holds
+    except Exception:  # any object may raise anything when it is inspected
         return None
 
 
@@ -263,14 +263,14 @@ Left: TypeAlias = tuple[tuple[str, str, str], ...]  # kind, operator and module 
 
 
 class StepsDiffer(RuntimeError):
-    """A step finds other tensors alive of the step before it than when it was recorded."""
+    """A step finds other tensors of the previous step alive than when it was recorded."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One step that ran: what it did to memory, and the blocks alive before and after it, by kind and age.
+    """One step that ran: its events in memory, and the blocks alive before and after it, by kind and age.
 
-    born_bytes   most bytes alive at once of what the step itself made
+    born_bytes   maximum of the bytes alive at once of what the step itself allocated
     """
 
     shape: int
@@ -284,9 +284,9 @@ class _Run:
 class StepSequence:
     """Plays the steps of a training job whose batches have several shapes.
 
-    A step runs once for each shape, after the first step, which makes the optimizer's state. It runs again only where
-    the step before it leaves blocks of other kinds alive. What a step leaves alive (gradients, the held output, its
-    batch) has the sizes of its own shape, and ends when the next step frees it.
+    A step runs once for each shape, after the first step, which creates the optimizer's state. It runs again only if
+    the step before it leaves blocks of other kinds alive. Blocks that a step leaves alive (gradients, held output, its
+    batch) have the sizes of its own shape, and end when the next step frees them.
     """
 
     def __init__(self, recorder: Recorder, run: Callable[[int, int], None]) -> None:
@@ -301,7 +301,7 @@ class StepSequence:
         """Play a step for each of the shapes, in order, then two of the longest. Return the longest: the shape whose
         step needs the most memory.
 
-        The first shape is met again before those two, where it was met in the first step only.
+        The first shape runs again before those two if it was run in the first step only.
         """
         for shape in shapes if shapes[0] in shapes[1:] else [*shapes, shapes[0]]:
             self._step(shape)
@@ -317,7 +317,7 @@ class StepSequence:
 
     @property
     def operators(self) -> tuple[Operator, ...]:
-        """Those of the last step."""
+        """The operators of the last step."""
         return self._sequence[-1].operators
 
     def _step(self, shape: int) -> None:
@@ -334,7 +334,7 @@ class StepSequence:
         self._sequence.append(run)
 
     def _ran_after(self, left: Left, shape: int) -> _Run:
-        """Run a step after one that left such blocks: where the last one that ran left others, this one runs before."""
+        """Run a step after one that left such blocks: if the last one that ran left others, this one runs before."""
         memory = self._memory
         if self._left(self._held()) != left:
             alive, mark = self._alive, memory.mark()
@@ -363,7 +363,7 @@ class StepSequence:
         return self._ran_last
 
     def _after(self, stretch: Stretch, before: Sequence[int]) -> Sequence[int]:
-        """Return the blocks alive, by kind and age: optimizer state made in the first step stands where it stands
+        """Return the blocks alive, by kind and age: optimizer state from the first step has the place that it has
         later."""
         alive = {*before, *stretch.leaving}.difference(stretch.entering)
         return sorted(alive, key=lambda block: (self._memory.blocks[block].kind, block))
@@ -374,7 +374,7 @@ class StepSequence:
 
 
 def _born_bytes(stretch: Stretch) -> int:
-    """Return the most bytes alive at once of the blocks that a stretch takes."""
+    """Return the maximum of the bytes alive at once of the blocks that a stretch allocates."""
     live = most = 0
     for event in stretch.events:
         if event.block not in stretch.entering:
@@ -385,7 +385,7 @@ def _born_bytes(stretch: Stretch) -> int:
 
 @contextlib.contextmanager
 def undrawn() -> Iterator[None]:
-    """Leave the random generators as they were, whatever is drawn within."""
+    """Restore the random generators at the end of the block."""
     drawn = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=()):
         try:

@@ -16,19 +16,19 @@ from typing import Any
 
 
 def without_compiler() -> None:
-    """Run torch without its compiler until something asks for more of it than to leave functions alone.
+    """Run torch without its compiler until something needs more of it than to leave functions uncompiled.
 
-    torch imports `torch._dynamo` to mark functions that must not be compiled, and torchvision to ask whether it can
+    torch imports `torch._dynamo` to mark functions that must not be compiled, and torchvision to check whether it can
     compile. For processes of our own only (a command, a simulated trial server, a Ray task): functions that were marked
-    in the meantime stay unmarked. Does nothing where the compiler is imported already.
+    before the compiler is imported stay unmarked. Does nothing if the compiler is imported already.
     """
     _stand_in("torch._dynamo", {"disable": _as_it_is, "graph_break": _nothing, "is_compiling": lambda: False})
-    _stand_in("torch._dynamo.utils", {"is_compile_supported": lambda _device: False})  # asked for by torchvision
+    _stand_in("torch._dynamo.utils", {"is_compile_supported": lambda _device: False})  # torchvision imports it
 
 
 @contextlib.contextmanager
 def compiler_aside() -> Iterator[None]:
-    """Run torch without its compiler within, in a process that may be anybody's: no mark is left afterwards."""
+    """Run torch without its compiler inside the block, in a process that may be a user's: no mark is left."""
     if "torch._dynamo" in sys.modules:
         yield
         return
@@ -43,7 +43,7 @@ def compiler_aside() -> Iterator[None]:
     try:
         yield
     finally:
-        for function in marked:  # torch keeps there what it was given (torch/_compile.py: `_disable_dynamo`)
+        for function in marked:  # torch keeps the marked function there (torch/_compile.py: `_disable_dynamo`)
             vars(function).pop("__dynamo_disable", None)
         if isinstance(stand_in := sys.modules.get("torch._dynamo"), _StandIn):
             stand_in._leave()
@@ -65,7 +65,7 @@ def _stand_in(name: str, attributes: Mapping[str, Any]) -> None:
 
 
 class _StandIn(ModuleType):
-    """Has a few attributes; any other one brings the real module, which answers from then on."""
+    """Has a few attributes; any other attribute imports the real module, which answers from then on."""
 
     def __init__(self, name: str, attributes: Mapping[str, Any]) -> None:
         super().__init__(name)
@@ -95,7 +95,7 @@ class _StandIn(ModuleType):
 
 
 class _Parts(MetaPathFinder, Loader):
-    """Brings the real module before a part of it is imported, and hands out the part that this has imported."""
+    """Imports the real module before one of its submodules, and returns the submodule that this has imported."""
 
     def __init__(self, stand_in: _StandIn) -> None:
         self._stand_in = stand_in

@@ -1,10 +1,10 @@
-"""Traces of steps that were traced before, in this process and on disk for all of this user's, and the keys of jobs.
+"""Earlier traces of steps, in this process and on disk for all processes of this user, and the keys of jobs.
 
-Start reading at `traced`. A stale trace is worse than a slow one, so a key holds everything that a trace depends on:
-`config_key` for trial configs; for modules a `Fingerprint`, the hash of what pickle writes of a job, with tensors,
-functions and classes reduced to what a trace follows from. A `State` is compared with a later one of the same process:
-tensors count by where they lie. A job that nothing can identify has no key; its traces live only as long as their
-owner. On disk a trace is JSON, checked value by value when read (`trace_of_json`), since its writer could have written
+Start reading at `traced`. A stale trace is worse than a slow one, so a key covers everything that a trace depends on:
+`config_key` for trial configs; for modules a `Fingerprint`, the hash of a job's pickle, with tensors, functions and
+classes reduced to what affects a trace. A `State` is compared with a later one of the same process: tensors are
+compared by address. A job that nothing can identify has no key; its traces live only as long as their
+owner. On disk a trace is JSON, checked value by value when read (`trace_of_json`), since the file could contain
 anything; traces of pipelines and of batches of several shapes have no such form.
 """
 
@@ -81,7 +81,7 @@ _INSTALLED = tuple(
 
 @functools.cache
 def is_installed(module: types.ModuleType | None) -> bool:
-    """Return whether a module is this project's, an installed library's or Python's."""
+    """Return whether a module belongs to this project, an installed library or Python."""
     if module is None or module.__name__ == "__main__":
         return False
     if module.__name__.partition(".")[0] in PACKAGES:
@@ -93,15 +93,15 @@ def is_installed(module: types.ModuleType | None) -> bool:
 
 
 def _rebuild_marker(*_: object) -> None:
-    """Marker that is pickled in place of an object's constructor."""
+    """Marker that is pickled instead of an object's constructor."""
 
 
 class Fingerprint(Pickler):
     """Hashes one tuple of objects, the same in each process.
 
-    Of the user's code, functions count with the globals that they name; installed code by its place and time of change,
-    `forward` and what it names also by where it is defined, so that a replaced one is noticed. Values of buffers,
-    inputs and small parameters count, since models read them.
+    Functions of the user's code count with the globals that they name; installed code counts by its path and time of
+    change, `forward` and what it names also by where it is defined, so that a replacement is noticed. Values of
+    buffers, inputs and small parameters count, since models read them.
     """
 
     def __init__(self) -> None:
@@ -109,16 +109,16 @@ class Fingerprint(Pickler):
         super().__init__(types.SimpleNamespace(write=self._digest.update), protocol=5)
 
     def of(self, *roots: object) -> str:
-        """Return the hash of objects. Raises whatever somebody's object raises as it is pickled, and for what pickle
-        cannot write."""
+        """Return the hash of objects. Raises any error of an object that is pickled, and an error for objects that
+        pickle cannot write."""
         try:
             self.dump(roots)
         finally:
-            self.clear_memo()  # it would keep alive whatever was written: tensors that a step replaces would stay
+            self.clear_memo()  # it would keep all written objects alive: tensors that a step replaces would stay
         return self._digest.hexdigest()
 
     def reducer_override(self, value: Any) -> Any:
-        """Return what is written of an object, as `object.__reduce__` does."""
+        """Return what is written for an object, as `object.__reduce__` does."""
         if isinstance(value, Tensor):
             return self.tensor(value)
         if isinstance(value, nn.Module):
@@ -126,7 +126,7 @@ class Fingerprint(Pickler):
         return self.other(value)
 
     def other(self, value: Any) -> Any:
-        """Return what is written of an object that is neither a tensor nor a module."""
+        """Return what is written for an object that is neither a tensor nor a module."""
         if isinstance(value, type):
             return self.installed(value) if _is_of_library(value) else _own_class(value)
         if isinstance(value, types.FunctionType):
@@ -148,7 +148,7 @@ class Fingerprint(Pickler):
         return NotImplemented
 
     def tensor(self, value: Tensor) -> Any:
-        """Return what is written of a tensor. Raises `PicklingError` for one that is not simply laid out."""
+        """Return what is written for a tensor. Raises `PicklingError` for one that is quantized or not strided."""
         if is_lazy(value) or value.layout is not torch.strided or value.is_quantized:
             raise PicklingError
         kind = type(value)
@@ -158,7 +158,7 @@ class Fingerprint(Pickler):
         return _rebuild_marker, (kind.__qualname__, shape, content), _attached(value)
 
     def installed(self, code: type | types.FunctionType) -> Any:
-        """Return what is written of a class or function of an installed library."""
+        """Return what is written for a class or function of an installed library."""
         if isinstance(code, type):
             path = getattr(sys.modules[code.__module__], "__file__", None)
             forward = getattr(code, "forward", None)
@@ -170,8 +170,8 @@ class Fingerprint(Pickler):
 
 
 class State(Fingerprint):
-    """All that objects hold at a moment, to tell whether they still hold the same. Of libraries' code, only state
-    counts: what functions close over.
+    """The state of objects at a moment, to tell whether it is still the same later. Of libraries' code, only state
+    counts: the values that functions close over.
 
     Args:
         roots: The objects.
@@ -187,8 +187,8 @@ class State(Fingerprint):
         self._held = self.of(*roots)
 
     def stays(self, later: State | None) -> bool:
-        """Return whether the objects hold the same at a later moment."""
-        # A tensor that has ended since may have left its address to another one.
+        """Return whether the objects' state is the same at a later moment."""
+        # A tensor that has ended in between may have left its address to another one.
         return (
             later is not None
             and (self._held, self._places) == (later._held, later._places)
@@ -196,19 +196,19 @@ class State(Fingerprint):
         )
 
     def other(self, value: Any) -> Any:
-        """Return what is written of an object, with state that a fingerprint of a job leaves out or refuses."""
+        """Return what is written for an object, with state that a fingerprint of a job leaves out or refuses."""
         kind = type(value)
         if kind in _BOUND:
             return _rebuild_marker, (value.__name__,), value.__self__
         if kind is _CACHED:
-            info = value.cache_info()  # a hit changes nothing of what it holds
+            info = value.cache_info()  # a hit changes no state
             return _rebuild_marker, (info.misses, info.currsize), value.__wrapped__
         if kind is weakref.ref:
             return _rebuild_marker, ("reference",), value()
         return super().other(value)
 
     def tensor(self, value: Tensor) -> Any:
-        """Note where a tensor lies; of a small one on the host, its values. Return what it holds besides."""
+        """Record a tensor's address; of a small one on the host, its values. Return its other state."""
         for part in plain_parts(value):
             storage = part.untyped_storage()
             self._places += (part.shape, part.dtype, part.requires_grad)
@@ -220,7 +220,8 @@ class State(Fingerprint):
         return _rebuild_marker, (), _attached(value)
 
     def installed(self, code: type | types.FunctionType) -> Any:
-        """Return what is written of a class or function of an installed library: what the function holds."""
+        """Return what is written for a class or function of an installed library: the values that the function
+        holds."""
         if isinstance(code, type):
             return _rebuild_marker, ("class", id(code))
         return _rebuild_marker, (_text_of(code.__code__),), _closed_over(code)
@@ -237,8 +238,8 @@ def _stamp(path: str) -> tuple[str, int, int]:
 
 
 def _content(value: Tensor) -> bytes:
-    """Return a tensor's values as bytes. Raises `PicklingError` where it has no memory, as zeros of autograd, or where
-    its memory was given back."""
+    """Return a tensor's values as bytes. Raises `PicklingError` if it has no memory, as zeros of autograd, or if its
+    memory was freed."""
     is_plain = type(value) in (Tensor, nn.Parameter)
     if is_freed(value) or (is_plain and value.is_cpu and value.numel() and not value.data_ptr()):
         raise PicklingError
@@ -254,7 +255,7 @@ def _attached(value: Tensor) -> Any:
     if not (value.__dict__ or any(registered)):
         return None
     state = {name: attribute for name, attribute in value.__dict__.items() if not name.startswith("_backward")}
-    # Their numbers are the process's: they count in their order.
+    # Their numbers differ between processes: their order counts.
     hooks = [list(hooks.values()) for hooks in registered if hooks]
     return (state, hooks) if state or hooks else None
 
@@ -333,13 +334,13 @@ def _text_of(code: types.CodeType) -> str:
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))
 
 
-MOST_EVENTS = 500_000  # events of all traces in memory: some 150 MB
-_jobs: OrderedDict[str, Traces] = OrderedDict()  # the one asked for last comes last
+MOST_EVENTS = 500_000  # events of all traces in memory: about 150 MB
+_jobs: OrderedDict[str, Traces] = OrderedDict()  # the one used last is at the end
 _held_events = 0  # of these traces
 
 
 def config_key(config: TrialConfig, parallel: object = None) -> str | None:
-    """Return the text that identifies a trial config's step; None where it names somebody's own code, which
+    """Return the text that identifies a trial config's step; None if it names a user's own code, which
     may change."""
     state = torch_state()
     if state is None or (code_fields(config.family) and data_refusal(config) is not None):
@@ -348,7 +349,7 @@ def config_key(config: TrialConfig, parallel: object = None) -> str | None:
 
 
 def torch_state() -> str | None:
-    """Return the settings of torch and timm in this process that a trace may depend on, as text. None if hooks for all
+    """Return the settings of torch and timm in this process that may affect a trace, as text. None if hooks for all
     modules are installed, since their code cannot be fingerprinted."""
     import torch
     from torch.nn.modules import module
@@ -370,14 +371,14 @@ def torch_state() -> str | None:
 def traced(
     key: str | None, spec: DeviceSpec, training_loop: bool, trace: Callable[[], StepTrace], kept: Traces | None = None
 ) -> StepTrace:
-    """Return a job's trace: from memory, from disk, or as `trace` makes it now.
+    """Return a job's trace: from memory, from disk, or newly made by `trace`.
 
     Args:
         key: The job's key; None: only `kept` is searched.
         spec: The GPU model. Models whose attention kernels are alike for the job share a trace.
         training_loop: As in `featurize.trace.tracer.trace_step`.
         trace: Traces the job.
-        kept: Traces of the job that the caller has at hand, and keeps.
+        kept: Traces of the job that the caller stores itself.
     """
     kind = (spec.architecture.attention, training_loop)
     traces: Traces = {} if key is None else _jobs.setdefault(key, {})
@@ -409,9 +410,9 @@ def clear() -> None:
 
 
 def _hold(key: str, traces: Traces, made: Traces) -> None:
-    """Keep further traces among those of a job in memory, and forget the jobs that were not asked for the longest."""
+    """Store further traces of a job in memory, and forget the jobs that were used least recently."""
     global _held_events
-    if _jobs.get(key) is traces:  # others may have pushed it out while it was traced
+    if _jobs.get(key) is traces:  # it may have been evicted while it was traced
         _held_events += _events_of(traces | made) - _events_of(traces)
     traces |= made
     while _held_events > MOST_EVENTS and len(_jobs) > 1:
@@ -423,7 +424,7 @@ def _events_of(traces: Traces) -> int:
 
 
 def _serving(kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace | None:
-    """Return a trace of the same loop in which these kernels of attention differ nowhere; None if there is none."""
+    """Return a trace of the same loop for which these attention kernels are alike; None if there is none."""
     if kind in traces:
         return traces[kind]
     for (kernels, loop), trace in traces.items():
@@ -433,7 +434,8 @@ def _serving(kind: tuple[AttentionKernels, bool], traces: Traces) -> StepTrace |
 
 
 def _are_alike(trace: StepTrace, first: AttentionKernels, other: AttentionKernels) -> bool:
-    """Return whether both take the same of the trace's heads. Flash attention computes in half precision only."""
+    """Return whether both use the same kernels for the trace's heads. Flash attention computes in half precision
+    only."""
     widest = trace.widest_head
     if widest is None:
         return False
@@ -443,7 +445,7 @@ def _are_alike(trace: StepTrace, first: AttentionKernels, other: AttentionKernel
 
 
 def _from_disk(key: str, training_loop: bool) -> Traces:
-    """Return the job's trace on disk; none where there is none that can be read."""
+    """Return the job's trace on disk; empty if there is none that can be read."""
     from featurize.device.device_spec import AttentionKernels
 
     try:
@@ -468,7 +470,7 @@ LARGEST_INT = 2**62
 _LONGEST_TEXT = 2000
 _STEPS = 3
 _KINDS_OF_BLOCKS = (*BLOCK_KINDS, BUCKET, GATHERED, UNREDUCED, COMMUNICATION, MASTER)
-_AXIS = re.compile(r"([1-9]\d{0,5}x[1-9]\d{0,5})?")  # ranks, and how far they are apart; empty: all
+_AXIS = re.compile(r"([1-9]\d{0,5}x[1-9]\d{0,5})?")  # ranks, and the distance between them; empty: all
 _STORED = (
     "operators",
     "events",
@@ -495,8 +497,8 @@ def trace_to_json(trace: StepTrace) -> dict[str, Any]:
 
 
 def trace_of_json(content: Mapping[str, Any]) -> StepTrace:
-    """Return the trace of which `trace_to_json` made this. Raises `ValueError`, `TypeError`, `KeyError` or `IndexError`
-    for anything else."""
+    """Return the trace from which `trace_to_json` made this. Raises `ValueError`, `TypeError`, `KeyError` or
+    `IndexError` for anything else."""
     hints = get_type_hints(StepTrace)
     trace = StepTrace(**{name: _reader(hints[name])(content[name]) for name in _STORED})
     phases = {entry.phase for entry in trace.operators} | {entry.phase for entry in trace.events}
@@ -513,7 +515,7 @@ def trace_of_json(content: Mapping[str, Any]) -> StepTrace:
 
 
 def _require_events(trace: StepTrace) -> None:
-    """Raise unless each block is taken once and given back at most once, after that."""
+    """Raise unless each block is allocated once and freed at most once, after that."""
     live: set[int] = set()
     seen: set[int] = set()
     for block, nbytes, step, _phase in trace.events:
@@ -535,7 +537,7 @@ def _require(holds: bool, expected: str) -> None:
 
 @functools.cache
 def _reader(kind: Any, signed: bool = False) -> Callable[[Any], Any]:
-    """Return a function that reads a JSON value as this annotation has it."""
+    """Return a function that reads a JSON value of the annotated type."""
     plain: dict[Any, Callable[[Any], Any]] = {int: _integer if signed else count_of, str: text_of, bool: bool}
     if kind in plain:
         return plain[kind]

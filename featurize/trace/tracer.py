@@ -1,10 +1,9 @@
-"""The execution trace: which operators one training step runs, and when its memory is taken and given back.
+"""The execution trace: which operators one training step runs, and when its memory is allocated and freed.
 
 Start reading at `trace_step`, then `Tracing`: the model on meta, its wrapper and training step, the recorded steps.
-`played_rank` chooses what plays one rank of a job.
-`featurize.recording.step_trace` has what comes out. Facts only, of no particular GPU model: `featurize.memory.replay`
-places the memory, `featurize.timing` times the kernels. All runs on the meta device, so nothing that the job needs is
-taken.
+`played_rank` selects the object that acts as one rank of a job. The result is in `featurize.recording.step_trace`. It
+holds facts only, of no particular GPU model: `featurize.memory.replay` places the memory, `featurize.timing` times the
+kernels. Everything runs on the meta device, so none of the job's resources are used.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ class TraceError(Exception):
 def trace_config(
     config: TrialConfig, *, device: str | DeviceSpec = DEFAULT_DEVICE, training_loop: bool = False
 ) -> StepTrace:
-    """Return the trace of one training step of a family's model, run as the farm's devices do; of a trial on several
-    GPUs the step of one rank. Raises `TraceError`."""
+    """Return the trace of one training step of a family's model, run as the farm's devices do; for a trial on several
+    GPUs, the step of one rank. Raises `TraceError`."""
     from featurize.families import get_family, loss_of
     from featurize.trace import trace_cache
 
@@ -119,35 +118,35 @@ def trace_step(
 ) -> StepTrace:
     """Return the trace of one training step as CUDA would run it: forward, loss, backward, optimizer.
 
-    model      a module, which is left as it is, or a zero-argument factory, built without memory
+    model      a module, which is not changed, or a zero-argument factory, built without memory
     inputs     the model's arguments: a tensor, a tuple of positional ones, or a mapping of keyword ones, with tensors
-               also in lists and mappings; or a function of the device that returns `(inputs, target)`, where target may
-               be None. Of tensors with memory, small ones keep their values (`featurize.recording.values`), which
-               models read
-    target     class indices; None takes the loss that the output holds, or makes indices to suit the output
-    loss       `loss(output, target)`; None takes cross entropy of the output, its `logits` or its first tensor
+                          also in lists and mappings; or a function of the device that returns `(inputs, target)`, where
+                          target may be None. Of tensors with memory, small ones keep their values
+                          (`featurize.recording.values`), which models read
+    target     class indices; None uses the loss that the output holds, or creates indices to suit the output
+    loss       `loss(output, target)`; None uses cross entropy of the output, its `logits` or its first tensor
     optimizer, precision  as `featurize.job.training_settings.Training` has them: adam and fp32 by default
-    device     the GPU model whose kernels are meant: its architecture decides which attention kernels there are
+    device     the GPU model whose kernels are used: its architecture decides which attention kernels there are
     settings   all training settings at once, instead of `optimizer` and `precision`: a `Training` has many more
-    training_loop  the usual loop: each step's batch is copied to the device while the last one's is alive, and output
-               and loss live until the next ones are assigned. Without, the batch lies on the device and the step
+    training_loop  the usual loop: each step's batch is copied to the device while the previous one is alive, and output
+               and loss live until the next ones are assigned. Without, the batch is on the device and the step
                leaves nothing behind, as in the farm's own trials.
     batches    the inputs of each step, in order, instead of `inputs` (None): a job whose batches have several shapes.
                Each shape is traced once, and the trace holds all these steps, then two on the longest batch; see
                `featurize.trace.later_steps`. Batches of a single shape are one of `inputs`
-    parallel   one rank of a job on several GPUs: the trace holds what its wrapper takes, and what the ranks send. Such
-               a job has batches of a single shape
-    rank       which one; they differ where parameters are spread unevenly, and the first one then has most, which is
+    parallel   one rank of a job on several GPUs: the trace holds what its wrapper allocates, and what the ranks send.
+               Such a job has batches of a single shape
+    rank       its number; ranks differ where parameters are spread unevenly, and then the first one has most, which is
                the default. Ranks of a pipeline have different stages: by default each kind of them is traced, and the
                trace is that of the one with the most bytes alive (`featurize.training.pipeline`)
-    every_pass  for a pipeline's rank: each micro-batch runs; False: those that are alike are run once, which raises
-               `featurize.training.stages.DoesNotRepeat` where they are not. None: the latter, where it goes
+    every_pass  for a pipeline's rank: each micro-batch runs; False: those that are alike run once, which raises
+               `featurize.training.stages.DoesNotRepeat` if they are not. None: the latter, where possible
 
-    Modelled of CUDA's own behaviour: autocast's casts and its cache of weights, fused attention, fused dropout,
-    for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.operators.library_calls` notes what
-    cuDNN and flash attention take on top. Of recurrent layers, `featurize.operators.cuda_policy` models the memory and
+    CUDA's own behaviour that is modelled: autocast's casts and its cache of weights, fused attention, fused dropout,
+    for-each optimizers, fused kernels that meta tensors run in pieces; `featurize.operators.library_calls` adds what
+    cuDNN and flash attention allocate. For recurrent layers, `featurize.operators.cuda_policy` models the memory and
     counts the products; their many small kernels are one launch. Raises `TraceError`, for instance where a forward pass
-    reads a value back (`.item()`), and `UsageError` for unknown names.
+    reads a value (`.item()`), and `UsageError` for unknown names.
     """
     complete()
     if settings is None:
@@ -179,7 +178,7 @@ def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTr
     had_compiler = "torch._dynamo" in sys.modules
     trace = _attempt(model, request)
     if not had_compiler and "torch._dynamo" in sys.modules:
-        # A first checkpoint imported it in the midst of the step, and frames that this keeps held tensors alive.
+        # A first checkpoint imported it in the middle of the step, and frames that it keeps held tensors alive.
         trace = _attempt(model, request)
     return trace
 
@@ -209,7 +208,7 @@ def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]
 
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
-STEPS = 2  # the optimizer makes its state in the first; the second is as all later ones
+STEPS = 2  # the optimizer creates its state in the first; the second is as all later ones
 
 
 @dataclass(kw_only=True)
@@ -217,10 +216,10 @@ class Tracing:
     """One trace. `build`, `run` and `result` are called once each, in this order; `doing` is the message if one fails.
 
     Args:
-        entered: Holds what is replaced in the process until the trace ends. All else as
-            `trace_step` has it.
-        targets: The targets of each shape of batches, where trying a model for them changed it; None: not known.
-        repeats: The second step may be made of the first.
+        entered: Holds replacements in the process until the trace ends. All others are as in
+            `trace_step`.
+        targets: The targets of each batch shape, where running a model for them changed it; None: not known.
+        repeats: The second step may be derived from the first.
     """
 
     inputs: Tensor | Inputs | Callable[..., Any] | None
@@ -244,7 +243,7 @@ class Tracing:
         self._heads = [0]
         self._makes_target = False  # in the first step
         self._made_target: Tensor | None = None
-        self._kept: State | None = None  # what the model and its loss keep, where that is known before the first step
+        self._kept: State | None = None  # state of the model and its loss, where it is known before the first step
 
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
@@ -264,7 +263,7 @@ class Tracing:
     def run(self) -> None:
         """Wrap the model, and run its steps."""
         recorder = self._recorder
-        # Before CUDA's rules hold: a family may plan its network here, and keeps the plan.
+        # Before CUDA's rules apply: a family may plan its network here, and keeps the plan.
         given = [batch_on_meta(batch, self.target, self._rank) for batch in self.batches or (self.inputs,)]
         shapes: dict[Hashable, int] = {}
         self._order = [shapes.setdefault(shape_of(batch), len(shapes)) for batch in given]
@@ -280,7 +279,7 @@ class Tracing:
         training = self._step.settings
         self._one_batch = self.parallel is None and not self._compiled and len(shapes) == training.accumulation == 1
         alone = self._one_batch and training.zero_grad == "before_forward"
-        # The trace shows how its steps go in a usual loop, too.
+        # The trace shows the steps in a usual loop, too.
         shows_a_loop = alone and not self.training_loop and training.holds_output
         self._in_a_loop = StepsInALoop(recorder.memory) if shows_a_loop else None
         self.repeats &= alone and training.set_to_none and not training.optimizer_in_backward
@@ -326,7 +325,7 @@ class Tracing:
         """Return the model on meta: without wrappers, whose remarks are noted."""
 
         def noted(one: nn.Module) -> nn.Module:
-            """Note what a copy of the model no longer shows."""
+            """Note the properties that a copy of the model no longer shows."""
             self._notes.update(dict.fromkeys(remarks(one)))
             self._compiled.update(dict.fromkeys(compiled_modules(one)))
             return one
@@ -366,15 +365,15 @@ class Tracing:
     # -- the steps
 
     def _with_targets(self, batches: Sequence[tuple[Inputs, Tensor | None]]) -> Sequence[tuple[Inputs, Tensor | None]]:
-        """Return batches with targets: what suits the model's output, where none is given and the output holds no loss.
+        """Return batches with targets: suitable ones where none is given and the output holds no loss.
 
-        Of one batch, the first step makes it. Else the model runs for that, and where its parameters are lazy, without
-        gradients and unrecorded. Raises `TraceAgain` where this changes what it keeps.
+        For one batch, the first step creates it. Otherwise the model runs for it, and if its parameters are lazy,
+        without gradients and unrecorded. Raises `TraceAgain` if this changes the model's state.
         """
         if self.targets is not None:
             return [(inputs, target) for (inputs, _), target in zip(batches, self.targets, strict=True)]
         step = self._step
-        lazy = any(map(is_lazy, step.model.parameters()))  # the first forward pass makes them
+        lazy = any(map(is_lazy, step.model.parameters()))  # the first forward pass creates them
         needs_targets = any(self._needs_target(*batch) for batch in batches)
         self._makes_target = needs_targets and self._one_batch and not lazy
         if self._makes_target or not (lazy or needs_targets):
@@ -396,7 +395,7 @@ class Tracing:
         recorder, step = self._recorder, self._step
         recorder.values.learn(step.model.buffers())
         recorder.values.learn(tensors_of(inputs), default=1)
-        output = call(step.model, step.converted(inputs))
+        output = call(step.model, step.convert(inputs))
         return self._suitable_target(output) if self._needs_target(inputs, target) else target
 
     def _suitable_target(self, output: object) -> Tensor | None:
@@ -404,8 +403,8 @@ class Tracing:
         return None if self.loss is None and own_loss(output) is not None else targets_for(output, self.loss)
 
     def _target_in_step(self, output: object, arrived: Callable[[Tensor], None]) -> Tensor:
-        """Make the target of the first step, and report its place in the batch to `arrived`. Raises `TraceAgain` where
-        there is none on the device."""
+        """Create the target of the first step, and report its place in the batch to `arrived`. Raises `TraceAgain` if
+        it is not on the device."""
         with replaced(self._recorder, "paused", True):
             target = self._made_target = self._suitable_target(output)
         if target is None or not target.is_meta:
@@ -414,14 +413,14 @@ class Tracing:
         return target
 
     def _wrap(self, inputs: Inputs, target: Tensor | None) -> None:
-        """Wrap the model as its job does, and note what exists before the first step."""
+        """Wrap the model as its job does, and record what exists before the first step."""
         recorder, step = self._recorder, self._step
         self._rank.wrap(step, inputs)
         recorder.hold(step.model.parameters(), "parameter")
         recorder.hold(step.model.buffers(), "buffer")
         recorder.hold(step.average.tensors if step.average is not None else (), "buffer")
         self._rank.begin(step, inputs, target)
-        recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad makes its own at once
+        recorder.hold(step.optimizer_tensors(), "optimizer_state")  # Adagrad creates its own at once
 
     def _play(self, of_shape: Sequence[tuple[Inputs, Tensor | None]], enter_policy: Callable[[str], None]) -> None:
         """Run the steps: two on a batch, or those of a job whose batches have several shapes."""
@@ -451,7 +450,7 @@ class Tracing:
         self._longest = self._sequence.play(self._order)
 
     def _enter(self, phase: str) -> None:
-        """Tell all that follow the step of a phase that begins."""
+        """Report the phase that begins to all that follow the step."""
         if self._in_a_loop is not None and phase == "backward":
             self._in_a_loop.dropped()
         self._reached(phase)
@@ -462,7 +461,7 @@ class Tracing:
             self._recorder.memory.name((p.grad for p in self._trained if p.grad is not None), "gradient")
 
     def _hold(self, inputs: Inputs, *variables: object) -> None:
-        """The step's model has run, or, with its output and loss as `variables`, its loss."""
+        """Record that the step's model has run, or, with its output and loss as `variables`, its loss."""
         if self._in_a_loop is not None:
             self._in_a_loop.hold(inputs, *variables)
         if not variables:
@@ -480,9 +479,9 @@ class Tracing:
     def _run_step(
         self, number: int, inputs: Inputs, target: Tensor | None, *, keep_operators: bool = True, mixed: bool = False
     ) -> None:
-        """Run one step. Each step of `mixed` shapes brings its own batch, whatever the loop."""
+        """Run one step. Each step of `mixed` shapes brings its own batch, with or without a loop."""
         recorder, step = self._recorder, self._step
-        batch = self._rank.held(inputs, target)
+        batch = self._rank.batch_on_gpu(inputs, target)
         if self.training_loop:
             step.on_batch = lambda: recorder.new_batch(batch)
         recorder.begin_step(number, keep_operators=keep_operators)
@@ -525,10 +524,10 @@ def batch_on_meta(
 def played_rank(
     parallel: Parallel | None, training: Training, rank: int = 0, *, every_pass: bool = True
 ) -> Iterator[Rank]:
-    """Play one rank of a job, around whatever else changes what modules call.
+    """Yield the object that acts as one rank of a job, around whatever else changes what modules call.
 
     Args:
-        parallel: The job; None is on one GPU.
+        parallel: The job; None: on one GPU.
         training: As `settings_of_ranks` returns it.
         rank: Its number, from 0.
         every_pass: As `featurize.training.pipeline.PipelineRank` takes it.

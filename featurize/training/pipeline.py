@@ -219,7 +219,7 @@ class PipelineRank(ShardedRank):
         super().wrap(step, inputs)
         self.parameters //= self.parallel.parts  # each stage was made from the whole model
 
-    def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+    def _wrap(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         """Cut this rank's stages from a model, and wrap them as the layout requires. Changes the model.
 
         Args:
@@ -325,7 +325,7 @@ class PipelineRank(ShardedRank):
 
     # -- running
 
-    def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
+    def batch_on_gpu(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
         """Return this rank's part of a batch: the inputs on the first rank, the loss's targets on the last, such as the
         labels of transformers' models."""
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
@@ -347,17 +347,17 @@ class PipelineRank(ShardedRank):
             args: Sequence[object] = ()
             kwargs: Mapping[str, object] = {}
             if self._stages[0].first:
-                given = step.converted(inputs)
+                given = step.convert(inputs)
                 args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
             losses: list[Tensor] = []
             self.passes.begin_schedule()
-            output = self._scheduled(args, kwargs, losses)
+            output = self._run_schedule(args, kwargs, losses)
             step.hold(output, losses)
             del output, losses, args, kwargs
         self._part = replace(self._part, passes=tuple(self._begun), end=len(self.recorder.log.operators))
         step.update()
 
-    def _scheduled(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
+    def _run_schedule(self, args: Sequence[object], kwargs: Mapping[str, object], losses: list[Tensor]) -> object:
         """Run PyTorch's schedule. Raises a stage's own error: PyTorch wraps it, with all shapes."""
         target, returns = self._targets if self._stages[-1].last else None, not self.parallel.pipeline.drop_outputs
         cause: BaseException | None = None

@@ -84,7 +84,7 @@ class Rank:
         """Prepare for steps on a batch; the recorder knows the wrapped parameters."""
         self._step = step
 
-    def held(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
+    def batch_on_gpu(self, inputs: Inputs, target: Tensor | None) -> tuple[Tensor, ...]:
         """Return the part of a batch on this rank's GPU."""
         return tuple(tensors_of((inputs, target)))
 
@@ -185,7 +185,7 @@ class Replica:
             in_flight.clear()
             # In reverse order of the parameters, which is about the order in which gradients are completed.
             limits = ONE_BUCKET if self._rebuilds else self._limits
-            self._fill(assigned(map(_size, self._parameters), limits)[::-1], self._parameters)
+            self._fill(assign_buckets(map(_size, self._parameters), limits)[::-1], self._parameters)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
@@ -200,7 +200,7 @@ class Replica:
             return
         self._rebuilds = False
         order = [*self._complete.values(), *(p for p in self._parameters if id(p) not in self._complete)]
-        self._fill(assigned(map(_size, order), self._limits), order)
+        self._fill(assign_buckets(map(_size, order), self._limits), order)
 
     @property
     def has_reduced(self) -> bool:
@@ -305,7 +305,7 @@ def limits_of(bucket_cap_mb: float | None) -> tuple[float, ...]:
     return (int(bucket_cap_mb * MIB),)
 
 
-def assigned(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -> list[list[int]]:
+def assign_buckets(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -> list[list[int]]:
     """Return the tensors of each bucket, by their indices, in the order in which the buckets fill up.
 
     A bucket holds one type. It takes tensors until its bytes reach the limit, with all of the last one; each type has
@@ -333,7 +333,7 @@ def assigned(tensors: Iterable[tuple[Hashable, int]], limits: Sequence[float]) -
 
 def _in_groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return the tensors in groups that are sent together."""
-    groups = assigned(((t.dtype, t.nbytes) for t in tensors), BROADCAST_LIMITS)
+    groups = assign_buckets(((t.dtype, t.nbytes) for t in tensors), BROADCAST_LIMITS)
     return [[tensors[place] for place in members] for members in groups]
 
 

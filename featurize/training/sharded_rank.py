@@ -118,13 +118,13 @@ class ShardedRank(ReplicatedRank):
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
         before = step.model
-        step.take(self._wrapped(step.model, inputs))
+        step.take(self._wrap(step.model, inputs))
         if step.model is not before:
             self.recorder.name_modules(step.model)  # a wrapper runs its own operators
         if self.parallel.fsdp.cpu_offload:
             self.recorder.memory.hold_on_host(step.model.parameters())
 
-    def _wrapped(self, model: nn.Module, inputs: Inputs) -> nn.Module:
+    def _wrap(self, model: nn.Module, inputs: Inputs) -> nn.Module:
         if self.parallel.degrees.own == 1:
             return shard(model, self.parallel, self._mesh, self._experts)
         for module in model.modules():

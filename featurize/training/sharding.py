@@ -1,6 +1,6 @@
 """Spreads a model's parameters over ranks and wraps it as its user would, with tensor parallelism by plan.
 
-Start reading at `wrapped` for real ranks, and at `shard`, which serves traces and real ranks alike. Styles of
+Start reading at `wrap_for_rank` for real ranks, and at `shard`, which serves traces and real ranks alike. Styles of
 `apply_plan` have the names of plans of transformers' models (`base_model_tp_plan`), and are applied by PyTorch's
 `parallelize_module`. In a mixture, every rank has a part of each expert, and partial outputs are summed.
 """
@@ -241,7 +241,7 @@ def units(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
     return chosen[::-1]
 
 
-def wrapped(model: nn.Module, parallel: Parallel) -> nn.Module:
+def wrap_for_rank(model: nn.Module, parallel: Parallel) -> nn.Module:
     """Return the model as a rank trains it: in `DistributedDataParallel`, or as its parts of shared tensors.
 
     Args:

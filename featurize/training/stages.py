@@ -554,7 +554,7 @@ class RepeatedPasses:
         if self._schedules > 1 or micro_batch not in self._noted[stage]:
             if key not in self._notes:
                 raise DoesNotRepeat(f"no {kind} pass of stage {stage} was noted in the same state")
-            return self._repeated(self._notes[key], stage, batch)
+            return self._repeat(self._notes[key], stage, batch)
         recorder, memory = self._recorder, self._recorder.memory
         mark, began = memory.mark(), self._streams.since()
         decided, before = recorder.decided, self._streams.moments()
@@ -576,10 +576,10 @@ class RepeatedPasses:
 
     # -- repeating a pass
 
-    def _repeated(self, note: _Note, stage: int, batch: _Batch) -> list[Tensor | None]:
+    def _repeat(self, note: _Note, stage: int, batch: _Batch) -> list[Tensor | None]:
         recorder, now = self._recorder, self._streams.since()
         batch.spans.append((now.operators, now.operators + len(note.operators)))
-        known = self._remembered(note.memory, batch)
+        known = self._repeat_memory(note.memory, batch)
         if recorder.log.keep_operators:
             recorder.log.operators.extend(_move(operator, note.spans, batch.spans) for operator in note.operators)
         later = Since(now.operators - note.began.operators, now.collectives - note.began.collectives)
@@ -594,7 +594,7 @@ class RepeatedPasses:
         self._states[stage].bring_to(note.state)
         return results
 
-    def _remembered(self, note: _Memory, batch: _Batch) -> dict[int, int]:
+    def _repeat_memory(self, note: _Memory, batch: _Batch) -> dict[int, int]:
         """Repeat a pass's effect on memory; return the recorded blocks with their replacements."""
         memory = self._recorder.memory
         if batch.signatures != note.kept:

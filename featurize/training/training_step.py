@@ -253,7 +253,7 @@ class TrainingStep:
             updates: OwnUpdates | None = self.model if isinstance(self.model, OwnUpdates) and not last else None
             with updates.between_updates() if updates is not None else contextlib.nullcontext():
                 self.on_phase("forward")
-                given = self.converted(inputs)  # they live until the next ones, as a script's variables do
+                given = self.convert(inputs)  # they live until the next ones, as a script's variables do
                 loss = self._forward(given, targets)
                 if settings.accumulation > 1:
                     loss = loss / settings.accumulation
@@ -321,7 +321,7 @@ class TrainingStep:
         holder = self.model if isinstance(self.optimizer, OptimizerOnHost) else self.optimizer
         holder.zero_grad(set_to_none=self.settings.set_to_none)
 
-    def converted(self, inputs: Inputs) -> Inputs:
+    def convert(self, inputs: Inputs) -> Inputs:
         """Return the inputs in the format and type that the model takes."""
         if self.settings.channels_last:
             inputs = arguments(mapped(inputs, _channels_last))

@@ -112,14 +112,14 @@ class ZeroRank(Rank, abc.ABC):
 
     def wrap(self, step: TrainingStep, inputs: Inputs) -> None:
         super().wrap(step, inputs)
-        step.take(self.wrapped(step.model), self.update)
+        step.take(self.wrap_model(step.model), self.update)
 
     @abc.abstractmethod
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the model as the rank holds it from now on. Raises `UsageError` for parameters of several types."""
 
     def update(self, make: Make) -> ZeroRank:
-        """Return the optimizer of the rank's part; call it after `wrapped`."""
+        """Return the optimizer of the rank's part; call it after `wrap_model`."""
         with self.recorder:
             self._make_masters(make)
             self._streams.name(state_tensors(self), "optimizer_state")  # Adagrad makes its state immediately
@@ -168,7 +168,7 @@ class ZeroRank(Rank, abc.ABC):
 
     def _update_master(self, number: int, gradients: list[Tensor], *, scales: bool) -> nn.Parameter:
         """Update master weights, and return them with their gradient. Frees the gradients."""
-        master, flat = self._masters[number], flattened(gradients)
+        master, flat = self._masters[number], flatten(gradients)
         self._streams.name([flat], "gradient")
         master.grad = flat.to(torch.float32)
         self._streams.name([master.grad], "gradient")
@@ -186,7 +186,7 @@ class PartitionedRank(ZeroRank):
     `copy_grads_in_partition`). Args as in `ZeroRank`."""
 
     @torch.no_grad()
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module) -> nn.Module:
         trained, streams = one_type(model), self._streams
         self._trained, self._places = trained, {id(p): place for place, p in enumerate(trained)}
         self._partition = FlatPartition([p.numel() for p in trained], self._ranks)
@@ -209,7 +209,7 @@ class PartitionedRank(ZeroRank):
             padding_tensors = (
                 [torch.zeros(padding, dtype=trained[0].dtype, device=trained[0].device)] if padding else []
             )
-            self._flat = flattened([*trained, *padding_tensors])
+            self._flat = flatten([*trained, *padding_tensors])
             self.recorder.memory.name([self._flat], "parameter")
             for parameter, start in zip(trained, self._partition.starts, strict=True):
                 parameter.data = self._flat.narrow(0, start, parameter.numel()).view(parameter.shape)
@@ -315,7 +315,7 @@ class PartitionedRank(ZeroRank):
             self._all_reduce([piece for _, piece in group], [rank == self._rank for rank, _ in group])
 
     def _all_reduce(self, tensors: list[Tensor], keeps: list[bool], *, divides: bool = False) -> None:
-        together = flattened(tensors)
+        together = flatten(tensors)
         self._streams.name([together], COMMUNICATION)
         if divides:
             together.div_(self._partition.ranks)
@@ -427,7 +427,7 @@ def _move_gradient(parameter: Tensor, buffer: Tensor, position: int) -> None:
     parameter.grad = place.view(parameter.shape)
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors joined into one: a copy, or a view of a single tensor."""
     return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
 

@@ -33,7 +33,7 @@ class ZeroShardedRank(ZeroRank):
     updates them group by group. Args as in `ZeroRank`."""
 
     @torch.no_grad()
-    def wrapped(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module) -> nn.Module:
         zero, streams = self._zero, self._streams
         one_type(model)
         overlaps = zero.overlap_comm is not False
@@ -119,7 +119,7 @@ class ZeroShardedRank(ZeroRank):
             return
         several = sorted(self._waiting, key=lambda shared: shared.number)
         with self._streams.stream(self._reduces):
-            received = self._scattered(several).split([shared.count for shared in several])
+            received = self._received_parts(several).split([shared.count for shared in several])
             for shared, padded in zip(several, received, strict=True):
                 # Only elements that are not padding.
                 count = max(min(shared.count, shared.numel - self._rank * shared.count), 0)
@@ -128,7 +128,7 @@ class ZeroShardedRank(ZeroRank):
                 shared.parameter.grad = None
         self._waiting, self._elements = [], 0
 
-    def _scattered(self, several: Sequence[Shared]) -> Tensor:
+    def _received_parts(self, several: Sequence[Shared]) -> Tensor:
         """Return the parts that the rank receives, padded."""
         ranks, count = self._ranks, sum(shared.count for shared in several)
         gradient = several[0].parameter.grad
@@ -349,7 +349,7 @@ class SharedParameters:
         self._wait_for_rest()
         if not self._complete and self._records:
             self._complete = True
-            of_modules = [self._sorted(module) for module in self._order]
+            of_modules = [self._ordered_parameters(module) for module in self._order]
             self._before = [0, *accumulate(sum(shared.numel for shared in several) for several in of_modules)]
             self._uses = defaultdict(list)
             for position, several in enumerate(of_modules):
@@ -357,7 +357,7 @@ class SharedParameters:
                     self._uses[shared].append(position)
         self._records = True
         self._to_come = deque(
-            (shared, position) for position, m in enumerate(self._order) for shared in self._sorted(m)
+            (shared, position) for position, m in enumerate(self._order) for shared in self._ordered_parameters(m)
         )
         self._fetched_for = {}
         self._at = self._gathered = 0
@@ -376,7 +376,7 @@ class SharedParameters:
             self._order.append(module)
         if not forward:
             self._backward.setdefault(module, set())
-        wanted = self._sorted(module)
+        wanted = self._ordered_parameters(module)
         self._begin([shared for shared in wanted if shared.state == AWAY])
         again = forward and torch._C._current_graph_task_id() != -1 and self._backward
         for shared in wanted:
@@ -398,7 +398,7 @@ class SharedParameters:
         """Free the parameters of a module, except those that are used again soon."""
         while forward and self._running and self._running.pop() is not module:
             pass  # a checkpoint left it early
-        wanted = set(self._sorted(module))
+        wanted = set(self._ordered_parameters(module))
         freed = {shared for shared in wanted if not self._complete or self._can_go(shared)}
         if not forward:
             again = self._backward.pop(module, set())
@@ -412,7 +412,9 @@ class SharedParameters:
     def end_backward(self) -> None:
         """Free the parameters of modules whose inputs need no gradient."""
         for module, again in reversed(self._backward.items()):
-            for shared in dict.fromkeys((*self._sorted(module), *sorted(again, key=lambda shared: shared.number))):
+            for shared in dict.fromkeys(
+                (*self._ordered_parameters(module), *sorted(again, key=lambda shared: shared.number))
+            ):
                 shared.users.discard(id(module))
                 if not shared.stays:
                     self._release(shared)
@@ -477,7 +479,7 @@ class SharedParameters:
             del gathering
             self._release(shared)
 
-    def _sorted(self, module: nn.Module) -> list[Shared]:
+    def _ordered_parameters(self, module: nn.Module) -> list[Shared]:
         """Return the parameters of a module itself, and those that it takes from others, in order."""
         own_shared = {self.by_parameter[id(p)] for p in dict.values(module._parameters) if p is not None}
         return sorted(own_shared.union(self._taken.get(id(module), ())), key=lambda shared: shared.number)

@@ -1,4 +1,4 @@
-"""`gpufarm NAME ...`: each command of the project under one name, as `python -m PACKAGE.NAME ...` runs it.
+"""`gpufarm NAME ...` runs each command of the project, like `python -m PACKAGE.NAME ...`.
 
 Start reading at `main`. Unlike `python -m`, it searches the working folder last (`conf.cli.own_packages`).
 """
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own_packages.require_own_packages()
     from conf.cli.commands import COMMANDS, missing_from
 
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    name, *remaining = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):
         _exit_after_printing(_listing())
     if name == "--version":
@@ -44,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit_for_unknown(name, COMMANDS)
     if problem := missing_from(module.partition(".")[0]):
         _exit_with_error(problem)
-    sys.argv = [sys.argv[0], *rest]
+    sys.argv = [sys.argv[0], *remaining]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _own_packages() -> ModuleType:
-    """Return `conf.cli.own_packages`, found by its path: until it has run, `conf` may be a file of the user's."""
+    """Load `conf.cli.own_packages` by its path: before it has run, `conf` may be a user's file."""
     here = Path(__file__).resolve()
     paths = [
         here.parents[up] / "conf" / "cli" / "own_packages.py" for up in (1, 2)
@@ -100,7 +100,7 @@ def _exit_with_error(text: str) -> NoReturn:
 
 
 def _exit_after_printing(text: str) -> NoReturn:
-    """Print and exit with 0, also where the reader has closed its end."""
+    """Print and exit with 0, even if the reader has closed its end."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

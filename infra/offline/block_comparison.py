@@ -1,7 +1,7 @@
-"""A recorded allocator history beside our trace of the same job, block by block: which of the two is off, and why.
+"""Compares a recorded allocator history with our trace of the same job, block by block, and finds the cause of gaps.
 
-Start reading at `compare_blocks`; `workers.probes.histories` records the histories on a GPU,
-`featurize.memory.replay` replays one through the allocator simulator, and keeps that of a trace.
+Start reading at `compare_blocks`. `workers.probes.histories` records the histories on a GPU. `featurize.memory.replay`
+replays one through the allocator simulator, and records the history of a trace.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ HISTORY_KEYS = (
 )
 ALLOCATOR, REQUESTS, WORKSPACES, ORDER, NONE = "allocator", "requests", "workspaces", "order", "none"
 CAUSES = (ALLOCATOR, REQUESTS, WORKSPACES, ORDER)
-_CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and what a step reserves otherwise
+_CLOSE_BYTES, _CLOSE_SHARE = 2 * MIB, 0.01  # a small segment, and the usual scatter of a step's reserved memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksApart:
-    """Blocks of one size and origin that only one side has.
+    """Blocks of the same size and origin that only one side has.
 
     Args:
-        nbytes: Size of each block, rounded as the allocator rounds.
-        count: How many more this side has than the other.
-        where: Traced: kind, operator and module; recorded: phase and module, empty where the release cannot say.
-        is_workspace: Whether they are workspaces, or may be.
+        nbytes: Size of each block, rounded like the allocator's.
+        count: Surplus of this side over the other.
+        where: Traced: kind, operator and module. Recorded: phase and module, empty if the release has no labels.
+        is_workspace: Whether they are, or may be, workspaces.
     """
 
     nbytes: int
@@ -63,7 +63,7 @@ class BlocksApart:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMatch:
-    """Blocks of both sides, matched by their rounded sizes; those of one side only, the most bytes first."""
+    """Blocks of both sides, matched by rounded size, and those of one side only, the most bytes first."""
 
     matched_count: int
     matched_bytes: int
@@ -76,7 +76,7 @@ Curve: TypeAlias = list[tuple[int, int]]  # bytes allocated and reserved after e
 
 @dataclass(frozen=True, kw_only=True)
 class BlockComparison:
-    """Result of `compare_blocks`. Bytes; allocated ones are sums of rounded blocks.
+    """Result of `compare_blocks`. Allocated bytes are sums of rounded blocks.
 
     Args:
         name: Name of the history.
@@ -85,20 +85,19 @@ class BlockComparison:
         replayed_reserved_bytes: Most bytes that our allocator reserves for the recorded requests.
         traced_allocated_bytes: Most bytes that our trace allocates.
         traced_reserved_bytes: Most bytes that our allocator reserves for our trace.
-        allocator_difference: The first segment that our allocator takes or frees otherwise for the recorded
-            requests, in words; None where there is none.
+        allocator_difference: Text on the first segment that our allocator takes or frees differently for the recorded
+            requests; None without a difference.
         at_peak: Blocks alive at the moments of the most allocated bytes.
         in_step: Blocks requested in the last step.
-        first_reordered: Number, from 1, of the last recorded step's first request that comes in another order, of
-            sizes that both sides request equally often; None where the order is the same.
-        measured_curve: Curve of the last recorded step; reserved as recorded. The two have different numbers of points.
+        first_reordered: Number, from 1, of the last recorded step's first request that comes in another order. Only
+            sizes that both sides request equally often count. None if the order is the same.
+        measured_curve: Curve of the last recorded step; reserved as recorded. The curves differ in number of points.
         traced_curve: Curve of the last traced step.
-        gap_bytes: Cause, one of `CAUSES`, -> bytes by which this cause makes the measured reserved peak exceed the
-            traced one; negative where the traced one is larger. `order` is the remainder, including differences in
-            segment sizes.
-        verdict: The cause that decides, or `none`: the two peaks are equal within 2 MiB or 1 %.
-        sentence: The verdict in words.
-        cut_off: Why the recording ended before its last step; None where it did not.
+        gap_bytes: Cause, one of `CAUSES` -> bytes by which it makes the measured reserved peak exceed the traced one,
+            or negative. `order` is the remainder, including differences in segment sizes.
+        verdict: The main cause, or `none` if the two peaks are equal within 2 MiB or 1 %.
+        sentence: A sentence on the verdict.
+        cut_off: Why the recording ended before its last step; None if it is complete.
     """
 
     name: str
@@ -120,9 +119,9 @@ class BlockComparison:
 
 
 class _Held(NamedTuple):
-    """A block: its rounded size, and the numbers of the events that took it and freed it (None: nothing did).
+    """A block: its rounded size, and the numbers of the events that took it and freed it (None: never freed).
 
-    A recording cannot say which are workspaces: a block counts as one where it is given back before the next request.
+    A recording does not name workspaces: a block that is freed before the next request counts as one.
     """
 
     nbytes: int
@@ -133,7 +132,7 @@ class _Held(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """One side's blocks, the moments after its events as (event, allocated, reserved), and its last step's events."""
+    """One side's blocks, the state after each event as (event, allocated, reserved), and its last step's events."""
 
     blocks: list[_Held]
     moments: list[tuple[int, int, int]]
@@ -141,7 +140,7 @@ class _Side(NamedTuple):
 
 
 def history_of(measured: Measured) -> dict[str, Any]:
-    """Return the history that a measurement recorded. Raises `UsageError` where it has none."""
+    """Return the history that a measurement recorded. Raises `UsageError` without one."""
     if not measured.rows:
         raise UsageError(measured.reason or "its process gave no history")
     history = {**measured.rows[-1], "name": measured.name, "cut_off": measured.cut_off}
@@ -154,7 +153,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
     """Compare a recorded history with our trace of the same config for the same GPU.
 
     Args:
-        history: With `HISTORY_KEYS`. `marks` are indices into `trace`: where each step begins, and the end of the last.
+        history: Has `HISTORY_KEYS`. `marks` are indices into `trace`: the begin of each step, and the end of the last.
 
     Raises:
         UsageError: No device description matches the GPU, or the history is incomplete or inconsistent.
@@ -224,9 +223,9 @@ def _last_step(history: Mapping[str, Any]) -> range:
 
 
 def _side(entries: Sequence[Mapping[str, Any]], step: range, round_up: Callable[[int], int]) -> _Side:
-    """Return a side from the entries of a history."""
+    """Return the side of a recorded history."""
     blocks: list[_Held] = []
-    live: dict[int, int] = {}  # address -> its block
+    live: dict[int, int] = {}  # address -> number of its block
     moments = []
     allocated = reserved = 0
     for index, entry in enumerate(entries):
@@ -251,7 +250,7 @@ def _side(entries: Sequence[Mapping[str, Any]], step: range, round_up: Callable[
 
 
 def _traced_side(trace: StepTrace, profile: MemoryProfile, round_up: Callable[[int], int]) -> _Side:
-    """Return the side of a trace, from the history that its replay has kept."""
+    """Return the side of a trace, from the history of its replay."""
     assert profile.snapshot is not None, "the replay has a timeline"
     entries = [{**entry, "where": _where(entry)} for entry in profile.snapshot["device_traces"][0]]
     last = f"step {trace.events[-1].step}" if trace.events else ""
@@ -263,7 +262,7 @@ def _traced_side(trace: StepTrace, profile: MemoryProfile, round_up: Callable[[i
 
 
 def _where(entry: Mapping[str, Any]) -> str:
-    """Return the kind, operator (of a workspace its library's call) and module of a traced request."""
+    """Return the kind, operator (for a workspace the library's call) and module of a traced request."""
     if not entry["frames"]:
         return ""
     made = entry["frames"][0]
@@ -272,7 +271,7 @@ def _where(entry: Mapping[str, Any]) -> str:
 
 
 def _peak(side: _Side) -> tuple[int, int]:
-    """Return the event after which the most bytes are allocated, the first of several, and these bytes."""
+    """Return (the first event after which the most bytes are allocated, these bytes)."""
     index, allocated, _ = max(side.moments, key=lambda moment: moment[1], default=(0, 0, 0))
     return index, allocated
 
@@ -295,7 +294,7 @@ def _workspace_bytes(apart: Iterable[BlocksApart]) -> int:
 
 
 def _apart(side: Iterable[_Held], other: Iterable[_Held]) -> tuple[BlocksApart, ...]:
-    """Return the blocks without an equally large one of the other side; of one size, what may be a workspace first."""
+    """Return the blocks without an equally large one on the other side. Of equal blocks, possible workspaces remain."""
     missing = Counter(held.nbytes for held in other)
     counts: Counter[tuple[int, str, bool]] = Counter()
     for held in sorted(side, key=lambda held: held.is_workspace):

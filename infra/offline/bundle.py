@@ -1,7 +1,7 @@
-"""`make offline PYTHON=3.12 MIB=60`: the source and the wheels that a machine without network lacks, in two parts.
+"""`make offline PYTHON=3.12 MIB=60`: packs the source and wheels for a machine without network, in two parts.
 
-Start reading at `bundle`; `infra.offline.launch` installs them there. `needed_wheels` finds the wheels for another
-Python than this one: resolved by what wheels require, downloaded by pip, checked by their tags.
+Start reading at `bundle`; `infra.offline.launch` installs the parts there. `needed_wheels` finds wheels for another
+Python than this one: it resolves their requirements, downloads with pip, and checks their tags.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from infra.offline.launch import FORMAT, MANIFEST, file_sha256
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "infra" / "offline" / "launch.py"
 CONSTRAINTS = ROOT / "constraints.txt"
-# Of the extras, beside `warehouse` and `farm`: what a step uses.
+# Packages of other extras than `warehouse` and `farm` that a step uses.
 _ALSO_NEEDED = {"serve": ("prometheus-client",), "dev": ("pytest",)}
-# Tracked files that no step reads, and files of wheels that only programs in C++ or machines with a network load.
+# Tracked files that no step reads, and files of wheels for C++ programs or machines with a network only.
 _SOURCE_LEFT_OUT = ("docs/*", "datasets/*", ".ci/*", ".github/*", "infra/grafana/*")
 _WHEELS_LEFT_OUT = (
     *("pyarrow/tests/*", "pyarrow/include/*", "pyarrow/src/*", "pyarrow/*.pyx", "pyarrow/*.pxd", "pyarrow/*.pxi"),
@@ -52,7 +52,7 @@ _WHEELS_LEFT_OUT = (
     *("pyarrow/_azurefs*", "pyarrow/_pyarrow_cpp_tests*"),
     *("ray/jars/*", "ray/cpp/*", "ray/rllib/*", "ray/dashboard/client/*"),
 )
-# Half of the bytes are x86-64 code, which the first filter turns into what the second finds repeated.
+# Half of the bytes are x86-64 code; a first filter makes its addresses repeat, so that the second compresses better.
 _XZ = {"preset": 6, "dict_size": 32 << 20}
 PARTS = {"core": "part-1", "numpy": "part-1", "ray": "part-2"}  # archive -> part
 MACHINE = "x86_64"
@@ -63,10 +63,10 @@ _NO_MATCH = re.compile(r"Could not find a version that satisfies the requirement
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """Packages that are installed together, compressed into one file of a part, as the manifest has it.
+    """Packages that are installed together: one compressed file of a part, and its entry in the manifest.
 
     Args:
-        part: The part that has the file.
+        part: The part with the file.
         packages: Version by name.
     """
 
@@ -79,31 +79,31 @@ class Archive:
 
 @dataclass(frozen=True, kw_only=True)
 class BundleSettings(Checked):
-    """The keys of a bundle."""
+    """Keys of the command."""
 
-    python: str | None = key(None, "the machine's release of Python, as 3.12")
-    mib: float = key(60, "size of a part at most, MiB", "number > 0")
+    python: str | None = key(None, "the machine's release of Python, such as 3.12")
+    mib: float = key(60, "largest size of a part, MiB", "number > 0")
     present: str | tuple[str, ...] = key(
         (),
-        "what the machine has beside torch and its packages: names, or a file that `pip list --format=freeze` wrote",
+        "packages that the machine has besides torch's: names, or a file that `pip list --format=freeze` wrote",
         "text | list of text",
     )
-    out: str = key("build/offline", "the folder, new or a former bundle", "new path")
-    ray: bool = key(True, "whether Ray is added, as a part of its own")
+    out: str = key("build/offline", "output folder: new, or a former bundle", "new path")
+    ray: bool = key(True, "whether to add Ray, in a separate part")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the bundle that the arguments describe, print what its parts hold, and return the exit code."""
+    """Parse the arguments, make the bundle, print the content of its parts; return the exit code."""
     name = "infra.offline.bundle:BundleSettings"
     return developer_command(name, lambda settings: print("\n".join(bundle(settings))), argv)
 
 
 def bundle(settings: BundleSettings) -> list[str]:
-    """Write the parts, and return a table of them, with the commands to run on the machine.
+    """Write the parts; return a table of them with the commands to run on the machine.
 
     Raises:
-        UsageError: Another release of Python is needed, the parts are too small, or the folder is somebody's.
-        EnvironmentProblem: A wheel is missing for the machine, or this is not a git checkout.
+        UsageError: Another release of Python is needed, the parts are too small, or the folder holds other files.
+        EnvironmentProblem: A wheel for the machine is missing, or this is not a git checkout.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = _release(settings.python, project["requires-python"])
@@ -169,7 +169,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
-    """Return the version, or None where none is given, by name, of a file or names as `present=` has them."""
+    """Return name -> version, or None without one, for the file or names of `present=`."""
     lines: Iterable[str] = [present] if isinstance(present, str) else present
     if isinstance(present, str) and (os.sep in present or present.endswith(".txt") or Path(present).is_file()):
         try:
@@ -191,7 +191,7 @@ def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
 
 
 def required(project: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the requirements of pyproject.toml, by archive, and torch's requirement."""
+    """Return the requirements of pyproject.toml by archive, and torch's requirement."""
     extras = {name: [Requirement(line) for line in lines] for name, lines in project["optional-dependencies"].items()}
 
     def members(extra: str) -> Iterator[Requirement]:
@@ -211,7 +211,7 @@ def required(project: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tracked_files() -> tuple[list[str], str]:
-    """Return the tracked files that the machine needs, and what git calls their state."""
+    """Return the tracked files that the machine needs, and git's description of their state."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         raise EnvironmentProblem(f"{ROOT} is not a git checkout; the source is git's tracked files")
@@ -229,7 +229,7 @@ def tracked_files() -> tuple[list[str], str]:
 
 
 def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Path) -> Archive:
-    """Compress wheels, unpacked as an installer would, and source files into one archive of a part."""
+    """Compress unpacked wheels, in the layout of an installer, and source files into an archive of a part."""
     part.mkdir(parents=True, exist_ok=True)
     path, unpacked_bytes = part / f"{name}.tar.xz", 0
     site = "site" if name == "core" else f"site-{name}"
@@ -264,21 +264,21 @@ def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Pat
 
 
 def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]]:
-    """Return the files of a wheel that a step may load, and where they belong."""
+    """Return the files of a wheel that a step may load, and their installed paths."""
     kept: list[tuple[zipfile.ZipInfo, str]] = []
     left_out: list[tuple[zipfile.ZipInfo, str]] = []
     for entry in wheel.infolist():
         place = entry.filename
-        if ".data/" in place:  # what belongs beside the packages; scripts and headers have no use there
+        if ".data/" in place:  # a wheel's data folder; its scripts and headers are not needed
             kind, _, place = place.partition(".data/")[2].partition("/")
             if kind not in ("purelib", "platlib"):
                 continue
         if not entry.is_dir():
             matches = any(fnmatch.fnmatchcase(place, pattern) for pattern in _WHEELS_LEFT_OUT)
             (left_out if matches else kept).append((entry, place))
-    # A library that a kept one names is loaded with it: releases differ in what they link.
+    # A kept library may load a left-out one by name: releases differ in their links.
     libraries = {Path(place).name: (entry, place) for entry, place in left_out if ".so" in place}
-    for entry, place in kept:  # which grows
+    for entry, place in kept:  # the loop extends the list
         if libraries and ".so" in place:
             content = wheel.read(entry)
             kept += [libraries.pop(name) for name in list(libraries) if name.encode() + b"\0" in content]
@@ -286,8 +286,8 @@ def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]
 
 
 def _check_size(archives: Iterable[Archive], part: str, mib: float) -> None:
-    """Raise `UsageError` where a part has become larger than `mib`."""
-    beside_bytes = LAUNCHER.stat().st_size + (64 << 10)  # more than a manifest takes
+    """Raise `UsageError` if a part is larger than `mib`."""
+    beside_bytes = LAUNCHER.stat().st_size + (64 << 10)  # the launcher, and more than a manifest takes
     needed_mib = (beside_bytes + sum(archive.bytes for archive in archives if archive.part == part)) / 2**20
     if needed_mib > mib:
         instead = (
@@ -312,7 +312,7 @@ def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Arc
 
 
 def brought_by_torch() -> dict[str, Version | None]:
-    """Return torch and what it requires, in turn, as installed here; not their versions, which are the machine's."""
+    """Return the names of torch and its requirements, recursively, as installed here, without versions."""
     names: dict[str, Version | None] = {}
     wanted = ["torch"]
     while wanted:
@@ -337,20 +337,20 @@ def needed_wheels(
     wheels: dict[str, Path],
     folder: Path,
 ) -> set[str]:
-    """Download a wheel for each requirement, and in turn for what the wheels require.
+    """Download a wheel for each requirement, and recursively for the wheels' requirements.
 
     Args:
-        requirements: What is needed.
-        python: The machine's release of Python, as `3.12`.
-        on_machine: The version, or None for any, by name of what the machine has; no wheel is needed where it fits.
-        wheels: Path of the wheel by name: those that are there already, and those that are added.
-        folder: Where wheels are downloaded.
+        requirements: The needed packages.
+        python: The machine's release of Python, such as `3.12`.
+        on_machine: Name -> version, or None for any, of the machine's packages, which need no wheel if they fit.
+        wheels: Name -> path of its wheel; new wheels are added.
+        folder: Folder for downloaded wheels.
 
     Returns:
-        The names among `on_machine` that something requires.
+        Names in `on_machine` that something requires.
 
     Raises:
-        EnvironmentProblem: There is no wheel for the target, or two requirements contradict each other.
+        EnvironmentProblem: The target has no wheel, or two requirements contradict each other.
     """
     pins = _pins()
     markers = {
@@ -397,36 +397,36 @@ def _requirements_of(wheel: Path) -> list[Requirement]:
 def _download(
     specifiers: Mapping[str, SpecifierSet], pins: Mapping[str, Version], python: str, folder: Path
 ) -> dict[str, Path]:
-    """Download a wheel for each name: of the pinned release, else of any that fits, else built from sources."""
-    asked = {
+    """Download a wheel for each name: the pinned release, else any that fits, else one built from sources."""
+    wanted = {
         name: f"{name}=={pins[name]}" if name in pins and specifier.contains(pins[name]) else f"{name}{specifier}"
         for name, specifier in specifiers.items()
     }
     platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
     options = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
-    while asked:
-        completed = _pip("download", "--dest", folder, *options, *asked.values())
+    while wanted:
+        completed = _pip("download", "--dest", folder, *options, *wanted.values())
         if completed.returncode == 0:
             break
         if "connection broken" in completed.stderr:
             raise EnvironmentProblem("pip reaches no index; connect, or set PIP_INDEX_URL or PIP_FIND_LINKS")
         match = _NO_MATCH.search(completed.stderr)
         name = canonicalize_name(match[1]) if match else None
-        if name not in asked:
+        if name not in wanted:
             lines = [line for line in completed.stderr.splitlines() if line.startswith("ERROR")] or [
                 completed.stderr.strip()
             ]
             raise EnvironmentProblem(f"pip cannot download wheels: {lines[-1]}")
-        if asked[name] != f"{name}{specifiers[name]}":
-            asked[name] = f"{name}{specifiers[name]}"
+        if wanted[name] != f"{name}{specifiers[name]}":
+            wanted[name] = f"{name}{specifiers[name]}"
         else:
-            _build_wheel(asked.pop(name), python, folder)
+            _build_wheel(wanted.pop(name), python, folder)
     paths = {str(parse_wheel_filename(path.name)[0]): path for path in folder.glob("*.whl")}
     return {name: paths[name] for name in specifiers}
 
 
 def _build_wheel(requirement: str, python: str, folder: Path) -> None:
-    """Build a wheel of a project that publishes sources alone; one that holds compiled code fits no other Python."""
+    """Build a wheel of a project that publishes only sources; compiled code would not fit another Python."""
     missing = f"there is no wheel of {requirement} for Python {python} on {MACHINE}"
     before = set(folder.glob("*.whl"))
     if _pip("wheel", "--wheel-dir", folder, requirement).returncode:

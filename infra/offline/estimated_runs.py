@@ -1,7 +1,7 @@
-"""Results of a lent machine: its runs beside their estimates for its device, as tables that the page's sections query.
+"""Loads a lent machine's results: its runs and their estimates, as tables that the page's sections query.
 
-Start reading at `read_results`, and at `estimated_runs`; `FIGURES` lists what is compared, `Results.warehouse` the
-tables, `RULES` when a figure is off.
+Start reading at `read_results`, and at `estimated_runs`. `FIGURES` lists the compared figures, `Results.warehouse` has
+the tables, and `RULES` says when a figure is off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from warehouse.reading.connection import WarehouseConnection
 from warehouse.reading.pairing import shift_of
 from workers.probes.children import measured_in
 
-LEAST = 5  # runs of a family, or members of groups
+LEAST = 5  # least number of runs in a family, or of members in groups, for a finding
 OFF: Mapping[str, float] = {
     "allocated": 0.03,
     "reserved": 0.03,
@@ -53,7 +53,7 @@ CONTEXT_MIB = 50.0
 WORKSPACE_MIB = 2.0
 SPEED = 0.1  # speed of jobs beside others, 1 / slowdown
 OPERATOR_SHARE, OPERATOR_RATIO = 0.05, 1.25
-FARTHER = 1.1  # how much larger than the trace's a corrected model's median error is
+FARTHER = 1.1  # factor by which a corrected model's median error exceeds the trace's
 RULES = (
     f"A family is listed when its median error over at least {LEAST} runs exceeds {OFF['allocated']:.0%} (allocated "
     f"and reserved memory), {OFF['step_time']:.0%} (step time, power) or {OFF['smact']:g} (ratios). Memory outside "
@@ -64,34 +64,34 @@ RULES = (
     "trace's. Recorded jobs are listed by their verdict."
 )
 NO_COMMAND = ""
-_WORK_MARKS = (DATA, "probes", CALLS)  # any of them makes a folder a work folder
+_WORK_MARKS = (DATA, "probes", CALLS)  # names by which a work folder is recognized
 _REHEARSALS = ("cpu", "simulated")
-TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the answer that users get, with the packaged models
+TRACE, SHIPPED = "trace", "shipped"  # the trace alone; the users' answer, with the packaged models
 
 
 class Absent(Exception):
-    """Why the results have nothing for a section, as a sentence."""
+    """A sentence on why the results have nothing for a section."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A figure that is further off than `RULES` allow, and the command that fits it again, or `NO_COMMAND`."""
+    """A figure that is further off than `RULES` allow, and the command that refits it, or `NO_COMMAND`."""
 
     command: str
     text: str
 
 
-Part: TypeAlias = Block | Finding  # of a section
+Part: TypeAlias = Block | Finding  # part of a section
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure that is compared.
+    """One compared figure.
 
     Args:
-        title: Its name with its unit.
-        measured: A row's value in `runs`; None where it was not measured.
-        estimated: The estimate's value.
+        title: Name with unit.
+        measured: Returns the value of a row in `runs`; None if it was not measured.
+        estimated: Returns the estimate's value.
     """
 
     title: str
@@ -104,7 +104,7 @@ def _energy_a_step(run: Mapping[str, Any]) -> float | None:
 
 
 def _process_mib(estimate: Estimate) -> float:
-    """Return the card's memory without what the machine holds beside the process."""
+    """Return the estimated peak memory of the process alone."""
     return estimate.peak_memory_mib - ((estimate.card_mib or 0.0) - (estimate.process_mib or 0.0))
 
 
@@ -123,7 +123,7 @@ FIGURES: Mapping[str, Figure] = {
     "power": Figure("power, W", lambda run: run["power_w"], _power),
     "energy": Figure("energy of a step, J", _energy_a_step, lambda own: own.energy_j),
 }
-# Figure -> the target of the packaged models that give it.
+# Figure -> target of its packaged models.
 TARGETS = {"process": "memory", "smact": "smact", "smocc": "smocc", "drama": "drama", "step_time": "step_time"}
 _KEPT = ("run_id", "family", "status", "parallel", "torch_version", "driver_version")  # columns of `runs`
 _ESTIMATES = pa.schema(
@@ -155,11 +155,11 @@ class EstimatedRuns:
     """Runs with estimates.
 
     Args:
-        estimates: Rows of `_ESTIMATES`, for each run one by `TRACE` and one by `SHIPPED`. A figure's `measured`,
-            `estimated` and `error` (relative, of ratios absolute) are None without both values; `model` is the packaged
-            model that answered, None where the trace did, or for another training loop than the run's.
-        modelled: Rows of `_MODELLED`: time of an operator's kernels in a step by the kernel model, in ms.
-        left_out: Reason -> number of the runs without estimates.
+        estimates: Rows of `_ESTIMATES`, one by `TRACE` and one by `SHIPPED` for each run. A figure's `measured`,
+            `estimated` and `error` (relative, but absolute for ratios) are None without both values. `model` is the
+            packaged model that answered; None if the trace answered, or for another training loop than the run's.
+        modelled: Rows of `_MODELLED`: the kernel model's time of an operator's kernels in a step, in ms.
+        left_out: Reason -> number of runs without estimates.
     """
 
     estimates: tuple[dict[str, Any], ...] = ()
@@ -168,12 +168,12 @@ class EstimatedRuns:
 
     @property
     def traced(self) -> list[dict[str, Any]]:
-        """One row for each run."""
+        """Return one row per run."""
         return [row for row in self.estimates if row["estimator"] == TRACE]
 
 
 def device_of(run: Mapping[str, Any]) -> DeviceSpec | None:
-    """Return the description of a run's device; of a CPU the default GPU's, of a GPU without a description None."""
+    """Return the description of a run's device; the default GPU's for a CPU, None for a GPU without a description."""
     name = known_device(run["device_name"]) or (None if run["device_uuid"] else DEFAULT_DEVICE)
     return None if name is None else load_device(name)
 
@@ -183,9 +183,9 @@ def estimated_runs(
     source: str = "measured",
     progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> EstimatedRuns:
-    """Return the folder's runs that had their device to themselves, each with its estimates.
+    """Return the folder's runs that did not share their device, each with its estimates.
 
-    Fitted models and a calibrated machine of the data folder count, as they do for users.
+    Uses the data folder's fitted models and calibrated machine, as for users.
 
     Args:
         data: The data folder.
@@ -200,7 +200,7 @@ def estimated_runs(
     estimates, modelled, left_out = [], [], Counter[str]()
     for completed, run in enumerate(runs.to_pylist()):
         progress(completed, len(runs))
-        # What decides a run's estimates.
+        # Everything that a run's estimates depend on.
         key = (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
         try:
             _check_usable(run, source)
@@ -217,7 +217,7 @@ def estimated_runs(
 
 
 def _check_usable(run: Mapping[str, Any], source: str) -> None:
-    """Raise `UsageError` with the reason why a run is not compared with its estimates."""
+    """Raise `UsageError` with the reason if a run cannot be compared with its estimates."""
     if not run["is_of_source"]:
         raise UsageError(f"not {source}")
     if run["group_id"] is not None:
@@ -231,7 +231,7 @@ def _check_usable(run: Mapping[str, Any], source: str) -> None:
 
 
 def _estimates(run: Mapping[str, Any], data: str | os.PathLike[str]) -> tuple[dict[str, Estimate], dict[str, float]]:
-    """Return the estimates of a run, and operator -> ms of its kernels in a step by the kernel model."""
+    """Return the estimates of a run, and operator -> modelled ms of its kernels in a step."""
     device = device_of(run)
     assert device is not None, "checked before"
     try:
@@ -271,7 +271,7 @@ def _row(run: Mapping[str, Any], estimator: str, estimate: Estimate) -> dict[str
 
 
 def model_of(estimate: Estimate, target: str) -> str | None:
-    """Return the model, fitted on measured rows, that a figure is from; None for the trace, and another loop's."""
+    """Return the fitted model that a figure comes from; None for the trace, and for a model of another loop."""
     model = estimate.answered_by.get(target, TRACE)
     is_of_loop = target == "memory" or estimate.loops.get(target) == RESIDENT  # memory hardly depends on the loop
     return model if is_of_loop and model != TRACE else None
@@ -279,14 +279,14 @@ def model_of(estimate: Estimate, target: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Files that came back, and their runs with their estimates.
+    """A lent machine's files, and their runs with estimates.
 
     Args:
         work: The unpacked work folder.
-        kind: `measured` (on a GPU), `cpu`, `simulated`, or `none` where neither runs nor probes say it.
-        has_runs: Whether there are rows of that kind, with estimates or not.
-        device_name: As the driver names it; empty where nothing names a device.
-        device: Its description; None for a GPU without one. Other devices have the default GPU's.
+        kind: `measured` (on a GPU), `cpu`, `simulated`, or `none` if neither runs nor probes tell.
+        has_runs: Whether there are runs of that kind, with or without estimates.
+        device_name: The driver's name of the device; empty if unknown.
+        device: Description of the device; None for a GPU without one, the default GPU's for other devices.
         runs: Runs of that kind.
         problem: Why the runs cannot be read; empty if they can.
     """
@@ -301,19 +301,19 @@ class Results:
 
     @property
     def data(self) -> Path:
-        """The data folder. Raises `Absent`."""
+        """Return the data folder. Raises `Absent`."""
         if not DataFolder.resolve(self.work / DATA).format_marker.is_file():
             raise Absent("The results have no data folder.")
         return self.work / DATA
 
     @property
     def data_key(self) -> str:
-        """The key `data` of commands that read these runs."""
+        """Return the argument `data=` for commands that read these runs."""
         return f"data={shlex.quote(str(self.work / DATA))}"
 
     @cached_property
     def warehouse(self) -> WarehouseConnection:
-        """The warehouse of the data folder, with the tables of `EstimatedRuns` and `_VIEWS`. Raises `Absent`."""
+        """Return the data folder's warehouse with the tables of `EstimatedRuns` and `_VIEWS`. Raises `Absent`."""
         connection = warehouse.connect(self.data)
         connection.register("estimates", pa.Table.from_pylist(list(self.runs.estimates), _ESTIMATES))
         connection.register("modelled", pa.Table.from_pylist(list(self.runs.modelled), _MODELLED))
@@ -325,30 +325,30 @@ class Results:
         return list(self.warehouse.execute(sql).fetchall())
 
     def table(self, sql: str, words: int = 1) -> Table | None:
-        """Return a query as a table, None without rows; `words` as in `conf.reports.blocks.table`. Raises `Absent`."""
+        """Return a query as a table; None without rows. `words` as in `conf.reports.blocks.table`. Raises `Absent`."""
         answered = self.warehouse.execute(sql)
         heads = [column[0] for column in answered.description]
         rows = answered.fetchall()
         return table(heads, rows, words=words) if rows else None
 
     def require_solo(self) -> None:
-        """Raise `Absent` without runs of single jobs that ended well, which the view `solo` has."""
+        """Raise `Absent` if the view `solo` has no runs."""
         if not any(row["status"] == "ok" and row["parallel"] is None for row in self.runs.estimates):
             raise Absent("The results hold no runs of single jobs that ended well.")
 
     @property
     def device_text(self) -> str:
-        """The device that estimates are made for."""
+        """Return a text on the device of the estimates."""
         if self.device is not None:
             return f"estimates for {self.device.name}"
         return f"no device description matches {self.device_name}" if self.device_name else "no GPU is named"
 
 
 def work_folder(results: Path, out: Path) -> Path:
-    """Return the work folder: `results` itself, or what its newest archive holds, unpacked into `out`.
+    """Return the work folder: `results` itself, or its newest archive, unpacked into `out`.
 
     Raises:
-        UsageError: Neither a work folder nor results, or `out` holds other results.
+        UsageError: `results` holds neither a work folder nor results, or `out` holds other results.
     """
     if any((results / name).exists() for name in _WORK_MARKS):
         return results
@@ -356,16 +356,18 @@ def work_folder(results: Path, out: Path) -> Path:
     if archive is None:
         raise UsageError(f"{results} holds no results of a lent machine: there is no {SUMMARY}")
     work = out / f"work-{archive.series.generation}"
-    there = Series.of_work(work)
-    if there is None:
+    series = Series.of_work(work)
+    if series is None:
         unpack(archive, work)
-    elif there != archive.series:
-        raise UsageError(f"out={out} holds other results (series {there.name}, {there.generation}); name another out=")
+    elif series != archive.series:
+        raise UsageError(
+            f"out={out} holds other results (series {series.name}, {series.generation}); name another out="
+        )
     return work
 
 
 def read_results(work: Path, progress: Callable[[int, int], None] = lambda completed, total: None) -> Results:
-    """Return the work folder's runs with their estimates. Runs of the best kind count: measured before simulated."""
+    """Return the work folder's runs of the best kind with their estimates: measured before simulated."""
     calls, runs, source, problem = json_lines(work / CALLS), EstimatedRuns(), None, ""
     names: list[str] = []
     if DataFolder.resolve(work / DATA).format_marker.is_file():
@@ -373,7 +375,7 @@ def read_results(work: Path, progress: Callable[[int, int], None] = lambda compl
             source, names = _source_and_devices(work / DATA)
             if source is not None:
                 runs = estimated_runs(work / DATA, source, progress)
-        except Exception as error:  # the probes are shown all the same
+        except Exception as error:  # the probes are shown anyway
             problem = exception_line(error)
     kind = source
     if kind is None:
@@ -395,7 +397,7 @@ def read_results(work: Path, progress: Callable[[int, int], None] = lambda compl
 
 
 def _source_and_devices(data: Path) -> tuple[str | None, list[str]]:
-    """Return the best source that a data folder has runs of, None without any, and the device of each of them."""
+    """Return the best source with runs in a data folder, None without any, and the device of each run."""
     with contextlib.closing(warehouse.connect(data)) as connection:
         for source, which in SOURCES.items():
             if rows := connection.execute(f"SELECT device_name FROM runs WHERE {which}").fetchall():

@@ -1,9 +1,9 @@
-"""`offline.py` in each part of an offline bundle: install without a network, and start a step.
+"""`offline.py` in each part of an offline bundle: installs without a network, and starts a step.
 
 Start reading at `main`; standard library only. `infra.offline.bundle` writes the manifest that `install` reads.
 """
 
-# No newer syntax than Python 3.6's: an unsuitable Python reads the file and gets one line instead of a traceback.
+# Only Python 3.6's syntax: an unsuitable Python can read the file and print one line instead of a traceback.
 import hashlib
 import importlib.util
 import json
@@ -19,9 +19,9 @@ from typing import Any
 
 FORMAT = 2
 STEPS = ("test", "calibrate", "allocator", "bench", "collect", "kernels", "pairs", "ranks", "power")
-PATH_KEYS = ("results", "work")  # the steps' keys that are paths: a step runs in another folder
+PATH_KEYS = ("results", "work")  # keys of steps that are paths, made absolute because a step runs in another folder
 MANIFEST = "manifest.json"
-INSTALLED = "bundle.json"  # in the target: which bundle it is
+INSTALLED = "bundle.json"  # file in the target that identifies the bundle
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
 _SPARE_BYTES = 64 << 20
 USAGE = """usage: python3 offline.py install [target=DIR] [parts=DIR,DIR...]
@@ -32,7 +32,7 @@ target: {target} by default; parts: the folders beside this script by default"""
 
 
 class Problem(Exception):
-    """A reason to stop the command; the message is one line that says what to change."""
+    """A reason to stop the command. Its message is one line that says what to change."""
 
 
 def default_target() -> str:
@@ -40,7 +40,7 @@ def default_target() -> str:
 
 
 def main(argv: "list[str]") -> int:
-    """Run `install` or a step, and return the exit code: 2 for bad input. A step replaces this process."""
+    """Run `install` or a step, which replaces this process; return the exit code, 2 for bad input."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE.format(steps=" | ".join(STEPS), target=default_target()))
         return 0
@@ -55,7 +55,7 @@ def main(argv: "list[str]") -> int:
         if names == ["install"] and values:
             raise Problem(f"unknown argument {sorted(values)[0]!r}; valid are target=DIR, parts=DIR,DIR")
         if "previous" in values:
-            raise Problem("previous= is no key: put the files that came back into the folder of results=")
+            raise Problem("previous= is not a key: put the files that came back into the folder of results=")
         for key in PATH_KEYS:
             if key in values:
                 values[key] = os.path.abspath(values[key])
@@ -74,7 +74,7 @@ def main(argv: "list[str]") -> int:
 
 
 def keyed(arguments: "list[str]") -> "dict[str, str]":
-    """Return KEY=VALUE arguments as a dict of texts."""
+    """Return KEY=VALUE arguments as a mapping of texts."""
     values = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -87,7 +87,7 @@ def keyed(arguments: "list[str]") -> "dict[str, str]":
 
 
 def part_folders(given: "str | None") -> "list[str]":
-    """Return the folders of the parts: the given ones, or this script's and those beside it."""
+    """Return the folders of the parts: the given ones, or this script's folder and those beside it."""
     if given is not None:
         return [os.path.abspath(folder) for folder in given.split(",")]
     own_folder = os.path.dirname(os.path.abspath(__file__))
@@ -99,7 +99,7 @@ def part_folders(given: "str | None") -> "list[str]":
 
 
 def read_manifest(folders: "list[str]") -> "dict[str, Any]":
-    """Return the manifest, which every part repeats."""
+    """Return the manifest; every part has a copy of it."""
     manifest = {}  # type: dict[str, Any]
     for folder in folders:
         path = os.path.join(folder, MANIFEST)
@@ -118,7 +118,7 @@ def read_manifest(folders: "list[str]") -> "dict[str, Any]":
 
 
 def install(target: str, folders: "list[str]") -> "list[str]":
-    """Check everything, then unpack into the target what is here and missing there; return lines to print.
+    """Check everything, then unpack missing archives into the target; return lines to print.
 
     The target appears whole or not at all.
     """
@@ -168,7 +168,7 @@ def install(target: str, folders: "list[str]") -> "list[str]":
 
 
 def installed_bundle(target: str) -> "str | None":
-    """Return the identity of the bundle that the target holds; None where the target is empty or not there."""
+    """Return the identity of the bundle in the target; None if the target is empty or missing."""
     try:
         with open(os.path.join(target, INSTALLED), encoding="utf-8") as file:
             return str(json.load(file)["bundle"])
@@ -182,7 +182,7 @@ def installed_bundle(target: str) -> "str | None":
 
 
 def unpacked_at(target: str, archive: str) -> str:
-    """Return the folder that is there once the archive is installed."""
+    """Return the folder that an installed archive has."""
     return os.path.join(target, "site" if archive == "core" else "site-" + archive)
 
 
@@ -193,12 +193,12 @@ def check_archive(path: str, archive: "dict[str, Any]") -> None:
 
 
 def file_sha256(path: "str | os.PathLike[str]") -> str:
-    with open(path, "rb") as file:  # a part is at most some tens of MiB
+    with open(path, "rb") as file:  # a part has at most some tens of MiB
         return hashlib.sha256(file.read()).hexdigest()
 
 
 def check_machine(manifest: "dict[str, Any]") -> None:
-    """Raise `Problem` where the machine or this Python is not the one that the bundle was made for; in every call."""
+    """Raise `Problem` if the bundle was made for another machine or Python. Called every time."""
     machine, python = manifest["machine"], manifest["python"]
     if platform.system() != "Linux" or platform.machine() != machine:
         raise Problem(f"the bundle is for Linux on {machine}; this is {platform.system()} on {platform.machine()}")
@@ -265,7 +265,7 @@ def check_space(target: str, bytes_needed: int) -> None:
 
 
 def start(target: str, step: str, values: "dict[str, str]") -> None:
-    """Become the step: signals reach it, and its exit code is the command's."""
+    """Replace this process by the step, so that it gets signals and sets the exit code."""
     folders = [unpacked_at(target, name) for name in ("core", "numpy", "ray")]
     paths = [folder for folder in folders if os.path.isdir(folder)] + [os.path.join(target, "source")]
     if os.environ.get("PYTHONPATH"):

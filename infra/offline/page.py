@@ -1,7 +1,7 @@
-"""`make offline-page RESULTS=DIR`: what a lent machine measured as one page, what to refit, and rows for the data set.
+"""`make offline-page RESULTS=DIR`: a page on a lent machine's measurements, refit advice, and rows for the data set.
 
-Start reading at `SECTIONS`, then at `make_page`. A section yields its blocks, and a `Finding` where a figure is so far
-off that something has to be fitted again.
+Start reading at `SECTIONS`, then at `make_page`. A section yields its blocks, and a `Finding` for each figure that is
+too far off and needs a refit.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Results], Iterator[Part]]]] = {
 
 
 def export_rows(results: Results, datasets: str | None) -> list[str]:
-    """Add the measured rows to the data set, and return what was done as lines.
+    """Add the measured rows to the data set; return lines that say what was done.
 
-    Only what a GPU measured goes to the checkout's `datasets/`; other rows go where `datasets` says.
+    Only rows from a GPU go to the checkout's `datasets/`; other rows go to `datasets`.
     """
     if not results.has_runs:
         return ["no runs, so nothing is exported"]
@@ -77,7 +77,7 @@ def export_rows(results: Results, datasets: str | None) -> list[str]:
         return [f"nothing is exported: {results.kind} runs are exported only with datasets=DIR"]
     try:
         return export(ExportSettings(out=datasets, data=str(results.data), source=results.kind)).lines()
-    except Exception as error:  # the page is worth having without
+    except Exception as error:  # the page is useful without the export
         out = "" if datasets is None else f" out={shlex.quote(datasets)}"
         text = str(error) if isinstance(error, (CommandError, Absent)) else exception_line(error)
         return [
@@ -87,7 +87,7 @@ def export_rows(results: Results, datasets: str | None) -> list[str]:
 
 
 def make_page(results: Results, datasets: str | None) -> Page:
-    """Return the page: what to refit and the data set come first, then `SECTIONS`. Exports the rows last."""
+    """Return the page: refits and the data set, then `SECTIONS`. Export the rows last."""
     sections: list[Section] = []
     absent: list[str] = []
     findings: dict[str, list[str]] = defaultdict(list)
@@ -103,7 +103,7 @@ def make_page(results: Results, datasets: str | None) -> Page:
         except Absent as reason:
             absent.append(f"{name}: {reason}")
             blocks.append(Lead(str(reason)))
-        except Exception as error:  # results cannot be measured again: one damaged file must not cost the others
+        except Exception as error:  # results cannot be measured again: a damaged file must not hide the others
             problem = f"cannot be shown: {exception_line(error)}"
             absent.append(f"{name}: {problem}")
             blocks.append(Callout(f"This section {problem}", "bad"))
@@ -121,18 +121,18 @@ def make_page(results: Results, datasets: str | None) -> Page:
 
 
 def summary(page: Page) -> Page:
-    """Return what the terminal shows of a page: its head, what to refit, and what became of the rows."""
+    """Return the part of a page for the terminal: its head, the refits, and the export."""
     return replace(page, sections=page.sections[:2])
 
 
 def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_judged: bool) -> tuple[Block, ...]:
     runs, warning = results.runs.traced, _OF_KIND[results.kind]
     tests, is_tested, spreads = "", True, None
-    with contextlib.suppress(Exception):  # the section on tests says so
+    with contextlib.suppress(Exception):  # the section on tests reports it
         outcomes = outcomes_of(results.work / TESTS)
         if outcomes is not None:
             tests, is_tested = str(outcomes), not (outcomes.counts["failed"] or outcomes.not_run)
-    with contextlib.suppress(Exception):  # so do those on runs
+    with contextlib.suppress(Exception):  # the sections on runs report it
         spreads = run_sections.spreads(results) if runs else None
     level: Level = "good" if is_tested and is_judged and not (finding_count or warning) else "look"
     statuses = Counter(run["status"] for run in runs)
@@ -178,16 +178,16 @@ def _refit_blocks(results: Results, to_refit: Mapping[str, Sequence[str]]) -> tu
 
 @dataclass(frozen=True, kw_only=True)
 class PageSettings(Checked):
-    """The keys."""
+    """Keys of the command."""
 
-    results: str = key(help="the folder that came back from the machine; for make: RESULTS=DIR", kind="path")
+    results: str = key(help="folder with the machine's results; for make: RESULTS=DIR", kind="path")
     out: str = key("data/offline-page", "folder of the page", "new path")
-    datasets: str | None = key(None, "the data set that the runs are added to", "new path")
+    datasets: str | None = key(None, "data set to add the runs to", "new path")
 
 
-def run(asked: PageSettings) -> None:
-    """Make the page that the settings ask for, and print the summary. Raises `UsageError`."""
-    results, out = Path(asked.results), Path(asked.out).absolute()
+def run(settings: PageSettings) -> None:
+    """Make the page and print its summary. Raises `UsageError`."""
+    results, out = Path(settings.results), Path(settings.out).absolute()
     if not results.is_dir():
         raise UsageError(f"results={results} is not a folder")
     if out.exists() and not out.is_dir():
@@ -195,7 +195,7 @@ def run(asked: PageSettings) -> None:
     work = work_folder(results.absolute(), out)
     with StepBar("estimates", remaining=True) as bar:
         of_work = read_results(work, functools.partial(bar.update, ""))
-    page = make_page(of_work, asked.datasets)
+    page = make_page(of_work, settings.datasets)
     out.mkdir(parents=True, exist_ok=True)
     write_output(out / PAGE, page_bytes(page))
     print_page(summary(page))
@@ -203,7 +203,7 @@ def run(asked: PageSettings) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the page that the arguments ask for; return the exit code."""
+    """Parse the arguments and make the page; return the exit code."""
     return developer_command("infra.offline.page:PageSettings", run, argv)
 
 

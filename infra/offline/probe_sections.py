@@ -1,6 +1,6 @@
-"""Sections of the page on what was probed: contexts, workspaces, allocator histories, questions, tests, calls.
+"""Sections of the page on probes: contexts, workspaces, allocator histories, questions, tests, calls.
 
-Start reading at `histories`. A section yields blocks and findings, and raises `Absent` where there is nothing.
+Start reading at `histories`. A section yields blocks and findings, and raises `Absent` without results.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ from workers.probes.questions import ANSWERS
 
 _MARGINS = Margins(width=400, height=210, left=52, right=10, top=12, bottom=28)
 _MOST_COLUMNS = 200  # columns of a curve
-_DOCTOR = re.compile(r"^-- -m farm\.doctor.*\n((?:(?!--? |== ).*\n)*)", re.MULTILINE)  # what the log holds of it
-_SHOWN = 12  # rows of a table that can be long
+_DOCTOR = re.compile(r"^-- -m farm\.doctor.*\n((?:(?!--? |== ).*\n)*)", re.MULTILINE)  # its output in the log
+_SHOWN = 12  # most rows of a long table
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
-_NUMBERS_OF = {CURRENT: "numbers.csv", EAGER: "numbers_eager.csv"}  # machine -> what was measured of it
+_NUMBERS_OF = {CURRENT: "numbers.csv", EAGER: "numbers_eager.csv"}  # machine -> file with its measurements
 _VERDICTS = {
     ALLOCATOR: "our allocator places the recorded requests differently",
     REQUESTS: "the recorded blocks differ from the trace's",
@@ -87,8 +87,10 @@ QUESTIONS = {
 
 
 def measured_rows(results: Results, probe: str) -> tuple[list[dict[str, Any]], Counter[str]]:
-    """Return the rows of a probe's measurements, each with its `name`, and the reasons of those without. Raises
-    `Absent`."""
+    """Return the rows of a probe's measurements, each with its `name`, and the reasons of failures.
+
+    Raises `Absent`.
+    """
     measurements = measured_in(results.work / "probes" / probe)
     if not measurements:
         raise Absent(f"The results have no {probe}.")
@@ -97,12 +99,12 @@ def measured_rows(results: Results, probe: str) -> tuple[list[dict[str, Any]], C
 
 
 def records(rows: Sequence[Mapping[str, Cell]], words: int = 1) -> Table:
-    """Return a table of rows that have the same keys, its column names; `words` as in `table`. `rows` is not empty."""
+    """Return a table of rows, whose common keys are the column names; `words` as in `table`. `rows` is not empty."""
     return table(tuple(rows[0]), [tuple(row.values()) for row in rows], words=words)
 
 
 def drawn(pictures: Iterable[tuple[str, Svg | None]]) -> Iterator[Part]:
-    """Yield pictures side by side under their titles; those with nothing to show are left out."""
+    """Yield pictures side by side under their titles; skip those that are None."""
     if groups := tuple(Group(title, (Drawn(picture),)) for title, picture in pictures if picture is not None):
         yield SideBySide(groups)
 
@@ -113,7 +115,7 @@ def mib(value: float | None) -> str:
 
 
 def contexts(results: Results) -> Iterator[Part]:
-    """Memory outside the allocator; profiles are fitted where the GPU has a description."""
+    """Yield the memory outside the allocator, and machine profiles fitted to it if the GPU has a description."""
     device, probes = results.device, results.work / "probes"
     fitted: dict[str, MachineProfile] = {}
     if device is not None:
@@ -180,7 +182,7 @@ def _context_finding(results: Results, device: DeviceSpec, fitted: MachineProfil
 
 
 def workspaces(results: Results) -> Iterator[Part]:
-    """Workspaces of single operators."""
+    """Yield the workspaces of single operators."""
     all_rows, reasons = measured_rows(results, "workspaces")
     rows = [row for row in all_rows if row.get("measured_bytes") is not None and row.get("assumed_bytes") is not None]
     if not rows:
@@ -200,7 +202,7 @@ def workspaces(results: Results) -> Iterator[Part]:
         for row in rows[:_SHOWN]
     ]
     equal = sum(row["measured_bytes"] == row["assumed_bytes"] for row in rows)
-    missing = len(all_rows) - len(rows) + reasons.total()  # a process that failed counts as one call
+    missing = len(all_rows) - len(rows) + reasons.total()  # a failed process counts as one call
     for reason, count in reasons.items():
         yield Callout(f"Not measured ({count}): {reason}")
     lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
@@ -224,7 +226,7 @@ def _arguments(config: Mapping[str, Any] | None) -> str:
 
 
 def comparisons_of(work: Path) -> tuple[list[BlockComparison], dict[str, str]]:
-    """Return the comparison of each recorded history, and name -> reason of those without. Raises `Absent`."""
+    """Return the comparison of each recorded history, and name -> reason of failures. Raises `Absent`."""
     measurements = measured_in(work / "probes" / "histories")
     if not measurements:
         raise Absent("The results have no allocator histories.")
@@ -232,13 +234,13 @@ def comparisons_of(work: Path) -> tuple[list[BlockComparison], dict[str, str]]:
     for measured in measurements:
         try:
             compared.append(compare_blocks(history_of(measured)))
-        except Exception as error:  # one damaged or untraceable job must not cost the others
+        except Exception as error:  # one damaged or untraceable job must not hide the others
             failed[measured.name] = (first_line if isinstance(error, CommandError) else exception_line)(error)
     return compared, failed
 
 
 def histories(results: Results) -> Iterator[Part]:
-    """The recorded jobs beside their traces, block by block."""
+    """Yield the recorded jobs compared with their traces, block by block."""
     compared, failed = comparisons_of(results.work)
     reasons: dict[str, list[str]] = {}
     for name, reason in failed.items():
@@ -295,9 +297,9 @@ def _match_blocks(match: BlockMatch) -> list[Block]:
     return [lead, table(("side", "MiB", "*made by"), rows)] if rows else [lead]
 
 
-def curves_svg(one: BlockComparison) -> Svg:
+def curves_svg(comparison: BlockComparison) -> Svg:
     """Draw allocated (solid) and reserved (dashed) MiB over the last step, measured and traced."""
-    sides = ((_MEASURED_CSS, "measured", one.measured_curve), (_TRACED_CSS, "traced", one.traced_curve))
+    sides = ((_MEASURED_CSS, "measured", comparison.measured_curve), (_TRACED_CSS, "traced", comparison.traced_curve))
     lines = []
     for css, side, curve in sides:
         if curve:
@@ -310,18 +312,18 @@ def curves_svg(one: BlockComparison) -> Svg:
     plot.ticks_below("solid: allocated, dashed: reserved, MiB")
     for css, title, values in lines:
         plot.line(css, [(k / max(len(values) - 1, 1), value) for k, value in enumerate(values)], title)
-    label = f"{one.name}: allocated and reserved memory over the last step, measured and traced"
+    label = f"{comparison.name}: allocated and reserved memory over the last step, measured and traced"
     return plot.picture(label, css="timeline")
 
 
 def _thin(values: Sequence[int]) -> list[float]:
-    """Return at most `_MOST_COLUMNS` values in MiB, each the most of its neighbours."""
+    """Return at most `_MOST_COLUMNS` values in MiB, each the largest of a group of neighbours."""
     size = -(-len(values) // _MOST_COLUMNS)
     return [max(values[start : start + size]) / MIB for start in range(0, len(values), size)]
 
 
 def questions(results: Results) -> Iterator[Part]:
-    """The questions that only hardware answers."""
+    """Yield the answers to questions that only hardware answers."""
     measurements = {measured.name: measured for measured in measured_in(results.work / "probes" / "questions")}
     if not measurements:
         raise Absent("The results have no questions.")
@@ -337,7 +339,7 @@ def questions(results: Results) -> Iterator[Part]:
 
 
 def tests(results: Results) -> Iterator[Part]:
-    """The tests that ran there, and what the doctor said."""
+    """Yield the outcomes of the machine's tests, and the output of farm.doctor."""
     outcomes, log = outcomes_of(results.work / TESTS), results.work / LOG
     doctors = _DOCTOR.findall(log.read_text(errors="replace") if log.is_file() else "")
     if outcomes is None and not doctors:
@@ -355,7 +357,7 @@ def tests(results: Results) -> Iterator[Part]:
 
 
 def calls(results: Results) -> Iterator[Part]:
-    """Yield what was run when, under which versions."""
+    """Yield the steps of all calls, with their times and versions."""
     rows: list[dict[str, Cell]] = [
         {
             "step": str(call.get("step")),

@@ -1,7 +1,7 @@
-"""Packs the work folder of a lent machine into a few files that come back, and unpacks them on the next machine.
+"""Packs the work folder of a lent machine into a few result files, and unpacks them on the next machine.
 
-Start reading at `pack`, and at `prepare` for how a call continues. An archive is cut into slices; summary.json names
-those that count, and is replaced once they are durable: after a kill at any moment the newest whole archive counts.
+Start reading at `pack`, and at `prepare` for how a call continues. An archive is cut into slices. summary.json names
+the valid ones, and is replaced once they are durable: after a kill at any moment the newest whole archive is valid.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import KINDS
 
 SLICE_BYTES = 16 * 2**20  # size of a file that comes back
-MOST_SLICES = 6  # slices among the eight files that come back; `SUMMARY` and `LOG` are the others
-FULL_BYTES = 40 * 2**20  # size of an archive: one more generation of three slices still fits beside it
+MOST_SLICES = 6  # the machine returns eight files; `SUMMARY` and `LOG` are the others
+FULL_BYTES = 40 * 2**20  # size of an archive beside which one more generation of three slices fits
 SUMMARY, LOG = "summary.json", "log.txt"
-SERIES = "series.json"  # in the work folder: which series of calls this is, and how often it was packed
-DATA, CALLS, TESTS = "data", "calls.jsonl", "tests.jsonl"  # there too: runs, a line for each step, outcomes of tests
-_XZ_PRESET: Final = 1  # 20 times smaller than the small Parquet files, whose footers resemble each other
-_LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # parts of the data folder that are made again
+SERIES = "series.json"  # in the work folder: identity of the series of calls, and how often it was packed
+DATA, CALLS, TESTS = "data", "calls.jsonl", "tests.jsonl"  # also there: runs, a line per step, outcomes of tests
+_XZ_PRESET: Final = 1  # packs small Parquet files 20 times smaller, because their footers resemble each other
+_LEFT_OUT = ("locks", "features", "warehouse.duckdb")  # parts of the data folder that can be made again
 _QUEUE = "queue.sqlite"
 _SLICE = ".slice"
-_LOG_BYTES = 2**18  # end of the log that comes back beside the slices; all of it is in them
+_LOG_BYTES = 2**18  # end of the log that comes back beside the slices; they hold all of it
 
 
 @dataclass(frozen=True)
 class Series:
-    """The calls that continue each other, and the number of the newest archive of their work folder."""
+    """A series of calls that continue each other, and the number of its work folder's newest archive."""
 
     name: str
     generation: int = 0
 
     @classmethod
     def of_work(cls, work: Path) -> Series | None:
-        """Return the series of a work folder, None of an empty one. Raises `UsageError` for somebody else's folder."""
+        """Return the series of a work folder; None if it is empty. Raises `UsageError` for any other folder."""
         try:
             values = json.loads((work / SERIES).read_text())
             return cls(str(values["series"]), int(values["generation"]))
@@ -72,7 +72,7 @@ class Series:
         return cls(uuid.uuid4().hex[:8]).written(work)
 
     def written(self, work: Path) -> Series:
-        """Write the series into its work folder, durably; return it."""
+        """Write the series durably into its work folder; return it."""
         content = {"series": self.name, "generation": self.generation}
         write_file(work / SERIES, (json.dumps(content) + "\n").encode())
         return self
@@ -80,7 +80,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Archive:
-    """A whole archive in a results folder."""
+    """A complete archive in a results folder."""
 
     series: Series
     slices: tuple[Path, ...]
@@ -91,15 +91,15 @@ class Archive:
 
 
 def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
-    """Write the work folder into `results`, durably, then delete the older archive there.
+    """Write the work folder durably into `results`, then delete the older archive there.
 
-    Rows that count and a consistent copy of the queue are taken beside a running dispatcher. `summary` becomes part of
-    summary.json. Raises `EnvironmentProblem` where the archive has more than six slices of 16 MiB; the older one is
-    then left.
+    A dispatcher may be running: the archive takes valid rows and a consistent copy of the queue. `summary` becomes part
+    of summary.json. Raises `EnvironmentProblem` if the archive needs more than six slices of 16 MiB; the older one then
+    stays.
     """
     before = Series.of_work(work)
     assert before is not None, "the series has begun"
-    series = Series(before.name, before.generation + 1).written(work)  # durable before any slice has it
+    series = Series(before.name, before.generation + 1).written(work)  # durable before any slice names it
     content = _archive(work)
     pieces = [content[start : start + SLICE_BYTES] for start in range(0, len(content), SLICE_BYTES)]
     if len(pieces) > MOST_SLICES:
@@ -108,16 +108,16 @@ def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
             f"{SLICE_BYTES // 2**20} MiB; begin a new series with an empty work="
         )
     older = None
-    with contextlib.suppress(UsageError):  # results that have been damaged meanwhile are replaced
+    with contextlib.suppress(UsageError):  # replace damaged results
         older = newest(results)
-    # With no room for both, the older one goes first; this does not happen to those who stop at `FULL_BYTES`.
+    # Without room for both, delete the older one first; callers that stop at `FULL_BYTES` always have room.
     _clear(results, older if older is not None and len(pieces) + len(older.slices) <= MOST_SLICES else None)
     digests = {}
     for number, piece in enumerate(pieces, start=1):
         name = f"gpufarm-g{series.generation:05d}-{number}of{len(pieces)}{_SLICE}"
         digests[name] = sha256(piece).hexdigest()
         write_file(results / name, piece)
-    (results / LOG).unlink(missing_ok=True)  # the summary's temporary file would be the ninth
+    (results / LOG).unlink(missing_ok=True)  # the summary's temporary file would be a ninth file
     head = {"series": series.name, "generation": series.generation, "slices": digests, "bytes": len(content)}
     write_file(results / SUMMARY, (json.dumps({**head, **summary}, indent=1) + "\n").encode())
     archive = Archive(series, tuple(results / name for name in digests))
@@ -129,16 +129,16 @@ def pack(work: Path, results: Path, summary: Mapping[str, Any]) -> Archive:
 
 
 def _clear(results: Path, kept: Archive | None) -> None:
-    """Delete the slices of other archives than `kept`, and temporary files that a kill has left."""
+    """Delete temporary files, and slices of all archives except `kept`."""
     for path in results.iterdir():
         if path.name.endswith((_SLICE, TEMPORARY_SUFFIX)) and (kept is None or path not in kept.slices):
             path.unlink()
 
 
 def newest(results: Path) -> Archive | None:
-    """Return the archive of a results folder, None of one without results.
+    """Return the archive of a results folder; None without results.
 
-    Raises `UsageError` that names what is missing or torn.
+    Raises `UsageError` that names a missing or torn file.
     """
     if (summary := _summary(results)) is None:
         if any(results.glob(f"*{_SLICE}")):
@@ -154,8 +154,7 @@ def newest(results: Path) -> Archive | None:
 
 
 def _summary(results: Path) -> tuple[Series, dict[str, str]] | None:
-    """Return the series, and each slice's digest by its name; None without a summary. Raises `UsageError` for a damaged
-    one."""
+    """Return the series and each slice's digest by name; None without a summary. Raises `UsageError` if damaged."""
     path = results / SUMMARY
     try:
         summary = json.loads(path.read_text())
@@ -167,9 +166,9 @@ def _summary(results: Path) -> tuple[Series, dict[str, str]] | None:
 
 
 def prepare(work: Path, results: Path) -> None:
-    """Make both folders: the work folder as it is, else from the results, else new.
+    """Make both folders. Keep an existing work folder, else unpack the results, else begin a new series.
 
-    Raises `UsageError` where one holds files of others, or where the two are not of the same calls.
+    Raises `UsageError` if a folder holds other files, or if the two belong to different calls.
     """
     if results.resolve().is_relative_to(work):
         raise UsageError(f"results={results} lies in work={work}, which is packed into it; name another folder")
@@ -178,13 +177,15 @@ def prepare(work: Path, results: Path) -> None:
     for path in sorted(results.iterdir()) if results.exists() else ():
         if path.name not in (SUMMARY, LOG) and not path.name.endswith((_SLICE, TEMPORARY_SUFFIX)):
             raise UsageError(
-                f"results={results} holds {path.name}, which is not of these results; name an empty folder"
+                f"results={results} holds {path.name}, which is not a file of results; name an empty folder"
             )
     series, summary, archive = Series.of_work(work), _summary(results), None
-    if series is not None and summary is not None:  # also of torn slices: what other calls have measured stays
+    if series is not None and summary is not None:  # also with torn slices: results of other calls must stay
         packed_series, _ = summary
         if series.name != packed_series.name:
-            raise UsageError(f"work={work} and results={results} are of different series of calls; name another work=")
+            raise UsageError(
+                f"work={work} and results={results} belong to different series of calls; name another work="
+            )
         if series.generation < packed_series.generation:
             raise UsageError(f"work={work} is older than results={results}; delete it, or name another work=")
     try:
@@ -192,7 +193,7 @@ def prepare(work: Path, results: Path) -> None:
     except UsageError as error:
         if series is None:
             raise
-        print(f"{error}; the work folder is whole and is packed again", file=sys.stderr)  # a kill while it packed
+        print(f"{error}; the work folder is whole and is packed again", file=sys.stderr)  # killed while packing
     results.mkdir(parents=True, exist_ok=True)
     if series is None and archive is not None:
         unpack(archive, work)
@@ -201,7 +202,7 @@ def prepare(work: Path, results: Path) -> None:
 
 
 def unpack(archive: Archive, work: Path) -> None:
-    """Make the work folder from an archive: whole or not at all. An empty folder may stand there."""
+    """Make the work folder from an archive, whole or not at all. An empty folder may exist there."""
     work.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{work.name}-", dir=work.parent) as folder:
         content = io.BytesIO(b"".join(path.read_bytes() for path in archive.slices))
@@ -211,7 +212,9 @@ def unpack(archive: Archive, work: Path) -> None:
             work.rmdir()
         os.replace(Path(folder, "work"), work)
     if (work / DATA / "format.json").is_file():
-        DataFolder.resolve(work / DATA).create()  # what is left out of an archive: locks, views, files without rows
+        DataFolder.resolve(
+            work / DATA
+        ).create()  # make the parts that an archive omits: locks, views, files without rows
 
 
 def _archive(work: Path) -> bytes:
@@ -221,9 +224,9 @@ def _archive(work: Path) -> bytes:
         if (work / DATA / "format.json").is_file():
             held.enter_context(compaction_lock(DataFolder.resolve(work / DATA), lambda line: None))
         for name, path in _files(work, Path(held.enter_context(tempfile.TemporaryDirectory(prefix="gpufarm-pack-")))):
-            with contextlib.suppress(FileNotFoundError):  # a temporary file, or one replaced since
+            with contextlib.suppress(FileNotFoundError):  # a temporary or replaced file
                 data = path.read_bytes()
-                if name.endswith(".jsonl"):  # its last line may be in the middle of being written
+                if name.endswith(".jsonl"):  # its last line may be incomplete
                     data = data[: data.rfind(b"\n") + 1]
                 entry = tarfile.TarInfo(name)
                 entry.size = len(data)
@@ -233,10 +236,10 @@ def _archive(work: Path) -> bytes:
 
 
 def _files(work: Path, scratch: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files to pack by their names in the archive.
+    """Yield the name in the archive and the path of each file to pack.
 
-    The queue comes first and runs come before their samples, in the opposite order to a dispatcher's, so that no task
-    is done without its run and no run is there without its samples.
+    The queue comes first, and runs come before their samples. A dispatcher writes them in the opposite order, so the
+    archive has a run for each done task and samples for each run.
     """
     folder = DataFolder.resolve(work / DATA)
     if folder.queue.is_file():
@@ -261,14 +264,14 @@ def _queue_copy(path: Path, copy: Path) -> Path:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcome of each test that ended, with its reason, and how many of those that were selected last did not end."""
+    """(Outcome, reason) of each ended test, and how many of the tests selected last did not end."""
 
     tests: dict[str, tuple[str, str]]
     not_run: int
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tests by outcome."""
+        """Return the number of tests by outcome."""
         ended = Counter(outcome for outcome, _ in self.tests.values())
         counts = {outcome: ended[outcome] for outcome in ("passed", "failed", "skipped")}
         return {**counts, "not run": self.not_run} if self.not_run else counts
@@ -278,7 +281,7 @@ class Outcomes:
 
 
 def outcomes_of(path: Path, start: int = 0) -> Outcomes | None:
-    """Return what a file recorded from this byte on; None where no test was selected."""
+    """Return the outcomes in a file from the byte `start` on; None if no test was selected."""
     selected: list[str] | None = None
     tests: dict[str, tuple[str, str]] = {}
     for record in json_lines(path, start):

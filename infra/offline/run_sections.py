@@ -1,8 +1,8 @@
 """Sections of the page on runs: estimates beside measurements, protocols, kernels, shared GPUs, several GPUs.
 
-Start reading at `labels`, and at `protocols` for single experiments. Most are queries over the views of the warehouse
-and `Results.warehouse`. Each function without an underscore is a section: it yields blocks and findings, and raises
-`Absent` where there is nothing.
+Start reading at `labels`, and at `protocols` for single experiments. Most sections are queries over the views of the
+warehouse and `Results.warehouse`. Each function without an underscore is a section: it yields blocks and findings, and
+raises `Absent` without results.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from infra.offline.estimated_runs import (
 )
 from infra.offline.probe_sections import drawn, records
 from learn.commands.sharing import memory_errors
+from learn.judging.benchmark_view import error_text
+from learn.judging.scores import spread
 from learn.rows.data import MIN_ROWS
 from learn.sharing.slowdowns import NoUtilization, measured_groups, packaged_slowdowns
 from warehouse.files.writer import RUN_RATIOS
@@ -55,7 +57,7 @@ MEMORY = ("allocated", "reserved", "process")
 ACTIVITY = ("step_time", "smact", "smocc", "drama")
 ENERGY = ("power", "energy")
 CAUSES = {"tensors": "k1", "allocator": "k5", "context": "k4"}
-_MOST_OPERATORS = 24  # in the table
+_MOST_OPERATORS = 24  # most rows of the table
 _TIMINGS = {
     "cupti": "by CUPTI: kernels alone",
     "cpu": "on a CPU: whole operators; not comparable with a GPU",
@@ -91,7 +93,7 @@ _FURTHEST = """
         printf('%+.1f%%', 100 * process_error) AS error
     FROM solo LEFT JOIN (SELECT run_id, tensors, allocator, context FROM causes) USING (run_id)
     WHERE estimator = 'trace' AND process_error IS NOT NULL ORDER BY abs(process_error) DESC, run_id LIMIT 12"""
-# Mean power by each sensor beside the energy counter of most runs, over the windows of the runs.
+# Mean power by each sensor, compared with the energy counter that most runs have, over the windows of the runs.
 _SENSORS = """
     WITH readings AS (
         SELECT run_id, sensor, avg(power_w) AS power, (max(energy_j) - min(energy_j)) * 1e3 / nullif(
@@ -110,7 +112,7 @@ _SENSORS = """
     FROM watts AS sensor JOIN watts AS counter USING (run_id)
     WHERE counter.source = (FROM reference) AND sensor.source <> counter.source
     GROUP BY ALL ORDER BY ALL"""
-# Kernels of a step, summed over the runs that have them measured and modelled; one side alone counts with 0.
+# Kernels of a step, summed over runs with measured and modelled kernels; a missing side counts as 0.
 _OPERATORS = """
     WITH measured AS (
         SELECT timing, run_id, operator, sum(duration_us * count / steps) / 1e3 AS ms FROM kernels
@@ -127,12 +129,12 @@ def _is_ratio(name: str) -> str:
 
 
 def spread_sql(name: str, of: str = "") -> str:
-    """Return the SQL of a figure's errors as text: median with its sign / 90th percentile of the size."""
+    """Return SQL for the text of a figure's errors: median with its sign / 90th percentile of the size."""
     return f"spread_text({of}{name}_error, {_is_ratio(name)})"
 
 
 def spreads(results: Results) -> Table | None:
-    """Return the errors of each figure over all families, None without runs of single jobs."""
+    """Return the errors of each figure over all families; None without runs of single jobs."""
     return results.table(
         " UNION ALL ".join(
             f"SELECT '{figure.title}' AS figure, {spread_sql(name)} AS \"error, median / 90th percentile\", "
@@ -143,12 +145,12 @@ def spreads(results: Results) -> Table | None:
 
 
 def labels(results: Results) -> Iterator[Part]:
-    """The farm's own verdicts on the labels, their reasons, and the sensors that read nothing."""
+    """Yield the farm's verdicts on the labels, their reasons, and the sensors without readings."""
     verdicts = results.table(_VERDICTS, words=2)
     if verdicts is None:
         raise Absent("The results hold no runs.")
     yield verdicts
-    for title, column in (("Reasons", "quality_reasons"), ("Sensors that gave nothing", "telemetry_missing")):
+    for title, column in (("Reasons", "quality_reasons"), ("Sensors without readings", "telemetry_missing")):
         reasons = results.table(_NAMED_REASONS.format(column=column))
         if reasons is not None:
             yield Heading(title)
@@ -156,7 +158,7 @@ def labels(results: Results) -> Iterator[Part]:
 
 
 def memory(results: Results) -> Iterator[Part]:
-    """Memory beside its estimates: pictures, errors by family, errors by cause, bounds, out-of-memory runs."""
+    """Yield memory and its estimates: pictures, errors by family and by cause, bounds, out-of-memory runs."""
     results.require_solo()
     yield Lead(
         "Estimates are those of the trace. Errors are estimate less measurement, relative to the measurement: "
@@ -173,14 +175,14 @@ def memory(results: Results) -> Iterator[Part]:
 
 
 def activity(results: Results) -> Iterator[Part]:
-    """Step time and GPU activity beside their estimates."""
+    """Yield step time and GPU activity with their estimates."""
     results.require_solo()
     yield Lead("Errors as above; those of SMACT, SMOCC and DRAMA are differences of ratios.")
     yield from _compared(results, ACTIVITY)
 
 
 def energy(results: Results) -> Iterator[Part]:
-    """Power and energy beside their estimates, and the power sensors beside the energy counter."""
+    """Yield power and energy with their estimates, and the power sensors compared with the energy counter."""
     results.require_solo()
     yield from _compared(results, ENERGY)
     yield Heading("Power sensors")
@@ -188,7 +190,7 @@ def energy(results: Results) -> Iterator[Part]:
 
 
 def _compared(results: Results, names: Sequence[str]) -> Iterator[Part]:
-    """Pictures of figures beside their estimates, their errors by family, and the families that are off."""
+    """Yield pictures of figures and their estimates, their errors by family, and findings on families."""
     pictures, measured = [], []
     for name in names:
         points = results.rows(
@@ -219,7 +221,7 @@ def _compared(results: Results, names: Sequence[str]) -> Iterator[Part]:
             )
         ]
         if off:
-            # Without out= it replaces the packaged parameters. Those were fitted to the published steps, too.
+            # Without out= it replaces the packaged parameters, whose fit also used the published steps.
             kernel_fit = (
                 f"# first ingest the published steps into the folder, as learn.fit_kernels --help says\n"
                 f"python -m learn.fit_kernels {results.data_key} out=parameters.json"
@@ -257,7 +259,7 @@ def _causes(results: Results) -> Iterator[Part]:
 
 
 def corrected_models(results: Results) -> Iterator[Part]:
-    """The packaged corrected models beside the plain trace, on runs that both answer."""
+    """Yield the packaged corrected models compared with the plain trace, on runs that both answer."""
     results.require_solo()
     rows: list[dict[str, Cell]] = []
     for name, target in TARGETS.items():
@@ -293,7 +295,7 @@ def corrected_models(results: Results) -> Iterator[Part]:
 
 
 def protocols(results: Results) -> Iterator[Part]:
-    """Runs per GPU-hour by protocol and how labels repeat, of each benchmark in the folder."""
+    """Yield runs per GPU-hour by protocol and the repeatability of labels, for each benchmark in the folder."""
     from tests.bench import gpu_figures
     from tests.bench.gpu_protocols import published_trials
 
@@ -309,7 +311,7 @@ def protocols(results: Results) -> Iterator[Part]:
 
 
 def kernels(results: Results) -> Iterator[Part]:
-    """Time of kernels by operator, measured and by the kernel model, for each way of timing."""
+    """Yield the time of kernels by operator, measured and modelled, for each way of timing."""
     times = results.rows(_OPERATORS)
     if not times:
         raise Absent("The results have no kernels of runs (step kernels).")
@@ -340,7 +342,7 @@ def kernels(results: Results) -> Iterator[Part]:
             if measured_ms > OPERATOR_SHARE * measured
             and not 1 / OPERATOR_RATIO <= modelled_ms / measured_ms <= OPERATOR_RATIO
         ]
-        # `learn.fit_kernels` learns from steps, and of kernels only from those that CUDA events timed.
+        # `learn.fit_kernels` learns from steps, and only from kernels that CUDA events timed.
         if wrong and timing == "cupti":
             yield Finding(NO_COMMAND, f"kernels, modelled over measured: {', '.join(wrong)}")
 
@@ -352,7 +354,7 @@ def _ratio_text(measured_ms: float, modelled_ms: float) -> str:
 
 
 def pairs(results: Results) -> Iterator[Part]:
-    """Slowdowns of jobs that share a GPU beside those that the packaged model expects, by way of sharing."""
+    """Yield slowdowns of jobs that share a GPU, compared with the packaged model's, by way of sharing."""
     try:
         groups, reasons = measured_groups(results.data)
     except UsageError as error:
@@ -377,8 +379,8 @@ def pairs(results: Results) -> Iterator[Part]:
     for way, members in sorted(of_sharing.items()):
         slowdowns = np.array([member[:2] for member in members])
         measured, estimated = np.median(slowdowns, axis=0)
-        median_error, p90_error = np.quantile(np.abs(np.diff(1 / np.maximum(slowdowns, 1.0))), [0.5, 0.9])
-        of_memory = memory_of.get(way)
+        median_error, p90_error = spread(np.diff(1 / np.maximum(slowdowns, 1.0)))
+        _, of_memory = memory_of.get(way, (0, None))
         rows.append(
             {
                 "sharing": way,
@@ -386,9 +388,9 @@ def pairs(results: Results) -> Iterator[Part]:
                 "measured slowdown, median": f"{measured:.2f}",
                 "expected, median": f"{estimated:.2f}",
                 "error of the speed, median / p90": f"{median_error:.3f} / {p90_error:.3f}",
-                "error of the memory, median / p90": f"{of_memory['median']:.1%} / {of_memory['p90']:.1%}"
-                if of_memory
-                else MISSING,
+                "error of the memory, median / p90": MISSING
+                if of_memory is None
+                else f"{error_text(True, of_memory.median)} / {error_text(True, of_memory.p90)}",
             }
         )
         picture = against(f"slowdown, {way}", members, is_log=True, axes=("measured", "expected"))
@@ -410,7 +412,7 @@ def pairs(results: Results) -> Iterator[Part]:
 
 
 def ranks(results: Results) -> Iterator[Part]:
-    """Runs on several GPUs beside their estimates, by layout."""
+    """Yield runs on several GPUs with their estimates, by layout."""
     columns = ", ".join(f'{spread_sql(name)} AS "{FIGURES[name].title}"' for name in ("process", "step_time"))
     layouts = results.table(
         f"SELECT parallel AS layout, count(*) AS runs, {columns} FROM estimates "

@@ -1,8 +1,7 @@
-"""Runs the steps of thirty minutes on a lent GPU, within a call's minutes; the next call continues from the results.
+"""Runs the steps of the thirty-minute plan on a lent GPU; each call has limited minutes and continues the last one.
 
-Start reading at `STEPS`, the plan, then at `run`. Each step is a program of its own; this process watches the time and
-packs the work folder. `Call` is the call at work: its rows, how it packs what is measured, and the summary that it ends
-with.
+Start reading at `STEPS`, the plan, then at `run`. Each step is a separate program; this process watches the time and
+packs the work folder. `Call` is the running call: its rows, its packing, and its final summary.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ from workers.probes.children import EXIT_LEFT, EXIT_NOT_HERE
 
 SOURCE = Path(__file__).resolve().parents[2]
 DEVICES = ("cuda", "cpu", "simulated")
-_ENDED = {0: "done", EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}  # outcome by exit code; those of a probe
-ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # a work folder's: a row's reason, not the call's end
+_ENDED = {0: "done", EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}  # outcome by a probe's exit code
+ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # errors in a work folder, which do not end the call
 _LEAST_PACK_S = 2.0
 _SUMMARY_LINES = 40
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
-_START_S = 5.0  # for a program to start in, before it counts its own seconds
-_LEAST_FINISH_S = 5.0  # for a program to finish what runs; one that runs trials also gets the longest one's time
-_STOP_S = 60.0  # to finish in, at most
+_START_S = 5.0  # time for a program to start, before it counts its own seconds
+_LEAST_FINISH_S = 5.0  # time for a program to finish; one that runs trials also gets the longest trial's time
+_STOP_S = 60.0  # longest time to finish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +65,9 @@ class Place:
     Args:
         work: The work folder.
         device: One of `DEVICES`.
-        gpus: How many devices there are.
-        families: Those to measure, none for each step's own.
-        n: Trials of each family, None for each step's own number.
+        gpus: Number of devices.
+        families: Families to measure; empty for each step's default.
+        n: Trials of each family; None for each step's default.
     """
 
     work: Path
@@ -79,13 +78,13 @@ class Place:
 
     @property
     def cluster(self) -> str:
-        """Ray's, where several GPUs are to be filled and it is installed; one GPU is driven by this process."""
+        """Return `local` (Ray) for several GPUs if Ray is installed, else `inline`."""
         return "local" if self.device == "cuda" and self.gpus > 1 and importlib.util.find_spec("ray") else "inline"
 
 
 HARDWARE, GPUS = "hardware", "GPUs"
 _PROBE = "-m workers.probes.children out={work}/probes device={device} seconds={seconds:.0f}"
-# No trial outlasts a call: each is cut off after a minute, and windows, of which steady ones end sooner, after 10 s.
+# A trial must fit into a call: it is cut off after a minute. Windows end after 10 s, or sooner if they are steady.
 _FARM = "-m infra.collect export=false timeout_s=60 device={device} cluster={cluster} data={work}/data {families}"
 
 
@@ -94,13 +93,14 @@ class Step:
     """A step of the plan.
 
     Args:
-        minutes: Minutes that the plan gives it.
-        programs: Arguments of Python for each program that it runs, with the words in braces that `programs_of` fills
-            in; of a key that is given twice the last value counts.
-        needs: `HARDWARE` where it has no simulation, `GPUS` where it needs several on a GPU machine.
-        is_probe: Whether its program is the one of `workers.probes`, with its exit codes.
-        uses_queue: Whether it runs trials of the farm, in the one data folder.
-        state: File in the work folder whose `plan` says whether all is done; its program ends by itself in time.
+        minutes: Planned minutes.
+        programs: Arguments of Python for each program, with words in braces that `programs_of` fills in. If a key is
+            given twice, the last value counts.
+        needs: `HARDWARE` if it cannot be simulated, `GPUS` if it needs several GPUs on a GPU machine.
+        is_probe: Whether its program is `workers.probes`, with its exit codes.
+        uses_queue: Whether it runs trials of the farm, in the common data folder.
+        state: File in the work folder whose `plan` says whether the step is complete; its program ends in time by
+            itself.
     """
 
     minutes: float
@@ -116,7 +116,7 @@ STEPS = {
         2,
         (
             "-m farm.doctor device={device}",
-            # The step allocator has the other tests' cases, and runs of every family come with the step collect.
+            # The step allocator covers the cases of the other tests, and the step collect runs every family.
             "-m pytest -m gpu -vv -p no:cacheprovider --outcomes={work}/tests.jsonl tests/gpu/test_cuda.py "
             "-k 'not every_family'",
         ),
@@ -124,8 +124,8 @@ STEPS = {
     ),
     "calibrate": Step(3, (f"{_PROBE} probes=[contexts,questions,workspaces]",), HARDWARE, is_probe=True),
     "allocator": Step(3, (f"{_PROBE} probes=histories",), HARDWARE, is_probe=True),
-    # A minute of each of two families, since the published way takes more than a minute a trial, and all adaptive runs
-    # come before the first of them.
+    # A minute for each of two families: a trial of the published protocol takes longer, and all adaptive runs come
+    # first.
     "bench": Step(
         6,
         (
@@ -145,7 +145,7 @@ STEPS = {
 
 
 def programs_of(step: Step, place: Place, seconds: float) -> list[list[str]]:
-    """Return the arguments of Python for each program of a step; `seconds` are the step's."""
+    """Return the arguments of Python for each program of a step, which has this many seconds."""
     is_gpu = place.device == "cuda"
     words = {
         "work": shlex.quote(str(place.work)),
@@ -162,7 +162,7 @@ def programs_of(step: Step, place: Place, seconds: float) -> list[list[str]]:
 
 
 def _not_here(step: Step, place: Place) -> str | None:
-    """Return why a step cannot run in this place, None if it can."""
+    """Return why a step cannot run in this place; None if it can."""
     if step.needs == HARDWARE and place.device == "simulated":
         return "device=simulated cannot run this step"
     if step.needs != GPUS or place.device != "cuda":
@@ -173,7 +173,7 @@ def _not_here(step: Step, place: Place) -> str | None:
 
 
 def _is_left(step: Step, place: Place) -> bool:
-    """Return whether programs that ended by themselves have left some of a step."""
+    """Return whether a step is incomplete after its programs ended by themselves."""
     try:
         return step.state != "" and not json.loads((place.work / step.state).read_text())["plan"]["complete"]
     except (FileNotFoundError, ValueError):  # a killed call's file may be torn
@@ -184,8 +184,7 @@ _PLAN = ", ".join(f"{name} ({step.minutes:g} min)" for name, step in STEPS.items
 
 
 class CallStop(StopRequest):
-    """Signal handling of a call, which packs its results last: further signals, which `timeout` and supervisors send,
-    do not interrupt that."""
+    """Signal handling of a call. Further signals, from `timeout` or supervisors, do not interrupt its last packing."""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
@@ -193,19 +192,19 @@ class CallStop(StopRequest):
 
 @dataclass(kw_only=True)
 class Call:
-    """A call at work: its folders, what it packed, and a row for each step of this call and those before it."""
+    """A running call: its folders, its archive, and a row for each step of this and earlier calls."""
 
     place: Place
     results: Path
     rows: list[dict[str, Any]]
     archive: Archive | None = None
-    pack_s: float = _LEAST_PACK_S  # longest time that packing took
+    pack_s: float = _LEAST_PACK_S  # longest duration of packing
     packed_at_s: float = 0.0
     step_began_s: float = 0.0
-    problem: str | None = None  # problem of the last counting and packing
-    failed_packs: int = 0  # one after another
+    problem: str | None = None  # problem of the last count or pack
+    failed_packs: int = 0  # consecutive failures
     stop: StopRequest = field(default_factory=StopRequest)
-    counts: list[dict[str, Any]] = field(default_factory=list)  # as `run_counts` has them
+    counts: list[dict[str, Any]] = field(default_factory=list)  # from `run_counts`
 
     @property
     def runs(self) -> int:
@@ -213,18 +212,18 @@ class Call:
 
     @property
     def is_full(self) -> bool:
-        """Return True if no more trials may run, as their results would not come back."""
+        """Return whether further trials must not run, because their results would not come back."""
         return self.failed_packs > 1 or (self.archive is not None and self.archive.bytes > FULL_BYTES)
 
     def count(self) -> None:
-        """Count the runs; where they cannot be read the former counts stay."""
+        """Count the runs; keep the former counts if they cannot be read."""
         try:
             self.counts = run_counts(DataFolder.resolve(self.place.work / results.DATA))
         except ERRORS as error:
             self.problem = f"runs cannot be counted: {exception_line(error)}"
 
     def pack(self) -> None:
-        """Write rows, work folder and summary into the results, and time it."""
+        """Write rows, work folder and summary into the results; record the duration."""
         began_s = time.monotonic()
         self.problem = None
         self.count()
@@ -234,14 +233,14 @@ class Call:
             summary = {"calls": self.rows, "runs": self.counts, "left": self.left(), "problem": self.problem}
             self.archive = results.pack(self.place.work, self.results, summary)
             self.failed_packs = 0
-        except ERRORS as error:  # the older results are still there
+        except ERRORS as error:  # the older results stay
             self.problem = f"not packed: {exception_line(error)}"
             self.failed_packs += 1
         self.packed_at_s = time.monotonic()
         self.pack_s = max(self.pack_s, self.packed_at_s - began_s)
 
     def lines(self, before: int, wall_s: float) -> list[str]:
-        """Return the last lines of a call: its steps (rows from `before` on), runs, files, and what is left."""
+        """Return the last lines of a call: its steps (rows from `before` on), runs, files, and remaining steps."""
         gpus = "" if self.place.device == "cpu" else f" ({count_of(self.place.gpus, 'GPU')})"
         lines = [f"{wall_s:.0f} s on device={self.place.device}{gpus}"]
         for row in self.rows[before:]:
@@ -277,36 +276,36 @@ class StepsSettings(Checked):
     """
 
     steps: tuple[str, ...] = key(
-        help=f"first of all, without the key: {_PLAN}",
+        help=f"given first, without the key: {_PLAN}",
         kind="list of text",
         choices=tuple(STEPS),
     )
     minutes: float | None = key(
-        None, "for the call, shared in proportion to the planned minutes; default: their sum", "number > 0"
+        None, "time of the call, shared in proportion to the planned minutes; default: their sum", "number > 0"
     )
     results: str = key(
-        help="at most 8 files of at most 16 MiB, renewed every 30 s; those of an earlier call are continued",
+        help="folder of at most 8 files of at most 16 MiB, renewed every 30 s; earlier results are continued",
         kind="new path",
     )
-    work: str = key("work", "the work folder", "new path")
-    device: str = key("cuda", "or a rehearsal without a GPU", choices=tuple(DEVICES))
-    families: tuple[str, ...] = key((), "those to measure", kind="text | list of text", choices=family_names())
+    work: str = key("work", "work folder", "new path")
+    device: str = key("cuda", "cpu and simulated rehearse without a GPU", choices=tuple(DEVICES))
+    families: tuple[str, ...] = key((), "families to measure", kind="text | list of text", choices=family_names())
     n: int | None = key(None, "trials of each family", "int >= 1")
 
 
 def _steps_as_key(argv: Sequence[str]) -> list[str]:
-    """Return `STEP,STEP KEY=VALUE...` with the key of the steps. Raises `UsageError`."""
+    """Turn `STEP,STEP KEY=VALUE...` into keys only. Raises `UsageError`."""
     if not argv or "=" in argv[0]:
         raise UsageError(f"name the steps first, e.g. test,calibrate; known: {', '.join(STEPS)}")
     return [f"steps=[{argv[0]}]", *argv[1:]]
 
 
 def run(settings: StepsSettings) -> int:
-    """Run the steps of one call, print its summary; return 0, 1 where a step or packing failed, 130 after a signal.
+    """Run the steps of one call and print its summary; return 0, 1 if a step or packing failed, 130 after a signal.
 
     Raises:
-        UsageError: Results that cannot be continued or mixed, before anything is done.
-        EnvironmentProblem: The device is not here.
+        UsageError: The results cannot be continued or do not belong together; nothing was done.
+        EnvironmentProblem: The device is missing.
     """
     began_s = time.monotonic()
     place = _place(settings)
@@ -319,7 +318,7 @@ def run(settings: StepsSettings) -> int:
         before = len(rows)
         call.pack()
         for name in settings.steps:
-            # What earlier steps have left of their time is the later ones'; packing once more is left out of all.
+            # Later steps get the unused time of earlier ones; time for one more packing is reserved.
             left_s = began_s + 60 * minutes - time.monotonic() - 2 * call.pack_s
             share = planned[name] / sum(planned[later] for later in settings.steps[settings.steps.index(name) :])
             _run_step(call, name, left_s * share)
@@ -404,7 +403,7 @@ def _outcome(call: Call, step: Step, seconds: float) -> tuple[str, str | None]:
 
 
 def _set_aside(work: Path) -> None:
-    """Cancel what other steps have queued, so that this one's trials come first; submitting again revives it."""
+    """Cancel trials that other steps have queued, so that this step's come first; submitting again revives them."""
     folder = DataFolder.resolve(work / results.DATA)
     if folder.queue.is_file():
         with Queue.open(folder.queue) as queue:
@@ -414,9 +413,9 @@ def _set_aside(work: Path) -> None:
 
 
 def _finish_s(step: Step, seconds: float, longest_s: float) -> float:
-    """Return how many seconds before its end a program of a step is interrupted, to finish what runs.
+    """Return how many seconds before its end a step's program is interrupted, to finish running trials.
 
-    One that runs trials gets the time of the longest one so far, but no more than a third of the step's `seconds`.
+    A program that runs trials gets the longest trial's time so far, but at most a third of the step's `seconds`.
     """
     if step.state or not step.uses_queue:
         return _LEAST_FINISH_S
@@ -424,9 +423,9 @@ def _finish_s(step: Step, seconds: float, longest_s: float) -> float:
 
 
 def _run_program(call: Call, step: Step, command: list[str], until_s: float, seconds: float) -> tuple[str, str | None]:
-    """Run one program of a step until it ends or its time is up, and pack every half minute beside it.
+    """Run one program of a step until it ends or its time is up, and pack every half minute meanwhile.
 
-    It is interrupted `_finish_s` before that, and killed with all that it started if it has not ended then.
+    It is interrupted `_finish_s` before its time is up, and then killed with all that it started.
     """
     log = call.place.work / LOG
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's may not fit the bundle's pytest
@@ -456,14 +455,14 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
                     why_stopped = "stopped" if call.stop.requested else "full" if is_full else "time is up"
                     child.send_signal(signal.SIGINT)
                     until_s = min(until_s, now_s + _STOP_S)
-                    call.packed_at_s = 0.0  # pack at once: nobody knows how long a machine waits that sends a signal
+                    call.packed_at_s = 0.0  # pack immediately: the machine may wait only shortly after its signal
                 if now_s >= call.packed_at_s + _PACK_EVERY_S:
                     call.rows[-1]["wall_s"] = round(now_s - call.step_began_s, 1)
                     call.pack()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(_TICK_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # what it started and left
+            with contextlib.suppress(ProcessLookupError):  # end processes that it left
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
     last_line = _last_line(log)
@@ -474,7 +473,7 @@ def _run_program(call: Call, step: Step, command: list[str], until_s: float, sec
 
 def _begin_child(parent: int) -> None:
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored by what a shell starts in the background
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background processes with it ignored
 
 
 def _last_line(log: Path) -> str:

@@ -1,11 +1,11 @@
--- Slurm's job_submit plugin: fills in what an estimate says of a job whose script has a line
+-- Slurm's job_submit plugin: fills in an estimate's figures for a job whose script has a line
 --   #GPUFARM {"model": "torchvision.models:resnet50", "inputs": [64, 3, 224, 224]}
 -- with the fields of a request to /v1/estimate, all but the device. Copy it beside slurm.conf, and set
 -- JobSubmitPlugins=lua there. `python -m farm.slurm` writes the table that it reads; docs/service.md describes both.
 --
--- It reads two lines or one local file, and asks nobody: slurmctld never waits for an estimate. A directive that the
--- table does not know is noted for the daemon, and the job is submitted as it is. Whatever fails here, the job is
--- submitted as it is; a job that fits no GPU is refused only with GPUFARM_SLURM_REJECT=true.
+-- It reads only two lines or one local file: slurmctld never waits for an estimate. A directive that the table does not
+-- have is noted for the daemon, and the job is submitted unchanged. After any failure here the job is also submitted
+-- unchanged. A job that fits no GPU is refused only with GPUFARM_SLURM_REJECT=true.
 
 local TABLE = os.getenv("GPUFARM_SLURM_TABLE") or "/var/lib/gpufarm/slurm.tsv"
 local WANTED = os.getenv("GPUFARM_SLURM_WANTED") or (TABLE .. ".wanted")
@@ -18,9 +18,9 @@ local HEADER = "^gpufarm%-slurm 1 (%S+)$"
 
 local known, known_version = {}, nil
 
--- The text of the last #GPUFARM line near the script's start, without blanks around it; nil without one.
--- Lengths are looked at first, and each pattern is anchored and has one way to match: the work is linear in SEARCHED.
--- The text has no control character, so that a line of the table, which ends at "\n", holds it byte by byte.
+-- Return the text of the last #GPUFARM line near the script's start, without surrounding blanks; nil without one.
+-- Lengths are checked first, and each pattern is anchored and matches in one way: the work is linear in SEARCHED.
+-- The text has no control character, because a line of the table, which ends at "\n", holds it byte by byte.
 function gpufarm_directive(script)
   local directive = nil
   for line in (script or ""):sub(1, SEARCHED):gmatch("[^\r\n]+") do
@@ -33,7 +33,7 @@ function gpufarm_directive(script)
   return directive
 end
 
--- The table's rows, by directive. It is read anew only where its first line has changed.
+-- Return the table's rows by directive. The table is read again only if its first line has changed.
 local function rows()
   local file = io.open(TABLE, "r")
   if not file then return known end
@@ -59,7 +59,7 @@ end
 
 local function is_empty(value) return value == nil or value == "" end
 
--- Fill in what the user left open. Returns a message for the user where the job is to be refused.
+-- Fill in the fields that the user left open. Returns a message for the user if the job is refused.
 function gpufarm_fill_in(job)
   local directive = gpufarm_directive(job.script)
   if not directive then return nil end

@@ -27,7 +27,7 @@ from conf.errors import UsageError, shown
 from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
-from learn.judging.scores import Asked, Benchmark, Figures, Given, Scored, with_trusted
+from learn.judging.scores import Asked, Benchmark, Errors, Figures, Given, Scored, errors_of, with_trusted
 from learn.judging.scores import judged as scores_of
 from learn.rows.data import SLOWDOWN, Bins, Target
 from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
@@ -195,6 +195,8 @@ def benchmark_slowdowns(
 
     The notes hold the AUC, the error of the sum of the members' memory, and the groups that are left out.
     """
+    from learn.judging.benchmark_view import error_text  # its plots are not for `learn.admit`
+
     groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
     split = settings.by or SPLITS[0]
     figures, scored, aucs = judge_slowdowns(groups, split, progress)
@@ -203,9 +205,9 @@ def benchmark_slowdowns(
         known = ", ".join(f"{name} {auc:.3f}" for (of, name), auc in aucs.items() if of == title and auc is not None)
         notes.append(f"{title}: AUC for groups in which all keep {BOTH_KEEP:.0%} of their speed: {known or 'none'}")
     notes += [
-        f"memory of {title}: {of['groups']:,.0f} groups; the sum of the members alone is off by "
-        f"{of['median']:.1%} (median), {of['mean']:.1%} (mean), {of['p90']:.1%} (p90)"
-        for title, of in memory_errors(groups).items()
+        f"memory of {title}: {count:,} groups; the sum of the members alone is off by {error_text(True, off.median)} "
+        f"(median), {error_text(True, off.mean)} (mean), {error_text(True, off.p90)} (p90)"
+        for title, (count, off) in memory_errors(groups).items()
     ]
     if not figures:
         notes.append(f"no estimator was judged: of one {split} alone there are no groups to learn from")
@@ -372,19 +374,15 @@ def fit_entry(settings: FitSettings) -> int:
 
 def memory_errors(
     groups: Iterable[MeasuredGroup], title: Callable[[MeasuredGroup], str] = lambda group: group.title
-) -> dict[str, dict[str, float]]:
-    """Return title -> errors of the sum of the members' memory alone, relative to the group's measured memory."""
-    errors: dict[str, list[float]] = {}
+) -> dict[str, tuple[int, Errors]]:
+    """Return title -> number of groups, and errors of the sum of the members' memory alone, relative to the group's
+    measured memory."""
+    pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for group in groups:
         if group.joint_memory_mib and not group.is_apart and all(job.memory_mib is not None for job in group.jobs):
-            off = abs(group_memory(group.jobs).expected_mib / group.joint_memory_mib - 1.0)
-            errors.setdefault(title(group), []).append(off)
-    return {
-        name: {
-            "groups": len(values),
-            "median": float(np.median(values)),
-            "mean": float(np.mean(values)),
-            "p90": float(np.quantile(values, 0.9)),
-        }
-        for name, values in errors.items()
-    }
+            pairs[title(group)].append((group.joint_memory_mib, group_memory(group.jobs).expected_mib))
+    errors = {}
+    for name, values in pairs.items():
+        together_mib, summed_mib = np.array(values).T
+        errors[name] = len(values), errors_of(together_mib, summed_mib, "log")
+    return errors

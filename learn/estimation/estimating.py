@@ -1,7 +1,7 @@
-"""The calls `learn.estimate` and `learn.estimate_many`: what a training job takes from a GPU, before it runs; and
-`learn.largest_batch` and `learn.devices_that_fit`: what fits a GPU, and which GPUs fit.
+"""The calls `learn.estimate` and `learn.estimate_many`: a training job's memory, activity and time, before it runs; and
+`learn.largest_batch` and `learn.devices_that_fit`: the batch that fits a GPU, and the GPUs that a job fits.
 
-Start reading at `estimate`; `learn.estimation.requests` checks its keywords, `learn.estimation.answers` answers.
+Start reading at `estimate`; `learn.estimation.requests` checks its keywords, `learn.estimation.answers` computes.
 `largest_fitting` decides which batch sizes are estimated.
 """
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from learn.estimation.requests import AnyModel, Inputs
 
 
-MANY = 100  # configs from which on it is worth naming the quick way
+MANY = 100  # configs from which on the fast method is mentioned
 METHODS = ("full", "fast")
-_TOGETHER = 128  # GPU models that are asked about at once: a step store has 256 records of modules, two of each
+_TOGETHER = 128  # GPU models that are estimated together: a step store has 256 records of modules, two of each
 _OF_FAST = ("device", "machine", "data", "coverage", "trust", "name", "input_dtype", "settings")
 
 
@@ -58,7 +58,7 @@ def estimate(
 ) -> Estimate:
     """Estimate a training job's memory (MiB), GPU activity (0 to 1) and step time (ms), before it runs.
 
-    The model takes no real memory: it is built and traced on the meta device.
+    The model takes no memory: it is built and traced on the meta device.
 
     Example:
         >>> estimate(torchvision.models.resnet50, [64, 3, 224, 224], device="A100-SXM4-40GB").peak_memory_mib
@@ -92,11 +92,11 @@ def estimate(
         method: `full`, or `fast`: estimate a trial config from its features alone, by fitted trees (the data folder's
             `lightgbm`, else the packaged one). It takes about 1 ms, has no breakdown, and reports its held-out error.
         data: Data folder with the fitted models; None: the default folder.
-        input_dtype: Type of the inputs that are given as shapes.
+        input_dtype: Type of inputs that are given as shapes.
         target: For modules: a tensor or shape of class indices. Not the `target` of `learn.fit`.
         loss: For modules: `loss(output, target)`. None: without a target the loss that the output holds (`output.loss`,
             or a detector's mapping of losses), else cross entropy of the output, its `logits` or its first tensor, with
-            targets to suit.
+                suitable targets.
         report: A file to write: one HTML page with the step's memory over time and the parts of its peak.
         snapshot: A file to write: the replay in the format of `torch.cuda.memory._dump_snapshot`, for PyTorch's memory
             viewer. Its frames are operators and modules, its times the order of the events.
@@ -104,26 +104,26 @@ def estimate(
         trust: Modules whose code may run where a trial config names it (family `zoo`). Models of torchvision, timm and
             transformers need no trust.
         loop: `resident` (one batch stays on the GPU, as in the farm's runs) or `pipeline` (a plain Python loop, whose
-            steps wait for their input): all utilization and step times are for that loop. None: each figure is for the
-            loop that its source knows, and `Estimate.loops` names it.
+            steps wait for their input): all utilization and step times are for that loop. None: each figure is for its
+            source's own loop, which `Estimate.loops` names.
         machine: Profile of the memory outside PyTorch's allocator: `current` (CUDA 12, kernels loaded lazily), `eager`
             (all kernels loaded at once, as before CUDA 12), `described` (as the device's description says), or a
             profile or its file. None: the profile that `learn.calibrate` made of this GPU model in the data folder,
             else `current`.
-        workspaces: Memory that convolutions take while they run: `guessed` (the default); `cudnn`: cuDNN itself is
-            asked, without a GPU (extra `cudnn`); `auto`: `cudnn` where it is installed and knows the GPU model, else
-            `guessed`. It changes the trace's figures; models were fitted on guessed ones. The job is taken to allow
+        workspaces: Memory that convolutions take while they run: `guessed` (the default); `cudnn`: computed by cuDNN
+            itself, without a GPU (extra `cudnn`); `auto`: `cudnn` where it is installed and knows the GPU model, else
+            `guessed`. It changes the trace's figures; models were fitted on guessed ones. The job is assumed to allow
             TF32 in convolutions, PyTorch's default.
-        torch_version: The release of PyTorch that the job runs, as "2.4"; None: the installed one. Only cuDNN's
-            workspaces follow it: with `workspaces` other than `guessed`.
+        torch_version: The release of PyTorch that the job runs, as "2.4"; None: the installed one. It affects only
+            cuDNN's workspaces, with `workspaces` other than `guessed`.
         coverage: Share of jobs that stay below `Estimate.upper_mib`: above 0.5 and at most 0.99.
         known: Measured runs of this job, at any batch size: `[{"batch_size": 32, "memory_mib": 10240, "kind":
             "process"}]`. Kinds are `process` (the default) and `card` in nvidia-smi, `reserved` and `allocated` of
             torch.cuda. A run on another GPU model names it by `device`, and adjusts only the estimates for that one.
-            The estimate is adjusted by what the runs show beyond their traces, and its bound is much narrower. None:
-            for a trial config, the data folder's runs of it on this GPU model, at any batch size, unless `estimator`,
-            `allocator` or `torch_version` asks for another answer. `"runs"`: the same, and a note where there are none.
-            `"none"`, or an empty list: no runs.
+            The estimate is adjusted by the difference between the runs and their traces, and its bound is much
+            narrower. None: for a trial config, the data folder's runs of it on this GPU model, at any batch size,
+            unless `estimator`, `allocator` or `torch_version` is given. `"runs"`: the same, and a note if there are
+            none. `"none"`, or an empty list: no runs.
         parallel: Layout on several GPUs, where `inputs` is one GPU's batch: `"ddp=8"`, `{"ddp": 8, "gpus_per_node": 4}`
             or a `learn.Parallel`, which describes the settings. One GPU is a job without a wrapper.
         **training: For modules: further fields of `featurize.job.training_settings.Training`, which describes them,
@@ -154,23 +154,23 @@ def estimate_many(
     progress: Callable[[int, int], None] | None = None,
     **options: Unpack[RequestKeywords],
 ) -> list[Estimate]:
-    """Estimate many trial configs, in their order.
+    """Estimate many trial configs. The estimates are in the order of the configs.
 
     `method="fast"` answers thousands a second; `full` traces one config after the other.
 
     Args:
         configs: Trial configs, or the mappings that `runs.config` holds.
         method: As in `estimate`.
-        progress: Is called with the number of configs done and their total, before each config that is traced. None: a
-            bar on standard error, where that is a terminal.
+        progress: Called with the number of finished configs and their total, before each config that is traced. None: a
+            bar on standard error, if that is a terminal.
         **options: Further keywords of `estimate`, except those of modules. `known` is `"runs"` or `"none"`: a list of
-            runs would be of one job.
+            runs is of one job.
 
     Returns:
         One estimate a config.
 
     Raises:
-        UsageError: As in `estimate`. A value that is not a config is named by its place: `configs[3]: ...`.
+        UsageError: As in `estimate`. A value that is not a config is named by its index: `configs[3]: ...`.
     """
     refuse_of_one_estimate(options)
     if options.get("batches") is not None:
@@ -198,7 +198,7 @@ def _require_method(method: object) -> None:
 
 @contextlib.contextmanager
 def _bar(count: int) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar where standard error is a terminal, and name the quick way where there are many configs."""
+    """Show a bar if standard error is a terminal, and mention the fast method if there are many configs."""
     with StepBar("estimates", remaining=True) as bar:
         if bar.is_shown and count >= MANY:
             print(f'{count:,} configs are traced one by one; method="fast" answers thousands a second', file=sys.stderr)
@@ -225,7 +225,7 @@ def _configs(given: object) -> list[TrialConfig]:
 
 
 def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Estimate]:
-    """Return the estimates of `method=fast`, for which the keywords of a trace are left out. Raises `UsageError`."""
+    """Return the estimates of `method=fast`, which takes none of a trace's keywords. Raises `UsageError`."""
     from learn.estimation.fast_estimates import fast_estimates
 
     of_fast = {name: value for name, value in options.items() if name in _OF_FAST}
@@ -246,7 +246,7 @@ def _fast_estimates(configs: list[Any], options: Mapping[str, Any]) -> list[Esti
     return fast_estimates(configs, platform.device, platform.machine, answer_options.data)
 
 
-# Keywords that only a trace follows.
+# Keywords that only a trace uses.
 _OF_TRACES = (
     "estimator",
     "allocator",
@@ -272,12 +272,12 @@ BOUND, POINT = BY = ("bound", "point")
 class LargestBatch:
     """The largest batch of a job that fits one GPU model.
 
-    batch       samples; 0 where not even one fits, or a pipeline's one for each micro-batch
+    batch       samples; 0 if not even one fits, or for a pipeline, one for each micro-batch
     estimate    at that batch; None where it is 0
-    beyond      at one sample more, or a pipeline's one more for each micro-batch, which does not fit; None where the
-                batch is the largest that is tried, so that at least this many samples fit
-    by          `bound` or `point`: the figure that has to fit
-    tried       batch size -> that figure in MiB, of every estimate that was made
+    beyond      at one sample more, or for a pipeline, one more for each micro-batch, which does not fit; None if the
+                batch is the largest that is tried, so at least this many samples fit
+    by          `bound` or `point`: the figure that must fit
+    tried       batch size -> that figure in MiB, of every estimate
     """
 
     batch: int
@@ -308,10 +308,10 @@ class DeviceFit:
     """A GPU model, and whether a job fits it.
 
     device     name of the GPU model
-    fits       whether the figure that was asked for is at most the card's memory; None where there is no answer
-    room_mib   memory that is left of the card, or of the share that the allocator allows; negative where the job does
+    fits       whether the requested figure is at most the card's memory; None if there is no estimate
+    room_mib   memory that remains of the card, or of the share that the allocator may use; negative if the job does
                not fit
-    estimate   the job's estimate on that GPU model; None where there is no answer
+    estimate   the job's estimate on that GPU model; None if there is none
     problem    why there is no estimate
     """
 
@@ -336,17 +336,17 @@ def largest_batch(
     """Return the largest batch of a training job that fits a GPU model.
 
     The batch fits by its estimate, and one sample more does not: both are estimated. A line through the peaks of two
-    batches leads there, so that a handful of steps is traced. A pipeline's batch has as many samples in each of its
-    micro-batches, so that it grows by one of each.
+    batches predicts it, so only a few steps are traced. A pipeline's micro-batches have equal numbers of samples: its
+    batch grows by one sample of each.
 
     Args:
         model: A module, a factory of one, or a trial config, as in `estimate`.
         inputs: For modules: a batch of any size, as in `estimate`. The first dimension of every input is scaled, and so
             are lists of tensors that are as long as the batch. Rows of tensors with values are repeated.
-        by: The figure that has to fit: `bound`, which 99 of 100 jobs stay below (the point where the estimator has no
+        by: The figure that must fit: `bound`, which 99 of 100 jobs stay below (the point if the estimator has no
             bound), or `point`, the estimate itself.
-        **options: Further keywords of `estimate`: `device`, training settings, `machine`, ... A `target` is of the
-            batch that is given.
+        **options: Further keywords of `estimate`: `device`, training settings, `machine`, ... A `target` is that of the
+            given batch.
 
     Returns:
         The batch, with the estimates on both sides of the limit.
@@ -355,7 +355,7 @@ def largest_batch(
         UsageError: As in `estimate`; an input whose first dimension is not the batch's.
 
     Known limitations:
-        No batch above `MOST_SAMPLES` (65,536), or above a larger one that is given, is tried: where that fits,
+        No batch above `MOST_SAMPLES` (65,536), or above a larger given one, is tried: if that fits,
         `is_lower_bound` is true.
         Near the limit, memory does not always grow with every sample. A batch beyond the first that does not fit may
         fit again.
@@ -378,7 +378,7 @@ def largest_batch(
             estimate = estimates[batch] = answer(replace(request, job=job.with_samples(batch)))
         except UsageError as error:
             raise error if batch == given else UsageError(f"a batch of {batch}: {error}") from error
-        # The bound stays at the card's memory over many batches, and shows no slope there.
+        # The bound stays at the card's memory over many batches, and has no slope there.
         card_mib = (
             needed_mib(estimate, by) if by == POINT or estimate.least_card_mib is None else estimate.least_card_mib
         )
@@ -403,9 +403,9 @@ def devices_that_fit(
     by: str = BOUND,
     **options: Unpack[RequestKeywords],
 ) -> tuple[DeviceFit, ...]:
-    """Return for each GPU model whether a training job fits it, and the room that is left in MiB.
+    """Return for each GPU model whether a training job fits it, and the remaining memory in MiB.
 
-    The step is traced once where no GPU differs, in half precision with flash attention and without.
+    The step is traced once; in half precision twice if the GPU models differ: with flash attention and without.
 
     Args:
         model, inputs: As in `estimate`.
@@ -414,11 +414,11 @@ def devices_that_fit(
         **options: Further keywords of `estimate`: training settings, `machine`, `allocator`, `estimator`, ...
 
     Returns:
-        One answer for each GPU model, the smallest card first. A GPU model without an answer says why, as with
-        `workspaces="cudnn"` those that cuDNN cannot be asked about.
+        One answer for each GPU model, the smallest card first. A GPU model without an estimate has a reason, as with
+            `workspaces="cudnn"` those that cuDNN does not support.
 
     Raises:
-        UsageError: As in `estimate`; no GPU model has an answer.
+        UsageError: As in `estimate`; or there is no estimate for any GPU model.
 
     Example:
         >>> [one.device for one in devices_that_fit(model, [64, 3, 224, 224]) if one.fits]
@@ -444,7 +444,7 @@ def devices_that_fit(
         except CommandError as error:
             outcomes.append(error)
     platforms = [(place, platform) for place, platform in enumerate(outcomes) if isinstance(platform, Platform)]
-    together = _TOGETHER if request.platform.workspaces is None else 1  # a process of cuDNN speaks for one
+    together = _TOGETHER if request.platform.workspaces is None else 1  # a process of cuDNN serves one
     request = with_key(request)
     traces: Traces = {}
     for start in range(0, len(platforms), together):
@@ -473,7 +473,7 @@ def devices_that_fit(
 
 
 def needed_mib(estimate: Estimate, by: str) -> float:
-    """Return the MiB that have to fit: by the bound, where there is one, or by the point."""
+    """Return the MiB that must fit: the bound, if there is one, or the point."""
     return estimate.peak_memory_mib if by == POINT else estimate.needed_mib
 
 
@@ -488,27 +488,27 @@ def _require_by(by: str) -> None:
 
 # Larger batches are not covered: the default estimators were fitted on batches of at most 1,023 samples.
 MOST_SAMPLES = 65_536
-_GROWTH = 16  # times the largest batch known to fit, at most, for the next one that is tried
-_WIDER = 4  # times as wide is each further step away from the line's prediction
-_BY_LINE = 2  # tries of the line's own prediction between a batch that fits and one that does not
-# Between a batch that fits and one that does not, up to `_FEW` sizes, or a `_NARROW`-th of the batch, are halved at
-# once: memory grows in steps of the allocator's segments.
+_GROWTH = 16  # largest ratio of the next batch to the largest one known to fit
+_WIDER = 4  # ratio of each step away from the line's prediction to the previous one
+_BY_LINE = 2  # times that the line's prediction is tried between a batch that fits and one that does not
+# Between a batch that fits and one that does not, up to `_FEW` sizes, or a `_NARROW`-th of the batch, are bisected
+# immediately: memory grows in steps of the allocator's segments.
 _FEW, _NARROW = 64, 32
-_FAR = 2  # times a batch that fits: one that does not says little of the limit
+_FAR = 2  # ratio to a batch that fits: a batch that does not fit and is larger tells little about the limit
 
 
 def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start: int, most: int = MOST_SAMPLES) -> int:
-    """Return a batch size that fits while the next larger one does not; 0 where a batch of 1 does not fit.
+    """Return a batch size that fits while the next larger one does not; 0 if a batch of 1 does not fit.
 
-    Returns `most`, or a larger `start`, where that fits: no larger one is tried.
+    Returns `most`, or a larger `start`, if that fits: no larger one is tried.
 
-    Memory is close to affine in the batch: two figures predict the limit, and the search steps away from the
-    prediction in ever wider steps until the limit lies in between, then halves the rest. Both neighbours of the limit
-    are asked for.
+    Memory is nearly affine in the batch: two figures predict the limit, and the search steps away from the
+    prediction in ever wider steps until the limit is in between, then bisects the rest. Both neighbours of the limit
+    are estimated.
 
     Args:
-        needed_mib: Memory in MiB that a batch of that size needs; each size is asked for once.
-        limit_mib: Memory in MiB that there is.
+        needed_mib: Memory in MiB that a batch of that size needs; each size is computed once.
+        limit_mib: Available memory in MiB.
         start: First batch size to try.
         most: Largest batch size to try, unless `start` is larger.
 
@@ -519,7 +519,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     most = max(most, start)
     low, high = 0, None  # a batch of 0 fits by definition
     batch, tries_between = start, 0
-    step = side = None  # the walk away from the prediction: how far, and whether its last batch fitted
+    step = side = None  # of the steps away from the prediction: the size, and whether the batch before them fitted
     while high is None or high - low > 1:
         tried[batch] = needed_mib(batch)
         fitted = tried[batch] <= limit_mib
@@ -545,7 +545,7 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
 
 
 def _predict(tried: Mapping[int, float], low: int, high: int | None, limit_mib: float) -> int | None:
-    """Return the largest batch that fits by a line through two figures; None where there is no rising line."""
+    """Return the largest batch that fits by a line through two figures; None if there is no rising line."""
     if len(tried) < 2:
         return None
     sizes = sorted(tried)
@@ -553,7 +553,7 @@ def _predict(tried: Mapping[int, float], low: int, high: int | None, limit_mib: 
         first, second = sizes[:2]
     elif high is not None and (high < _FAR * low or low == sizes[0]):
         first, second = low, high
-    else:  # memory moves in steps: two batches far apart say best how it grows
+    else:  # memory moves in steps: two distant batches show best how it grows
         first, second = sizes[0], low
     slope = (tried[second] - tried[first]) / (second - first)
     return int(first + (limit_mib - tried[first]) / slope + 1e-9) if slope > 0 else None

@@ -40,7 +40,7 @@ from learn.estimation.notes import (
 from learn.estimators.protocol import LEVEL, OF_CONFIGS
 from learn.estimators.tabular import FeatureTable, TabularEstimator, case_columns
 from learn.estimators.trees import Trees
-from learn.fitting.artifacts import DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
+from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, Artifact, models_folder, newest, open_artifact
 from learn.job.training_job import Case
 from learn.rows.data import get_target
 
@@ -69,7 +69,7 @@ class ConfigModels:
             raise UsageError(f"method=fast has no answer: {error}") from error
         predictions: dict[str, ResidualPrediction] = {}
         for table, names, trees in self._tables:
-            for name, sums in zip(names, trees.members(table.encoded(columns, len(cases))), strict=True):
+            for name, sums in zip(names, trees.members(table.encode(columns, len(cases))), strict=True):
                 estimator = _tabular(self.artifacts[name])
                 rough = estimator.rough_figures(cases, columns)
                 predictions[name] = estimator.prediction_of(estimator.trees.start + sums, rough)
@@ -90,7 +90,7 @@ class ConfigModels:
                 tables.append(table)
             names_of.setdefault(tables.index(table), []).append(name)
         return [
-            (tables[place], names, Trees.joined([_tabular(self.artifacts[name]).trees for name in names]))
+            (tables[place], names, Trees.join([_tabular(self.artifacts[name]).trees for name in names]))
             for place, names in names_of.items()
         ]
 
@@ -277,7 +277,6 @@ def _notes_of_models(models: ConfigModels, device: DeviceSpec) -> list[Note]:
     return notes
 
 
-BOUND = "memory_bound"  # beside the targets: the 99 % bound of memory
 # Target -> the loop of a full estimate: that of the packaged models, or of the trace.
 FAST_LOOPS = {"memory": PIPELINE, "smact": PIPELINE, "smocc": PIPELINE, "drama": RESIDENT, "step_time": RESIDENT}
 _SLACK = 0.05  # share of a range's width, beyond which a value is outside

@@ -163,14 +163,14 @@ class FittedModels:
                 for question in alike:
                     question.answer = error
                 continue
-            bounded = self._bounded(artifact, prediction) if alike[0].target == "memory" else {}
+            bounded = self._bound_memory(artifact, prediction) if alike[0].target == "memory" else {}
             for row, question in enumerate(alike):
                 if (refusal := prediction.refusals.get(row)) is None:
                     question.answer = _answer(question, artifact, prediction, row, bounded.get(row))
                 elif question.target == "memory" and (named := self._options.estimator) is not None:
                     question.answer = UsageError(f"estimator={named} has no answer: {refusal}")
 
-    def _bounded(self, artifact: Artifact, prediction: Prediction) -> dict[int, Memory]:
+    def _bound_memory(self, artifact: Artifact, prediction: Prediction) -> dict[int, Memory]:
         """Return each row's memory with its bound, calibrated on left-out groups, or on held-out rows where the fit
         left out none. Empty where it is not calibrated."""
         coverage, quantiles = self._options.coverage, dict[float, list[float]]()

@@ -354,7 +354,7 @@ def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: Sim
         settings |= dict(setting.split("=", 1) for setting in training_of(job.settings).beyond_trials())
     if traced is not None:
         settings["precision"] = precision_in_words(traced.trace, job.settings.precision)
-    spelled = allocator.spelled() if allocator is not None else ""
+    spelled = allocator.to_text() if allocator is not None else ""
     settings["allocator"] = spelled.replace(",", ", ") or "defaults"
     settings["loop"] = (
         "each batch copied to the device, output and loss kept until the next ones"

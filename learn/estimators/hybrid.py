@@ -34,7 +34,7 @@ from learn.estimators.protocol import (
     traced_rows,
     write_state,
 )
-from learn.estimators.tabular import cross_fitted, group_folds
+from learn.estimators.tabular import cross_fit, group_folds
 from learn.estimators.trees import MEMBERS, Boosters, Settings, Trees, boost
 from learn.job.training_job import Case
 from learn.rows.data import Rows, module_of
@@ -360,7 +360,7 @@ class HybridEstimator(Estimator):
             )
             return self._centre(boosters, table[wanted], base[wanted])
 
-        held_out = cross_fitted(group_folds(_units(rows), FOLDS, self.seed), lambda inside: answers(inside, ~inside))
+        held_out = cross_fit(group_folds(_units(rows), FOLDS, self.seed), lambda inside: answers(inside, ~inside))
         self._correction = boost(settings, self.seed, table, correction, rows.censored, weight).trees()
 
         exact = ~rows.censored
@@ -412,7 +412,7 @@ class HybridEstimator(Estimator):
                         unfamiliar[i] = reasons
                     if unlike.widening:
                         outside.add(i)
-                    scale[i] *= self._widening(self._wanted(unlike), scale[i], kind[i])
+                    scale[i] *= self._widening(self._choose_widening(unlike), scale[i], kind[i])
         warning = too_few_for(LEVEL, self._held_out_rows)
         return ResidualPrediction(
             centre,
@@ -434,7 +434,7 @@ class HybridEstimator(Estimator):
         margin = scale * conformal_score(self._scores[kind], LEVEL)
         return min(wanted, max(math.log(_STRETCHED_AT_MOST) / max(margin, 1e-9), 1.0))
 
-    def _wanted(self, unlike: Unfamiliar) -> float:
+    def _choose_widening(self, unlike: Unfamiliar) -> float:
         """Return the factor that widens the bound, from left-out kinds where these were judged, else as chosen."""
         shown = [self._evidence.widening[axis] for axis in unlike.widening if axis in self._evidence.widening]
         chosen = [axis for axis in unlike.widening if axis not in self._evidence.widening]
@@ -507,7 +507,7 @@ class HybridEstimator(Estimator):
             boosters = boost(_SCALE, self.seed, network[exact], np.abs(gap[exact]), None, weight[exact])
             return np.asarray(np.maximum(boosters.predict(network[~inside]), self._floor))
 
-        scale = cross_fitted(group_folds(units, FOLDS, self.seed + 1), without)
+        scale = cross_fit(group_folds(units, FOLDS, self.seed + 1), without)
         score = gap / scale
         self._held_out_rows = len(rows)
         self._held = {}

@@ -18,7 +18,7 @@ import torch
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import EAGER
 from featurize.timing.calls import ATTENTION, GROUPS, STREAM, Calls
-from featurize.timing.step_time import OVERLAP, overlapped
+from featurize.timing.step_time import OVERLAP, overlap_times
 from featurize.timing.times import (
     GROUP_VALUES,
     OTHER,
@@ -239,7 +239,7 @@ class FittedTimes:
         """Return the time of a row in ms, from its kernels' time and its host's."""
         if row.source in ALONE:
             return busy_ms + self.instrument(row)
-        return overlapped(busy_ms * self.factor(row.source), host_ms)
+        return overlap_times(busy_ms * self.factor(row.source), host_ms)
 
     def factor(self, source: str) -> float:
         """Return the factor by which a source's kernels take longer than alone."""
@@ -285,7 +285,7 @@ class TimeFit:
             kernels.append(kernels_on(calls[-1], device, names, channels_last=channels_last, searched=searched))
         order = [place for members in alike.values() for place in members]
         rows = row_of_kernels(order, [self.rows[place].calls for place in order])
-        return join_columns(kernels).converted(torch.as_tensor), torch.as_tensor(join_columns(calls).count), rows
+        return join_columns(kernels).map_columns(torch.as_tensor), torch.as_tensor(join_columns(calls).count), rows
 
     def fitted(self, of: np.ndarray, *, iterations: int = _DESCENT.iterations) -> FittedTimes:
         """Return the efficiencies that explain the rows of the mask `of`, (rows,), and the overhead of timing
@@ -334,7 +334,7 @@ class TimeFit:
         seconds = np.zeros(len(self.rows))
         names = fitted.parameters.names
         kernels = self.kernels if names == self.names else self._all_kernels(names)[0]
-        kernels = kernels.converted(lambda column: column.numpy())
+        kernels = kernels.map_columns(lambda column: column.numpy())
         np.add.at(seconds, self.row.numpy(), self.count.numpy() * call_seconds(kernels, fitted.parameters))
         estimated = [
             fitted.row_ms(row, busy, host)
@@ -380,7 +380,7 @@ class TimeFit:
 
 
 def overlapped_ms(busy_ms: torch.Tensor, host_ms: torch.Tensor) -> torch.Tensor:
-    """Return `featurize.timing.step_time.overlapped` of many steps; both arguments have a gradient at 0."""
+    """Return `featurize.timing.step_time.overlap_times` of many steps; both arguments have a gradient at 0."""
     return (busy_ms**OVERLAP + host_ms**OVERLAP + 1e-30) ** (1 / OVERLAP)
 
 

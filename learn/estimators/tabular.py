@@ -71,7 +71,7 @@ class TabularEstimator(Estimator):
         if rows.target.space == "ratio":
             label = np.clip(label, 0.0, 1.0)
 
-        held_out = cross_fitted(
+        held_out = cross_fit(
             group_folds(rows.group, FOLDS, self.seed),
             lambda inside: self._within(self._train(features[inside], label[inside]).predict(features[~inside])),
         )
@@ -200,7 +200,7 @@ def group_folds(groups: np.ndarray, folds: int, seed: int) -> np.ndarray:
     return fold_of[member]
 
 
-def cross_fitted(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def cross_fit(fold: np.ndarray, answers: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Return (n,) figures, each from a fit without the row's fold: `answers` fits inside a mask and answers outside."""
     figures = np.empty(len(fold))
     for k in range(fold.max() + 1):
@@ -278,10 +278,10 @@ class FeatureTable:
         """Return (n, columns) float64; NaN is missing."""
         table = np.full((len(cases), len(self.columns)), np.nan)
         for places, columns in case_columns(cases):
-            table[places] = self.encoded(columns, len(places))
+            table[places] = self.encode(columns, len(places))
         return table
 
-    def encoded(self, columns: Mapping[str, np.ndarray], n: int) -> np.ndarray:
+    def encode(self, columns: Mapping[str, np.ndarray], n: int) -> np.ndarray:
         """Return the features of n cases of one family as (n, columns) float64; NaN is missing."""
         table = np.full((len(self.columns), n), np.nan)
         for row, name in zip(table, self.columns, strict=True):

@@ -98,7 +98,7 @@ class Trees:
         return levels, tree
 
     @classmethod
-    def joined(cls, forests: Sequence[Trees]) -> Self:
+    def join(cls, forests: Sequence[Trees]) -> Self:
         """Return trees whose `members` are those of all forests, one after the other; they read the same table."""
         nodes = np.cumsum([0, *(len(forest.value) for forest in forests)])
         trees = np.cumsum([0, *(len(forest.root) for forest in forests)])

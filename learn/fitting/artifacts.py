@@ -153,6 +153,7 @@ Loaded = TypeVar("Loaded")
 DataPlace: TypeAlias = "str | os.PathLike[str] | DataFolder | None"  # a data folder; None: the default one
 FORMAT = 1
 DEFAULT_MODELS = Path(__file__).parents[1] / "default_models"
+BOUND = "memory_bound"  # the model of memory's 99 % bound, beside those of the targets of `method=fast`
 _PACKAGES = ("numpy", "lightgbm", "scikit-learn", "torch", "torch-geometric", "timm")
 
 
@@ -256,26 +257,16 @@ def save_judged(
     from learn.judging.report import write_report
 
     train, test = evaluation.train_rows, evaluation.test_rows
+    judged_rows = {
+        "train": len(train),
+        "test": len(test),
+        "groups": len({*rows.group, *test.group}),
+        "status": dict(rows.counts),
+    }
     meta = {
-        "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
-        "unit": rows.target.unit,
-        "estimator": estimator.name,
-        "feature_version": FEATURES_STAMP,
-        "data_fingerprint": rows.fingerprint(),
-        "environment": environment(),
-        "rows": {
-            "fitted": int((~rows.censored).sum()),
-            "censored": int(rows.censored.sum()),
-            **{column: rows.count(column) for column in ("family", "source", "device")},
-            "train": len(train),
-            "test": len(test),
-            "groups": len({*rows.group, *test.group}),
-            "status": dict(rows.counts),
-        },
+        **meta_of_fit(estimator, rows, seed, now, **judged_rows),
         "metrics": evaluation.summary(),
-        "seed": seed,
         "bins": evaluation.bins.to_mapping(),
-        "target": rows.target.name,
         **about,
     }
     report = {
@@ -296,6 +287,30 @@ def save_judged(
         extras=lambda folder: write_report(folder, evaluation, meta),
     )
     return path, meta
+
+
+def meta_of_fit(estimator: Estimator, rows: Rows, seed: int, now: datetime, **more_of_rows: Any) -> dict[str, Any]:
+    """Return what `meta.json` says of every fit to labelled rows: of the rows (`more_of_rows` too), and by which code.
+
+    `now` is time-zone aware.
+    """
+    return {
+        "format": FORMAT,
+        "created_at": now.astimezone(UTC).isoformat(timespec="seconds"),
+        "target": rows.target.name,
+        "unit": rows.target.unit,
+        "estimator": estimator.name,
+        "feature_version": FEATURES_STAMP,
+        "data_fingerprint": rows.fingerprint(),
+        "environment": environment(),
+        "rows": {
+            "fitted": int((~rows.censored).sum()),
+            "censored": int(rows.censored.sum()),
+            **{column: rows.count(column) for column in ("family", "source", "device")},
+            **more_of_rows,
+        },
+        "seed": seed,
+    }
 
 
 def save_artifact(
@@ -325,16 +340,24 @@ def save_artifact(
     if not (home / version).exists():  # else the same data gave the same figures in the same second
         try:
             with new_folder(home / version) as building:
-                (building / "model").mkdir(parents=True)
-                estimator.save(building / "model")
+                building.mkdir()
                 (building / "report.json").write_text(json.dumps(report, indent=1))
                 extras(building)
-                stamp = json.dumps(add_checksums(building, meta, "meta.json"), indent=1, sort_keys=True)
-                (building / "meta.json").write_text(stamp)
+                write_model(building, estimator, meta)
         except OSError:
             if not (home / version).exists():  # else another fit has written the same version meanwhile
                 raise
     return home / version
+
+
+def write_model(folder: Path, model: Savable, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a model's files below `folder`, and `meta.json` with the checksums of all that is there; return that
+    JSON."""
+    (folder / MODEL).mkdir(parents=True)
+    model.save(folder / MODEL)
+    complete = add_checksums(folder, meta, "meta.json")
+    (folder / "meta.json").write_text(json.dumps(complete, indent=1, sort_keys=True))
+    return complete
 
 
 def versions(data: DataPlace, target: str) -> list[Artifact]:

@@ -43,7 +43,7 @@ from featurize.timing.activity import (
 )
 from featurize.timing.calls import Calls, kernel_calls
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
-from featurize.timing.step_time import LearnedEfficiencies, overlapped, timed_kernels
+from featurize.timing.step_time import LearnedEfficiencies, overlap_times, timed_kernels
 from featurize.timing.times import HostTime, call_seconds, host_ms, kernels_on
 from learn.estimators.kernel_fitting import (
     Descent,
@@ -294,9 +294,9 @@ class ActivityFit:
             )
             seconds.append(call_seconds(kernels, learned.parameters))
             busy_ms = float((row.calls.count * seconds[-1]).sum()) * 1e3
-            steps_s.append((overlapped(busy_ms, host_ms(row.calls, row.device, EAGER, hosts)) + row.input_ms) * 1e-3)
+            steps_s.append((overlap_times(busy_ms, host_ms(row.calls, row.device, EAGER, hosts)) + row.input_ms) * 1e-3)
             parts.append(occupied_on(row.calls, kernels, row.device))
-        self._occupied = join_columns(parts).converted(torch.as_tensor)
+        self._occupied = join_columns(parts).map_columns(torch.as_tensor)
         self._seconds = torch.tensor(np.concatenate(seconds))
         self._count = torch.tensor(np.concatenate([row.calls.count for row in rows]))
         self._row = row_of_kernels(range(len(rows)), [row.calls for row in rows])
@@ -496,7 +496,7 @@ def _megatron_times(
 def _off(times: Times, factor: float) -> float:
     """Return the logarithm of estimated over measured time."""
     _, busy_ms, bare_ms, with_one_ms, measured_ms = times
-    return math.log(overlapped(busy_ms, bare_ms + factor * (with_one_ms - bare_ms)) / measured_ms)
+    return math.log(overlap_times(busy_ms, bare_ms + factor * (with_one_ms - bare_ms)) / measured_ms)
 
 
 def _judged_factor(times: Sequence[Times], split: str) -> tuple[float, dict[str, np.ndarray]]:

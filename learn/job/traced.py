@@ -64,16 +64,16 @@ def step_of(
     spec = describe_device(device)
     benchmark = job.settings.cudnn_benchmark
 
-    def replayed(trace: StepTrace, timeline: bool) -> MemoryProfile:
+    def replay_memory(trace: StepTrace, timeline: bool) -> MemoryProfile:
         return replay(trace, spec, cudnn_benchmark=benchmark, allocator=allocator, timeline=timeline)
 
     trace = trace_of(job, spec, traces)
     groups = () if trace.pipeline is None else trace.pipeline.groups
-    of_ranks = {group.ranks[0]: replayed(group.trace, False) for group in groups}
+    of_ranks = {group.ranks[0]: replay_memory(group.trace, False) for group in groups}
     if groups:
         worst = max(of_ranks, key=lambda rank: (of_ranks[rank].peak_reserved, of_ranks[rank].peak_allocated))
         trace = ranks_of_stages(trace)[worst]
-    memory = replayed(trace, timeline) if timeline or not groups else of_ranks[worst]
+    memory = replay_memory(trace, timeline) if timeline or not groups else of_ranks[worst]
     step = simulate(trace, spec, job.settings, layout=job.parallel, memory=memory, beside=beside)
     return replace(step, of_ranks=of_ranks)
 

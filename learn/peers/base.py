@@ -1,7 +1,7 @@
 """The base of training-free estimators: an answer or a reason, its duration, and the handling of a model.
 
-Start reading at `Peer`. `meta_model` builds a copy of a model, `leaf_outputs` watches it run, `explained` names the
-part that fails; each restores all state on leaving. `Trace` is our own method: the traced step, replayed and simulated.
+Start reading at `Peer`. `meta_model` builds a copy of a model, `leaf_outputs` watches it run, `explain_errors` names
+the part that fails; each restores all state on leaving. `Trace` is our own method: the step, traced and replayed.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Answer:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def described(case: Case) -> DeviceSpec:
+def require_device(case: Case) -> DeviceSpec:
     """Return the description of the case's device. Raises `CannotEstimate` without one."""
     if case.spec is None:
         raise CannotEstimate(f"no description of the device {case.device}: see conf/device")
@@ -188,7 +188,7 @@ class Peer(Estimator):
 
     def figure(self, case: Case) -> float:
         """Return the target's figure for one case, in its unit. Raises `CannotEstimate`."""
-        answer = analyse(self, case.job, described(case))
+        answer = analyse(self, case.job, require_device(case))
         if answer.mib is None:
             raise CannotEstimate(answer.reason or "no reason is given")
         return answer.mib
@@ -240,7 +240,7 @@ def meta_model(workload: TrainingJob) -> nn.Module:
 
     Raises `CannotEstimate` where it cannot be built.
     """
-    with explained("building the model"):
+    with explain_errors("building the model"):
         return build_on_meta(workload.build).train()
 
 
@@ -250,7 +250,7 @@ def real_model(workload: TrainingJob) -> nn.Module:
     Raises `CannotEstimate` where it cannot be built, or was given without memory.
     """
     tensors: list[Tensor] = []
-    with explained("building the model"):
+    with explain_errors("building the model"):
         hook = registration.register_module_parameter_registration_hook(lambda _m, _n, value: tensors.append(value))
         try:
             model = workload.build()
@@ -347,7 +347,7 @@ def leaf_outputs(
 
     handles: list[RemovableHandle] = []
     try:
-        with explained("the forward pass", model), torch.no_grad():
+        with explain_errors("the forward pass", model), torch.no_grad():
             for module in model.modules():
                 handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
             inputs, _targets = workload.batch(device)
@@ -359,7 +359,7 @@ def leaf_outputs(
 
 
 @contextlib.contextmanager
-def explained(doing: str, model: nn.Module | None = None) -> Iterator[None]:
+def explain_errors(doing: str, model: nn.Module | None = None) -> Iterator[None]:
     """Turn any error of the model into `CannotEstimate` that names the operator and, for `model`, the module."""
     operators, handles = _Operators(), []
     running: list[str] = []
@@ -428,7 +428,7 @@ class Trace(Peer):
 
     def figure(self, case: Case) -> float:
         try:
-            step = step_of(case.job, described(case))
+            step = step_of(case.job, require_device(case))
         except CommandError as error:
             raise CannotEstimate(str(error)) from error
         return step.figure(self.require_fitted().column)

@@ -17,7 +17,7 @@ from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.recording.values import call, tensors_of
 from learn.job.training_job import TrainingJob
-from learn.peers.base import Peer, batch_tensors, explained, loss_of, meta_model, unique_bytes
+from learn.peers.base import Peer, batch_tensors, explain_errors, loss_of, meta_model, unique_bytes
 
 BLOCK = 512  # PyTorch's allocator rounds every tensor up to this
 RESERVED_MIB = 64.0  # resident buffer of the framework's memory management, the published constant
@@ -43,7 +43,7 @@ class DNNMem(Peer):
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         model = meta_model(workload)
-        with explained("the forward pass", model):
+        with explain_errors("the forward pass", model):
             inputs, targets = workload.batch("meta")
             operators = _record(workload, model, inputs, targets)
         weights = sum(map(_round_up, unique_bytes(model.parameters())))

@@ -18,7 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from learn.job.training_job import TrainingJob
-from learn.peers.base import CannotEstimate, Peer, PlainStep, batch_tensors, explained, meta_model, on_device
+from learn.peers.base import CannotEstimate, Peer, PlainStep, batch_tensors, explain_errors, meta_model, on_device
 
 
 class FakeTensor(Peer):
@@ -44,9 +44,9 @@ class FakeTensor(Peer):
         # A model may hold plain tensors in addition to its buffers.
         with quiet, fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
             model = _fake_model(workload)
-            with explained("making the batch"), torch.device("cpu"):
+            with explain_errors("making the batch"), torch.device("cpu"):
                 inputs, targets = workload.batch("cpu")
-            with explained("the training step", model):
+            with explain_errors("the training step", model):
                 step = PlainStep(workload, model, "cpu")
                 tracker = MemTracker()
                 tracker.track_external(model, step.optimizer, *batch_tensors(inputs, targets))
@@ -68,7 +68,7 @@ def _fake_model(workload: TrainingJob) -> nn.Module:
     tensors. It is built on meta with `unset_fake_temporarily`, where tensors on the CPU are real, and then converted.
     """
     try:
-        with explained("building the model"), torch.device("cpu"):
+        with explain_errors("building the model"), torch.device("cpu"):
             model = workload.build()
     except CannotEstimate:
         with fake_tensor.unset_fake_temporarily():

@@ -265,16 +265,16 @@ class Batch:
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
         ends = [np.stack([graph.source_E, graph.reader_E]) + start for graph, start in zip(graphs, first, strict=True)]
 
-        def joined(name: str) -> Tensor:
+        def join(name: str) -> Tensor:
             return torch.from_numpy(np.concatenate([getattr(graph, name) for graph in graphs])).to(dtype)
 
         return cls(
             category_V=torch.from_numpy(np.concatenate([graph.category_V for graph in graphs])),
-            nodes_VX=joined("nodes_VX"),
+            nodes_VX=join("nodes_VX"),
             ends_2E=torch.from_numpy(np.concatenate(ends, axis=1)),
-            edges_EZ=joined("edges_EZ"),
+            edges_EZ=join("edges_EZ"),
             scalars_GS=torch.from_numpy(np.stack([graph.scalars_S for graph in graphs])).to(dtype),
-            size_V=joined("size_V"),
+            size_V=join("size_V"),
             states_G=torch.tensor([graph.states for graph in graphs], dtype=dtype),
             graph_V=torch.from_numpy(np.repeat(np.arange(len(graphs)), counts)),
         )

@@ -26,7 +26,7 @@ from learn.peers.base import (
     Peer,
     PlainStep,
     batch_tensors,
-    explained,
+    explain_errors,
     leaf_outputs,
     meta_model,
     real_model,
@@ -190,9 +190,9 @@ def _profile(workload: TrainingJob) -> tuple[list[int], list[int], list[Profiler
         raise CannotEstimate("a torch profiler is running in this process, and there can be only one")
     with torch.random.fork_rng(devices=[]):
         model = real_model(workload)
-        with explained("making the batch"):
+        with explain_errors("making the batch"):
             inputs, targets = workload.batch("cpu")
-        with explained("the training step", model):
+        with explain_errors("the training step", model):
             step = PlainStep(workload, model, "cpu")
             quiet = contextlib.ExitStack()
             if _LOG_LEVEL not in os.environ:  # else the profiler's library announces each start on stderr

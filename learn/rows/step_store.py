@@ -134,10 +134,10 @@ def record_of(traced: SimulatedStep, job: TrainingJob, spec: DeviceSpec) -> Step
     values = step_features(
         traced.trace, traced.memory, spec, job.settings, batch_size=job.batch_size, training_loop=job.training_loop
     )
-    return StepRecord(values=values, graph=cache(lambda: packed(opgraph(traced.trace, spec, job.settings))))
+    return StepRecord(values=values, graph=cache(lambda: pack_graph(opgraph(traced.trace, spec, job.settings))))
 
 
-def packed(graph: OpGraph) -> bytes:
+def pack_graph(graph: OpGraph) -> bytes:
     """Return the forward part of an operator graph; half precision is enough for logarithms and shares."""
     inside = graph.nodes[:, graph.node_columns.index("in_forward")] > 0
     place = np.cumsum(inside) - 1
@@ -356,15 +356,15 @@ class _Measured:
         if not others:
             return 0.0
         nearest = sorted(others, key=lambda other: abs(math.log(other.traced_mib / self.traced_mib)))[:_NEIGHBOURS]
-        high = max(0.0, *(self._scaled(other) for other in nearest)) + self._slack_mib
-        low = min(min(other.beyond_mib, self._scaled(other)) for other in nearest) - self._slack_mib
+        high = max(0.0, *(self._scale_excess(other) for other in nearest)) + self._slack_mib
+        low = min(min(other.beyond_mib, self._scale_excess(other)) for other in nearest) - self._slack_mib
         return max(self.beyond_mib - high, low - self.beyond_mib, self.above_larger_mib(others))
 
     @property
     def _slack_mib(self) -> float:
         return _LEAST_MIB + self.workspaces_mib
 
-    def _scaled(self, other: _Measured) -> float:
+    def _scale_excess(self, other: _Measured) -> float:
         """Return the other row's excess over its trace, scaled up with the traced memory where this row's is larger."""
         scaled = other.beyond_mib * max(1.0, self.traced_mib / other.traced_mib)
         return max(scaled, other.beyond_mib) if other.beyond_mib > 0 else min(scaled, other.beyond_mib)

@@ -157,7 +157,7 @@ class DeepSpeedEngine(nn.Module):
         _place(model, _TYPES.get(layout.zero.param_dtype or ""), rank.recorder, in_parts=layout.zero.stage == 3)
         full_shapes = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
         played = rank.play(layout, training, elements(model))
-        self.module = played.wrapped(model)
+        self.module = played.wrap_model(model)
         if layout.zero.stage == 3:  # parameters report their full shapes
             for number, (name, parameter) in enumerate(model.named_parameters()):
                 shape, count = full_shapes[name]

@@ -150,7 +150,7 @@ class RankZero:
             return [f"the script starts no process group: each of its {self.launched} processes trains by itself"]
         return [f"the script ran as rank 0 of {self.launched}; where other ranks run other code, they may need more"]
 
-    def reduced(self, tensor: Tensor, op: Any, ranks: int) -> None:
+    def assign_reduced(self, tensor: Tensor, op: Any, ranks: int) -> None:
         """Assign a reduced tensor its value, assuming equal tensors on all ranks, as far as values are known."""
         values = self.recorder.values.of(tensor)
         if ranks == 1 or values is None or op not in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
@@ -161,7 +161,7 @@ class RankZero:
         else:
             tensor.detach().copy_(total)
 
-    def gathered(self, outputs: Tensor | list[Tensor], tensor: Tensor) -> None:
+    def assign_gathered(self, outputs: Tensor | list[Tensor], tensor: Tensor) -> None:
         """Assign gathered tensors of a GPU this rank's value, as far as it is known."""
         values = self.recorder.values.of(tensor) if tensor.is_meta else None
         if values is None:
@@ -322,7 +322,7 @@ def _install_collectives(rank: RankZero) -> None:
         @functools.wraps(gather)
         def collective(outputs: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             work = gather(outputs, tensor, *args, **kwargs)
-            rank.gathered(outputs, tensor)
+            rank.assign_gathered(outputs, tensor)
             return work
 
         return collective
@@ -331,7 +331,7 @@ def _install_collectives(rank: RankZero) -> None:
     def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         with torch._C.DisableTorchFunction():  # a mode would call this function again
             work = all_reduce(tensor, op, group, async_op)
-        rank.reduced(tensor, op, dist.get_world_size(group))
+        rank.assign_reduced(tensor, op, dist.get_world_size(group))
         return work
 
     def reduce_to_one(

@@ -1,6 +1,6 @@
 """One run of a script, with torch as on a machine with a GPU: it leaves a record of its first two training steps.
 
-Start reading at `ScriptRun.run`; `explained` locates a script's failure. `ScriptCompiler` is its torch.compile: modules
+Start reading at `ScriptRun.run`; `explain` locates a script's failure. `ScriptCompiler` is its torch.compile: modules
 as `featurize.recording.compiled` models them, functions uncompiled.
 """
 
@@ -224,10 +224,10 @@ class ScriptRun:
                     if error.code not in (None, 0):
                         problem = f"{self._script} exits with {error.code!r}"
                         if isinstance(error.__context__, Exception):  # a framework has caught and printed it
-                            problem += f" after {explained(error.__context__, self._script)}"
+                            problem += f" after {explain(error.__context__, self._script)}"
                 except BaseException as error:  # a script may raise anything
                     traceback.print_exc()
-                    problem = explained(error, self._script)
+                    problem = explain(error, self._script)
         self.finish(problem)
 
     def _execute(self) -> None:
@@ -387,7 +387,7 @@ def _elsewhere(name: str) -> ModuleSpec | None:
     return spec if any(next(folder.glob(form), None) for folder in folders for form in ("*.py", "*/*.py")) else None
 
 
-def explained(error: BaseException, script: str) -> str:
+def explain(error: BaseException, script: str) -> str:
     """Return one line that describes a script's error.
 
     Args:

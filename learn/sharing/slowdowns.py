@@ -487,7 +487,7 @@ def fitted_slowdowns(groups: Sequence[MeasuredGroup]) -> LearnedSlowdowns:
     groups = sorted((group for group in groups if not group.is_apart), key=lambda group: group.group_id)
     if len(groups) < LEAST_GROUPS:
         raise UsageError(f"{len(groups)} groups are too few to learn from; {LEAST_GROUPS} are needed")
-    typical = float(np.median(_measured(groups)))
+    typical = float(np.median(_measured_slowdowns(groups)))
     known = KnownJobs.fitted(groups)
     spread_known = _known_spread(groups)
     profiled = [group for group in groups if all(utilization(job) is not None for job in group.jobs)]
@@ -498,7 +498,7 @@ def fitted_slowdowns(groups: Sequence[MeasuredGroup]) -> LearnedSlowdowns:
     return LearnedSlowdowns(_fit_contention(profiled, form), known, typical, _spread(outside[form]), spread_known)
 
 
-def _measured(groups: Sequence[MeasuredGroup]) -> np.ndarray:
+def _measured_slowdowns(groups: Sequence[MeasuredGroup]) -> np.ndarray:
     """Return the slowdown of every job of each group, (n,), at least 1."""
     return np.array([max(1.0, slowdown) for group in groups for slowdown in group.slowdowns])
 
@@ -512,7 +512,7 @@ def _fit_contention(groups: Sequence[MeasuredGroup], form: str) -> ContentionFor
     weights = torch.tensor([1.0 / counts[model] for model in models], dtype=torch.float64)
     weights = weights / weights.sum()
     own_load, others, own_memory, others_memory = torch.tensor(loads_of(group.jobs for group in groups)).unbind(1)
-    speed = torch.tensor(1.0 / _measured(groups))
+    speed = torch.tensor(1.0 / _measured_slowdowns(groups))
     start = torch.tensor(_START, dtype=torch.float64)
     values = start.clone().requires_grad_()
     has_bandwidth = 1.0 if form == "time_and_bandwidth" else 0.0
@@ -559,7 +559,7 @@ def _left_out(groups: Sequence[MeasuredGroup], form: str) -> tuple[np.ndarray, n
     expected, measured = [], []
     for inside, outside in left_out_parts(groups, "model") or [(groups, groups)]:  # if all have the same model
         expected.append(_fit_contention(inside, form).slowdown(loads_of(group.jobs for group in outside)))
-        measured.append(_measured(outside))
+        measured.append(_measured_slowdowns(outside))
     return np.concatenate(expected), np.concatenate(measured)
 
 

@@ -16,7 +16,7 @@ from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import MIXED_FAMILY
 from tests.warehouse.warehouse_rows import ask, compact_at
-from warehouse.files.presence import compare, landed_tasks
+from warehouse.files.integrity import compare, landed_tasks
 
 JOB = "mlp-00000001"
 
@@ -148,7 +148,7 @@ def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
 def test_a_queue_that_somebody_holds_is_no_queue_to_copy(folder, queue, monkeypatch):
     submit(queue, 1)
     queue.close()
-    monkeypatch.setattr("warehouse.files.presence._BUSY_S", 0.0)
+    monkeypatch.setattr("warehouse.files.integrity._BUSY_S", 0.0)
     with contextlib.closing(sqlite3.connect(folder.queue, isolation_level=None)) as holder:
         holder.execute("PRAGMA journal_mode = DELETE")
         holder.execute("BEGIN EXCLUSIVE")

@@ -26,9 +26,8 @@ from warehouse.files import plain_file
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
 from warehouse.files.folder import DataFolder, write_sealed
-from warehouse.files.integrity import examine
+from warehouse.files.integrity import compare, examine, landed_tasks
 from warehouse.files.merged import Listing, listing_file
-from warehouse.files.presence import compare, landed_tasks
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import check
@@ -213,13 +212,16 @@ def test_runs_of_a_merged_file_that_cannot_be_read_now_are_not_taken_for_missing
             return really(source, *arguments, **options)
 
         failing.setattr(pq, "ParquetFile", fail)
-        with pytest.raises(OSError, match=os.strerror(code)):
+        with pytest.raises(OSError, match=os.strerror(code)) as raised:
             compare(ran)
+        assert raised.value.filename == str(path)
         assert presence_of(ran).gone == {}
-        assert capsys.readouterr().err.count("\n") == 1
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1 and str(path) in line
         if code == errno.EIO:  # which `examine` takes for damage
             examine(ran)
-            assert "the queue is not compared" in capsys.readouterr().err
+            line = capsys.readouterr().err
+            assert "the queue is not compared" in line and str(path) in line
     assert is_well(ran, queue)
 
 

@@ -18,8 +18,8 @@ def test_settings_are_read_in_pytorchs_spelling_and_spelled_back():
     # Entry i is for sizes from 2**i MiB; what lies between named ones is off.
     assert settings.roundup_power2_divisions == (8, 8, 8, 8, 8, 8, 8, 0, 4, 0, 2, 1, 1, 1, 1, 1)
     assert settings.expandable_segments and settings.garbage_collection_threshold == 0.8
-    assert AllocatorSettings.parse(settings.spelled()) == settings
-    assert AllocatorSettings().spelled() == ""
+    assert AllocatorSettings.parse(settings.to_text()) == settings
+    assert AllocatorSettings().to_text() == ""
 
 
 VALID = [

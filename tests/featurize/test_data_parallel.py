@@ -21,7 +21,7 @@ from featurize.timing.collectives import ALL_REDUCE, BROADCAST, communicator_mib
 from featurize.timing.overlap import communication_of
 from featurize.timing.step_time import begin_moments_ms, delays_ms
 from featurize.trace.tracer import trace_step
-from featurize.training.rank import assigned, limits_of
+from featurize.training.rank import assign_buckets, limits_of
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 
@@ -159,7 +159,7 @@ def test_a_parameter_without_a_gradient_is_refused_as_torch_does():
 
 def test_types_fill_their_buckets_apart():
     tensors = [("float", 600), ("half", 300), ("float", 500), ("half", 800), ("float", 10)]
-    assert assigned(tensors, (1000, 2000)) == [[0, 2], [1, 3], [4]]
+    assert assign_buckets(tensors, (1000, 2000)) == [[0, 2], [1, 3], [4]]
     assert limits_of(None) == (2**20, 25 * 2**20) and limits_of(25) == (25 * 2**20,)
 
 

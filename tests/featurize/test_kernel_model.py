@@ -36,7 +36,7 @@ from featurize.timing.collectives import packaged_links
 from featurize.timing.step_time import (
     efficiencies_text,
     load_efficiencies,
-    overlapped,
+    overlap_times,
     read_efficiencies,
     time_step,
 )
@@ -136,7 +136,7 @@ def test_small_steps_take_as_long_as_the_host_needs_to_launch_them():
     step = time_step(trace, slow_host, Training())
     assert step.host_ms > 10 * step.busy_ms
     assert step.step_time_ms == pytest.approx(step.host_ms, rel=1e-3)
-    assert overlapped(3.0, 0.0) == 3.0 and overlapped(0.0, 0.0) == 0.0
+    assert overlap_times(3.0, 0.0) == 3.0 and overlap_times(0.0, 0.0) == 0.0
 
 
 def test_the_parts_by_kind_sum_to_the_gpu_s_time_and_the_input_adds_to_the_step(small_cnn):

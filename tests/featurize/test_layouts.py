@@ -19,7 +19,7 @@ from featurize.configs.trial import (
 )
 from featurize.families import get_family
 from featurize.job.layout import DataParallel, Degrees, FullyShard, Parallel, apt_settings, parse_parallel
-from featurize.training.sharding import wrapped
+from featurize.training.sharding import wrap_for_rank
 from featurize.training.training_step import TrainingStep
 
 
@@ -37,17 +37,17 @@ def config(**changes):
 
 def test_ddp_is_torchs_with_the_settings_of_the_layout(alone):
     settings = {"gradient_as_bucket_view": True, "static_graph": True, "broadcast_buffers": False, "bucket_cap_mb": 3}
-    model = wrapped(nn.Linear(3, 2), Parallel(ddp=2, **settings))
+    model = wrap_for_rank(nn.Linear(3, 2), Parallel(ddp=2, **settings))
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     assert (model.gradient_as_bucket_view, model.static_graph, model.broadcast_buffers) == (True, True, False)
     assert model.bucket_bytes_cap == 3 * 2**20
-    plain = wrapped(nn.Linear(3, 2), Parallel(ddp=2))
+    plain = wrap_for_rank(nn.Linear(3, 2), Parallel(ddp=2))
     assert plain.bucket_bytes_cap == 25 * 2**20 and plain.broadcast_buffers
 
 
 def test_a_training_step_trains_the_wrapped_model(alone):
     family, trial = get_family("mlp"), config(parallel="ddp=2")
-    step = TrainingStep(family.build(trial), trial, "cpu", wrap=lambda model: wrapped(model, trial.layout))
+    step = TrainingStep(family.build(trial), trial, "cpu", wrap=lambda model: wrap_for_rank(model, trial.layout))
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     step(*family.batch(trial, torch.device("cpu")))
     assert isinstance(step.model, nn.parallel.DistributedDataParallel)
@@ -64,7 +64,7 @@ def test_a_training_step_trains_the_wrapped_model(alone):
 )
 def test_what_real_ranks_do_not_run_yet_is_refused(given, problem):
     with pytest.raises(UsageError, match=f"parallel: {problem}"):
-        wrapped(nn.Linear(3, 2), Parallel(**given))
+        wrap_for_rank(nn.Linear(3, 2), Parallel(**given))
 
 
 def test_a_config_on_one_gpu_keeps_the_hash_that_it_had_before_there_were_others():

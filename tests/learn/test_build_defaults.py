@@ -20,24 +20,16 @@ from featurize.configs.features import feature_columns
 from featurize.families import mlp
 from featurize.job.training_settings import PRECISIONS
 from learn import build_defaults, estimate, estimate_many
-from learn.build_defaults import (
-    DEVICES,
-    FAMILIES,
-    TARGETS,
-    WHERE,
-    BuildSettings,
-    _without_input,
-    build,
-    entry,
-    fit_fast,
-)
+from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
 from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
 from learn.estimators.tabular import LightGBMEstimator
 from learn.fitting.artifacts import default_artifact
+from learn.fitting.config_models import DEVICES, FAMILIES, _without_input, drawn_cases
 from learn.job.training_job import of_configs
+from learn.rows.data import Rows, get_target
 from learn.rows.step_store import compute
 from tests.learn.learn_rows import make_configs, make_rows, write_batch, write_csv
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
@@ -174,26 +166,38 @@ def test_a_folder_without_the_files_is_told_where_they_are_and_may_have_any_name
     assert not list(Path("models").iterdir())
 
 
+@dataclasses.dataclass
+class Text:
+    """A model that is one file."""
+
+    content: str
+
+    def save(self, folder):
+        (folder / "model.txt").write_text(self.content)
+
+
 def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_the_packaged_ones(tmp_path, monkeypatch):
-    def fitted(folder, models, seed, data, _progress):
-        asked.append((models, seed, data))
-        folder.mkdir(parents=True)
-        (folder / "model.txt").touch()
+    def labelled(cases, _steps, models):
+        asked.append((cases, models))
+        return {"memory": Rows(get_target("memory"), ())}
 
     asked = []
-    monkeypatch.setattr(build_defaults, "fit_fast", fitted)
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "labelled_rows", labelled)
+    monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (Text("trees"), {"seed": seed}))
     assert run(f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
     packaged = {target: default_artifact(target).estimator for target in TARGETS}
-    assert asked == [(packaged, 3, str(tmp_path / "data"))]
-    assert list(contents(tmp_path)) == ["models/fast/model.txt"]
+    assert asked == [((), packaged)]
+    models = {name: content for name, content in contents(tmp_path).items() if name.startswith("models/")}
+    assert list(models) == ["models/fast/memory/meta.json", "models/fast/memory/model/model.txt"]
+    assert json.loads(models["models/fast/memory/meta.json"])["seed"] == 3
 
 
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
-    def large(folder, *_):
-        folder.mkdir(parents=True)
-        (folder / "model.txt").write_bytes(b"0" * (11 * 2**20))
-
-    monkeypatch.setattr(build_defaults, "fit_fast", large)
+    large = Text("0" * (11 * 2**20))
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "labelled_rows", lambda *_: {"memory": Rows(get_target("memory"), ())})
+    monkeypatch.setattr(build_defaults, "fit_config_model", lambda *_: (large, {}))
     with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that are packaged"):
         build(BuildSettings(out=str(tmp_path / "models")), print)
     assert not list(tmp_path.iterdir())
@@ -232,8 +236,8 @@ CONFIG = mlp.Config(batch_size=64, input_size=300, classes=4, depth=2)
 
 
 def test_drawn_cases_depend_on_the_seed_alone_and_are_of_all_families_and_gpu_models():
-    cases = build_defaults.drawn_cases(400, seed=3)
-    assert cases == build_defaults.drawn_cases(400, seed=3) != build_defaults.drawn_cases(400, seed=4)
+    cases = drawn_cases(400, seed=3)
+    assert cases == drawn_cases(400, seed=3) != drawn_cases(400, seed=4)
     assert Counter(case.family for case in cases) == dict.fromkeys(FAMILIES, len(cases) // 3)
     assert {case.device for case in cases} == set(DEVICES) and all(case.training_loop for case in cases)
     assert sum(case.device == "A100-SXM4-40GB" for case in cases) == len(cases) / 2
@@ -271,9 +275,8 @@ def test_trees_that_learn_multiples_of_a_rough_figure_follow_it_beyond_what_they
 @pytest.mark.slow
 def test_a_fit_is_one_artifact_a_target(tmp_path, monkeypatch):
     folder = tmp_path / "a'; echo foo" / "fast"
-    packaged = {target: default_artifact(target).estimator for target in ("memory", "smact", "smocc")}
     monkeypatch.setattr(build_defaults, "CASES", 60)
-    fit_fast(folder, packaged, 1, tmp_path / "data", lambda *_: None)
+    build(BuildSettings(out=str(folder.parent), data=str(tmp_path / "data"), seed=1), lambda *_: None)
     assert {path.name for path in folder.iterdir()} == {*FAST_LOOPS, BOUND}
     for name, loop in {**FAST_LOOPS, BOUND: FAST_LOOPS["memory"]}.items():
         meta = json.loads((folder / name / "meta.json").read_text())

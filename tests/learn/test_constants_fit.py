@@ -10,7 +10,7 @@ from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import EAGER, MEGATRON
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
-from featurize.timing.step_time import load_efficiencies, overlapped
+from featurize.timing.step_time import load_efficiencies, overlap_times
 from featurize.timing.times import HostTime
 from learn.fitting import constants_fit
 from learn.fitting.constants_fit import fit_hosts, fit_links
@@ -98,7 +98,7 @@ def test_the_fit_finds_the_factor_that_made_the_steps_with_either_kind_of_layers
     imported(tmp_path, "vtrain", [timed(layers, width, 1.0) for layers, width in ((2, 64), (2, 128))])
     of_steps, _ = constants_fit._megatron_times(tmp_path / "data", load_efficiencies())
     assert len(of_steps) == 4  # each step with PyTorch's and with Megatron's own layers
-    made = [(*one[:4], overlapped(one[1], one[2] + 9.0 * (one[3] - one[2]))) for one in of_steps]
+    made = [(*one[:4], overlap_times(one[1], one[2] + 9.0 * (one[3] - one[2]))) for one in of_steps]
     monkeypatch.setattr(constants_fit, "_megatron_times", lambda data, learned: (made, {}))
     hosts, (score,), _ = fit_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
     assert hosts[MEGATRON].factor == pytest.approx(9.0, rel=0.03) and hosts[EAGER] == PACKAGED[EAGER]

@@ -10,9 +10,10 @@ from featurize.configs.features import FEATURES_STAMP
 from featurize.families import cnn, layers_of, mlp, transformer
 from featurize.job.layers import totals
 from learn import estimate
-from learn.build_defaults import DEVICES, LIMIT_MIB, TARGETS
+from learn.build_defaults import LIMIT_MIB, TARGETS
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, open_artifact
+from learn.fitting.config_models import DEVICES
 from learn.job.training_job import of_configs
 from learn.rows.data import TARGETS as KNOWN_TARGETS
 

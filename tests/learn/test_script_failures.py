@@ -24,7 +24,7 @@ from learn.estimation.requests import AnswerOptions, Request
 from learn.script import estimating
 from learn.script.containment import SilentLoggers
 from learn.script.records import BadRecord, ScriptRecord, read_record, write_record
-from learn.script.run import explained
+from learn.script.run import explain
 
 LOOP = """
 import torch
@@ -288,7 +288,7 @@ def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkey
 
 
 def test_a_missing_variable_of_a_launcher_is_explained(tmp_path):
-    message = explained(KeyError("LOCAL_RANK"), str(tmp_path / "train.py"))
+    message = explain(KeyError("LOCAL_RANK"), str(tmp_path / "train.py"))
     assert "estimate the command that starts it, such as torchrun --nproc-per-node 8" in message
 
 

@@ -393,7 +393,7 @@ def test_bad_options_of_a_launcher_end_the_command_with_exit_code_2(capsys):
 def test_reduced_values_are_those_of_ranks_that_all_have_the_same():
     rank = RankZero(ScriptRecorder(), ScriptCommand("train.py", False, (), {}, per_node=4))
     counted, measured = torch.tensor([3, 5]), torch.tensor(2.0)
-    rank.reduced(counted, torch.distributed.ReduceOp.SUM, 4)
-    rank.reduced(measured, torch.distributed.ReduceOp.MAX, 4)
+    rank.assign_reduced(counted, torch.distributed.ReduceOp.SUM, 4)
+    rank.assign_reduced(measured, torch.distributed.ReduceOp.MAX, 4)
     assert counted.tolist() == [12, 20] and measured.item() == 2.0
     assert rank.layout() is None  # its group has not begun

@@ -154,7 +154,7 @@ def test_forests_that_read_one_table_are_followed_together():
     table = table_of(6, rows=70)
     table[:, 2], table[:, 4] = 7.0, np.nan  # columns that tell no row from another
     for rows in (table[:1], table):
-        sums = Trees.joined(forests).members(rows)
+        sums = Trees.join(forests).members(rows)
         assert all(np.array_equal(one.predict(rows), alone) for one, alone in zip(forests, sums, strict=True))
 
 

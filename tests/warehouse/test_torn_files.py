@@ -11,13 +11,13 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import NOW_S, ask, flip, only_merged
+from warehouse_rows import NOW_S, ask, copy_into, flip, only_merged
 from warehouse_rows import fill as fill_any
 
 import warehouse
 from conf.errors import EnvironmentProblem
 from warehouse.files.compaction import CompactionSettings, compact
-from warehouse.files.folder import COMPRESSION
+from warehouse.files.folder import COMPRESSION, DataFolder
 from warehouse.files.folder_files import FolderFiles
 from warehouse.files.merged import Listing, listing_file, new_merged_name
 from warehouse.files.views import files_of
@@ -44,11 +44,35 @@ def merge(folder, **settings):
     compact(folder, now_s=NOW_S, settings=CompactionSettings(min_files=2, **settings))
 
 
-def fill_and_merge(folder):
-    """Merge the runs, and delete their own files."""
+@pytest.fixture(scope="module")
+def filled_once(tmp_path_factory):
+    """Ten runs, which take longer to write than most tests to run."""
+    folder = DataFolder(tmp_path_factory.mktemp("filled") / "data").create()
     fill(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def merged_once(tmp_path_factory, filled_once):
+    folder = DataFolder(tmp_path_factory.mktemp("merged") / "data").create()
+    copy_into(folder, filled_once)
     for _ in range(2):
         merge(folder, grace_s=0, force_after_s=0)
+    return folder
+
+
+@pytest.fixture
+def ten_runs(folder, filled_once):
+    """A folder of the test's own with ten runs."""
+    copy_into(folder, filled_once)
+    return folder
+
+
+@pytest.fixture
+def ten_merged(folder, merged_once):
+    """The same, where the runs are merged and their own files deleted."""
+    copy_into(folder, merged_once)
+    return folder
 
 
 def plant(folder, kind, name, hidden, table=None):
@@ -63,9 +87,8 @@ def plant(folder, kind, name, hidden, table=None):
 @pytest.mark.parametrize(
     ("kind", "counts"), [("runs", (9, 20, 9)), ("telemetry", (10, 18, 10)), ("jobs", (10, 20, None))]
 )
-def test_a_torn_file_costs_its_own_rows_and_is_named_once(folder, kind, counts, how, capsys):
-    fill(folder)
-    path = folder.jobs / "J.parquet" if kind == "jobs" else folder.partition(kind, "cnn") / "J-000004.parquet"
+def test_a_torn_file_costs_its_own_rows_and_is_named_once(ten_runs, kind, counts, how, capsys):
+    path = ten_runs.jobs / "J.parquet" if kind == "jobs" else ten_runs.partition(kind, "cnn") / "J-000004.parquet"
     content = bytearray(path.read_bytes())
     content[4:150] = bytes(byte ^ 0xFF for byte in content[4:150])
     torn = {"empty": b"", "cut": path.read_bytes()[:-50], "garbage": os.urandom(900), "flipped": bytes(content)}[how]
@@ -73,18 +96,17 @@ def test_a_torn_file_costs_its_own_rows_and_is_named_once(folder, kind, counts, 
     every = "FROM (SELECT DISTINCT * FROM"  # all columns, so that every page is read
     whole = f"SELECT (SELECT count(*) {every} runs)), (SELECT count(*) {every} telemetry)), "
     whole += f"(SELECT sum(runs) {every} jobs))"
-    assert ask(folder, whole) == [counts]
+    assert ask(ten_runs, whole) == [counts]
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and str(path) in err
-    assert ask(folder, whole) == [counts]
+    assert ask(ten_runs, whole) == [counts]
     assert capsys.readouterr().err == ""
 
 
-def test_every_way_to_read_goes_on_without_a_torn_file(folder):
-    fill(folder)
-    path = folder.partition("runs", "cnn") / "J-000004.parquet"
+def test_every_way_to_read_goes_on_without_a_torn_file(ten_runs):
+    path = ten_runs.partition("runs", "cnn") / "J-000004.parquet"
     path.write_bytes(path.read_bytes()[:-50])
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+    with contextlib.closing(warehouse.connect(ten_runs)) as connection:
         relation = connection.sql(EVERY_RUN)
         path.write_bytes(b"")
         assert len(relation.fetchall()) == 9
@@ -114,26 +136,24 @@ def test_flipped_bytes_anywhere_never_end_the_process_and_never_cost_another_run
 
 @pytest.mark.parametrize("how", ["empty", "garbage", "gone"])
 @each_kind
-def test_a_torn_listing_costs_no_row(folder, kind, how, capsys):
-    fill(folder)
-    merge(folder, grace_s=1e9)
-    merged = only_merged(folder, kind)
-    listing = listing_file(folder, kind, merged.name)
+def test_a_torn_listing_costs_no_row(ten_runs, kind, how, capsys):
+    merge(ten_runs, grace_s=1e9)
+    merged = only_merged(ten_runs, kind)
+    listing = listing_file(ten_runs, kind, merged.name)
     if how == "gone":  # as after a kill: the files that it would replace are there
         listing.unlink()
     else:
         listing.write_bytes(b"" if how == "empty" else os.urandom(300))
-    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     assert (str(listing) in capsys.readouterr().err) is (how != "gone")
 
 
 @each_kind
-def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_deleted(folder, kind, capsys):
-    fill_and_merge(folder)
-    merged = only_merged(folder, kind)
-    listing = listing_file(folder, kind, merged.name)
+def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_deleted(ten_merged, kind, capsys):
+    merged = only_merged(ten_merged, kind)
+    listing = listing_file(ten_merged, kind, merged.name)
     content = listing.read_bytes()
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+    with contextlib.closing(warehouse.connect(ten_merged)) as connection:
         for place in range(0, len(content), len(content) // 8):
             flipped = bytearray(content)
             flipped[place] ^= 1
@@ -143,54 +163,50 @@ def test_a_flipped_bit_anywhere_in_a_listing_costs_no_row_once_its_sources_are_d
 
 
 @each_kind
-def test_a_damaged_listing_whose_merged_file_is_damaged_too_is_an_error_that_names_both(folder, kind):
-    fill_and_merge(folder)
-    merged = only_merged(folder, kind)
-    listing = listing_file(folder, kind, merged.name)
+def test_a_damaged_listing_whose_merged_file_is_damaged_too_is_an_error_that_names_both(ten_merged, kind):
+    merged = only_merged(ten_merged, kind)
+    listing = listing_file(ten_merged, kind, merged.name)
     flip(listing)
     flip(merged)
     with pytest.raises(EnvironmentProblem) as raised:
-        ask(folder, COUNTS)
+        ask(ten_merged, COUNTS)
     assert all(text in str(raised.value) for text in (str(listing), str(merged), "farm.doctor repair=true"))
 
 
 @each_kind
-def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(folder, kind):
-    fill_and_merge(folder)
-    merged = only_merged(folder, kind)
-    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+def test_a_merged_file_that_is_listed_and_missing_is_an_error_that_names_it(ten_merged, kind):
+    merged = only_merged(ten_merged, kind)
+    assert ask(ten_merged, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     merged.unlink()
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+    with contextlib.closing(warehouse.connect(ten_merged)) as connection:
         for act in (lambda: connection.execute(f"FROM {kind}").fetchall(), lambda: connection.sql(f"FROM {kind}").df()):
             with pytest.raises(EnvironmentProblem) as raised:
                 act()
-            assert str(merged) in str(raised.value) and str(listing_file(folder, kind, merged.name)) in str(
+            assert str(merged) in str(raised.value) and str(listing_file(ten_merged, kind, merged.name)) in str(
                 raised.value
             )
 
 
-def test_a_listing_that_a_kill_left_behind_is_no_error(folder):
-    fill_and_merge(folder)
-    first = only_merged(folder)
-    left = listing_file(folder, "runs", first.name).read_bytes()
-    fill(folder, range(10, 20))
+def test_a_listing_that_a_kill_left_behind_is_no_error(ten_merged):
+    first = only_merged(ten_merged)
+    left = listing_file(ten_merged, "runs", first.name).read_bytes()
+    fill(ten_merged, range(10, 20))
     for _ in range(3):
-        merge(folder, grace_s=0, force_after_s=0, target_mib=1024)
+        merge(ten_merged, grace_s=0, force_after_s=0, target_mib=1024)
     if not first.exists():
-        listing_file(folder, "runs", first.name).write_bytes(left)
-    assert ask(folder, "SELECT count(*) FROM runs") == [(20,)]
+        listing_file(ten_merged, "runs", first.name).write_bytes(left)
+    assert ask(ten_merged, "SELECT count(*) FROM runs") == [(20,)]
 
 
 @pytest.mark.parametrize("name", ["merged-evil.parquet", "merged-20250101T000000-0123456789ab.parquet"])
 @each_kind
-def test_a_planted_listing_hides_no_run(folder, kind, name, capsys):
-    fill(folder)
+def test_a_planted_listing_hides_no_run(ten_runs, kind, name, capsys):
     hidden = [f"family=cnn/J-{index:06d}.parquet" for index in range(10)]
     table = pa.table({"run_id": ["planted"], "status": ["ok"]}) if kind == "runs" else None
-    plant(folder, kind, name, hidden, table)
-    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    plant(ten_runs, kind, name, hidden, table)
+    assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
-    assert str(listing_file(folder, kind, name)) in err and "Traceback" not in err
+    assert str(listing_file(ten_runs, kind, name)) in err and "Traceback" not in err
 
 
 def test_a_planted_listing_hides_no_run_that_lands_later(folder):
@@ -209,48 +225,44 @@ def test_a_planted_listing_hides_no_run_that_lands_later(folder):
     ids=["no run_id", "integers", "bytes"],
 )
 @each_kind
-def test_a_merged_file_with_odd_columns_is_left_out_and_named_once(folder, kind, table, capsys):
-    fill(folder)
-    merge(folder, grace_s=1e9)
+def test_a_merged_file_with_odd_columns_is_left_out_and_named_once(ten_runs, kind, table, capsys):
+    merge(ten_runs, grace_s=1e9)
     name = new_merged_name()
-    plant(folder, kind, name, ["family=cnn/J-000001.parquet"], table)
-    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
-    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    plant(ten_runs, kind, name, ["family=cnn/J-000001.parquet"], table)
+    assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
-    assert err.count("\n") == err.count(str(folder.partition(kind, "cnn") / name)) == 1 and "run_id" in err
+    assert err.count("\n") == err.count(str(ten_runs.partition(kind, "cnn") / name)) == 1 and "run_id" in err
 
 
-def test_a_listing_that_names_a_file_elsewhere_is_ignored(folder):
-    fill(folder)
+def test_a_listing_that_names_a_file_elsewhere_is_ignored(ten_runs):
     name = new_merged_name()
     for merged, hidden in (
         ("../../x.parquet", "family=cnn/J-000001.parquet"),
         (f"family=cnn/{new_merged_name()}", "family=cnn/J-000001.parquet"),
         (f"family=cnn/{name}", "family=mlp/J-000001.parquet"),
     ):
-        Listing(listing_file(folder, "runs", name), merged, (hidden,), 1.0).write()
-        assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+        Listing(listing_file(ten_runs, "runs", name), merged, (hidden,), 1.0).write()
+        assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
-def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(folder):
-    fill_and_merge(folder)
-    fill(folder, range(5, 12))
-    assert ask(folder, COUNTS) == [(12, 24, 12, 24, 24, 12)]
-    assert ask(folder, "SELECT count(*) FROM runs JOIN telemetry USING (run_id)") == [(24,)]
+def test_a_run_that_is_in_its_own_file_and_in_a_merged_one_is_shown_once(ten_merged):
+    fill(ten_merged, range(5, 12))
+    assert ask(ten_merged, COUNTS) == [(12, 24, 12, 24, 24, 12)]
+    assert ask(ten_merged, "SELECT count(*) FROM runs JOIN telemetry USING (run_id)") == [(24,)]
 
 
-def test_a_run_that_is_in_two_merged_files_is_shown_once(folder):
-    fill_and_merge(folder)
+def test_a_run_that_is_in_two_merged_files_is_shown_once(ten_merged):
     for kind in KINDS:
-        merged = only_merged(folder, kind)
+        merged = only_merged(ten_merged, kind)
         again = pq.read_table(merged)
         other = new_merged_name()
         for table in (again, again.slice(0, 4)):
             pq.write_table(table, merged.with_name(other), row_group_size=3, **COMPRESSION)
-            Listing(listing_file(folder, kind, other), f"family=cnn/{other}", (), 2.0).write()
+            Listing(listing_file(ten_merged, kind, other), f"family=cnn/{other}", (), 2.0).write()
             other = new_merged_name()
-    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
-    assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
+    assert ask(ten_merged, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(ten_merged, "SELECT count(*), count(DISTINCT run_id) FROM attempts") == [(10, 10)]
 
 
 @pytest.fixture
@@ -304,37 +316,34 @@ def test_a_damaged_listing_that_is_ignored_too_is_told_of_both(folder, capsys):
     assert "this listing is damaged" in warnings[0] and "ignoring this listing" in warnings[1]
 
 
-def test_doubled_runs_are_found_once_their_merged_files_can_be_opened_again(folder, unopened):
-    fill_and_merge(folder)
-    merged = only_merged(folder)
+def test_doubled_runs_are_found_once_their_merged_files_can_be_opened_again(ten_merged, unopened):
+    merged = only_merged(ten_merged)
     other = new_merged_name()
     pq.write_table(pq.read_table(merged), merged.with_name(other), **COMPRESSION)
-    Listing(listing_file(folder, "runs", other), f"family=cnn/{other}", (), 2.0).write()
-    with unopened(folder), pytest.raises(OSError, match="Too many open files"):  # never 20
-        ask(folder, "SELECT count(*) FROM runs")
-    assert ask(folder, "SELECT count(*) FROM runs") == [(10,)]
+    Listing(listing_file(ten_merged, "runs", other), f"family=cnn/{other}", (), 2.0).write()
+    with unopened(ten_merged), pytest.raises(OSError, match="Too many open files"):  # never 20
+        ask(ten_merged, "SELECT count(*) FROM runs")
+    assert ask(ten_merged, "SELECT count(*) FROM runs") == [(10,)]
 
 
 @each_kind
-def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(folder, kind):
-    fill(folder)
-    merge(folder, grace_s=1e9)
-    merged = only_merged(folder, kind)
+def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(ten_runs, kind):
+    merge(ten_runs, grace_s=1e9)
+    merged = only_merged(ten_runs, kind)
     merged.write_bytes(merged.read_bytes()[:-50])
-    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
-def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not_free_them(folder):
-    fill(folder)
-    first, second = warehouse.connect(folder), warehouse.connect(folder)
-    merge(folder, grace_s=0)
+def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not_free_them(ten_runs):
+    first, second = warehouse.connect(ten_runs), warehouse.connect(ten_runs)
+    merge(ten_runs, grace_s=0)
     first.close()
-    merge(folder, grace_s=0, force_after_s=1e9)
-    assert (folder.partition("runs", "cnn") / "J-000000.parquet").exists()
+    merge(ten_runs, grace_s=0, force_after_s=1e9)
+    assert (ten_runs.partition("runs", "cnn") / "J-000000.parquet").exists()
     assert second.cursor().execute("SELECT count(*) FROM runs").fetchall() == [(10,)]
     second.close()
-    merge(folder, grace_s=0, force_after_s=1e9)
-    assert not (folder.partition("runs", "cnn") / "J-000000.parquet").exists()
+    merge(ten_runs, grace_s=0, force_after_s=1e9)
+    assert not (ten_runs.partition("runs", "cnn") / "J-000000.parquet").exists()
 
 
 def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monkeypatch):
@@ -356,9 +365,8 @@ def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monke
                 connection.execute(sql).fetchall()
 
 
-def test_the_connection_behaves_as_duckdbs(folder):
-    fill(folder)
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+def test_the_connection_behaves_as_duckdbs(ten_runs):
+    with contextlib.closing(warehouse.connect(ten_runs)) as connection:
         plain = set(name for name in dir(duckdb.DuckDBPyConnection) if not name.startswith("_"))
         assert plain <= set(dir(connection))
         connection.register("wanted", pa.table({"run_id": ["J-000001"]}))
@@ -386,11 +394,10 @@ def not_a_file(path, how):
 
 
 @pytest.mark.parametrize("how", ["link to nothing", "pipe", "device", "folder"])
-def test_a_name_that_is_no_file_is_named_and_left_out(folder, how, capsys):
-    fill(folder)
-    for path in (folder.partition("runs", "cnn") / "z.parquet", folder.jobs / "z.parquet"):
+def test_a_name_that_is_no_file_is_named_and_left_out(ten_runs, how, capsys):
+    for path in (ten_runs.partition("runs", "cnn") / "z.parquet", ten_runs.jobs / "z.parquet"):
         not_a_file(path, how)
-    assert ask(folder, COUNTS) == [(10, 20, 10, 20, 20, 10)]
+    assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
     err = capsys.readouterr().err
     assert err.count("\n") == 2 and err.count("z.parquet cannot be read") == 2
 
@@ -410,12 +417,11 @@ def test_a_torn_file_or_a_name_that_is_no_file_becomes_one_that_counts(folder, h
 
 
 @each_kind
-def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(folder, kind, capsys):
-    fill_and_merge(folder)
-    merged = only_merged(folder, kind)
+def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(ten_merged, kind, capsys):
+    merged = only_merged(ten_merged, kind)
     other = merged.with_name(new_merged_name())
     pq.write_table(pq.read_table(merged), other, use_dictionary=["run_id"], **COMPRESSION)
-    Listing(listing_file(folder, kind, other.name), f"family=cnn/{other.name}", (), 2.0).write()
+    Listing(listing_file(ten_merged, kind, other.name), f"family=cnn/{other.name}", (), 2.0).write()
     later = max(merged, other)
     column = pq.read_metadata(later).row_group(0)
     chunk = next(column.column(i) for i in range(column.num_columns) if column.column(i).path_in_schema != "run_id")
@@ -423,20 +429,19 @@ def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(fo
     content = bytearray(later.read_bytes())
     content[begin : begin + size] = b"\xff" * size
     later.write_bytes(content)
-    with contextlib.closing(warehouse.connect(folder)) as connection:
+    with contextlib.closing(warehouse.connect(ten_merged)) as connection:
         for _ in range(2):
             assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
     assert capsys.readouterr().err.count(str(later)) == 1
 
 
-def test_a_merged_file_with_a_run_without_name_is_read_beside_one_of_the_same_runs(folder):
-    fill_and_merge(folder)
-    table = pq.read_table(only_merged(folder))
+def test_a_merged_file_with_a_run_without_name_is_read_beside_one_of_the_same_runs(ten_merged):
+    table = pq.read_table(only_merged(ten_merged))
     place = table.schema.get_field_index("run_id")
     ids = pa.array([None, *table.column("run_id").to_pylist()[1:]], table.schema.field("run_id").type)
     later = f"merged-99990101T000000-{'f' * 12}.parquet"
-    plant(folder, "runs", later, (), table.set_column(place, table.schema.field("run_id"), ids))
-    assert ask(folder, "SELECT count(*), count(DISTINCT run_id) FROM runs WHERE run_id IS NOT NULL") == [(10, 10)]
+    plant(ten_merged, "runs", later, (), table.set_column(place, table.schema.field("run_id"), ids))
+    assert ask(ten_merged, "SELECT count(*), count(DISTINCT run_id) FROM runs WHERE run_id IS NOT NULL") == [(10, 10)]
 
 
 FEW_DESCRIPTORS = """
@@ -475,10 +480,9 @@ for limit in range(4, 24):
 """
 
 
-def test_a_query_without_descriptors_fails_in_one_line_and_leaves_no_file_out(folder):
-    fill_and_merge(folder)
-    fill(folder, range(10, 20))
-    program = [sys.executable, "-c", HARDLY_ANY_DESCRIPTORS, str(folder.root).replace("'", "\\'")]
+def test_a_query_without_descriptors_fails_in_one_line_and_leaves_no_file_out(ten_merged):
+    fill(ten_merged, range(10, 20))
+    program = [sys.executable, "-c", HARDLY_ANY_DESCRIPTORS, str(ten_merged.root).replace("'", "\\'")]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300)
     answers = [line for line in done.stdout.splitlines() if not line.startswith("count")]
     problems = done.stderr.splitlines()
@@ -505,11 +509,10 @@ def test_a_file_that_is_being_closed_is_not_handed_to_another_query(folder, monk
     assert again[0].read() == content
 
 
-def test_a_file_whose_doubled_runs_were_left_out_is_not_read_whole_once_its_name_is_forgotten(folder, monkeypatch):
-    fill_and_merge(folder)
-    plant(folder, "runs", new_merged_name(), (), pq.read_table(only_merged(folder)))
+def test_a_file_whose_doubled_runs_were_left_out_is_not_read_whole_once_its_name_is_forgotten(ten_merged, monkeypatch):
+    plant(ten_merged, "runs", new_merged_name(), (), pq.read_table(only_merged(ten_merged)))
     monkeypatch.setattr("warehouse.files.folder_files._PATHS", 0)
-    files = FolderFiles(folder)
+    files = FolderFiles(ten_merged)
     with pytest.raises(FileNotFoundError, match="has to be planned again"):
         for path in files.glob(files_of("runs")):
             files.open(path).close()

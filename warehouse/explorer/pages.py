@@ -19,10 +19,9 @@ from conf.errors import UsageError
 from conf.plain_text import figure, sql_text
 from conf.reports.blocks import rendered as rendered_template
 from conf.reports.charts import Axis, Margins, Plot, Svg, against, columns, heat_map
-from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, Filters
+from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, USABLE, Filters, memory_grid
 from warehouse.explorer.limited_query import ExplorerReader, QueryRows
 from warehouse.files.folder import DataFolder
-from warehouse.reading.coverage import USABLE, memory_grid
 from warehouse.reading.pairing import Pair, summed_up
 from warehouse.tables.schema import SOURCES
 

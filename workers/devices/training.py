@@ -195,9 +195,9 @@ def _wrapper(config: TrialConfig) -> Callable[[nn.Module], nn.Module] | None:
     layout = config.layout
     if layout is None:
         return None
-    from featurize.training.sharding import wrapped
+    from featurize.training.sharding import wrap_for_rank
 
-    return lambda model: wrapped(model, layout)
+    return lambda model: wrap_for_rank(model, layout)
 
 
 class _StepReporter:
