@@ -151,6 +151,15 @@ def only_merged(folder, kind: str = "runs"):
     return path
 
 
+def take_no_files(monkeypatch) -> None:
+    """Let no file of views be written, as on a disk that may only be read."""
+
+    def refuse(*_arguments):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("warehouse.files.views.write_file", refuse)
+
+
 class Steps:
     """Calls `act` before and after every `os.replace` and `os.unlink`: each change that another process can see."""
 
