@@ -74,7 +74,7 @@ QUICK_CASES = 4  # of so many cases of a test, a quick run takes one
 TOGETHER = {
     f"tests/{folder}/test_{name}.py": f"tests/{folder}/together"
     for folder, names in {
-        "farm": ("explorer", "explorer_browser", "kubernetes", "serving", "serving_api", "slurm"),  # the services
+        "farm": ("explorer", "explorer_browser", "kubernetes", "serving", "slurm"),  # the services
         "featurize": ("data_parallel", "flat_ranks", "float8", "pipelines", "sharded_ranks"),  # real ranks
     }.items()
     for name in names

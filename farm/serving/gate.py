@@ -271,7 +271,7 @@ class Gate:
             self._log.request(request_id, scope, answer.status, seconds, answer.sent_bytes)
 
     async def _answer_or_stop(self, scope: Scope, body: bytes, receive: Receive, answer: _Answer) -> None:
-        """Let `inner` answer, and stop it when the client is gone. Raises `_ClientGone`."""
+        """Run `inner` for its answer, and stop it when the client is gone. Raises `_ClientGone`."""
         working = asyncio.current_task()
         assert working is not None
 

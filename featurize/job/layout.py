@@ -416,12 +416,12 @@ class Parallel:
 
     @property
     def replicates(self) -> bool:
-        """Whether each replica holds all of its gradients, which are reduced in buckets."""
+        """True where each replica holds all of its gradients, which are reduced in buckets."""
         return self.degrees.ddp > 1 and self.sharded == 1
 
     @property
     def flat(self) -> bool:
-        """Whether FullyShardedDataParallel spreads flat parameters."""
+        """True where FullyShardedDataParallel spreads flat parameters."""
         return self.degrees.fsdp > 1 and self.fsdp.fsdp_version == FLAT
 
     @property
@@ -466,7 +466,7 @@ class Parallel:
 
     @property
     def shards(self) -> bool:
-        """Whether PyTorch's own wrappers spread tensors over ranks, pipelines aside."""
+        """True where PyTorch's own wrappers spread tensors over ranks, pipelines aside."""
         return self.sharded > 1 or self.degrees.tp > 1 or self.degrees.own > 1
 
     @property

@@ -198,7 +198,7 @@ class MeasuredGroup:
 
     @property
     def is_apart(self) -> bool:
-        """Whether its members did not train at the same time, so that its figures are those of jobs alone."""
+        """True where its members did not train at the same time, so that its figures are those of jobs alone."""
         return self.doubt == NOT_TOGETHER
 
 

@@ -115,9 +115,8 @@ def test_a_folder_is_deleted_that_is_nested_more_deeply_than_files_may_be_open(b
     with contextlib.closing(running.local_server("")) as server:
         (base / "program.py").write_text(code)
         program = [str(base / "program.py"), str(server.pid)]
-        how = {"has_folder": True}
-        assert server.start("conf.children.keeper:run_program", program, **how).wait().code == 0
-        assert server.start("conf.children.keeper:run_program", program, **how).wait().code == 0
+        for _ in range(2):
+            assert server.start("conf.children.keeper:run_program", program, has_folder=True).wait().code == 0
     (base / "program.py").unlink()
 
 
@@ -167,11 +166,8 @@ def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too_and_leaves_no_d
 
 @pytest.mark.parametrize(("end", "code"), [(4, 4), (-1, 255), (2**40, 0), (None, 0), ("why", 1)])
 def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
-    server = running.local_server("")
-    try:
+    with contextlib.closing(running.local_server("")) as server:
         ended = server.start("sys:exit", end).wait()
-    finally:
-        server.close()
     assert (ended.code, ended.output) == (code, "why\n" if end == "why" else "")
 
 
@@ -180,11 +176,8 @@ def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
         "import socket\ndef early(_, channel):\n    with socket.socket(fileno=channel) as ours:\n"
         "        ours.recv(1, socket.MSG_PEEK)\n        ours.sendall(b'done')\n"
     )
-    server = running.local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)})
-    try:
+    with contextlib.closing(running.local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)})) as server:
         written, ended = server.ask("answering:early", None, b"question")
-    finally:
-        server.close()
     assert (written, ended.code) == (b"done", 0)
 
 

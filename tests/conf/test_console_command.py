@@ -72,8 +72,8 @@ def test_without_a_command_every_command_is_listed_in_one_line(arguments, capsys
         main(arguments)
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    for name in COMMANDS:
-        assert f"  {name}" in [line[: len(name) + 2] for line in lines if summary(name) in line]
+    listed = [name for name in COMMANDS for line in lines if line.startswith(f"  {name}") and summary(name) in line]
+    assert listed == [*COMMANDS]
 
 
 @pytest.mark.parametrize(("typed", "near"), [("sumbit", "submit"), ("farm.submit", "submit"), ("build-defaults", "bu")])
@@ -108,8 +108,7 @@ def test_python_m_names_the_file_that_hides_a_package_of_ours_and_runs_nothing_o
     path = shadow(folder, name)
     done = python("-m", module, "+arch=mlp", cwd=folder, code=2)
     (line,) = done.stderr.splitlines()
-    package = name.partition("/")[0].removesuffix(".py")
-    assert f"{path} hides gpufarm's own package {package}" in line
+    assert f"{path} hides gpufarm's own package {name.partition('/')[0].removesuffix('.py')}" in line
     assert f"gpufarm {module.partition('.')[2]} ..." in line and "another folder" in line
     assert not done.stdout
 

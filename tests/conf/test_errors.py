@@ -1,13 +1,11 @@
 """Errors of the user's input and of the environment differ in type, and are printed alike."""
 
-import os
 import pickle
 
 import pytest
 
 from conf.cli.command_line import EXIT_USAGE, run
 from conf.errors import CommandError, EnvironmentProblem, UsageError, unknown_name
-from conf.files.outputs import write_output
 
 
 @pytest.mark.parametrize("kind", [UsageError, EnvironmentProblem])
@@ -29,11 +27,3 @@ def test_neither_kind_is_taken_for_the_other():
 def test_an_error_of_a_worker_arrives_whole(kind):
     error = pickle.loads(pickle.dumps(kind("line 1\nline 2", keep_lines=True)))
     assert (type(error), str(error), error.keep_lines) == (kind, "line 1\nline 2", True)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full, as /dev/full")
-def test_a_full_disk_is_no_mistake_of_the_user_and_a_missing_folder_is(tmp_path):
-    with pytest.raises(EnvironmentProblem, match="out=/dev/full cannot be written: No space left on device"):
-        write_output("/dev/full", b"rows\n" * 10_000)
-    with pytest.raises(UsageError, match="it is a folder"):
-        write_output(tmp_path, b"")

@@ -113,8 +113,6 @@ def test_what_waits_in_the_queue_is_not_chosen_again(root):
         from featurize.configs.trial import canonical_json
 
         job = queue.jobs()[0]
-        import dataclasses
-
         waiting = list(sample_range(parse_space("mlp", default_space("mlp")), 0, 4, 6))
         other = dataclasses.replace(job, job_id="mlp-waiting", n=2)
         queue.submit(other, enumerate(canonical_json(config.to_mapping()) for config in waiting), 0.0)
@@ -500,52 +498,38 @@ def test_what_is_no_web_server_is_said_and_costs_nothing():
 
 
 def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(root, capsys):
-    folder = DataFolder.resolve(root).create()
-    journal = Journal.open(folder)
-    name = journal.begin({"device": {"backend": "cuda"}}, "00000000").name
-    journal.end(name, "done", "")
+    journal = Journal.open(DataFolder.resolve(root).create())
+    journal.end(journal.begin({"device": {"backend": "cuda"}}, "00000000").name, "done", "")
     assert run("grow", entry, [*SMALL[1:], f"data={root}", "n=2"]) == 2
     assert "the last cycle here measured on GPUs" in capsys.readouterr().err and len(cycles(root)) == 1
 
 
-def test_a_gpu_that_is_missing_tonight_is_told(root, tmp_path, monkeypatch):
-    def missing(*_):
-        raise UsageError("device=cuda: no GPU answers")
-
-    keep, messages = told_in(tmp_path / "note")
-    with monkeypatch.context() as patched:
-        patched.setattr("farm.grow.machine_of", missing)
-        assert grow(root, "n=2", keep) == 2
-    assert (messages()["outcome"], messages()["said"], messages()["cycle"]) == (
-        "failed",
-        "device=cuda: no GPU answers",
-        None,
-    )
-    assert not root.exists()
+MISSING = {
+    "machine_of": "device=cuda: no GPU answers",
+    "require_models": "nets has no attribute 'fatcory'; near names: factory",
+}
 
 
-@pytest.fixture
-def no_model_exists(monkeypatch):
-    def refuse(_spaces):
-        raise UsageError("nets has no attribute 'fatcory'; near names: factory")
+def miss(monkeypatch, name):
+    def refuse(*_):
+        raise UsageError(MISSING[name])
 
-    monkeypatch.setattr("farm.grow.require_models", refuse)
+    monkeypatch.setattr(f"farm.grow.{name}", refuse)
 
 
-@pytest.mark.usefixtures("no_model_exists")
-def test_a_model_that_does_not_exist_tonight_is_told(root, tmp_path):
+@pytest.mark.parametrize("name", MISSING)
+def test_a_gpu_or_a_model_that_is_missing_tonight_is_told(root, tmp_path, monkeypatch, name):
+    miss(monkeypatch, name)
     keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 2
-    assert (messages()["outcome"], messages()["cycle"]) == ("failed", None) and "near names: factory" in messages()[
-        "said"
-    ]
+    assert [messages()[key] for key in ("outcome", "said", "cycle")] == ["failed", MISSING[name], None]
     assert not root.exists()
 
 
-@pytest.mark.usefixtures("no_model_exists")
 @pytest.mark.parametrize(("settings", "code"), [({"n": 2}, 0), ({"n": 2, "limits": {"max_flops": 3}}, 2)])
 def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, monkeypatch, settings, code):
     """An unfinished cycle goes on; one of unknown settings is given up, and the new one is refused."""
+    miss(monkeypatch, "require_models")
     monkeypatch.setattr("farm.grow._run_cycle", lambda *_: 0)
     Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
     keep, messages = told_in(tmp_path / "note")
@@ -564,8 +548,7 @@ def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, 
     ],
 )
 def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, capsys, settings, goes_on):
-    journal = Journal.open(DataFolder.resolve(root).create())
-    journal.begin(settings, "00000000")
+    Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
     assert grow(root, "n=1") == 0
     old, *new = cycles(root)
     if goes_on:

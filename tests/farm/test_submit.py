@@ -130,20 +130,6 @@ def test_an_optimizer_that_cannot_run_is_refused_before_anything_is_queued(data,
     assert words in capsys.readouterr().err and not data.exists()
 
 
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [
-        ("ddp=16", "16 ranks fill 2 nodes of 8, and a trial runs on one"),
-        ("zero=2", "zero=2 is a stage, not a number of GPUs"),
-        ("[]", "the list of layouts is empty"),
-        ("ddp=none", "ddp must be a whole number"),
-    ],
-)
-def test_a_layout_that_cannot_run_is_refused_before_anything_is_queued(data, capsys, layout, words):
-    assert submit(data, "n=1", "device=cpu", f"parallel={layout}") == 2
-    assert words in capsys.readouterr().err and not data.exists()
-
-
 def test_a_small_simulated_device_runs_out_of_memory_and_that_is_a_row(data):
     assert submit(data, "n=2", "device=A100-SXM4-40GB", "device.memory_mib=100") == 0
     assert ask(data, "SELECT DISTINCT status, oom_kind, device_memory_mib FROM runs") == [("oom", "device", 100.0)]
@@ -325,6 +311,10 @@ BAD = {
     "n=1 device=simulated device.count=0": "device.count must be an integer >= 1, got 0",
     "n=1 device=simulated device.memory_fraction=0": "device.memory_fraction must be a number > 0, got 0",
     "n=1 device=cpu device.memory_fraction=0.5": "unknown key 'device.memory_fraction'",
+    "n=1 device=cpu parallel=ddp=16": "16 ranks fill 2 nodes of 8, and a trial runs on one",
+    "n=1 device=cpu parallel=zero=2": "zero=2 is a stage, not a number of GPUs",
+    "n=1 device=cpu parallel=[]": "the list of layouts is empty",
+    "n=1 device=cpu parallel=ddp=none": "ddp must be a whole number",
     "n=1 batch_sizes=[8,8]": "batch_sizes must be a list of distinct integers >= 1, as in [8,32,128], got [8, 8]",
     "n=1 telemetry.sources=[nvlm]": "nvlm",
     "n=1 telemetry.dcgm_url=nowhere": "telemetry.dcgm_url",

@@ -26,10 +26,12 @@ MODEL = "torchvision.models:resnet18"
 def service(tmp_path):
     (tmp_path / "tokens").write_text(f"{GREEDY}\n{OTHER}\n")
     service = Served(DataFolder(tmp_path / "data").create().root, f"token_file={tmp_path / 'tokens'}")
-    with service.client(token=OTHER, timeout_s=120) as client:
-        wait_until_ready(client)
-    yield service
-    service.stop()
+    try:
+        with service.client(token=OTHER, timeout_s=120) as client:
+            wait_until_ready(client)
+        yield service
+    finally:
+        service.stop()
 
 
 def ask_as_other(service, path="/v1/estimate", body=None, **headers):

@@ -64,7 +64,7 @@ class MemoryWatch:
                     continue
 
 
-@pytest.mark.parametrize(("sql", "kind"), zip(ATTACKS, itertools.cycle(["", ".csv", ".parquet"]), strict=False))
+@pytest.mark.parametrize(("sql", "kind"), list(zip(ATTACKS, itertools.cycle(["", ".csv", ".parquet"]), strict=False)))
 def test_a_query_ends_at_its_limits_of_time_and_memory(service, sql, kind):
     with MemoryWatch(service.process.pid) as watch:
         began = time.monotonic()

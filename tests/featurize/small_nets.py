@@ -43,7 +43,7 @@ def stops_in_backward(width: int) -> nn.Linear:
 
 
 class Block(nn.Module):
-    """What follows attention in a transformer: x + narrow(activation(wide(norm(x)))); the norm may be left out."""
+    """Feed-forward part of a transformer block: x + narrow(activation(wide(norm(x)))); the norm may be left out."""
 
     def __init__(
         self,

@@ -23,29 +23,31 @@ from featurize.timing.step_time import begin_moments_ms, delays_ms
 from featurize.trace.tracer import trace_step
 from featurize.training.rank import assign_buckets, limits_of
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes
 
 A100, RTX = load_device("A100-SXM4-40GB"), load_device("RTX-3090")
 
 WIDTH = 96
 
 
-class Uneven(nn.Module):
+def uneven(unused=False):
     """Layers of uneven sizes, used in another order than they were registered, one of them frozen and one in half
     precision, with buffers."""
 
-    def __init__(self, unused=False):
-        super().__init__()
-        self.last = nn.Linear(1031, 7)
-        self.wide = nn.Linear(WIDTH, 2111)
-        self.narrow = nn.Linear(2111, 1031)
-        self.norm = nn.BatchNorm1d(2111)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.head = nn.Linear(7, 300).bfloat16()
-        self.unused = nn.Linear(401, 701) if unused else None
+    def forward(net, x):
+        x = torch.relu(net.norm(net.wide(net.frozen(x))))
+        return net.head(net.last(net.narrow(x)).bfloat16()).float()
 
-    def forward(self, x):
-        x = torch.relu(self.norm(self.wide(self.frozen(x))))
-        return self.head(self.last(self.narrow(x)).bfloat16()).float()
+    return Computes(
+        forward,
+        last=nn.Linear(1031, 7),
+        wide=nn.Linear(WIDTH, 2111),
+        narrow=nn.Linear(2111, 1031),
+        norm=nn.BatchNorm1d(2111),
+        frozen=nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        head=nn.Linear(7, 300).bfloat16(),
+        unused=nn.Linear(401, 701) if unused else None,
+    )
 
 
 CASES = (
@@ -71,7 +73,7 @@ def train(options, unused):
         done.set_result(bucket.buffer())
         return done
 
-    model = DistributedDataParallel(Uneven(unused), **options)
+    model = DistributedDataParallel(uneven(unused), **options)
     model.register_comm_hook(None, reduced)
     for _ in range(3):
         sizes.clear()
@@ -88,7 +90,7 @@ def real_bytes(tmp_path_factory):
 def traced(unused=False, settings=None, **options):
     parallel = Parallel(**{"ddp": 2, **options}) if options.get("ddp") != 1 else None
     inputs = torch.empty(4, WIDTH, device="meta")
-    return trace_step(lambda: Uneven(unused), inputs, settings=settings or Training(), parallel=parallel)
+    return trace_step(lambda: uneven(unused), inputs, settings=settings or Training(), parallel=parallel)
 
 
 def bucket_bytes(trace):
@@ -127,7 +129,7 @@ def test_gradients_that_stay_in_their_buckets_are_not_copied():
     copied = [
         sum(op.name == "aten::copy_" and op.phase == "backward" for op in one.operators) for one in (copies, views)
     ]
-    trained = sum(p.requires_grad for p in Uneven().parameters())
+    trained = sum(p.requires_grad for p in uneven().parameters())
     assert copied[0] - copied[1] == 2 * trained
     assert views.breakdown["gradient"] == 0
 
@@ -145,7 +147,7 @@ def test_a_bucket_begins_when_its_last_gradient_is_there_and_the_optimizer_waits
 
 def test_buffers_are_sent_before_each_forward_pass_unless_switched_off():
     sent = [one for one in traced().collectives if one.kind == BROADCAST]
-    assert sum(one.nbytes for one in sent) == sum(b.numel() * b.element_size() for b in Uneven().buffers())
+    assert sum(one.nbytes for one in sent) == sum(b.numel() * b.element_size() for b in uneven().buffers())
     assert {(one.after, one.before) for one in sent} == {(0, 0)}
     assert {one.kind for one in traced(broadcast_buffers=False).collectives} == {ALL_REDUCE}
 

@@ -19,7 +19,7 @@ from featurize.trace.tracer import trace_step
 from featurize.training.sharding import shard
 from featurize.training.training_step import Training, convert_float8
 from learn import devices_that_fit, estimate
-from tests.featurize.small_nets import Block, Stack
+from tests.featurize.small_nets import Block, Computes, Stack
 
 WIDTH, HIDDEN, BATCH, CLASSES = 64, 160, 32, 5
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -177,24 +177,21 @@ def test_a_described_rate_of_8_bits_is_no_part_of_an_identity_but_a_changed_one_
     assert part.tflops("fp8") < device.tflops("fp8") / 6 and device_from_mapping(part.to_mapping()) == part
 
 
-class Scaled(nn.Module):
+def scaled():
     """A model that calls the product itself."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(HIDDEN, WIDTH))
-        self.head = nn.Linear(HIDDEN, CLASSES)
-
-    def forward(self, x):
+    def forward(net, x):
         one = torch.ones((), device=x.device)
-        rows, columns = x.to(torch.float8_e4m3fn), self.weight.detach().to(torch.float8_e4m3fn).t()
+        rows, columns = x.to(torch.float8_e4m3fn), net.weight.detach().to(torch.float8_e4m3fn).t()
         product = torch._scaled_mm(rows, columns, scale_a=one, scale_b=one, out_dtype=torch.float32)
-        return self.head(product + nn.functional.linear(x, self.weight))
+        return net.head(product + nn.functional.linear(x, net.weight))
+
+    return Computes(forward, weight=nn.Parameter(torch.randn(HIDDEN, WIDTH)), head=nn.Linear(HIDDEN, CLASSES))
 
 
 @pytest.mark.parametrize("device", ["A100-SXM4-40GB", "RTX-3090", "MI250-GCD"])
 def test_a_gpu_without_8_bit_products_is_refused_in_one_line(device):
-    for model, more in ((net, {"float8": "tensorwise"}), (Scaled, {})):
+    for model, more in ((net, {"float8": "tensorwise"}), (scaled, {})):
         with pytest.raises(UsageError, match="float8 needs a GPU that multiplies 8-bit floats") as caught:
             estimate(model, [BATCH, WIDTH], device=device, **more)
         assert "\n" not in str(caught.value) and device in str(caught.value)
@@ -204,7 +201,7 @@ def test_a_gpu_without_8_bit_products_is_refused_in_one_line(device):
 
 
 def test_a_model_that_calls_the_product_itself_is_priced_and_says_on_what_that_rests():
-    answer = estimate(Scaled, [BATCH, WIDTH], device=H100)
+    answer = estimate(scaled, [BATCH, WIDTH], device=H100)
     assert answer.step_time_ms > 0 and any("priced at the share" in warning for warning in answer.warnings)
 
 

@@ -31,6 +31,7 @@ from featurize.job.layout import Parallel
 from featurize.trace.tracer import TraceError, trace_step
 from featurize.training.stages import DoesNotRepeat
 from featurize.training.training_step import Training
+from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.needs_mode("pp")
 
@@ -128,27 +129,25 @@ def test_passes_over_shared_sequences_and_experts_repeat_as_they_are(name):
     assert replace(repeated, operators=operators) == replace(whole, operators=operators)
 
 
-class Sparse(nn.Module):
-    """Computes as many rows as its second input says."""
+def sparse():
+    """A model that computes as many rows as its second input says."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
-
-    def forward(self, x, counts):
-        x = x + self.first(x[: int(counts.sum())]).sum(0)
-        for block in self.blocks:
+    def forward(net, x, counts):
+        x = x + net.first(x[: int(counts.sum())]).sum(0)
+        for block in net.blocks:
             x = block(x)
-        return self.last(x)
+        return net.last(x)
+
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    return Computes(forward, blocks=blocks, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, 5))
 
 
 def test_micro_batches_whose_numbers_make_them_differ_all_run():
     counts = (torch.arange(BATCH) % 7 > 0).int()
     inputs = torch.empty(BATCH, WIDTH, device="meta"), counts
     with pytest.raises(DoesNotRepeat, match="numbers of its micro-batch"):
-        traced(0, Sparse, inputs, every_pass=False, pp=2, micro_batches=8)
-    whole, first = (traced(0, Sparse, inputs, every_pass, pp=2, micro_batches=8) for every_pass in (True, None))
+        traced(0, sparse, inputs, every_pass=False, pp=2, micro_batches=8)
+    whole, first = (traced(0, sparse, inputs, every_pass, pp=2, micro_batches=8) for every_pass in (True, None))
     assert first == whole
     rows = {one.output_shapes[0][0] for one in whole.operators if one.name == "aten::addmm"}
     assert len(rows) > 1
@@ -313,18 +312,16 @@ def test_a_model_that_keeps_state_on_itself_is_cut_as_one_that_keeps_it_elsewher
         assert {one.module for one in own.operators if one.name == "aten::gt"} == ({"Keeping"} if rank == 0 else set())
 
 
-class Widening(nn.Module):
-    """Changes what some blocks give before the next ones take it."""
+def widening():
+    """A model that changes what some blocks give before the next ones take it."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH + n, WIDTH + n), nn.ReLU()) for n in range(4))
-        self.last = nn.Linear(WIDTH + 3, CLASSES)
-
-    def forward(self, x):
-        for place, block in enumerate(self.blocks):
+    def forward(net, x):
+        for place, block in enumerate(net.blocks):
             x = block(nn.functional.pad(x, (0, 1)) if place else x)
-        return self.last(x)
+        return net.last(x)
+
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH + n, WIDTH + n), nn.ReLU()) for n in range(4))
+    return Computes(forward, blocks=blocks, last=nn.Linear(WIDTH + 3, CLASSES))
 
 
 class Pair(Block):
@@ -373,7 +370,7 @@ def test_members_of_a_plain_sequence_are_shared_out_and_send_what_the_last_one_g
         (Net, {"pp": 2, "stage_starts": ("last",)}, "a stage cannot begin at last; at these it can: blocks.1, "),
         (Net, {"pp": 3, "stage_starts": ("blocks.2", "blocks.1")}, "in the order in which the modules run"),
         (
-            Widening,
+            widening,
             {"pp": 2},
             r"changes what blocks.1 gives \(\[6, 68\] float32\) before blocks.2 takes it \(\[6, 69\] ",
         ),

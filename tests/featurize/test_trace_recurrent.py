@@ -15,24 +15,21 @@ A100 = load_device("A100-SXM4-40GB")
 STEPS, BATCH, INPUT, HIDDEN, LAYERS = 250, 100, 123, 320, 4
 
 
-class Recurrent(nn.Module):
+def recurrent(kind, **settings):
     """A recurrent stack and a classifier of its last output."""
 
-    def __init__(self, kind, **settings):
-        super().__init__()
-        self.rnn = getattr(nn, kind)(INPUT, HIDDEN, LAYERS, **settings)
-        width = (settings.get("proj_size") or HIDDEN) * (2 if settings.get("bidirectional") else 1)
-        self.head = nn.Linear(width, 10)
+    def forward(net, x):
+        output = net.rnn(x)[0]
+        return net.head(output[:, -1] if net.rnn.batch_first else output[-1])
 
-    def forward(self, x):
-        output = self.rnn(x)[0]
-        return self.head(output[:, -1] if self.rnn.batch_first else output[-1])
+    width = (settings.get("proj_size") or HIDDEN) * (2 if settings.get("bidirectional") else 1)
+    return Computes(forward, rnn=getattr(nn, kind)(INPUT, HIDDEN, LAYERS, **settings), head=nn.Linear(width, 10))
 
 
 def traced(kind="LSTM", precision="fp32", inputs=None, **settings):
     shape = (BATCH, STEPS, INPUT) if settings.get("batch_first") else (STEPS, BATCH, INPUT)
     inputs = inputs or (torch.empty(shape, device="meta"),)
-    return trace_step(lambda: Recurrent(kind, **settings), inputs, optimizer="sgd", precision=precision)
+    return trace_step(lambda: recurrent(kind, **settings), inputs, optimizer="sgd", precision=precision)
 
 
 def blocks(trace, operator):
@@ -116,5 +113,5 @@ def test_packed_sequences_take_what_their_steps_need():
 
 def test_layers_in_bfloat16_are_none_of_cudnns():
     inputs = (torch.empty(5, 2, INPUT, device="meta", dtype=torch.bfloat16),)
-    trace = trace_step(lambda: Recurrent("GRU").to(torch.bfloat16), inputs)
+    trace = trace_step(lambda: recurrent("GRU").to(torch.bfloat16), inputs)
     assert not any("rnn" in op.name for op in trace.operators) and len(trace.operators) > 100

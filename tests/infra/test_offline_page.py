@@ -74,6 +74,13 @@ def planted(tmp_path_factory):
     return planted_work(tmp_path_factory.mktemp("planted") / "work", CONFIGS, histories=histories)
 
 
+@pytest.fixture
+def probed(planted, tmp_path):
+    """A work folder with the planted probes, and no runs."""
+    shutil.copytree(planted / "probes", tmp_path / "work" / "probes")
+    return tmp_path / "work"
+
+
 @pytest.fixture(scope="module")
 def of_planted(planted):
     """The results and, by name, what the page's sections say."""
@@ -98,7 +105,7 @@ def test_every_kind_of_result_is_on_the_page(shown):
     html, printed = shown
     text = ParsedPage(html).text
     assert "cannot be shown" not in text
-    for words in (
+    everything = (
         "Measured on NVIDIA H100 80GB HBM3",
         "estimates for H100-SXM5-80GB",
         "Errors of process memory by cause",
@@ -115,11 +122,13 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "nvml, power 9 1.020",
         "10.0 x on 1 trials",
         "hybrid (default)",
-    ):
-        assert words in text, words
+        "nvml 11 no permission",
+        "ok trusted 11",
+        "mps 2 3.00",
+        "ddp=2 1",
+    )
+    assert [words for words in everything if words not in text] == []
     assert "have no" not in printed
-    assert "nvml 11 no permission" in text and "ok trusted 11" in text
-    assert "mps 2 3.00" in text and "ddp=2 1" in text
     assert html.count("<svg") > 10
 
 
@@ -146,12 +155,12 @@ def test_what_is_off_is_listed_with_its_command(shown, planted):
 def test_what_no_command_changes_is_listed_without_one(shown):
     _, printed = shown
     before_no_command = printed.partition("No command refits this")[0].rpartition("python -m")[2]
-    for words in (
+    findings = (
         "- recorded workspaces differ from the trace's: larger",
         "- workspaces: conv2d, 1 of 2 calls, by at most 16.0 MiB",
         "- kernels, modelled over measured",
-    ):
-        assert words in before_no_command
+    )
+    assert [words for words in findings if words not in before_no_command] == []
 
 
 def test_reserved_memory_that_is_off_is_listed(of_planted):
@@ -169,34 +178,29 @@ def test_a_corrected_model_of_another_training_loop_is_not_judged_on_these_runs(
 
 
 @pytest.mark.parametrize("is_named_by", ["calls", "histories"])
-def test_probes_without_runs_are_judged_for_the_gpu_that_made_them(planted, tmp_path, is_named_by):
-    work = tmp_path / "work"
-    shutil.copytree(planted / "probes", work / "probes")
+def test_probes_without_runs_are_judged_for_the_gpu_that_made_them(probed, is_named_by):
     if is_named_by == "calls":
-        shutil.rmtree(work / "probes" / "histories")
-        (work / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": DRIVER_NAME}))
-    text = in_terminal(make_page(read_results(work), None))
+        shutil.rmtree(probed / "probes" / "histories")
+        (probed / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": DRIVER_NAME}))
+    text = in_terminal(make_page(read_results(probed), None))
     assert f"Measured on {DRIVER_NAME}" in text and f"estimates for {DEVICE}" in text and "runs: none" in text
     assert f"device={DEVICE}" in text and "no runs, so nothing is exported" in text
 
 
-def test_probes_of_an_undescribed_gpu_are_shown_and_not_judged_for_another(planted, tmp_path):
-    work = tmp_path / "work"
-    shutil.copytree(planted / "probes", work / "probes", ignore=shutil.ignore_patterns("histories"))
-    (work / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": "Voodoo 2"}))
-    made_page = make_page(read_results(work), None)
+def test_probes_of_an_undescribed_gpu_are_shown_and_not_judged_for_another(probed):
+    shutil.rmtree(probed / "probes" / "histories")
+    (probed / "calls.jsonl").write_text(json.dumps({"step": "calibrate", "device": "cuda", "gpu": "Voodoo 2"}))
+    made_page = make_page(read_results(probed), None)
     text = in_terminal(made_page)
     assert "no device description matches Voodoo 2" in text and "A100" not in text
     html = render_page(made_page)
     assert "context lazy" in html and "cannot be shown" not in html and "A100" not in ParsedPage(html).text
 
 
-def test_a_section_that_cannot_be_judged_costs_neither_the_others_nor_the_page(of_planted, planted, tmp_path):
-    work = tmp_path / "work"
-    shutil.copytree(planted / "probes", work / "probes")
-    (work / "probes" / "numbers.csv").write_text("kind,mib\ncontext,many\n")
-    shutil.copytree(planted / "data", work / "data")
-    text = in_terminal(make_page(replace(of_planted, work=work), str(tmp_path / "sets")))
+def test_a_section_that_cannot_be_judged_costs_neither_the_others_nor_the_page(of_planted, planted, probed, tmp_path):
+    (probed / "probes" / "numbers.csv").write_text("kind,mib\ncontext,many\n")
+    shutil.copytree(planted / "data", probed / "data")
+    text = in_terminal(make_page(replace(of_planted, work=probed), str(tmp_path / "sets")))
     assert "Contexts: cannot be shown: " in text and "step time, ms: mlp -33.3%" in text and "11 runs added" in text
 
 
@@ -292,13 +296,10 @@ def test_measured_rows_go_to_the_data_set_with_their_card_and_once(of_planted, t
     assert "0 runs added, 11 were there already" in in_terminal(make_page(of_planted, str(sets)))
 
 
-def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(planted, tmp_path, capsys):
-    work = tmp_path / "work"
-    shutil.copytree(planted / "probes", work / "probes")
-    (work / "probes" / "contexts" / "context lazy.json.xz").write_text('[{"name": "context')
-    plant(work / "probes" / "questions", "tf32_under_half", [{"ms": 1.5}])
-    code, printed, _ = made(capsys, f"results={work}", f"out={tmp_path / 'out'}")
-    assert code == 0
+def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_section_alone(probed, tmp_path, capsys):
+    (probed / "probes" / "contexts" / "context lazy.json.xz").write_text('[{"name": "context')
+    plant(probed / "probes" / "questions", "tf32_under_half", [{"ms": 1.5}])
+    code, printed, _ = made(capsys, f"results={probed}", f"out={tmp_path / 'out'}")
     lines = (
         "Memory: The results hold no runs",
         "Calls: The results have no",
@@ -306,8 +307,7 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
         "Kernels: The results have no data folder",
         "no runs, so nothing",
     )
-    for line in lines:
-        assert line in printed
+    assert (code, [line for line in lines if line not in printed]) == (0, [])
     text = ParsedPage((tmp_path / "out" / "page.html").read_text()).text
     assert "conv2d forward" in text and "context lazy.json.xz cannot be read" in text
 
@@ -343,9 +343,8 @@ def test_runs_that_have_no_estimate_are_counted_with_their_reason(tmp_path):
     RunWriter(data).write_batch(numbered)
     without = estimated_runs(data.root)
     assert not without.estimates and sum(without.left_out.values()) == 6
-    reasons = " | ".join(without.left_out)
-    for words in ("status crashed", "untrusted", "mlp: ", "no description of Voodoo 2", "beside other jobs", "not mea"):
-        assert words in reasons
+    reasons = ("status crashed", "untrusted", "mlp: ", "no description of Voodoo 2", "beside other jobs", "not mea")
+    assert [words for words in reasons if words not in " | ".join(without.left_out)] == []
     printed = in_terminal(make_page(read_results(tmp_path), str(tmp_path / "sets")))
     assert "5 runs added" in printed, "what has no estimate is measured all the same"
 

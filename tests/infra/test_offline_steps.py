@@ -58,11 +58,21 @@ def work(tmp_path):
 
 
 @pytest.fixture
-def packed(work, tmp_path):
-    folder = tmp_path / "results"
-    folder.mkdir()
+def folder(tmp_path):
+    """An empty folder for results."""
+    path = tmp_path / "results"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def packed(work, folder):
     results.pack(work, folder, {})
     return folder
+
+
+def call_of(work, packed, device="simulated", **fields):
+    return steps.Call(place=steps.Place(work=work, device=device, gpus=1), results=packed, rows=[], **fields)
 
 
 def refused(capsys, *argv):
@@ -84,9 +94,7 @@ def test_an_emptied_machine_gets_back_rows_queue_and_whole_lines(packed, tmp_pat
     assert Series.of_work(work) == results.newest(packed).series
 
 
-def test_never_more_than_eight_files_within_the_limit_come_back(work, tmp_path, monkeypatch):
-    folder = tmp_path / "results"
-    folder.mkdir()
+def test_never_more_than_eight_files_within_the_limit_come_back(work, folder, monkeypatch):
     monkeypatch.setattr(results, "SLICE_BYTES", 2**14)
     most, sync = 0, os.fsync
 
@@ -146,10 +154,10 @@ def test_killed_while_it_packs_it_leaves_the_newest_whole_results(work, packed, 
 @pytest.mark.parametrize(
     ("damaged", "line"), [("slice", "is torn"), ("slice", "is missing"), ("summary.json", "summary.json is missing")]
 )
-def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(work, tmp_path, monkeypatch, capsys, damaged, line):
+def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(
+    work, folder, tmp_path, monkeypatch, capsys, damaged, line
+):
     monkeypatch.setattr(results, "SLICE_BYTES", 2**12)
-    folder = tmp_path / "results"
-    folder.mkdir()
     first, *_ = results.pack(work, folder, {}).slices
     path = first if damaged == "slice" else folder / damaged
     if "torn" in line:
@@ -163,9 +171,8 @@ def test_a_torn_or_missing_file_is_one_line_and_nothing_is_done(work, tmp_path, 
     assert results.pack(work, folder, {}) == results.newest(folder), "who has the work folder packs it again"
 
 
-def test_torn_results_of_another_series_or_of_a_newer_work_folder_are_not_replaced(work, tmp_path):
-    folder, other, before = tmp_path / "results", tmp_path / "other", (work / "series.json").read_bytes()
-    folder.mkdir()
+def test_torn_results_of_another_series_or_of_a_newer_work_folder_are_not_replaced(work, folder, tmp_path):
+    other, before = tmp_path / "other", (work / "series.json").read_bytes()
     Series.begun(other)
     for _ in range(2):
         torn = results.pack(work, folder, {}).slices[0]
@@ -177,9 +184,7 @@ def test_torn_results_of_another_series_or_of_a_newer_work_folder_are_not_replac
     assert torn.exists()
 
 
-def test_a_damaged_summary_is_named_so(work, tmp_path):
-    folder = tmp_path / "results"
-    folder.mkdir()
+def test_a_damaged_summary_is_named_so(work, folder):
     (folder / "summary.json").write_text(json.dumps({"series": "s", "generation": 1, "slices": ["a.slice"]}))
     for read in (results.newest, lambda path: results.prepare(work, path)):
         with pytest.raises(
@@ -300,8 +305,8 @@ def test_a_program_that_fails_without_output_says_so(tmp_path, monkeypatch):
 def test_only_a_probe_s_exit_code_says_that_time_is_up(tmp_path, monkeypatch, step, outcome):
     program(monkeypatch, step, "print('an internal error'); raise SystemExit(3)")
     row = run_step(tmp_path, step, code=int(outcome == "failed"))
-    assert row["outcome"] == outcome
-    assert row["reason"] == ("exit code 3: an internal error" if outcome == "failed" else None)
+    reason = "exit code 3: an internal error" if outcome == "failed" else None
+    assert (row["outcome"], row["reason"]) == (outcome, reason)
 
 
 def test_what_is_full_ends_runs_and_no_probe(tmp_path, monkeypatch):
@@ -311,8 +316,7 @@ def test_what_is_full_ends_runs_and_no_probe(tmp_path, monkeypatch):
 
 
 def test_a_failed_packing_ends_nothing_and_a_second_one_does(work, packed, monkeypatch):
-    place = steps.Place(work=work, device="simulated", gpus=1)
-    at_work = steps.Call(place=place, results=packed, rows=[])
+    at_work = call_of(work, packed)
     (work / "noise").write_bytes(os.urandom(100_000))
     monkeypatch.setattr(results, "SLICE_BYTES", 2**10)
     at_work.pack()
@@ -338,7 +342,7 @@ def test_runs_that_cannot_be_counted_are_packed(work, packed, monkeypatch):
     def damaged(folder):
         raise duckdb.IOException("No magic bytes found")
 
-    at_work = steps.Call(place=steps.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
+    at_work = call_of(work, packed)
     at_work.pack()
     counted = at_work.counts
     monkeypatch.setattr(steps, "run_counts", damaged)
@@ -396,9 +400,7 @@ def test_a_program_that_keeps_its_own_time_is_interrupted_only_at_the_end(step, 
 
 
 def test_a_long_summary_keeps_its_last_lines(work, packed):
-    at_work = steps.Call(
-        place=steps.Place(work=work, device="cuda", gpus=1), results=packed, rows=[], problem="not packed: disk"
-    )
+    at_work = call_of(work, packed, "cuda", problem="not packed: disk")
     at_work.counts = [
         {"family": f"f{number}", "status": "ok", "quality": "trusted", "runs": 2, "longest_s": 1.0}
         for number in range(60)

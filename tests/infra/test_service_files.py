@@ -51,8 +51,7 @@ def root(tmp_path):
 
 def install(root, tmp_path, *arguments):
     units = tmp_path / "units"
-    done = run(root / "infra/systemd/install.sh", f"units={units}", "user=root", *arguments)
-    return units, done
+    return units, run(root / "infra/systemd/install.sh", f"units={units}", "user=root", *arguments)
 
 
 @pytest.mark.parametrize(("work", "serve", "count"), [("yes", "no", 3), ("no", "no", 2), ("yes", "yes", 4)])
@@ -118,10 +117,8 @@ def test_a_night_is_one_growth_cycle_and_two_never_run_at_once(tmp_path):
 def metric_names(tmp_path):
     metrics = FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse())
     metrics.on_event({"event": "landed", "run": "r", "family": "cnn", "status": "ok", "wall_s": 1.0})
-    names = set()
-    for family in metrics.registry.collect():
-        names |= {f"{family.name}_total" if family.type == "counter" else family.name}
-    return names
+    families = metrics.registry.collect()
+    return {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
 
 
 def service_metric_names():
@@ -150,9 +147,7 @@ def expressions():
 def test_dashboard_and_alerts_ask_only_for_metrics_that_are_served(tmp_path):
     served = metric_names(tmp_path) | service_metric_names()
     fields = {line.split(",")[0] for line in (INFRA / "dcgm-exporter/counters.csv").read_text().splitlines()}
-    asked = set()
-    for expression in expressions():
-        asked |= set(re.findall(r"\b(?:gpufarm|DCGM)_\w+", expression))
+    asked = set(re.findall(r"\b(?:gpufarm|DCGM)_\w+", "\n".join(expressions())))
     assert asked and not {name for name in asked if name not in served | fields}
 
 
@@ -212,16 +207,15 @@ def test_the_services_reach_each_other_where_they_listen():
     ]
     assert published and all(port.startswith("127.0.0.1:") for port in published)
     folder = INFRA / "container"
-    for service in compose["services"].values():
-        for volume in service.get("volumes", ()):
-            if volume.startswith("."):
-                assert (folder / volume.partition(":")[0]).exists()
+    volumes = [volume for service in compose["services"].values() for volume in service.get("volumes", ())]
+    own = [folder / volume.partition(":")[0] for volume in volumes if volume.startswith(".")]
+    assert own and [path for path in own if not path.exists()] == []
 
 
 def test_the_image_copies_folders_that_exist_and_starts_a_command_that_exists():
     text = (INFRA / "container/Dockerfile").read_text()
-    for line in re.findall(r"^COPY --chown=farm (.*)$", text, re.MULTILINE):
-        assert all((ROOT / name).exists() for name in line.split()[:-1])
+    copied = [line.split()[:-1] for line in re.findall(r"^COPY --chown=farm (.*)$", text, re.MULTILINE)]
+    assert [name for names in copied for name in names if not (ROOT / name).exists()] == []
     command = re.search(r"^exec python -m farm.work (.*) \"\$@\"$", (INFRA / "container/start.sh").read_text(), re.M)
     settings = load_settings(WorkSettings, "work", command[1].split())
     log, metrics = settings.log, settings.metrics

@@ -22,6 +22,7 @@ from learn.peers.faketensor import FakeTensor
 from learn.peers.formulas import DeepSpeed, Horus, LLMem
 from learn.peers.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
 from learn.rows.data import make_bins
+from tests.featurize.small_nets import Computes
 from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch
 
 MIB = 2**20
@@ -226,23 +227,21 @@ def test_xmem_refuses_a_model_that_has_no_memory():
     assert "on the meta device" in analyse(XMem(), workload(lambda: model), DEVICE).reason
 
 
-class Decoder(nn.Module):
+def decoder(tied=False, checkpoints=True, vocabulary=50_000, hidden=64):
     """A language model with one learned table each for words and places, and a head of its own or the words' table."""
 
-    def __init__(self, tied=False, vocabulary=50_000, hidden=64, layers=3, checkpoints=True):
-        super().__init__()
-        self.words, self.places = nn.Embedding(vocabulary, hidden), nn.Embedding(32, hidden)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(hidden, 4, 128, batch_first=True) for _ in range(layers))
-        self.head = nn.Linear(hidden, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-        self.gradient_checkpointing = checkpoints
-
-    def forward(self, tokens):
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))[None]
-        for layer in self.layers:
+    def forward(net, tokens):
+        x = net.words(tokens) + net.places(torch.arange(tokens.shape[1], device=tokens.device))[None]
+        for layer in net.layers:
             x = layer(x)
-        return self.head(x)
+        return net.head(x)
+
+    words, head = nn.Embedding(vocabulary, hidden), nn.Linear(hidden, vocabulary, bias=False)
+    if tied:
+        head.weight = words.weight
+    layers = nn.ModuleList(nn.TransformerEncoderLayer(hidden, 4, 128, batch_first=True) for _ in range(3))
+    members = {"words": words, "places": nn.Embedding(32, hidden), "layers": layers, "head": head}
+    return Computes(forward, gradient_checkpointing=checkpoints, **members)
 
 
 def tokens_of(build, **settings):
@@ -261,7 +260,7 @@ def test_llmem_by_hand(tied):
         return -(-nbytes // (2 * MIB)) * 2
 
     v, h, tokens = 50_000, 64, 4 * 32
-    parts = LLMem().parts_mib(tokens_of(lambda: Decoder(tied)), DEVICE)
+    parts = LLMem().parts_mib(tokens_of(lambda: decoder(tied)), DEVICE)
     assert parts["context"] == DEVICE.context_mib
     assert parts["parameters"] == pages((v * h + 32 * h + 32 * MIB) * 6)  # the layers fit into one chunk
     linear = 3 * (pages(3 * h * h * 8) + pages(h * h * 8) + 2 * pages(128 * h * 8))
@@ -272,7 +271,7 @@ def test_llmem_by_hand(tied):
 
 
 def test_estimate_takes_llmems_answer_of_a_language_model():
-    done = estimate(Decoder, (4, 32), input_dtype="int64", precision="bf16", estimator="llmem")
+    done = estimate(decoder, (4, 32), input_dtype="int64", precision="bf16", estimator="llmem")
     assert done.answered_by["memory"] == "llmem" and done.peak_memory_mib > DEVICE.context_mib
 
 
@@ -292,9 +291,9 @@ ENCODER = transformer.Config(
 @pytest.mark.parametrize(
     ("job", "named"),
     [
-        (tokens_of(Decoder, precision="fp32"), "precision=fp32"),
-        (tokens_of(Decoder, optimizer="sgd"), "optimizer=sgd"),
-        (tokens_of(lambda: Decoder(checkpoints=False)), "without activation checkpointing"),
+        (tokens_of(decoder, precision="fp32"), "precision=fp32"),
+        (tokens_of(decoder, optimizer="sgd"), "optimizer=sgd"),
+        (tokens_of(lambda: decoder(checkpoints=False)), "without activation checkpointing"),
         (workload(small_mlp, precision="bf16"), "Sequential is not covered: .*no nn.Embedding"),
         (of_config(ENCODER), "TransformerClassifier is not covered: it is not a transformer language model"),
     ],

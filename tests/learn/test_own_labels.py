@@ -1,6 +1,7 @@
 """Figures of equal numbers: rounding is no error, and labels that the estimator itself simulated judge nothing."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,23 +94,21 @@ def test_rounding_noise_does_not_keep_a_newer_model_back(traced):
     rows = load_rows(traced, "drama")
     bins = make_bins(rows.target, rows.exact.label, rows.family)
 
-    class Bounded:
+    by_trace = make_estimator("trace").fit(rows).predict(rows.cases)
+
+    def bounded(under):
         """Points and bounds that are a little under the labels, as sums in another order are."""
+        point = rows.label * (1 - under)
+        return SimpleNamespace(
+            point=point,
+            refusals={},
+            warnings=(),
+            upper=lambda level=0.99: point,
+            quantile=lambda q: point,
+            bin_probabilities=by_trace.bin_probabilities,
+        )
 
-        def __init__(self, under):
-            self.point = rows.label * (1 - under)
-            self.refusals, self.warnings = {}, ()
-
-        def upper(self, level=0.99):
-            return self.point
-
-        def quantile(self, q):
-            return self.point
-
-        def bin_probabilities(self, edges):
-            return make_estimator("trace").fit(rows).predict(rows.cases).bin_probabilities(edges)
-
-    same, rounded, lower = (judged(Bounded(under), rows, bins, "lightgbm", rows) for under in (0.0, 4e-16, 0.2))
+    same, rounded, lower = (judged(bounded(under), rows, bins, "lightgbm", rows) for under in (0.0, 4e-16, 0.2))
     found = compare(same, rounded)
     assert not found.worse and found.candidate["above_bound"] == 0.0
     assert compare(same, lower).worse

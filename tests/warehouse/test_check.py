@@ -203,9 +203,7 @@ def test_a_file_is_named_once_in_one_line_on_stderr(tmp_path, capsys):
     path.write_bytes(b"")
     report([DamagedFile(path, "it is empty")])
     report([DamagedFile(path, "it is empty")])
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err == f"warning: {path} cannot be read (it is empty): its rows are left out\n"
+    assert capsys.readouterr() == ("", f"warning: {path} cannot be read (it is empty): its rows are left out\n")
 
 
 def written(tmp_path, table=None):
@@ -249,8 +247,7 @@ def test_listings_name_the_checksum_of_their_merged_file(folder):
     fill(folder, range(3))
     compact_at(folder, 0)
     (listing,) = read_listings(folder, "runs")
-    assert listing.checksum == recorded_checksum(folder.runs / listing.merged)
-    assert listing.rows == 3
+    assert (listing.checksum, listing.rows) == (recorded_checksum(folder.runs / listing.merged), 3)
     assert Listing.read(listing.file) == listing
 
 
@@ -299,8 +296,7 @@ def test_a_large_file_is_verified_in_parts(tmp_path):
 
 def test_texts_of_runs_that_look_like_the_entry_do_no_harm(tmp_path):
     forged = f"{CHECKSUM_KEY}\x18\x47sha256:{'0' * 64}"
-    table = run_table(run_row(1, error=forged, config=forged))
-    path = written(tmp_path, table)
+    path = written(tmp_path, run_table(run_row(1, error=forged, config=forged)))
     assert verify(path) == (True, None)
     assert pq.read_table(path).column("error").to_pylist() == [forged]
     content = bytearray(path.read_bytes())

@@ -76,8 +76,7 @@ def test_members_survive_compaction_and_snapshots(folder):
 def test_groups_leave_in_data_sets_under_public_ids_and_come_back_the_same(folder, tmp_path):
     land_pair(folder, name=["cnn at /home/ann/nets"])
     export(ExportSettings(data=str(folder.root), out=str(tmp_path / "set")))
-    card = (tmp_path / "set" / "README.md").read_text()
-    assert "2 members of 1 groups" in card
+    assert "2 members of 1 groups" in (tmp_path / "set" / "README.md").read_text()
     other = DataFolder(tmp_path / "other").create()
     ingest(IngestSettings(source="dataset", path=str(tmp_path / "set"), data=str(other.root)))
     ((first, alone, name), (second, none, _)) = ask(
@@ -191,8 +190,7 @@ def test_gavel_pairs_have_slowdowns_of_their_own_table_and_say_where_tables_diff
     tables[2] |= {"iters_per_s_a": 30.0, "slowdown_a": 1.3333}
     several = [{**GAVEL_ROW, "gpus_a": 2, "iters_per_s_a": 70.0}, {**pair, "gpus_a": 2, "gpus_b": 2}]
     path = csv_file(tmp_path / "gavel.csv", GAVEL_ROW, other_job, pair, none, *tables, *several)
-    report = take(tmp_path, "gavel", path)
-    print_report(report)
+    print_report(take(tmp_path, "gavel", path))
     assert "gavel.csv: members of pairs" in capsys.readouterr().out
     rows = ask(
         tmp_path / "data",
@@ -212,8 +210,7 @@ def test_gavel_pairs_have_slowdowns_of_their_own_table_and_say_where_tables_diff
 def test_imported_groups_are_published_where_imported_rows_are_asked_for(tmp_path, lucid):
     take(tmp_path, "lucid", lucid)
     RunWriter(DataFolder(tmp_path / "data")).write(run_row(1), samples(1))
-    data = str(tmp_path / "data")
-    given = {"data": data, "licence": "MIT"}
+    given = {"data": str(tmp_path / "data"), "licence": "MIT"}
     report = publish(PublishSettings(**given, out=str(tmp_path / "all"), sources=["imported"]))
     assert report.rows["collocations"] == 2
     own = publish(PublishSettings(**given, out=str(tmp_path / "own"), sources=["simulated"]))
@@ -254,8 +251,11 @@ def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):
     writer.write(of_two(2), samples(1), None, ranks())
     (folder.partition("ranks", "cnn") / "J-000002.parquet").unlink()
     findings = {finding.rule: finding.examples for finding in check(folder)}
-    assert findings["ranks.rows"] == ("J-000002: 0 ranks, ranks=2",)
-    assert findings["impossible.ranks.number"] == ("J-000001-r00001 rank=2",)
+    wanted = {
+        "ranks.rows": ("J-000002: 0 ranks, ranks=2",),
+        "impossible.ranks.number": ("J-000001-r00001 rank=2",),
+    }
+    assert wanted.items() <= findings.items()
 
 
 def test_ranks_survive_compaction_and_snapshots(folder):

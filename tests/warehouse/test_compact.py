@@ -295,8 +295,7 @@ def test_a_run_that_lands_again_between_merging_and_listing_is_there_once(folder
 def test_samples_of_a_run_that_has_not_landed_wait(folder):
     fill(folder, range(3))
     (folder.partition("runs", "cnn") / "J-000001.parquet").unlink()  # as after a kill between the two files
-    report = compact_at(folder, 0)
-    assert sorted(report.merged.values()) == [2] * len(KINDS)
+    assert sorted(compact_at(folder, 0).merged.values()) == [2] * len(KINDS)
     assert all("J-000001.parquet" in files(folder, kind) for kind in OF_RUNS)
     RunWriter(folder).write(run_row(1, attempt=2), samples(SAMPLES), kernels(), ranks(), collocations())
     assert census(folder) == expected(3)
@@ -305,8 +304,7 @@ def test_samples_of_a_run_that_has_not_landed_wait(folder):
 def test_an_unreadable_file_is_reported_and_left_alone(folder):
     fill(folder, range(3))
     (folder.partition("runs", "cnn") / "J-000001.parquet").write_bytes(b"torn")
-    report = compact_at(folder, 0)
-    assert ["J-000001.parquet" in problem for problem in report.problems] == [True]
+    assert ["J-000001.parquet" in problem for problem in compact_at(folder, 0).problems] == [True]
     assert "J-000001.parquet" in files(folder, "runs")
 
 

@@ -77,8 +77,7 @@ def test_a_run_whose_kernels_were_not_asked_for_has_none_and_leaves_no_file(fold
 
 def test_kernels_of_an_execution_that_was_killed_go_when_the_task_lands_without(folder):
     writer = RunWriter(folder)
-    path = writer.write(run_row(1), samples(1), kernels())
-    path.unlink()  # as killed before its run landed
+    writer.write(run_row(1), samples(1), kernels()).unlink()  # as killed before its run landed
     writer.write(run_row(1), samples(1))
     assert ask(folder, "SELECT count(*) FROM kernels") == [(0,)]
 
@@ -90,8 +89,7 @@ def test_imported_kernels_survive_compaction_snapshot_and_any_client(folder, tmp
     for index in range(3):
         writer.write(run_row(index), samples(1), kernels())
     before = ask(folder, "SELECT * FROM kernels ORDER BY kernel_row")
-    for hours in (0, 2):
-        assert compact_at(folder, hours).problems == []
+    assert [compact_at(folder, hours).problems for hours in (0, 2)] == [[], []]
     assert len(list(folder.partition("kernels", "unknown").glob("*.parquet"))) == 1
     assert ask(folder, "SELECT * FROM kernels ORDER BY kernel_row") == before
     assert ask(folder, "SELECT count(*), count(run_id) FROM kernels") == [(9, 6)]  # imported rows have no run
@@ -110,10 +108,13 @@ def test_checks_name_kernels_that_are_lost_or_cannot_be(folder):
     writer.write(run_row(2), samples(1), kernels(1, block_x=[2048], block_y=[1], block_z=[1], dims=["{"]))
     (folder.partition("kernels", "cnn") / "J-000000.parquet").unlink()
     findings = {finding.rule: finding.examples for finding in check(folder)}
-    assert findings["kernels.rows"] == ("J-000000: 0 kernels, kernel_rows=2",)
-    assert findings["range.kernels.launches"] == ("J-000001-k00000 duration_us=0.0",)
-    assert findings["impossible.kernels.block"] == ("J-000002-k00000 block_x=2048",)
-    assert findings["schema.kernels.dims"] == ("J-000002-k00000 dims={",)
+    wanted = {
+        "kernels.rows": ("J-000000: 0 kernels, kernel_rows=2",),
+        "range.kernels.launches": ("J-000001-k00000 duration_us=0.0",),
+        "impossible.kernels.block": ("J-000002-k00000 block_x=2048",),
+        "schema.kernels.dims": ("J-000002-k00000 dims={",),
+    }
+    assert wanted.items() <= findings.items()
 
 
 def test_publication_has_kernels_of_its_runs_and_imported_ones_where_they_are_named(folder, tmp_path):

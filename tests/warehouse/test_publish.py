@@ -116,8 +116,7 @@ def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(whole):
         "attempts whose labels were not trusted, measured again": 1,
     }
     assert sorted(rows(out, "runs", "source")) == [("measured",)] * 6 + [("simulated",)]
-    joined = set(rows(out, "telemetry", "DISTINCT run_id"))
-    assert joined == set(rows(out, "runs", "run_id"))
+    assert set(rows(out, "telemetry", "DISTINCT run_id")) == set(rows(out, "runs", "run_id"))
     assert [count for (count,) in rows(out, "runs", "telemetry_rows")] == [2, 3] + [40] * 5
     assert report.snapshot in snapshot_names(filled)
     card = (out / "README.md").read_text()
@@ -141,8 +140,7 @@ def test_the_same_snapshot_gives_the_same_bytes(whole, tmp_path):
     again = publish(settings(folder, tmp_path / "again", **same)).root
     files = [path.relative_to(again) for path in again.rglob("*") if path.is_file()]
     assert len([name for name in files if name.parts[0] != "pages"]) == 9 and len(files) > 20
-    for name in files:
-        assert (again / name).read_bytes() == (first.root / name).read_bytes(), name
+    assert [name for name in files if (again / name).read_bytes() != (first.root / name).read_bytes()] == []
 
 
 def test_names_of_machines_users_and_paths_are_nowhere(whole):
@@ -151,8 +149,8 @@ def test_names_of_machines_users_and_paths_are_nowhere(whole):
     for table in TABLES:
         texts += [str(row) for row in rows(out, table)]
     user = getpass.getuser()
-    for private in (*PRIVATE, str(out.parent), *([user] if user != "root" else [])):
-        assert not [text for text in texts if private in text], private
+    private = (*PRIVATE, str(out.parent), *([user] if user != "root" else []))
+    assert [(name, text) for name in private for text in texts if name in text] == []
 
 
 def test_the_loading_example_runs_from_anywhere(whole):
@@ -202,8 +200,7 @@ def test_texts_of_rows_are_shown_in_the_card_and_are_no_markup(folder, tmp_path)
     publish(settings(folder, tmp_path / "set", pages=20))
     texts = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.*") if path.suffix in (".md", ".html")}
     card = texts["README.md"]
-    for name, text in texts.items():
-        assert "<img src" not in text, name
+    assert [name for name, text in texts.items() if "<img src" in text] == []
     assert "&lt;img src=x onerror=alert(1)>" in card and "![x](" not in card and "\n# `head`" not in card
     (line,) = [line for line in card.splitlines() if line.startswith("| cnn | &lt;img")]
     assert len(re.split(r"(?<!\\)\|", line)) == 2 + 2 + len(STATUSES) + 1
@@ -263,8 +260,7 @@ def test_telemetry_can_be_thinned_and_imported_rows_published_by_name(filled, tm
 def test_every_published_column_is_described():
     schemas = {table: SCHEMAS[table] for table in ("runs", "telemetry", "kernels", "ranks", "collocations", "jobs")}
     for table, schema in schemas.items():
-        left_out = {"config", "priority"} if table == "jobs" else set()
-        assert set(TABLES[table]) == set(schema.names) - left_out
+        assert set(TABLES[table]) == set(schema.names) - ({"config", "priority"} if table == "jobs" else set())
     assert describe("runs", "step_time_ms").endswith("; ms") and describe("runs", "smact").endswith("; ratio")
     assert describe("telemetry", "power_w") == "power draw; W"
 

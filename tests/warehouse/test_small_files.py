@@ -22,8 +22,7 @@ def write(folder, name, rows, **columns):
 
 def read(paths, most_rows=1000, schema=SCHEMA):
     damaged = []
-    parts = list(read_files(paths, schema, most_rows, lambda path, error: damaged.append(path)))
-    return parts, damaged
+    return list(read_files(paths, schema, most_rows, lambda path, error: damaged.append(path))), damaged
 
 
 def test_files_of_several_schemas_become_one_table_with_every_column(tmp_path):

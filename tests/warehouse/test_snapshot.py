@@ -13,7 +13,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, compact_at, run_row, samples
+from warehouse_rows import ask, compact_at, run_row, samples, take_no_files
 
 import warehouse
 from conf.cli.command_line import run
@@ -184,8 +184,7 @@ def test_a_kill_leaves_no_snapshot_and_the_next_one_cleans_up(folder):
         done = subprocess.run([sys.executable, "-c", KILLED, str(folder.root), *step])
         assert done.returncode == -signal.SIGKILL
         assert snapshot_names(folder) == [] and everything(folder) == before
-    taken = take_snapshot(folder, "s")
-    assert everything(folder, taken.name) == before
+    assert everything(folder, take_snapshot(folder, "s").name) == before
     assert not list(folder.snapshots.glob(".*"))
 
 
@@ -206,11 +205,7 @@ def test_a_snapshot_waits_for_a_compaction(folder):
 def test_a_snapshot_can_be_read_where_nothing_can_be_written(folder, monkeypatch):
     fill(folder, [0])
     take_snapshot(folder, "s")
-
-    def refused(*_):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr("warehouse.files.views.write_file", refused)
+    take_no_files(monkeypatch)
     assert len(rows(folder, snapshot="s")) == 1
 
 
@@ -263,8 +258,8 @@ def test_a_difference_tells_runs_labels_and_columns(folder, monkeypatch, capsys)
     assert "Changed in: optimizer (1 run)." in output and "-0.050" in output
     assert run("diff", diff_entry, ["before=b"]) == 0
     assert "Runs: added 0, removed 0, changed 0." in capsys.readouterr().out
-    for bad in (["before=c"], ["before=a", "format=x"], ["before=a", "tolerance=-1"], []):
-        assert run("diff", diff_entry, bad) == 2
+    bad = (["before=c"], ["before=a", "format=x"], ["before=a", "tolerance=-1"], [])
+    assert [run("diff", diff_entry, arguments) for arguments in bad] == [2] * 4
     with pytest.raises(UsageError, match="a third name 'c'"):
         named_arguments(["a", "b", "c"])
 
@@ -343,8 +338,7 @@ def test_what_cannot_be_is_found_and_kept(folder):
 def test_files_that_the_views_cannot_read_or_do_not_show_are_found(folder):
     fill(folder, range(2))
     path = folder.partition("runs", "cnn") / "J-000000.parquet"
-    table = pq.ParquetFile(path).read()
-    pq.write_table(table.append_column("colour", [["red"]]), path)
+    pq.write_table(pq.ParquetFile(path).read().append_column("colour", [["red"]]), path)
     (only_finding,) = check(folder)
     assert (only_finding.rule, only_finding.severity, only_finding.count) == ("schema.unknown_column", "warning", 1)
     assert only_finding.examples == ("runs/family=cnn/J-000000.parquet: colour",)
@@ -421,8 +415,7 @@ def test_rows_that_no_writer_would_land_are_found(folder):
 )
 def test_a_manifest_that_names_what_is_no_file_of_the_snapshot_is_told_and_nothing_is_read(folder, path, monkeypatch):
     fill(folder, range(2))
-    snapshot = take_snapshot(folder, "s")
-    root = snapshot.folder.root
+    root = take_snapshot(folder, "s").folder.root
     (folder.root / "secret").write_bytes(b"secret")
     os.symlink(folder.root / "secret", root / "runs/family=cnn/link.parquet")
     os.mkfifo(root / "runs/family=cnn/pipe")

@@ -76,8 +76,7 @@ def test_marks_are_shown_with_where_they_hold_and_by_which_cycle(folder):
 
 def test_the_same_call_again_writes_the_same_file_and_another_replaces_it(folder):
     marks = [mark(1), mark(0), mark(0, "drama")]
-    path = write_marks(folder, "c", marks, marked_at=AT)
-    content = path.read_bytes()
+    content = write_marks(folder, "c", marks, marked_at=AT).read_bytes()
     assert write_marks(folder, "c", marks[::-1], marked_at=AT).read_bytes() == content
     assert len(shown(folder)) == 3
     write_marks(folder, "c", marks[:1], marked_at=AT)

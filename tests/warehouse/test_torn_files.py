@@ -430,8 +430,8 @@ def test_a_torn_page_of_a_merged_file_with_doubled_runs_costs_that_file_alone(te
     content[begin : begin + size] = b"\xff" * size
     later.write_bytes(content)
     with contextlib.closing(warehouse.connect(ten_merged)) as connection:
-        for _ in range(2):
-            assert connection.execute(COUNTS).fetchall() == [(10, 20, 10, 20, 20, 10)]
+        counts = [connection.execute(COUNTS).fetchall() for _ in range(2)]
+    assert counts == [[(10, 20, 10, 20, 20, 10)]] * 2
     assert capsys.readouterr().err.count(str(later)) == 1
 
 

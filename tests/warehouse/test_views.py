@@ -12,7 +12,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, collocations, compact_at, fill, kernels, ranks, run_row, samples
+from warehouse_rows import ask, collocations, compact_at, fill, kernels, ranks, run_row, samples, take_no_files
 
 import warehouse
 from warehouse.files import compaction, views
@@ -64,9 +64,8 @@ def test_types_are_those_of_the_schema_and_times_are_utc_without_zone(connection
 
 def test_a_family_that_reads_like_a_number_stays_text(folder):
     RunWriter(folder).write(run_row(1, family="007"), samples())
-    with contextlib.closing(warehouse.connect(folder)) as connection:
-        assert connection.execute("SELECT family FROM runs").fetchall() == [("007",)]
-        assert connection.execute("SELECT DISTINCT family FROM telemetry").fetchall() == [("007",)]
+    assert ask(folder, "SELECT family FROM runs") == [("007",)]
+    assert ask(folder, "SELECT DISTINCT family FROM telemetry") == [("007",)]
 
 
 def test_several_connections_are_open_at_once_while_a_run_lands_and_take_relations(folder, connection):
@@ -217,12 +216,9 @@ def test_a_plain_client_reads_older_rows_once_the_views_are_new(folder, newer_sc
 
 
 def test_an_older_folder_that_may_only_be_read_is_read(folder, newer_schema, monkeypatch):
-    def refuse(*_arguments):
-        raise OSError(30, "Read-only file system")
-
     newer_schema()
     before = sorted(folder.root.rglob("*"))
-    monkeypatch.setattr("warehouse.files.views.write_file", refuse)
+    take_no_files(monkeypatch)
     check_old_rows(folder)
     assert sorted(folder.root.rglob("*")) == before
 
@@ -254,8 +250,7 @@ def test_older_and_newer_files_are_merged_with_nulls(folder, newer_schema):
     )
     runs = [("J-000000", None), ("J-000001", None), ("J-000002", 900.0)]
     for hours in (0, 2):  # merges, then deletes what was merged
-        report = compact_at(folder, hours)
-        assert report.problems == []
+        assert compact_at(folder, hours).problems == []
         assert ask(folder, "SELECT run_id, fan_rpm FROM runs ORDER BY 1") == runs
         assert ask(folder, "SELECT count(*), sum(fan_rpm) FROM telemetry") == [(6, 1801.0)]
     assert [len(list(folder.partition(kind, "cnn").glob("*.parquet"))) for kind in KINDS] == [1, 1, 1, 1, 1]
@@ -275,14 +270,11 @@ def test_older_files_alone_are_merged_in_an_older_folder(folder, newer_schema):
 def test_a_folder_from_before_there_was_a_table_is_read_on_a_disk_that_takes_no_files(
     folder, monkeypatch, kind, column, views_left
 ):
-    def refuse(*_arguments):
-        raise OSError(30, "Read-only file system")
-
     RunWriter(folder).write(run_row(1), samples(3))
     shutil.rmtree(folder.root / kind)
     if not views_left:
         folder.warehouse.unlink()
-    monkeypatch.setattr("warehouse.files.views.write_file", refuse)
+    take_no_files(monkeypatch)
     assert ask(folder, f"SELECT count(*), count({column}) FROM {kind}") == [(0, 0)]
     assert ask(folder, "SELECT (SELECT count(*) FROM runs), (SELECT count(*) FROM telemetry)") == [(1, 3)]
     assert not (folder.root / kind).exists() and folder.warehouse.exists() == views_left

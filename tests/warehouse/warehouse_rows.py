@@ -133,7 +133,7 @@ def compact_at(folder, *hours: float, settings: CompactionSettings = EAGER):
 
 @contextlib.contextmanager
 def unreadable(monkeypatch, is_chosen: Callable[[Path], bool], code: int = errno.EIO) -> Iterator[None]:
-    """Let no file that is chosen be opened within, for the reason of this `errno`."""
+    """Fail each opening of a chosen file within, with this `errno`."""
 
     def fail(opened, really_open=plain_file.open_plain):
         if is_chosen(opened):
@@ -149,6 +149,15 @@ def only_merged(folder, kind: str = "runs"):
     """The path of the one merged file of a kind."""
     (path,) = folder.partition(kind, "cnn").glob("merged-*.parquet")
     return path
+
+
+def take_no_files(monkeypatch) -> None:
+    """Let no file of views be written, as on a disk that may only be read."""
+
+    def refuse(*_arguments):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("warehouse.files.views.write_file", refuse)
 
 
 class Steps:

@@ -5,6 +5,7 @@ Start reading at `RecordedNvml`; the format is told in the `comment` of `data/nv
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 from pathlib import Path
@@ -38,19 +39,8 @@ class RecordedNvml:
 
     `pids` maps the recording's names of processes to real pids. `initialised` counts nvmlInit less nvmlShutdown.
     Handles are indices, those of MIG slices (index, place). What has no answer in the recording, the driver does not
-    know.
+    know. Constants and errors are pynvml's.
     """
-
-    NVMLError = pynvml.NVMLError
-    NVML_CLOCK_SM = pynvml.NVML_CLOCK_SM
-    NVML_CLOCK_MEM = pynvml.NVML_CLOCK_MEM
-    NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
-    NVML_FI_DEV_PCIE_COUNT_TX_BYTES = pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES
-    NVML_FI_DEV_PCIE_COUNT_RX_BYTES = pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES
-    NVML_VALUE_TYPE_UNSIGNED_INT = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-    NVML_VOLATILE_ECC = pynvml.NVML_VOLATILE_ECC
-    NVML_COMPUTEMODE_PROHIBITED = pynvml.NVML_COMPUTEMODE_PROHIBITED
 
     def __init__(self, path: Path = SESSION, pids: dict[str, int] | None = None) -> None:
         recording = json.loads(path.read_text())
@@ -104,15 +94,6 @@ class RecordedNvml:
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: tuple[int, int]) -> int:
         return handle[0]
 
-    def nvmlDeviceGetComputeRunningProcesses(self, handle) -> list:
-        return self._processes("nvmlDeviceGetComputeRunningProcesses", handle)
-
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle) -> list:
-        return self._processes("nvmlDeviceGetGraphicsRunningProcesses", handle)
-
-    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle) -> list:
-        return self._processes("nvmlDeviceGetMPSComputeRunningProcesses", handle)
-
     def _processes(self, name: str, handle) -> list:
         return [
             types.SimpleNamespace(pid=self._pids.get(p["pid"], p["pid"]), usedGpuMemory=p["usedGpuMemory"])
@@ -133,9 +114,12 @@ class RecordedNvml:
         return values
 
     def __getattr__(self, name: str):
+        if name.startswith("NVML"):
+            return getattr(pynvml, name)
         if not name.startswith("nvmlDeviceGet"):
             raise AttributeError(name)
-        return lambda handle, *arguments: self._answer(name, handle, *arguments)
+        answer = self._processes if name.endswith("RunningProcesses") else self._answer
+        return functools.partial(answer, name)
 
     def _answer(self, name: str, handle, *arguments):
         self.calls[name] = self.calls.get(name, 0) + 1
@@ -152,7 +136,6 @@ class FakeGpmNvml(RecordedNvml):
     """A Hopper-like library: GPM percentages by metric id in `percent`, return codes in `returns`; real structs."""
 
     c_nvmlGpmMetricsGet_t = pynvml.c_nvmlGpmMetricsGet_t
-    NVML_GPM_METRICS_GET_VERSION = pynvml.NVML_GPM_METRICS_GET_VERSION
 
     def __init__(self, supported: bool = True, path: Path = SESSION) -> None:
         super().__init__(path)

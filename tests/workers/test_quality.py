@@ -347,11 +347,9 @@ def test_readings_of_a_recorded_gpu_are_judged():
 
 def test_energy_is_interpolated_at_the_windows_edges_and_scaled_beyond_what_was_read():
     counter = [Sample(t, {"energy_j": 10.0 * t}) for t in (10, 30, 50, 70)]
-    assert counter_growth(counter, "energy_j", 20, 60) == pytest.approx(400.0)
-    assert counter_growth(counter, "energy_j", 0, 80) == pytest.approx(800.0)
-    assert counter_growth(counter, "energy_j", 35, 45) is None
-    assert counter_growth(counter[:1], "energy_j", 0, 80) is None
-    assert counter_growth([], "energy_j", 0, 80) is None
+    growths = [counter_growth(counter, "energy_j", *window) for window in ((20, 60), (0, 80), (35, 45))]
+    assert growths == [pytest.approx(400.0), pytest.approx(800.0), None]
+    assert [counter_growth(few, "energy_j", 0, 80) for few in (counter[:1], [])] == [None, None]
 
 
 def test_a_peak_between_two_samples_counts():

@@ -347,8 +347,7 @@ def test_one_connection_serves_all_scrapes_and_is_opened_again_when_the_exporter
         sensor.sample()
     assert server.connections == 1
     server.hang_up = True
-    for _ in range(3):
-        assert qualities(sensor.sample()) == ["repeated"]
+    assert [qualities(sensor.sample()) for _ in range(3)] == [["repeated"]] * 3
     assert server.connections == 3
 
 
@@ -401,5 +400,5 @@ def test_our_counter_file_has_the_fields_that_the_sensor_reads_in_the_exporters_
     assert {len(row) for row in rows} == {3}  # comments too: older releases read them as rows
     counters = [row for row in rows if not row[0].startswith("#")]
     assert sorted(field for field, _, _ in counters) == sorted(FIELDS)
-    for _, kind, meaning in counters:
-        assert kind in ("gauge", "counter") and meaning and '"' not in meaning
+    assert {kind for _, kind, _ in counters} == {"gauge", "counter"}
+    assert [meaning for _, _, meaning in counters if not meaning or '"' in meaning] == []

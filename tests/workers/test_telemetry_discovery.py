@@ -24,8 +24,7 @@ def test_display_adapter_among_the_a100_is_no_worker():
     assert [gpu.name for gpu in discovery.gpus][3] == "NVIDIA DGX Display"
     assert "display adapter next to NVIDIA A100-SXM4-40GB" in discovery.gpus[3].excluded_reason
     assert discovery.gpus[3].mig is None  # NVML does not say
-    assert discovery.driver_version == "550.54.15"
-    assert discovery.reason is None
+    assert (discovery.driver_version, discovery.reason) == ("550.54.15", None)
     first = discovery.gpus[0]
     assert (first.uuid, first.memory_mib, first.compute_capability) == (A100_UUID, 40960.0, (8, 0))
     assert first.mig is False and first.display_active is False
@@ -68,8 +67,7 @@ def test_only_gpu_of_a_machine_that_drives_its_display_is_used_when_named_by_its
     nvml.answers[0]["nvmlDeviceGetDisplayActive"] = 1
     assert f"CUDA_VISIBLE_DEVICES={A100_UUID}" in discover_gpus(nvml, {}).reason
     assert usable(nvml, CUDA_VISIBLE_DEVICES=A100_UUID) == [0]
-    for vague in ("0", A100_UUID[:12], "GPU-"):
-        assert usable(nvml, CUDA_VISIBLE_DEVICES=vague) == []
+    assert [usable(nvml, CUDA_VISIBLE_DEVICES=vague) for vague in ("0", A100_UUID[:12], "GPU-")] == [[], [], []]
 
 
 def test_mig_slices_are_workers_where_cuda_visible_devices_names_them():

@@ -65,9 +65,8 @@ def test_every_sensor_is_read_and_closed_and_the_second_stop_is_empty():
     assert {name for name, _ in samples} == {"nvml", "process"}
     assert [sample.t_ns for _, sample in samples] == sorted(sample.t_ns for _, sample in samples)
     assert len(samples) == first.calls + second.calls
-    assert sampler.stop() == []
+    assert (sampler.stop(), sampler.missing) == ([], {})
     assert first.closed == second.closed == 1
-    assert sampler.missing == {}
 
 
 def test_a_last_reading_is_taken_at_stop():
@@ -162,17 +161,15 @@ def test_a_lagging_source_reads_on_while_the_trial_may_end():
     assert quick.calls == 2 and quick.closed == 1
 
 
-def test_a_source_that_could_not_speak_of_the_windows_end_within_a_second_is_not_waited_for():
-    sensor = Lagging([-10_000], 30_000)
+@pytest.mark.parametrize(
+    ("time_ms", "interval_ms", "until_ms"), [(-10_000, 30_000, 0), (0, 100, None)], ids=["too slow", "no window"]
+)
+def test_a_source_that_will_not_speak_of_a_windows_end_within_a_second_is_not_waited_for(
+    time_ms, interval_ms, until_ms
+):
+    sensor = Lagging([time_ms], interval_ms)
     sensor.period_s = 3600.0
-    assert stopped_at(sensor, until_ms=0) == [-10_000]
-    assert sensor.calls == 1
-
-
-def test_without_a_window_no_source_is_waited_for():
-    sensor = Lagging([0], 100)
-    sensor.period_s = 3600.0
-    assert stopped_at(sensor, until_ms=None) == [0]
+    assert stopped_at(sensor, until_ms) == [time_ms]
     assert sensor.calls == 1
 
 
@@ -235,13 +232,13 @@ def test_table_has_phases_units_and_nulls():
     table = to_table("a'; echo foo", samples, 500_000, 2_000_000, 3_000_000, 4_000_000)
     assert table.schema.equals(TELEMETRY_SCHEMA)
     rows = table.to_pylist()
-    assert [row["t_ms"] for row in rows] == [0.5, 1.5, 2.5, 4.5]
-    assert [row["phase"] for row in rows] == [None, "warmup", "window", None]
-    assert [row["power_w"] for row in rows] == [50.0, 0.0, None, 60.0]
-    assert [row["quality"] for row in rows] == ["measured", "measured", "suspect", "measured"]
-    assert [row["reasons"] for row in rows] == [None, None, "sampler_gap,clock_jump", None]
-    assert rows[0]["throttle_reasons"] == 4
-    assert rows[0]["run_id"] == "a'; echo foo"
+    columns = ("run_id", "t_ms", "phase", "power_w", "throttle_reasons", "quality", "reasons")
+    assert [tuple(row[name] for name in columns) for row in rows] == [
+        ("a'; echo foo", 0.5, None, 50.0, 4, "measured", None),
+        ("a'; echo foo", 1.5, "warmup", 0.0, None, "measured", None),
+        ("a'; echo foo", 2.5, "window", None, None, "suspect", "sampler_gap,clock_jump"),
+        ("a'; echo foo", 4.5, None, 60.0, None, "measured", None),
+    ]
     assert all(rows[0][metric] is None for metric in METRICS if metric not in ("power_w", "throttle_reasons"))
 
 

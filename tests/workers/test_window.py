@@ -210,7 +210,6 @@ def test_the_loop_reports_its_events_and_labels(ahead):
     assert events["built"]["parameters"] > 0
 
 
-WINDOW = WindowSettings(kind="adaptive")
 TICK_S = 0.1
 ORIGIN_S = 100.0
 
@@ -275,9 +274,9 @@ def follow(signal, *sources, sensors=("gpm",), targets=("smact",)):
     readings = sorted((r for source in sources for r in source.readings), key=lambda reading: reading[0])
     first = bisect.bisect_left(signal.step_ends, 0.0)
     start_s = signal.step_ends[first]
-    follower = TargetFollower(WINDOW, sensors, 0.1, {target: TARGETS[target] for target in targets})
+    follower = TargetFollower(ADAPTIVE, sensors, 0.1, {target: TARGETS[target] for target in targets})
     now, reported, begun, step, given = -1.4, -math.inf, False, first + 1, 0
-    while now - start_s < min(WINDOW.max_seconds, signal.until):
+    while now - start_s < min(ADAPTIVE.max_seconds, signal.until):
         now += TICK_S
         new = []
         while given < len(readings) and readings[given][0] <= now:
@@ -340,10 +339,10 @@ def test_a_window_ends_soon_and_its_interval_holds_the_true_mean(name):
     assert all(ended for _, _, ended in runs)
 
 
-def test_an_idle_and_a_saturated_unit_are_steady_at_once():
-    for wave in ({"high": 0.0}, {"duty": 1.0, "high": 1.0}):
-        held, seconds, _ = trial(0, 0.01, wave)
-        assert held and seconds < 1.0
+@pytest.mark.parametrize("wave", [{"high": 0.0}, {"duty": 1.0, "high": 1.0}], ids=["idle", "saturated"])
+def test_an_idle_and_a_saturated_unit_are_steady_at_once(wave):
+    held, seconds, _ = trial(0, 0.01, wave)
+    assert held and seconds < 1.0
 
 
 def test_a_constant_start_of_a_long_step_is_no_constant():
@@ -362,7 +361,7 @@ def test_a_source_that_never_answers_is_not_waited_for():
 @pytest.mark.parametrize("metric", ["gpu_util", "power_w"])
 def test_an_average_that_looks_back_to_before_the_first_step_does_not_hold_a_trial(metric):
     scale = {"gpu_util": 0.97, "power_w": 400.0}[metric]
-    follower = TargetFollower(WINDOW, ("nvml",), 0.1, {metric: TARGETS[metric]})
+    follower = TargetFollower(ADAPTIVE, ("nvml",), 0.1, {metric: TARGETS[metric]})
     for tick in range(-10, 100):
         now = tick * 0.1
         busy = min(1.0, max(0.0, now + 0.3))  # the first step began at -0.3 s, readings average the last second
@@ -387,7 +386,7 @@ def test_a_source_that_ends_is_not_waited_for_and_keeps_what_it_told():
     signal = Signal(0, 0.13)
     follower, seconds, ended = follow(signal, Source(signal, 0, ends=3.0))
     assert ended and 3.0 < seconds < 4.5
-    assert follower.half_widths()["smact"] > WINDOW.utilization_tolerance
+    assert follower.half_widths()["smact"] > ADAPTIVE.utilization_tolerance
 
 
 def test_gpm_comes_before_dcgm_and_stands_in_for_nothing():
@@ -408,7 +407,7 @@ def test_power_comes_from_the_energy_counter_where_there_is_one():
 
 
 def steady_after(samples, steps=50):
-    follower = TargetFollower(WINDOW, ("gpm",), 0.1)
+    follower = TargetFollower(ADAPTIVE, ("gpm",), 0.1)
     follower.begin(ns(0))
     for index in range(1, steps):
         follower.mark_step(ns(index * 0.1))
@@ -439,7 +438,7 @@ def test_other_doubts_leave_a_reading_in():
 
 def test_readings_may_come_before_the_window_is_announced():
     readings = [Sample(ns(0.1 * k), {"smact": 0.2 if k <= 0 else 0.6}) for k in range(-20, 30)]
-    early, late = TargetFollower(WINDOW, ("gpm",)), TargetFollower(WINDOW, ("gpm",))
+    early, late = TargetFollower(ADAPTIVE, ("gpm",)), TargetFollower(ADAPTIVE, ("gpm",))
     early.begin(ns(0))
     for follower in (early, late):
         follower.add([("gpm", sample) for sample in readings])

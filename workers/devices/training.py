@@ -55,7 +55,7 @@ _BATCHES_APART = 1_000_003  # distance between the seeds of two ranks' batches
 
 
 class Meter(Protocol):
-    """What differs between devices: waiting for the device, and reading its allocator."""
+    """The differences between devices: waiting for the device, and reading its allocator."""
 
     device: torch.device
 

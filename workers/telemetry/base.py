@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class WatchTarget:
-    """What a trial's sensors watch: the device with this UUID (None: no GPU) and the trial's root process."""
+    """The target of a trial's sensors: the device with this UUID (None: no GPU) and the trial's root process."""
 
     device_uuid: str | None
     pid: int
