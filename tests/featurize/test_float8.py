@@ -237,7 +237,7 @@ def test_settings_that_do_not_go_together_are_refused_with_the_choices(settings,
         ({"float8": "tensorwise", "parallel": {"fsdp": 2}}, 24),
         ({"float8": "tensorwise", "factory": four_blocks, "parallel": {"pp": 2, "micro_batches": 2}}, 12),
     ],
-    ids=str,
+    ids=["eager", "compiled", "checkpointed", "fsdp", "pipeline"],
 )
 def test_tokens_that_are_no_multiple_of_16_are_refused_with_the_choices(settings, tokens):
     with pytest.raises(UsageError, match=rf"blocks.0.wide' is given {tokens} tokens .*rowwise_with_gw_hp") as raised:
