@@ -197,7 +197,7 @@ def _chosen(name: str, override: Override, group: ConfigGroup) -> tuple[Override
 def _device(name: str, choice: str) -> tuple[str, Mapping[str, Any] | None]:
     """Return the file of a device with another name, and the values of a device without a file.
 
-    A user's file and a slice have no file; a described GPU model then provides the keys of a description.
+    A user's own file and a slice are not in conf/device/; a described GPU model provides their keys.
     """
     options = command_options(name, DEVICES)
     if is_device_file(choice):

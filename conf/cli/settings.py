@@ -217,7 +217,7 @@ class ConfigGroup:
 
     default: the name of a file, or None
     build: makes the typed value from a file's values; None: an object of `schema`
-    schema: settings class with the kinds of the files' keys; None: the files are not checked
+    schema: settings class with the kinds of the files' keys; None: the files themselves define the keys
     added: whether it is chosen with `+NAME=CHOICE`, without a default
     """
 

@@ -101,8 +101,8 @@ class _Seat:
 class _Waiting:
     """A task that waits for as many GPUs of a node as it has ranks.
 
-    `asked`: the idle worker that was offered, empty if there was none. It takes no other task until then, which keeps
-    the number of waiting tasks below that of workers.
+    `asked`: the idle worker that was offered, empty if there was none. It takes no other task until then, so that
+    at most as many tasks wait as there are workers.
     """
 
     name: str

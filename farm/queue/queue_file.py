@@ -104,7 +104,7 @@ END;
 """
 
 
-# Untrusted runs of each job: `quality` is suspect, untrusted, or repeated for runs that were repeated; `reason` is one
+# Doubtful runs of each job: `quality` is suspect, untrusted, or repeated for runs that were repeated; `reason` is one
 # of the run's reasons, or empty for the number of runs. Created on first use, so older files work.
 QUALITIES_TABLE = """
 CREATE TABLE IF NOT EXISTS qualities (

@@ -53,8 +53,9 @@ class ServeSettings(Checked):
     A job is traced once, in a child process. If that takes longer than the request waits, fetch the answer from the
     URL that `202 Accepted` names. Jobs are data: trial configs, Hugging Face configs, and models of torchvision,
     timm and transformers by name. trust= names further modules whose models may be built; scripts=true lets clients
-    send whole scripts, which run with this service's rights, in a limited child process. Clients on other machines
-    need a token: token_file= has one a line. docs/service.md describes the API.
+    send whole scripts, which run with this service's rights, in a limited child process. A service that
+    listens beyond this machine asks each client for a token: token_file= has one a line. docs/service.md describes the
+    API.
     """
 
     host: str = key("127.0.0.1", "address to listen on; any but this machine's own needs token_file=")

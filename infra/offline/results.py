@@ -212,9 +212,8 @@ def unpack(archive: Archive, work: Path) -> None:
             work.rmdir()
         os.replace(Path(folder, "work"), work)
     if (work / DATA / "format.json").is_file():
-        DataFolder.resolve(
-            work / DATA
-        ).create()  # make the parts that an archive omits: locks, views, files without rows
+        # Make the parts that an archive omits: locks, views, files without rows.
+        DataFolder.resolve(work / DATA).create()
 
 
 def _archive(work: Path) -> bytes:

@@ -425,7 +425,7 @@ def _finish_s(step: Step, seconds: float, longest_s: float) -> float:
 def _run_program(call: Call, step: Step, command: list[str], until_s: float, seconds: float) -> tuple[str, str | None]:
     """Run one program of a step until it ends or its time is up, and pack every half minute meanwhile.
 
-    It is interrupted `_finish_s` before its time is up, and then killed with all that it started.
+    It is interrupted `_finish_s` before its time is up. Whatever of it runs when the time is up is killed.
     """
     log = call.place.work / LOG
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's may not fit the bundle's pytest

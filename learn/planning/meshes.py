@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 MOST_GPUS = 65_536
-LONG = (
-    32_768  # tokens of a sample from which cp is tried by default: the shortest length of torchtitan's figures for cp
-)
+# Tokens of a sample from which cp is tried by default: the shortest length of torchtitan's figures for cp.
+LONG = 32_768
 _REPLICAS = "ddp"
 DEFAULT_MODES = tuple(mode for mode in MODES if mode != "cp")
 _OF_DATA = (_REPLICAS, "fsdp")  # modes whose ranks work on different samples

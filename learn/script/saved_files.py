@@ -89,9 +89,8 @@ class SavedFiles:
                 return function(path, *args, **kwargs)
             return method(function, path, *args, **kwargs)
 
-        return functools.update_wrapper(
-            functools.partial(call), function
-        )  # a partial is not bound by classes that hold it
+        # A partial is not bound by classes that hold it.
+        return functools.update_wrapper(functools.partial(call), function)
 
     # -- the location of a path
 
@@ -405,9 +404,8 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
 
     @replace_in("load_state_dict", nn.Module)
     def load_states_in_place(load_states: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with replaced(
-            torch.__future__, "_swap_module_params_on_conversion", False
-        ):  # a trained parameter cannot be swapped
+        # A trained parameter cannot be swapped.
+        with replaced(torch.__future__, "_swap_module_params_on_conversion", False):
             return load_states(*args, **kwargs)
 
     _install_torchscript()

@@ -49,9 +49,8 @@ class ScriptRecorder(Recorder):
         self.values.keeps_masked = True
         self.updating = False  # whether an optimizer's step is running
         self.trained: set[int] = set()  # storages of the parameters that have gradients
-        self.updated_by_hand = (
-            False  # whether one of these was written to after the backward pass, not by a torch optimizer
-        )
+        # Whether one of these was written to after the backward pass, and not by a torch optimizer.
+        self.updated_by_hand = False
         self._roots: list[weakref.ref[nn.Module]] = []
         self._copied: dict[int, int] = {}  # block that was copied from the host -> its first dimension
         self._loss = 1.0  # assumed value of a loss whose number of classes is not known
@@ -190,9 +189,8 @@ class ScriptRecorder(Recorder):
             return self._on_host(args[0], kwargs.get("dtype"))
         if name == _COPY and not args[0].is_meta and args[1].is_meta:
             return args[0].copy_(self._on_host(args[1], None))
-        if (
-            name == "aten::bincount"
-        ):  # its length depends on the values; metrics ask for the least length that they need
+        # The length of a count depends on the values; metrics ask for the least length that they need.
+        if name == "aten::bincount":
             least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
             return torch.empty(max(1, least), dtype=torch.int64, device="meta")
         if name == "aten::masked_select" and any(self.values.of(argument) is None for argument in args):

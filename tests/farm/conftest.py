@@ -117,6 +117,6 @@ def explored(tmp_path_factory):
 @pytest.fixture(scope="session")
 def explorer(explored):
     """A service of that folder with low limits, for the tests of the pages over HTTP and in a browser."""
-    limits = "limits.query_s=1", "limits.download_rows=5000", "limits.download_mib=1"
+    limits = "limits.query_s=3", "limits.download_rows=5000", "limits.download_mib=1"
     with served(explored.root, *limits, "processes=1") as service:
         yield service

@@ -8,7 +8,7 @@ nccl-tests divides the time of many all-reduces in a row by their number: `timin
 
 Sailor (SOSP 2025, eth-easl/sailor): layers of a decoder of Megatron-DeepSpeed in fp32, without flash attention, forward
 and backward timed separately. The sizes are those of its profiling script. TF32 is on if the GPU has it, except for
-Llama on the A100-40, whose matrix products stay below the rate of fp32.
+Llama on the A100-40, whose matrix products stay below the rate of fp32 and above none of TF32's.
 
 Liger (linkedin/Liger-Kernel, benchmark/scripts): operators of plain PyTorch and transformers, medians of triton's
 `do_bench`. Only gated feed-forward layers are read.

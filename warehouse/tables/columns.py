@@ -20,7 +20,7 @@ RUNS = {
     "config_hash": "hash of the trial config",
     "status": "ok, oom (out of memory), timeout, crashed or invalid",
     "oom_kind": "memory that ran out: device or host",
-    "error_type": "class of the exception",
+    "error_type": "class of the failure",
     "error": "end of the failure's message and traceback",
     "source": "measured, simulated or imported",
     "device_name": "model of the device, by its driver's name",

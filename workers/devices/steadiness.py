@@ -30,11 +30,12 @@ _MANY_BLOCKS = 8  # fewer may agree by chance: their half-width counts as at lea
 _MAX_BLOCKS = 12
 _BLOCK_READINGS = 2  # shortest block, in sampling periods of its source
 _CONSTANT_READINGS = 3
-_PATIENCE = 3  # sampling periods without a reading after which a source no longer counts ...
+_PATIENCE = 3  # sampling periods without a reading after which a source is not waited for ...
 _LAG_NS = 500_000_000  # ... plus the delay of an exporter's values
 
 # An interval that is checked repeatedly until it is narrow enough sometimes becomes narrow too early. This factor
-# widens half-widths: more than 90 of 100 windows on noisy signals then include the true mean (95 on periodic ones).
+# widens half-widths: more than 90 of 100 windows on noisy signals then include the true mean (95 and
+# more on periodic ones).
 _STOPPING = 1.15
 
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -210,7 +211,8 @@ class TargetFollower:
     step that it covers. A block's mean comes from the integral of the readings, interpolated at its ends. Repeated and
     failed readings do not count, and neither do profiling figures while the profiler stalls.
 
-    A source that has been silent for three of its periods, or is too slow for the window's `max_seconds`, is ignored.
+    A source that has been silent for three of its periods, or is too slow for the window's `max_seconds`, is not waited
+    for.
     Use from one thread.
     """
 
