@@ -144,14 +144,11 @@ class Pool:
         insort(self.keys, key)
         self.by_key[key] = piece
 
-    def take(self, piece: Piece) -> None:
-        del self.keys[bisect_left(self.keys, piece.key)]
-        del self.by_key[piece.key]
-
     def forget(self, piece: Piece) -> None:
-        """Remove a piece, free or unmapped, that becomes part of another one."""
+        """Remove a piece, free or unmapped."""
         if piece.free:
-            self.take(piece)
+            del self.keys[bisect_left(self.keys, piece.key)]
+            del self.by_key[piece.key]
         else:
             del self.unmapped[piece.address]
 
@@ -484,7 +481,7 @@ class CachingAllocator:
         self.segment_events.append(SegmentEvent(action, abs(size), pool.stream, address))
 
     def _release(self, piece: Piece) -> None:
-        piece.pool.take(piece)
+        piece.pool.forget(piece)
         self._reserve("segment_free", piece.address, -piece.size, piece.pool)
         self._addresses.give(piece.address, piece.size)
 
@@ -539,7 +536,7 @@ class CachingAllocator:
             if not self._map(behind, min(size - piece.size, behind.size)):
                 return None
             piece = behind  # merged with the free piece before it
-        pool.take(piece)
+        pool.forget(piece)
         return piece
 
     def _unmap(self, piece: Piece) -> None:
@@ -550,7 +547,7 @@ class CachingAllocator:
         end = base + (piece.address + piece.size - base) // page * page
         if begin >= end:
             return
-        pool.take(piece)
+        pool.forget(piece)
         if piece.address < begin:
             head, piece = piece, piece.split(begin - piece.address)
             pool.put(head)
