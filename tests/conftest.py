@@ -56,6 +56,7 @@ ALSO_NOT_QUICK = {
     "test_device_names.py",
     "test_families.py",
     "test_features.py",
+    "test_full_disk.py",
     "test_groups.py",
     "test_hostile_arguments.py",
     "test_hostile_trials.py",

@@ -32,7 +32,7 @@ class ParsedPage(html.parser.HTMLParser):
 
     def values(self, tag: str, attribute: str) -> list[str]:
         """The values of an attribute of a tag's elements."""
-        return [value for *of, value in self.elements if of == [tag, attribute] and value]
+        return [value for *of, value in self.elements if of == [tag, attribute] and value is not None]
 
     @property
     def text(self) -> str:

@@ -1,12 +1,13 @@
 """The rooms of the project and who may import whom; importing anything opens no file, driver or GPU."""
 
 import ast
-import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.source_trees import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -99,17 +100,6 @@ def modules(package):
 def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@functools.cache
-def tree_of(path):
-    return ast.parse(path.read_text("utf-8"))
-
-
-@functools.cache
-def nodes_of(path):
-    """Every node of a file's tree: walking there takes longer than what the rules ask of a node."""
-    return list(ast.walk(tree_of(path)))
 
 
 def imports(path):

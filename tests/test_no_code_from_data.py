@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_architecture import nodes_of, tree_of
+from tests.source_trees import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("conf", "warehouse", "featurize", "workers", "learn", "farm", "infra")

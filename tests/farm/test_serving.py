@@ -506,7 +506,7 @@ def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_proce
         first.stop(signal.SIGKILL)
     psutil.wait_procs(answering, timeout=30)
     assert not [one for one in answering if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    with served(folder.root, "processes=1") as second, second.client() as client:
+    with served(folder.root) as second, second.client() as client:
         assert client.ask("GET", pending["url"])["estimate"]["parameters"] > 0
         everything = psutil.Process(second.process.pid).children(recursive=True)
         assert second.stop() == 0 and not second.errors

@@ -449,6 +449,7 @@ def test_what_a_model_says_of_autocast_itself_holds(precision):
         (lambda x: torch.amp.autocast("cuda", dtype=torch.bfloat16), "bfloat16"),
         (lambda x: torch.autocast(x.device.type, torch.float16), "float16"),
         (lambda x: torch.autocast("cpu", enabled=False), outside),
+        (lambda x: torch.autocast("cuda"), "float16"),
     ):
         assert traced(region) == [outside, inside]
     assert (torch.autocast, torch.cuda.amp.autocast) == before

@@ -241,7 +241,6 @@ def settle(folder, runs, families=("cnn",)):
     assert {len(files(folder, kind, family)) for kind in KINDS for family in families} == {1}
 
 
-@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("families", "runs", "compactions", "step"),
     [

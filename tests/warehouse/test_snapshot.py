@@ -321,7 +321,9 @@ def test_what_cannot_be_is_found_and_kept(folder):
     fill(folder, [0], config_hash="x")
     for index, changes in enumerate(WRONG.values(), 1):
         fill(folder, [index], **changes)
-    findings = {finding.rule: finding for finding in check(folder)}
+    problems = list(check(folder))
+    findings = {finding.rule: finding for finding in problems}
+    assert len(findings) == len(problems)
     assert {rule: finding.count for rule, finding in findings.items()} == {
         **dict.fromkeys(WRONG, 1),
         "impossible.ok_without_memory": 2,  # also the run without labels

@@ -254,7 +254,7 @@ def test_a_torn_listing_is_recovered_although_its_merged_file_could_not_be_opene
     target = folder.partition("runs", "cnn") / new_merged_name()
     land_merged(folder, "runs", target, pa.Table.from_pylist([run_row(3, run_id="J-000003")], RUN_SCHEMA), (), 1.0)
     listing_file(folder, "runs", target.name).write_bytes(b"torn")
-    with unreadable(monkeypatch, target.__eq__, code):
+    with unreadable(monkeypatch, lambda opened: opened == target, code):
         with pytest.raises(OSError, match=os.strerror(code)):
             counting_merged_names(folder, "runs", "cnn")
         assert counting_merged_names(folder, "runs", "mlp") == set()
@@ -272,7 +272,8 @@ def test_a_damaged_merge_keeps_no_run_from_landing_nor_others_from_being_merged(
     if may_be_read:
         path.unlink()
         path.symlink_to(path.name)  # to itself
-    with contextlib.nullcontext() if may_be_read else unreadable(monkeypatch, path.__eq__, errno.EACCES):
+    refused = unreadable(monkeypatch, lambda opened: opened == path, errno.EACCES)
+    with contextlib.nullcontext() if may_be_read else refused:
         assert writer.write(run_row(5), samples()).name == "J-000005.parquet"
         report = compact_at(folder, 0)
     assert len(report.merged) == 2 and sum(report.merged.values()) == 10
@@ -287,7 +288,7 @@ def test_a_disk_that_does_not_give_one_family_s_file_leaves_the_others_to_be_mer
             writer.write(run_row(index, family=family), samples())
     target = plant(folder, new_merged_name(), "J-000009")
     failing = target if part == "runs" else listing_file(folder, "runs", target.name)
-    with unreadable(monkeypatch, failing.__eq__):
+    with unreadable(monkeypatch, lambda opened: opened == failing):
         report = compact_at(folder, 0)
     assert {place.split("/")[1] for place in report.merged if place.startswith("runs")} == {"family=mlp"}
     assert any("of cnn: not compacted now" in problem for problem in report.problems)
