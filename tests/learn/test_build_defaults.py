@@ -26,8 +26,13 @@ from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
 from learn.estimators.tabular import LightGBMEstimator
-from learn.fitting.artifacts import default_artifact
-from learn.fitting.config_models import DEVICES, FAMILIES, _without_input, drawn_cases
+from learn.fitting.artifacts import DamagedArtifact, default_artifact
+from learn.fitting.config_models import (
+    DEVICES,
+    FAMILIES,
+    _without_input,
+    drawn_cases,
+)
 from learn.job.training_job import of_configs
 from learn.rows.data import Rows, get_target
 from learn.rows.step_store import compute
@@ -177,8 +182,8 @@ class Text:
 
 
 def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_the_packaged_ones(tmp_path, monkeypatch):
-    def labelled(cases, _steps, models):
-        asked.append((cases, models))
+    def labelled(cases, steps, models):
+        asked.append((cases, steps._data, models))
         return {"memory": Rows(get_target("memory"), ())}
 
     asked = []
@@ -187,10 +192,37 @@ def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_th
     monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (Text("trees"), {"seed": seed}))
     assert run(f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
     packaged = {target: default_artifact(target).estimator for target in TARGETS}
-    assert asked == [((), packaged)]
-    models = {name: content for name, content in contents(tmp_path).items() if name.startswith("models/")}
+    assert asked == [((), str(tmp_path / "data"), packaged)]
+    models = contents(tmp_path)
     assert list(models) == ["models/fast/memory/meta.json", "models/fast/memory/model/model.txt"]
     assert json.loads(models["models/fast/memory/meta.json"])["seed"] == 3
+
+
+def test_without_published_files_the_targets_whose_models_are_not_packaged_are_named(tmp_path, monkeypatch, refused):
+    monkeypatch.setattr(build_defaults, "default_artifact", lambda target: None if target == "smact" else object())
+    error = refused(f"out={tmp_path / 'models'}", run=run)
+    assert error == f"error: no models of smact are packaged, so path= is needed; {WHERE}\n"
+
+
+def test_packaged_models_that_no_longer_load_do_not_stop_a_build_from_published_files(tmp_path, monkeypatch):
+    def unreadable(target):
+        raise DamagedArtifact(f"{target} cannot be loaded")
+
+    def fitted(folder, path, *_):
+        folder.mkdir()
+        return {"memory": path}
+
+    def labelled(_cases, _steps, models):
+        asked.append(models)
+        return {}
+
+    asked = []
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "default_artifact", unreadable)
+    monkeypatch.setattr(build_defaults, "fit_published", fitted)
+    monkeypatch.setattr(build_defaults, "labelled_rows", labelled)
+    build(BuildSettings(path=str(tmp_path), out=str(tmp_path / "models")), print)
+    assert asked == [{"memory": str(tmp_path)}]
 
 
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
