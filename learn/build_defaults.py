@@ -17,7 +17,7 @@ from conf.files.outputs import new_folder
 from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import FAST_LOOPS
 from learn.estimators.protocol import Estimator
-from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, open_artifact, write_model
+from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, default_artifact, open_artifact, write_model
 from learn.fitting.config_models import drawn_cases, fit_config_model, labelled_rows
 from learn.judging.report import model_card
 from learn.rows.step_store import StepStore
@@ -74,7 +74,7 @@ def build(settings: BuildSettings, progress: Progress) -> None:
             models = {name: packaged.estimator for name in TARGETS if (packaged := default_artifact(name)) is not None}
         steps, cases = StepStore(data), drawn_cases(CASES, seed)
         steps.prepare(cases, progress=lambda done, total: progress("tracing", done, total))
-        for name, rows in labelled_rows(cases, steps, models).items():
+        for name, rows in labelled_rows(cases, steps, models, (*FAST_LOOPS, BOUND)).items():
             progress(f"fitting {name} of configurations", 0, 1)
             estimator, meta = fit_config_model(name, rows, seed)
             write_model(building / "fast" / name, estimator, {**meta, "loop": FAST_LOOPS[rows.target.name]})

@@ -6,7 +6,7 @@ of a full estimate: of a target's model, and of the trace where there is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -84,9 +84,18 @@ def _spaces(family: str) -> Iterator[Space]:
         yield parse_space(family, scaled)
 
 
-def labelled_rows(cases: Sequence[Case], steps: StepStore, models: Mapping[str, Estimator]) -> dict[str, Rows]:
-    """Return target -> rows, labelled with the figures of the models and of the trace. Cases that cannot be traced are
-    left out."""
+def labelled_rows(
+    cases: Sequence[Case], steps: StepStore, models: Mapping[str, Estimator], names: Iterable[str]
+) -> dict[str, Rows]:
+    """Return name -> rows, labelled with the figures of the models and of the trace. Cases that cannot be traced are
+    left out.
+
+    Args:
+        cases: Cases to label.
+        steps: Store of their traced steps.
+        models: Target -> its estimator.
+        names: Targets, and `BOUND` for memory's 99 % bound. Raises `KeyError` for one that has no labels.
+    """
     traced = [case for case in cases if steps.record(case).error is None]
     labels = _without_input([steps.record(case).values for case in traced])
     for target, model in models.items():
@@ -114,9 +123,9 @@ def labelled_rows(cases: Sequence[Case], steps: StepStore, models: Mapping[str, 
     return {
         name: Rows(
             get_target("memory" if name == BOUND else name),
-            tuple(row(place, label) for place, label in enumerate(of_target.tolist()) if np.isfinite(label)),
+            tuple(row(place, label) for place, label in enumerate(labels[name].tolist()) if np.isfinite(label)),
         )
-        for name, of_target in labels.items()
+        for name in names
     }
 
 
