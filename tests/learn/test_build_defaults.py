@@ -32,6 +32,7 @@ from learn.fitting.config_models import (
     FAMILIES,
     _without_input,
     drawn_cases,
+    fit_config_model,
     labelled_rows,
 )
 from learn.job.training_job import of_configs
@@ -315,6 +316,12 @@ def test_models_without_a_figure_that_method_fast_learns_are_refused(targets, bo
     }
     with pytest.raises(KeyError, match=f"^'{missing}'$"):
         labelled_rows(cases, steps, {target: Figures(bound) for target in targets}, names)
+
+
+def test_a_family_without_held_out_rows_is_refused_since_its_errors_are_unknown():
+    rows = make_rows("memory", make_configs(20, families=("mlp",)), range(1000, 1020))
+    with pytest.raises(cli.UsageError, match="no rows of cnn, transformer are held out, so the errors of memory are"):
+        fit_config_model("memory", rows, 0)
 
 
 def test_trees_that_learn_multiples_of_a_rough_figure_follow_it_beyond_what_they_were_fitted_on(tmp_path):
