@@ -61,6 +61,7 @@ class Worker:
         """Make a worker without starting its trial server.
 
         Args:
+            choice: The device.
             slot_key: The slot's UUID or its index as text; None: all `gpus` slots of the device.
             name: The worker's name in its runs.
             environment: Added to the trial server's environment.

@@ -86,9 +86,8 @@ class Forecaster:
             for name, places in families.items()
             if name not in fast and len({configs[i] for i in places}) <= self.trace_at_most
         }
-        parts = [
-            rows[i : i + _AT_ONCE] for rows in families.values() for i in range(0, len(rows), _AT_ONCE)
-        ]  # rows of one family each
+        # Rows of one family each.
+        parts = [rows[i : i + _AT_ONCE] for rows in families.values() for i in range(0, len(rows), _AT_ONCE)]
         n = len(configs)
         figures = {name: np.full(n, np.nan) for name in TARGETS}
         parameters = np.zeros(n)

@@ -79,7 +79,8 @@ def _of_amd(
     Args:
         name: The LLVM target.
         lanes: Number such that two FLOP a lane make up the data sheet's vector rate; packed FP32 counts twice on
-        gfx942. blas_mib: Workspace of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a, gfx942), else of hipBLAS
+            gfx942.
+        blas_mib: Workspace of hipBLASLt where PyTorch prefers it (Context.cpp: gfx90a, gfx942), else of hipBLAS
             (CublasHandlePool.cpp).
         fallback_mib: Workspace of hipBLAS, where hipBLASLt comes first.
         widest_head: Widest head of AOTriton's kernels, flash or memory-efficient (sdp_utils.cpp: from AOTriton 0.9 on).

@@ -14,9 +14,9 @@ A family module is imported without torch and holds
     repair(values, draw)
                     -> values: turns raw sampled values into a config that can be built (see below)
     identity(config)
-                                -> str, optional: identifies its network, where the family has `layers`
-                    kind(config)    -> str, optional: groups its networks; else family and topology
-                    loss(config)    -> function of (output, targets) -> scalar tensor, optional; else cross entropy
+                    -> str, optional: identifies its network, where the family has `layers`
+    kind(config)    -> str, optional: groups its networks; else family and topology
+    loss(config)    -> function of (output, targets) -> scalar tensor, optional; else cross entropy
 
 `repair(values: dict, draw: Callable[[str], float]) -> dict` resolves dependent dimensions of a sampled point (heads
 that divide the embedding, ...); `draw(name)` returns a further uniform number in [0, 1) that depends only on the

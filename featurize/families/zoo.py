@@ -163,15 +163,14 @@ class Config(TrialConfig):
     """A model, the tensors of one sample, and the model's arguments, all of them text.
 
     model      `MODULE:FACTORY`: a class or function that returns a `torch.nn.Module`, as `torchvision.models:resnet50`,
-                          `timm:create_model`, `transformers:GPT2LMHeadModel`, or your own if it can be imported
+               `timm:create_model`, `transformers:GPT2LMHeadModel`, or your own if it can be imported
     inputs     the tensors of one sample, `DTYPE[SIZE,...]`, of integers with a bound: `float32[3,224,224]`,
-                          `int64[128]<50257`, or one value, `int64[128]=1`. Several are separated by spaces and passed
-                          in order; those with a name as keyword arguments: `int64[64]<32128
-                          decoder_input_ids=int64[32]<32128`
-               arguments  JSON object (or a mapping, or YAML) of the factory's keyword arguments; for a class with a
-                          `config_class`, as in transformers, the fields of its configuration
-               target     the target of one sample's loss, as `int64[128]<21` classes; None: one that suits cross
-                          entropy of the output. A model that cannot be run without memory needs it
+               `int64[128]<50257`, or one value, `int64[128]=1`. Several are separated by spaces and passed in order;
+               those with a name as keyword arguments: `int64[64]<32128 decoder_input_ids=int64[32]<32128`
+    arguments  JSON object (or a mapping, or YAML) of the factory's keyword arguments; for a class with a
+               `config_class`, as in transformers, the fields of its configuration
+    target     the target of one sample's loss, as `int64[128]<21` classes; None: one that suits cross entropy of the
+               output. A model that cannot be run without memory needs it
     """
 
     family: ClassVar[str] = "zoo"

@@ -207,8 +207,8 @@ class Training:
         grad_scaler: Whether a `GradScaler` scales the loss. None: with precision=fp16 only.
         ema: Whether an exponential moving average of all weights and buffers is kept on the device.
         optimizer_in_backward: Whether each weight is updated, and its gradient freed, as soon as the gradient is
-        complete. checkpointing: Recomputation of the repeated blocks' activations in the backward pass: `full`, or
-        `selective`:
+            complete.
+        checkpointing: Recomputation of the repeated blocks' activations in the backward pass: `full`, or `selective`:
             all but the results of matrix products and attention.
         checkpoint_every: Every n-th block is checkpointed.
         checkpoint_reentrant: Whether to use the reentrant variant of `torch.utils.checkpoint`.

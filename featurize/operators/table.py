@@ -206,7 +206,7 @@ _ROWS = {
     "_unsafe_view lift_fresh _reshape_alias broadcast_in_dim": OperatorRow(fused=VIEW),
 }
 _ROW_OF = {name: row for names, row in _ROWS.items() for name in names.split()}
-# Words of operators' names: the first match decides.
+# Words of operators' names: the first match decides. A `backward` in the name makes it the backward pass.
 _WORDS = {
     "_foreach_ _fused_": OperatorRow("optimizer"),
     "scaled_dot_product": OperatorRow("attention", "attention"),

@@ -367,9 +367,8 @@ def fused_groups(kernels: Sequence[Work]) -> list[tuple[int, ...]]:
     of_buffer: dict[Hashable, dict[int, None]] = {}  # groups that read or write it
     for index, kernel in enumerate(kernels):
         waits_for = [made_by[buffer] for buffer in kernel.reads if buffer in made_by]
-        waits_for += [
-            group for buffer in kernel.makes for group in of_buffer.get(buffer, ())
-        ]  # buffers that it changes
+        # A group that changes a buffer waits for all that read or write it.
+        waits_for += [group for buffer in kernel.makes for group in of_buffer.get(buffer, ())]
         before = sum(1 << group for group in set(waits_for))
         shared: Counter[int] = Counter()
         for buffer in dict.fromkeys((*kernel.reads, *kernel.makes)):

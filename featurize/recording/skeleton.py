@@ -147,9 +147,8 @@ class _ParametersToMeta:
     def __init__(self, largest_real: int) -> None:
         self._largest_real = largest_real
         self._thread = threading.get_ident()
-        self._made: dict[
-            int, tuple[weakref.ref[nn.Parameter], nn.Parameter]
-        ] = {}  # a parameter given to two modules is one parameter
+        # A parameter given to two modules is one parameter.
+        self._made: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._hooks = contextlib.ExitStack()
 

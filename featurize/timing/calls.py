@@ -45,9 +45,10 @@ class KernelCall(NamedTuple):
     pipe      one of `PIPES`: the arithmetic units. `tensor`: half precision; `fp8`: 8-bit floats
     flops     FLOPs of its arithmetic, a multiply-add counted as 2, after the algorithm's own savings
     nbytes    bytes of distinct tensors, read and written
-    rows, columns, depth, batch   the product's output sizes, inner size, and number of products. For attention:
-                        queries, head size, 0, heads. For a stream: units of its blocks (elements, rows or channels), 1,
-              0, 1 aligned   whether tensor cores take the sizes without padding
+    rows, columns, depth, batch
+              the product's output sizes, inner size, and number of products. For attention: queries, head size, 0,
+              heads. For a stream: units of its blocks (elements, rows or channels), 1, 0, 1
+    aligned   whether tensor cores take the sizes without padding
     """
 
     kind: str

@@ -306,8 +306,8 @@ def _tree_s(nbytes: float, fabric: Fabric, protocol: str) -> float:
 
 def _switch_s(nbytes: float, fabric: Fabric, rounds: int) -> float:
     """Return the seconds in switches. An all-reduce sends a GPU's tensor once, and its share of the result: 272 GB/s on
-    eight H100 (about 275 in issue 212 of NVIDIA/nccl-tests). NCCL rates the others lower (tuning.cc: `(ppn - 1) /
-    ppn`)."""
+    eight H100 (about 275 in issue 212 of NVIDIA/nccl-tests). NCCL rates the others lower (tuning.cc: a channel
+    less, and `(ppn - 1) / ppn`)."""
     ranks = fabric.ranks
     share = ranks / (ranks + 1) if rounds == 2 else ((ranks - 1) / ranks) ** 2
     return _latency_s(_SWITCH_US, fabric) + nbytes / (share * fabric.switch_share * fabric.link_gb_s * 1e9)

@@ -170,9 +170,8 @@ class Replica:
         self._rebuilds = parallel.ddp.static_graph or not parallel.ddp.find_unused_parameters
         self.synchronizes = True
         self._sent: list[Collective] = []  # collectives of buffers
-        self._complete: dict[
-            int, Tensor
-        ] = {}  # id of a parameter -> itself, in the order of the first step's gradients
+        # id of a parameter -> itself, in the order of the first step's gradients
+        self._complete: dict[int, Tensor] = {}
         self._ready: dict[int, int] = {}
         self._reduced: list[Tensor] = []  # parameters whose gradients wait for the end of the backward pass
         self._backward_end = 0  # number of operators before the end of the backward pass

@@ -260,9 +260,8 @@ class SharedParameters:
         self._at = 0  # index of the next module
         self._gathered = 0  # elements
         self._coming: dict[Shared, Gathering] = {}
-        self._backward: dict[
-            nn.Module, set[Shared]
-        ] = {}  # modules in their backward pass -> parameters of recomputation
+        # modules in their backward pass -> parameters of recomputation
+        self._backward: dict[nn.Module, set[Shared]] = {}
         for shared in self.all:
             self._free(shared)
 

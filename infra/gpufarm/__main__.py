@@ -51,9 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _own_packages() -> ModuleType:
     """Load `conf.cli.own_packages` by its path: before it has run, `conf` may be a user's file."""
     here = Path(__file__).resolve()
-    paths = [
-        here.parents[up] / "conf" / "cli" / "own_packages.py" for up in (1, 2)
-    ]  # installed, and in a checkout's infra/
+    # Installed, and in a checkout's infra/.
+    paths = [here.parents[up] / "conf" / "cli" / "own_packages.py" for up in (1, 2)]
     spec = importlib.util.spec_from_file_location("own_packages", next(path for path in paths if path.is_file()))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -115,7 +115,8 @@ class OnTrace(NamedTuple):
     reserved_mib     reserved memory in the trace
     card_mib         the trace's figure for the whole card
     live_mib         the least that the instrument can show: the tensors that are alive together, and memory outside the
-    allocator difference_mib   measured minus traced memory
+                     allocator
+    difference_mib   measured minus traced memory
     """
 
     run: KnownRun

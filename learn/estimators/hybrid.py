@@ -354,7 +354,7 @@ class HybridEstimator(Estimator):
         correction = label - base
 
         def answers(inside: np.ndarray, wanted: np.ndarray, members: int = MEMBERS) -> np.ndarray:
-            """Return the points of the rows of mask `asked`, fitted on the rows of mask `inside`."""
+            """Return the points of the rows of mask `wanted`, fitted on the rows of mask `inside`."""
             boosters = boost(
                 settings, self.seed, table[inside], correction[inside], rows.censored[inside], weight[inside], members
             )

@@ -42,8 +42,8 @@ class Promotion:
     current    version that was current before; candidate: the written version, or None
     held_out   rows of the decision: always held out, and not seen by the current model either
     figures    `current` and `candidate`: the result of `figures`, or None. They are of the rows of the decision;
-                          without a comparison, the candidate's on all held-out rows
-               source, device_name   as requested
+               without a comparison, the candidate's on all held-out rows
+    source, device_name   as requested
     """
 
     target: str

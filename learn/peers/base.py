@@ -80,7 +80,8 @@ def train_best(
     Args:
         net: The net to train.
         optimizer, schedule: Update its parameters; the schedule steps every batch if it has a step for each, else every
-        epoch. batches: Row indices of each batch of one epoch.
+            epoch.
+        batches: Row indices of each batch of one epoch.
         loss_of: The loss of a batch's rows.
         held_out_loss: The current loss of the held-out rows.
         epochs: The largest number of epochs.

@@ -84,7 +84,6 @@ class Horus(Peer):
     six well-known CNNs to within 0.03 %: the outputs of modules that call no other module, with in-place activations,
     and without windowed pooling, dropout and modules that only pass or reshape. Operators between modules (functional
     ReLU, attention scores, additions) are not seen. The optimizer, the device and the precision play no part.
-    precision play no part.
     """
 
     name: ClassVar[str] = "horus"

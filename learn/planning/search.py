@@ -160,9 +160,8 @@ class Findings:
         self.hopeless: dict[Parallel, float] = {}
         self.largest: dict[str | None, int] = {}
         self._best: dict[int, float] = {}  # ranks -> samples a second
-        self._of_degrees: dict[
-            tuple[int, tuple[int, ...]], float
-        ] = {}  # ranks, degrees within layers -> samples a second
+        # ranks, degrees within layers -> samples a second
+        self._of_degrees: dict[tuple[int, tuple[int, ...]], float] = {}
         self._computed: dict[str | None, float] = {}  # checkpointing -> samples a second of one GPU that never waits
 
     def add(self, row: PlanRow) -> None:

@@ -123,8 +123,8 @@ _MOST_BINS = 4096  # bins of 1 GB: more memory than any GPU has
 
 
 def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) -> Bins:
-    """Return bins of `bin_gb` * 1024 MiB. The last one is open. It ends at `ceiling_mib`, the device's memory, where
-    there are out-of-memory rows ("at least this much"); else it holds the largest label."""
+    """Return bins of `bin_gb` * 1024 MiB. The last one is open: with `ceiling_mib`, the memory of a device that rows
+    ran out of, the bin that ends there ("at least this much"); else the largest label's."""
     if bin_gb not in BIN_WIDTHS_GB:
         raise UsageError(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {bin_gb!r}")
     width = bin_gb * MIB_PER_GB

@@ -46,8 +46,8 @@ class RankZero:
         recorder: The script's recorder.
         command: The command that starts the processes.
 
-        `launched` is their number. A script that starts processes itself changes it. `parameters` is the number of
-        elements of the model that `play` partitions; 0: the rank holds all of its model.
+    `launched` is the number of processes. A script that starts processes itself changes it. `parameters` is the number
+    of elements of the model that `play` partitions; 0: the rank holds all of its model.
     """
 
     parameters = 0

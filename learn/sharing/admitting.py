@@ -44,7 +44,8 @@ class GpuState:
     memory_mib   memory that all jobs together can use, contexts included
     jobs         the present jobs: profiles, estimates or trial configs
     used_mib     memory measured on the GPU now; None if it is not known. Jobs are assumed to grow up to their own
-    figures device       GPU model, for jobs that have to be estimated
+                 figures
+    device       GPU model, for jobs that have to be estimated
     """
 
     memory_mib: float
