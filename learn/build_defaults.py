@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from conf.cli.command_line import StepBar, command
@@ -18,7 +17,7 @@ from conf.files.outputs import new_folder
 from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import FAST_LOOPS
 from learn.estimators.protocol import Estimator
-from learn.fitting.artifacts import DEFAULT_MODELS, default_artifact, open_artifact, write_model
+from learn.fitting.artifacts import BOUND, DEFAULT_MODELS, default_artifact, open_artifact, write_model
 from learn.fitting.config_models import drawn_cases, fit_config_model, labelled_rows
 from learn.judging.report import model_card
 from learn.rows.step_store import StepStore
@@ -28,7 +27,7 @@ LIMIT_MIB = 10.0
 WHERE = "GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet: clone it, then path=GPUMemNet/Datasets"
 CASES = 3360  # sampled configurations that method=fast learns from
 CARD = DEFAULT_MODELS / "MODEL_CARD.md"  # a build fills in its facts
-Progress = Callable[[str, int, int], None]  # is called with a step's name, what is done and the total
+Progress = Callable[[str, int, int], None]  # called with the step's name, the number done, and the total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,8 @@ class BuildSettings(Checked):
     seed: int = key(0, "seed of splits and fits", "int >= 0")
 
     def problems(self) -> Iterator[str]:
-        if self.path is None and not all(map(default_artifact, TARGETS)):
-            yield f"no models of {', '.join(TARGETS)} are packaged, so path= is needed; {WHERE}"
+        if self.path is None and (lacking := [target for target in TARGETS if default_artifact(target) is None]):
+            yield f"no models of {', '.join(lacking)} are packaged, so path= is needed; {WHERE}"
         elif self.path is not None and not Path(self.path).exists():
             yield f"path={self.path}: there is no such file or folder"
         if (out := Path(self.out)).exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -69,12 +68,13 @@ def build(settings: BuildSettings, progress: Progress) -> None:
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpufarm-defaults-") as scratch, new_folder(home) as building:
         data = settings.data or scratch
-        models = {name: packaged.estimator for name in TARGETS if (packaged := default_artifact(name)) is not None}
         if settings.path is not None:
             models = fit_published(building, settings.path, seed, data, progress)
+        else:
+            models = {name: packaged.estimator for name in TARGETS if (packaged := default_artifact(name)) is not None}
         steps, cases = StepStore(data), drawn_cases(CASES, seed)
-        steps.prepare(cases, progress=partial(progress, "tracing"))
-        for name, rows in labelled_rows(cases, steps, models).items():
+        steps.prepare(cases, progress=lambda done, total: progress("tracing", done, total))
+        for name, rows in labelled_rows(cases, steps, models, (*FAST_LOOPS, BOUND)).items():
             progress(f"fitting {name} of configurations", 0, 1)
             estimator, meta = fit_config_model(name, rows, seed)
             write_model(building / "fast" / name, estimator, {**meta, "loop": FAST_LOOPS[rows.target.name]})

@@ -6,12 +6,13 @@ of a full estimate: of a target's model, and of the trace where there is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
+from conf.errors import UsageError
 from featurize.configs.dimensions import Space, default_space
 from featurize.configs.draws import Limits, sample_range
 from featurize.configs.features import group_key
@@ -84,9 +85,18 @@ def _spaces(family: str) -> Iterator[Space]:
         yield parse_space(family, scaled)
 
 
-def labelled_rows(cases: Sequence[Case], steps: StepStore, models: Mapping[str, Estimator]) -> dict[str, Rows]:
-    """Return target -> rows, labelled with the figures of the models and of the trace. Cases that cannot be traced are
-    left out."""
+def labelled_rows(
+    cases: Sequence[Case], steps: StepStore, models: Mapping[str, Estimator], names: Iterable[str]
+) -> dict[str, Rows]:
+    """Return name -> rows, labelled with the figures of the models and of the trace. Cases that cannot be traced are
+    left out.
+
+    Args:
+        cases: Cases to label.
+        steps: Store of their traced steps.
+        models: Target -> its estimator.
+        names: Targets, and `BOUND` for memory's 99 % bound. Raises `KeyError` for one that has no labels.
+    """
     traced = [case for case in cases if steps.record(case).error is None]
     labels = _without_input([steps.record(case).values for case in traced])
     for target, model in models.items():
@@ -114,9 +124,9 @@ def labelled_rows(cases: Sequence[Case], steps: StepStore, models: Mapping[str, 
     return {
         name: Rows(
             get_target("memory" if name == BOUND else name),
-            tuple(row(place, label) for place, label in enumerate(of_target.tolist()) if np.isfinite(label)),
+            tuple(row(place, label) for place, label in enumerate(labels[name].tolist()) if np.isfinite(label)),
         )
-        for name, of_target in labels.items()
+        for name in names
     }
 
 
@@ -132,6 +142,7 @@ def fit_config_model(name: str, rows: Rows, seed: int) -> tuple[LightGBMEstimato
     """Fit a target's model, or `BOUND`'s, to all rows; return it with its `meta.json`.
 
     Its errors, and the `above` by which the bound exceeds its own figure, are of a fit without the groups judged.
+    Raises `UsageError` for rows of which a family's are too few to hold some out.
     """
 
     def fitted(known: Rows) -> LightGBMEstimator:
@@ -140,6 +151,8 @@ def fit_config_model(name: str, rows: Rows, seed: int) -> tuple[LightGBMEstimato
         return estimator.fit(known)
 
     train, test = map(rows.subset, hold_out(rows, np.unique(rows.family, return_inverse=True)[1], seed))
+    if lacking := [family for family in FAMILIES if family not in test.family]:
+        raise UsageError(f"no rows of {', '.join(lacking)} are held out, so the errors of {name} are unknown")
     point = fitted(train).predict(test.cases).point
     errors = (point - test.label) / (1.0 if rows.target.space == "ratio" else test.label)
     of_family = {family: test.family == family for family in FAMILIES}

@@ -26,11 +26,18 @@ from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
 from learn.estimators.tabular import LightGBMEstimator
-from learn.fitting.artifacts import default_artifact
-from learn.fitting.config_models import DEVICES, FAMILIES, _without_input, drawn_cases
+from learn.fitting.artifacts import DamagedArtifact, default_artifact
+from learn.fitting.config_models import (
+    DEVICES,
+    FAMILIES,
+    _without_input,
+    drawn_cases,
+    fit_config_model,
+    labelled_rows,
+)
 from learn.job.training_job import of_configs
 from learn.rows.data import Rows, get_target
-from learn.rows.step_store import compute
+from learn.rows.step_store import StepRecord, StepStore, compute
 from tests.learn.learn_rows import make_configs, make_rows, write_batch, write_csv
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
@@ -177,8 +184,8 @@ class Text:
 
 
 def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_the_packaged_ones(tmp_path, monkeypatch):
-    def labelled(cases, _steps, models):
-        asked.append((cases, models))
+    def labelled(cases, steps, models, names):
+        asked.append((cases, steps._data, models, names))
         return {"memory": Rows(get_target("memory"), ())}
 
     asked = []
@@ -187,10 +194,37 @@ def test_without_published_files_only_the_models_of_method_fast_are_fitted_to_th
     monkeypatch.setattr(build_defaults, "fit_config_model", lambda _name, _rows, seed: (Text("trees"), {"seed": seed}))
     assert run(f"out={tmp_path / 'models'}", f"data={tmp_path / 'data'}", "seed=3") == 0
     packaged = {target: default_artifact(target).estimator for target in TARGETS}
-    assert asked == [((), packaged)]
-    models = {name: content for name, content in contents(tmp_path).items() if name.startswith("models/")}
+    assert asked == [((), str(tmp_path / "data"), packaged, (*FAST_LOOPS, BOUND))]
+    models = contents(tmp_path)
     assert list(models) == ["models/fast/memory/meta.json", "models/fast/memory/model/model.txt"]
     assert json.loads(models["models/fast/memory/meta.json"])["seed"] == 3
+
+
+def test_without_published_files_the_targets_whose_models_are_not_packaged_are_named(tmp_path, monkeypatch, refused):
+    monkeypatch.setattr(build_defaults, "default_artifact", lambda target: None if target == "smact" else object())
+    error = refused(f"out={tmp_path / 'models'}", run=run)
+    assert error == f"error: no models of smact are packaged, so path= is needed; {WHERE}\n"
+
+
+def test_packaged_models_that_no_longer_load_do_not_stop_a_build_from_published_files(tmp_path, monkeypatch):
+    def unreadable(target):
+        raise DamagedArtifact(f"{target} cannot be loaded")
+
+    def fitted(folder, path, *_):
+        folder.mkdir()
+        return {"memory": path}
+
+    def labelled(_cases, _steps, models, _names):
+        asked.append(models)
+        return {}
+
+    asked = []
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "default_artifact", unreadable)
+    monkeypatch.setattr(build_defaults, "fit_published", fitted)
+    monkeypatch.setattr(build_defaults, "labelled_rows", labelled)
+    build(BuildSettings(path=str(tmp_path), out=str(tmp_path / "models")), print)
+    assert asked == [{"memory": str(tmp_path)}]
 
 
 def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
@@ -253,6 +287,41 @@ def test_a_trial_s_step_time_follows_from_the_usual_loop_s_trace():
     derived = _without_input(looped)
     assert derived["step_time"] == pytest.approx([values["job_step_time_ms"] for values in apart])
     assert derived["drama"] == pytest.approx([values["job_priced_drama"] for values in apart])
+
+
+@dataclasses.dataclass
+class Figures:
+    """A model that predicts 1 for every case, and its own prediction."""
+
+    bound: float | None
+
+    def predict(self, cases, _steps):
+        self.point = np.ones(len(cases))
+        return self
+
+    def upper(self, _level):
+        return None if self.bound is None else np.full(len(self.point), self.bound)
+
+
+@pytest.mark.parametrize(("targets", "bound", "missing"), [(TARGETS, None, BOUND), (TARGETS[:-1], 2.0, TARGETS[-1])])
+def test_models_without_a_figure_that_method_fast_learns_are_refused(targets, bound, missing):
+    cases, steps = of_configs([CONFIG]), StepStore()
+    values = {"job_step_time_ms": 2.0, "job_input_share": 0.5, "job_priced_drama": 0.25}
+    steps.keep(cases[0], StepRecord(values=values))
+    names = (*FAST_LOOPS, BOUND)
+    labels = labelled_rows(cases, steps, {target: Figures(2.0) for target in TARGETS}, names)
+    assert {name: rows.label.tolist() for name, rows in labels.items()} == {
+        **{target: [1.0] for target in TARGETS},
+        **{BOUND: [2.0], "drama": [0.5], "step_time": [1.0]},
+    }
+    with pytest.raises(KeyError, match=f"^'{missing}'$"):
+        labelled_rows(cases, steps, {target: Figures(bound) for target in targets}, names)
+
+
+def test_a_family_without_held_out_rows_is_refused_since_its_errors_are_unknown():
+    rows = make_rows("memory", make_configs(20, families=("mlp",)), range(1000, 1020))
+    with pytest.raises(cli.UsageError, match="no rows of cnn, transformer are held out, so the errors of memory are"):
+        fit_config_model("memory", rows, 0)
 
 
 def test_trees_that_learn_multiples_of_a_rough_figure_follow_it_beyond_what_they_were_fitted_on(tmp_path):
