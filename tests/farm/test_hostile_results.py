@@ -1,4 +1,4 @@
-"""Whatever a worker sends ends as one run of its task, and the dispatcher works on."""
+"""Any result that a worker sends, however odd, ends as one run of its task, and the dispatcher goes on."""
 
 import dataclasses
 

@@ -233,7 +233,7 @@ def kill_at(compactor, folder, now_s, step):
 
 
 def settle(folder, runs, families=("cnn",)):
-    """Whatever was interrupted: two compactions later all is merged, once, and nothing is left over."""
+    """Two compactions after any interruption, all is merged, once, and nothing is left over."""
     assert census(folder) == expected(runs)
     for hours in (10, 20, 30):
         compact_at(folder, hours)

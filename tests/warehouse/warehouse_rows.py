@@ -152,7 +152,7 @@ def only_merged(folder, kind: str = "runs"):
 
 
 def take_no_files(monkeypatch) -> None:
-    """Let no file of views be written, as on a disk that may only be read."""
+    """Fail each writing of the file of views, as on a disk that may only be read."""
 
     def refuse(*_arguments):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
