@@ -25,7 +25,7 @@ from learn.estimators.tabular import LightGBMEstimator
 from learn.fitting.artifacts import BOUND, meta_of_fit
 from learn.job.training_job import Case
 from learn.judging.evaluate import hold_out
-from learn.judging.scores import spread
+from learn.judging.scores import errors_of
 from learn.rows.data import LabelledRow, Rows, get_target, module_of
 from learn.rows.step_store import StepStore
 
@@ -154,12 +154,14 @@ def fit_config_model(name: str, rows: Rows, seed: int) -> tuple[LightGBMEstimato
     if lacking := [family for family in FAMILIES if family not in test.family]:
         raise UsageError(f"no rows of {', '.join(lacking)} are held out, so the errors of {name} are unknown")
     point = fitted(train).predict(test.cases).point
-    errors = (point - test.label) / (1.0 if rows.target.space == "ratio" else test.label)
     of_family = {family: test.family == family for family in FAMILIES}
     estimator = fitted(rows)
     meta: dict[str, Any] = {
         **meta_of_fit(estimator, rows, seed, datetime.now(UTC), test=len(test)),
-        "errors": {family: _median_and_p90(errors[mask]) for family, mask in of_family.items()},
+        "errors": {
+            family: _median_and_p90(test.label[mask], point[mask], rows.target.space)
+            for family, mask in of_family.items()
+        },
         "known": {family: _known(rows.subset(rows.family == family).configs) for family in FAMILIES},
     }
     if name == BOUND:
@@ -170,9 +172,10 @@ def fit_config_model(name: str, rows: Rows, seed: int) -> tuple[LightGBMEstimato
     return estimator, meta
 
 
-def _median_and_p90(errors: np.ndarray) -> dict[str, float]:
-    median, p90 = spread(errors)
-    return {"median": round(median, 4), "p90": round(p90, 4)}
+def _median_and_p90(label: np.ndarray, estimate: np.ndarray, space: str) -> dict[str, float]:
+    errors = errors_of(label, estimate, space)
+    assert errors.median is not None and errors.p90 is not None, "each family has rows held out"
+    return {"median": round(errors.median, 4), "p90": round(errors.p90, 4)}
 
 
 def _known(configs: Sequence[TrialConfig | None]) -> dict[str, list[Any]]:
