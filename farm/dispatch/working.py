@@ -118,7 +118,7 @@ def run_job(
         if not _take_lock(stack, folder, stop, service, wait=True, unless=lambda: not queue.pending(job_id)):
             return not queue.pending(job_id)
         service.pulse.patience_s = PATIENCE_S
-        _reconcile(folder, queue, service)
+        _reconcile_and_report(folder, queue, service)
         job = queue.job(job_id)
         if not queue.pending(job_id):
             return True
@@ -183,7 +183,7 @@ class _Work:
             if device_key is not None:
                 jobs = self.queue.jobs()
                 if job_ids := {job.job_id for job in jobs} - reconciled:
-                    _reconcile(self.folder, self.queue, self.service)
+                    _reconcile_and_report(self.folder, self.queue, self.service)
                     reconciled |= job_ids
                     continue
                 jobs = [job for job in jobs if job.device == device_key and self.queue.pending(job.job_id)]
@@ -224,7 +224,7 @@ class _Work:
             ).run(self.stop)
 
 
-def _reconcile(folder: DataFolder, queue: Queue, service: Service) -> None:
+def _reconcile_and_report(folder: DataFolder, queue: Queue, service: Service) -> None:
     mended = reconcile(folder, queue)
     if mended:
         service.events.emit("mended", count=mended)

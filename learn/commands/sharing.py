@@ -259,9 +259,7 @@ def judge_slowdowns(
                 sets.setdefault(title, {})[row] = _about(group, member, split) | {"name": f"{group.group_id}-{row}"}
             for name, of_groups in of_part.items():
                 answers[name] |= dict(zip(numbers, of_groups[place], strict=True))
-                lost = [
-                    group_answers.estimate for group_answers in of_groups[place] if group_answers.estimate is not None
-                ]
+                lost = [answer.estimate for answer in of_groups[place] if answer.estimate is not None]
                 if lost and not group.is_apart:
                     keeps[title, name].append((max(group.slowdowns) <= 1.0 / BOTH_KEEP, -max(lost)))
         progress(completed, len(parts))
