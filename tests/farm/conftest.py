@@ -12,7 +12,7 @@ import pytest
 
 from conf.files.identity import alive, identity
 from farm.queue.jobs import Queue
-from tests.farm.served import fill_explored, served
+from tests.farm.served import served
 from tests.surroundings import waiting_process
 from warehouse.files.folder import DataFolder
 from workers import worker
@@ -109,6 +109,8 @@ def service(tmp_path_factory):
 @pytest.fixture(scope="session")
 def explored(tmp_path_factory):
     """A data folder for the explorer's pages."""
+    from tests.farm.explored import fill_explored
+
     data = DataFolder(tmp_path_factory.mktemp("explored") / "a'; echo foo").create()
     fill_explored(data)
     return data

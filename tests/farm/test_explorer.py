@@ -21,7 +21,7 @@ from conf.errors import UsageError
 from farm.serving.explorer_pages import READERS, ExplorerPages
 from farm.serving.gate import Scrubber
 from farm.serving.settings import LimitSettings
-from tests.farm.served import HOSTILE
+from tests.farm.explored import HOSTILE
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import ask
 from warehouse.explorer.filters import LISTINGS, NULL, RUNS, Filters

@@ -18,6 +18,7 @@ from featurize.job.layers import totals
 from featurize.nets.prenorm import RoutedExperts
 from featurize.trace.tracer import trace_config
 from featurize.training.training_step import cross_entropy
+from tests.featurize.trace_sums import bytes_of
 
 MOE, RNN = (FAMILY[name].small for name in ("moe", "rnn"))
 
@@ -176,7 +177,7 @@ def test_dropout_with_one_layer_is_no_reason_for_a_warning():
 def test_the_trace_has_one_call_for_all_layers_and_again_where_it_is_recomputed(cell):
     def calls(**changes):
         trace = trace_config(replace(RNN, cell=cell, **changes))
-        assert sum(b.nbytes for b in trace.blocks if b.kind == "gradient") == 2 * trace.parameter_bytes
+        assert bytes_of(trace, "gradient") == 2 * trace.parameter_bytes
         return [op.phase for op in trace.operators if op.name == "aten::_cudnn_rnn"]
 
     assert calls() == ["forward"]
