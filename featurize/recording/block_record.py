@@ -120,7 +120,7 @@ class BlockRecord:
         self.nowhere = 0  # > 0: allocations take no memory of the device
         self.live_bytes = self.peak_live_bytes = 0
         self.blocks: list[Block] = []  # so far: a block's kind is empty until it is named
-        self._storages: list[int] = []  # address of the storage of each block; 0 for a workspace
+        self.storages: list[int] = []  # address of the storage of each block; 0 for a workspace
         # storage -> its block, and the reference whose callback runs at its end
         self.live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         # Blocks that another stream may still use when they are freed return to the allocator only when that use is
@@ -164,7 +164,7 @@ class BlockRecord:
         def arrived(tensor: Tensor) -> None:
             storage = tensor.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
-            self.blocks[block], self._storages[block] = self.blocks[block]._replace(nbytes=nbytes), key
+            self.blocks[block], self.storages[block] = self.blocks[block]._replace(nbytes=nbytes), key
             self.events[position] = self.events[position]._replace(nbytes=nbytes)
             self.live_bytes += nbytes
             self.live[key] = block, weakref.ref(storage)
@@ -214,10 +214,6 @@ class BlockRecord:
     def block_of(self, tensor: Tensor) -> int:
         """Return the block of a recorded tensor."""
         return self.live[local_tensor(tensor).untyped_storage()._cdata][0]
-
-    def storage_of(self, block: int) -> int:
-        """Return the address of a block's storage; 0 for a workspace."""
-        return self._storages[block]
 
     def stays(self, tensor: Tensor) -> bool:
         """Return whether a CUDA graph reads a tensor in place: parameters, buffers and the pool's blocks."""
@@ -297,12 +293,12 @@ class BlockRecord:
 
     def hold_in(self, storage: int, block: int) -> None:
         """Record that a living storage, given by its address, holds another block from now on."""
-        self._storages[block] = storage
+        self.storages[block] = storage
         self.live[storage] = block, self.live[storage][1]
 
     def stand_for(self, block: int, storage: torch.UntypedStorage) -> None:
         """Record that a block lives as long as a storage."""
-        self._storages[block] = storage._cdata
+        self.storages[block] = storage._cdata
         self.live[storage._cdata] = block, self._watched(storage)
 
     # -- blocks are allocated and freed
@@ -330,7 +326,7 @@ class BlockRecord:
     def _enter(self, block: Block, storage: int) -> int:
         number = len(self.blocks)
         self.blocks.append(block)
-        self._storages.append(storage)
+        self.storages.append(storage)
         self.live_bytes += block.nbytes
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
         self.events.append(Event(number, block.nbytes, self.step, self.phase))
@@ -611,7 +607,7 @@ class ModuleStack:
         """Record that a module's forward pass begins."""
         self.running.append(self._paths.get(id(module), type(module).__name__))
 
-    def leave(self) -> None:
+    def leave(self, *_hook: object) -> None:
         """Record that the innermost forward pass ends, or fails."""
         if (error := sys.exception()) is not None:
             self.note_failure(error)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featurize.operators.library_calls import CUBLAS
 from featurize.operators.replacing import replaced
-from featurize.operators.table import MULTI_TENSOR
+from featurize.operators.table import DECIDED_BY_VALUES, MULTI_TENSOR
 from featurize.operators.tensor_parts import meta_tensors, tensors_in, wrap_others
 from featurize.recording.block_record import BlockRecord, ModuleStack, OperatorRecord, Traits, traits_of
 from featurize.recording.values import NONZERO, READ, Values
-
-if TYPE_CHECKING:
-    from featurize.operators.library_calls import LibraryCall
-
 
 # For-each operators that return new tensors like those of their first list; all of them floating-point.
 _FOREACH = frozenset(
@@ -209,7 +205,7 @@ def _span(tensor: Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-_ADD = torch.ops.aten.add.Tensor
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _CLONE = torch.ops.aten.clone.default
 _READ = torch.ops.aten._local_scalar_dense.default
 KERNEL = object()  # returned by `Recorder.among_ranks` for an operator that this GPU computes
@@ -253,7 +249,7 @@ class Recorder(TorchDispatchMode):
         """Track the module whose forward pass runs, inside the block."""
         before = module_hooks.register_module_forward_pre_hook(self._entered)
         # Also where the forward pass raises: a checkpoint ends its recomputation that way, and continues.
-        after = module_hooks.register_module_forward_hook(self._left, always_call=True)
+        after = module_hooks.register_module_forward_hook(self.stack.leave, always_call=True)
         try:
             with self.values.of_data():
                 yield
@@ -303,19 +299,17 @@ class Recorder(TorchDispatchMode):
     def _entered(self, module: nn.Module, _args: object) -> None:
         self.stack.enter(module)
 
-    def _left(self, _module: nn.Module, _args: object, _output: object) -> None:
-        self.stack.leave()
-
     def run(self, func: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Return the operator's results on meta tensors, and values where the model reads them."""
         if traits.view:
             return func(*args, **kwargs)
         if traits.name == READ and self.memory.phase == "optimizer" and args[0].is_meta and args[0].is_floating_point():
             return 1.0  # a norm that scales an update: it decides no size
-        decided = self.values.decide(func, traits.name, args, kwargs)
-        if decided is not NotImplemented:
-            self.decided += 1
-            return decided
+        if traits.name in DECIDED_BY_VALUES:
+            decided = self.values.decide(func, traits.name, args, kwargs)
+            if decided is not NotImplemented:
+                self.decided += 1
+                return decided
         out = meta_result(func, traits.name, args, kwargs)
         if self.among_ranks is not None and traits.name == "aten::empty":
             return out  # probably a buffer of a wrapper: no model reads it
@@ -344,15 +338,16 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.among_ranks is not None and (ran := self.among_ranks(func, types, args, kwargs)) is not KERNEL:
             return ran
-        if wrap_others(types):
+        if types and wrap_others(types):
             return NotImplemented  # which runs what it makes of it
         if self.paused:
             return self.unrecorded(func, args, kwargs)
         phase = self.memory.phase
         if phase == "backward":
-            func = in_place_overload(func, args, kwargs, self._held_alone) or func
-            if (kept := taken_over(func, args)) is not None:
-                return kept
+            if func is _ADD and not kwargs and _adds_in_place(args, self._held_alone):
+                func = _ADD_IN_PLACE
+            elif func is _CLONE and args[0].is_sparse and not torch.is_grad_enabled():
+                return _taken_over(args[0])
         elif phase == "optimizer" and func is _READ and not args[0].is_meta:
             return func(*args)  # a step counter on the host
         traits = traits_of(func)
@@ -393,19 +388,15 @@ class Recorder(TorchDispatchMode):
         fresh = False
         for tensor in outputs:
             fresh |= memory.see(tensor.untyped_storage(), "", maker)
-        if traits.library_calls is not None:
-            self._take_workspaces(traits, module, traits.library_calls(args, outputs))
-        if self.log.keep_operators and traits.kernel and (fresh or traits.mutates):
-            self.log.note(traits, module, args, inputs, outputs)
-
-    def _take_workspaces(self, traits: Traits, module: str, calls: Iterable[LibraryCall]) -> None:
-        for call in calls:
+        for call in () if traits.library_calls is None else traits.library_calls(args, outputs):
             if call.kind == CUBLAS:  # its handles are per thread, and keep their workspaces
-                thread = "backward" if self.memory.phase == "backward" else "forward"
+                thread = "backward" if memory.phase == "backward" else "forward"
                 if thread in self._cublas_threads:
                     continue
                 self._cublas_threads.add(thread)
-            self.memory.take(0, "workspace", (traits.name, module, call))
+            memory.take(0, "workspace", (traits.name, module, call))
+        if self.log.keep_operators and traits.kernel and (fresh or traits.mutates):
+            self.log.note(traits, module, args, inputs, outputs)
 
 
 # Where autograd adds a second gradient into the memory of the first instead of allocating a third tensor, or keeps one.
@@ -413,31 +404,26 @@ class Recorder(TorchDispatchMode):
 # torch/csrc/autograd/input_buffer.cpp); it never does so under a dispatch mode or on meta tensors.
 
 
-def in_place_overload(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], alone: tuple[int, int] | None
-) -> Any:
-    """Return `aten.add_.Tensor` if this call of `func`, made during a backward pass, would be in place on a GPU; else
-    None. `alone` is the result of `references_of_the_last_holder`.
+def _adds_in_place(args: tuple[Any, ...], alone: tuple[int, int] | None) -> bool:
+    """Return whether this sum, made during a backward pass, would be in place on a GPU. `alone` is the result of
+    `references_of_the_last_holder`.
 
     A sum within a node's own formula whose first operand nothing else holds is assumed to be one of the engine's.
     """
-    if func is not _ADD or kwargs or len(args) != 2 or not isinstance(args[1], Tensor) or torch.is_grad_enabled():
-        return None
+    if len(args) != 2 or not isinstance(args[1], Tensor) or torch.is_grad_enabled():
+        return False
     old, new = args
     if old.is_sparse or not old.is_meta or old.shape != new.shape or old.dtype is not new.dtype or not _is_dense(old):
-        return None
-    return torch.ops.aten.add_.Tensor if _references(old) == alone else None
+        return False
+    return _references(old) == alone
 
 
-def taken_over(func: OpOverload, args: tuple[Any, ...]) -> Tensor | None:
+def _taken_over(gradient: Tensor) -> Tensor:
     """Return a tensor that shares a sparse gradient's indices and values: when the engine makes them the parameter's
     gradient, it takes them over on a GPU and copies them under a dispatch mode (`accumulateGrad` of
-    autograd/functions/accumulate_grad.h). None if this call of `func`, made during a backward pass, is not such a
-    copy."""
-    if func is not _CLONE or not args[0].is_sparse or torch.is_grad_enabled():
-        return None
-    indices, values = args[0]._indices(), args[0]._values()
-    return torch.sparse_coo_tensor(indices, values, args[0].shape, check_invariants=False)
+    autograd/functions/accumulate_grad.h)."""
+    indices, values = gradient._indices(), gradient._values()
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False)
 
 
 _use_count = operator.methodcaller("_use_count")  # not in torch's stubs

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from featurize.operators.replacing import all_replaced
-from featurize.operators.table import DECIDED_BY_VALUES
 from featurize.operators.tensor_parts import is_freed, tensors_in
 
 if TYPE_CHECKING:
@@ -186,10 +185,8 @@ class Values:
         return self._known.get(tensor.untyped_storage()._cdata)
 
     def decide(self, func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Return the result of an operator that values decide; `NotImplemented` if it is not known, or for any other
-        operator. Raises `UnknownValue` where the model reads an unknown number."""
-        if name not in DECIDED_BY_VALUES:
-            return NotImplemented
+        """Return the result of an operator of `DECIDED_BY_VALUES`; `NotImplemented` if it is not known. Raises
+        `UnknownValue` where the model reads an unknown number."""
         if name == "aten::_to_copy" and torch.device(kwargs.get("device") or "meta").type != "cpu":
             return NotImplemented
         if not any(tensor.is_meta for tensor in tensors_in(args)):

@@ -205,7 +205,7 @@ class SecondStep:
             recorder.memory.give_back(block)
         passes = len(recorder.memory.events)
         known = recorder.memory.repeat(forward, {})
-        held = [recorder.memory.storage_of(block) for block in self._held]
+        held = [recorder.memory.storages[block] for block in self._held]
         step.hold()
         if any(recorder.memory.block_in(storage) is not None for storage in held):
             raise TraceAgain(repeats=False)
@@ -345,7 +345,7 @@ class StepSequence:
             raise StepsDiffer("the steps of different batch shapes leave tensors behind that cannot be matched")
         for held, block in zip(self._held(), self._alive, strict=True):
             if held != block:
-                memory.hold_in(memory.storage_of(held), block)
+                memory.hold_in(memory.storages[held], block)
         return self._ran(shape)
 
     def _held(self) -> Sequence[int]:

@@ -127,12 +127,12 @@ class Fingerprint(Pickler):
 
     def other(self, value: Any) -> Any:
         """Return what is written for an object that is neither a tensor nor a module."""
-        if isinstance(value, type):
-            return self.installed(value) if _is_of_library(value) else _own_class(value)
-        if isinstance(value, types.FunctionType):
-            if value is _rebuild_marker:
-                return NotImplemented
-            return self.installed(value) if _is_of_library(value) else _own_function(value)
+        if value is _rebuild_marker:
+            return NotImplemented
+        if isinstance(value, type | types.FunctionType):
+            if is_installed(sys.modules.get(value.__module__)):
+                return self.installed(value)
+            return _own_class(value) if isinstance(value, type) else _own_function(value)
         if isinstance(value, types.ModuleType):
             return _rebuild_marker, ("module", value.__name__)
         if isinstance(value, _BUILTINS):
@@ -225,10 +225,6 @@ class State(Fingerprint):
         if isinstance(code, type):
             return _rebuild_marker, ("class", id(code))
         return _rebuild_marker, (_text_of(code.__code__),), _closed_over(code)
-
-
-def _is_of_library(code: type | types.FunctionType) -> bool:
-    return is_installed(sys.modules.get(code.__module__))
 
 
 @functools.cache

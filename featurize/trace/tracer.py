@@ -176,14 +176,6 @@ def trace_step(
 
 def _trace(model: nn.Module | Callable[[], nn.Module], **request: Any) -> StepTrace:
     had_compiler = "torch._dynamo" in sys.modules
-    trace = _attempt(model, request)
-    if not had_compiler and "torch._dynamo" in sys.modules:
-        # A first checkpoint imported it in the middle of the step, and frames that it keeps held tensors alive.
-        trace = _attempt(model, request)
-    return trace
-
-
-def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]) -> StepTrace:
     while True:
         with without_collection(), compiler_aside(), contextlib.ExitStack() as entered:
             tracing = Tracing(entered=entered, **request)
@@ -191,7 +183,7 @@ def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]
                 with kept_from_exit():
                     tracing.build(model)
                     tracing.run()
-                    return tracing.result()
+                    trace = tracing.result()
             except (CommandError, TraceError):
                 raise
             except DoesNotRepeat:
@@ -199,12 +191,19 @@ def _attempt(model: nn.Module | Callable[[], nn.Module], request: dict[str, Any]
                     raise
                 request = {**request, "every_pass": True}
                 del tracing
+                continue
             except TraceAgain as again:  # at most once for each of its reasons
                 request = {**request, **again.request}
                 del tracing  # its tensors end before the next attempt's begin
+                continue
             except Exception as error:  # a model may raise anything
                 operator, module = origin(error)
                 raise TraceError(tracing.doing, operator, module, error) from error
+        if had_compiler or "torch._dynamo" not in sys.modules:
+            return trace
+        # A first checkpoint imported it in the middle of the step, and frames that it keeps held tensors alive.
+        had_compiler = True
+        del tracing, trace
 
 
 COMPILED_SHAPES = "torch.compile is taken to compile each batch shape on its own, without dynamic shapes"
@@ -248,17 +247,26 @@ class Tracing:
     def build(self, model: nn.Module | Callable[[], nn.Module]) -> None:
         """Build or copy the model on meta, with its training step. Raises what the model raises."""
         training = self._training = settings_of_ranks(self.parallel, self.settings)
-        rank = played_rank(self.parallel, training, self.rank, every_pass=bool(self.every_pass))
-        self._rank = self.entered.enter_context(rank)
-        if self._rank.needs_factory and isinstance(model, nn.Module):
+        played = played_rank(self.parallel, training, self.rank, every_pass=bool(self.every_pass))
+        rank = self._rank = self.entered.enter_context(played)
+        if rank.needs_factory and isinstance(model, nn.Module):
             raise UsageError("parallel: own: the model is a factory, which spreads over ranks what it makes")
         built = self._on_meta(model)
-        self._step = self._training_step(built)
+        if training.float8 is not None:
+            require_8_bits(self.spec)
+        if training.compile:
+            self._compiled[""] = None
+        self._notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
+        graphs = self._graphs = CudaGraphs() if training.runs_graphs else None
+        alone, buckets = training.checkpointing is not None or rank.divides_graphs, rank.bucket_limits
+        self._regions = CompiledRegions(built, self._compiled, blocks_alone=alone, graphs=graphs, buckets=buckets)
+        loss = self._regions.loss(self.loss)
+        self._step = TrainingStep(built, training, "meta", loss=loss, holds_output=self.training_loop)
         _require_trainable(self._step.model)  # quantized weights are frozen
         refuse_odd_tokens(self._step.model)
         recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
-        recorder.memory.graphs = self._graphs
-        self._rank.attach(recorder)
+        recorder.memory.graphs = graphs
+        rank.attach(recorder)
 
     def run(self) -> None:
         """Wrap the model, and run its steps."""
@@ -346,21 +354,6 @@ class Tracing:
         built = unwrapped(built)
         replace_bitsandbytes(built)
         return self._rank.prepare(built)
-
-    def _training_step(self, model: nn.Module) -> TrainingStep:
-        training = self._training
-        if training.float8 is not None:
-            require_8_bits(self.spec)
-        if training.compile:
-            self._compiled[""] = None
-        self._notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
-        self._graphs = CudaGraphs() if training.runs_graphs else None
-        alone = training.checkpointing is not None or self._rank.divides_graphs
-        self._regions = CompiledRegions(
-            model, self._compiled, blocks_alone=alone, graphs=self._graphs, buckets=self._rank.bucket_limits
-        )
-        loss = self._regions.loss(self.loss)
-        return TrainingStep(model, training, "meta", loss=loss, holds_output=self.training_loop)
 
     # -- the steps
 

@@ -659,17 +659,17 @@ def _memory_of(
 def _hold(memory: BlockRecord, before: int, leaving: list[int]) -> _Held:
     """Return the storage whose block a pass frees, with the block that it allocates in its place, which is removed from
     `leaving`."""
-    about, storage = memory.blocks[before], memory.storage_of(before)
+    about, storage = memory.blocks[before], memory.storages[before]
     resized = (
         candidate
         for candidate in leaving
-        if memory.storage_of(candidate) == storage and memory.blocks[candidate][1:] == about[1:]
+        if memory.storages[candidate] == storage and memory.blocks[candidate][1:] == about[1:]
     )
     after = next(resized, None) or next((candidate for candidate in leaving if memory.blocks[candidate] == about), None)
     if after is None:
         raise DoesNotRepeat("a pass gives back what another one took")
     leaving.remove(after)
-    return _Held(memory.storage_of(after), before, after)
+    return _Held(memory.storages[after], before, after)
 
 
 def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:

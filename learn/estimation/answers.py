@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli.commands import naming_the_extra
@@ -151,8 +150,9 @@ def _find(keys: Sequence[str]) -> dict[str | None, Estimate]:
     known_answers: dict[str | None, Estimate] = {key: _answers[key] for key in keys if key in _answers}
     others = [key for key in keys if key not in known_answers]
     for key, stored in zip(others, recall(*(f"answer {key}" for key in others)), strict=True):
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            known_answers[key] = Estimate.from_mapping(stored)
+        if stored is not None:
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                known_answers[key] = Estimate.from_mapping(stored)
     return known_answers
 
 
@@ -213,7 +213,7 @@ def _models_of(folder: DataFolder) -> Iterator[tuple[str, int, int]]:
         paths += [os.path.join(home, name) for name in names]
     for path in sorted(paths):
         try:
-            status = Path(path).stat()
+            status = os.stat(path)
         except OSError:
             continue
         yield path, status.st_size, status.st_mtime_ns

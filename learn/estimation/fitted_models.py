@@ -135,7 +135,7 @@ class FittedModels:
         for target in TARGETS:
             newest, notes = None, list[Note]()
             try:
-                newest = find_latest(self._kept[target], target, **learnt)
+                newest = find_latest(kept, target, **learnt) if (kept := self._kept[target]) else None
             except StaleArtifact as error:
                 if named is not None:
                     raise

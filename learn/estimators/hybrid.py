@@ -412,7 +412,7 @@ class HybridEstimator(Estimator):
                         unfamiliar[i] = reasons
                     if unlike.widening:
                         outside.add(i)
-                    scale[i] *= self._widening(self._choose_widening(unlike), scale[i], kind[i])
+                    scale[i] *= self._widening(unlike, scale[i], kind[i])
         warning = too_few_for(LEVEL, self._held_out_rows)
         return ResidualPrediction(
             centre,
@@ -428,18 +428,17 @@ class HybridEstimator(Estimator):
             held=self._held,
         )
 
-    def _widening(self, wanted: float, scale: float, kind: int) -> float:
-        if self.target.space != "log":
-            return wanted
-        margin = scale * conformal_score(self._scores[kind], LEVEL)
-        return min(wanted, max(math.log(_STRETCHED_AT_MOST) / max(margin, 1e-9), 1.0))
-
-    def _choose_widening(self, unlike: Unfamiliar) -> float:
+    def _widening(self, unlike: Unfamiliar, scale: float, kind: int) -> float:
         """Return the factor that widens the bound, from left-out kinds where these were judged, else as chosen."""
         shown = [self._evidence.widening[axis] for axis in unlike.widening if axis in self._evidence.widening]
         chosen = [axis for axis in unlike.widening if axis not in self._evidence.widening]
         device = DEVICE in chosen
-        return math.prod(shown) * _WIDER ** min(len(chosen) - device, _MOST_REASONS) * (_WIDER_DEVICE if device else 1)
+        wanted = math.prod(shown) * _WIDER ** min(len(chosen) - device, _MOST_REASONS)
+        wanted *= _WIDER_DEVICE if device else 1
+        if self.target.space != "log":
+            return wanted
+        margin = scale * conformal_score(self._scores[kind], LEVEL)
+        return min(wanted, max(math.log(_STRETCHED_AT_MOST) / max(margin, 1e-9), 1.0))
 
     def _kind(self, case: Case) -> int:
         family, device = _place(case)

@@ -118,8 +118,12 @@ class Trees:
         if table.shape[1] < self._paths.columns:
             raise ValueError(f"the trees read {self._paths.columns} columns, and the table has {table.shape[1]}")
         columns = np.ascontiguousarray(table.T, dtype=np.float64)
-        parts = [self._paths.sums(columns[:, start : start + _ROWS]) for start in range(0, len(table), _ROWS)]
-        return np.concatenate(parts, axis=1) if parts else np.empty((len(self.first), 0))
+        parts = [np.empty((len(self.first), 0))]
+        for start in range(0, len(table), _ROWS):
+            rights, n = self._paths.rights(columns[:, start : start + _ROWS]), len(table) - start
+            for word in range(0, rights.shape[1], _WORDS):
+                parts.append(self._paths.sums(rights[:, word : word + _WORDS], min(n - 64 * word, 64 * _WORDS)))
+        return np.concatenate(parts, axis=1)
 
     @cached_property
     def _paths(self) -> _Paths:
@@ -227,17 +231,8 @@ class _Paths:
         self.values = trees.value[leaves]
         self.members = list(itertools.pairwise([*trees.first.tolist(), len(self.roots)]))
 
-    def sums(self, columns: np.ndarray) -> np.ndarray:
-        """Return the (members, n) sums of the leaves' values that the rows of (columns, n) reach."""
-        rights = self._rights(columns)
-        blocks = [
-            self._sums(rights[:, word : word + _WORDS], min(columns.shape[1] - 64 * word, 64 * _WORDS))
-            for word in range(0, rights.shape[1], _WORDS)
-        ]
-        return np.concatenate(blocks, axis=1)
-
-    def _rights(self, columns: np.ndarray) -> np.ndarray:
-        """Return (splits, words) with a set bit for each row that goes right."""
+    def rights(self, columns: np.ndarray) -> np.ndarray:
+        """Return (splits, words) with a set bit for each row of (columns, n) that goes right."""
         n, first = columns.shape[1], columns[:, 0].take(self.column)
         right = (first > self.threshold) | (np.isnan(first) & ~self.missing_left)
         word = np.dtype(np.uint64 if n > 8 else np.uint8)
@@ -255,7 +250,8 @@ class _Paths:
                 bits[begin:end] = np.packbits(below.astype(number.dtype) > number[:, None], axis=1, bitorder="little")
         return rights
 
-    def _sums(self, rights: np.ndarray, n: int) -> np.ndarray:
+    def sums(self, rights: np.ndarray, n: int) -> np.ndarray:
+        """Return the (members, n) sums of the leaves' values that the n rows of these words reach."""
         sides = np.concatenate([~rights, rights])
         reached = np.zeros((self.nodes + 1, rights.shape[1]), rights.dtype)  # the last node is never reached
         reached[self.roots] = ~rights.dtype.type(0)

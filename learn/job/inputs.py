@@ -195,16 +195,11 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(item)
 
 
-def _sizes(value: Any) -> Sequence[int]:
-    """Return the sizes of a tensor or shape."""
-    sizes: Sequence[int] = value.shape if is_tensor(value) else value
-    return sizes
-
-
 def first_sizes(value: Any) -> Sequence[int]:
     """Return the sizes of a batch's first tensor or shape; for a list of tensors, its length."""
     if is_tensor(value) or is_shape(value):
-        return _sizes(value)
+        sizes: Sequence[int] = value.shape if is_tensor(value) else value
+        return sizes
     if isinstance(value, Mapping):
         value = list(value.values())
     for item in value if isinstance(value, list | tuple) else ():
@@ -312,7 +307,7 @@ def _draw(shares: Mapping[int, Any]) -> list[int]:
 def _length_of(inputs: Any) -> int:
     """Return the second size of the first input of two dimensions, as token ids have, else of the first with three."""
     for dims in (2, 3):
-        for sizes in map(_sizes, _leaves(inputs)):
+        for sizes in map(first_sizes, _leaves(inputs)):
             if len(sizes) == dims:
                 return int(sizes[1])
     raise UsageError("batches= of sequence lengths needs an input with a second dimension, the sequence")

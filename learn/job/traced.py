@@ -95,10 +95,12 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
     trace = None if job.recorded is None else job.recorded()
     if trace is None:
         key, build = key_of(job)
+        given = job.given[0] if job.given and job.parallel is None else None
+        model = given if isinstance(given, nn.Module) else build
 
         def make_trace() -> StepTrace:
             return trace_step(
-                build,
+                model,
                 None if job.batches else job.batch,
                 loss=job.loss,
                 device=spec,
