@@ -10,11 +10,15 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+Found = TypeVar("Found")
+# What has not come by then never will. A busy machine takes minutes for what a quiet one does in a second.
+PATIENCE_S = 600.0
 
 
 @contextlib.contextmanager
@@ -29,6 +33,15 @@ def waiting_process(start_new_session: bool = False, **environment: str) -> Iter
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
         yield process
+
+
+def await_(condition: Callable[[], Found], awaited: str) -> Found:
+    """Return what `condition` finds, asked again and again until that is true."""
+    until = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < until, f"never came: {awaited}"
+        time.sleep(0.01)
+    return found
 
 
 def await_note(path: Path, process: subprocess.Popen[Any]) -> str:

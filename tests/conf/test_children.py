@@ -15,7 +15,7 @@ from conf.children import containment, running
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner, ChildServer, ServerLost
 from conf.errors import EnvironmentProblem
-from tests.surroundings import await_note
+from tests.surroundings import PATIENCE_S, await_note
 
 GIB = 2**30
 WAIT = "import signal; signal.pause()"
@@ -80,7 +80,7 @@ def test_everything_ends_and_the_folder_goes_when_the_caller_is_killed(base, tmp
         assert any(base.iterdir())
         caller.send_signal(number)
     assert len(processes) >= 3  # keeper, child, daemon
-    assert not psutil.wait_procs(processes, timeout=20)[1]
+    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
 
 
 def test_the_memory_of_a_daemon_counts_and_shared_pages_count_once(base, tmp_path):
@@ -219,7 +219,7 @@ with ChildRunner() as child:
     server, forked = (psutil.Process(int(pid)) for pid in await_note(note, caller).split())
     caller.kill()
     caller.wait()
-    assert not psutil.wait_procs([server], timeout=30)[1]
+    assert not psutil.wait_procs([server], timeout=PATIENCE_S)[1]
     forked.kill()
 
 

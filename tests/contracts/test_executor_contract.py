@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import threading
 
 import psutil
 import pytest
@@ -11,6 +10,7 @@ from farm.dispatch.dispatcher import make_executor
 from farm.dispatch.executors import Executor
 from farm.dispatch.ray_cluster import ClusterSettings
 from featurize.families import get_family
+from tests.surroundings import await_
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -39,11 +39,11 @@ def executor(request):
 
 
 def await_idle(executor):
-    for _ in range(600):
-        if executor.idle():
-            return executor.idle()[0]
+    def idle():
         assert not executor.wait(0.1), "nothing was handed out"
-    raise AssertionError("no worker became idle")
+        return executor.idle()
+
+    return await_(idle, "an idle worker")[0]
 
 
 def test_it_is_an_executor(executor):
@@ -99,11 +99,7 @@ def test_after_close_no_trial_server_is_left():
     executor = make_executor(CHOICE, ClusterSettings(kind="inline"))
     executor.start()
     await_idle(executor)
-    pause = threading.Event()
-    for _ in range(6000):
-        if below_us("workers.trial.trial_server") > before:
-            break
-        pause.wait(0.01)
+    await_(lambda: below_us("workers.trial.trial_server") > before, "a trial server")
     assert below_us("workers.trial.trial_server") == before + 1
     executor.close()
     assert below_us("workers.trial.trial_server") == before

@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "workers"))  # the recordings li
 from dcgm_server import DcgmServer
 from recorded_nvml import A100_UUID, UNKNOWN_UUID, FakeGpmNvml, RecordedNvml
 
+from tests.surroundings import await_
 from warehouse.tables.schema import METRICS, SAMPLE_QUALITIES
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.dcgm import DcgmSensor
@@ -93,11 +94,13 @@ def case(request):
 def readings(case: Case, enough: int = 4) -> list[Sample]:
     """At least `enough` further samples: asked again and again, as the sampler does, until the sensor has them."""
     readings: list[Sample] = []
-    deadline = time.monotonic() + 30
-    while len(readings) < enough:
-        assert time.monotonic() < deadline, "the sensor gives no samples"
+
+    def complete() -> bool:
         case.step()
-        readings += case.sensor.sample()
+        readings.extend(case.sensor.sample())
+        return len(readings) >= enough
+
+    await_(complete, "the sensor's samples")
     return readings
 
 

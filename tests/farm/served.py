@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from learn.client import Client
+from tests.surroundings import PATIENCE_S
 
 JSON = "application/json"
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
@@ -50,7 +51,7 @@ class Served:
 
     def send(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None):
         """One request as it is: (status, headers, parsed JSON or bytes)."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
             connection.request(method, path, body, {"content-type": JSON, **(headers or {})})
             answer = connection.getresponse()
@@ -84,7 +85,7 @@ class Served:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        _, self.errors = self.process.communicate(timeout=60)
+        _, self.errors = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode
 
 
@@ -93,7 +94,7 @@ def served(data: Path, *arguments: str, token: str | None = None):
     """Yield a service that is ready, and stop it at the end."""
     service = Served(data, *arguments)
     try:
-        with service.client(timeout_s=60, token=token) as client:
+        with service.client(timeout_s=PATIENCE_S, token=token) as client:
             wait_until_ready(client)
         yield service
     finally:

@@ -16,6 +16,7 @@ from featurize.configs.dimensions import own_space
 from featurize.families import get_family
 from featurize.job.layout import Parallel
 from featurize.operators import torch_releases
+from tests.surroundings import await_
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -177,28 +178,26 @@ def singles(executor):
 
 
 def await_idle(executor, count):
-    for _ in range(600):
-        if len(executor.idle()) >= count:
-            return
+    def idle():
         assert executor.wait(0.2) == []
-    raise AssertionError("the workers never came")
+        return len(executor.idle()) >= count
+
+    await_(idle, f"{count} idle workers")
 
 
 def lose_a_worker_of_all_gpus(executor):
     """Its trial ends its process, and it says then that a GPU is gone."""
     executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
     lost = []
-    for _ in range(600):
-        lost += executor.wait(0.2)
-        if lost and executor.idle():
-            break
+    await_(lambda: lost.extend(executor.wait(0.2)) or (lost and executor.idle()), "the loss of a worker")
     assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
 
 
 def await_runs(executor, queue, count):
     """The results of all tasks by their index, and the workers that brought them back."""
     done, workers = {}, {}
-    for _ in range(600):
+
+    def complete():
         for worker in executor.idle():
             if queue:
                 executor.submit(worker, queue.pop(0))
@@ -207,8 +206,9 @@ def await_runs(executor, queue, count):
             assert completion.lost is None, completion.lost
             done[completion.task.task_index] = completion.result
             workers[completion.task.task_index] = completion.worker
-        if len(done) == count:
-            break
+        return len(done) == count
+
+    await_(complete, f"{count} runs")
     assert sorted(done) == list(range(count))
     assert executor.running() == {} and executor.most_gpus() == 3
     return done, workers

@@ -23,6 +23,7 @@ from farm.grow import entry
 from farm.nights.cycle import NightStop, _night_in_a_sentence, notify
 from farm.nights.journal import STEPS, ChoicePayload, Journal, LearnPayload, RunPayload
 from farm.queue.jobs import Queue
+from tests.surroundings import PATIENCE_S
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import snapshot_names
@@ -204,7 +205,7 @@ def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
         if json.loads(line)["event"] == "landed":
             process.send_signal(signal.SIGTERM)
             break
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     (cycle,) = cycles(root)
     assert (
@@ -270,7 +271,7 @@ def test_ctrl_c_does_not_wait_for_a_long_trial(root):
             break
     servers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     psutil.wait_procs(servers, timeout=60)
     assert not [one for one in servers if one.is_running()]

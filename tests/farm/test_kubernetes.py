@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import http.server
 import json
@@ -21,6 +22,7 @@ from farm.kueue import CONTROLLER, KueueApi, configuration, decide_pending
 from farm.serving.scheduling import device_of
 from learn import estimate
 from tests.farm.served import MLP, Served
+from tests.surroundings import PATIENCE_S, await_
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "infra" / "kubernetes"
 # As an API server of Kubernetes 1.31 sends it, less what no webhook of a pod looks at.
@@ -204,19 +206,17 @@ def test_the_webhook_answers_over_https_without_a_token(folder, tmp_path, tls_fi
 
 def asked_over_https(port: int, certificate: Path, path: str, body: dict) -> dict:
     import http.client
-    import time
 
     context = ssl.create_default_context(cafile=certificate)
-    until = time.monotonic() + 30
-    while True:
-        connection = http.client.HTTPSConnection("localhost", port, timeout=30, context=context)
-        try:
+
+    def answer() -> dict | None:
+        connection = http.client.HTTPSConnection("localhost", port, timeout=PATIENCE_S, context=context)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
             connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
             return json.loads(connection.getresponse().read())
-        except OSError:
-            assert time.monotonic() < until
-        finally:
-            connection.close()
+        return None
+
+    return await_(answer, "an answer")
 
 
 # ---- Kueue

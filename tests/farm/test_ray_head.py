@@ -12,9 +12,8 @@ import pytest
 from farm.dispatch import ray_cluster
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, ClusterSettings, HeadWatch, JoinedHead, OwnHead
 from farm.dispatch.ray_executor import RayExecutor
+from tests.surroundings import PATIENCE_S, await_
 from workers.devices import DeviceChoice
-
-PATIENCE_S = 30.0
 
 
 class Scripted:
@@ -24,15 +23,6 @@ class Scripted:
 
     def lost(self):
         return self.reason
-
-
-def await_(condition):
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.02)):
-        if condition():
-            return
-        pause.wait(0.02)
-    raise AssertionError("never came")
 
 
 @pytest.fixture
@@ -58,7 +48,7 @@ def test_nothing_is_said_while_the_head_runs(watch):
 
 def test_the_loss_is_told_with_its_reason(watch):
     watch._head.reason = "Ray's raylet (process 7) has ended"
-    await_(lambda: watch.reason)
+    await_(lambda: watch.reason, "the end of the head")
     with pytest.raises(ClusterLost, match="raylet"):
         watch.check()
 
@@ -86,7 +76,7 @@ def test_a_main_thread_that_waits_inside_of_ray_is_not_waited_for(impatient, cap
     head = Scripted()
     head.reason = "Ray's gcs_server (process 7) has ended"
     HeadWatch(head, lambda: cleaned.append(True), left.append)
-    await_(lambda: left)
+    await_(lambda: left, "the way out")
     assert left == [EXIT_CLUSTER_LOST] and cleaned
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -111,12 +101,12 @@ def test_our_own_rays_processes_are_known_by_their_names_among_our_children(tmp_
         assert head.lost() is None
         child = held.enter_context(subprocess.Popen([program, "600"]))
         held.callback(child.kill)
-        await_(lambda: head.lost() is None and head._markers)
+        await_(lambda: head.lost() is None and head._markers, "the head's processes")
         earlier.kill()
         earlier.wait()
         assert head.lost() is None, "it was there before"
         child.kill()
-        await_(head.lost)  # also while nobody has waited for it
+        await_(head.lost, "the end of one of them")  # also while nobody has waited for it
         assert f"{name} (process {child.pid}) has ended" in head.lost()
 
 
@@ -161,8 +151,8 @@ def test_what_this_process_starts_beside_ray_outlives_it(tmp_path):
         rays = start()
         executor._note_roots()
         others = start()
-        await_(psutil.Process(rays.pid).children)
-        await_(psutil.Process(others.pid).children)
+        await_(psutil.Process(rays.pid).children, "a child of Ray's")
+        await_(psutil.Process(others.pid).children, "a child of the other")
         own = executor._own_processes()
         (grandchild,) = psutil.Process(others.pid).children()
         held.callback(grandchild.kill)

@@ -27,6 +27,7 @@ from farm.dispatch.working import work
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.work import WorkSettings
 from featurize.families import get_family
+from tests.surroundings import PATIENCE_S
 from warehouse.tables.schema import Run
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -241,7 +242,7 @@ def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_
     first = json.loads(process.stdout.readline())
     assert first["event"] == "started"
     process.send_signal(signal.SIGTERM)
-    rest, error_text = process.communicate(timeout=60)
+    rest, error_text = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, error_text
     assert [json.loads(line)["event"] for line in rest.splitlines()] == ["left"]
     assert "metrics: http://127.0.0.1:" in error_text
@@ -315,9 +316,6 @@ def test_nodes_that_come_and_go_are_told_once():
 
 
 # Hostile clients of the metrics port, over real sockets: none stays for ever, none keeps others out
-
-
-PATIENCE_S = 30.0
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from learn.job.training_job import load_factory
 from learn.sharing.admitting import GpuState, admit
 from tests.conf.test_children import DAEMON, WAIT
 from tests.farm.served import JSON, MLP, SMALL_LLAMA, served, wait_until_ready
-from tests.surroundings import await_note
+from tests.surroundings import PATIENCE_S, await_, await_note
 from warehouse.files.folder import DataFolder
 
 MLP_TEXT = ", ".join(f"{name}: {value}" for name, value in MLP.items())
@@ -404,10 +403,8 @@ def test_a_trace_that_is_late_or_large_is_ended_and_says_so(folder, tmp_path, se
     asyncio.run(store.ask("k", text, "someone", QuestionLimits(9, 2**20, 60.0)))
     limits = TraceLimits(str(folder.root), (), seconds, int(gib * 2**30))
     with contextlib.closing(store), TracePool(store, limits, 1):
-        deadline = time.monotonic() + 60
-        while not (asked := asyncio.run(store.get("k"))).is_finished:
-            assert time.monotonic() < deadline, "the trace goes on"
-            time.sleep(0.02)
+        await_(lambda: asyncio.run(store.get("k")).is_finished, "the end of the trace")
+        asked = asyncio.run(store.get("k"))
         assert asked.problem == f"the trace took {reason}"
 
 
@@ -439,7 +436,7 @@ def test_what_a_script_starts_counts_and_ends_with_its_trace_and_with_a_killed_s
         processes = psutil.Process(service.process.pid).children(recursive=True)
         service.stop(signal.SIGKILL)
     assert int(notes[1].read_text()) in [process.pid for process in processes]
-    assert not psutil.wait_procs(processes, timeout=30)[1]
+    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
     assert not list(temporary.glob("gpufarm-child-*"))
 
 
@@ -510,7 +507,7 @@ def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_proce
         assert client.ask("GET", pending["url"])["estimate"]["parameters"] > 0
         everything = psutil.Process(second.process.pid).children(recursive=True)
         assert second.stop() == 0 and not second.errors
-    assert not psutil.wait_procs(everything, timeout=30)[1]
+    assert not psutil.wait_procs(everything, timeout=PATIENCE_S)[1]
 
 
 # ---- the command and the client

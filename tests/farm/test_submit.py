@@ -9,7 +9,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 import types
 
@@ -23,7 +22,7 @@ from farm.queue.jobs import Queue
 from farm.submission.submitting import _show_progress, queue_bytes
 from featurize.families import family_names
 from featurize.job.training_settings import OPTIMIZERS
-from tests.surroundings import small_disk
+from tests.surroundings import PATIENCE_S, await_, small_disk
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -264,12 +263,9 @@ def test_the_estimated_size_of_a_queue_is_that_of_the_file(data):
 def test_ctrl_c_while_trials_are_queued_leaves_nothing_and_the_same_command_queues_them(data):
     command = [sys.executable, "-m", "farm.submit", *SMALL, f"data={data}", "detach=true"]
     process = subprocess.Popen([*command, "n=900000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not queued(data):
-        assert process.poll() is None and time.monotonic() < deadline
-        threading.Event().wait(0.02)  # the processor is the submission's
+    await_(lambda: queued(data) or process.poll() is not None, "queued trials")
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130 and "its trials are taken out again" in error and "Traceback" not in error
     assert queued(data) == 0 and (data / "queue.sqlite").stat().st_size < 2**17
     with Queue.open(data / "queue.sqlite") as queue:

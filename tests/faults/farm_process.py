@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 import psutil
 
 from farm.queue.leftovers import SESSION_VARIABLE
+from tests.surroundings import PATIENCE_S, await_
 from warehouse.reading.connection import connect
 
 SUBMIT = (
@@ -47,7 +47,7 @@ class Farm:
 
     def wait(self):
         """(exit code, everything it printed)."""
-        output, _ = self.process.communicate(timeout=600)
+        output, _ = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, output
 
     def await_runs(self, count):
@@ -104,16 +104,6 @@ def _children(process):
         return process.children()
     except psutil.Error:
         return []
-
-
-def await_(condition, awaited, seconds=300):
-    """Poll until `condition()` holds."""
-    pause = threading.Event()
-    for _ in range(int(seconds / 0.05)):
-        if result := condition():
-            return result
-        pause.wait(0.05)
-    raise AssertionError(f"never came: {awaited}")
 
 
 def landed(data):

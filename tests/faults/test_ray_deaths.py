@@ -9,9 +9,10 @@ import sqlite3
 
 import psutil
 import pytest
-from farm_process import SUBMIT, Farm, await_, check_complete, kill
+from farm_process import SUBMIT, Farm, check_complete, kill
 
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, own_session_environment
+from tests.surroundings import await_
 
 TASKS = 60
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ def check_ending(farm, words):
     assert rows(
         farm.data, "SELECT count(*) FROM tasks WHERE state = 'leased' OR (state = 'queued' AND attempt > 0)"
     ) == [(0,)], "given back, and it has cost no attempt"
-    await_(lambda: not farm.processes(), "the end of every process", seconds=60)
+    await_(lambda: not farm.processes(), "the end of every process")
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])

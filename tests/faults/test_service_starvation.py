@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 import pytest
 
 from tests.farm.served import JSON, MLP, SMALL_LLAMA, Served, wait_until_ready
+from tests.surroundings import PATIENCE_S
 from warehouse.files.folder import DataFolder
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ def service(tmp_path):
     (tmp_path / "tokens").write_text(f"{GREEDY}\n{OTHER}\n")
     service = Served(DataFolder(tmp_path / "data").create().root, f"token_file={tmp_path / 'tokens'}")
     try:
-        with service.client(token=OTHER, timeout_s=120) as client:
+        with service.client(token=OTHER, timeout_s=PATIENCE_S) as client:
             wait_until_ready(client)
         yield service
     finally:

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from featurize.families import get_family
+from tests.surroundings import PATIENCE_S, await_
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -26,16 +27,13 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
         results = []
         thread = threading.Thread(target=lambda: results.append(worker.run(a_task(timeout_s=3.0))))
         thread.start()
-        pause = threading.Event()
-        for _ in range(6000):
-            if len(below := server.children(recursive=True)) > 1:  # the keeper and its trial
-                break
-            pause.wait(0.01)
+        await_(lambda: len(server.children(recursive=True)) > 1, "the keeper and its trial")
+        below = server.children(recursive=True)
         server.send_signal(signal.SIGSTOP)
-        thread.join(timeout=120)
+        thread.join(timeout=PATIENCE_S)
         (result,) = results
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
-        assert not psutil.wait_procs([server, *below], timeout=20)[1]
+        assert not psutil.wait_procs([server, *below], timeout=PATIENCE_S)[1]
         monkeypatch.undo()
         assert worker.run(a_task(timeout_s=1.0)).run.status == "timeout", "on a server of its own"
     finally:

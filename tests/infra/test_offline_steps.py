@@ -22,6 +22,7 @@ from infra.offline.estimated_runs import read_results
 from infra.offline.results import Series, outcomes_of
 from infra.offline.steps import STEPS, CallStop
 from tests.gpu.conftest import Recorder
+from tests.surroundings import PATIENCE_S
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -456,13 +457,13 @@ def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice
     stopped = start("kernels", "second")
     await_runs(stopped, "second", 1)
     stopped.send_signal(signal.SIGTERM)
-    output, _ = stopped.communicate(timeout=120)
+    output, _ = stopped.communicate(timeout=PATIENCE_S)
     assert stopped.returncode == 130 and output.splitlines()[-1].startswith("still to do: test, "), output
     kept = ask(tmp_path / "second" / "data", "SELECT run_id, job_id, started_at FROM runs ORDER BY 1")
     assert any(job.startswith("mlp") for _, job, _ in kept)
 
     last = start("kernels,collect", "third")
-    output, _ = last.communicate(timeout=500)
+    output, _ = last.communicate(timeout=PATIENCE_S)
     assert last.returncode == 0, output
     results.unpack(results.newest(folder), tmp_path / "home")
     data = tmp_path / "home" / "data"

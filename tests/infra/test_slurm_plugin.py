@@ -14,6 +14,7 @@ import lupa.lua53
 import pytest
 
 from farm import slurm as slurm_daemon
+from tests.surroundings import await_
 
 PLUGIN = Path(__file__).resolve().parents[2] / "infra" / "slurm" / "job_submit.lua"
 KNOWN, TOO_LARGE, UNKNOWN = '{"config": 1}', '{"config": 2}', '{"config": 3}'
@@ -211,9 +212,7 @@ PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         subprocess.Popen(["slurmctld", "-D"], stdout=(place / "log").open("w"), stderr=subprocess.STDOUT),
     ]
     try:
-        until = time.monotonic() + 30
-        while subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout.find("is UP") < 0:
-            assert time.monotonic() < until, (place / "log").read_text()
+        await_(lambda: "is UP" in subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout, "Slurm")
         yield place
     finally:
         for process in reversed(processes):

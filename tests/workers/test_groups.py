@@ -13,6 +13,7 @@ from test_hostile_trials import hostile
 from test_worker import LONG, InBackground, mlp, task
 
 from featurize.device.device_spec import load_device
+from tests.surroundings import await_
 from warehouse.tables.schema import Run
 from workers.devices import DeviceChoice
 from workers.devices.simulated import GpuLoad, speeds_of_loads
@@ -109,12 +110,8 @@ class GroupInBackground(InBackground):
     """A group under way, with both of its members in their windows."""
 
     def members(self):
-        for _ in range(3000):
-            children = [trial for keeper in self.server.children() for trial in keeper.children()]
-            if len(children) == 2:
-                return sorted(children, key=lambda child: child.pid)
-            psutil.wait_procs([self.trial], timeout=0.01)
-        raise AssertionError("the members were not forked")
+        await_(lambda: len(self._trials()) == 2, "two members")
+        return sorted(self._trials(), key=lambda child: child.pid)
 
 
 def test_a_member_that_is_killed_from_outside_has_the_group_run_again(worker):

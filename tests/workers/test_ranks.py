@@ -14,6 +14,7 @@ from test_worker import LONG, InBackground, mlp, task
 
 from conf.plain_text import shortened
 from featurize.device.device_spec import load_device
+from tests.surroundings import await_
 from workers.devices import DeviceChoice
 from workers.settings import KernelSettings
 from workers.trial.body import TrialLink, run_ranks
@@ -34,18 +35,11 @@ class TwoRanks(InBackground):
 
     def __init__(self, worker, **settings):
         super().__init__(worker, task(mlp(parallel="ddp=2"), window=LONG, **settings))
-        self.ranks = self._await_ranks()
+        self.ranks = await_(self._met, "two ranks")
 
-    def _await_ranks(self):
-        for _ in range(3000):
-            ranks = self.trial.children()
-            if len(ranks) == 2 and all(len(rank.threads()) > 1 for rank in ranks):  # gloo's: they have met
-                return sorted(ranks, key=lambda rank: rank.pid)
-            self._pause()
-        raise AssertionError("no ranks were started")
-
-    def _pause(self):
-        psutil.wait_procs([self.trial], timeout=0.01)
+    def _met(self):
+        ranks = sorted(self.trial.children(), key=lambda rank: rank.pid)
+        return ranks if len(ranks) == 2 and all(len(rank.threads()) > 1 for rank in ranks) else []  # gloo's threads
 
 
 def test_ranks_train_together_and_each_lands_with_its_memory_and_telemetry(worker):

@@ -16,6 +16,7 @@ from recorded_nvml import A100_UUID, RecordedNvml
 import workers
 from featurize.configs.trial import config_from_mapping
 from featurize.families import get_family, layers_of
+from tests.surroundings import PATIENCE_S, await_
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -51,18 +52,13 @@ class InBackground:
         self._thread = threading.Thread(target=lambda: setattr(self, "result", worker.run(spec)))
         self._thread.start()
         self.server = psutil.Process(worker._server.pid)
-        self.trial = self._await_trial()
+        self.trial = await_(self._trials, "a trial")[0]
 
-    def _await_trial(self):
-        pause = threading.Event()
-        for _ in range(3000):
-            if children := [trial for keeper in self.server.children() for trial in keeper.children()]:
-                return children[0]
-            pause.wait(0.01)
-        raise AssertionError("no trial was forked")
+    def _trials(self):
+        return [trial for keeper in self.server.children() for trial in keeper.children()]
 
     def join(self):
-        self._thread.join(timeout=60)
+        self._thread.join(timeout=PATIENCE_S)
         assert not self._thread.is_alive()
         return self.result
 
@@ -195,7 +191,7 @@ def test_a_killed_keeper_takes_its_trial_along():
         running.trial.parent().kill()
         result = running.join()
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
-        assert not psutil.wait_procs([running.trial], timeout=20)[1]
+        assert not psutil.wait_procs([running.trial], timeout=PATIENCE_S)[1]
 
 
 @pytest.mark.parametrize(
