@@ -11,8 +11,8 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,7 +23,8 @@ from conf.units import MIB
 from featurize.cudnn.oracle import OLDEST, CudnnOracle, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device.device_spec import DeviceSpec
-from featurize.memory.allocator import SMALL_REQUEST, CachingAllocator
+from featurize.memory.allocator import SMALL_REQUEST, SMALL_SEGMENT, CachingAllocator
+from featurize.memory.replay import Run, unlimited
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.operators.torch_releases import cudnn_allows_tf32
 from featurize.recording.step_trace import StepTrace
@@ -264,33 +265,45 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     constant. The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
     """
     guessed = trace.guessed_sizes(spec)
-    return trace.remembered(("scenarios", *guessed.values()), lambda: _reserved_by_scenario(trace, guessed))
+    return trace.remembered(("scenarios", *guessed.values()), lambda: _reserved_by_scenario(trace, spec, guessed))
 
 
-def _reserved_by_scenario(trace: StepTrace, sizes_of: Mapping[LibraryCall, int]) -> dict[str, int]:
+def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec, sizes_of: Mapping[LibraryCall, int]) -> dict[str, int]:
     calls, guessed = list(sizes_of), list(sizes_of.values())
     pools = trace.remembered("events", lambda: _by_pool(trace, calls))
-    reserved = {SETTLED: _settle(trace, pools, guessed)}
+    run = unlimited(_in_one_stream(trace), spec)
+    # Segments of this size are the small pool's, and no other is.
+    in_small = sum(event.size for event in run.allocator.segment_events if event.size == SMALL_SEGMENT)
+    for pool, nbytes in zip(pools, (in_small, run.profile.peak_reserved - in_small), strict=True):
+        trace.remembered(pool.key(guessed), partial(int, nbytes))
+    reserved = {SETTLED: _settle(run, pools, guessed)}
     for name, copies in SCENARIOS.items():
         sizes = [
             _spare_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)
         ]
         # GPU models differ in the guesses that a scenario replaces.
-        reserved[name] = sum(trace.remembered(pool.key(sizes), partial(next, pool.play(sizes))) for pool in pools)
+        reserved[name] = sum(trace.remembered(pool.key(sizes), partial(pool.play, sizes)) for pool in pools)
     return reserved
 
 
-def _settle(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
-    plays = [pool.play(sizes) for pool in pools]
-    now = [next(play) for play in plays]
-    for pool, nbytes in zip(pools, now, strict=True):
-        trace.remembered(pool.key(sizes), partial(int, nbytes))
-    if all(pool.repeats for pool in pools):
-        for _ in range(_MOST_STEPS):
-            before, now = now, [next(play) for play in plays]
-            if now == before:
-                break
-    return sum(now)
+def _in_one_stream(trace: StepTrace) -> StepTrace:
+    """Return the trace with all blocks in one stream, as scenarios take them."""
+    if not any(block.stream or block.kept_until for block in trace.blocks):
+        return trace
+    return replace(trace, blocks=tuple(block._replace(stream=0, kept_until=0) for block in trace.blocks))
+
+
+def _settle(run: Run, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
+    """Repeat the last step of a replay until reserved memory is constant, and return it in bytes."""
+    reserved = run.allocator.reserved_bytes
+    for _ in range(_MOST_STEPS) if all(pool.repeats for pool in pools) else ():
+        before = reserved
+        for pool in pools:
+            pool.repeat(sizes, run.allocator, run.placed)
+        reserved = run.allocator.reserved_bytes
+        if reserved == before:
+            break
+    return reserved
 
 
 def _spare_workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, int, int]]) -> int:
@@ -361,30 +374,30 @@ class _Pool:
             pairs[block] = remaining[sizes[block]].pop()
         return None if any(remaining.values()) else pairs
 
-    def play(self, sizes: Sequence[int]) -> Iterator[int]:
-        """Yield the reserved bytes after all steps, then after each repetition of the last one.
+    def play(self, sizes: Sequence[int]) -> int:
+        """Return the reserved bytes after all steps.
 
         Args:
             sizes: Workspace sizes of the calls; those in the other pool are ignored.
         """
         allocator = CachingAllocator()
-        handles: dict[int, int | None] = {}
-        workspace_sizes = self.key(sizes)[-1]
-        self._take(self._first, allocator, handles, workspace_sizes)
-        while True:
-            self._take(self._last, allocator, handles, workspace_sizes)
-            yield allocator.reserved_bytes
-            for inherited, successor in (self._successors or {}).items():
-                handles[inherited] = handles.pop(successor)
+        self._take([*self._first, *self._last], sizes, allocator, {})
+        return allocator.reserved_bytes
+
+    def repeat(self, sizes: Sequence[int], allocator: CachingAllocator, handles: dict[int, int | None]) -> None:
+        """Repeat the last step after it, if it can follow itself. `handles` are those of living blocks."""
+        for inherited, successor in (self._successors or {}).items():
+            handles[inherited] = handles.pop(successor)
+        self._take(self._last, sizes, allocator, handles)
 
     def _take(
         self,
         events: list[tuple[int, int]],
+        all_sizes: Sequence[int],
         allocator: CachingAllocator,
         handles: dict[int, int | None],
-        sizes: Sequence[int],
     ) -> None:
-        allocate, free, touch = allocator.allocate, allocator.free, allocator.touch
+        allocate, free, touch, sizes = allocator.allocate, allocator.free, allocator.touch, self.key(all_sizes)[-1]
         for block, nbytes in events:
             if nbytes > 0:
                 handles[block] = allocate(nbytes)

@@ -99,33 +99,44 @@ def replay(
     one. `workspaces` holds workspaces of convolutions (`featurize.memory.cudnn_workspaces`), else they are guessed; of
     several sizes, the largest that fits is used.
     """
-
-    def unlimited() -> MemoryProfile:
-        run = _Run(trace, spec, cudnn_benchmark, allocator, None, workspaces, timeline)
-        run.play()
-        return run.profile(fits=True)
-
     if timeline or workspaces:
-        profile = unlimited()
+        profile = Run(trace, spec, cudnn_benchmark, allocator, workspaces=workspaces, timeline=timeline).play()
     else:
-        key = ("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator)
-        profile = trace.remembered(key, unlimited)
+        profile = unlimited(trace, spec, cudnn_benchmark, allocator).profile
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
     capacity = int((spec.memory_mib - taken_mib) * MIB)
     # Below the card's limit, a limit matters only to settings that depend on it.
     limits = allocator is not None and allocator.per_process_memory_fraction is not None
     if profile.peak_reserved <= capacity and not limits:
         return profile
-    limited = _Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces, timeline)
+    limited = Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces, timeline)
     try:
-        limited.play()
+        return limited.play()
     except OutOfMemory:
         return replace(profile, fits=False, snapshot=limited.snapshot())
-    return limited.profile(fits=True)
 
 
-class _Run:
-    """One pass over the events."""
+def unlimited(
+    trace: StepTrace, spec: DeviceSpec, cudnn_benchmark: bool = False, allocator: AllocatorSettings | None = None
+) -> Run:
+    """Return the replay on a GPU without limit, with guessed workspaces; it is remembered."""
+
+    def play() -> Run:
+        run = Run(trace, spec, cudnn_benchmark, allocator)
+        run.play()
+        return run
+
+    return trace.remembered(("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator), play)
+
+
+class Run:
+    """One pass over the events.
+
+    allocator   after the events; `placed`: block that is alive then -> its handle
+    profile     the result, after `play`
+    """
+
+    profile: MemoryProfile
 
     def __init__(
         self,
@@ -133,13 +144,16 @@ class _Run:
         spec: DeviceSpec,
         cudnn_benchmark: bool,
         settings: AllocatorSettings | None,
-        capacity: int | None,
-        workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None,
-        timeline: bool,
+        capacity: int | None = None,
+        workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None = None,
+        timeline: bool = False,
     ) -> None:
         self.trace, self.cudnn_benchmark, self.timeline = trace, cudnn_benchmark, timeline
         self.workspaces = workspaces or {}
-        self._sizes = trace.guessed_sizes(spec) | {call: answer.sizes[0] for call, answer in self.workspaces.items()}
+        self._sizes: dict[LibraryCall, Sequence[int]] = {
+            call: (size,) for call, size in trace.guessed_sizes(spec).items()
+        }
+        self._sizes |= {call: answer.sizes for call, answer in self.workspaces.items()}
         total = None if capacity is None else int(spec.memory_mib * MIB)
         self.moments: list[Moment] = []
         self.allocator = (
@@ -147,13 +161,14 @@ class _Run:
             if timeline
             else CachingAllocator(capacity, settings, total_bytes=total)
         )
+        self.placed: dict[int, int | None] = {}
         self.peak, self.peak_at, self.peak_workspace = 0, -1, 0
         self._tried: set[LibraryCall] = set()
 
-    def play(self) -> None:
-        allocator, blocks, timeline = self.allocator, self.trace.blocks, self.timeline
+    def play(self) -> MemoryProfile:
+        """Replay the events. Raises `OutOfMemory`."""
+        allocator, blocks, timeline, placed = self.allocator, self.trace.blocks, self.timeline, self.placed
         allocate, free = allocator.allocate, allocator.free
-        placed: dict[int, int | None] = {}
         retired: dict[int, list[int | None]] = {}  # index of an event -> blocks whose memory is available before it
         for index, event in enumerate(self.trace.events):
             block, nbytes, step, phase = event
@@ -184,9 +199,10 @@ class _Run:
                 if tried not in self._tried:
                     self._tried.add(tried)
                     allocator.empty_cache()
+        self.profile = self._profile()
+        return self.profile
 
-    def profile(self, fits: bool) -> MemoryProfile:
-        """Return the result, after `play`."""
+    def _profile(self) -> MemoryProfile:
         trace = self.trace
         parts = dict.fromkeys(BLOCK_KINDS, 0)
         parts["workspace"] = self.peak_workspace
@@ -195,13 +211,13 @@ class _Run:
             block = trace.blocks[event.block]
             parts[block.kind] = parts.get(block.kind, 0) + event.nbytes
             if block.call is not None and block.call.kind == CUBLAS:
-                parts["workspace"] += self._sizes[block.call]
+                parts["workspace"] += self._sizes[block.call][0]
             if block.kind == "activation":
                 modules[block.module] += event.nbytes
         peak = trace.events[self.peak_at] if trace.events else None
         peak_block = trace.blocks[peak.block] if peak is not None else None
         return MemoryProfile(
-            fits=fits,
+            fits=True,
             peak_allocated=self.allocator.peak_allocated_bytes,
             peak_reserved=self.allocator.peak_reserved_bytes,
             retries=self.allocator.retries,
@@ -223,8 +239,7 @@ class _Run:
     def _take(self, call: LibraryCall) -> tuple[int, int]:
         """Allocate a workspace: its largest size that fits, or none. Return the bytes that are then allocated, and
         those of the workspace."""
-        answer = self.workspaces.get(call)
-        for size in (self._sizes[call], *(answer.sizes[1:] if answer is not None else ())):
+        for size in self._sizes[call]:
             try:
                 if call.kind != CUBLAS:
                     return self.allocator.touch(size), size
