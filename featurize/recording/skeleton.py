@@ -50,8 +50,10 @@ _FROM_DATA = {
     torch.triu_indices,
 }
 # Functions that fill tensors and leave a meta tensor unchanged. PyTorch's own meta kernels of them take up to 0.3 ms.
-_INITIALISERS = {init.uniform_, init.kaiming_uniform_}  # those of PyTorch's own layers, with all arguments by name
+# They get all arguments by name.
+_INITIALISERS = {init.constant_, init.uniform_, init.kaiming_uniform_}
 _FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_}
+_SPECIAL = _NOISE | _VALUES | _FROM_DATA | _INITIALISERS | _FILLS | {Tensor.cuda, Tensor.to}
 
 
 def build_on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -110,6 +112,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 _COLLECTIONS = frozenset({dict, list, set, OrderedDict})
 _SEQUENCES = (list, tuple)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
@@ -203,12 +206,16 @@ class _Construction(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
+        if func not in _SPECIAL and len(given) == 1 and not isinstance(given[0], list | tuple):
+            return func(*args, **kwargs)  # nearly always: an attribute, or the switch of gradients
         if func in _FILLS and args[0].is_meta and not torch.is_grad_enabled():
             return args[0]
         if func in _INITIALISERS and kwargs["tensor"].is_meta:
             filled: Tensor = kwargs["tensor"]
             fan = kwargs.get("mode", "fan_in"), kwargs.get("nonlinearity", "leaky_relu")
-            if func is init.uniform_ or (filled.dim() > 1 and fan == ("fan_in", "leaky_relu")):  # others may be refused
+            is_usual = filled.dim() > 1 and fan == ("fan_in", "leaky_relu")  # others may be refused
+            if func is not init.kaiming_uniform_ or is_usual:
                 return filled
         if func in _NOISE:
             return _make(func, args, kwargs, _REAL_NOISE)
@@ -236,7 +243,8 @@ def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if kwargs.get("out") is not None or _some(args, _is_tensor) or str(kwargs.get("device")) == "meta":
         return func(*args, **kwargs)
     meant = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "generator")}
-    empty = func(*args, **{**meant, "device": "meta"})
+    alike = torch.empty if func in (torch.zeros, torch.ones) else func  # their own meta kernels are written in Python
+    empty = alike(*args, **{**meant, "device": "meta"})
     return empty if empty.numel() > largest else func(*args, **{**meant, "device": "cpu"})
 
 
@@ -255,11 +263,13 @@ def _empty(tensor: Tensor) -> Tensor:
         made: Callable[..., Tensor] = type(tensor)  # type of an uninitialized parameter or buffer
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
         return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
-    empty = torch.empty_like(tensor, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    elif tensor.requires_grad and tensor.is_leaf:
-        empty.requires_grad_()
+    # A constructor's mode would be asked about each of these calls.
+    with torch._C.DisableTorchFunction() if type(tensor) in _PLAIN else contextlib.nullcontext():
+        empty = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        elif tensor.requires_grad and tensor.is_leaf:
+            empty.requires_grad_()
     for name, value in vars(tensor).items():
         setattr(empty, name, value)  # marks that optimizers and models set on parameters
     return empty if isinstance(tensor, nn.Parameter) else remember(empty, tensor)
