@@ -312,11 +312,10 @@ class Training:
         return self._beyond("cudnn_benchmark", "channels_last", "framework", "zero_grad", "weight_decay")
 
     def _beyond(self, *known: str) -> tuple[str, ...]:
-        default = Training()
         return tuple(
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(default)
-            if getattr(self, field.name) != getattr(default, field.name)
+            f"{field.name}={value}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
             and not (field.name == "optimizer" and self.optimizer in FITTED_OPTIMIZERS)
             and not (field.name == "precision" and self.precision in PRECISIONS)
             and field.name not in known

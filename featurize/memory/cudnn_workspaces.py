@@ -7,11 +7,12 @@ peak under several assumptions, which a learner weights by measurements.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -323,10 +324,10 @@ def _by_pool(trace: StepTrace, calls: Sequence[LibraryCall]) -> tuple[_Pool, _Po
     last = max((event.step for event in trace.events), default=0)
     for block, nbytes, step, _phase in trace.events:
         if nbytes:
-            pools[abs(nbytes) > SMALL_REQUEST].add(block, nbytes, step == last)
+            pools[abs(nbytes) > SMALL_REQUEST].events[step == last].append((block, nbytes))
         elif (call := trace.blocks[block].call) is not None:  # the scenario decides its size
             for pool in pools:
-                pool.add(~numbers[call], 0, step == last)
+                pool.events[step == last].append((~numbers[call], 0))
     return pools
 
 
@@ -340,12 +341,8 @@ class _Pool:
 
     def __init__(self, calls: Sequence[LibraryCall], *, small: bool) -> None:
         self._calls, self._small = calls, small
-        self._first: list[tuple[int, int]] = []  # block and bytes; for a workspace, ~ its call's index and 0
-        self._last: list[tuple[int, int]] = []
-
-    def add(self, block: int, nbytes: int, in_last: bool) -> None:
-        """Add the next event."""
-        (self._last if in_last else self._first).append((block, nbytes))
+        # Before the last step and in it: block and bytes; for a workspace, ~ its call's index and 0.
+        self.events: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
 
     def key(self, sizes: Sequence[int]) -> tuple[Any, ...]:
         """Return the pool's parameters for workspaces of these sizes: equal keys reserve equally."""
@@ -360,9 +357,10 @@ class _Pool:
     @cached_property
     def _successors(self) -> dict[int, int] | None:
         """Block that the last step inherits and frees -> the equally large block that it leaves to the next step."""
-        sizes = {block: nbytes for block, nbytes in (*self._first, *self._last) if nbytes > 0}
-        allocated = [block for block, nbytes in self._last if nbytes > 0]
-        freed = {block for block, nbytes in self._last if nbytes < 0}
+        first, last = self.events
+        sizes = {block: nbytes for block, nbytes in (*first, *last) if nbytes > 0}
+        allocated = [block for block, nbytes in last if nbytes > 0]
+        freed = {block for block, nbytes in last if nbytes < 0}
         remaining: dict[int, list[int]] = defaultdict(list)
         for block in reversed(allocated):
             if block not in freed:
@@ -381,18 +379,18 @@ class _Pool:
             sizes: Workspace sizes of the calls; those in the other pool are ignored.
         """
         allocator = CachingAllocator()
-        self._take([*self._first, *self._last], sizes, allocator, {})
+        self._take(itertools.chain(*self.events), sizes, allocator, {})
         return allocator.reserved_bytes
 
     def repeat(self, sizes: Sequence[int], allocator: CachingAllocator, handles: dict[int, int | None]) -> None:
         """Repeat the last step after it, if it can follow itself. `handles` are those of living blocks."""
         for inherited, successor in (self._successors or {}).items():
             handles[inherited] = handles.pop(successor)
-        self._take(self._last, sizes, allocator, handles)
+        self._take(self.events[1], sizes, allocator, handles)
 
     def _take(
         self,
-        events: list[tuple[int, int]],
+        events: Iterable[tuple[int, int]],
         all_sizes: Sequence[int],
         allocator: CachingAllocator,
         handles: dict[int, int | None],

@@ -170,10 +170,10 @@ class Run:
         allocator, blocks, timeline, placed = self.allocator, self.trace.blocks, self.timeline, self.placed
         allocate, free = allocator.allocate, allocator.free
         retired: dict[int, list[int | None]] = {}  # index of an event -> blocks whose memory is available before it
-        for index, event in enumerate(self.trace.events):
-            block, nbytes, step, phase = event
-            for handle in retired.pop(index, ()) if retired else ():
-                allocator.settle(handle)
+        for index, (block, nbytes, step, phase) in enumerate(self.trace.events):
+            if retired:
+                for handle in retired.pop(index, ()):
+                    allocator.settle(handle)
             call, workspace = None, 0
             if nbytes > 0:
                 placed[block] = allocate(nbytes, blocks[block].stream)

@@ -7,9 +7,11 @@ measured one. Replayed tensors are known exactly and widen nothing.
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -102,6 +104,7 @@ class Uncertainty:
         )
 
 
+@functools.cache
 def score_at(coverage: float) -> float:
     """Return the share of the 99 % margin that belongs to a coverage."""
     scores = bound_shares().scores
@@ -157,17 +160,13 @@ def _workspaces(traced: SimulatedStep, device: DeviceSpec) -> tuple[int, float]:
 def _largest_and_most_live(trace: StepTrace, sizes: Mapping[LibraryCall, int]) -> tuple[int, float]:
     from featurize.operators.library_calls import CUBLAS
 
-    live = largest = 0
-    most_live = 0.0
-    for event in trace.events:
-        live += event.nbytes
-        workspace = 0
+    live = list(accumulate(event.nbytes for event in trace.events))
+    largest, most_live = 0, float(max(live, default=0))
+    for event, live_bytes in zip(trace.events, live, strict=True):
         call = trace.blocks[event.block].call if event.nbytes == 0 else None
         if call is not None and call.kind != CUBLAS:
-            workspace = sizes[call]
-            if call.spare:
-                largest = max(largest, workspace)
-        most_live = max(most_live, live + (_WORKSPACES_AT_LIMIT if call is not None and call.spare else 1) * workspace)
+            largest = max(largest, sizes[call] if call.spare else 0)
+            most_live = max(most_live, live_bytes + (_WORKSPACES_AT_LIMIT if call.spare else 1) * sizes[call])
     return largest, most_live
 
 

@@ -174,9 +174,12 @@ class Familiarity:
         return reasons
 
 
+_COUNTS = [(kind, f"net_count_{kind}") for kind in VOCABULARY]
+
+
 def kinds_of(values: Mapping[str, float]) -> frozenset[str]:
     """Return the operator classes of a case's forward pass."""
-    return frozenset(kind for kind in VOCABULARY if values.get(f"net_count_{kind}"))
+    return frozenset(kind for kind, name in _COUNTS if values.get(name))
 
 
 @functools.cache
