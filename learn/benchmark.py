@@ -11,7 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,8 @@ from conf.files.outputs import write_output
 from conf.reports.blocks import print_page, write_page
 from learn.commands.benchmark_rows import (
     STEP_FORMULAS,
+    AskedRows,
     BenchmarkSettings,
-    RowSelection,
     Tally,
     ask_free,
     ask_learned,
@@ -42,20 +42,9 @@ from learn.judging.benchmark_view import (
     print_figures,
     reproduce,
 )
-from learn.judging.evaluate import Part, classes_of, keys_of, parts_of
-from learn.judging.scores import (
-    PUBLISHED_FIGURES,
-    TRUSTED_ALONE,
-    Asked,
-    Benchmark,
-    Figures,
-    Given,
-    Scored,
-    described,
-    judged,
-    with_trusted,
-)
-from learn.rows.data import SLOWDOWN, get_target, make_bins
+from learn.judging.evaluate import NEVER_FITTED, Part, classes_of, keys_of, parts_of
+from learn.judging.scores import Asked, Benchmark, Figures, Given, described, judge
+from learn.rows.data import SLOWDOWN, Bins, make_bins
 from learn.rows.step_store import StepStore, with_suspects
 from warehouse.files.folder import DataFolder
 
@@ -91,61 +80,54 @@ def benchmark(
     names = settings.names
     free = [name for name in names if name in TRAINING_FREE]
     learned = [name for name in names if name not in TRAINING_FREE]
-    runs = settings.published is None
-    selection = of_runs(settings) if runs else of_published(settings, learned=bool(learned))
-    bins = {file: selection.bins(file, widths_gb) for file in dict.fromkeys(selection.file.tolist())}
+    is_of_runs = settings.published is None
+    rows, row_notes = of_runs(settings) if is_of_runs else of_published(settings, learned=bool(learned))
+    bins = {file: rows.bins(file, widths_gb) for file in dict.fromkeys(rows.file.tolist())}
     # All estimators are asked about the same held-out rows; else those that learn nothing are asked about all rows.
-    parts = _parts(settings, selection, bins) if learned or settings.split == "holdout" else ()
-    index = np.sort(np.concatenate([part.outside for part in parts])) if parts else np.flatnonzero(selection.asked)
+    parts = _parts(settings, rows, bins) if learned or settings.split == "holdout" else ()
+    index = np.sort(np.concatenate([part.outside for part in parts])) if parts else np.flatnonzero(rows.asked)
 
     tally = Tally(progress)
-    notes = list(selection.notes)
+    notes = [*_notes_of_parts(settings, parts, learned), *row_notes]
     traces = any(get_estimator(name).needs_trace for name in learned)
     steps = StepStore(cache_folder(settings) if traces else None)
     if traces:
-        if computed := steps.prepare(selection.rows.cases, workers=settings.workers, progress=tally.traced):
+        if computed := steps.prepare(rows.cases, workers=settings.workers, progress=tally.traced):
             kept = cache_folder(settings).features
             notes.append(f"{computed} traced steps computed; their features are kept in {kept}")
-        selection, more = _suspects_marked(selection, steps)
-        notes += more
+        known_doubts, rows = rows.doubt, with_suspects(rows, steps)
+        doubted = Counter(rows.file[rows.doubt != known_doubts].tolist())
+        notes += [
+            f"{file}: {doubted[file]} more rows are in doubt: traces or rows of the same network contradict them"
+            for file in bins
+            if doubted[file]
+        ]
         if settings.doubtful == "drop":
-            index = index[selection.rows.doubt[index] == ""]
-    elif selection.rows.target.is_memory:
+            index = index[rows.doubt[index] == ""]
+    elif rows.target.is_memory:
         notes.append("labels were not compared with traces, which no learned estimator that is asked reads")
     tally.add(len(index) * len(names) + len(parts) * len(learned))
-    sets = _sets(settings, selection, index, steps)
 
-    def counted(of: Mapping[str, Asked]) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
-        return judged(sets, of, bins, selection.rows.target.space)
-
+    judge_all = partial(judge, rows.target, _sets(settings, rows, index, steps), bins)
     asked: dict[str, Asked] = {}
     for name in learned:
-        asked[name] = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
-        finished(counted({name: asked[name]})[0])
-    for name, given in ask_free(selection, index, free, settings, tally, steps):
-        asked[name] = given
-        finished(counted({name: given})[0])
-
-    notes = [*_notes_of_parts(settings, parts, learned), *notes]
-    for name in learned:
+        asked[name] = ask_learned(name, rows, parts, bins, settings.seed, tally, steps)
+        finished(judge_all({name: asked[name]}).figures)
         notes += [f"{name}: {text}" for text in _alike(asked[name].warnings)]
-    figures, scored = counted({name: asked[name] for name in names} | _published_estimates(selection, index))
-    rows = selection.rows.subset(index)
-    cards = set(rows.card_mib.tolist())
-    return Benchmark(
-        target=get_target(settings.target),
-        device=", ".join(dict.fromkeys(map(str, rows.device))),
+    for name, given in ask_free(rows, index, free, settings, tally, steps):
+        asked[name] = given
+        finished(judge_all({name: given}).figures)
+
+    cards = set(rows.card_mib[index].tolist())
+    return judge_all(
+        {name: asked[name] for name in names} | _published_estimates(rows, index),
+        devices=rows.device[index].tolist(),
         card_mib=cards.pop() if rows.target.is_memory and len(cards) == 1 else None,
-        bins={of.file: bins[of.file.removesuffix(TRUSTED_ALONE)] for of in figures},
-        figures=tuple(figures),
-        scored=scored,
-        published=tuple(figure for figure in PUBLISHED_FIGURES if figure.target == settings.target),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=notes,
     )
 
 
-def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[str, Any]) -> tuple[Part, ...]:
-    rows = selection.rows
+def _parts(settings: BenchmarkSettings, rows: AskedRows, bins: Mapping[str, Mapping[str, Bins]]) -> tuple[Part, ...]:
     if settings.split == "holdout":  # the very rows that learn.fit holds out
         exact = rows.exact if len(rows.exact) else rows
         whole = make_bins(rows.target, exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
@@ -153,7 +135,7 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[s
     else:
         strata = np.zeros(len(rows), dtype=int)
         for file, file_bins in bins.items():
-            inside = selection.file == file
+            inside = rows.file == file
             strata[inside] = strata.max() + 1 + classes_of(rows.subset(inside), file_bins["published"])
     return parts_of(
         rows,
@@ -162,8 +144,8 @@ def _parts(settings: BenchmarkSettings, selection: RowSelection, bins: Mapping[s
         folds=settings.folds,
         by=settings.by,
         seed=settings.seed,
-        fitted_on=selection.fitted_on,
-        asked=selection.asked,
+        fitted_on=rows.fitted_on,
+        asked=rows.asked,
     )
 
 
@@ -178,46 +160,32 @@ def cache_folder(settings: BenchmarkSettings) -> DataFolder:
     return DataFolder.resolve(user_folder())
 
 
-def _published_estimates(selection: RowSelection, index: np.ndarray) -> dict[str, Asked]:
+def _published_estimates(rows: AskedRows, index: np.ndarray) -> dict[str, Asked]:
     """Return published estimates of exactly these rows, where a file holds them."""
+    records = {i: rows.records[i] for i in index.tolist()}
     estimates: dict[str, Asked] = {}
-    for name in sorted({name for i in index for name in selection.estimates[i]}):
-        with_it = {selection.file[i] for i in index if name in selection.estimates[i]}
+    for name in sorted({name for row in records.values() for name in row.estimates}):
+        with_it = {row.file for row in records.values() if name in row.estimates}
         answers = {
-            i: Given(estimate=selection.estimates[i].get(name), reason="not published for this row")
-            for i in index.tolist()
-            if selection.file[i] in with_it
+            i: Given(estimate=row.estimates.get(name), reason="not published for this row")
+            for i, row in records.items()
+            if row.file in with_it
         }
         estimates[f"{name} {OTHERS}"] = Asked(answers=answers)
     return estimates
 
 
-def _suspects_marked(selection: RowSelection, steps: StepStore) -> tuple[RowSelection, list[str]]:
-    """Return the selection with the doubts of `learn.rows.step_store`, and a note of how many there are."""
-    rows = with_suspects(selection.rows, steps)
-    counts = Counter(selection.file[rows.doubt != selection.rows.doubt].tolist())
-    notes = [
-        f"{file}: {n} more rows are in doubt: traces or rows of the same network contradict them"
-        for file in dict.fromkeys(selection.file.tolist())
-        if (n := counts[file])
-    ]
-    return replace(selection, rows=rows), notes
-
-
 def _notes_of_parts(settings: BenchmarkSettings, parts: Sequence[Part], learned: Sequence[str]) -> list[str]:
-    fitted_parts = [part for part in parts if part.name != "never fitted on"]
-    if not fitted_parts:
+    fitted = [part for part in parts if part.name != NEVER_FITTED]
+    asked = sum(len(part.outside) for part in fitted)
+    if fitted and settings.split == "holdout":
+        return [f"asked: {asked} rows that are held out; learned estimators saw the other {len(fitted[0].inside)}"]
+    if not (fitted and learned):
         return []
-    if settings.split == "holdout":
-        asked, saw = len(fitted_parts[0].outside), len(fitted_parts[0].inside)
-        return [f"asked: {asked} rows that are held out; learned estimators saw the other {saw}"]
-    if not learned:
-        return []
-    n = sum(len(part.outside) for part in fitted_parts)
     how = f"{settings.folds}-fold" if settings.split == "cv" else f"each {settings.by} left out in turn"
     return [
-        f"{how}: learned estimators answer for each of {n} rows from a fit on the others, near-copies left out; "
-        f"{len(fitted_parts)} fits an estimator"
+        f"{how}: learned estimators answer for each of {asked} rows from a fit on the others, near-copies left out; "
+        f"{len(fitted)} fits an estimator"
     ]
 
 
@@ -230,20 +198,16 @@ def _alike(warnings: Sequence[str]) -> list[str]:
 
 
 def _sets(
-    settings: BenchmarkSettings, selection: RowSelection, index: np.ndarray, steps: StepStore
+    settings: BenchmarkSettings, rows: AskedRows, index: np.ndarray, steps: StepStore
 ) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return title -> row -> its entry of `Scored`: each file, and where some of its rows are in doubt also the
-    others alone."""
-    rows = selection.rows
+    """Return file -> row -> its entry of `Scored`."""
     groups = keys_of(rows, settings.by or "module")
     sets: dict[str, dict[int, dict[str, Any]]] = {}
     for i in index.tolist():
-        sets.setdefault(selection.file[i], {})[i] = described(rows.records[i], rows.target) | {
-            "name": str(selection.name[i]),
-            "group": str(groups[i]),
-            "operator": steps.main_operator(rows.cases[i]),
-        }
-    return with_trusted(sets)
+        row = rows.records[i]
+        about = {"name": row.title, "group": str(groups[i]), "operator": steps.main_operator(row.case)}
+        sets.setdefault(row.file, {})[i] = described(row, rows.target) | about
+    return sets
 
 
 def entry(settings: BenchmarkSettings) -> int:

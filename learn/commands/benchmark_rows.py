@@ -1,6 +1,6 @@
 """The settings of a benchmark, checked together before anything is read, the rows that they choose, and the answers.
 
-Start reading at `BenchmarkSettings`, then at `RowSelection`, `of_published` and `of_runs`: the warehouse's runs, or
+Start reading at `BenchmarkSettings`, then at `AskedRows`, `of_published` and `of_runs`: the warehouse's runs, or
 published files, as labelled `Rows`. The answers: what learns nothing is asked once a row (`ask_free`, in processes),
 what learns is fitted part by part (`ask_learned`).
 """
@@ -12,7 +12,7 @@ import pkgutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +25,7 @@ from featurize.job.code_names import trust_key
 from learn.commands.fit import foreign_keys
 from learn.estimators.protocol import ESTIMATORS, Estimator, get_estimator, make_estimator, require_target
 from learn.job.training_job import Case, TrainingJob
-from learn.judging.evaluate import GROUPINGS, SPLITS, Part
+from learn.judging.evaluate import GROUPINGS, SPLITS, Part, ask_parts
 from learn.judging.scores import NEVER_FITTED_ON, Asked, Given, given_of, median, sample
 from learn.rows.data import (
     SLOWDOWN,
@@ -34,6 +34,7 @@ from learn.rows.data import (
     LabelledRow,
     Rows,
     Target,
+    column,
     get_target,
     load_rows,
     make_bins,
@@ -152,7 +153,15 @@ class BenchmarkSettings(Checked):
     trust: tuple[str, ...] = trust_key()
 
     def problems(self) -> Iterator[str]:
-        yield from self._problems_of_slowdown() if self.target == SLOWDOWN else self._problems_of_rows()
+        groupings: Sequence[str] = GROUPINGS
+        if self.target == SLOWDOWN:  # it takes few of the keys
+            from learn.commands.sharing import SPLITS as groupings
+
+            yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
+        else:
+            yield from self._problems_of_rows()
+        if self.by not in (None, *groupings):
+            yield str(unknown_name("by", self.by, groupings))
         yield from self._problems_of_paths()
 
     @property
@@ -167,14 +176,6 @@ class BenchmarkSettings(Checked):
             and ((targets := get_estimator(name).targets) is None or self.target in targets)
         )
 
-    def _problems_of_slowdown(self) -> Iterator[str]:
-        """Yield the problems of target=slowdown, which takes few of the keys."""
-        from learn.commands.sharing import SPLITS as GROUP_SPLITS
-
-        yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
-        if self.by not in (None, *GROUP_SPLITS):
-            yield str(unknown_name("by", self.by, GROUP_SPLITS))
-
     def _problems_of_rows(self) -> Iterator[str]:
         if self.published is not None:
             yield from self._problems_of_published()
@@ -182,8 +183,6 @@ class BenchmarkSettings(Checked):
             yield "paper=true makes its tables from published files; give published=FOLDER with it"
         if self.published is None and self.files is not None:
             yield "files= picks published files; give published=FOLDER with it"
-        if self.by not in (None, *GROUPINGS):
-            yield str(unknown_name("by", self.by, GROUPINGS))
         if self.split == "leave_one_out" and self.by is None:
             yield f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
         yield from self._problems_of_estimators()
@@ -234,38 +233,46 @@ def _refusal_of(check: Callable[[], object]) -> Iterator[str]:
 OURS_GB = 1  # width of our own memory classes
 
 
-@dataclass(frozen=True)
-class RowSelection:
-    """Everything that is asked or fitted on; each array has one entry a row.
+@dataclass(frozen=True, kw_only=True)
+class AskedRow(LabelledRow):
+    """One row of a benchmark.
 
-    file       what separates figures: the published file, the warehouse's family
-    name       for people
-    asked      bool: answers are wanted; fitted_on: bool, an estimator may learn from it
-    refused    why there is no such job, where there is none
-    estimates  published estimates of the row, name -> value
+    file        what separates figures: the published file, the warehouse's family
+    title       for people
+    asked       answers are wanted; fitted_on: an estimator may learn from it
+    refused     why there is no such job, where there is none
+    estimates   published estimates of the row, name -> value
     """
 
-    rows: Rows
-    file: np.ndarray
-    name: np.ndarray
-    asked: np.ndarray
-    fitted_on: np.ndarray
-    refused: tuple[str | None, ...]
-    estimates: tuple[Mapping[str, float], ...]
-    notes: tuple[str, ...]
+    file: str
+    title: str
+    asked: bool = True
+    fitted_on: bool = True
+    refused: str | None = None
+    estimates: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AskedRows(Rows):
+    """Everything that is asked or fitted on."""
+
+    records: tuple[AskedRow, ...]
+
+    file = column("file", object)
+    asked = column("asked", bool)
+    fitted_on = column("fitted_on", bool)
 
     def bins(self, file: str, widths_gb: Sequence[int] = ()) -> dict[str, Bins]:
         """Return the classes that a file's rows are judged by: `published`, and for memory `ours` and each of
         `widths_gb`, by its name as `2 GB`."""
-        rows = self.rows.subset(self.file == file)
-        target = rows.target
+        rows = self.subset(self.file == file)
         # A quantile of no labels does not exist; a file of nothing but out-of-memory rows has none.
         exact = rows.exact if len(rows.exact) else rows
         card = _card(rows)
-        bins_of = {"published": make_bins(target, exact.label, exact.family, ceiling_mib=card)}
-        if target.is_memory:
-            bins_of["ours"] = memory_bins(exact.label, OURS_GB, card)
-            bins_of |= {f"{width} GB": memory_bins(exact.label, width, card) for width in widths_gb}
+        bins_of = {"published": make_bins(self.target, exact.label, exact.family, ceiling_mib=card)}
+        if self.target.is_memory:
+            widths = {"ours": OURS_GB, **{f"{width} GB": width for width in widths_gb}}
+            bins_of |= {name: memory_bins(exact.label, width, card) for name, width in widths.items()}
         return bins_of
 
 
@@ -282,34 +289,38 @@ def _card(rows: Rows) -> float | None:
 # ---- the warehouse
 
 
-def of_runs(settings: BenchmarkSettings) -> RowSelection:
-    """Return the usable runs, sampled. Raises `UsageError` as `learn.rows.data.load_rows` does."""
+def of_runs(settings: BenchmarkSettings) -> tuple[AskedRows, list[str]]:
+    """Return the usable runs, sampled, and notes. Raises `UsageError` as `learn.rows.data.load_rows` does."""
     rows = load_rows(
         settings.data, settings.target, settings.family, settings.source, settings.device_name, trust=settings.trust
     )
     if settings.doubtful == "drop":
         rows = rows.trusted
-    families = sorted(set(rows.family))
+    notes = list(rows.left_out)
     chosen: list[int] = []
-    for family in families:
+    for family in sorted(set(rows.family)):
         members = np.flatnonzero(rows.family == family)
-        chosen += members[sample(rows.module[members].tolist(), settings.rows, f"{settings.seed}/{family}")].tolist()
+        kept = members[sample(rows.module[members].tolist(), settings.rows, f"{settings.seed}/{family}")]
+        chosen += kept.tolist()
+        notes += _doubts(family, rows.doubt[kept].tolist())
     rows = rows.subset(sorted(chosen))
-    notes = [*rows.left_out]
-    for family in families:
-        notes += _doubts(family, rows.doubt[rows.family == family].tolist())
     if "simulated" in rows.count("source"):
         notes.append("the labels are of simulated devices: the figures say nothing about real GPUs")
-    n = len(rows)
-    everything = np.ones(n, dtype=bool)
-    return RowSelection(rows, rows.family, rows.run_ids, everything, everything, (None,) * n, ({},) * n, tuple(notes))
+    return asked_rows(rows, rows.family), notes
+
+
+def asked_rows(rows: Rows, file: np.ndarray) -> AskedRows:
+    """Return the warehouse's rows, (n,), as those of a benchmark, which all can be fitted on; `file` is (n,)."""
+    records = zip(rows.records, file.tolist(), strict=True)
+    return AskedRows(rows.target, tuple(AskedRow(**vars(row), file=name, title=row.run_id) for row, name in records))
 
 
 # ---- published files
 
 
-def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
-    """Return the rows of published files that can be labels. `learned`: an estimator that has to be fitted is asked.
+def of_published(settings: BenchmarkSettings, *, learned: bool) -> tuple[AskedRows, list[str]]:
+    """Return the rows of published files that can be labels, and notes. `learned`: an estimator that has to be fitted
+    is asked.
 
     Where all files asked are of the form that is never fitted on, the folder's other files are read too, to fit on.
     Raises `UsageError` where nothing is left to ask, or nothing to fit on.
@@ -321,54 +332,36 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> RowSelection:
     assert settings.published is not None  # else the benchmark is of the warehouse's runs
     published = read_published(settings.published, settings.files or ())
     notes = [f"{path.name} has no known header and is left out" for path in published.others]
-    asked_of = {file.path.stem for file in published.files}
     files = list(published.files)
-    never = [file.path.stem for file in files if file.form == NEVER_FITTED_ON]
-    if learned and len(never) == len(files):
+    if learned and all(file.form == NEVER_FITTED_ON for file in files):
         others = read_published(settings.published).files
         files += [file for file in others if file.form != NEVER_FITTED_ON]
 
-    rows: list[tuple[PublishedFile, PublishedRow]] = []
-    for file in files:
-        usable = _usable(file, target, spec, settings, notes if file.path.stem in asked_of else [])
-        kept = sample([row.module for row in usable], settings.rows, f"{settings.seed}/{file.path.stem}")
-        rows += [(file, usable[i]) for i in kept]
-        if file.path.stem in asked_of and kept:
-            notes += _doubts(file.path.stem, [usable[i].doubt or "" for i in kept])
-    if not any(file.path.stem in asked_of for file, _ in rows):
+    records: list[AskedRow] = []
+    for place, file in enumerate(files):
+        stem, asked = file.path.stem, place < len(published.files)
+        usable = _usable(file, target, spec, settings, notes if asked else [])
+        kept = [usable[i] for i in sample([row.module for row in usable], settings.rows, f"{settings.seed}/{stem}")]
+        records += [_asked_row(row, file, asked, target, spec) for row in kept]
+        if asked and kept:
+            notes += _doubts(stem, [row.doubt or "" for row in kept])
+    if not any(row.asked for row in records):
         where = f"published={settings.published}: no rows are left with family={settings.family}"
         notes_text = "; ".join(notes)
         raise UsageError(f"{where}, target={target.name}{f' ({notes_text})' if notes_text else ''}")
-
-    cases, refused = zip(*(_case(row, spec) for _, row in rows), strict=True)
-    pairs = zip(rows, refused, strict=True)
-    fitted_on = np.array([why is None and file.form != NEVER_FITTED_ON for (file, _), why in pairs])
-    asked = np.array([file.path.stem in asked_of for file, _ in rows])
-    if learned and not fitted_on.any():
+    if learned and not any(row.fitted_on for row in records):
         raise UsageError(
             f"published={settings.published}: no file here that an estimator may be fitted on; name the folder, with "
             f"other files in it, or estimators that learn nothing"
         )
-    never = [stem for stem in never if any(file.path.stem == stem for file, _ in rows)]
-    if learned and never:
-        names = ", ".join(dict.fromkeys(file.path.stem for file, _ in rows if file.form != NEVER_FITTED_ON))
+    stems = dict.fromkeys(row.file for row in records)
+    never = {file.path.stem for file in files if file.form == NEVER_FITTED_ON}
+    if learned and not never.isdisjoint(stems):
         notes.append(
-            f"{', '.join(sorted(never))}: never fitted on; learned estimators are fitted on all rows of {names} but "
-            "those of models of the same names"
+            f"{', '.join(sorted(never.intersection(stems)))}: never fitted on; learned estimators are fitted on all "
+            f"rows of {', '.join(stem for stem in stems if stem not in never)} but those of models of the same names"
         )
-    records = tuple(_label(row, case, target, spec) for (_, row), case in zip(rows, cases, strict=True))
-    statuses = Counter(row.status for _, row in rows)
-    row_names = [f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name for _, row in rows]
-    return RowSelection(
-        Rows(target, records, dict(sorted(statuses.items()))),
-        np.array([file.path.stem for file, _ in rows], dtype=object),
-        np.array(row_names, dtype=object),
-        asked,
-        fitted_on,
-        refused,
-        tuple(row.estimates if target.is_memory else {} for _, row in rows),
-        tuple(notes),
-    )
+    return AskedRows(target, tuple(records)), notes
 
 
 def _usable(
@@ -419,13 +412,14 @@ def _refuse(reason: str, *_: object) -> NoReturn:
     raise UsageError(reason)
 
 
-def _label(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> LabelledRow:
+def _asked_row(row: PublishedRow, file: PublishedFile, asked: bool, target: Target, spec: DeviceSpec) -> AskedRow:
+    case, refused = _case(row, spec)
     out_of_memory = target.is_memory and row.status == "oom"
     label = row.memory_mib if target.is_memory else row.utilization[target.column]
     if out_of_memory:
         label = spec.memory_mib
     assert label is not None  # `_usable` has left the others out
-    return LabelledRow(
+    return AskedRow(
         run_id=row.name,
         case=case,
         label=label,
@@ -438,6 +432,12 @@ def _label(row: PublishedRow, case: Case, target: Target, spec: DeviceSpec) -> L
         group=_group(row, case),
         module=row.module,
         doubt=row.doubt or "",
+        file=file.path.stem,
+        title=f"{row.name} {row.model} batch {row.batch_size}" if row.model else row.name,
+        asked=asked,
+        fitted_on=refused is None and file.form != NEVER_FITTED_ON,
+        refused=refused,
+        estimates=row.estimates if target.is_memory else {},
     )
 
 
@@ -492,7 +492,7 @@ class Tally:
 
 
 def ask_free(
-    selection: RowSelection,
+    rows: AskedRows,
     index: np.ndarray,
     names: Sequence[str],
     settings: BenchmarkSettings,
@@ -503,31 +503,29 @@ def ask_free(
 
     The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
     """
-    answers: dict[str, dict[int, Given]] = {name: {} for name in names}
-    jobs: list[tuple[str, Case, str]] = []
-    places: list[tuple[str, int]] = []  # each job's estimator and row
-    for name in sorted(names, key=SLOW.__contains__):
+    answers: dict[str, dict[int, Given]] = {name: {} for name in sorted(names, key=SLOW.__contains__)}
+    jobs: list[tuple[str, int, Case]] = []
+    for name, of_name in answers.items():
         for i in index.tolist():
-            case, reason = selection.rows.cases[i], selection.refused[i]
-            given = None if reason is None else Given(estimate=None, reason=reason)
-            if name == "trace" and given is None:
-                given = _of_record(case, selection.rows.target, steps)
+            row, given = rows.records[i], None
+            if row.refused is not None:
+                given = Given(estimate=None, reason=row.refused)
+            elif name == "trace":
+                given = _of_record(row.case, rows.target, steps)
             if given is not None:
-                answers[name][i] = given
-                continue
-            described = replace(case, described=describe_device(case.device))  # a copy: its memory need not travel
-            jobs.append((ESTIMATORS[name], described, settings.target))
-            places.append((name, i))
-    for name, given_rows in answers.items():
-        tally.step(len(given_rows))
-        if len(given_rows) == len(index):
-            yield name, Asked(answers=given_rows)
+                of_name[i] = given
+            else:  # of a copy of the case, what it remembers need not travel
+                jobs.append((name, i, replace(row.case, described=describe_device(row.case.device))))
+        tally.step(len(of_name))
+        if len(of_name) == len(index):
+            yield name, Asked(answers=of_name)
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
     how: dict[str, Any] = {"prepare": WITH_TORCH, "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
-    for number, given in in_processes(answer, jobs, workers=workers, **how):
-        name, i = places[number]
-        estimate = None if isinstance(given, NoResult) else given.mib
-        answers[name][i] = Given(estimate=estimate, reason=given.reason, seconds=given.seconds)
+    questions = [(ESTIMATORS[name], case, settings.target) for name, _, case in jobs]
+    for number, answered in in_processes(answer, questions, workers=workers, **how):
+        name, i, _ = jobs[number]
+        estimate = None if isinstance(answered, NoResult) else answered.mib
+        answers[name][i] = Given(estimate=estimate, reason=answered.reason, seconds=answered.seconds)
         tally.step()
         if len(answers[name]) == len(index):
             yield name, Asked(answers=answers[name])
@@ -562,48 +560,36 @@ def _of_record(case: Case, target: Target, steps: StepStore) -> Given | None:
 
 def ask_learned(
     name: str,
-    selection: RowSelection,
+    rows: AskedRows,
     parts: Sequence[Part],
     bins: Mapping[str, Mapping[str, Bins]],
     seed: int,
     tally: Tally,
     steps: StepStore,
 ) -> Asked:
-    """Fit on the inside of each part and ask the rows outside. A part that it cannot be fitted to is refused whole."""
-    answers: dict[int, Given] = {}
+    """Fit an estimator on the inside of each part and ask it the rows outside."""
     warnings: dict[str, None] = {}
-    seconds, latency = [], {}
-    for part in parts:
-        began = time.monotonic_ns()
-        try:
-            fitted = make_estimator(name, seed).fit(selection.rows.subset(part.inside), steps)
-        except CommandError as error:
-            refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
-            answers |= dict.fromkeys(part.outside.tolist(), refusal)
-            tally.step(1 + len(part.outside))
-            continue
-        seconds.append((time.monotonic_ns() - began) / 1e9)
-        tally.step()
-        for file in dict.fromkeys(selection.file[part.outside].tolist()):
-            index = part.outside[selection.file[part.outside] == file]
-            rows = selection.rows.subset(index)
-            given, unfamiliar = _ask(fitted, rows, bins[file], steps)
+    latency: dict[str, float | None] = {}
+
+    def fitted(inside: np.ndarray) -> Callable[[np.ndarray], dict[int, Given]]:
+        return partial(answers_of, make_estimator(name, seed).fit(rows.subset(inside), steps))
+
+    def answers_of(estimator: Estimator, outside: np.ndarray) -> dict[int, Given]:
+        answers: dict[int, Given] = {}
+        for file in dict.fromkeys(rows.file[outside].tolist()):
+            index = outside[rows.file[outside] == file]
+            asked = rows.subset(index)
+            given, unfamiliar = _ask(estimator, asked, bins[file], steps)
             answers |= dict(zip(index.tolist(), given, strict=True))
-            warnings |= dict.fromkeys(unfamiliar)
-            tally.step(len(index))
+            warnings.update(dict.fromkeys(unfamiliar))
             if file not in latency:
-                timed = [case for case, answer in zip(rows.cases, given, strict=True) if answer.estimate is not None]
-                latency[file] = _latency(fitted, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
-    known = {file: value for file, value in latency.items() if value is not None}
+                timed = [case for case, answer in zip(asked.cases, given, strict=True) if answer.estimate is not None]
+                latency[file] = _latency(estimator, timed[: TIMED_CASES + 1], get_estimator(name).needs_trace, steps)
+        return answers
+
     # The first fit of all also computes features that later ones, also of other estimators, find remembered.
-    return Asked(
-        answers=answers,
-        learns=True,
-        latency=known,
-        fit_seconds=median(np.array(seconds)),
-        fits=len(seconds),
-        warnings=tuple(warnings),
-    )
+    asked = ask_parts(parts, fitted, tally.step)
+    return replace(asked, latency=latency, warnings=tuple(warnings))
 
 
 def _ask(
@@ -629,4 +615,4 @@ def _latency(fitted: Estimator, cases: Sequence[Case], traced: bool, steps: Step
         began = time.monotonic_ns()
         fitted.predict([case], steps)
         seconds.append((time.monotonic_ns() - began) / 1e9 + (record.seconds if record is not None else 0.0))
-    return float(np.median(seconds[1:] or seconds)) if seconds else None
+    return median(np.array(seconds[1:] or seconds))

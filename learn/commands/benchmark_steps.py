@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ from conf.errors import CommandError, UsageError, shown, unknown_name
 from conf.plain_text import first_line
 from featurize.device.device_spec import DeviceSpec, same_device
 from featurize.families import gpt
-from learn.commands.benchmark_rows import BenchmarkSettings, RowSelection, Tally, ask_learned
+from learn.commands.benchmark_rows import BenchmarkSettings, Tally, ask_learned, asked_rows
 from learn.estimation.estimating import estimate
 from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
 from learn.estimators.protocol import ESTIMATORS
@@ -30,13 +29,12 @@ from learn.fitting.kernel_formulas import (
     AS_IT_COMES,
     FORMULAS,
     labels_by,
-    left_out_by,
     subsets,
 )
 from learn.fitting.kernel_rows import FARM, WEIGHTS, measured_rows
 from learn.fitting.published_jobs import LLM_FOUNDRY, SIZES, fused_mpt_loss, mpt_config
-from learn.judging.evaluate import TEST_TENTHS, Part, left_out_errors
-from learn.judging.scores import Asked, Benchmark, Given, judged, median
+from learn.judging.evaluate import TEST_TENTHS, Part, ask_parts, held_out_by
+from learn.judging.scores import Asked, Benchmark, Given, judge
 from learn.rows.data import get_target, load_rows, make_bins
 from learn.rows.step_store import StepStore
 
@@ -88,35 +86,31 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
     )
     tally.step()  # of the last row, before which it was called last
     fit = TimeFit(rows, WEIGHTS)
-    masks = _masks(fit, settings)
+    parts = _parts(fit, settings)
+    outside = np.concatenate([part.outside for part in parts])
+    outside_steps = np.sort(outside[fit.steps[outside]])
     names = settings.estimators or _DEFAULTS
-    formulas = [name for name in names if name in FORMULAS]
-    learned = [name for name in names if name not in (*FORMULAS, RANKS)]
-    tally.add(len(masks) * len(formulas))
-    asked = {name: _ask_formula(name, fit, masks, tally) for name in formulas}
+    asked = {name: _ask_formula(name, fit, parts, tally) for name in names if name in FORMULAS}
     if RANKS in names:
-        outside = np.any(masks, axis=0) & fit.steps
-        asked[RANKS] = Asked(answers=ask_ranks(fit.rows, outside, settings.data, tally))
-    asked |= _ask_estimators(learned, fit, masks, settings, tally)
-    notes = [f"{number:,} rows are left out: {reason}" for reason, number in left_out.items()]
+        asked[RANKS] = Asked(answers=ask_ranks(fit.rows, outside_steps, settings.data, tally))
+    learned = [name for name in names if name not in asked]
+    asked |= _ask_estimators(learned, fit, parts, outside_steps, settings, tally)
     target = get_target(_TARGET)
-    sets = _sets(fit, asked, settings.by)
+    sets = _sets(fit, np.sort(outside), settings.by)
     bins = {
         title: {
             "published": make_bins(target, np.array([about["label"] for about in rows.values()]), fit.groups[[*rows]])
         }
         for title, rows in sets.items()
     }
-    figures, scored = judged(sets, {name: asked[name] for name in names}, bins, target.space)
-    return Benchmark(
-        target=target,
-        device=", ".join(dict.fromkeys(fit.devices[fit.steps].tolist())),
-        card_mib=None,
-        bins=bins,
-        figures=tuple(figures),
-        scored=scored,
-        published=(),
-        notes=(*_notes(settings, masks, names, asked), *notes),
+    notes = [f"{number:,} rows are left out: {reason}" for reason, number in left_out.items()]
+    return judge(
+        target,
+        sets,
+        bins,
+        {name: asked[name] for name in names},
+        devices=fit.devices[fit.steps].tolist(),
+        notes=(*_notes(settings, len(parts), names, asked), *notes),
     )
 
 
@@ -128,109 +122,88 @@ def _is_wanted(row: MeasuredTime, settings: BenchmarkSettings) -> bool:
     )
 
 
-def _masks(fit: TimeFit, settings: BenchmarkSettings) -> list[np.ndarray]:
-    """Return the masks of the rows that are left out in turn."""
+def _parts(fit: TimeFit, settings: BenchmarkSettings) -> list[Part]:
+    """Return the fits: all rows but those that are left out in turn."""
     steps = fit.steps
-    if settings.split != "leave_one_out":
-        families = np.unique(fit.groups[steps])
-        few = len(families) <= settings.folds  # then parts of several families could leave nothing to learn from
-        folds = 10 if settings.split == "holdout" else None if few else settings.folds
-        masks = left_out_by(fit, "family", folds)
-        masks = [np.any(masks[:TEST_TENTHS], axis=0)] if settings.split == "holdout" else masks
-        masks = [mask for mask in masks if mask.any()]
-        if not masks or any(mask[steps].all() for mask in masks):
-            raise UsageError(
-                f"split={settings.split}: the steps are of too few families ({', '.join(families)}) to leave some out"
-            )
-        return masks
-    if settings.by not in STEP_GROUPINGS:
-        raise unknown_name("by of measured step times", settings.by, STEP_GROUPINGS)
-    of_steps = np.unique(labels_by(fit, settings.by)[steps])
-    if len(of_steps) < 2:
+    by = settings.by if settings.split == "leave_one_out" and settings.by else "family"
+    if by not in STEP_GROUPINGS:
+        raise unknown_name("by of measured step times", by, STEP_GROUPINGS)
+    labels = labels_by(fit, by)
+    of_steps = np.unique(labels[steps])
+    if settings.split == "leave_one_out" and len(of_steps) < 2:
+        raise UsageError(f"split=leave_one_out by={by}: all steps are of {by} {of_steps[0]}; it takes two or more")
+    many = len(of_steps) > settings.folds  # else parts of several families could leave nothing to learn from
+    folds = {"holdout": 10, "cv": settings.folds if many else None, "leave_one_out": None}[settings.split]
+    masks = held_out_by(labels, folds)
+    masks = [np.any(masks[:TEST_TENTHS], axis=0)] if settings.split == "holdout" else masks
+    masks = [mask for mask in masks if mask.any()]
+    if not masks or any(mask[steps].all() for mask in masks):
         raise UsageError(
-            f"split=leave_one_out by={settings.by}: all steps are of {settings.by} {of_steps[0]}; it takes two or more"
+            f"split={settings.split}: the steps are of too few families ({', '.join(of_steps)}) to leave some out"
         )
-    return left_out_by(fit, settings.by)
+    return [Part("", np.flatnonzero(~mask), np.flatnonzero(mask)) for mask in masks]
 
 
-def _ask_formula(name: str, fit: TimeFit, masks: Sequence[np.ndarray], tally: Tally) -> Asked:
-    formula, seconds = FORMULAS[name](fit), []
+def _ask_formula(name: str, fit: TimeFit, parts: Sequence[Part], tally: Tally) -> Asked:
+    formula = FORMULAS[name](fit)
 
-    def without(mask: np.ndarray) -> np.ndarray:
-        began = time.monotonic_ns()
-        ratios = formula(~mask)
-        seconds.append((time.monotonic_ns() - began) / 1e9)
-        tally.step()
-        return ratios
+    def fitted(inside: np.ndarray) -> Callable[[np.ndarray], dict[int, Given]]:
+        ratios = formula(np.isin(np.arange(len(fit.rows)), inside))
+        return lambda outside: {place: answer(place, ratios[place]) for place in outside.tolist()}
 
-    ratios = left_out_errors(np.empty(len(fit.rows)), masks, without)
-    outside = np.any(masks, axis=0)
-    answers = {
-        place: Given(estimate=row.measured_ms * math.exp(ratios[place]))
-        if math.isfinite(ratios[place])
-        else Given(estimate=None, reason="the rows that it learned from do not cover this one")
-        for place, row in enumerate(fit.rows)
-        if outside[place]
-    }
-    if name == AS_IT_COMES:
-        return Asked(answers=answers)
-    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)), fits=len(masks))
+    def answer(place: int, ratio: float) -> Given:
+        if not math.isfinite(ratio):
+            return Given(estimate=None, reason="the rows that it learned from do not cover this one")
+        return Given(estimate=fit.rows[place].measured_ms * math.exp(ratio))
+
+    tally.add(sum(1 + len(part.outside) for part in parts))
+    asked = ask_parts(parts, fitted, tally.step)
+    return Asked(answers=asked.answers) if name == AS_IT_COMES else asked
 
 
 def _ask_estimators(
-    names: Sequence[str], fit: TimeFit, masks: Sequence[np.ndarray], settings: BenchmarkSettings, tally: Tally
+    names: Sequence[str],
+    fit: TimeFit,
+    parts: Sequence[Part],
+    outside_steps: np.ndarray,
+    settings: BenchmarkSettings,
+    tally: Tally,
 ) -> dict[str, Asked]:
     """Fit estimators of trial configs on the same rows, as far as these have one."""
     if not names:
         return {}
-    outside = np.flatnonzero(np.any(masks, axis=0) & fit.steps).tolist()
-    refused = dict.fromkeys(outside, Given(estimate=None, reason=_NO_CONFIG))
+    refused = dict.fromkeys(outside_steps.tolist(), Given(estimate=None, reason=_NO_CONFIG))
     try:
-        selection, place = _selection(fit, settings)
+        rows = load_rows(settings.data, _TARGET, source=tuple(_OF_SOURCE), trust=settings.trust)
+        place_of = {row.run_id: position for position, row in enumerate(fit.rows) if row.run_id}
+        rows = rows.subset([position for position, run_id in enumerate(rows.run_ids) if run_id in place_of])
+        if not len(rows):
+            raise UsageError(_NO_CONFIG)
     except CommandError as error:
-        reason = f"cannot be fitted: {error}"
-        answers = dict.fromkeys(outside, Given(estimate=None, reason=reason))
-        return {name: Asked(answers=answers, learns=True) for name in names}
-    parts = [
-        Part(f"part {number}", np.flatnonzero(~mask[place]), np.flatnonzero(mask[place]))
-        for number, mask in enumerate(masks, start=1)
-        if mask[place].any()
-    ]
-    bins = {source: selection.bins(source) for source in dict.fromkeys(selection.file.tolist())}
+        reason = Given(estimate=None, reason=f"cannot be fitted: {error}")
+        return dict.fromkeys(names, Asked(answers=dict.fromkeys(refused, reason), learns=True))
+    place = np.array([place_of[run_id] for run_id in rows.run_ids])
+    of_steps = asked_rows(rows, fit.sources[place])
+    own = [Part("", *(np.flatnonzero(np.isin(place, side)) for side in (part.inside, part.outside))) for part in parts]
+    own = [part for part in own if len(part.outside)]
+    bins = {source: of_steps.bins(source) for source in dict.fromkeys(of_steps.file.tolist())}
     steps = StepStore(settings.data)
-    steps.prepare(selection.rows.cases, workers=settings.workers)
+    steps.prepare(rows.cases, workers=settings.workers)
     asked = {}
     for name in names:
-        tally.add(sum(1 + len(part.outside) for part in parts))
-        learned = ask_learned(name, selection, parts, bins, settings.seed, tally, steps)
+        tally.add(sum(1 + len(part.outside) for part in own))
+        learned = ask_learned(name, of_steps, own, bins, settings.seed, tally, steps)
         answers = {int(place[position]): replace(given, classes={}) for position, given in learned.answers.items()}
         asked[name] = replace(learned, answers=refused | answers, latency={})
     return asked
 
 
-def _selection(fit: TimeFit, settings: BenchmarkSettings) -> tuple[RowSelection, np.ndarray]:
-    """Return the rows that have a trial config, and the place of each among those of the fit."""
-    rows = load_rows(settings.data, _TARGET, source=tuple(_OF_SOURCE), trust=settings.trust)
-    place_of = {row.run_id: position for position, row in enumerate(fit.rows) if row.run_id}
-    rows = rows.subset([position for position, run_id in enumerate(rows.run_ids) if run_id in place_of])
-    if not len(rows):
-        raise UsageError(_NO_CONFIG)
-    place = np.array([place_of[run_id] for run_id in rows.run_ids])
-    everything = np.ones(len(rows), dtype=bool)
-    selection = RowSelection(
-        rows, fit.sources[place], rows.run_ids, everything, everything, (None,) * len(rows), ({},) * len(rows), ()
-    )
-    return selection, place
-
-
-def _sets(fit: TimeFit, asked: Mapping[str, Asked], by: str | None) -> dict[str, dict[int, dict[str, Any]]]:
+def _sets(fit: TimeFit, outside: np.ndarray, by: str | None) -> dict[str, dict[int, dict[str, Any]]]:
     """Return title -> row -> its entry of `Scored`.
 
     Single operators are not training jobs, which is all that estimators answer for: they have no answers there.
     """
     groups = {"device": fit.devices, "source": fit.sources}.get(by or "", fit.groups)
-    outside = np.zeros(len(fit.rows), dtype=bool)
-    outside[[place for of in asked.values() for place in of.answers]] = True
     sets = {
         title: {
             place: {
@@ -240,20 +213,18 @@ def _sets(fit: TimeFit, asked: Mapping[str, Asked], by: str | None) -> dict[str,
                 "family": fit.rows[place].group,
                 "source": "measured" if fit.rows[place].source == FARM else "imported",
             }
-            for place in np.flatnonzero(mask & outside).tolist()
+            for place in outside[mask[outside]].tolist()
         }
         for title, mask in subsets(fit)
     }
     return {title: rows for title, rows in sets.items() if rows}
 
 
-def _notes(
-    settings: BenchmarkSettings, masks: Sequence[np.ndarray], names: Sequence[str], asked: Mapping[str, Asked]
-) -> list[str]:
+def _notes(settings: BenchmarkSettings, parts: int, names: Sequence[str], asked: Mapping[str, Asked]) -> list[str]:
     from featurize.timing.step_time import load_efficiencies
 
     how = {
-        "cv": f"families of networks in {len(masks)} parts, each part left out in turn",
+        "cv": f"families of networks in {parts} parts, each part left out in turn",
         "holdout": "families of networks held out, 30 % of them",
         "leave_one_out": f"each {settings.by} left out in turn",
     }[settings.split]
@@ -341,13 +312,13 @@ def rank_job_of(cells: Mapping[str, str]) -> RankJob:
 
 
 def ask_ranks(
-    rows: Sequence[MeasuredTime], outside: np.ndarray, data: str | os.PathLike[str] | None, tally: Tally
+    rows: Sequence[MeasuredTime], places: np.ndarray, data: str | os.PathLike[str] | None, tally: Tally
 ) -> dict[int, Given]:
     """Return the time of each row's micro-step, by the place of the row.
 
     Args:
         rows: The measured steps.
-        outside: Mask of those that are asked about.
+        places: Positions of those that are asked about.
         data: The data folder, whose column `origin` has the published cells.
         tally: Is called for each row.
     """
@@ -355,9 +326,8 @@ def ask_ranks(
         asked = connection.execute("SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
         cells_of = dict(asked.fetchall())
     answers = {}
-    places = np.flatnonzero(outside).tolist()
     tally.add(len(places))
-    for place in places:
+    for place in places.tolist():
         row = rows[place]
         answers[place] = Given(estimate=None, reason="no ranks are published of the row")
         if row.run_id in cells_of:

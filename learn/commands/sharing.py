@@ -14,7 +14,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,7 @@ from conf.errors import UsageError, shown
 from conf.plain_text import MISSING, table_lines
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, load_device
 from learn.commands.estimate import described_device, open_data
-from learn.judging.scores import Asked, Benchmark, Errors, Figures, Given, Scored, errors_of, with_trusted
-from learn.judging.scores import judged as scores_of
+from learn.judging.scores import Asked, Benchmark, Errors, Given, errors_of, judge
 from learn.rows.data import SLOWDOWN, Bins, Target
 from learn.sharing.admitting import Admission, GpuState, KnownJob, admit
 from learn.sharing.slowdowns import (
@@ -199,7 +198,7 @@ def benchmark_slowdowns(
 
     groups, left_out = measured_groups(settings.data, settings.source, settings.device_name)
     split = settings.by or SPLITS[0]
-    figures, scored, aucs = judge_slowdowns(groups, split, progress)
+    done, aucs = judge_slowdowns(groups, split, progress)
     notes = [f"each {split} is left out in turn; labels and errors are shares of a job's speed that it loses to others"]
     for title in dict.fromkeys(title for title, _ in aucs):
         known = ", ".join(f"{name} {auc:.3f}" for (of, name), auc in aucs.items() if of == title and auc is not None)
@@ -209,26 +208,16 @@ def benchmark_slowdowns(
         f"(median), {error_text(True, off.mean)} (mean), {error_text(True, off.p90)} (p90)"
         for title, (count, off) in memory_errors(groups).items()
     ]
-    if not figures:
+    if not done.figures:
         notes.append(f"no estimator was judged: of one {split} alone there are no groups to learn from")
     notes += [f"left out: {count:,} groups: {reason}" for reason, count in left_out.items()]
-    return Benchmark(
-        target=SPEED_LOST,
-        device=", ".join(sorted({group.device for group in groups})),
-        card_mib=None,
-        bins={of.file: {"published": KEEPING} for of in figures},
-        figures=tuple(figures),
-        scored=scored,
-        published=(),
-        notes=tuple(notes),
-        level=PERCENTILE,
-    )
+    return replace(done, notes=tuple(notes))
 
 
 def judge_slowdowns(
     groups: Sequence[MeasuredGroup], split: str, progress: Callable[[int, int], None] = lambda completed, total: None
-) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]], dict[tuple[str, str], float | None]]:
-    """Return the figures of every estimator for each source and series, the rows behind them, and the AUC.
+) -> tuple[Benchmark, dict[tuple[str, str], float | None]]:
+    """Return the figures of every estimator for each source and series, and the AUC.
 
     The AUC, by source and estimator, is for groups in which all keep 85 % of their speed; None where all or none do.
 
@@ -247,26 +236,27 @@ def judge_slowdowns(
     for group in groups:
         by_title[f"{group.title} {group.series}".strip()].append(group)
     parts = [(title, *part) for title in sorted(by_title) for part in left_out_parts(by_title[title], split)]
-    sets: dict[str, dict[int, dict[str, Any]]] = {}
+    sets: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     answers: dict[str, dict[int, Given]] = {name: {} for name in ESTIMATORS}
     keeps: dict[tuple[str, str], list[tuple[bool, float]]] = defaultdict(list)
     rows = itertools.count()
     for completed, (title, inside, outside) in enumerate(parts, start=1):
-        of_part = {name: list(_answers(fit, inside, outside)) for name, fit in ESTIMATORS.items()}
-        for place, group in enumerate(outside):
-            numbers = list(itertools.islice(rows, len(group.jobs)))
-            for member, row in enumerate(numbers):
-                sets.setdefault(title, {})[row] = _about(group, member, split) | {"name": f"{group.group_id}-{row}"}
-            for name, of_groups in of_part.items():
-                answers[name] |= dict(zip(numbers, of_groups[place], strict=True))
-                lost = [answer.estimate for answer in of_groups[place] if answer.estimate is not None]
+        numbers = [list(itertools.islice(rows, len(group.jobs))) for group in outside]
+        for group, of_group in zip(outside, numbers, strict=True):
+            for member, row in enumerate(of_group):
+                sets[title][row] = _about(group, member, split) | {"name": f"{group.group_id}-{row}"}
+        for name, fit in ESTIMATORS.items():
+            for group, of_group, given in zip(outside, numbers, _answers(fit, inside, outside), strict=True):
+                answers[name] |= dict(zip(of_group, given, strict=True))
+                lost = [answer.estimate for answer in given if answer.estimate is not None]
                 if lost and not group.is_apart:
                     keeps[title, name].append((max(group.slowdowns) <= 1.0 / BOTH_KEEP, -max(lost)))
         progress(completed, len(parts))
-    asked = {name: Asked(answers=group_answers, learns=True) for name, group_answers in answers.items()}
+    asked = {name: Asked(answers=of_name, learns=True) for name, of_name in answers.items()}
     bins = {title: {"published": KEEPING} for title in sets}
-    figures, scored = scores_of(with_trusted(sets), asked, bins, SPEED_LOST.space)
-    return figures, scored, {key: _auc(*map(np.array, zip(*pairs, strict=True))) for key, pairs in keeps.items()}
+    devices = sorted({group.device for group in groups})
+    done = judge(SPEED_LOST, sets, bins, asked, devices=devices, level=PERCENTILE)
+    return done, {key: _auc(*map(np.array, zip(*pairs, strict=True))) for key, pairs in keeps.items()}
 
 
 def _about(group: MeasuredGroup, member: int, split: str) -> dict[str, Any]:
@@ -379,8 +369,5 @@ def memory_errors(
     for group in groups:
         if group.joint_memory_mib and not group.is_apart and all(job.memory_mib is not None for job in group.jobs):
             pairs[title(group)].append((group.joint_memory_mib, group_memory(group.jobs).expected_mib))
-    errors = {}
-    for name, values in pairs.items():
-        together_mib, summed_mib = np.array(values).T
-        errors[name] = len(values), errors_of(together_mib, summed_mib, "log")
-    return errors
+    tables = {name: np.array(values) for name, values in pairs.items()}
+    return {name: (len(table), errors_of(table[:, 0], table[:, 1], "log")) for name, table in tables.items()}

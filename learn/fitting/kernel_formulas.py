@@ -2,7 +2,7 @@
 judgement on fitted and left-out rows.
 
 Start reading at `FORMULAS`, then at `judge`. Published ones are implemented from their papers, on the work, bytes,
-tiles and data-sheet rates of each kernel (`KernelSizes`); the docstring lists differences from the paper. `left_out_by`
+tiles and data-sheet rates of each kernel (`KernelSizes`); the docstring lists differences from the paper. `labels_by`
 and `subsets` also serve `learn.benchmark`.
 """
 
@@ -433,18 +433,13 @@ def labels_by(fit: TimeFit, by: str) -> np.ndarray:
     return {"device": fit.devices, "family": fit.groups, "source": np.where(fit.steps, fit.sources, KERNELS)}[by]
 
 
-def left_out_by(fit: TimeFit, by: str, folds: int | None = None) -> list[np.ndarray]:
-    """Return the masks of the rows to leave out in turn: those of each label, or of each of `folds` parts of the
-    labels."""
-    return held_out_by(labels_by(fit, by), folds)
-
-
 def _splits(fit: TimeFit, folds: int) -> dict[str, list[np.ndarray]]:
     """Return, by split, the masks of the rows to leave out in turn."""
-    splits = {"families left out": left_out_by(fit, "family", folds)}
+    splits = {"families left out": held_out_by(labels_by(fit, "family"), folds)}
     for by, title in (("source", "sources left out"), ("device", "GPU models left out")):
-        if len(np.unique(labels_by(fit, by)[fit.steps])) > 1:
-            splits[title] = left_out_by(fit, by)
+        labels = labels_by(fit, by)
+        if len(np.unique(labels[fit.steps])) > 1:
+            splits[title] = held_out_by(labels)
     return splits
 
 

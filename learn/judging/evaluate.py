@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from conf.errors import UsageError
+from conf.errors import CommandError, UsageError
 from featurize.device.device_spec import plain_device
 from learn.estimators.protocol import OF_CONFIGS, PREFERRED, Estimator, Prediction, make_estimator
-from learn.judging.scores import Figures, Scored, described, errors_of, figures_of, given_of, has_relative
+from learn.judging.scores import (
+    Asked,
+    Figures,
+    Given,
+    Scored,
+    described,
+    errors_of,
+    figures_of,
+    given_of,
+    has_relative,
+    mean,
+    median,
+)
 from learn.rows.data import MIN_GROUPS, Bins, Rows
 from learn.rows.step_store import StepStore
 
@@ -71,17 +84,17 @@ class Evaluation:
 
     def summary(self) -> dict[str, Any]:
         """Return {metric: {"cv_mean", "cv_std", "test"}} of the scalar metrics; std over the folds, NULL as None."""
-        table = {}
-        for name, value in self.test.items():
-            if isinstance(value, dict) or name.startswith("n_") or name == "n":
-                continue
-            folds = [fold[name] for fold in self.cv if fold[name] is not None]
-            table[name] = {
-                "cv_mean": float(np.mean(folds)) if folds else None,
-                "cv_std": float(np.std(folds, ddof=1)) if len(folds) > 1 else None,
-                "test": value,
-            }
-        return table
+        return {
+            name: over_folds(fold[name] for fold in self.cv) | {"test": value}
+            for name, value in self.test.items()
+            if not (isinstance(value, dict) or name.startswith("n_") or name == "n")
+        }
+
+
+def over_folds(values: Iterable[float | None]) -> dict[str, float | None]:
+    """Return mean and standard deviation of a metric's values, those of folds without one left out."""
+    known = np.array([value for value in values if value is not None])
+    return {"cv_mean": mean(known), "cv_std": float(np.std(known, ddof=1)) if len(known) > 1 else None}
 
 
 def evaluate(
@@ -228,6 +241,7 @@ def remarks(estimator: type[Estimator], rows: Rows, bins: Bins) -> Iterator[str]
 
 SPLITS = ("cv", "holdout", "leave_one_out")
 GROUPINGS = ("module", "family", "device", "source")
+NEVER_FITTED = "never fitted on"  # name of the part of rows that no fit may see
 TEST_TENTHS = 3  # three of ten folds: 30 % held out
 
 
@@ -265,36 +279,70 @@ def parts_of(
     fitted_on = np.ones(len(rows), dtype=bool) if fitted_on is None else np.asarray(fitted_on, dtype=bool)
     asked = np.ones(len(rows), dtype=bool) if asked is None else np.asarray(asked, dtype=bool)
     known = np.flatnonzero(fitted_on)
-    known_rows = rows.subset(known)
-    named: list[tuple[str, np.ndarray]] = []
-    if not (asked & fitted_on).any():
-        pass
-    elif how == "cv":
-        require_groups(known_rows, folds, f"folds={folds}")
-        for k, (_, outside) in enumerate(split(known_rows, strata[known], folds, seed)):
-            named.append((f"fold {k + 1} of {folds}", known[outside]))
-    elif how == "holdout":
-        require_groups(known_rows, 10, "split=holdout")
-        named.append(("held out", known[hold_out(known_rows, strata[known], seed)[1]]))
-    else:
-        assert by is not None  # leave_one_out is refused without
-        keys = keys_of(known_rows, by)
-        names = sorted(set(keys))
-        if len(names) < 2:
-            raise UsageError(f"split=leave_one_out by={by}: all rows are of {by} {names[0]}; it takes two or more")
-        named += [(name, known[keys == name]) for name in names]
-    if (asked & ~fitted_on).any():
-        named.append(("never fitted on", np.flatnonzero(asked & ~fitted_on)))
+    outsides: list[tuple[str, np.ndarray]] = []
+    if (asked & fitted_on).any():
+        left_out = _left_out(rows.subset(known), strata[known], how, folds, by, seed)
+        outsides = [(name, known[outside]) for name, outside in left_out]
+    outsides.append((NEVER_FITTED, np.flatnonzero(asked & ~fitted_on)))
 
     group = rows.group.astype(str)
     parts = []
-    for name, outside in named:
+    for name, outside in outsides:
         inside = np.setdiff1d(known, outside)
         inside = inside[~np.isin(group[inside], group[outside])]
-        outside = outside[asked[outside]]
-        if len(outside):
-            parts.append(Part(name, inside, outside))
-    return tuple(parts)
+        parts.append(Part(name, inside, outside[asked[outside]]))
+    return tuple(part for part in parts if len(part.outside))
+
+
+def _left_out(
+    rows: Rows, strata: np.ndarray, how: str, folds: int, by: str | None, seed: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name and the positions of the rows that are left out in turn."""
+    if how == "cv":
+        require_groups(rows, folds, f"folds={folds}")
+        for k, (_, outside) in enumerate(split(rows, strata, folds, seed), start=1):
+            yield f"fold {k} of {folds}", outside
+    elif how == "holdout":
+        require_groups(rows, 10, "split=holdout")
+        yield "held out", hold_out(rows, strata, seed)[1]
+    else:
+        assert by is not None  # leave_one_out is refused without
+        keys = keys_of(rows, by)
+        names = sorted(set(keys))
+        if len(names) < 2:
+            raise UsageError(f"split=leave_one_out by={by}: all rows are of {by} {names[0]}; it takes two or more")
+        yield from ((name, np.flatnonzero(keys == name)) for name in names)
+
+
+def ask_parts(
+    parts: Sequence[Part],
+    fitted: Callable[[np.ndarray], Callable[[np.ndarray], Mapping[int, Given]]],
+    step: Callable[[int], None],
+) -> Asked:
+    """Return the answers for the rows outside each part, from a fit to those inside. A part that nothing can be fitted
+    to is refused whole.
+
+    Args:
+        parts: The fits.
+        fitted: Fits to the rows at these positions; returns what answers for rows at others, by their position.
+        step: Called with the number of fits and answers that are done.
+    """
+    answers: dict[int, Given] = {}
+    seconds = []
+    for part in parts:
+        began = time.monotonic_ns()
+        try:
+            answers_of = fitted(part.inside)
+        except CommandError as error:
+            refusal = Given(estimate=None, reason=f"cannot be fitted: {error}")
+            answers |= dict.fromkeys(part.outside.tolist(), refusal)
+            step(1 + len(part.outside))
+            continue
+        seconds.append((time.monotonic_ns() - began) / 1e9)
+        step(1)
+        answers |= answers_of(part.outside)
+        step(len(part.outside))
+    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)), fits=len(seconds))
 
 
 def keys_of(rows: Rows, by: str) -> np.ndarray:

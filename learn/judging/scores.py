@@ -7,11 +7,10 @@ all figures; `PUBLISHED_FIGURES` are those that others published of their estima
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -286,7 +285,7 @@ class Asked:
 
     answers: Mapping[int, Given]
     learns: bool = False
-    latency: Mapping[str, float] = field(default_factory=dict)
+    latency: Mapping[str, float | None] = field(default_factory=dict)
     fit_seconds: float | None = None
     fits: int = 0
     warnings: tuple[str, ...] = ()
@@ -319,6 +318,9 @@ class Errors:
     median: float | None
     p90: float | None
     under: float | None
+
+
+NO_ERRORS = Errors(mean=None, median=None, p90=None, under=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,7 +444,6 @@ def figures_of(
     total = _values(answered, "estimate")
     everything = np.ones(len(answered), dtype=bool)
     out_of_memory = sum(row.label is None for row in rows)
-    none = Errors(mean=None, median=None, p90=None, under=None)
     return Figures(
         own_labels=labels_are_its_own(estimator, np.array([row.source for row in ok]), label, estimate),
         file=file,
@@ -454,7 +455,7 @@ def figures_of(
         refusals=dict(Counter(row.reason or "no answer" for row in rows if row.estimate is None).most_common()),
         raw=errors_of(label, estimate, space),
         constant=constant,
-        shifted=none if learned else errors_of(label, estimate + shift, space),
+        shifted=NO_ERRORS if learned else errors_of(label, estimate + shift, space),
         classes=classes(None),
         classes_shifted={} if learned else classes(shift),
         bound=bound_scores(need[bounded], upper[bounded], oom[bounded], space),
@@ -497,38 +498,74 @@ class Benchmark:
     def relative(self) -> bool:
         return self.target.space == "log"
 
+    @property
+    def kind(self) -> str:
+        """The kind of its errors, in a word."""
+        return "relative" if self.relative else "absolute"
 
-def with_trusted(sets: Mapping[str, dict[int, dict[str, Any]]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return sets of rows, title -> row -> its entry of `Scored`, and beside one with some rows in doubt the others
-    alone."""
+
+def judge(
+    target: Target,
+    sets: Mapping[str, Mapping[int, Mapping[str, Any]]],
+    bins: Mapping[str, Mapping[str, Bins]],
+    asked: Mapping[str, Asked],
+    *,
+    devices: Iterable[object] = (),
+    card_mib: float | None = None,
+    notes: Iterable[str] = (),
+    level: float = LEVEL,
+) -> Benchmark:
+    """Judge every estimator on sets of rows, and beside a set with some rows in doubt on the others alone. An estimator
+    without an answer or a reason for any row of a set is left out there.
+
+    Args:
+        target: The target of all rows.
+        sets: Title -> row -> its entry of `Scored`.
+        bins: Title -> the classes of its rows.
+        asked: Estimator -> its answers.
+        devices, card_mib, notes, level: As in `Benchmark`.
+    """
+    figures, scored = [], {}
+    for title, rows in _with_trusted(sets).items():
+        file = title.removesuffix(TRUSTED_ALONE)
+        for name, of in asked.items():
+            scored_rows = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
+            if scored_rows:
+                scored[title, name] = scored_rows
+                figures.append(
+                    figures_of(
+                        title,
+                        name,
+                        scored_rows,
+                        bins=bins[file],
+                        space=target.space,
+                        learned=of.learns,
+                        median_seconds=of.latency.get(file),
+                        fit_seconds=of.fit_seconds,
+                        fits=of.fits,
+                    )
+                )
+    return Benchmark(
+        target=target,
+        device=", ".join(dict.fromkeys(map(str, devices))),
+        card_mib=card_mib,
+        bins={of.file: bins[of.file.removesuffix(TRUSTED_ALONE)] for of in figures},
+        figures=tuple(figures),
+        scored=scored,
+        published=tuple(figure for figure in PUBLISHED_FIGURES if figure.target == target.name),
+        notes=tuple(dict.fromkeys(notes)),
+        level=level,
+    )
+
+
+def _with_trusted(sets: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, Mapping[int, Mapping[str, Any]]]:
     more = {}
     for title, rows in sets.items():
         more[title] = rows
-        trusted = {i: about for i, about in rows.items() if about["doubt"] is None}
+        trusted = {i: about for i, about in rows.items() if about.get("doubt") is None}
         if 0 < len(trusted) < len(rows):
             more[f"{title}{TRUSTED_ALONE}"] = trusted
     return more
-
-
-def judged(
-    sets: Mapping[str, Mapping[int, Mapping[str, Any]]],
-    asked: Mapping[str, Asked],
-    bins: Mapping[str, Mapping[str, Bins]],
-    space: str,
-) -> tuple[list[Figures], dict[tuple[str, str], list[Scored]]]:
-    """Judge every estimator on sets of rows: title -> row -> its entry of `Scored`. An estimator without an answer
-    or a reason for any of them is left out. `bins` are by title, doubted rows apart or not."""
-    figures = []
-    scored = {}
-    for (title, rows), (name, of) in itertools.product(sets.items(), asked.items()):
-        scored_rows = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
-        if not scored_rows:
-            continue
-        scored[title, name] = scored_rows
-        file = title.removesuffix(TRUSTED_ALONE)
-        times: dict[str, Any] = {"median_seconds": of.latency.get(file), "fit_seconds": of.fit_seconds, "fits": of.fits}
-        figures.append(figures_of(title, name, scored_rows, bins=bins[file], space=space, learned=of.learns, **times))
-    return figures, scored
 
 
 def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> dict[str, tuple[int, Errors]]:
@@ -558,14 +595,11 @@ def signed_errors(
     rows: Sequence[Scored], constant: float | None, *, space: str = "log"
 ) -> Iterator[tuple[Scored, float]]:
     """Yield (row, estimate + constant - label) of the ok rows answered: relative, for ratios absolute."""
+    least = -math.inf if space == "ratio" else RELATIVE_FLOOR
     for row in rows:
-        if row.label is None or row.estimate is None:
-            continue
-        gap = row.estimate + (constant or 0.0) - row.label
-        if space == "ratio":
-            yield row, gap
-        elif row.label >= RELATIVE_FLOOR:
-            yield row, gap / row.label
+        if row.label is not None and row.estimate is not None and row.label >= least:
+            gap = row.estimate + (constant or 0.0) - row.label
+            yield row, gap if space == "ratio" else gap / row.label
 
 
 def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -248,15 +248,15 @@ class LabelledRow:
     doubt: str = ""
 
 
-def _column(name: str, kind: type) -> cached_property[np.ndarray]:
+def column(name: str, kind: type) -> cached_property[np.ndarray]:
     """Return a property of `Rows`: a field of its rows as an array."""
 
-    def column(rows: Rows) -> np.ndarray:
+    def values_of(rows: Rows) -> np.ndarray:
         values: np.ndarray = np.array([getattr(row, name) for row in rows.records], dtype=kind)
         values.flags.writeable = False  # every caller gets the same array
         return values
 
-    return cached_property(column)
+    return cached_property(values_of)
 
 
 @dataclass(frozen=True)
@@ -279,23 +279,23 @@ class Rows:
     def __len__(self) -> int:
         return len(self.records)
 
-    def subset(self, index: np.ndarray | Sequence[int]) -> Rows:
+    def subset(self, index: np.ndarray | Sequence[int]) -> Self:
         """Return the rows at integer positions or under a bool mask, in that order."""
         index = np.asarray(index)
         positions = np.flatnonzero(index) if index.dtype == bool else index.astype(int)
         return replace(self, records=tuple(self.records[i] for i in positions.tolist()))
 
-    run_ids = _column("run_id", object)
-    label = _column("label", float)
-    censored = _column("censored", bool)
-    family = _column("family", object)
-    source = _column("source", object)
-    device = _column("device", object)
-    device_memory_mib = _column("device_memory_mib", float)
-    card_mib = _column("card_mib", float)
-    group = _column("group", object)
-    module = _column("module", object)
-    doubt = _column("doubt", object)
+    run_ids = column("run_id", object)
+    label = column("label", float)
+    censored = column("censored", bool)
+    family = column("family", object)
+    source = column("source", object)
+    device = column("device", object)
+    device_memory_mib = column("device_memory_mib", float)
+    card_mib = column("card_mib", float)
+    group = column("group", object)
+    module = column("module", object)
+    doubt = column("doubt", object)
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from warehouse.files.folder import DataFolder
 
 
+RowsT = TypeVar("RowsT", bound=Rows)
 _SHARE = "net_share_elements_"
 _TRACED = {"memory": "job_memory_mib", "step_time": "job_step_time_ms", "power": "job_priced_power_w"}
 
@@ -370,7 +371,7 @@ class _Measured:
         return max(scaled, other.beyond_mib) if other.beyond_mib > 0 else min(scaled, other.beyond_mib)
 
 
-def with_suspects(rows: Rows, steps: StepStore) -> Rows:
+def with_suspects(rows: RowsT, steps: StepStore) -> RowsT:
     """Return the rows of memory with a doubt for each unexplained label; rows of other targets are returned unchanged.
 
     A label is suspect in three cases. It lies more than 1 GiB, and a tenth, below the job's own tensors. Or it differs

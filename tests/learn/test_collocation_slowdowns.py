@@ -177,7 +177,7 @@ def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
         for device in ("K80", "P100")
         for a, b in itertools.combinations("abcde", 2)
     ]
-    scores = {figures.estimator: figures for figures in judge_slowdowns(named, "device")[0]}
+    scores = {figures.estimator: figures for figures in judge_slowdowns(named, "device")[0].figures}
     assert scores["learned"].raw.mean < 0.01 < scores["constant"].raw.mean
     answering = {name for name, figures in scores.items() if figures.answered_ok}
     assert answering == {"learned", "constant"} and "is known" in next(iter(scores["trees"].refusals))
@@ -196,10 +196,10 @@ def test_groups_that_were_not_together_are_never_learned_from(groups):
 
 
 def test_models_that_were_left_out_are_answered_better_than_by_other_peoples_formulas(groups):
-    figures, _, aucs = judge_slowdowns(groups[::2], "model")
-    scores = {of.estimator: of for of in figures}
+    done, aucs = judge_slowdowns(groups[::2], "model")
+    scores = {of.estimator: of for of in done.figures}
     assert set(scores) == {"learned", "trees", "horus_sum", "shared_time", "constant"}
-    assert scores["learned"].raw.mean == min(of.raw.mean for of in figures)
+    assert scores["learned"].raw.mean == min(of.raw.mean for of in done.figures)
     assert scores["learned"].raw.mean < 0.03 and aucs[scores["learned"].file, "learned"] > 0.95
     assert scores["learned"].bound.coverage > 0.8 and scores["constant"].bound is None
 
