@@ -6,9 +6,12 @@ of arXiv 2602.17817 of several benchmarks, ours beside those that are published,
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +37,7 @@ from learn.judging.report import colours_of, plots_of
 from learn.judging.scores import (
     GPUMEMNET,
     NEVER_FITTED_ON,
+    NO_ERRORS,
     NOT_INFORMATIVE,
     PUBLISHED_FIGURES,
     TRUSTED_ALONE,
@@ -62,11 +66,10 @@ _REASONS = 5  # an estimator's refusals on a file that are shown; `out=` holds a
 
 def print_figures(target: str, figures: Sequence[Figures]) -> None:
     """Print the figures of an estimator that has answered, a line for each file, to stderr."""
-    relative = target in TARGETS and TARGETS[target].space == "log"
+    error = partial(error_text, target in TARGETS and TARGETS[target].space == "log")
     for of_file in figures:
-        middle, p90 = (error_text(relative, value) for value in (of_file.raw.median, of_file.raw.p90))
-        scores = of_file.classes.get("published")
-        text = f"median {middle}, p90 {p90}, accuracy {_share(getattr(scores, 'accuracy', None))}"
+        accuracy = _score("published", "accuracy")(of_file)
+        text = f"median {error(of_file.raw.median)}, p90 {error(of_file.raw.p90)}, accuracy {accuracy}"
         if of_file.own_labels:
             text = NOT_INFORMATIVE
         print(f"{of_file.file}, {of_file.estimator}: answered {_answered_text(of_file)}, {text}", file=sys.stderr)
@@ -77,10 +80,7 @@ Cell = Callable[["Figures"], str]
 
 def errors_table(done: Benchmark) -> tuple[Block, ...]:
     """Return how far off estimates are, by file and estimator."""
-
-    def error(value: float | None) -> str:
-        return error_text(done.relative, value)
-
+    error = partial(error_text, done.relative)
     cells: dict[str, Cell] = {
         "median": lambda figures: error(figures.raw.median),
         "mean": lambda figures: error(figures.raw.mean),
@@ -91,31 +91,26 @@ def errors_table(done: Benchmark) -> tuple[Block, ...]:
         "p90 +c": lambda figures: error(figures.shifted.p90),
     }
     if done.target.is_memory:
-        cells["fit right"] = lambda figures: _share(figures.fit_right)
-        cells["by bound"] = lambda figures: _share(figures.fit_right_bound)
+        cells |= {
+            "fit right": lambda figures: _share(figures.fit_right),
+            "by bound": lambda figures: _share(figures.fit_right_bound),
+        }
     times: dict[str, Cell] = {
         "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),
         "s a fit": lambda figures: _text(figures.fit_seconds, ".2f", ".4f", below=0.1),
     }
-    kind = "relative" if done.relative else "absolute"
-    title = f"{kind} errors; +c: with one constant per file added"
+    title = f"{done.kind} errors; +c: with one constant per file added"
     return _figures_table(title, done, {"answered": _answered_text}, cells, times)
 
 
 def classes_table(done: Benchmark) -> tuple[Block, ...]:
     """Return classes and bounds, by file and estimator."""
-
-    def score(bins: str, name: str) -> Cell:
-        return lambda figures: _share(getattr(figures.classes.get(bins), name, None))
-
-    def bound(name: str) -> Cell:
-        return lambda figures: _share(getattr(figures.bound, name, None))
-
-    cells = {"accuracy": score("published", "accuracy"), "macro F1": score("published", "macro_f1")}
-    cells["macro recall"] = score("published", "macro_recall")
+    cells = {"accuracy": _score("published", "accuracy"), "macro F1": _score("published", "macro_f1")}
+    cells["macro recall"] = _score("published", "macro_recall")
     if done.target.is_memory:
-        cells |= {"accuracy 1 GB": score("ours", "accuracy"), "macro F1 1 GB": score("ours", "macro_f1")}
-    cells |= {"under bound": bound("coverage"), "above it": bound("above"), "bound over label": bound("excess")}
+        cells |= {"accuracy 1 GB": _score("ours", "accuracy"), "macro F1 1 GB": _score("ours", "macro_f1")}
+    for name, field in {"under bound": "coverage", "above it": "above", "bound over label": "excess"}.items():
+        cells[name] = partial(_bound, field)
     cells["recall by class"] = _recalls
     rules = {file: _rule(done, bins["published"]) for file, bins in done.bins.items()}
     rules_text = "; ".join(f"{file}: {rule}" for file, rule in rules.items())
@@ -125,17 +120,24 @@ def classes_table(done: Benchmark) -> tuple[Block, ...]:
     return _figures_table(title, done, {}, cells, {})
 
 
+def _score(bins: str, name: str) -> Cell:
+    return lambda figures: _share(getattr(figures.classes.get(bins), name, None))
+
+
+def _bound(name: str, figures: Figures) -> str:
+    return _share(getattr(figures.bound, name, None))
+
+
 def _figures_table(
     title: str, done: Benchmark, before: Mapping[str, Cell], cells: Mapping[str, Cell], after: Mapping[str, Cell]
 ) -> tuple[Block, ...]:
     """Return a row for each file and estimator. `cells` stay empty where the labels are the estimator's own."""
     rows = []
     for figures in done.figures:
-        texts = [cell(figures) for cell in cells.values()]
+        first, texts, last = ([cell(figures) for cell in of.values()] for of in (before, cells, after))
         if figures.own_labels:
             texts = [NOT_INFORMATIVE, *["–"] * (len(cells) - 1)]
-        around = [[cell(figures) for cell in of.values()] for of in (before, after)]
-        rows.append([figures.file, figures.estimator, *around[0], *texts, *around[1]])
+        rows.append([figures.file, figures.estimator, *first, *texts, *last])
     return table_blocks(title, ["rows", "estimator", *before, *cells, *after], rows)
 
 
@@ -181,21 +183,17 @@ def _answered_text(figures: Figures) -> str:
 
 def _groups_table(done: Benchmark, file: str, by: str) -> tuple[Block, ...]:
     """Errors by group, an estimator a column."""
-    file_figures = [figures for figures in done.figures if figures.file == file]
     groups = {
-        f.estimator: by_group(done.scored[file, f.estimator], f.constant, space=done.target.space) for f in file_figures
+        of.estimator: by_group(done.scored[file, of.estimator], of.constant, space=done.target.space)
+        for of in done.figures
+        if of.file == file
     }
     rows = []
-    for group in sorted({name for of_file in groups.values() for name in of_file}):
-        n = max(of_file[group][0] for of_file in groups.values() if group in of_file)
-        cells = []
-        for figures in file_figures:
-            _, errors = groups[figures.estimator].get(group, (0, None))
-            both = (errors.median, errors.p90) if errors else (None, None)
-            cells.append(" / ".join(error_text(done.relative, value) for value in both))
-        rows.append([group, f"{n}", *cells])
-    title = f"{file} by {by}: median / p90 error, constant added"
-    return table_blocks(title, ["group", "n", *(figures.estimator for figures in file_figures)], rows)
+    for group in sorted({name for of_estimator in groups.values() for name in of_estimator}):
+        of_group = [of_estimator.get(group, (0, NO_ERRORS)) for of_estimator in groups.values()]
+        cells = [[error_text(done.relative, value) for value in (off.median, off.p90)] for _, off in of_group]
+        rows.append([group, f"{max(count for count, _ in of_group)}", *map(" / ".join, cells)])
+    return table_blocks(f"{file} by {by}: median / p90 error, constant added", ["group", "n", *groups], rows)
 
 
 def _worst_table(done: Benchmark, figures: Figures, n: int) -> tuple[Block, ...]:
@@ -236,7 +234,7 @@ def benchmark_mapping(done: Benchmark, settings: BenchmarkSettings) -> dict[str,
     return {
         "target": done.target.name,
         "unit": done.target.unit,
-        "errors": "relative" if done.relative else "absolute",
+        "errors": done.kind,
         "device": done.device,
         "card_mib": done.card_mib,
         "settings": asdict(settings),
@@ -279,17 +277,16 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
 
 def table_blocks(title: str, names: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[Block, ...]:
     """Return a heading and the table, nothing without rows; a name of rows stands once, where its rows begin."""
+    if not lines:
+        return ()
     grouped = names[0] in ("rows", "family")
     rows: list[Row] = []
-    previous: str | None = None
-    for line in lines:
-        first = grouped and line[0] != previous
-        shown = line if first or not grouped else ["", *line[1:]]
-        previous = line[0]
+    for previous, line in zip([None, *lines], lines, strict=False):
+        first = grouped and (previous is None or line[0] != previous[0])
         marks = ("first" if first else "", "others" if grouped and line[1].endswith(OTHERS) else "")
-        rows.append(Row(tuple(shown), " ".join(filter(None, marks))))
+        rows.append(Row(tuple(line if first or not grouped else ["", *line[1:]]), " ".join(filter(None, marks))))
     columns = tuple(TableColumn(name, "word" if name in WORDS else "figure") for name in names)
-    return (Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))) if rows else ()
+    return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))
 
 
 def _plots(done: Benchmark, file: str, key: str) -> Section:
@@ -381,7 +378,22 @@ def reproduce(
             continue
         records += _records(benchmarks[-1])
         notes += [note for note in benchmarks[-1].notes if "in doubt" in note]
-    tables = [_accuracy(records), _utilization(records), _models(benchmarks), _latency(records)]
+    of_memory = _accuracies(records, [("memory", f"{width} GB") for width in BIN_WIDTHS_GB])
+    of_levels = _accuracies(records, [(target, "published") for target in ("smact", "smocc", "drama")])
+    tables = [
+        PaperTable(
+            "memory",
+            "Accuracy of memory classes by family and bin width, 3-fold",
+            tuple(row for row in of_memory if row["n"] is not None),
+        ),
+        PaperTable(
+            "utilization",
+            "Accuracy of utilization classes (low, medium, high) by family, 3-fold",
+            of_levels if any(row["n"] for row in of_levels) else (),
+        ),
+        _models(benchmarks),
+        _latency(records),
+    ]
     return [table for table in tables if table.rows], list(dict.fromkeys(notes))
 
 
@@ -400,55 +412,55 @@ def _records(benchmark: Benchmark) -> Iterator[dict[str, Any]]:
             }
 
 
-def _accuracy(records: Sequence[Mapping[str, Any]]) -> PaperTable:
-    rows = [
-        _classes(records, "memory", family, {"bins": f"{width} GB"}, width)
-        for family in FAMILIES
-        for width in BIN_WIDTHS_GB
-    ]
-    title = "Accuracy of memory classes by family and bin width, 3-fold"
-    return PaperTable("memory", title, tuple(row for row in rows if row["n"] is not None))
+def _accuracies(
+    records: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[str, str]]
+) -> tuple[Mapping[str, Any], ...]:
+    """Return a row for each family and kind, with the accuracy of each estimator and that of the paper.
 
-
-def _utilization(records: Sequence[Mapping[str, Any]]) -> PaperTable:
-    rows = [
-        _classes(records, target, family, {"target": target})
-        for family in FAMILIES
-        for target in ("smact", "smocc", "drama")
-    ]
-    title = "Accuracy of utilization classes (low, medium, high) by family, 3-fold"
-    return PaperTable("utilization", title, tuple(rows) if any(row["n"] for row in rows) else ())
-
-
-def _classes(
-    records: Sequence[Mapping[str, Any]], target: str, family: str, about: Mapping[str, str], width: int | None = None
-) -> dict[str, Any]:
-    """Return the accuracies of one family's rows, of memory classes `width` GB wide."""
-    rows = [record for record in records if (record["target"], record["family"]) == (target, family)]
-    ours = {record["estimator"]: record["accuracy"].get(about.get("bins", "published")) for record in rows}
-    of_family = [f for f in PUBLISHED_FIGURES if (f.target, f.rows, f.source) == (target, family, GPUMEMNET)]
-    theirs = [figure for figure in of_family if width is None or width in figure.bin_gb]
-    return {"family": family, **about, "n": rows[0]["n"] if rows else None, **ours, "theirs": theirs or None}
+    Args:
+        records: Those of `_records`.
+        kinds: Targets, and the names of their classes: `published`, or a width as `2 GB`.
+    """
+    rows = []
+    for family, (target, bins) in itertools.product(FAMILIES, kinds):
+        of_kind = [record for record in records if (record["target"], record["family"]) == (target, family)]
+        theirs = [
+            figure
+            for figure in PUBLISHED_FIGURES
+            if (figure.target, figure.rows, figure.source) == (target, family, GPUMEMNET)
+            and (bins == "published" or bins in [f"{width} GB" for width in figure.bin_gb])
+        ]
+        rows.append(
+            {
+                "family": family,
+                **({"target": target} if bins == "published" else {"bins": bins}),
+                "n": of_kind[0]["n"] if of_kind else None,
+                **{record["estimator"]: record["accuracy"].get(bins) for record in of_kind},
+                "theirs": theirs or None,
+            }
+        )
+    return tuple(rows)
 
 
 def _models(benchmarks: Sequence[Benchmark]) -> PaperTable:
     """Return signed relative errors, and their means and medians without sign, of models that are never fitted on."""
-    answers: dict[str, dict[str, Scored]] = {}
+    answers: dict[str, dict[str, Scored]] = defaultdict(dict)
     for of_run in benchmarks:
         for (file, estimator), scored in of_run.scored.items():
             known = of_run.target.is_memory and not file.endswith(TRUSTED_ALONE)
             if known and not {row.family for row in scored} & {*FAMILIES} and any(row.estimate for row in scored):
-                answers.setdefault(estimator, {}).update({row.name.partition(" ")[2]: row for row in scored})
+                answers[estimator] |= {row.name.partition(" ")[2]: row for row in scored}
     labels = {name: row.label for by_name in reversed(answers.values()) for name, row in by_name.items()}
-    names = dict.fromkeys(name for by_name in answers.values() for name in by_name)
     errors = {
-        estimator: {name: row.estimate / row.label - 1 for name, row in by_name.items() if row.estimate and row.label}
+        estimator: {
+            name: _Signed(row.estimate / row.label - 1) for name, row in by_name.items() if row.estimate and row.label
+        }
         for estimator, by_name in answers.items()
     }
     rows: list[dict[str, Any]] = []
-    for name in names:
-        signed = {estimator: _Signed(of[name]) if name in of else None for estimator, of in errors.items()}
+    for name in dict.fromkeys(name for by_name in answers.values() for name in by_name):
         label = labels[name]
+        signed = {estimator: of.get(name) for estimator, of in errors.items()}
         rows.append({"model": name, "actual [MiB]": label and round(label), **signed})
     for title, summary in (("mean error", mean), ("median error", median)) if rows else ():
         of_all = {estimator: summary(np.abs(list(of.values()))) for estimator, of in errors.items()}
@@ -457,17 +469,23 @@ def _models(benchmarks: Sequence[Benchmark]) -> PaperTable:
 
 
 def _latency(records: Sequence[Mapping[str, Any]]) -> PaperTable:
-    timed = [record for record in records if record["target"] == "memory" and record["seconds"] is not None]
-    rows: list[dict[str, Any]] = []
-    for name in dict.fromkeys(record["estimator"] for record in timed):
-        times = {record["family"]: _Time(record["seconds"]) for record in timed if record["estimator"] == name}
-        rows.append(
-            {"estimator": name, **{family: times.get(family) for family in FAMILIES}, "theirs": None, "of": "here"}
-        )
-    for figure in PUBLISHED_FIGURES if rows else ():
-        if figure.unit in ("s", "ms"):
-            source = f"{figure.measure}; {figure.source}"
-            rows.append({"estimator": f"{figure.estimator} {OTHERS}", "theirs": [figure], "of": source})
+    times: dict[str, dict[str, _Time]] = defaultdict(dict)
+    for record in records:
+        if record["target"] == "memory" and record["seconds"] is not None:
+            times[record["estimator"]][record["family"]] = _Time(record["seconds"])
+    rows: list[dict[str, Any]] = [
+        {"estimator": name, **{family: of.get(family) for family in FAMILIES}, "theirs": None, "of": "here"}
+        for name, of in times.items()
+    ]
+    rows += [
+        {
+            "estimator": f"{figure.estimator} {OTHERS}",
+            "theirs": [figure],
+            "of": f"{figure.measure}; {figure.source}",
+        }
+        for figure in PUBLISHED_FIGURES
+        if rows and figure.unit in ("s", "ms")
+    ]
     title = "Time of one estimate: ours on one core of this machine, features not remembered"
     return PaperTable("latency", title, tuple(rows))
 

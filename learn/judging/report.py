@@ -6,7 +6,9 @@ Start reading at `write_report`; `plots_of` draws those of a benchmark, with `co
 from __future__ import annotations
 
 import csv
+import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -32,7 +34,7 @@ from conf.reports.blocks import (
     table,
 )
 from conf.reports.charts import DARK_SHADE, SHADES, Axis, GridCell, Margins, Plot, draw_grid
-from learn.judging.evaluate import PUBLISHED, TEST, Evaluation
+from learn.judging.evaluate import PUBLISHED, TEST, Evaluation, over_folds
 from learn.judging.scores import NOT_INFORMATIVE, RELIABILITY, Benchmark, Scored, estimated_classes, signed_errors
 
 _FITTED = "on all rows; the figures are of fits that did not see the rows judged"
@@ -60,23 +62,24 @@ def metric_rows(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     if evaluation.figures.own_labels:
         return [("all metrics", NOT_INFORMATIVE, NOT_INFORMATIVE)]
     unit = evaluation.train_rows.target.unit
-    rows = []
     one_class = evaluation.one_class
+    rows = []
     for name, values in evaluation.summary().items():
         if one_class and name in ("accuracy", "macro_f1"):
             rows.append((METRICS[name], ONE_CLASS, ONE_CLASS))
             continue
-        mean, std, test = (metric_text(name, values[of], unit) for of in ("cv_mean", "cv_std", "test"))
-        spread = f" ± {std}" if values["cv_std"] is not None else ""
         label = METRICS[name] + (f" [{unit}]" if name.endswith("absolute_error") and unit != "ratio" else "")
-        rows.append((label, f"{mean}{spread}", test))
+        rows.append((label, _folds_text(name, values, unit), metric_text(name, values["test"], unit)))
     for name, recall in () if one_class else evaluation.test["recall"].items():
-        folds = [fold["recall"][name] for fold in evaluation.cv if name in fold["recall"]]
-        cv = f"{np.mean(folds):.1%}" if folds else "–"
-        if len(folds) > 1:
-            cv += f" ± {np.std(folds, ddof=1):.1%}"
-        rows.append((f"recall of {name} (n={evaluation.test['support'][name]})", cv, f"{recall:.1%}"))
+        folds = over_folds(fold["recall"].get(name) for fold in evaluation.cv)
+        support = evaluation.test["support"][name]
+        rows.append((f"recall of {name} (n={support})", _folds_text("recall", folds, unit), f"{recall:.1%}"))
     return rows
+
+
+def _folds_text(name: str, values: Mapping[str, float | None], unit: str) -> str:
+    mean, std = (metric_text(name, values[of], unit) for of in ("cv_mean", "cv_std"))
+    return mean if values["cv_std"] is None else f"{mean} ± {std}"
 
 
 def metric_text(name: str, value: float | None, unit: str) -> str:
@@ -150,8 +153,7 @@ def _counted(counts: Mapping[str, int]) -> str:
 def write_report(folder: Path, evaluation: Evaluation, meta: Mapping[str, Any]) -> None:
     """Write `report.html` and `test_predictions.csv` into `folder`."""
     _write_predictions(folder / "test_predictions.csv", evaluation)
-    page = _page(evaluation, meta)
-    (folder / "report.html").write_bytes(page_bytes(page))
+    (folder / "report.html").write_bytes(page_bytes(_page(evaluation, meta)))
 
 
 def _where(evaluation: Evaluation) -> str:
@@ -257,15 +259,15 @@ def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str,
 def predicted(done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw estimates over labels, a panel an estimator and a colour a family, with a line to the 99 % bound."""
     rows_by_estimator = _own(done, file)
-    everything = [row for rows in rows_by_estimator.values() for row in rows]
+    everything = list(itertools.chain.from_iterable(rows_by_estimator.values()))
     labels = [row.label for row in everything if row.label is not None]
     if not labels:
         return ()
     card = max((row.card for row in everything if row.card), default=0.0)
     axis = _SHARES
     if done.relative:
-        ooms = any(row.label is None for row in everything)
-        axis = Axis.log(min(labels) / 1.5, max([*labels, card] if ooms else labels) * 1.5)
+        highest = max([*labels, card] if len(labels) < len(everything) else labels)
+        axis = Axis.log(min(labels) / 1.5, highest * 1.5)
     colours = colours_of(sorted({row.family for row in everything}))
     unit = "" if done.target.unit == "ratio" else f", {done.target.unit}"
     charts = []
@@ -297,6 +299,14 @@ def _draw_points(plot: Plot, css: str, rows: Sequence[Scored], card: float) -> N
         plot.path(f"{kind} {css}", "".join(places))
 
 
+def _errors_by(key: Callable[[Scored], Any], done: Benchmark, rows: Sequence[Scored]) -> dict[Any, list[float]]:
+    """Return the signed errors of the rows of each key, keys in order; those of None are left out."""
+    errors: dict[Any, list[float]] = defaultdict(list)
+    for row, error in signed_errors(rows, None, space=done.target.space):
+        errors[key(row)].append(error)
+    return {value: errors[value] for value in sorted(errors.keys() - {None})}
+
+
 def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
     curves: dict[str, Line] = {}
     x_axis = Axis.decades(1e-3, 10.0 if done.relative else 1.0)
@@ -307,54 +317,42 @@ def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
             share = (places + 1) / sum(row.label is not None for row in rows)
             within = np.clip(errors[places], x_axis.low, x_axis.high)
             curves[name] = [*zip(within.tolist(), share.tolist(), strict=True), (x_axis.high, float(share[-1]))]
-    kind = "relative" if done.relative else "absolute"
-    return _lines(curves, x_axis, _SHARES, f"{kind} error", "share of the rows")
+    return _lines(curves, x_axis, _SHARES, f"{done.kind} error", "share of the rows")
 
 
 def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
     """Draw the median signed error by what `Scored` has under `key`."""
-    rows_by_estimator = _own(done, file)
-    cells: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for name, rows in rows_by_estimator.items():
-        for row, error in signed_errors(rows, None, space=done.target.space):
-            if (group := getattr(row, key)) is not None:
-                cells[group][name].append(error)
-    if not cells:
+    cells = {name: _errors_by(operator.attrgetter(key), done, rows) for name, rows in _own(done, file).items()}
+    groups, names = sorted(set().union(*cells.values())), list(cells)
+    if not groups:
         return ()
-    groups, names = sorted(cells), list(rows_by_estimator)
-    clip = _CLIP[done.target.space]
 
     def cell(i: int, k: int) -> GridCell | None:
-        errors = cells[groups[i]][names[k]]
+        errors = cells[names[k]].get(groups[i])
         if not errors:
             return None
         error = float(np.median(errors))
         text = f"{100 * error:+.0f} %" if done.relative else f"{error:+.2f}"
-        level = min(3, math.ceil(3 * abs(error) / clip))
+        level = min(3, math.ceil(3 * abs(error) / _CLIP[done.target.space]))
         css = f"{'high' if error > 0 else 'low'}{level}" if level else "even"
         return GridCell(css, f"{groups[i]}, {names[k]}: {text}, {len(errors)} rows", text, ink="dark")
 
-    counts = [max(len(cells[group][name]) for name in names) for group in groups]
-    rows_text = [f"{group} (n={count})" for group, count in zip(groups, counts, strict=True)]
+    rows_text = [f"{group} (n={max(len(of.get(group, ())) for of in cells.values())})" for group in groups]
     return (Drawn(draw_grid(rows_text, names, cell, f"Median signed error by {key} and estimator")),)
 
 
 def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
     curves: dict[str, Line] = {}
     for name, rows in _own(done, file).items():
-        steps: dict[int, list[float]] = defaultdict(list)
-        for row, error in signed_errors(rows, None, space=done.target.space):
-            steps[2 ** int(math.log2(max(row.batch_size, 1)))].append(error)
-        if steps:
-            curves[name] = [(batch, float(np.median(steps[batch]))) for batch in sorted(steps)]
+        if steps := _errors_by(lambda row: 2 ** int(math.log2(max(row.batch_size, 1))), done, rows):
+            curves[name] = [(batch, float(np.median(errors))) for batch, errors in steps.items()]
     points = [point for line in curves.values() for point in line] or [(1.0, 0.0)]
     batches = sorted({batch for batch, _ in points})
     x_axis = Axis(batches[0], max(2 * batches[0], batches[-1]), tuple(batches), is_log=True)
     most = 2 * _CLIP[done.target.space]  # what is further off leaves the picture
     low, high = (limit(0.0, *(error for _, error in points)) for limit in (min, max))
-    kind = "relative" if done.relative else "absolute"
     y_axis = Axis.of(max(-most, low), min(most, high))
-    return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {kind} error, median")
+    return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {done.kind} error, median")
 
 
 def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:
