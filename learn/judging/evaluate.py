@@ -49,19 +49,25 @@ class Evaluation:
     """Held-out rows that took no part in a fit, and cross-validation inside the rows that did. Rows that the estimator
     refused are in neither, and in `warnings`.
 
-    scored    the test rows with their answers; figures: a benchmark's figures of them
+    scored    the test rows with their answers
     refused   why other rows have no answer, a reason each
     cv        `metrics_of` each fold
     """
 
     train_rows: Rows
     test_rows: Rows
+    estimator: str
     scored: Sequence[Scored]
-    figures: Figures
     bins: Bins
     warnings: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     cv: tuple[dict[str, Any], ...] = ()
+
+    @cached_property
+    def figures(self) -> Figures:
+        """A benchmark's figures of the test rows."""
+        bins, learned = {PUBLISHED: self.bins}, Asked(answers={}, learns=True)
+        return figures_of(TEST, self.estimator, self.scored, learned, bins=bins, space=self.test_rows.target.space)
 
     @cached_property
     def test(self) -> dict[str, Any]:
@@ -71,10 +77,7 @@ class Evaluation:
     def among(self, run_ids: np.ndarray) -> Evaluation:
         """Return the evaluation of the test rows with these ids."""
         index = np.flatnonzero(np.isin(self.test_rows.run_ids.astype(str), run_ids.astype(str))).tolist()
-        rows, scored = self.test_rows.subset(index), [self.scored[i] for i in index]
-        return replace(
-            self, test_rows=rows, scored=scored, figures=_figures(self.figures.estimator, scored, rows, self.bins)
-        )
+        return replace(self, test_rows=self.test_rows.subset(index), scored=[self.scored[i] for i in index])
 
     @property
     def one_class(self) -> bool:
@@ -156,16 +159,12 @@ def judged(prediction: Prediction, rows: Rows, bins: Bins, estimator: str, train
     return Evaluation(
         train_rows=train_rows,
         test_rows=held,
+        estimator=estimator,
         scored=scored,
-        figures=_figures(estimator, scored, held, bins),
         bins=bins,
         warnings=prediction.warnings,
         refused=tuple(answer.reason or "" for answer in given if answer.estimate is None),
     )
-
-
-def _figures(estimator: str, scored: Sequence[Scored], rows: Rows, bins: Bins) -> Figures:
-    return figures_of(TEST, estimator, scored, bins={PUBLISHED: bins}, space=rows.target.space, learned=True)
 
 
 def metrics_of(scored: Sequence[Scored], figures: Figures, space: str) -> dict[str, Any]:

@@ -191,12 +191,9 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
     benchmark = Benchmark(
         target=evaluation.test_rows.target,
         device=_where(evaluation),
-        card_mib=None,
         bins={TEST: {PUBLISHED: evaluation.bins}},
         figures=(evaluation.figures,),
-        scored={(TEST, evaluation.figures.estimator): evaluation.scored},
-        published=(),
-        notes=(),
+        scored={(TEST, evaluation.estimator): evaluation.scored},
     )
     return Page(
         title=f"{meta['target']}: {meta['estimator']}",

@@ -407,24 +407,24 @@ def figures_of(
     file: str,
     estimator: str,
     rows: Sequence[Scored],
+    asked: Asked | None = None,
     *,
     bins: Mapping[str, Bins] | None = None,
     space: str = "log",
-    learned: bool = False,
-    median_seconds: float | None = None,
-    fit_seconds: float | None = None,
-    fits: int = 0,
 ) -> Figures:
-    """Return the figures of rows that were all asked of one estimator. `median_seconds` None: of the rows' own.
+    """Return the figures of rows that were all asked of one estimator.
 
-    `space` is the target's: `ratio` has absolute errors. `learned`: no constant is fitted.
+    `space` is the target's: `ratio` has absolute errors. `asked` says whether it learns, so that no constant is
+    fitted, and its times; None: it learns nothing, and its times are the rows' own.
     """
+    asked = asked or Asked(answers={})
+    latency = asked.latency.get(file.removesuffix(TRUSTED_ALONE))
     answered = [row for row in rows if row.estimate is not None]
     oom = np.array([row.label is None for row in answered], dtype=bool)
     card, upper, seconds = (_values(answered, name) for name in ("card", "upper", "seconds"))
     ok = [row for row in answered if row.label is not None]
     label, estimate = _values(ok, "label"), _values(ok, "estimate")
-    constant = None if learned else median(label - estimate)
+    constant = None if asked.learns else median(label - estimate)
     shift = constant or 0.0
     need = _values(answered, "label")
     need[oom] = card[oom]
@@ -455,18 +455,18 @@ def figures_of(
         refusals=dict(Counter(row.reason or "no answer" for row in rows if row.estimate is None).most_common()),
         raw=errors_of(label, estimate, space),
         constant=constant,
-        shifted=NO_ERRORS if learned else errors_of(label, estimate + shift, space),
+        shifted=NO_ERRORS if asked.learns else errors_of(label, estimate + shift, space),
         classes=classes(None),
-        classes_shifted={} if learned else classes(shift),
+        classes_shifted={} if asked.learns else classes(shift),
         bound=bound_scores(need[bounded], upper[bounded], oom[bounded], space),
         reliability=_reliability([row for row in ok if row.upper is not None and row.quantiles]),
         fit_right=right(total + shift, everything),
         fit_right_raw=right(total, everything),
         fit_right_oom=right(total + shift, oom),
         fit_right_bound=right(upper, ~np.isnan(upper)),
-        median_seconds=median(seconds[~np.isnan(seconds)]) if median_seconds is None else median_seconds,
-        fit_seconds=fit_seconds,
-        fits=fits,
+        median_seconds=median(seconds[~np.isnan(seconds)]) if latency is None else latency,
+        fit_seconds=asked.fit_seconds,
+        fits=asked.fits,
     )
 
 
@@ -475,24 +475,27 @@ def _values(rows: Sequence[Scored], name: str) -> np.ndarray:
     return np.array([getattr(row, name) for row in rows], dtype=float)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Benchmark:
     """The figures of every file and estimator, the answers behind them in the same order of rows, and what to know.
 
     bins       file -> name -> the classes that its rows were judged by
-    published  what others published for this target, on their own rows
     level      share of labels that bounds should hold
     """
 
     target: Target
     device: str
-    card_mib: float | None
+    card_mib: float | None = None
     bins: Mapping[str, Mapping[str, Bins]]
     figures: tuple[Figures, ...]
     scored: Mapping[tuple[str, str], Sequence[Scored]]
-    published: tuple[PublishedFigure, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     level: float = LEVEL
+
+    @property
+    def published(self) -> tuple[PublishedFigure, ...]:
+        """What others published for this target, on their own rows."""
+        return tuple(figure for figure in PUBLISHED_FIGURES if figure.target == self.target.name)
 
     @property
     def relative(self) -> bool:
@@ -532,19 +535,7 @@ def judge(
             scored_rows = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
             if scored_rows:
                 scored[title, name] = scored_rows
-                figures.append(
-                    figures_of(
-                        title,
-                        name,
-                        scored_rows,
-                        bins=bins[file],
-                        space=target.space,
-                        learned=of.learns,
-                        median_seconds=of.latency.get(file),
-                        fit_seconds=of.fit_seconds,
-                        fits=of.fits,
-                    )
-                )
+                figures.append(figures_of(title, name, scored_rows, of, bins=bins[file], space=target.space))
     return Benchmark(
         target=target,
         device=", ".join(dict.fromkeys(map(str, devices))),
@@ -552,7 +543,6 @@ def judge(
         bins={of.file: bins[of.file.removesuffix(TRUSTED_ALONE)] for of in figures},
         figures=tuple(figures),
         scored=scored,
-        published=tuple(figure for figure in PUBLISHED_FIGURES if figure.target == target.name),
         notes=tuple(dict.fromkeys(notes)),
         level=level,
     )

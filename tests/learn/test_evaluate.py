@@ -9,7 +9,7 @@ from conf.errors import UsageError
 from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
 from learn.estimators.tabular import group_folds
 from learn.judging.evaluate import classes_of, metrics_of, parts_of
-from learn.judging.scores import Given, Scored, bound_scores, class_scores, described, figures_of
+from learn.judging.scores import Asked, Given, Scored, bound_scores, class_scores, described, figures_of
 from learn.rows.data import get_target, make_bins, memory_bins
 from tests.learn.learn_rows import make_configs, make_rows
 
@@ -138,7 +138,9 @@ def metrics(rows, bins, point, classes, upper=None):
     ]
     answers = zip(given, rows.records, strict=True)
     scored = [Scored(**vars(one), **described(row, rows.target)) for one, row in answers]
-    figures = figures_of("test", "fake", scored, bins={"published": bins}, space=rows.target.space, learned=True)
+    figures = figures_of(
+        "test", "fake", scored, Asked(answers={}, learns=True), bins={"published": bins}, space=rows.target.space
+    )
     return metrics_of(scored, figures, rows.target.space)
 
 
