@@ -288,16 +288,6 @@ class Training:
         """The mode of torch.compile; None where the model is not compiled."""
         return self.compile if isinstance(self.compile, str) else "default" if self.compile else None
 
-    @property
-    def runs_graphs(self) -> bool:
-        """Return whether the compiled model runs as CUDA graphs."""
-        return self.compile_mode in GRAPH_MODES
-
-    @property
-    def autotunes(self) -> bool:
-        """Return whether Inductor searches for kernels."""
-        return (self.compile_mode or "").startswith("max-autotune")
-
     def beyond_trials(self) -> tuple[str, ...]:
         """Return the settings, as `name=value`, that trial configs lack, and an optimizer that no model was fitted
         on."""

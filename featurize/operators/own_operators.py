@@ -452,17 +452,17 @@ def whole_elements(models: Iterable[nn.Module], *, on_meta: bool = False) -> int
     """
     counts: dict[int, int] = {}
     for model in models:
-        counts |= {id(p): p.numel() for p in model.parameters() if not _is_flat(p) and (p.is_meta or not on_meta)}
+        counts |= {
+            id(p): p.numel()
+            for p in model.parameters()
+            if not (hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param"))  # counted below
+            and (p.is_meta or not on_meta)
+        }
         for module in model.modules():
             flat = getattr(vars(module).get("_handle"), "flat_param", None)
             if flat is not None:
                 counts[id(flat)] = sum(flat._numels)
     return sum(counts.values())
-
-
-def _is_flat(parameter: Tensor) -> bool:
-    """Return whether it is a flat parameter, or a view of one."""
-    return hasattr(parameter, "_fsdp_flattened") or hasattr(parameter, "_is_flat_param")
 
 
 def without_skipped(

@@ -498,11 +498,16 @@ class OperatorRecord:
         for tensor in (*outputs, *changed):
             made_by[live[tensor.untyped_storage()._cdata][0]] = number
         reads, writes, elements, launches = _traffic(traits, args, inputs, outputs, changed)
+        tensors = (*outputs, *inputs)  # priced in the type of the first floating-point one, else of the first one
+        typed = next((t for t in tensors if t.is_floating_point()), tensors[0])
+        # A checkpoint runs its part of the forward pass again inside the backward pass, which by itself runs no
+        # module's forward pass and records no gradients.
+        recomputes = phase == "backward" and (self._again or bool(self._stack.running) or torch.is_grad_enabled())
         self.operators.append(
             Operator(
                 traits.name,
                 phase,
-                _type_name((*outputs, *inputs)),
+                _dtype_name(typed.dtype),
                 tuple([tuple(t.shape) for t in inputs]),
                 tuple([tuple(t.shape) for t in outputs]),
                 flops(traits.name, args, outputs, elements),
@@ -511,15 +516,10 @@ class OperatorRecord:
                 launches,
                 module,
                 tuple(sources),
-                phase == "backward" and self._recomputes(),
+                recomputes,
                 memory.graphs is not None and memory.graphs.is_launched(),
             )
         )
-
-    def _recomputes(self) -> bool:
-        """Return whether a checkpoint runs its part of the forward pass again: inside the backward pass, which by
-        itself runs no module's forward pass and records no gradients."""
-        return self._again or bool(self._stack.running) or torch.is_grad_enabled()
 
 
 def _traffic(
@@ -555,12 +555,6 @@ def _traffic(
     sizes = [t.numel() for t in lists[0]]
     launches = foreach_launches(len(lists) - (traits.name in WITH_STEPS), sizes)
     return reads, writes, sum(sizes), launches
-
-
-def _type_name(tensors: Sequence[Tensor]) -> str:
-    """Return the type that an operator is priced in: of its first floating-point tensor, else of its first one."""
-    floating = next((t for t in tensors if t.is_floating_point()), tensors[0])
-    return _dtype_name(floating.dtype)
 
 
 @functools.cache

@@ -136,7 +136,9 @@ class Values:
             values = vars(tensor).get("gpufarm_values")
             if values is not None and values.shape == tensor.shape and values.dtype is tensor.dtype:
                 self._know(tensor, values, ours=False)
-            elif default is not None and _is_whole(tensor) and _is_small(tensor):
+                continue
+            is_whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
+            if default is not None and is_whole and _is_small(tensor):
                 source = vars(tensor).get("gpufarm_name", "the batch")
                 self._know(tensor, torch.full(tensor.shape, default, dtype=tensor.dtype, device="cpu"), source=source)
 
@@ -434,10 +436,6 @@ def _laid_out(held: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     """Return the tensor on the CPU that has the place in `held` that `tensor` has in its storage."""
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -186,7 +186,9 @@ class SecondStep:
         forward, rest, _update, end = self._stretches
         left = {*forward.leaving, *rest.leaving}
         given_back = {*forward.entering, *rest.entering, *end.entering}
-        self._held = self._blocks_held()
+        held = state_of(self._step.held)  # also within objects, such as caches of keys and values
+        tensors = () if held is None else (tensor for reference in held.tensors if (tensor := reference()) is not None)
+        self._held = recorder.memory.blocks_in(tensors)
         kept = recorder.memory.blocks_in(gradients) | self._held
         memory = given_back <= left and left - given_back == kept and not end.leaving
         return memory and self._before.stays(kept_by(self._step))
@@ -217,12 +219,6 @@ class SecondStep:
         recorder.memory.repeat(end, {block: known[block] for block in end.entering})
         if self._loop is not None:
             self._loop.repeat(begins, known, self._moved(known, passes, updated))
-
-    def _blocks_held(self) -> set[int]:
-        """Return the blocks that a loop's variables hold, also within objects, such as caches of keys and values."""
-        held = state_of(self._step.held)
-        tensors = () if held is None else (tensor for reference in held.tensors if (tensor := reference()) is not None)
-        return self._recorder.memory.blocks_in(tensors)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._step.model.parameters() if p.grad is not None]

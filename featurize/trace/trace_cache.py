@@ -35,7 +35,7 @@ from conf.files.identity import canonical_json
 from conf.plain_text import one_line
 from featurize.configs.trial import code_fields, data_refusal
 from featurize.cudnn.signature import require_signature
-from featurize.device.device_spec import DeviceSpec
+from featurize.device.device_spec import AttentionKernels, DeviceSpec
 from featurize.operators.tensor_parts import is_freed, plain_parts
 from featurize.recording.step_trace import (
     BLOCK_KINDS,
@@ -50,7 +50,6 @@ from featurize.recording.step_trace import (
 from featurize.timing.collectives import KINDS
 
 if TYPE_CHECKING:
-    from featurize.device.device_spec import AttentionKernels
     from featurize.job.training_settings import TrialConfig
     from featurize.recording.step_trace import StepTrace
 
@@ -392,7 +391,13 @@ def traced(
             made[kind[0], True] = known.in_a_loop
         kept |= made
         if key is not None:
-            _to_disk(key, made)
+            if all(step.pipeline is None and step.mix is None for step in made.values()):
+                keep(
+                    {
+                        f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(step)}
+                        for (kernels, loop), step in made.items()
+                    }
+                )
             _hold(key, traces, made)
     kept.setdefault(kind, known)
     return known
@@ -442,24 +447,11 @@ def _are_alike(trace: StepTrace, first: AttentionKernels, other: AttentionKernel
 
 def _from_disk(key: str, training_loop: bool) -> Traces:
     """Return the job's trace on disk; empty if there is none that can be read."""
-    from featurize.device.device_spec import AttentionKernels
-
     try:
         (stored,) = recall(f"trace {training_loop} {key}")
         return {(AttentionKernels(**stored["kernels"]), training_loop): trace_of_json(stored["trace"])}
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return {}
-
-
-def _to_disk(key: str, made: Traces) -> None:
-
-    if all(trace.pipeline is None and trace.mix is None for trace in made.values()):
-        keep(
-            {
-                f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(trace)}
-                for (kernels, loop), trace in made.items()
-            }
-        )
 
 
 LARGEST_INT = 2**62

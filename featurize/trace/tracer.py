@@ -23,7 +23,7 @@ from conf.errors import CommandError, UsageError, kept_from_exit
 from conf.plain_text import exception_line
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, describe_device
 from featurize.job.layout import Parallel
-from featurize.job.training_settings import Training, TrainingSettings, TrialConfig, settings_of_ranks
+from featurize.job.training_settings import GRAPH_MODES, Training, TrainingSettings, TrialConfig, settings_of_ranks
 from featurize.operators import attention
 from featurize.operators.cuda_policy import as_on_cuda
 from featurize.operators.own_operators import replace_bitsandbytes
@@ -256,8 +256,9 @@ class Tracing:
             require_8_bits(self.spec)
         if training.compile:
             self._compiled[""] = None
-        self._notes.update(dict.fromkeys([AUTOTUNED] * training.autotunes))
-        graphs = self._graphs = CudaGraphs() if training.runs_graphs else None
+        mode = training.compile_mode or ""
+        self._notes.update(dict.fromkeys([AUTOTUNED] * mode.startswith("max-autotune")))
+        graphs = self._graphs = CudaGraphs() if mode in GRAPH_MODES else None
         alone, buckets = training.checkpointing is not None or rank.divides_graphs, rank.bucket_limits
         self._regions = CompiledRegions(built, self._compiled, blocks_alone=alone, graphs=graphs, buckets=buckets)
         loss = self._regions.loss(self.loss)

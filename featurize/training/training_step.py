@@ -330,7 +330,10 @@ class TrainingStep:
         return inputs
 
     def _forward(self, inputs: Inputs, targets: Tensor | None) -> Tensor:
-        with self._autocast(), self._saving():
+        # Autocast does nothing to meta tensors; the trace has its own (featurize.operators.cuda_policy).
+        casts = self._autocast_dtype is not None and self.device.type != "meta"
+        autocast = torch.autocast(self.device.type, dtype=self._autocast_dtype) if casts else contextlib.nullcontext()
+        with autocast, self._saving():
             output = call(self.model, inputs)
             self.hold(output, None)
             self.on_hold(inputs)
@@ -378,12 +381,6 @@ class TrainingStep:
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        # Autocast does nothing to meta tensors; the trace has its own (featurize.operators.cuda_policy).
-        if self._autocast_dtype is None or self.device.type == "meta":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast_dtype)
 
     def _saving(self) -> contextlib.AbstractContextManager[object]:
         """Return the context of a forward pass, whose saved tensors may wait in host memory (`save_on_cpu`).

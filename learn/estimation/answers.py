@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from conf.cli.commands import naming_the_extra
 from conf.errors import CommandError
@@ -86,7 +86,7 @@ def _make_estimates(
             outcomes.append(error)
     seconds = (time.monotonic_ns() - began) / 1e9 / len(drafts)
     return [
-        (outcome if isinstance(outcome, CommandError) else replace(outcome, seconds=seconds), draft.traced)
+        (outcome if isinstance(outcome, CommandError) else outcome.with_values(seconds=seconds), draft.traced)
         for outcome, draft in zip(outcomes, drafts, strict=True)
     ]
 
@@ -139,7 +139,8 @@ def answer_and_write(make_request: Callable[[], tuple[Request, Iterable[Note]]],
     began = time.monotonic_ns()
     request, notes = make_request()
     estimate, traced = make_estimate(request, timeline=True) if any(files) else (answer(request), None)
-    estimate = replace(estimate, notes=(*notes, *estimate.notes), seconds=(time.monotonic_ns() - began) / 1e9)
+    seconds = (time.monotonic_ns() - began) / 1e9
+    estimate = estimate.with_values(notes=(*notes, *estimate.notes), seconds=seconds)
     if any(files):
         files.write(request, estimate, traced)
     return estimate
@@ -163,8 +164,7 @@ def _remember(key: str | None, known: Estimate) -> Estimate:
     _answers[key] = known
     if len(_answers) > MOST_ANSWERS:
         del _answers[next(iter(_answers))]
-    copies: dict[str, Any] = {name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)}
-    return replace(known, **copies)
+    return known.with_values(**{name: dict(value) for name, value in vars(known).items() if isinstance(value, dict)})
 
 
 def clear() -> None:

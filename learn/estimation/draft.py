@@ -312,7 +312,7 @@ class Draft:
             parameters = traced.trace.parameters
         assert self.memory is not None, "it is answered"
         first, of_memory = self._notes_on_memory(self.memory, limit_mib)
-        memory = replace(self.memory, device_memory_mib=device.memory_mib, limit_mib=limit_mib)
+        memory = self.memory.with_values(device_memory_mib=device.memory_mib, limit_mib=limit_mib)
         activity = Activity(**{name: self.figures.get(name) for name in vars(Activity())})
         timing = replace(timing, step_time_ms=self.figures.get("step_time_ms"))
         return Estimate(
@@ -353,8 +353,7 @@ class Draft:
         notes += [*assumed, *(Note("trace", WARNING, text) for text in traced.trace.notes)]
         memory, largest = traced.memory, list(traced.memory.peak_modules.items())[:TOP_MODULES]
         assert self.memory is not None, "it is answered"
-        self.memory = replace(
-            self.memory,
+        self.memory = self.memory.with_values(
             breakdown=dict(traced.breakdown),
             trace_memory_mib=step.peak_memory_mib,
             allocated_mib=step.peak_allocated_mib,
@@ -473,7 +472,7 @@ class Draft:
             if known and not runs:
                 notes.append(Note("no-known-run", WARNING, f"known: no run was measured on {self.device.name}"))
         if not runs:
-            return replace(estimate, notes=(*estimate.notes, *notes))
+            return estimate.with_values(notes=(*estimate.notes, *notes))
         if traced is None:
             raise UsageError("known= takes a job that can be traced, and this one cannot")
 
@@ -492,10 +491,10 @@ class Draft:
         except CommandError as error:
             if own_runs is None or own_runs.asked_for:
                 raise
-            return replace(estimate, notes=(*estimate.notes, own_runs.left_out(error)))
+            return estimate.with_values(notes=(*estimate.notes, own_runs.left_out(error)))
         if own_runs is None or by_runs.answered_by == estimate.answered_by:
             return by_runs
-        return replace(by_runs, notes=(own_runs.note(runs), *by_runs.notes))
+        return by_runs.with_values(notes=(own_runs.note(runs), *by_runs.notes))
 
 
 def in_loop(request: Request, job: TrainingJob) -> TrainingJob:

@@ -208,7 +208,7 @@ def move_by_runs(
     measured = [known for known, note in judged if note is None]
     assert estimate.card_mib is not None and estimate.reserved_mib is not None, "the job is traced"
     if not measured:
-        return replace(estimate, notes=(*of_another_job, *estimate.notes))
+        return estimate.with_values(notes=(*of_another_job, *estimate.notes))
     difference_mib = _difference_at(estimate.reserved_mib, measured)
     peak_mib = max(estimate.card_mib + difference_mib, estimate.allocated_mib or 0.0)
     contradictions = _contradictions(measured)
@@ -227,10 +227,9 @@ def move_by_runs(
         text = f"out of memory by the measured runs: {limit_mib:,.0f} MiB can be taken of {estimate.device}"
         notes.insert(0, Note(OUT_OF_MEMORY, PROBLEM, text))
     card_mib = math.inf if limit_mib is None else limit_mib
-    by_runs = uncertain.bound(replace(estimate, peak_memory_mib=peak_mib), peak_mib, coverage, card_mib)
+    by_runs = uncertain.bound(estimate.with_values(peak_memory_mib=peak_mib), peak_mib, coverage, card_mib)
     notes += filter(None, [widest(by_runs.uncertain, (by_runs.upper_mib or 0.0) - peak_mib)])
-    return replace(
-        by_runs,
+    return by_runs.with_values(
         answered_by=by,
         estimator=estimators_named(by),
         notes=(*of_another_job, *contradictions, *notes),

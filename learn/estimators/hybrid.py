@@ -245,10 +245,6 @@ class Evidence:
         1."""
         return min((self.shares.get(axis, 1.0 if axis == FAMILY else 0.0) for axis in axes), default=1.0)
 
-    def share_of_family(self, family: str) -> float:
-        """Return the share of the correction for a family, known or not."""
-        return self.families.get(family, 1.0)
-
 
 def share_of_known(kind: LeftOut) -> float:
     """Return the share of the correction for a fitted family, from its held-out rows: the share with the least sum of
@@ -375,7 +371,7 @@ class HybridEstimator(Estimator):
                 held_out - base,
                 lambda inside, wanted: answers(inside, wanted, members=1) - base[wanted],
             )
-            shares = np.array([self._evidence.share_of_family(str(family)) for family in rows.family])
+            shares = np.array([self._evidence.families.get(str(family), 1.0) for family in rows.family])
             held_out = base + shares * (held_out - base)
         gap = label - held_out
         residual = gap[exact]
@@ -408,7 +404,7 @@ class HybridEstimator(Estimator):
             for i, record in zip(known, known_records, strict=True):
                 unlike = self._familiarity.judge(cases[i], record)
                 share = self._evidence.share(unlike.axes) if unlike is not None and target.is_memory else 1.0
-                if (kept_share := min(share, self._evidence.share_of_family(cases[i].family))) < 1.0:
+                if (kept_share := min(share, self._evidence.families.get(cases[i].family, 1.0))) < 1.0:
                     centre[i] = traced[i] + kept_share * (centre[i] - traced[i])
                 if unlike is not None:
                     if reasons := _reasons(unlike, share):

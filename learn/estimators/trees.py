@@ -269,10 +269,8 @@ class _Paths:
             number |= bits.astype(number.dtype, copy=False) << digit
             rows = rows[::2] | odd
         # Added one after another, as the libraries do: numpy adds in pairs where there is a single column.
-        sums = [
-            self.values.take(number[low:high] + self.first_leaf[low:high]).sum(axis=0)[:n] for low, high in self.members
-        ]
-        return np.stack(sums)
+        values = self.values.take(number + self.first_leaf)
+        return np.stack([values[low:high].sum(axis=0)[:n] for low, high in self.members])
 
 
 def _limits(counts: np.ndarray) -> list[tuple[int, int]]:

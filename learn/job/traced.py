@@ -75,7 +75,7 @@ def step_of(
         trace = ranks_of_stages(trace)[worst]
     memory = replay_memory(trace, timeline) if timeline or not groups else of_ranks[worst]
     step = simulate(trace, spec, job.settings, layout=job.parallel, memory=memory, beside=beside)
-    return replace(step, of_ranks=of_ranks)
+    return replace(step, of_ranks=of_ranks) if groups else step
 
 
 def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -> StepTrace:

@@ -100,7 +100,12 @@ class DataFolder:
         if isinstance(data, DataFolder):
             return data
         chosen = data or os.environ.get("GPUFARM_DATA") or "data"
-        path = os.path.abspath(os.path.expanduser(os.fspath(chosen)))
+        return cls._at(os.path.abspath(os.path.expanduser(os.fspath(chosen))))
+
+    @classmethod
+    @functools.lru_cache(maxsize=256)
+    def _at(cls, path: str) -> DataFolder:
+        """Return the folder at an absolute path. Raises `UsageError` for a path that DuckDB or Parquet cannot take."""
         if "\0" in path:
             raise UsageError(f"data={path!r} is not a path")
         if "\\" in path:
