@@ -62,7 +62,6 @@ class TracePool:
     def __enter__(self) -> TracePool:
         sweep_leftovers()  # left by children that were killed together with the service
         self._store.recover()
-        self._store.beat()
         for thread in self._threads:
             thread.start()
         return self
@@ -76,9 +75,17 @@ class TracePool:
             thread.join()
 
     def _beat(self) -> None:
-        while not self._ended.wait(_BEAT_EVERY_S):
-            with contextlib.suppress(*_UNUSABLE):  # a full disk; `/readyz` then reports an old pulse
+        """Keep a server of children, so that no question waits for its imports, and record that there is one."""
+        logged = ""
+        while not self._ended.is_set():
+            try:
+                self._living_server()
                 self._store.beat()
+            except _UNUSABLE as error:  # `/readyz` then reports an old pulse
+                if str(error) != logged and not self._ended.is_set():
+                    logged = str(error)
+                    self._log("trace_pool", problem=logged)
+            self._ended.wait(_BEAT_EVERY_S)
 
     def _work(self) -> None:
         while not self._ended.is_set():

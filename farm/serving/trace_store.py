@@ -193,6 +193,7 @@ class TraceStore:
     def recover(self) -> int:
         """Queue the questions again that ran when the service ended. Returns their number."""
         with self._file.transaction():
+            self._file.change("DELETE FROM pulse")  # the last service's
             return self._give_back("state = ?", (RUNNING,), "the service ended while it was traced")
 
     def beat(self) -> None:

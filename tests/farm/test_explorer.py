@@ -219,7 +219,7 @@ def test_what_is_not_there_or_no_page_says_so(service):
         ("SELEC 1", 400, "syntax error"),
         ("SELECT nope FROM runs", 400, "nope"),
         ("SELECT count(*) FROM range(1000000) a, range(1000000) b", 503, "longer than the limit"),
-        ("SELECT length(string_agg(i::VARCHAR, ',')) FROM range(100000000) t(i)", 503, "longer than the limit"),
+        ("SELECT length(string_agg('', '')) FROM range(1000000000000)", 503, "longer than the limit"),
         ("SELECT current_setting('memory_limit') || current_setting('temp_directory') AS x", 200, "768.0 MiB"),
         ("SELECT now() AS at, [1, NULL] AS list, 'ab'::BLOB AS blob", 200, "+00 [1, NULL] ab"),
         ("EXPLAIN SELECT 1", 400, "begins with"),

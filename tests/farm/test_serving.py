@@ -417,6 +417,12 @@ def test_a_question_leased_just_as_the_service_ends_is_given_back(folder):
     assert problems == ["the service ended while it was traced"]
 
 
+def test_a_service_is_ready_once_its_traces_wait_for_no_import(folder):
+    with served(folder.root, "processes=1", "explorer=false") as service:
+        (server,) = service.trace_servers()
+        assert "torch" in "".join(mapped.path for mapped in server.memory_maps())
+
+
 @pytest.mark.slow
 def test_what_a_script_starts_counts_and_ends_with_its_trace_and_with_a_killed_service(folder, tmp_path, monkeypatch):
     temporary, notes = tmp_path / "t", [tmp_path / "large", tmp_path / "waiting"]
