@@ -106,7 +106,7 @@ def benchmark(
             index = index[rows.doubt[index] == ""]
     elif rows.target.is_memory:
         notes.append("labels were not compared with traces, which no learned estimator that is asked reads")
-    tally.add(len(index) * len(names) + len(parts) * len(learned))
+    tally.step(0, of=len(index) * len(names) + len(parts) * len(learned))
 
     judge_all = partial(judge, rows.target, _sets(settings, rows, index, steps), bins)
     asked: dict[str, Asked] = {}

@@ -469,18 +469,15 @@ TIMED_CASES = 20  # a file's cases that are timed, after one that warms up
 
 
 class Tally:
-    """Count steps done and to do; a caller that begins something adds its steps first."""
+    """Count steps done and to do; a caller that begins something adds its steps first, as `step(0, of=...)`."""
 
     def __init__(self, progress: Callable[[int, int], None]) -> None:
         self._progress = progress
         self.done = self.of = 0
 
-    def add(self, steps: int) -> None:
-        self.of += steps
-        self._progress(self.done, self.of)
-
-    def step(self, steps: int = 1) -> None:
-        self.done += steps
+    def step(self, done: int = 1, *, of: int = 0) -> None:
+        self.done += done
+        self.of += of
         self._progress(self.done, self.of)
 
     def traced(self, done: int, of: int) -> None:
@@ -488,7 +485,7 @@ class Tally:
         if done:
             self.step()
         else:
-            self.add(of)
+            self.step(0, of=of)
 
 
 def ask_free(

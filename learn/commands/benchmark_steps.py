@@ -156,7 +156,7 @@ def _ask_formula(name: str, fit: TimeFit, parts: Sequence[Part], tally: Tally) -
             return Given(estimate=None, reason="the rows that it learned from do not cover this one")
         return Given(estimate=fit.rows[place].measured_ms * math.exp(ratio))
 
-    tally.add(sum(1 + len(part.outside) for part in parts))
+    tally.step(0, of=sum(1 + len(part.outside) for part in parts))
     asked = ask_parts(parts, fitted, tally.step)
     return Asked(answers=asked.answers) if name == AS_IT_COMES else asked
 
@@ -191,7 +191,7 @@ def _ask_estimators(
     steps.prepare(rows.cases, workers=settings.workers)
     asked = {}
     for name in names:
-        tally.add(sum(1 + len(part.outside) for part in own))
+        tally.step(0, of=sum(1 + len(part.outside) for part in own))
         learned = ask_learned(name, of_steps, own, bins, settings.seed, tally, steps)
         answers = {int(place[position]): replace(given, classes={}) for position, given in learned.answers.items()}
         asked[name] = replace(learned, answers=refused | answers, latency={})
@@ -326,7 +326,7 @@ def ask_ranks(
         asked = connection.execute("SELECT run_id, origin FROM runs WHERE job_id = ?", [f"import-{LLM_FOUNDRY}"])
         cells_of = dict(asked.fetchall())
     answers = {}
-    tally.add(len(places))
+    tally.step(0, of=len(places))
     for place in places.tolist():
         row = rows[place]
         answers[place] = Given(estimate=None, reason="no ranks are published of the row")

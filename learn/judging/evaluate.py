@@ -122,16 +122,16 @@ def evaluate(
     train, test = hold_out(rows, classes, seed)
     train_rows = rows.subset(train)
 
-    def fitted_and_judged(known: Rows, asked: Rows) -> Evaluation:
+    sides = [
+        (f"cross-validation {k}/{CV_FOLDS}", train_rows.subset(inside), train_rows.subset(outside))
+        for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed), start=1)
+    ]
+    evaluations = []
+    for text, known, asked in [*sides, ("held-out test", train_rows, rows.subset(test))]:
+        progress(text)
         fitted = make_estimator(estimator, seed).fit(known, steps)
-        return judged(fitted.predict(asked.cases, steps), asked, bins, estimator, train_rows)
-
-    folds = []
-    for k, (inside, outside) in enumerate(split(train_rows, classes[train], CV_FOLDS, seed)):
-        progress(f"cross-validation {k + 1}/{CV_FOLDS}")
-        folds.append(fitted_and_judged(train_rows.subset(inside), train_rows.subset(outside)))
-    progress("held-out test")
-    held_out = fitted_and_judged(train_rows, rows.subset(test))
+        evaluations.append(judged(fitted.predict(asked.cases, steps), asked, bins, estimator, train_rows))
+    *folds, held_out = evaluations
     refused = [*held_out.refused, *(reason for fold in folds for reason in fold.refused)]
     reasons = "; ".join(dict.fromkeys(refused))
     if not len(held_out.test_rows):

@@ -7,6 +7,7 @@ all figures; `PUBLISHED_FIGURES` are those that others published of their estima
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter, defaultdict
@@ -528,34 +529,27 @@ def judge(
         asked: Estimator -> its answers.
         devices, card_mib, notes, level: As in `Benchmark`.
     """
-    figures, scored = [], {}
-    for title, rows in _with_trusted(sets).items():
-        file = title.removesuffix(TRUSTED_ALONE)
-        for name, of in asked.items():
-            scored_rows = [Scored(**vars(of.answers[i]), **about) for i, about in rows.items() if i in of.answers]
-            if scored_rows:
-                scored[title, name] = scored_rows
-                figures.append(figures_of(title, name, scored_rows, of, bins=bins[file], space=target.space))
+    figures, scored, bins_of = [], {}, {}
+    for title, rows in sets.items():
+        trusted = {i: about for i, about in rows.items() if about.get("doubt") is None}
+        alone = {f"{title}{TRUSTED_ALONE}": trusted} if len(trusted) < len(rows) else {}
+        for (file, of_file), (name, of) in itertools.product({title: rows, **alone}.items(), asked.items()):
+            if scored_rows := [
+                Scored(**vars(of.answers[i]), **about) for i, about in of_file.items() if i in of.answers
+            ]:
+                scored[file, name] = scored_rows
+                figures.append(figures_of(file, name, scored_rows, of, bins=bins[title], space=target.space))
+                bins_of[file] = bins[title]
     return Benchmark(
         target=target,
         device=", ".join(dict.fromkeys(map(str, devices))),
         card_mib=card_mib,
-        bins={of.file: bins[of.file.removesuffix(TRUSTED_ALONE)] for of in figures},
+        bins=bins_of,
         figures=tuple(figures),
         scored=scored,
         notes=tuple(dict.fromkeys(notes)),
         level=level,
     )
-
-
-def _with_trusted(sets: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, Mapping[int, Mapping[str, Any]]]:
-    more = {}
-    for title, rows in sets.items():
-        more[title] = rows
-        trusted = {i: about for i, about in rows.items() if about.get("doubt") is None}
-        if 0 < len(trusted) < len(rows):
-            more[f"{title}{TRUSTED_ALONE}"] = trusted
-    return more
 
 
 def by_group(rows: Sequence[Scored], constant: float | None, *, space: str = "log") -> dict[str, tuple[int, Errors]]:
