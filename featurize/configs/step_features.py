@@ -333,7 +333,7 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
     parts = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
     outside = outside_mib(trace, spec)
     states = trace.parameter_bytes / MIB
-    sizes = trace.remembered("sizes", lambda: [block.nbytes for block in trace.blocks if block.call is None])
+    count, largest = trace.remembered("sizes", lambda: _number_and_largest(trace))
     return {
         "job_memory_mib": reserved + outside,
         "job_reserved_mib": reserved,
@@ -344,9 +344,9 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
         "job_log_batch": math.log2(batch),
         "job_log_memory": _log(reserved + outside),
         "job_share_fragmentation": 1 - sum(parts.values()) / max(reserved, 1e-9),
-        "job_log_largest_block": _log(max(sizes, default=0)),
-        "job_share_largest_block": max(sizes, default=0) / MIB / max(allocated, 1e-9),
-        "job_workspaces": float(len(trace.blocks) - len(sizes)),
+        "job_log_largest_block": _log(largest),
+        "job_share_largest_block": largest / MIB / max(allocated, 1e-9),
+        "job_workspaces": float(len(trace.blocks) - count),
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
         **{
             f"job_scenario_{name}": ratio
@@ -356,10 +356,16 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
     }
 
 
+def _number_and_largest(trace: StepTrace) -> tuple[int, int]:
+    """Return the number of blocks that are no workspaces, and the bytes of the largest."""
+    sizes = [block.nbytes for block in trace.blocks if block.call is None]
+    return len(sizes), max(sizes, default=0)
+
+
 def _utilization(
     trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, batch: int, training_loop: bool
 ) -> dict[str, float]:
-    nbytes = sum(block.nbytes for block in trace.blocks if block.kind == "batch")
+    nbytes = trace.batch_bytes
     waits = python_loader_ms(batch, nbytes) if training_loop else 0.0
     step = time_step(trace, spec, settings, input_ms=waits)
     return {f"job_priced_{name}": float(value) for name, value in priced_features(step).items()} | {

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn, strided
 
 _PLAIN = (Tensor, nn.Parameter)
+_SEQUENCES = (list, tuple)
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
@@ -69,7 +70,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _SEQUENCES):
             yield from tensors_in(value)
 
 
@@ -85,7 +86,7 @@ def meta_tensors(values: Iterable[Any]) -> list[Tensor]:
                 tensors.append(value)
             elif value.is_meta:
                 tensors += plain_parts(value)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _SEQUENCES):
             tensors += meta_tensors(value)
     return tensors
 

@@ -114,7 +114,7 @@ def trace_of(job: TrainingJob, spec: DeviceSpec, traces: Traces | None = None) -
             trace = trace_cache.traced(key, spec, job.training_loop, make_trace, traces)
         except TraceError as error:
             raise _explain(error) from error
-    if multiplies_8_bits(trace.operators):
+    if trace.remembered("8-bit products", lambda: multiplies_8_bits(trace.operators)):
         require_8_bits(spec)
     return trace
 
