@@ -495,7 +495,7 @@ class Benchmark:
 
     @property
     def published(self) -> tuple[PublishedFigure, ...]:
-        """What others published for this target, on their own rows."""
+        """Figures that others published for this target, on their own rows."""
         return tuple(figure for figure in PUBLISHED_FIGURES if figure.target == self.target.name)
 
     @property
