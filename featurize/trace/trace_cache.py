@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
 _LARGEST_TENSOR = 2**20  # elements of other tensors, as `featurize.recording.values` keeps them
+_PLAIN = frozenset({Tensor, nn.Parameter})
 _SETS = frozenset({set, frozenset})
 _COLLECTIONS = _SETS | {dict, OrderedDict}
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -148,10 +149,12 @@ class Fingerprint(Pickler):
 
     def tensor(self, value: Tensor) -> Any:
         """Return what is written for a tensor. Raises `PicklingError` for one that is quantized or not strided."""
-        if is_lazy(value) or value.layout is not torch.strided or value.is_quantized:
-            raise PicklingError
         kind = type(value)
-        largest = _LARGEST_TENSOR if kind is Tensor or not isinstance(value, nn.Parameter) else _LARGEST_PARAMETER
+        is_plain = kind in _PLAIN  # compared first: `isinstance` of a parameter's class runs Python
+        if (not is_plain and is_lazy(value)) or value.layout is not torch.strided or value.is_quantized:
+            raise PicklingError
+        is_parameter = kind is nn.Parameter or (not is_plain and isinstance(value, nn.Parameter))
+        largest = _LARGEST_PARAMETER if is_parameter else _LARGEST_TENSOR
         content = None if value.is_meta or value.numel() > largest else _content(value)
         shape = tuple(value.shape), value.stride(), value.dtype, value.device.type, value.requires_grad
         return _rebuild_marker, (kind.__qualname__, shape, content), _attached(value)
@@ -235,7 +238,7 @@ def _stamp(path: str) -> tuple[str, int, int]:
 def _content(value: Tensor) -> bytes:
     """Return a tensor's values as bytes. Raises `PicklingError` if it has no memory, as zeros of autograd, or if its
     memory was freed."""
-    is_plain = type(value) in (Tensor, nn.Parameter)
+    is_plain = type(value) in _PLAIN
     if is_freed(value) or (is_plain and value.is_cpu and value.numel() and not value.data_ptr()):
         raise PicklingError
     if is_plain and value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
@@ -247,7 +250,7 @@ def _content(value: Tensor) -> bytes:
 def _attached(value: Tensor) -> Any:
     """Return a tensor's attributes and hooks; None where it has none."""
     registered = value._backward_hooks, value._post_accumulate_grad_hooks
-    if not (value.__dict__ or any(registered)):
+    if not (registered[0] or registered[1] or value.__dict__):
         return None
     state = {name: attribute for name, attribute in value.__dict__.items() if not name.startswith("_backward")}
     # Their numbers differ between processes: their order counts.
