@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from conf.units import MIB
 from featurize.device.device_spec import CUDNN_MIB, DeviceSpec
@@ -100,7 +100,8 @@ def replay(
     several sizes, the largest that fits is used.
     """
     if timeline or workspaces:
-        profile = Run(trace, spec, cudnn_benchmark, allocator, workspaces=workspaces, timeline=timeline).play()
+        run = Run(trace, spec, cudnn_benchmark, allocator, workspaces=workspaces, timeline=timeline)
+        profile = run.play().profile
     else:
         profile = unlimited(trace, spec, cudnn_benchmark, allocator).profile
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
@@ -111,7 +112,7 @@ def replay(
         return profile
     limited = Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces, timeline)
     try:
-        return limited.play()
+        return limited.play().profile
     except OutOfMemory:
         return replace(profile, fits=False, snapshot=limited.snapshot())
 
@@ -120,13 +121,8 @@ def unlimited(
     trace: StepTrace, spec: DeviceSpec, cudnn_benchmark: bool = False, allocator: AllocatorSettings | None = None
 ) -> Run:
     """Return the replay on a GPU without limit, with guessed workspaces; it is remembered."""
-
-    def play() -> Run:
-        run = Run(trace, spec, cudnn_benchmark, allocator)
-        run.play()
-        return run
-
-    return trace.remembered(("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator), play)
+    key = ("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator)
+    return trace.remembered(key, lambda: Run(trace, spec, cudnn_benchmark, allocator).play())
 
 
 class Run:
@@ -165,8 +161,8 @@ class Run:
         self.peak, self.peak_at, self.peak_workspace = 0, -1, 0
         self._tried: set[LibraryCall] = set()
 
-    def play(self) -> MemoryProfile:
-        """Replay the events. Raises `OutOfMemory`."""
+    def play(self) -> Self:
+        """Replay the events, and return this. Raises `OutOfMemory`."""
         allocator, blocks, timeline, placed = self.allocator, self.trace.blocks, self.timeline, self.placed
         allocate, free = allocator.allocate, allocator.free
         retired: dict[int, list[int | None]] = {}  # index of an event -> blocks whose memory is available before it
@@ -200,7 +196,8 @@ class Run:
                     self._tried.add(tried)
                     allocator.empty_cache()
         self.profile = self._profile()
-        return self.profile
+        del self.trace  # it remembers its replay: in a cycle, it would outlive its last holder
+        return self
 
     def _profile(self) -> MemoryProfile:
         trace = self.trace

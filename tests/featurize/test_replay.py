@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from featurize.device.device_spec import load_device
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.memory.replay import MIB, MemoryProfile, outside_mib, replay, replay_history
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.operators.replacing import without_collection
 from featurize.recording.step_trace import BLOCK_KINDS, Block, Event, StepTrace
 from featurize.trace.tracer import trace_step
 from tests.featurize.small_nets import dense
@@ -67,6 +69,15 @@ def cnn():
 def fragmenting():
     """Ever larger tensors, each given back before the next: no freed segment serves the next one."""
     return scripted(30, -30, 50, -50, 70, -70, 90, -90)
+
+
+def test_a_replayed_trace_ends_with_its_last_holder():
+    trace = scripted(30, CONV, -30)
+    ended = weakref.ref(trace)
+    with without_collection():
+        replay(trace, A100)
+        del trace
+        assert ended() is None
 
 
 def test_the_peak_is_taken_apart_by_kind_module_and_operator():
