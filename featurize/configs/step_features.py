@@ -333,7 +333,8 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
     parts = {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()}
     outside = outside_mib(trace, spec)
     states = trace.parameter_bytes / MIB
-    count, largest = trace.remembered("sizes", lambda: _number_and_largest(trace))
+    sizes = trace.remembered("sizes", lambda: [block.nbytes for block in trace.blocks if block.call is None])
+    largest = trace.remembered("largest block", lambda: max(sizes, default=0))
     return {
         "job_memory_mib": reserved + outside,
         "job_reserved_mib": reserved,
@@ -346,7 +347,7 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
         "job_share_fragmentation": 1 - sum(parts.values()) / max(reserved, 1e-9),
         "job_log_largest_block": _log(largest),
         "job_share_largest_block": largest / MIB / max(allocated, 1e-9),
-        "job_workspaces": float(len(trace.blocks) - count),
+        "job_workspaces": float(len(trace.blocks) - len(sizes)),
         **{f"job_share_{kind}": mib / max(allocated, 1e-9) for kind, mib in parts.items()},
         **{
             f"job_scenario_{name}": ratio
@@ -354,12 +355,6 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
         },
         **{f"job_peak_in_{phase}": float(memory.peak_phase == phase) for phase in ("forward", "backward", "optimizer")},
     }
-
-
-def _number_and_largest(trace: StepTrace) -> tuple[int, int]:
-    """Return the number of blocks that are no workspaces, and the bytes of the largest."""
-    sizes = [block.nbytes for block in trace.blocks if block.call is None]
-    return len(sizes), max(sizes, default=0)
 
 
 def _utilization(

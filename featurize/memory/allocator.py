@@ -156,10 +156,6 @@ class Pool:
         """Return the free pieces, smallest first."""
         return [self.by_key[key] for key in self.keys]
 
-    def base_of(self, address: int) -> int:
-        """Return the start of the expandable segment that holds this address."""
-        return max(base for base in self.ranges if base <= address)
-
 
 class AddressSpace:
     """The driver's placement of segments: the lowest free range that is large enough, in steps of 2 MiB.
@@ -542,7 +538,7 @@ class CachingAllocator:
     def _unmap(self, piece: Piece) -> None:
         """Free the pages that lie entirely inside a free piece; the remainder stays free."""
         pool, page = piece.pool, self._page(piece.pool)
-        base = pool.base_of(piece.address)
+        base = max(base for base in pool.ranges if base <= piece.address)  # of the expandable segment
         begin = base + -(-(piece.address - base) // page) * page
         end = base + (piece.address + piece.size - base) // page * page
         if begin >= end:

@@ -296,15 +296,13 @@ def _in_one_stream(trace: StepTrace) -> StepTrace:
 
 def _settle(run: Run, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
     """Repeat the last step of a replay until reserved memory is constant, and return it in bytes."""
-    reserved = run.allocator.reserved_bytes
-    for _ in range(_MOST_STEPS) if all(pool.repeats for pool in pools) else ():
-        before = reserved
+    allocator, before = run.allocator, -1
+    steps = _MOST_STEPS if all(pool.successors is not None for pool in pools) else 0
+    while steps and allocator.reserved_bytes != before:
+        before, steps = allocator.reserved_bytes, steps - 1
         for pool in pools:
-            pool.repeat(sizes, run.allocator, run.placed)
-        reserved = run.allocator.reserved_bytes
-        if reserved == before:
-            break
-    return reserved
+            pool.repeat(sizes, allocator, run.placed)
+    return allocator.reserved_bytes
 
 
 def _spare_workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, int, int]]) -> int:
@@ -349,14 +347,9 @@ class _Pool:
         return "reserved", self._small, tuple(size if (size <= SMALL_REQUEST) == self._small else 0 for size in sizes)
 
     @cached_property
-    def repeats(self) -> bool:
-        """Return whether the last step leaves as many blocks of each size as it inherits: only then it can follow
-        itself."""
-        return self._successors is not None
-
-    @cached_property
-    def _successors(self) -> dict[int, int] | None:
-        """Block that the last step inherits and frees -> the equally large block that it leaves to the next step."""
+    def successors(self) -> dict[int, int] | None:
+        """Block that the last step inherits and frees -> the equally large block that it leaves to the next step; None
+        unless it leaves as many blocks of each size as it inherits: only then it can follow itself."""
         first, last = self.events
         sizes = {block: nbytes for block, nbytes in (*first, *last) if nbytes > 0}
         allocated = [block for block, nbytes in last if nbytes > 0]
@@ -384,7 +377,7 @@ class _Pool:
 
     def repeat(self, sizes: Sequence[int], allocator: CachingAllocator, handles: dict[int, int | None]) -> None:
         """Repeat the last step after it, if it can follow itself. `handles` are those of living blocks."""
-        for inherited, successor in (self._successors or {}).items():
+        for inherited, successor in (self.successors or {}).items():
             handles[inherited] = handles.pop(successor)
         self._take(self.events[1], sizes, allocator, handles)
 

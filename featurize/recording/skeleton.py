@@ -214,8 +214,8 @@ class _Construction(TorchFunctionMode):
         if func in _INITIALISERS and kwargs["tensor"].is_meta:
             filled: Tensor = kwargs["tensor"]
             fan = kwargs.get("mode", "fan_in"), kwargs.get("nonlinearity", "leaky_relu")
-            is_usual = filled.dim() > 1 and fan == ("fan_in", "leaky_relu")  # others may be refused
-            if func is not init.kaiming_uniform_ or is_usual:
+            # Others may be refused.
+            if func is not init.kaiming_uniform_ or (filled.dim() > 1 and fan == ("fan_in", "leaky_relu")):
                 return filled
         if func in _NOISE:
             return _make(func, args, kwargs, _REAL_NOISE)
@@ -230,7 +230,6 @@ class _Construction(TorchFunctionMode):
             here = args[0].device
             args = tuple(here if _names_a_gpu(value) else value for value in args)
             kwargs = {key: here if _names_a_gpu(value) else value for key, value in kwargs.items()}
-        given = (*args, *kwargs.values())
         if _some(given, _is_meta) and _some(given, _is_real):
             if _writes_into_real(func, args, kwargs):
                 return args[0]  # there are no values to write

@@ -244,7 +244,7 @@ def timed_kernels(
         learned.parameters.names,
         channels_last=settings.channels_last,
         searched=settings.cudnn_benchmark,
-        half=_half_of(settings),
+        half="bf16" if "bf16" in settings.precision else "fp16",
     )
     occupied = occupied_on(calls, kernels, spec)
     sm_share, occupancy = kernel_activity(occupied, learned.activity)
@@ -270,11 +270,6 @@ def timed_kernels(
         load=load,
         watts=watts,
     )
-
-
-def _half_of(settings: TrainingSettings) -> str:
-    """Return the type of half precision whose rate applies, as `kernels_on` takes it."""
-    return "bf16" if "bf16" in settings.precision else "fp16"
 
 
 def overlap_times(busy_ms: float, host_ms: float) -> float:
