@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,8 +25,8 @@ from featurize.cudnn.oracle import OLDEST, CudnnOracle, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device.device_spec import DeviceSpec
 from featurize.memory.allocator import SMALL_REQUEST, SMALL_SEGMENT, CachingAllocator
-from featurize.memory.replay import Run, unlimited
-from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.memory.replay import TraceReplay, unlimited
+from featurize.operators.library_calls import CUBLAS, ConvolutionWorkspace, LibraryCall, workspace_bytes
 from featurize.operators.torch_releases import cudnn_allows_tf32
 from featurize.recording.step_trace import StepTrace
 
@@ -53,26 +53,6 @@ _CUDNN_OF_TORCH: dict[tuple[int, int], Version] = {
     (2, 14): (9, 24, 0),
 }
 _NOT_AS_ASKED = "cuDNN {} takes none for 1x1 kernels in fp32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvolutionWorkspace:
-    """The workspace of one convolution.
-
-    source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`library_calls`)
-    sizes      bytes that PyTorch tries to allocate, the largest first
-    engine     cuDNN's name of the configuration that the heuristics rank first; empty where cuDNN was not asked
-    layout     layout of the tensors for cuDNN: nchw, nhwc, ...; empty where it is guessed
-    cudnn      version of cuDNN; empty where it is guessed
-    problem    why cuDNN did not answer; empty where it did, or was not asked
-    """
-
-    source: str
-    sizes: tuple[int, ...]
-    engine: str = ""
-    layout: str = ""
-    cudnn: str = ""
-    problem: str = ""
 
 
 def search_settings(*, benchmark: bool) -> SearchSettings:
@@ -294,7 +274,7 @@ def _in_one_stream(trace: StepTrace) -> StepTrace:
     return replace(trace, blocks=tuple(block._replace(stream=0, kept_until=0) for block in trace.blocks))
 
 
-def _settle(run: Run, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
+def _settle(run: TraceReplay, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
     """Repeat the last step of a replay until reserved memory is constant, and return it in bytes."""
     allocator, before = run.allocator, -1
     steps = _MOST_STEPS if all(pool.successors is not None for pool in pools) else 0

@@ -12,17 +12,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from conf.units import MIB
 from featurize.device.device_spec import CUDNN_MIB, DeviceSpec
 from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory, SegmentEvent
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.operators.library_calls import CUBLAS, LibraryCall
+from featurize.operators.library_calls import CUBLAS, ConvolutionWorkspace, LibraryCall
 from featurize.recording.step_trace import BLOCK_KINDS, Block, StepTrace
-
-if TYPE_CHECKING:
-    from featurize.memory.cudnn_workspaces import ConvolutionWorkspace
 
 
 class Moment(NamedTuple):
@@ -100,7 +97,7 @@ def replay(
     several sizes, the largest that fits is used.
     """
     if timeline or workspaces:
-        run = Run(trace, spec, cudnn_benchmark, allocator, workspaces=workspaces, timeline=timeline)
+        run = TraceReplay(trace, spec, cudnn_benchmark, allocator, workspaces=workspaces, timeline=timeline)
         profile = run.play().profile
     else:
         profile = unlimited(trace, spec, cudnn_benchmark, allocator).profile
@@ -110,7 +107,7 @@ def replay(
     limits = allocator is not None and allocator.per_process_memory_fraction is not None
     if profile.peak_reserved <= capacity and not limits:
         return profile
-    limited = Run(trace, spec, cudnn_benchmark, allocator, capacity, workspaces, timeline)
+    limited = TraceReplay(trace, spec, cudnn_benchmark, allocator, capacity, workspaces, timeline)
     try:
         return limited.play().profile
     except OutOfMemory:
@@ -119,13 +116,13 @@ def replay(
 
 def unlimited(
     trace: StepTrace, spec: DeviceSpec, cudnn_benchmark: bool = False, allocator: AllocatorSettings | None = None
-) -> Run:
+) -> TraceReplay:
     """Return the replay on a GPU without limit, with guessed workspaces; it is remembered."""
     key = ("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator)
-    return trace.remembered(key, lambda: Run(trace, spec, cudnn_benchmark, allocator).play())
+    return trace.remembered(key, lambda: TraceReplay(trace, spec, cudnn_benchmark, allocator).play())
 
 
-class Run:
+class TraceReplay:
     """One pass over the events.
 
     allocator   after the events; `placed`: block that is alive then -> its handle

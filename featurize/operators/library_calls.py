@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,26 @@ class LibraryCall(NamedTuple):
     def loads_cudnn(self) -> bool:
         """Return whether the call is cuDNN's."""
         return self.spare or self.kind == "recurrent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionWorkspace:
+    """The workspace of one convolution.
+
+    source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`library_calls`)
+    sizes      bytes that PyTorch tries to allocate, the largest first
+    engine     cuDNN's name of the configuration that the heuristics rank first; empty where cuDNN was not asked
+    layout     layout of the tensors for cuDNN: nchw, nhwc, ...; empty where it is guessed
+    cudnn      version of cuDNN; empty where it is guessed
+    problem    why cuDNN did not answer; empty where it did, or was not asked
+    """
+
+    source: str
+    sizes: tuple[int, ...]
+    engine: str = ""
+    layout: str = ""
+    cudnn: str = ""
+    problem: str = ""
 
 
 def workspace_bytes(call: LibraryCall, spec: DeviceSpec) -> int:

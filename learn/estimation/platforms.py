@@ -42,8 +42,7 @@ from learn.job.training_job import TrainingJob
 if TYPE_CHECKING:
     from featurize.cudnn.signature import SearchSettings
     from featurize.device.device_spec import DeviceSpec
-    from featurize.memory.cudnn_workspaces import ConvolutionWorkspace
-    from featurize.operators.library_calls import LibraryCall
+    from featurize.operators.library_calls import ConvolutionWorkspace, LibraryCall
     from featurize.recording.step_trace import PipelinePart, RanksAlike
     from featurize.timing.overlap import SimulatedStep
     from learn.job.training_job import TrainingJob
