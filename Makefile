@@ -52,8 +52,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	# Models and layers to check estimates on. What these ask for themselves may bring another build of torch.
 	$(PIP_INSTALL) --constraint constraints.txt --no-deps timm peft accelerate bitsandbytes diffusers torchao
 	$(BIN)/python infra/install_torchvision.py $(TORCH_OPTIONS)
-	# On all cores, where pip would compile one file after the other; not what few or none of the tests import.
-	-@$(BIN)/python -m compileall -q -q -j 0 -x '/(tests?|testing|diffusers|fontTools|mypyc?|pygments|transformers/models|ray/(data|llm|rllib|train|tune))/' \
+	# On all cores, where pip would compile one file after the other; not what few tests import, if any.
+	-@$(BIN)/python -m compileall -q -q -j 0 -x '/(tests?|diffusers|fontTools|mypyc?|transformers/models|ray/(data|llm|rllib|train|tune))/' \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1
 	touch $@
 

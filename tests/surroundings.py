@@ -19,6 +19,7 @@ import pytest
 Found = TypeVar("Found")
 # What has not come by then never will. A busy machine takes minutes for what a quiet one does in a second.
 PATIENCE_S = 600.0
+ENDS_WITHIN_S = 60.0  # what is ended is gone, although it would have gone on for minutes
 
 
 @contextlib.contextmanager
@@ -35,9 +36,9 @@ def waiting_process(start_new_session: bool = False, **environment: str) -> Iter
         yield process
 
 
-def await_(condition: Callable[[], Found], awaited: str) -> Found:
+def await_(condition: Callable[[], Found], awaited: str, within_s: float = PATIENCE_S) -> Found:
     """Return what `condition` finds, asked again and again until that is true."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + within_s
     while not (found := condition()):
         assert time.monotonic() < until, f"never came: {awaited}"
         time.sleep(0.01)

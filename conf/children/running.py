@@ -118,7 +118,10 @@ class ChildServer:
     def hello(self) -> dict[str, Any]:
         """Wait until the server is ready; return its hello. Raises `ServerLost` with the server's output."""
         if self._hello is None:
-            message = self._answer(self._control, _START_TIMEOUT_S)
+            try:
+                message = self._answer(self._control, _START_TIMEOUT_S)
+            except OSError as error:  # of `close` in another thread
+                raise ServerLost(f"{self.name} was closed") from error
             if "problem" in message:
                 raise EnvironmentProblem(f"no child process can be run: {message['problem']}")
             self._hello = message["hello"]
@@ -213,7 +216,9 @@ class ChildServer:
                 return bytes(written), None
 
     def close(self) -> None:
-        """End the server and all processes under it."""
+        """End the server and all processes under it, also while another thread waits for its hello."""
+        if self._hello is None:
+            self._process.kill()  # it has no children, and would not notice before its imports are done
         with contextlib.suppress(OSError):  # another process forked from this one may hold the socket open
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _LOOK_EVERY_S = 0.05
-_BEAT_EVERY_S = 1.0
+_BEAT_EVERY_S, _LONGEST_PAUSE_S = 1.0, 16.0
 _STARTS, _START_AGAIN_S = 40, 0.25
 _UNUSABLE = (EnvironmentProblem, QueueError)  # errors of the file of questions, as on a full disk
 
@@ -53,7 +53,7 @@ class TracePool:
     ) -> None:
         self._store, self._limits, self._log = store, limits, log
         self._ended = threading.Event()
-        self._starting = threading.Lock()
+        self._starting, self._greeting = threading.Lock(), threading.Lock()
         self._server: ChildServer | None = None
         self._most_of_client = max(1, size - 1)
         self._threads = [threading.Thread(target=self._work, name=f"trace {place}") for place in range(size)]
@@ -76,16 +76,18 @@ class TracePool:
 
     def _beat(self) -> None:
         """Keep a server of children, so that no question waits for its imports, and record that there is one."""
-        logged = ""
+        logged, pause_s = "", _BEAT_EVERY_S
         while not self._ended.is_set():
             try:
                 self._living_server()
                 self._store.beat()
+                logged, pause_s = "", _BEAT_EVERY_S
             except _UNUSABLE as error:  # `/readyz` then reports an old pulse
                 if str(error) != logged and not self._ended.is_set():
                     logged = str(error)
                     self._log("trace_pool", problem=logged)
-            self._ended.wait(_BEAT_EVERY_S)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._ended.wait(pause_s)
 
     def _work(self) -> None:
         while not self._ended.is_set():
@@ -157,8 +159,10 @@ class TracePool:
                 self._server = None
             if self._server is None:
                 self._server = local_server("farm.serving.trace_pool:prepare")
-            self._server.hello()
-            return self._server
+            server = self._server
+        with self._greeting:  # for its imports, which the end of the service does not wait for
+            server.hello()
+        return server
 
     def _limit_text(self, limit: str | None) -> str | None:
         """Return the sentence for a limit that a child has reached."""

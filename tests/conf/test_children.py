@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from conf.children import containment, running
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner, ChildServer, ServerLost
 from conf.errors import EnvironmentProblem
-from tests.surroundings import PATIENCE_S, await_note
+from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_, await_note
 
 GIB = 2**30
 WAIT = "import signal; signal.pause()"
@@ -80,7 +81,7 @@ def test_everything_ends_and_the_folder_goes_when_the_caller_is_killed(base, tmp
         assert any(base.iterdir())
         caller.send_signal(number)
     assert len(processes) >= 3  # keeper, child, daemon
-    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
+    assert not psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1]
 
 
 def test_the_memory_of_a_daemon_counts_and_shared_pages_count_once(base, tmp_path):
@@ -219,7 +220,7 @@ with ChildRunner() as child:
     server, forked = (psutil.Process(int(pid)) for pid in await_note(note, caller).split())
     caller.kill()
     caller.wait()
-    assert not psutil.wait_procs([server], timeout=PATIENCE_S)[1]
+    assert not psutil.wait_procs([server], timeout=ENDS_WITHIN_S)[1]
     forked.kill()
 
 
@@ -241,3 +242,16 @@ def test_a_server_that_is_interrupted_while_it_imports_is_told_in_one_line():
     with contextlib.closing(server), pytest.raises(ServerLost) as lost:
         server.hello()
     assert str(lost.value) == "the server of child processes died"
+
+
+def test_a_server_is_closed_while_another_thread_waits_for_its_hello(tmp_path, monkeypatch):
+    (tmp_path / "endless.py").write_text("import signal\n\ndef prepare():\n    signal.pause()\n")
+    monkeypatch.setattr(running, "_CLOSE_TIMEOUT_S", 2 * PATIENCE_S)
+    server = running.local_server("endless:prepare", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    with ThreadPoolExecutor(1) as threads:
+        hello = threads.submit(server.hello)
+        await_(hello.running, "the other thread")
+        server.close()
+        with pytest.raises(ServerLost):
+            hello.result()
+    assert not server.lives()

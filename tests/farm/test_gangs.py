@@ -189,7 +189,12 @@ def lose_a_worker_of_all_gpus(executor):
     """Its trial ends its process, and it says then that a GPU is gone."""
     executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
     lost = []
-    await_(lambda: lost.extend(executor.wait(0.2)) or (lost and executor.idle()), "the loss of a worker")
+
+    def is_over():
+        lost.extend(executor.wait(0.2))
+        return lost and executor.idle()
+
+    await_(is_over, "the loss of a worker")
     assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
 
 

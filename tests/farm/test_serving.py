@@ -37,7 +37,7 @@ from learn.job.training_job import load_factory
 from learn.sharing.admitting import GpuState, admit
 from tests.conf.test_children import DAEMON, WAIT
 from tests.farm.served import JSON, MLP, SMALL_LLAMA, served, wait_until_ready
-from tests.surroundings import PATIENCE_S, await_, await_note
+from tests.surroundings import ENDS_WITHIN_S, await_, await_note
 from warehouse.files.folder import DataFolder
 
 MLP_TEXT = ", ".join(f"{name}: {value}" for name, value in MLP.items())
@@ -442,7 +442,7 @@ def test_what_a_script_starts_counts_and_ends_with_its_trace_and_with_a_killed_s
         processes = psutil.Process(service.process.pid).children(recursive=True)
         service.stop(signal.SIGKILL)
     assert int(notes[1].read_text()) in [process.pid for process in processes]
-    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
+    assert not psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1]
     assert not list(temporary.glob("gpufarm-child-*"))
 
 
@@ -513,7 +513,7 @@ def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_proce
         assert client.ask("GET", pending["url"])["estimate"]["parameters"] > 0
         everything = psutil.Process(second.process.pid).children(recursive=True)
         assert second.stop() == 0 and not second.errors
-    assert not psutil.wait_procs(everything, timeout=PATIENCE_S)[1]
+    assert not psutil.wait_procs(everything, timeout=ENDS_WITHIN_S)[1]
 
 
 # ---- the command and the client

@@ -20,7 +20,7 @@ from farm_process import SUBMIT, Farm, check_jobs, landed
 
 from conf.files.identity import identity
 from farm.queue.leftovers import PREFIXES, SESSION_VARIABLE, dispatcher_of
-from tests.surroundings import await_
+from tests.surroundings import ENDS_WITHIN_S, await_
 from warehouse.files.folder import DataFolder
 
 SEED = int(os.environ.get("GPUFARM_ATTACK_SEED", random.SystemRandom().randrange(10**6)))
@@ -175,7 +175,7 @@ def test_under_random_signals_every_task_has_one_run_and_nothing_is_left(tmp_pat
     report = json.loads(answer(data, folder, "farm.status", "format=json"))
     assert [job["done"] for job in report["jobs"]] == list(TASKS) and report["dispatcher"] is None
     assert "ok" in answer(data, folder, "warehouse.query", "SELECT DISTINCT status FROM runs", "format=csv")
-    await_(lambda: not left_over(attack), f"the end of every process (seed {SEED})")
+    await_(lambda: not left_over(attack), f"the end of every process (seed {SEED})", ENDS_WITHIN_S)
     answer(data, folder, "farm.work", "cluster=inline")  # sweeps what only ended after its dispatcher
     left = [name for name in os.listdir(folder) if name.startswith(PREFIXES)]
     assert not left, f"seed {SEED}, after {attack.sent}: {left}"

@@ -10,7 +10,7 @@ from farm.nights.plan import read_plan
 from farm.queue.jobs import Queue
 from featurize.configs.trial import config_hash
 from learn.fitting.artifacts import versions
-from tests.surroundings import await_
+from tests.surroundings import ENDS_WITHIN_S, await_
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import find_snapshot, snapshot_names
@@ -99,7 +99,7 @@ def test_ctrl_c_in_the_middle_of_its_runs_under_ray_leaves_nothing_running(tmp_p
     farm.process.send_signal(signal.SIGINT)
     code, output = farm.wait()
     assert code == 130 and "is unfinished at its step run" in output and "Traceback" not in output
-    await_(lambda: not farm.processes(), "the end of its processes")
+    await_(lambda: not farm.processes(), "the end of its processes", ENDS_WITHIN_S)
     check_whole_night(root)
 
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from farm_process import SUBMIT, Farm, check_complete, kill, landed
 
-from tests.surroundings import await_
+from tests.surroundings import ENDS_WITHIN_S, await_
 
 TASKS = 200
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def finish(data, farm, *extra):
     assert landed(str(data)) >= 1
     psutil.wait_procs(before, timeout=60)
     assert not [p for p in before if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    await_(lambda: not again.processes(), "the end of every process")
+    await_(lambda: not again.processes(), "the end of every process", ENDS_WITHIN_S)
     return statuses
 
 
@@ -97,7 +97,7 @@ def test_everything_killed_at_once_loses_nothing(data):
     assert code == 0, output
     statuses = check_complete(data, TASKS)
     assert sum(statuses.values()) == TASKS
-    await_(lambda: not farm.processes() and not again.processes(), "the end of every process")
+    await_(lambda: not farm.processes() and not again.processes(), "the end of every process", ENDS_WITHIN_S)
 
 
 def test_killed_again_and_again_it_still_ends(data):
@@ -127,7 +127,7 @@ def test_ctrl_c_twice_stops_at_once_and_nothing_is_lost(data):
     farm.process.send_signal(signal.SIGTERM)
     code, output = farm.wait()
     assert code == 130, output
-    await_(lambda: not farm.processes(), "the end of every process")
+    await_(lambda: not farm.processes(), "the end of every process", ENDS_WITHIN_S)
 
 
 def test_only_one_dispatcher_works_on_a_data_folder(data):

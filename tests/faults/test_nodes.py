@@ -10,7 +10,7 @@ import pytest
 from farm_process import SUBMIT, Farm, check_complete, kill
 
 from farm.dispatch.ray_cluster import own_session_environment
-from tests.surroundings import await_
+from tests.surroundings import ENDS_WITHIN_S, await_
 
 TASKS = 120
 NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
@@ -68,7 +68,7 @@ def test_a_node_that_dies_in_the_middle_of_a_job_loses_nothing_and_the_job_ends(
     assert code == 0, output
     assert "left the cluster with 1 workers" in output, output
     assert check_complete(farm.data, TASKS) == {"ok": TASKS}
-    await_(lambda: not farm.servers(), "the end of every trial server")
+    await_(lambda: not farm.servers(), "the end of every trial server", ENDS_WITHIN_S)
 
 
 def test_a_node_that_joins_gets_work(tmp_path, cluster):

@@ -12,7 +12,7 @@ import pytest
 from farm_process import SUBMIT, Farm, check_complete, kill
 
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, own_session_environment
-from tests.surroundings import await_
+from tests.surroundings import ENDS_WITHIN_S, await_
 
 TASKS = 60
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def check_ending(farm, words):
     assert rows(
         farm.data, "SELECT count(*) FROM tasks WHERE state = 'leased' OR (state = 'queued' AND attempt > 0)"
     ) == [(0,)], "given back, and it has cost no attempt"
-    await_(lambda: not farm.processes(), "the end of every process")
+    await_(lambda: not farm.processes(), "the end of every process", ENDS_WITHIN_S)
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])

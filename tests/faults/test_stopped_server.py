@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from featurize.families import get_family
-from tests.surroundings import PATIENCE_S, await_
+from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -27,13 +27,17 @@ def test_a_server_that_was_stopped_goes_with_what_is_below_it(monkeypatch):
         results = []
         thread = threading.Thread(target=lambda: results.append(worker.run(a_task(timeout_s=3.0))))
         thread.start()
-        await_(lambda: len(server.children(recursive=True)) > 1, "the keeper and its trial")
-        below = server.children(recursive=True)
+
+        def both():
+            children = server.children(recursive=True)
+            return children if len(children) > 1 else []
+
+        below = await_(both, "the keeper and its trial")
         server.send_signal(signal.SIGSTOP)
         thread.join(timeout=PATIENCE_S)
         (result,) = results
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
-        assert not psutil.wait_procs([server, *below], timeout=PATIENCE_S)[1]
+        assert not psutil.wait_procs([server, *below], timeout=ENDS_WITHIN_S)[1]
         monkeypatch.undo()
         assert worker.run(a_task(timeout_s=1.0)).run.status == "timeout", "on a server of its own"
     finally:

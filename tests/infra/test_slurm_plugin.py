@@ -212,7 +212,12 @@ PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
         subprocess.Popen(["slurmctld", "-D"], stdout=(place / "log").open("w"), stderr=subprocess.STDOUT),
     ]
     try:
-        await_(lambda: "is UP" in subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout, "Slurm")
+
+        def is_up():
+            assert processes[-1].poll() is None, (place / "log").read_text()
+            return "is UP" in subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout
+
+        await_(is_up, "Slurm's controller")
         yield place
     finally:
         for process in reversed(processes):

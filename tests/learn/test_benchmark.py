@@ -22,7 +22,7 @@ from learn.judging.evaluate import classes_of, hold_out
 from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
 from learn.rows.data import load_rows, make_bins, memory_bins
 from tests.learn.learn_rows import make_configs, published_mlp, write_batch, write_published
-from tests.surroundings import PATIENCE_S
+from tests.surroundings import ENDS_WITHIN_S
 
 pytestmark = pytest.mark.usefixtures("fakes")
 
@@ -123,7 +123,7 @@ def test_a_ctrl_c_ends_the_processes_that_rows_are_asked_in(tmp_path):
         asking.send_signal(signal.SIGINT)
     assert asking.returncode == -signal.SIGINT
     assert {int(note.read_text()) for note in notes} <= {process.pid for process in processes}
-    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
+    assert not psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1]
 
 
 def test_estimates_that_the_file_holds_stand_beside_them_as_published(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from learn import estimate_script
 from tests.conf.test_children import DAEMON, WAIT
 from tests.learn.test_script_failures import LOOP
-from tests.surroundings import PATIENCE_S, await_note
+from tests.surroundings import ENDS_WITHIN_S, await_note
 
 pytestmark = pytest.mark.slow
 
@@ -39,5 +39,5 @@ def test_sigterm_of_the_command_ends_the_script_with_its_daemon_and_leaves_no_fo
         estimating.terminate()
     assert estimating.returncode == -signal.SIGTERM
     assert int(note.read_text()) in [process.pid for process in processes]
-    assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1]
+    assert not psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1]
     assert not [path for path in (tmp_path / "temporary").iterdir() if path.name.startswith("gpufarm")]

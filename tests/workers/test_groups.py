@@ -110,8 +110,11 @@ class GroupInBackground(InBackground):
     """A group under way, with both of its members in their windows."""
 
     def members(self):
-        await_(lambda: len(self._trials()) == 2, "two members")
-        return sorted(self._trials(), key=lambda child: child.pid)
+        return await_(self._both, "two members")
+
+    def _both(self):
+        members = sorted(self._trials(), key=lambda child: child.pid)
+        return members if len(members) == 2 else []
 
 
 def test_a_member_that_is_killed_from_outside_has_the_group_run_again(worker):

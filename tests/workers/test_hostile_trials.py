@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from featurize.configs.trial import config_of_user
-from tests.surroundings import PATIENCE_S
+from tests.surroundings import ENDS_WITHIN_S
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -62,7 +62,7 @@ def pids_in(folder):
 
 def await_gone(pids):
     alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs(alive, timeout=PATIENCE_S)[1]
+    return not psutil.wait_procs(alive, timeout=ENDS_WITHIN_S)[1]
 
 
 def ends_well(worker, spec):

@@ -16,7 +16,7 @@ from recorded_nvml import A100_UUID, RecordedNvml
 import workers
 from featurize.configs.trial import config_from_mapping
 from featurize.families import get_family, layers_of
-from tests.surroundings import PATIENCE_S, await_
+from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
@@ -191,7 +191,7 @@ def test_a_killed_keeper_takes_its_trial_along():
         running.trial.parent().kill()
         result = running.join()
         assert (result.run.error_type, result.retryable) == ("ServerLost", True)
-        assert not psutil.wait_procs([running.trial], timeout=PATIENCE_S)[1]
+        assert not psutil.wait_procs([running.trial], timeout=ENDS_WITHIN_S)[1]
 
 
 @pytest.mark.parametrize(
