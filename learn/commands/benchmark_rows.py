@@ -153,15 +153,13 @@ class BenchmarkSettings(Checked):
     trust: tuple[str, ...] = trust_key()
 
     def problems(self) -> Iterator[str]:
-        groupings: Sequence[str] = GROUPINGS
         if self.target == SLOWDOWN:  # it takes few of the keys
-            from learn.commands.sharing import SPLITS as groupings
+            from learn.commands import sharing
 
             yield from foreign_keys(self, ("target", "data", "source", "device_name", "by", "out"))
+            yield from self._problems_of_by(sharing.SPLITS)
         else:
             yield from self._problems_of_rows()
-        if self.by not in (None, *groupings):
-            yield str(unknown_name("by", self.by, groupings))
         yield from self._problems_of_paths()
 
     @property
@@ -183,9 +181,14 @@ class BenchmarkSettings(Checked):
             yield "paper=true makes its tables from published files; give published=FOLDER with it"
         if self.published is None and self.files is not None:
             yield "files= picks published files; give published=FOLDER with it"
+        yield from self._problems_of_by(GROUPINGS)
         if self.split == "leave_one_out" and self.by is None:
             yield f"split=leave_one_out leaves out one group after another: give by={' or by='.join(GROUPINGS)}"
         yield from self._problems_of_estimators()
+
+    def _problems_of_by(self, groupings: Sequence[str]) -> Iterator[str]:
+        if self.by not in (None, *groupings):
+            yield str(unknown_name("by", self.by, groupings))
 
     def _problems_of_published(self) -> Iterator[str]:
         if not self.published:
@@ -332,14 +335,14 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> tuple[AskedRo
     assert settings.published is not None  # else the benchmark is of the warehouse's runs
     published = read_published(settings.published, settings.files or ())
     notes = [f"{path.name} has no known header and is left out" for path in published.others]
-    files = list(published.files)
-    if learned and all(file.form == NEVER_FITTED_ON for file in files):
+    files = [(file, True) for file in published.files]
+    if learned and all(file.form == NEVER_FITTED_ON for file in published.files):
         others = read_published(settings.published).files
-        files += [file for file in others if file.form != NEVER_FITTED_ON]
+        files += [(file, False) for file in others if file.form != NEVER_FITTED_ON]
 
     records: list[AskedRow] = []
-    for place, file in enumerate(files):
-        stem, asked = file.path.stem, place < len(published.files)
+    for file, asked in files:
+        stem = file.path.stem
         usable = _usable(file, target, spec, settings, notes if asked else [])
         kept = [usable[i] for i in sample([row.module for row in usable], settings.rows, f"{settings.seed}/{stem}")]
         records += [_asked_row(row, file, asked, target, spec) for row in kept]
@@ -355,7 +358,7 @@ def of_published(settings: BenchmarkSettings, *, learned: bool) -> tuple[AskedRo
             f"other files in it, or estimators that learn nothing"
         )
     stems = dict.fromkeys(row.file for row in records)
-    never = {file.path.stem for file in files if file.form == NEVER_FITTED_ON}
+    never = {file.path.stem for file, _ in files if file.form == NEVER_FITTED_ON}
     if learned and not never.isdisjoint(stems):
         notes.append(
             f"{', '.join(sorted(never.intersection(stems)))}: never fitted on; learned estimators are fitted on all "
@@ -500,7 +503,7 @@ def ask_free(
 
     The slow ones come last. Where `steps` has a row's record, `trace` answers from that and traces nothing again.
     """
-    answers: dict[str, dict[int, Given]] = {name: {} for name in sorted(names, key=SLOW.__contains__)}
+    answers: dict[str, dict[int, Given]] = {name: {} for name in names}
     jobs: list[tuple[str, int, Case]] = []
     for name, of_name in answers.items():
         for i in index.tolist():
@@ -511,11 +514,12 @@ def ask_free(
                 given = _of_record(row.case, rows.target, steps)
             if given is not None:
                 of_name[i] = given
-            else:  # of a copy of the case, what it remembers need not travel
+            else:  # a copy of the case: what the case remembers need not travel
                 jobs.append((name, i, replace(row.case, described=describe_device(row.case.device))))
         tally.step(len(of_name))
         if len(of_name) == len(index):
             yield name, Asked(answers=of_name)
+    jobs.sort(key=lambda job: job[0] in SLOW)
     workers = settings.workers if settings.workers is not None else len(os.sched_getaffinity(0))
     how: dict[str, Any] = {"prepare": WITH_TORCH, "limit_s": settings.limit_s, "memory_gib": settings.memory_gib}
     questions = [(ESTIMATORS[name], case, settings.target) for name, _, case in jobs]
@@ -578,6 +582,7 @@ def ask_learned(
             asked = rows.subset(index)
             given, unfamiliar = _ask(estimator, asked, bins[file], steps)
             answers |= dict(zip(index.tolist(), given, strict=True))
+            tally.step(len(index))
             warnings.update(dict.fromkeys(unfamiliar))
             if file not in latency:
                 timed = [case for case, answer in zip(asked.cases, given, strict=True) if answer.estimate is not None]

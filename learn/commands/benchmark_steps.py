@@ -90,7 +90,9 @@ def benchmark_steps(settings: BenchmarkSettings, progress: Callable[[int, int], 
     outside = np.concatenate([part.outside for part in parts])
     outside_steps = np.sort(outside[fit.steps[outside]])
     names = settings.estimators or _DEFAULTS
-    asked = {name: _ask_formula(name, fit, parts, tally) for name in names if name in FORMULAS}
+    formulas = [name for name in names if name in FORMULAS]
+    tally.step(0, of=len(parts) * len(formulas))
+    asked = {name: _ask_formula(name, fit, parts, tally) for name in formulas}
     if RANKS in names:
         asked[RANKS] = Asked(answers=ask_ranks(fit.rows, outside_steps, settings.data, tally))
     learned = [name for name in names if name not in asked]
@@ -156,8 +158,7 @@ def _ask_formula(name: str, fit: TimeFit, parts: Sequence[Part], tally: Tally) -
             return Given(estimate=None, reason="the rows that it learned from do not cover this one")
         return Given(estimate=fit.rows[place].measured_ms * math.exp(ratio))
 
-    tally.step(0, of=sum(1 + len(part.outside) for part in parts))
-    asked = ask_parts(parts, fitted, tally.step)
+    asked = ask_parts(parts, fitted, lambda _steps: tally.step())  # its answers take no time: a step is a fit
     return Asked(answers=asked.answers) if name == AS_IT_COMES else asked
 
 
@@ -184,7 +185,10 @@ def _ask_estimators(
         return dict.fromkeys(names, Asked(answers=dict.fromkeys(refused, reason), learns=True))
     place = np.array([place_of[run_id] for run_id in rows.run_ids])
     of_steps = asked_rows(rows, fit.sources[place])
-    own = [Part("", *(np.flatnonzero(np.isin(place, side)) for side in (part.inside, part.outside))) for part in parts]
+    own = [
+        Part("", np.flatnonzero(np.isin(place, part.inside)), np.flatnonzero(np.isin(place, part.outside)))
+        for part in parts
+    ]
     own = [part for part in own if len(part.outside)]
     bins = {source: of_steps.bins(source) for source in dict.fromkeys(of_steps.file.tolist())}
     steps = StepStore(settings.data)

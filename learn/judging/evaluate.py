@@ -324,7 +324,7 @@ def ask_parts(
     Args:
         parts: The fits.
         fitted: Fits to the rows at these positions; returns what answers for rows at others, by their position.
-        step: Called with the number of fits and answers that are done.
+        step: Called once a part: with 1 when it is fitted to, else with that and the number of its rows.
     """
     answers: dict[int, Given] = {}
     seconds = []
@@ -340,7 +340,6 @@ def ask_parts(
         seconds.append((time.monotonic_ns() - began) / 1e9)
         step(1)
         answers |= answers_of(part.outside)
-        step(len(part.outside))
     return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)), fits=len(seconds))
 
 

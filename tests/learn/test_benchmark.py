@@ -280,6 +280,8 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
             ["by=colour", "split=thirds"],
             "known: cv, holdout, leave_one_out; unknown by 'colour'; known: device, family, model, module, source",
         ),
+        (["by=model", "estimators=[zzz]"], "known: device, family, module, source; unknown estimator 'zzz'"),
+        (["by=model", "files=[a]", "split=leave_one_out"], "give published=FOLDER with it; unknown by 'model'"),
         (["rows=0"], "rows must be an integer >= 1, got 0"),
         (["workers=-1", "limit_s=0"], "workers must be an integer >= 0, got -1; limit_s must be a number > 0, got 0"),
         (["published=/nowhere/at/all"], "published=/nowhere/at/all: there is no such file or folder"),
@@ -455,6 +457,25 @@ def test_an_estimator_that_reads_configs_only_refuses_modules_by_row(tmp_path):
     known, some = benchmark(settings(tmp_path, estimators=("lightgbm",))).figures
     assert known.answered_ok == 0 and "trial configs only" in next(iter(known.refusals))
     assert (some.ok, some.answered_ok) == (33, 32) and sum(some.refusals.values()) == 1
+
+
+def test_estimators_whose_rows_are_all_refused_come_in_the_order_given(tmp_path, monkeypatch):
+    monkeypatch.setattr("learn.commands.benchmark_rows.SLOW", ("hundreds",))
+    path = write(tmp_path / "some.csv", [(1, 200, OK, "spiral"), (2, 300, OK, "spiral")])
+    shown = []
+    benchmark(settings(path, estimators=("hundreds", "endless")), finished=shown.extend)
+    assert [figures.estimator for figures in shown] == ["hundreds", "endless"]
+    assert all(sum(figures.refusals.values()) == 2 for figures in shown)
+
+
+def test_answers_of_a_fit_are_counted_file_by_file(tmp_path, watcher):
+    for file in ("one", "two"):
+        write_networks(tmp_path / f"{file}.csv", [published_mlp(8, depth=depth) for depth in range(1, 11)])
+    heard = []
+    benchmark(settings(tmp_path, estimators=("watcher",)), progress=lambda *counts: heard.append(counts))
+    done, totals = np.array(heard).T
+    assert set(totals) == {3 + 20} and done[-1] == 3 + 20
+    assert len(done) == 1 + 3 * (1 + 2), "a fit, then the answers for each file"
 
 
 def test_a_row_is_traced_once_for_all_estimators_and_figures_come_as_they_are_done(tmp_path, monkeypatch):
