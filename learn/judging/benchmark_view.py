@@ -99,7 +99,7 @@ def errors_table(done: Benchmark) -> tuple[Block, ...]:
         "s each": lambda figures: _text(figures.median_seconds, ".2f", ".4f", below=0.1),
         "s a fit": lambda figures: _text(figures.fit_seconds, ".2f", ".4f", below=0.1),
     }
-    title = f"{done.kind} errors; +c: with one constant per file added"
+    title = f"{done.error_kind} errors; +c: with one constant per file added"
     return _figures_table(title, done, {"answered": _answered_text}, cells, times)
 
 
@@ -234,7 +234,7 @@ def benchmark_mapping(done: Benchmark, settings: BenchmarkSettings) -> dict[str,
     return {
         "target": done.target.name,
         "unit": done.target.unit,
-        "errors": done.kind,
+        "errors": done.error_kind,
         "device": done.device,
         "card_mib": done.card_mib,
         "settings": asdict(settings),
@@ -281,8 +281,10 @@ def table_blocks(title: str, names: Sequence[str], lines: Sequence[Sequence[str]
         return ()
     grouped = names[0] in ("rows", "family")
     rows: list[Row] = []
-    for previous, line in zip([None, *lines], lines, strict=False):
-        first = grouped and (previous is None or line[0] != previous[0])
+    previous: str | None = None
+    for line in lines:
+        first = grouped and line[0] != previous
+        previous = line[0]
         marks = ("first" if first else "", "others" if grouped and line[1].endswith(OTHERS) else "")
         rows.append(Row(tuple(line if first or not grouped else ["", *line[1:]]), " ".join(filter(None, marks))))
     columns = tuple(TableColumn(name, "word" if name in WORDS else "figure") for name in names)

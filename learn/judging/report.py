@@ -314,7 +314,7 @@ def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
             share = (places + 1) / sum(row.label is not None for row in rows)
             within = np.clip(errors[places], x_axis.low, x_axis.high)
             curves[name] = [*zip(within.tolist(), share.tolist(), strict=True), (x_axis.high, float(share[-1]))]
-    return _lines(curves, x_axis, _SHARES, f"{done.kind} error", "share of the rows")
+    return _lines(curves, x_axis, _SHARES, f"{done.error_kind} error", "share of the rows")
 
 
 def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
@@ -349,7 +349,7 @@ def _by_batch(done: Benchmark, file: str) -> tuple[Block, ...]:
     most = 2 * _CLIP[done.target.space]  # what is further off leaves the picture
     low, high = (limit(0.0, *(error for _, error in points)) for limit in (min, max))
     y_axis = Axis.of(max(-most, low), min(most, high))
-    return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {done.kind} error, median")
+    return _lines(curves, x_axis, y_axis, "batch size, from", f"signed {done.error_kind} error, median")
 
 
 def confusion(done: Benchmark, file: str) -> tuple[Block, ...]:

@@ -503,8 +503,8 @@ class Benchmark:
         return self.target.space == "log"
 
     @property
-    def kind(self) -> str:
-        """The kind of its errors, in a word."""
+    def error_kind(self) -> str:
+        """Kind of the errors: relative or absolute."""
         return "relative" if self.relative else "absolute"
 
 
@@ -527,7 +527,8 @@ def judge(
         sets: Title -> row -> its entry of `Scored`.
         bins: Title -> the classes of its rows.
         asked: Estimator -> its answers.
-        devices, card_mib, notes, level: As in `Benchmark`.
+        devices: The device of each row.
+        card_mib, notes, level: As in `Benchmark`.
     """
     figures, scored, bins_of = [], {}, {}
     for title, rows in sets.items():
