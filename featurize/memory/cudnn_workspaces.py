@@ -12,8 +12,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,8 +23,7 @@ from conf.units import MIB
 from featurize.cudnn.oracle import OLDEST, CudnnOracle, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device.device_spec import DeviceSpec
-from featurize.memory.allocator import SMALL_REQUEST, SMALL_SEGMENT, CachingAllocator
-from featurize.memory.replay import TraceReplay, unlimited
+from featurize.memory.allocator import SMALL_REQUEST, CachingAllocator
 from featurize.operators.library_calls import CUBLAS, ConvolutionWorkspace, LibraryCall, workspace_bytes
 from featurize.operators.torch_releases import cudnn_allows_tf32
 from featurize.recording.step_trace import StepTrace
@@ -246,43 +244,33 @@ def reserved_by_scenario(trace: StepTrace, spec: DeviceSpec) -> dict[str, int]:
     constant. The others take copies of image, kernel and response for some convolutions, over the replay's own steps.
     """
     guessed = trace.guessed_sizes(spec)
-    return trace.remembered(("scenarios", *guessed.values()), lambda: _reserved_by_scenario(trace, spec, guessed))
+    return trace.remembered(("scenarios", *guessed.values()), lambda: _reserved_by_scenario(trace, guessed))
 
 
-def _reserved_by_scenario(trace: StepTrace, spec: DeviceSpec, sizes_of: Mapping[LibraryCall, int]) -> dict[str, int]:
+def _reserved_by_scenario(trace: StepTrace, sizes_of: Mapping[LibraryCall, int]) -> dict[str, int]:
     calls, guessed = list(sizes_of), list(sizes_of.values())
     pools = trace.remembered("events", lambda: _by_pool(trace, calls))
-    run = unlimited(_in_one_stream(trace), spec)
-    # Segments of this size are the small pool's, and no other is.
-    in_small = sum(event.size for event in run.allocator.segment_events if event.size == SMALL_SEGMENT)
-    for pool, nbytes in zip(pools, (in_small, run.profile.peak_reserved - in_small), strict=True):
-        trace.remembered(pool.key(guessed), partial(int, nbytes))
-    reserved = {SETTLED: _settle(run, pools, guessed)}
+    reserved = {SETTLED: _settle(trace, pools, guessed)}
     for name, copies in SCENARIOS.items():
         sizes = [
             _spare_workspace(call, copies) if call.spare else guess for call, guess in zip(calls, guessed, strict=True)
         ]
         # GPU models differ in the guesses that a scenario replaces.
-        reserved[name] = sum(trace.remembered(pool.key(sizes), partial(pool.play, sizes)) for pool in pools)
+        reserved[name] = sum(trace.remembered(pool.key(sizes), partial(next, pool.play(sizes))) for pool in pools)
     return reserved
 
 
-def _in_one_stream(trace: StepTrace) -> StepTrace:
-    """Return the trace with all blocks in one stream, as scenarios take them."""
-    if not any(block.stream or block.kept_until for block in trace.blocks):
-        return trace
-    return replace(trace, blocks=tuple(block._replace(stream=0, kept_until=0) for block in trace.blocks))
-
-
-def _settle(run: TraceReplay, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
-    """Repeat the last step of a replay until reserved memory is constant, and return it in bytes."""
-    allocator, before = run.allocator, -1
-    steps = _MOST_STEPS if all(pool.successors is not None for pool in pools) else 0
-    while steps and allocator.reserved_bytes != before:
-        before, steps = allocator.reserved_bytes, steps - 1
-        for pool in pools:
-            pool.repeat(sizes, allocator, run.placed)
-    return allocator.reserved_bytes
+def _settle(trace: StepTrace, pools: Sequence[_Pool], sizes: Sequence[int]) -> int:
+    """Repeat the last step until reserved memory is constant, and return it in bytes."""
+    steps = zip(*(pool.play(sizes) for pool in pools), strict=False)
+    reserved = next(steps)
+    for pool, nbytes in zip(pools, reserved, strict=True):
+        trace.remembered(pool.key(sizes), partial(int, nbytes))
+    for repeated in itertools.islice(steps, _MOST_STEPS):  # none where a pool's last step cannot follow itself
+        if repeated == reserved:
+            break
+        reserved = repeated
+    return sum(reserved)
 
 
 def _spare_workspace(call: LibraryCall, copies: Mapping[tuple[str, bool], tuple[int, int, int]]) -> int:
@@ -345,37 +333,32 @@ class _Pool:
             pairs[block] = remaining[sizes[block]].pop()
         return None if any(remaining.values()) else pairs
 
-    def play(self, sizes: Sequence[int]) -> int:
-        """Return the reserved bytes after all steps.
+    def play(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Yield the reserved bytes after all steps, then after each repetition of the last one.
+
+        Ends after all steps where the last one cannot follow itself.
 
         Args:
             sizes: Workspace sizes of the calls; those in the other pool are ignored.
         """
         allocator = CachingAllocator()
-        self._take(itertools.chain(*self.events), sizes, allocator, {})
-        return allocator.reserved_bytes
-
-    def repeat(self, sizes: Sequence[int], allocator: CachingAllocator, handles: dict[int, int | None]) -> None:
-        """Repeat the last step after it, if it can follow itself. `handles` are those of living blocks."""
-        for inherited, successor in (self.successors or {}).items():
-            handles[inherited] = handles.pop(successor)
-        self._take(self.events[1], sizes, allocator, handles)
-
-    def _take(
-        self,
-        events: Iterable[tuple[int, int]],
-        all_sizes: Sequence[int],
-        allocator: CachingAllocator,
-        handles: dict[int, int | None],
-    ) -> None:
-        allocate, free, touch, sizes = allocator.allocate, allocator.free, allocator.touch, self.key(all_sizes)[-1]
-        for block, nbytes in events:
-            if nbytes > 0:
-                handles[block] = allocate(nbytes)
-            elif nbytes < 0:
-                free(handles.pop(block))
-            elif nbytes_taken := sizes[~block]:
-                if self._calls[~block].kind == CUBLAS:  # cuBLAS keeps its workspace
-                    allocate(nbytes_taken)
-                else:
-                    touch(nbytes_taken)
+        allocate, free, touch = allocator.allocate, allocator.free, allocator.touch
+        handles: dict[int, int | None] = {}
+        own_sizes, events = self.key(sizes)[-1], [*self.events[0], *self.events[1]]
+        while True:
+            for block, nbytes in events:
+                if nbytes > 0:
+                    handles[block] = allocate(nbytes)
+                elif nbytes < 0:
+                    free(handles.pop(block))
+                elif nbytes_taken := own_sizes[~block]:
+                    if self._calls[~block].kind == CUBLAS:  # cuBLAS keeps its workspace
+                        allocate(nbytes_taken)
+                    else:
+                        touch(nbytes_taken)
+            yield allocator.reserved_bytes
+            if self.successors is None:
+                return
+            for inherited, successor in self.successors.items():
+                handles[inherited] = handles.pop(successor)
+            events = self.events[1]

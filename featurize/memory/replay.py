@@ -12,7 +12,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from functools import partial
+from typing import Any, NamedTuple
 
 from conf.units import MIB
 from featurize.device.device_spec import CUDNN_MIB, DeviceSpec
@@ -96,40 +97,27 @@ def replay(
     one. `workspaces` holds workspaces of convolutions (`featurize.memory.cudnn_workspaces`), else they are guessed; of
     several sizes, the largest that fits is used.
     """
+    on_card = partial(TraceReplay, trace, spec, cudnn_benchmark, allocator, workspaces, timeline)
     if timeline or workspaces:
-        run = TraceReplay(trace, spec, cudnn_benchmark, allocator, workspaces=workspaces, timeline=timeline)
-        profile = run.play().profile
+        profile = on_card(capacity=None).play()
     else:
-        profile = unlimited(trace, spec, cudnn_benchmark, allocator).profile
+        key = ("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator)
+        profile = trace.remembered(key, lambda: on_card(capacity=None).play())
     taken_mib = outside_mib(trace, spec) if taken_mib is None else taken_mib
     capacity = int((spec.memory_mib - taken_mib) * MIB)
     # Below the card's limit, a limit matters only to settings that depend on it.
     limits = allocator is not None and allocator.per_process_memory_fraction is not None
     if profile.peak_reserved <= capacity and not limits:
         return profile
-    limited = TraceReplay(trace, spec, cudnn_benchmark, allocator, capacity, workspaces, timeline)
+    limited = on_card(capacity=capacity)
     try:
-        return limited.play().profile
+        return limited.play()
     except OutOfMemory:
         return replace(profile, fits=False, snapshot=limited.snapshot())
 
 
-def unlimited(
-    trace: StepTrace, spec: DeviceSpec, cudnn_benchmark: bool = False, allocator: AllocatorSettings | None = None
-) -> TraceReplay:
-    """Return the replay on a GPU without limit, with guessed workspaces; it is remembered."""
-    key = ("replay", *trace.guessed_sizes(spec).values(), cudnn_benchmark, allocator)
-    return trace.remembered(key, lambda: TraceReplay(trace, spec, cudnn_benchmark, allocator).play())
-
-
 class TraceReplay:
-    """One pass over the events.
-
-    allocator   after the events; `placed`: block that is alive then -> its handle
-    profile     the result, after `play`
-    """
-
-    profile: MemoryProfile
+    """One pass over the events."""
 
     def __init__(
         self,
@@ -137,9 +125,9 @@ class TraceReplay:
         spec: DeviceSpec,
         cudnn_benchmark: bool,
         settings: AllocatorSettings | None,
-        capacity: int | None = None,
-        workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None = None,
-        timeline: bool = False,
+        workspaces: Mapping[LibraryCall, ConvolutionWorkspace] | None,
+        timeline: bool,
+        capacity: int | None,
     ) -> None:
         self.trace, self.cudnn_benchmark, self.timeline = trace, cudnn_benchmark, timeline
         self.workspaces = workspaces or {}
@@ -154,14 +142,14 @@ class TraceReplay:
             if timeline
             else CachingAllocator(capacity, settings, total_bytes=total)
         )
-        self.placed: dict[int, int | None] = {}
         self.peak, self.peak_at, self.peak_workspace = 0, -1, 0
         self._tried: set[LibraryCall] = set()
 
-    def play(self) -> Self:
-        """Replay the events, and return this. Raises `OutOfMemory`."""
-        allocator, blocks, timeline, placed = self.allocator, self.trace.blocks, self.timeline, self.placed
+    def play(self) -> MemoryProfile:
+        """Replay the events, and return what they need. Raises `OutOfMemory`."""
+        allocator, blocks, timeline = self.allocator, self.trace.blocks, self.timeline
         allocate, free = allocator.allocate, allocator.free
+        placed: dict[int, int | None] = {}
         retired: dict[int, list[int | None]] = {}  # index of an event -> blocks whose memory is available before it
         for index, (block, nbytes, step, phase) in enumerate(self.trace.events):
             if retired:
@@ -192,9 +180,7 @@ class TraceReplay:
                 if tried not in self._tried:
                     self._tried.add(tried)
                     allocator.empty_cache()
-        self.profile = self._profile()
-        del self.trace  # it remembers its replay: in a cycle, it would outlive its last holder
-        return self
+        return self._profile()
 
     def _profile(self) -> MemoryProfile:
         trace = self.trace

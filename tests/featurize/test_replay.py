@@ -1,7 +1,11 @@
 """Replays that can be worked out by hand, of real traces, and as memory snapshots that PyTorch's own tools read."""
 
+import copy
 import dataclasses
 import functools
+import gc
+import itertools
+import pickle
 import weakref
 
 import pytest
@@ -10,7 +14,9 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from featurize.device.device_spec import load_device
+from featurize.memory.allocator import CachingAllocator
 from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import MIB, MemoryProfile, outside_mib, replay, replay_history
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.operators.replacing import without_collection
@@ -78,6 +84,46 @@ def test_a_replayed_trace_ends_with_its_last_holder():
         replay(trace, A100)
         del trace
         assert ended() is None
+
+
+def deep_cnn():
+    layers = [layer for _ in range(30) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    return trace_step(lambda: nn.Sequential(*layers, nn.Flatten()), (torch.empty(64, 8, 32, 32, device="meta"),))
+
+
+@pytest.mark.parametrize("after", [1, 50, 200, 400])
+def test_scenarios_that_were_interrupted_are_answered_as_if_they_were_not(after, monkeypatch):
+    trace = deep_cnn()
+    memory = replay(trace, A100)
+    left, take = itertools.count(after, -1), CachingAllocator.allocate
+
+    def interrupted(self, *args, **kwargs):
+        if not next(left):
+            raise KeyboardInterrupt
+        return take(self, *args, **kwargs)
+
+    with monkeypatch.context() as context:
+        context.setattr(CachingAllocator, "allocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reserved_by_scenario(trace, A100)
+    assert reserved_by_scenario(trace, A100) == reserved_by_scenario(deep_cnn(), A100)
+    assert replay(trace, A100) == memory
+
+
+def test_what_a_trace_remembers_holds_no_allocator_and_can_be_copied(monkeypatch):
+    trace, made, build = deep_cnn(), weakref.WeakSet(), CachingAllocator.__init__
+
+    def noted(self, *args, **kwargs):
+        made.add(self)
+        build(self, *args, **kwargs)
+
+    monkeypatch.setattr(CachingAllocator, "__init__", noted)
+    memory, reserved = replay(trace, A100), reserved_by_scenario(trace, A100)
+    gc.collect()
+    assert not made
+    for copied in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
+        assert copied == trace
+        assert replay(copied, A100) == memory and reserved_by_scenario(copied, A100) == reserved
 
 
 def test_the_peak_is_taken_apart_by_kind_module_and_operator():
