@@ -215,7 +215,11 @@ class _Construction(TorchFunctionMode):
             filled: Tensor = kwargs["tensor"]
             fan = kwargs.get("mode", "fan_in"), kwargs.get("nonlinearity", "leaky_relu")
             # Others may be refused.
-            if func is not init.kaiming_uniform_ or (filled.dim() > 1 and fan == ("fan_in", "leaky_relu")):
+            if (
+                func is init.uniform_
+                or (func is init.constant_ and isinstance(kwargs["val"], int | float) and not is_lazy(filled))
+                or (func is init.kaiming_uniform_ and filled.dim() > 1 and fan == ("fan_in", "leaky_relu"))
+            ):
                 return filled
         if func in _NOISE:
             return _make(func, args, kwargs, _REAL_NOISE)
@@ -243,7 +247,10 @@ def _make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return func(*args, **kwargs)
     meant = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "generator")}
     alike = torch.empty if func in (torch.zeros, torch.ones) else func  # their own meta kernels are written in Python
-    empty = alike(*args, **{**meant, "device": "meta"})
+    try:
+        empty = alike(*args, **{**meant, "device": "meta"})
+    except TypeError:  # which `func` words by its own name
+        return func(*args, **kwargs)
     return empty if empty.numel() > largest else func(*args, **{**meant, "device": "cpu"})
 
 

@@ -209,12 +209,21 @@ def test_seven_billion_parameters_take_less_than_a_gib():
 
 
 @pytest.mark.parametrize(
-    "fill",
+    ("fill", "error"),
     [
-        lambda weight: nn.init.kaiming_uniform_(weight, nonlinearity="cosine"),
-        lambda weight: nn.init.kaiming_uniform_(weight[0]),
+        (lambda weight: nn.init.kaiming_uniform_(weight, nonlinearity="cosine"), ValueError),
+        (lambda weight: nn.init.kaiming_uniform_(weight[0]), ValueError),
+        (lambda weight: nn.init.constant_(weight, "0"), TypeError),
+        (lambda weight: nn.init.constant_(weight, torch.zeros(10)), RuntimeError),
+        (lambda weight: nn.init.constant_(nn.LazyLinear(4).weight, 0.0), ValueError),
     ],
 )
-def test_what_an_initialiser_refuses_is_refused_on_meta(fill):
-    with pytest.raises(ValueError):
+def test_what_an_initialiser_refuses_is_refused_on_meta(fill, error):
+    with pytest.raises(error):
         build_on_meta(lambda: fill(nn.Linear(8, 4).weight))
+
+
+@pytest.mark.parametrize("make", [torch.zeros, torch.ones])
+def test_a_wrong_shape_is_refused_in_the_functions_own_words(make):
+    with pytest.raises(TypeError, match=rf"^{make.__name__}\(\)"):
+        build_on_meta(lambda: make((3000, "3")))
