@@ -360,7 +360,9 @@ def _memory(trace: StepTrace, memory: MemoryProfile, spec: DeviceSpec, batch: in
 def _utilization(
     trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, batch: int, training_loop: bool
 ) -> dict[str, float]:
-    nbytes = trace.batch_bytes
+    # Of all steps, also in a mix, as the learned estimators were fitted; `trace.batch_bytes` has a mix's last two.
+    batches = (block.nbytes for block in trace.blocks if block.kind == "batch")
+    nbytes = trace.remembered("batch bytes of all steps", lambda: sum(batches))
     waits = python_loader_ms(batch, nbytes) if training_loop else 0.0
     step = time_step(trace, spec, settings, input_ms=waits)
     return {f"job_priced_{name}": float(value) for name, value in priced_features(step).items()} | {

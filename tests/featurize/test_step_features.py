@@ -161,6 +161,16 @@ def test_a_network_that_differs_is_told_apart():
     assert {name for name in looped if looped[name] != before[name]} == {"net_training_loop"}
 
 
+def test_batches_of_a_mix_count_together():
+    config = CONFIGS["mlp"]
+    sizes = 2, 8, 4
+    batches = [torch.empty(size, 2**16, device="meta") for size in sizes]
+    trace = trace_step(lambda: nn.Linear(2**16, 4), None, batches=batches, settings=config, device=A100)
+    values = step_features(trace, replay(trace, A100), A100, config, batch_size=8, training_loop=False)
+    samples = sum(sizes[shape] for shape in trace.mix.order)
+    assert samples == 32 and values["job_log_batch_bytes"] == pytest.approx(math.log2(samples * 2**18), abs=0.001)
+
+
 def test_counts_and_sizes_are_those_of_the_network():
     (found, *_) = by_batch("mlp")
     plain = CONFIGS["mlp"]
