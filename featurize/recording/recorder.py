@@ -384,13 +384,14 @@ class Recorder(TorchDispatchMode):
         fresh = False
         for tensor in outputs:
             fresh |= memory.see(tensor.untyped_storage(), "", maker)
-        for call in () if traits.library_calls is None else traits.library_calls(args, outputs):
-            if call.kind == CUBLAS:  # its handles are per thread, and keep their workspaces
-                thread = "backward" if memory.phase == "backward" else "forward"
-                if thread in self._cublas_threads:
-                    continue
-                self._cublas_threads.add(thread)
-            memory.take(0, "workspace", (traits.name, module, call))
+        if traits.library_calls is not None:
+            for call in traits.library_calls(args, outputs):
+                if call.kind == CUBLAS:  # its handles are per thread, and keep their workspaces
+                    thread = "backward" if memory.phase == "backward" else "forward"
+                    if thread in self._cublas_threads:
+                        continue
+                    self._cublas_threads.add(thread)
+                memory.take(0, "workspace", (traits.name, module, call))
         if self.log.keep_operators and traits.kernel and (fresh or traits.mutates):
             self.log.note(traits, module, args, inputs, outputs)
 

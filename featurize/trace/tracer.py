@@ -257,7 +257,8 @@ class Tracing:
         if training.compile:
             self._compiled[""] = None
         mode = training.compile_mode or ""
-        self._notes.update(dict.fromkeys([AUTOTUNED] * mode.startswith("max-autotune")))
+        if mode.startswith("max-autotune"):
+            self._notes[AUTOTUNED] = None
         graphs = self._graphs = CudaGraphs() if mode in GRAPH_MODES else None
         alone, buckets = training.checkpointing is not None or rank.divides_graphs, rank.bucket_limits
         self._regions = CompiledRegions(built, self._compiled, blocks_alone=alone, graphs=graphs, buckets=buckets)

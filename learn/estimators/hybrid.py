@@ -428,7 +428,10 @@ class HybridEstimator(Estimator):
         )
 
     def _widening(self, unlike: Unfamiliar, scale: float, kind: int) -> float:
-        """Return the factor that widens the bound, from left-out kinds where these were judged, else as chosen."""
+        """Return the factor that widens the bound, from left-out kinds where these were judged, else as chosen.
+
+        A bound above a logarithm widens to `_STRETCHED_AT_MOST` times the point at most.
+        """
         shown = [self._evidence.widening[axis] for axis in unlike.widening if axis in self._evidence.widening]
         chosen = [axis for axis in unlike.widening if axis not in self._evidence.widening]
         device = DEVICE in chosen

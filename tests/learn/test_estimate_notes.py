@@ -57,6 +57,12 @@ def test_the_parts_of_an_estimate_hold_its_own_figures(done):
     assert known.items() <= vars(done).items()
 
 
+def test_a_copy_with_other_values_takes_no_field_that_an_estimate_does_not_have(done):
+    assert done.with_values(seconds=2.0) == replace(done, seconds=2.0)
+    with pytest.raises(AssertionError, match="secnods"):
+        done.with_values(secnods=2.0)
+
+
 def test_at_most_three_warnings_are_shown_the_most_important_first(done):
     many = with_notes(done, "info", "warning", "warning", "problem", "info", "warning")
     shown = [line for line in str(many).splitlines() if "text " in line]
