@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ class Child:
 
 
 class ChildServer:
-    """One server process. Once `hello` has returned, several threads may start children. `close` ends everything.
+    """One server process. Several threads may start children. `close` ends everything.
 
     Args:
         command: Starts the server; the descriptor of its control socket is added.
@@ -86,6 +87,7 @@ class ChildServer:
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, *, keeps_output: bool = False
     ) -> None:
         self._hello: dict[str, Any] | None = None
+        self._greeting = threading.Lock()  # for the hello, which comes once
         self._output = ChildOutput() if keeps_output else None
         writer = None if self._output is None else self._output.writer
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -117,15 +119,16 @@ class ChildServer:
 
     def hello(self) -> dict[str, Any]:
         """Wait until the server is ready; return its hello. Raises `ServerLost` with the server's output."""
-        if self._hello is None:
-            try:
-                message = self._answer(self._control, _START_TIMEOUT_S)
-            except OSError as error:  # of `close` in another thread
-                raise ServerLost(f"{self.name} was closed") from error
-            if "problem" in message:
-                raise EnvironmentProblem(f"no child process can be run: {message['problem']}")
-            self._hello = message["hello"]
-        return self._hello
+        with self._greeting:
+            if self._hello is None:
+                try:
+                    message = self._answer(self._control, _START_TIMEOUT_S)
+                except OSError as error:  # of `close` in another thread
+                    raise ServerLost(f"{self.name} was closed") from error
+                if "problem" in message:
+                    raise EnvironmentProblem(f"no child process can be run: {message['problem']}")
+                self._hello = message["hello"]
+            return self._hello
 
     def start(
         self,

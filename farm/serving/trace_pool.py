@@ -53,7 +53,7 @@ class TracePool:
     ) -> None:
         self._store, self._limits, self._log = store, limits, log
         self._ended = threading.Event()
-        self._starting, self._greeting = threading.Lock(), threading.Lock()
+        self._starting = threading.Lock()
         self._server: ChildServer | None = None
         self._most_of_client = max(1, size - 1)
         self._threads = [threading.Thread(target=self._work, name=f"trace {place}") for place in range(size)]
@@ -160,8 +160,7 @@ class TracePool:
             if self._server is None:
                 self._server = local_server("farm.serving.trace_pool:prepare")
             server = self._server
-        with self._greeting:  # for its imports, which the end of the service does not wait for
-            server.hello()
+        server.hello()  # outside of the lock: the end of the service does not wait for imports
         return server
 
     def _limit_text(self, limit: str | None) -> str | None:

@@ -69,7 +69,7 @@ class LibraryCall(NamedTuple):
 class ConvolutionWorkspace:
     """The workspace of one convolution.
 
-    source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`library_calls`)
+    source     `oracle`: cuDNN answered; `guessed`: copies of input, weight and output (`workspace_bytes`)
     sizes      bytes that PyTorch tries to allocate, the largest first
     engine     cuDNN's name of the configuration that the heuristics rank first; empty where cuDNN was not asked
     layout     layout of the tensors for cuDNN: nchw, nhwc, ...; empty where it is guessed

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn, strided
 
-_PLAIN = (Tensor, nn.Parameter)
-_SEQUENCES = (list, tuple)
+PLAIN = (Tensor, nn.Parameter)  # compared first: `isinstance` of a parameter's class runs Python
+SEQUENCES = (list, tuple)
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors with memory that a tensor consists of: itself, if it wraps no others."""
-    if type(tensor) in _PLAIN or not _is_wrapper(type(tensor)):
+    if type(tensor) in PLAIN or not _is_wrapper(type(tensor)):
         return [tensor]
     # Not by __tensor_flatten__: torchao's weights read a value there, which tensors on meta do not have.
     attributes = [getattr(tensor, name, None) for name in (*_slots(type(tensor)), *vars(tensor))]
@@ -27,7 +27,7 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 def is_freed(tensor: Tensor) -> bool:
     """Return whether the memory of a strided tensor was freed (`resize_(0)` of its storage): it has no values."""
-    if type(tensor) not in _PLAIN or tensor.layout is not strided or not tensor.numel():
+    if type(tensor) not in PLAIN or tensor.layout is not strided or not tensor.numel():
         return False
     elements = tensor.numel()
     if not tensor.is_contiguous():
@@ -70,7 +70,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, _SEQUENCES):
+        elif isinstance(value, SEQUENCES):
             yield from tensors_in(value)
 
 
@@ -82,11 +82,11 @@ def meta_tensors(values: Iterable[Any]) -> list[Tensor]:
         if isinstance(value, Tensor):
             if value.is_sparse:
                 tensors += meta_tensors((value._indices(), value._values()))
-            elif value.is_meta and type(value) in _PLAIN:  # nearly always
+            elif value.is_meta and type(value) in PLAIN:  # nearly always
                 tensors.append(value)
             elif value.is_meta:
                 tensors += plain_parts(value)
-        elif isinstance(value, _SEQUENCES):
+        elif isinstance(value, SEQUENCES):
             tensors += meta_tensors(value)
     return tensors
 
@@ -98,7 +98,7 @@ def bytes_read(tensor: Tensor) -> int:
 
 @functools.cache
 def _is_wrapper(kind: type) -> bool:
-    return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+    return kind not in PLAIN and hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 @functools.cache

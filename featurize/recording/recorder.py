@@ -89,11 +89,7 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        first = isinstance(out, Tensor) and out.is_meta and bool(args) and out is args[0]
-        # As it was before the call except for its values: others, as `set_`, may point it to other memory under the
-        # same shape.
-        first = first and torch.Tag.inplace_view not in func.tags and _key(args)[:2] == key[2][:2]
-        _known[key] = _ITSELF if first else _recipe(out, given, layout)
+        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, given, layout)
         return out
     if known is _ITSELF:
         return args[0]
@@ -119,6 +115,14 @@ def _common_layout(args: tuple[Any, ...]) -> _Layout | None:
             return None
         expected *= length
     return layout if layout and layout[0] else None  # numbers promote a tensor of no dimensions
+
+
+def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Return whether a result is the first argument, as it was before the call except for its values."""
+    if not (isinstance(out, Tensor) and out.is_meta and args and out is args[0]):
+        return False
+    # Others, as `set_`, may point the argument to other memory under the same shape.
+    return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
 def _key(values: Iterable[Any], layout: _Layout | None = None) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from featurize.job.layers import Layer
 from featurize.operators.autocast import casting
+from featurize.operators.tensor_parts import PLAIN, SEQUENCES
 from featurize.recording.values import remember
 
 # Largest tensors, in elements, that a constructor gets as real memory. Those with specific values may be index tables
@@ -111,15 +112,13 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 _COLLECTIONS = frozenset({dict, list, set, OrderedDict})
-_SEQUENCES = (list, tuple)
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def kept_results(model: nn.Module) -> Iterator[Tensor]:
     """Yield tensors with a history that modules hold as plain attributes, or in a list or dict attribute."""
     for module in model.modules():
         for value in vars(module).values():
-            held = value.values() if isinstance(value, dict) else value if isinstance(value, _SEQUENCES) else (value,)
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, SEQUENCES) else (value,)
             for result in held:
                 if isinstance(result, Tensor) and result.grad_fn is not None:
                     yield result
@@ -270,7 +269,7 @@ def _empty(tensor: Tensor) -> Tensor:
         more = {} if isinstance(tensor, nn.Parameter) else {"persistent": vars(tensor)["persistent"]}
         return made(requires_grad=tensor.requires_grad, device="meta", dtype=tensor.dtype, **more)
     # A constructor's mode would be asked about each of these calls.
-    with torch._C.DisableTorchFunction() if type(tensor) in _PLAIN else contextlib.nullcontext():
+    with torch._C.DisableTorchFunction() if type(tensor) in PLAIN else contextlib.nullcontext():
         empty = torch.empty_like(tensor, device="meta")
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -36,7 +36,7 @@ from conf.plain_text import one_line
 from featurize.configs.trial import code_fields, data_refusal
 from featurize.cudnn.signature import require_signature
 from featurize.device.device_spec import AttentionKernels, DeviceSpec
-from featurize.operators.tensor_parts import is_freed, plain_parts
+from featurize.operators.tensor_parts import PLAIN, is_freed, plain_parts
 from featurize.recording.step_trace import (
     BLOCK_KINDS,
     BUCKET,
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 _LARGEST_PARAMETER = 64  # elements, up to which a parameter's values count
 _LARGEST_TENSOR = 2**20  # elements of other tensors, as `featurize.recording.values` keeps them
-_PLAIN = frozenset({Tensor, nn.Parameter})
 _SETS = frozenset({set, frozenset})
 _COLLECTIONS = _SETS | {dict, OrderedDict}
 _NOT_OF_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -150,7 +149,7 @@ class Fingerprint(Pickler):
     def tensor(self, value: Tensor) -> Any:
         """Return what is written for a tensor. Raises `PicklingError` for one that is quantized or not strided."""
         kind = type(value)
-        is_plain = kind in _PLAIN  # compared first: `isinstance` of a parameter's class runs Python
+        is_plain = kind in PLAIN
         if (not is_plain and is_lazy(value)) or value.layout is not torch.strided or value.is_quantized:
             raise PicklingError
         is_parameter = kind is nn.Parameter or (not is_plain and isinstance(value, nn.Parameter))
@@ -238,7 +237,7 @@ def _stamp(path: str) -> tuple[str, int, int]:
 def _content(value: Tensor) -> bytes:
     """Return a tensor's values as bytes. Raises `PicklingError` if it has no memory, as zeros of autograd, or if its
     memory was freed."""
-    is_plain = type(value) in _PLAIN
+    is_plain = type(value) in PLAIN
     if is_freed(value) or (is_plain and value.is_cpu and value.numel() and not value.data_ptr()):
         raise PicklingError
     if is_plain and value.is_cpu and value.is_contiguous() and not (value.is_conj() or value.is_neg()):
@@ -394,13 +393,7 @@ def traced(
             made[kind[0], True] = known.in_a_loop
         kept |= made
         if key is not None:
-            if all(step.pipeline is None and step.mix is None for step in made.values()):
-                keep(
-                    {
-                        f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(step)}
-                        for (kernels, loop), step in made.items()
-                    }
-                )
+            _to_disk(key, made)
             _hold(key, traces, made)
     kept.setdefault(kind, known)
     return known
@@ -455,6 +448,16 @@ def _from_disk(key: str, training_loop: bool) -> Traces:
         return {(AttentionKernels(**stored["kernels"]), training_loop): trace_of_json(stored["trace"])}
     except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         return {}
+
+
+def _to_disk(key: str, made: Traces) -> None:
+    if all(trace.pipeline is None and trace.mix is None for trace in made.values()):
+        keep(
+            {
+                f"trace {loop} {key}": {"kernels": kernels._asdict(), "trace": trace_to_json(trace)}
+                for (kernels, loop), trace in made.items()
+            }
+        )
 
 
 LARGEST_INT = 2**62

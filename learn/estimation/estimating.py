@@ -137,8 +137,7 @@ def estimate(
         UsageError: An unknown name, a model that can't be built or traced (the message names the operator and the
             module), a named estimator that is not fitted or refuses, or a file that can't be written.
     """
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
+    _require_method(method)
     if method == "fast":
         config = config_from_mapping(model) if isinstance(model, Mapping) else model
         return _fast_estimates([config], {"inputs": inputs, "report": report, "snapshot": snapshot, **options})[0]
@@ -179,8 +178,7 @@ def estimate_many(
     known = options.get("known")
     if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
+    _require_method(method)
     if method == "fast":
         return _fast_estimates(_configs(configs), options)
     platform_and_options(options)
@@ -191,6 +189,11 @@ def estimate_many(
             report(index, len(jobs))
             estimates.append(estimate(config, **options))
     return estimates
+
+
+def _require_method(method: object) -> None:
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
 
 
 @contextlib.contextmanager

@@ -492,12 +492,15 @@ def test_traces_go_on_when_the_process_that_they_are_forked_from_is_killed(servi
 
 def kill_trace(service) -> bool:
     """Kill the child that traces, as soon as there is one."""
-    for _ in range(10_000):
+
+    def kill_one() -> bool:
         for child in [child for server in service.trace_servers() for child in server.children()]:
             with contextlib.suppress(psutil.Error):
                 child.kill()
                 return True
-    return False
+        return False
+
+    return await_(kill_one, "a child that traces")
 
 
 def test_a_killed_service_goes_on_with_what_was_asked_and_sigterm_ends_all_processes(folder):
