@@ -76,7 +76,11 @@ TOGETHER = {
     f"tests/{folder}/test_{name}.py": f"tests/{folder}/together"
     for folder, names in {
         "farm": ("explorer", "explorer_browser", "kubernetes", "serving", "slurm"),  # the services
-        "featurize": ("data_parallel", "flat_ranks", "float8", "pipelines", "sharded_ranks"),  # real ranks
+        # Real ranks, and the compiler.
+        "featurize": (
+            *("data_parallel", "flat_ranks", "float8", "pipelines", "sharded_ranks"),
+            *("compiled", "compiled_sharing", "compiled_time"),
+        ),
     }.items()
     for name in names
 }

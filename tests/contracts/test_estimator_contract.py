@@ -16,7 +16,7 @@ from learn.rows.step_store import StepStore
 from tests.learn.conftest import few_trees as few_trees
 from tests.learn.learn_rows import make_rows
 
-FITTED_ROWS, TRAINING_FREE_ROWS = 40, 8  # a row of the latter takes a whole analysis, and none learns from others
+FITTED_ROWS, TRAINING_FREE_ROWS = 32, 4  # a row of the latter takes a whole analysis, and none learns from others
 STEPS = StepStore()  # of the cases that the tests share
 # They have a use for "at least this much": as members of the top bin, or as errors on one side.
 USE_OUT_OF_MEMORY_ROWS = [name for name in sorted(ESTIMATORS) if get_estimator(name).uses_out_of_memory]
@@ -41,7 +41,13 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=CASES, ids="-".join)
+# Trains for seconds, and has its second target from the estimators that it shares its code with.
+WIDE = ("gpumemnet_transformer", "drama")
+
+
+@pytest.fixture(
+    params=[pytest.param(case, id="-".join(case), marks=[pytest.mark.wide] * (case == WIDE)) for case in CASES]
+)
 def case(request):
     return request.param
 
@@ -70,10 +76,21 @@ def fit_once(name, target):
     return make_estimator(name, seed=3).fit(rows_of(name, target), STEPS)
 
 
+@functools.cache
+def predict_once(name, target):
+    return fit_once(name, target).predict(rows_of(name, target).cases, STEPS)
+
+
 @pytest.fixture
 def fitted(case):
     """Predicting and saving change nothing of it, so that the tests share it."""
     return fit_once(*case)
+
+
+@pytest.fixture
+def predicted(case):
+    """The fitted estimator's prediction of all rows."""
+    return predict_once(*case)
 
 
 def answered(prediction):
@@ -94,9 +111,9 @@ def same(one, other):
         np.testing.assert_array_equal(one.quantile(level), other.quantile(level))
 
 
-def test_predicts_a_distribution_whose_parts_agree(name, fitted, rows):
+def test_predicts_a_distribution_whose_parts_agree(name, fitted, predicted, rows):
     assert isinstance(fitted, Estimator) and get_estimator(name).name == name
-    prediction = fitted.predict(rows.cases, STEPS)
+    prediction = predicted
     assert isinstance(prediction, Prediction) and prediction.point.shape == (len(rows),)
     known = answered(prediction)
     assert np.isfinite(prediction.point[known]).all() and (prediction.point[known] >= 0).all()
@@ -130,38 +147,39 @@ def test_a_target_that_it_has_no_answer_for_is_refused_when_fitted(any_name):
         make_estimator(any_name).fit(make(other), STEPS)
 
 
-def test_bound_is_never_below_the_point_and_grows_with_its_level(fitted, rows):
-    prediction = fitted.predict(rows.cases, STEPS)
-    upper = prediction.upper()
+def test_bound_is_never_below_the_point_and_grows_with_its_level(predicted, rows):
+    upper = predicted.upper()
     if upper is None:
-        assert any("bound" in text for text in prediction.warnings), "no bound has to be said in the warnings"
+        assert any("bound" in text for text in predicted.warnings), "no bound has to be said in the warnings"
         return
-    assert upper.shape == (len(rows),) and (upper >= prediction.point).all()
-    assert (prediction.upper(0.5) <= upper).all()
+    assert upper.shape == (len(rows),) and (upper >= predicted.point).all()
+    assert (predicted.upper(0.5) <= upper).all()
 
 
-@pytest.mark.spread(2)
-def test_a_seed_gives_the_same_figures_in_whatever_order_the_rows_come_and_leaves_torch_as_it_was(name, fitted, rows):
+@pytest.mark.spread(4)
+def test_a_seed_gives_the_same_figures_in_whatever_order_the_rows_come_and_leaves_torch_as_it_was(
+    name, predicted, rows
+):
     shuffled = rows.subset(np.random.default_rng(0).permutation(len(rows)))
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     again = make_estimator(name, seed=3).fit(shuffled, STEPS).predict(rows.cases, STEPS)
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
-    same(fitted.predict(rows.cases, STEPS), again)
+    same(predicted, again)
 
 
-def test_saved_and_loaded_predicts_the_same_and_each_case_by_itself(name, fitted, rows, tmp_path):
+def test_saved_and_loaded_predicts_the_same_and_each_case_by_itself(name, fitted, predicted, rows, tmp_path):
     folder = tmp_path / "a'; echo foo"
     folder.mkdir()
     fitted.save(folder)
-    loaded, together = get_estimator(name).load(folder), fitted.predict(rows.cases, STEPS)
-    same(together, loaded.predict(rows.cases, STEPS))
-    np.testing.assert_array_equal(loaded.predict(rows.cases[5:6], STEPS).point[0], together.point[5])
+    loaded = get_estimator(name).load(folder)
+    same(predicted, loaded.predict(rows.cases, STEPS))
+    np.testing.assert_array_equal(loaded.predict(rows.cases[3:4], STEPS).point[0], predicted.point[3])
     assert loaded.predict([], STEPS).point.shape == (0,)
     json.loads((folder / "estimator.json").read_text())
     assert not [p for p in folder.iterdir() if p.suffix in (".pkl", ".pickle", ".joblib")]
 
 
-def test_out_of_memory_rows_are_no_figures_to_fit(name, fitted, rows):
+def test_out_of_memory_rows_are_no_figures_to_fit(name, predicted, rows):
     if not rows.target.is_memory or name in USE_OUT_OF_MEMORY_ROWS:
         return
     extra = make("memory", 8)
@@ -171,9 +189,10 @@ def test_out_of_memory_rows_are_no_figures_to_fit(name, fitted, rows):
         [*rows.label, *np.full(8, 1e9)],
         censored=[False] * len(rows) + [True] * 8,
     )
-    same(fitted.predict(rows.cases, STEPS), make_estimator(name, seed=3).fit(both, STEPS).predict(rows.cases, STEPS))
+    same(predicted, make_estimator(name, seed=3).fit(both, STEPS).predict(rows.cases, STEPS))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", USE_OUT_OF_MEMORY_ROWS)
 def test_out_of_memory_rows_leave_the_others_where_they_are(name):
     rows, large = make("memory"), make("memory", 8, first=150)

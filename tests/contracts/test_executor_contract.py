@@ -15,7 +15,7 @@ from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.task import Task
 
-CHOICE = DeviceChoice(backend="simulated", count=2)
+CHOICE = DeviceChoice(backend="simulated", count=1)
 
 
 def task(index):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from featurize.configs.trial import OPTIMIZERS, PRECISIONS, TrialConfig
+from featurize.configs.trial import ACTIVATIONS, OPTIMIZERS, PRECISIONS, TrialConfig
 from featurize.families import cnn, diffusion, dlrm, gnn, gpt, mlp, moe, rnn, timm, transformer, unet, vit
 from featurize.nets.prenorm import Conv1D, ExpertLinear, GeluNew
 
@@ -63,7 +63,7 @@ _RNNS = tuple(dict(cell=cell, task=task) for cell, task in itertools.product(rnn
 FAMILY = {
     "mlp": Family(
         mlp.Config(batch_size=4, input_size=37, classes=5, depth=3),
-        plans=_MLPS,
+        plans=(*_MLPS, *(dict(activation=name) for name in ACTIVATIONS)),
         steps=_MLPS,
         recomputes=tuple(dict(topology=topology) for topology in mlp.TOPOLOGIES),
         refused=(
@@ -258,6 +258,8 @@ FAMILY = {
             (dict(base_channels=2048), "base_channels must be <= 1024, got 2048"),
             (dict(image_size=4, batch_size=1), "batch_norm on a 1x1 feature map"),
         ),
+        # Ronneberger et al. (arXiv 1505.04597): widths 64 to 1024
+        published=((dict(channels=1, classes=2, base_channels=64, depth=4, batch_norm=False), 31_030_658),),
     ),
     "moe": Family(
         moe.Config(
@@ -328,6 +330,14 @@ FAMILY = {
                 None,
                 dict(task="classify_last", bidirectional=True, classes=9),
             ),
+        ),
+        # The words; for each gate and direction two biases, as cuDNN has them; the second layer reads both directions.
+        published=tuple(
+            (
+                dict(cell=cell, bidirectional=True),
+                50 * 12 + 2 * gates * 20 * ((12 + 20 + 2) + (40 + 20 + 2)) + 40 * 5 + 5,
+            )
+            for cell, gates in (("lstm", 4), ("gru", 3))
         ),
     ),
     "gpt": Family(

@@ -20,6 +20,11 @@ def with_wide(names, combined):
     return [pytest.param(name, marks=pytest.mark.wide) if name in combined else name for name in names]
 
 
+def some_ranks(ranks):
+    """Return the first, a middle and the last of so many: what differs between ranks differs between these."""
+    return sorted({0, ranks // 2, ranks - 1})
+
+
 # What the ranks need, imported once a session.
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "featurize.trace.tracer", "featurize.training.sharding"]
 

@@ -380,7 +380,7 @@ def best_fit(simulated, nbytes, stream):
     return None if refused else address
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(STEPS, st.sampled_from(CONFS), CAPACITIES)
 def test_blocks_never_overlap_accounts_add_up_and_everything_comes_back(steps, conf, capacity):
     simulated, live, _ = run_steps(steps, conf, capacity)
@@ -392,7 +392,7 @@ def test_blocks_never_overlap_accounts_add_up_and_everything_comes_back(steps, c
     assert simulated.snapshot() == ()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(STEPS, st.sampled_from(CONFS), CAPACITIES)
 def test_a_replayed_history_gives_the_recorded_segments(steps, conf, capacity):
     simulated, _, history = run_steps(steps, conf, capacity, checked=False)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_compiled import ROWS, WIDTH, Chain, Net, traced
+from test_compiled import ROWS, WIDTH, Chain, Net, Reading, traced, traced_net
 from torch import nn
 
 from conf.errors import UsageError
@@ -31,7 +31,7 @@ def launched(trace, phase):
 
 
 def test_the_host_launches_each_graph_once_and_what_is_outside_kernel_by_kernel():
-    compiled, graphed = traced(Net(), compile=True), traced(Net(), compile="reduce-overhead")
+    compiled, graphed = traced_net(compile=True), traced_net(compile="reduce-overhead")
     # The batch is copied into the graph, the graph is launched; then the loss.
     assert launched(graphed, "forward") == ["aten::copy_", "aten::var_mean", "aten::pow", "aten::sum"]
     # The output's gradient comes from the eager loss; what the forward graph saved lies in its pool already.
@@ -46,20 +46,16 @@ def test_the_host_launches_each_graph_once_and_what_is_outside_kernel_by_kernel(
 
 
 def test_modes_without_graphs_give_the_figures_of_true():
-    plain = traced(Net(), compile=True)
+    plain = traced(Chain(), compile=True)
     for mode in ("default", "max-autotune-no-cudagraphs"):
-        trace = traced(Net(), compile=mode)
+        trace = traced(Chain(), compile=mode)
         assert trace.operators == plain.operators and trace.events == plain.events and GRAPHED not in trace.notes
         assert (AUTOTUNED in trace.notes) == mode.startswith("max-autotune")
-    assert {GRAPHED, AUTOTUNED} <= set(traced(Net(), compile="max-autotune").notes)
+    assert {GRAPHED, AUTOTUNED} <= set(traced(Chain(), compile="max-autotune").notes)
     assert plain.graph_pool_bytes == 0
 
 
 def test_a_model_that_cannot_be_captured_runs_no_graph():
-    class Reading(Net):
-        def forward(self, x):
-            return super().forward(x) if x.isfinite().all().item() else x
-
     opaque = Computes(lambda net, x: net.line(x) if bool(x.isfinite().all()) else x, line=nn.Linear(WIDTH, WIDTH))
     trace = traced(opaque, compile="reduce-overhead")
     assert GRAPHED not in trace.notes and not any(op.graphed for op in trace.operators)
@@ -132,7 +128,7 @@ def traffic(trace):
 
 
 def test_as_many_kernels_run_as_inductor_schedules():
-    of_phase = launches(traced(Net(), compile=True))
+    of_phase = launches(traced_net(compile=True))
     assert {phase: of_phase[phase] - LOSS[phase] for phase in INDUCTOR} == INDUCTOR
 
 

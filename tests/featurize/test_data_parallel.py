@@ -23,7 +23,7 @@ from featurize.timing.step_time import begin_moments_ms, delays_ms
 from featurize.trace.tracer import trace_step
 from featurize.training.rank import assign_buckets, limits_of
 from featurize.training.training_step import Training
-from tests.featurize.small_nets import Computes
+from tests.featurize.small_nets import Block, Computes, Stack
 
 A100, RTX = load_device("A100-SXM4-40GB"), load_device("RTX-3090")
 
@@ -199,40 +199,14 @@ def test_a_gpu_without_an_interconnect_is_refused():
         fabric_of(load_device("A100-SXM4-40GB:3g.20gb"), Parallel(ddp=2))
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.down(nn.functional.gelu(self.up(x)))
+def decoder(width: int = 32, blocks: int = 3, embed: nn.Module | None = None) -> nn.Module:
+    head = nn.Linear(width, 100, bias=False)
+    return Stack((Block(width) for _ in range(blocks)), head, first=embed or nn.Embedding(100, width))
 
 
-class _Net(nn.Module):
-    def __init__(self, width: int = 32, blocks: int = 4) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, width)
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, 100, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class _Frozen(_Net):
-    def forward(self, ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def without_gradients() -> nn.Module:
+    """An embedding of which no gradient is asked."""
+    return Computes(torch.no_grad()(lambda net, ids: net.rows(ids)), rows=nn.Embedding(100, 32))
 
 
 IDS = torch.arange(24).reshape(2, 12)
@@ -257,13 +231,13 @@ def pieces_of(model: nn.Module, limits: list[float]) -> tuple[Any, list[int], li
     return in_pieces(forward, tensors, len(held), limits, compiled), ran, tensors
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("limits", [[1_000, 60_000], [20_000, 20_000], [1_000, 1_000], [70_000, 70_000]])
 def test_pieces_hold_the_parameters_that_dynamo_gives_them(limits):
     from torch._dynamo.backends.distributed import DDPOptimizer  # with all of the compiler
 
     torch.manual_seed(0)
-    model = _Net()
+    model = decoder()
     cut = DDPOptimizer(limits[-1], lambda graph, _inputs: graph, first_bucket_cap=limits[0])
     torch._dynamo.reset()
     torch.compile(model, backend=cut.compile_fn)(IDS)
@@ -275,7 +249,7 @@ def test_pieces_hold_the_parameters_that_dynamo_gives_them(limits):
 
 def test_pieces_give_what_the_model_gives():
     torch.manual_seed(0)
-    model = _Net()
+    model = decoder()
     run, _, tensors = pieces_of(model, [20_000])
     (output,) = run(*tensors)
     gradients = torch.autograd.grad(output.square().sum(), list(model.parameters()))
@@ -286,7 +260,10 @@ def test_pieces_give_what_the_model_gives():
 
 @pytest.mark.parametrize(
     ("model", "limits"),
-    [pytest.param(_Net(), [1e9], id="one bucket"), pytest.param(_Frozen(), [1_000], id="a part without gradients")],
+    [
+        pytest.param(decoder(), [1e9], id="one bucket"),
+        pytest.param(decoder(embed=without_gradients()), [1_000], id="a part without gradients"),
+    ],
 )
 def test_what_cannot_be_cut_stays_whole(model, limits):
     run, _, _ = pieces_of(model, limits)
@@ -297,7 +274,7 @@ def test_a_bucket_is_reduced_while_the_pieces_before_it_run_backwards():
     batch = torch.zeros(2, 12, dtype=torch.long)
     traces = {
         cap: trace_step(
-            lambda: _Net(256),
+            lambda: decoder(256),
             batch,
             loss=lambda output, _: output.sum(),
             settings=Training(compile=True),

@@ -13,7 +13,7 @@ from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Block, Stack
 
-WIDTH, DEPTH, SHALLOW = 64, 9, 4
+WIDTH, DEPTH, SHALLOW = 64, 8, 4
 SPEC = describe_device("H100-SXM5-80GB")
 PLAN = {"blocks.*.wide": "colwise", "blocks.*.narrow": "rowwise"}
 LAYOUTS = {
@@ -63,13 +63,14 @@ def assert_extended(model, layout, inputs, **training):
     )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_deep_trace_is_that_of_the_whole_model(layout, way):
     assert_extended(built_to_shorten(net), LAYOUTS[layout], torch.zeros(2, 32, dtype=torch.long), **WAYS[way])
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("layout", ["shards", "split and sharded"])
 def test_a_deep_trace_of_a_llama_is_its_own(layout):
     tokens = torch.zeros(2, 32, dtype=torch.long)

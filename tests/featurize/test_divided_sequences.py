@@ -101,6 +101,7 @@ def mixtral():
     return transformers.MixtralForCausalLM(config)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [

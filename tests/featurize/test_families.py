@@ -2,17 +2,16 @@
 
 import dataclasses
 import itertools
-import random
 from collections import Counter
 
 import pytest
 import torch
 from family_table import FAMILY
-from plan_checks import gradients, on_meta, parameters_of
+from plan_checks import on_meta, parameters_of
 
 from conf.errors import UsageError
 from featurize.configs.draws import sample_range
-from featurize.configs.trial import ACTIVATIONS, config_from_mapping
+from featurize.configs.trial import config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp, transformer
 from featurize.job.layers import totals
 from tests.featurize.small_configs import own_space
@@ -31,10 +30,10 @@ over_families = pytest.mark.parametrize("family", family_names())
 @over_families
 def test_every_point_of_the_default_space_is_a_valid_config(family):
     rejections = Counter()
-    configs = list(sample_range(own_space(family), 7, 0, 300, rejections=rejections))
+    configs = list(sample_range(own_space(family), 7, 0, 100, rejections=rejections))
     assert not rejections
     # timm and zoo vary nothing but the model and the batch size: some points come twice
-    assert len({str(config.to_mapping()) for config in configs}) > (250 if family in ("timm", "zoo") else 299)
+    assert len({str(config.to_mapping()) for config in configs}) > (80 if family in ("timm", "zoo") else 99)
     for config in configs[:20]:
         assert config_from_mapping(config.to_mapping()) == config
 
@@ -54,33 +53,8 @@ def test_default_space_holds_training_settings_constant_and_reaches_every_topolo
 @pytest.mark.spread(2)
 @over_families
 def test_plan_parameters_equal_the_modules_for_sampled_configs(family):
-    for config in sample_range(own_space(family), 3, 0, 8 if family in ("timm", "zoo") else 30):
+    for config in sample_range(own_space(family), 3, 0, 3 if family in ("timm", "zoo") else 8):
         assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)), config
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("family", DESCRIBED)
-def test_plan_parameters_equal_the_modules_for_every_topology_and_activation(family, activation):
-    for topology in get_family(family).TOPOLOGIES:
-        config = small(family, topology=topology, activation=activation)
-        plan = layers_of(config)
-        assert totals(plan).parameters == parameters_of(on_meta(config))
-        assert activation in {layer.kind for layer in plan}
-
-
-@pytest.mark.parametrize("family", SMALL)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_batch_fits_the_model(family, device):
-    config = small(family)
-    inputs, targets = get_family(family).batch(config, device)
-    with torch.device(device):
-        outputs = get_family(family).build(config)(*inputs)
-    classes = getattr(config, "classes", 1000)
-    assert outputs.shape == (config.batch_size, classes)
-    assert targets.dtype == torch.int64 and targets.shape == (config.batch_size,)
-    assert all(tensor.device.type == device for tensor in (*inputs, targets))
-    if device == "cpu":
-        assert targets.min() >= 0 and targets.max() < classes
 
 
 def test_mlp_widths_follow_each_topology():
@@ -147,7 +121,7 @@ def test_decoder_positions_see_only_what_came_before():
         assert unchanged == (topology == "decoder")
 
 
-def test_batch_norm_at_batch_size_1_trains_wherever_it_is_accepted(monkeypatch):
+def test_batch_norm_at_batch_size_1_trains_wherever_it_is_accepted():
     accepted = 0
     for topology, side, depth in itertools.product(cnn.TOPOLOGIES, (1, 2, 3, 9), (4, 20)):
         shape = dict(topology=topology, image_size=side, depth=depth, pooling=True, pool_interval=1)
@@ -157,21 +131,7 @@ def test_batch_norm_at_batch_size_1_trains_wherever_it_is_accepted(monkeypatch):
             continue
         accepted += 1
         on_meta(config)(*cnn.batch(config, "meta")[0])
-        with monkeypatch.context() as patched:
-            patched.setattr(cnn, "MAX_FILTERS", 64)
-            gradients(dataclasses.replace(config, base_filters=2))
     assert accepted > 20
-
-
-def test_repair_depends_only_on_values_and_draw_and_leaves_its_argument_alone():
-    for family in SMALL:
-        space = own_space(family)
-        for seed in range(20):
-            values = space.values([random.Random(seed).random()] * len(space.varied))
-            before = dict(values)
-            draw = {"heads": 0.6}.__getitem__
-            assert get_family(family).repair(values, draw) == get_family(family).repair(dict(values), draw)
-            assert values == before
 
 
 def test_repair_leaves_what_it_cannot_mend_to_the_config():

@@ -41,22 +41,25 @@ def test_each_family_is_in_the_table():
     assert set(FAMILY) == set(family_names()) - {"zoo"}, "zoo's models are any library's"
 
 
+@pytest.mark.spread(3)
 @over("plans")
 def test_the_plan_tells_the_truth(family, changes):
     assert_plan_tells_the_truth(changed(family, changes), FAMILY[family].functional, FAMILY[family].kinds)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @over("steps")
 def test_a_step_has_finite_gradients(narrow, family, changes):
     gradients(changed(family, changes))
 
 
+@pytest.mark.spread(2)
 @over("trains")
 def test_a_model_trains(family, changes):
     assert_trains(changed(family, changes))
 
 
+@pytest.mark.spread(2)
 @over("recomputes")
 def test_recomputing_keeps_the_gradients(narrow, family, changes):
     assert_recomputing_keeps_gradients(changed(family, changes))

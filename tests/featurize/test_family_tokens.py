@@ -80,15 +80,6 @@ def test_the_auxiliary_loss_reaches_every_router():
     assert all(block.forward_part.router.weight.grad.abs().sum() > 0 for block in module.body.blocks)
 
 
-def test_outputs_suit_the_targets():
-    for topology, shape in (("decoder", (2, 8, 50)), ("encoder", (2, 5))):
-        config = replace(MOE, topology=topology)
-        inputs, targets = moe.batch(config, "meta")
-        logits, balance = on_meta(config)(*inputs)
-        assert logits.shape == shape and balance.shape == ()
-        assert targets.shape == (shape[:-1] if topology == "decoder" else shape[:1])
-
-
 def test_each_expert_adds_its_own_parameters_in_every_routed_block():
     expert = 2 * 16 * 24 + 24 + 16 + 16  # two linear layers, and a row of the router
     for moe_every, routed in ((1, 2), (2, 1)):
@@ -103,17 +94,6 @@ def test_capacity_is_the_even_share_times_the_factor_and_never_more_than_the_tok
     assert moe.capacity(replace(MOE, capacity_factor=100.0)) == 8
 
 
-def test_memory_follows_the_room_there_is_and_not_how_many_experts_share_it():
-    shape = dict(batch_size=8, sequence_length=64, capacity_factor=1.0, moe_every=1)
-    few, many, roomy = (
-        trace_config(replace(MOE, **{**shape, **changes})).breakdown["activation"]
-        for changes in ({}, {"experts": 8}, {"capacity_factor": 2.0})
-    )
-    rows = 8 * 2 * 64  # of all experts together; twice as many in each of two blocks, inside and outside of GELU
-    assert roomy - few >= 2 * 4 * rows * (24 + 16)
-    assert abs(many - few) < (roomy - few) / 2
-
-
 # -- rnn
 
 
@@ -126,6 +106,7 @@ def cases():
 CASES = list(cases())
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("config", CASES, ids=lambda c: f"{c.cell}-{c.task}-{c.bidirectional}-{c.depth}")
 def test_parameters_flops_and_outputs_are_the_modules(config):
     module, (inputs, targets) = on_meta(config), rnn.batch(config, "meta")
@@ -139,19 +120,6 @@ def test_parameters_flops_and_outputs_are_the_modules(config):
     recurrent = [layer for layer in layers_of(config) if layer.kind == config.cell]
     both = 2 if config.bidirectional else 1
     assert [layer.output_elements for layer in recurrent] == [7 * 20 * both] * config.depth
-
-
-@pytest.mark.parametrize(("cell", "gates"), [("lstm", 4), ("gru", 3)])
-def test_recurrent_layers_have_the_published_formulas_parameters(cell, gates):
-    # 2 biases a gate, as cuDNN has it; the second layer reads both directions
-    first = 2 * gates * 20 * (12 + 20 + 2)
-    second = 2 * gates * 20 * (40 + 20 + 2)
-    module = on_meta(replace(RNN, cell=cell, bidirectional=True))
-    assert parameters_of(module.body) == first + second
-    assert [x.parameters for x in layers_of(replace(RNN, cell=cell, bidirectional=True)) if x.kind == cell] == [
-        first,
-        second,
-    ]
 
 
 def test_the_last_state_is_where_each_direction_ends():

@@ -185,27 +185,6 @@ def test_a_mappings_out_is_what_the_loss_is_taken_of(nets):
     assert zoo._reading(one).target == "int64[]<7"
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs"),
-    [
-        ("transformers:LlamaForCausalLM", "input_ids=int64[16]<100 attention_mask=int64[16]=1"),
-        ("transformers:MixtralForCausalLM", "int64[16]<100"),
-    ],
-)
-def test_masks_that_models_read_and_mixtures_of_experts_are_traced(model, inputs):
-    small = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-    }
-    one = config(model, inputs, arguments=small)
-    assert zoo._reading(one).target == "int64[16]<100"
-    assert trace_config(one).peak_live_bytes > 0
-
-
 def test_a_model_that_reads_values_back_needs_a_target_and_then_trains(nets):
     with pytest.raises(
         UsageError, match=r"Reads does not run on .*reads a value.*; with a target of yours, real devices can"

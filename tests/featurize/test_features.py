@@ -24,12 +24,13 @@ def sampled(family, n):
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("family", family_names())
 def test_features_are_finite_numbers_or_text_and_the_same_columns_for_a_family(family):
-    tables = [scalar_features(config) for config in sampled(family, 50)]
+    tables = [scalar_features(config) for config in sampled(family, 10)]
     assert len({tuple(table) for table in tables}) == 1
     for value in (value for table in tables for value in table.values()):
         assert isinstance(value, str) or (type(value) is float and math.isfinite(value))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", family_names())
 def test_features_of_many_configs_are_those_of_each_alone(family):
     configs = sampled(family, 10)
@@ -48,7 +49,7 @@ def test_a_plan_without_layers_counts_as_nothing(monkeypatch):
 
 @pytest.mark.parametrize("family", family_names())
 def test_features_hold_the_configs_own_fields_and_the_plans_totals(family):
-    for config in sampled(family, 20):
+    for config in sampled(family, 5):
         found, plan = scalar_features(config), layers_of(config)
         for name, value in config.to_mapping().items():
             if isinstance(value, str | int | float):

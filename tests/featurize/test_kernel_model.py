@@ -109,6 +109,7 @@ def test_a_recurrent_layer_is_a_product_for_each_step_and_one_for_all_inputs():
     assert (240, 160, 40) in products
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("family", sorted(set(family_names()) - {"zoo", "timm"}))
 def test_no_kernel_is_faster_than_its_arithmetic_or_its_traffic_at_the_described_rates(family):
     trace = trace_config(small_config(family, 3))

@@ -7,7 +7,6 @@ from torch import nn
 
 from featurize.operators.cuda_policy import fused_kernels
 from featurize.recording import recorder
-from featurize.recording import recorder as meta_results
 from featurize.recording.recorder import meta_result
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import Training
@@ -60,7 +59,7 @@ def multiply(monkeypatch):
         product.ran.append(args)
         return torch.ops.aten.mul.Tensor(*args)
 
-    monkeypatch.setattr(meta_results, "_known", {})
+    monkeypatch.setattr(recorder, "_known", {})
     product.ran, product.tags = [], []
     return product
 

@@ -68,6 +68,7 @@ def test_a_method_of_peft_has_state_for_what_it_trains_and_takes_quantized_weigh
     assert bytes_of(plain, "parameter") - bytes_of(quantized, "parameter") == 2 * linear - linear // 2
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("settings", [{}, {"checkpointing": "selective"}, {"checkpoint_every": 2}], ids=str)
 def test_prefix_tuning_with_checkpointing_is_refused_in_one_message(settings):
     """peft refuses it where checkpointing is on before `get_peft_model`; switched on after, the model itself fails."""

@@ -23,7 +23,7 @@ from pipelined_ranks import (
     train_real,
     training,
 )
-from real_ranks import assert_like_real, chosen_cases, run_ranks, with_wide
+from real_ranks import assert_like_real, chosen_cases, run_ranks, some_ranks, with_wide
 from torch import nn
 
 from conf.errors import UsageError
@@ -60,11 +60,11 @@ def traced(rank=None, model=Net, inputs=None, every_pass=None, shape=(BATCH, WID
 
 @pytest.mark.parametrize(
     "name",
-    with_wide(CASES, ("1f1b", "gpipe", "three", "interleaved", "sharded", "replicas", "sequence", "experts")),
+    with_wide(CASES, ("1f1b", "gpipe", "three", "interleaved", "sharded", "halves", "replicas", "sequence", "experts")),
 )
 def test_bytes_and_messages_are_those_of_real_ranks(measured, name):
     case = CASES[name]
-    for rank in range(Parallel(**case.options).ranks):
+    for rank in some_ranks(Parallel(**case.options).ranks):
         assert_like_real(traced(rank, case.net, shape=case.shape, **case.options), measured[rank][name])
 
 
@@ -82,7 +82,7 @@ class CountedNet(Net):
         self.blocks = nn.ModuleList(Counted() for _ in range(BLOCKS))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(
     ("options", "training_options"),
     [
@@ -117,18 +117,6 @@ def test_passes_that_are_alike_run_once_and_the_trace_is_that_of_all(options, tr
         assert runs < 0.7 * all_runs
 
 
-@pytest.mark.parametrize("name", ["rotated", "sequence and experts"])
-def test_passes_over_shared_sequences_and_experts_repeat_as_they_are(name):
-    case = CASES[name]
-    options = {**case.options, "schedule": "1f1b", "micro_batches": 4}
-    whole, repeated = (
-        traced(1, case.net, shape=case.shape, every_pass=every_pass, **options) for every_pass in (True, False)
-    )
-    operators = tuple(one._replace(sources=()) for one in whole.operators)
-    assert tuple(one._replace(sources=()) for one in repeated.operators) == operators
-    assert replace(repeated, operators=operators) == replace(whole, operators=operators)
-
-
 def sparse():
     """A model that computes as many rows as its second input says."""
 
@@ -160,25 +148,14 @@ def test_each_kind_of_rank_is_traced_and_the_one_that_needs_the_most_stands_for_
     assert [group.ranks for group in groups] == [(0,), (1,), (2,)]
     assert [group.trace.peak_live_bytes for group in groups] == [one.peak_live_bytes for one in alone]
     assert together.peak_live_bytes == max(one.peak_live_bytes for one in alone)
+    whole = traced()
+    assert sum(one.parameter_bytes for one in alone) == whole.parameter_bytes
+    assert {one.parameters for one in alone} == {whole.parameters}
     assert together.pipeline.starts == ("blocks.2", "blocks.4")  # Megatron's
     assert traced(pp=4).pipeline.starts == ("blocks.1", "blocks.3", "blocks.5")  # torchtitan's
     starts = tuple(f"blocks.{at}" for at in (2, 3, 4))
     alike = traced(pp=4, stage_starts=starts).pipeline.groups
     assert [group.ranks for group in alike] == [(0,), (1, 2), (3,)]
-
-
-def test_stages_hold_each_parameter_once_and_compute_the_whole_model():
-    whole = traced()
-    stages = [traced(rank, pp=3) for rank in range(3)]
-    assert sum(one.parameter_bytes for one in stages) == whole.parameter_bytes
-    assert {one.parameters for one in stages} == {whole.parameters}
-    products = ("aten::addmm", "aten::mm")
-
-    def flops(trace):
-        return sum(one.flops for one in trace.operators if one.name in products)
-
-    # Stages but the first also compute gradients of what they receive, as the whole model does.
-    assert sum(map(flops, stages)) == flops(whole)
 
 
 def tied():
@@ -215,7 +192,7 @@ def llama():
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("options", "checkpointing"),
     [
@@ -259,7 +236,7 @@ class Patches(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 3, "fsdp": 2, "gpus_per_node": 6}], ids=str)
 @pytest.mark.parametrize("checkpointing", [None, "full"])
 def test_what_a_model_computes_around_its_blocks_runs_once_on_the_first_or_the_last_stage(options, checkpointing):
@@ -303,6 +280,7 @@ class Keeping(Net):
         return out
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("cleared", [True, False])
 def test_a_model_that_keeps_state_on_itself_is_cut_as_one_that_keeps_it_elsewhere(cleared):
     for rank in range(2):

@@ -183,6 +183,7 @@ def test_lists_of_choices_are_drawn_evenly_whatever_n_is(toy, seed):
     assert len(pairs) == 18 and max(pairs.values()) < 2 * min(pairs.values())
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "spec",
@@ -208,14 +209,6 @@ def test_substitutes_of_rejected_points_keep_the_lists_even(toy):
     space = parse_space("toy", {**SPACE, "width": {"low": 1, "high": 1000}})
     configs = list(sample_range(space, 0, 0, 300, limits=Limits(max_parameters=2_000_000)))
     assert set(Counter(config.optimizer for config in configs).values()) == {100}
-
-
-def test_uniform_is_less_even_than_stratified(space):
-    def unevenness(policy):
-        bins = Counter(int(c.rate / 0.5 * 16) for c in sample_range(space, 0, 0, 512, policy))
-        return sum((bins[b] - 32) ** 2 for b in range(16))
-
-    assert unevenness("stratified") == 0 < 16 < unevenness("uniform")
 
 
 def test_draws_of_the_repair_depend_on_the_point_and_the_name_only(toy, space):
@@ -277,13 +270,6 @@ def test_a_field_that_nothing_sets_is_a_usage_error(toy):
         sample(space, 0, 0)
 
 
-def test_a_space_of_constants_gives_its_one_configuration(toy):
-    space = parse_space("toy", {"depth": 3, "width": 4, "batch_size": 8})
-    assert {dataclasses.replace(c, heads=1) for c in sample_range(space, 0, 0, 5)} == {
-        ToyConfig(depth=3, width=4, batch_size=8)
-    }
-
-
 def test_limits_report_every_bad_value():
     with pytest.raises(UsageError, match=r"max_parameters must be a number > 0, got 0; limits.max_mem.*'x'"):
         Limits(max_parameters=0, max_memory_mib="x")
@@ -294,7 +280,7 @@ def test_limits_report_every_bad_value():
 def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
     space = own_space(name)
     limits = Limits(max_parameters=200_000_000, max_memory_mib=40_000)
-    n = 25 if name in ("timm", "zoo") else 200  # of libraries' models every plan is a trace
+    n = 25 if name in ("timm", "zoo") else 40  # of libraries' models every plan is a trace
     configs = list(sample_range(space, 0, 0, n, policy, limits))
     assert len(set(configs)) == n
     for config in configs:

@@ -171,6 +171,7 @@ def traced(options, make=Net, rank=0, shape=(BATCH, WIDTH), name=None):
     )
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["split", "split and sharded"])
 @pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"ema": True}], ids=["scaled", "averaged"])
 def test_modules_that_are_not_split_train_beside_those_that_are(name, settings):

@@ -26,7 +26,7 @@ def config(model="resnet10t", **changes):
     return timm.Config(**{"model": model, "batch_size": 2, **changes})
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("model", "size"),
     [
@@ -119,7 +119,7 @@ def test_a_model_without_a_head_trains_on_its_features():
     ],
 )
 def test_an_unknown_model_is_told_with_near_names_and_a_size_that_does_not_fit(ask, model, changes, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message), torch.device("meta"):
         ask(config(model, **changes))
 
 

@@ -147,17 +147,6 @@ def test_a_foreach_step_takes_a_temporary_of_all_weights_a_loop_of_one_and_a_fus
     assert taken["fused"] < 4096
 
 
-def test_frozen_weights_have_neither_gradient_nor_state():
-    def frozen():
-        model = Net()
-        model.blocks.requires_grad_(False)
-        return model
-
-    live = alive_after(trace_step(frozen, batch, settings=Training(), training_loop=False), 2, "optimizer")
-    trained = 4 * sum(p.numel() for p in frozen().parameters() if p.requires_grad)
-    assert (live["gradient"], live["optimizer_state"]) == (trained, 2 * trained)
-
-
 # -- gradients
 
 
@@ -339,11 +328,6 @@ def test_a_model_s_own_switch_is_used_for_full_checkpointing():
     assert step.model.asked is None
 
 
-def test_a_compiled_step_is_only_traced():
-    with pytest.raises(UsageError, match="compile is a setting of traces; a step on cpu runs as it is"):
-        TrainingStep(Net(), Training(compile=True), "cpu")
-
-
 def test_repeated_blocks_are_the_outermost_members_of_one_class():
     stages = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), Block()), nn.ReLU(), nn.Sequential(Block(), Block()))
     assert repeated_blocks(stages) == [stages[1][0], stages[1][1], stages[3][0], stages[3][1]]
@@ -393,19 +377,27 @@ def test_wrong_and_contradicting_settings_are_named(settings, message):
         Training(**settings)
 
 
-def test_a_model_without_repeated_blocks_cannot_be_checkpointed_by_a_setting():
-    with pytest.raises(UsageError, match=r"call torch\.utils\.checkpoint"):
-        trace_step(lambda: nn.Linear(WIDTH, CLASSES), batch, settings=Training(checkpointing="full"))
-
-
-def test_an_optimizer_on_the_host_is_traced_and_never_trains():
-    with pytest.raises(UsageError, match="offload_optimizer is only traced"):
-        real_step(offload_optimizer=True)
-
-
-def test_an_optimizer_of_a_package_that_needs_a_gpu_says_so_on_the_cpu():
-    with pytest.raises(EnvironmentProblem, match="runs on CUDA only"):
-        make_optimizer("adamw_8bit", nn.Linear(2, 2).parameters())
+@pytest.mark.parametrize(
+    ("ask", "error", "message"),
+    [
+        (lambda: real_step(compile=True), UsageError, "compile is a setting of traces; a step on cpu runs as it is"),
+        (lambda: real_step(offload_optimizer=True), UsageError, "offload_optimizer is only traced"),
+        (
+            lambda: trace_step(lambda: nn.Linear(WIDTH, CLASSES), batch, settings=Training(checkpointing="full")),
+            UsageError,
+            r"call torch\.utils\.checkpoint",
+        ),
+        (
+            lambda: make_optimizer("adamw_8bit", nn.Linear(2, 2).parameters()),
+            EnvironmentProblem,
+            "runs on CUDA only",
+        ),
+    ],
+    ids=["compiled", "offloaded", "no blocks", "package"],
+)
+def test_settings_that_a_model_or_this_machine_cannot_have_are_refused(ask, error, message):
+    with pytest.raises(error, match=message):
+        ask()
 
 
 def test_checkpointing_leaves_the_users_configuration_as_it_is():

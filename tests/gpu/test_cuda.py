@@ -81,14 +81,10 @@ def test_every_family_trains(worker, family):
     assert measured.peak_memory_mib > measured.peak_allocated_mib > 0
 
 
-def test_an_idle_card_of_ones_own_gives_runs_that_can_be_trusted(worker):
-    measured = run(worker, "cnn", **cnn(batch_size=62, image_size=128)).run
-    assert measured.quality == "trusted", measured.quality_reasons
-
-
-def test_labels_come_from_the_device(worker):
+def test_labels_come_from_the_device_and_an_idle_card_of_ones_own_gives_runs_that_can_be_trusted(worker):
     measured = run(worker, "cnn", **cnn(batch_size=62, image_size=128)).run
     assert measured.status == "ok", measured.error
+    assert measured.quality == "trusted", measured.quality_reasons
     assert measured.source == "measured"
     assert measured.peak_memory_mib > measured.peak_reserved_mib >= measured.peak_allocated_mib > 0
     assert 0 < measured.gpu_util <= 1
