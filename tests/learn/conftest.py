@@ -1,20 +1,34 @@
 """Fits of these tests grow fewer trees than a user's: what they show does not hang on more, and takes half the time."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 
 import pytest
 
 from learn.estimators import hybrid, protocol, tabular
 from tests.learn.learn_rows import run_estimate
+from tests.learn.script_server import PreparedRunner, script_server
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_trees():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tabular.LightGBMEstimator, "rounds", 50)
-        patch.setattr(hybrid, "_OTHERS", dataclasses.replace(hybrid._OTHERS, rounds=60))
+        for name in ("_MEMORY", "_OTHERS"):
+            patch.setattr(hybrid, name, dataclasses.replace(getattr(hybrid, name), rounds=60))
+        patch.setattr(hybrid, "FOLDS", 3)
         yield
+
+
+@pytest.fixture
+def few_epochs(monkeypatch):
+    """Graph networks are trained for a moment: they answer, and not well."""
+    from learn.peers import gnn
+
+    train = gnn.train
+    monkeypatch.setattr(gnn, "train", lambda *arguments, **settings: train(*arguments, **{**settings, "epochs": 2}))
 
 
 @pytest.fixture
@@ -54,3 +68,16 @@ def fakes(monkeypatch):
     for name in names:
         monkeypatch.setitem(protocol.ESTIMATORS, name, f"fake_methods:{name.capitalize()}Estimator")
     monkeypatch.setattr("learn.benchmark.TRAINING_FREE", (*protocol.TRAINING_FREE, *names))
+
+
+@pytest.fixture(scope="session")
+def server_of_scripts():
+    with contextlib.closing(script_server()) as server:
+        yield server
+
+
+@pytest.fixture
+def prepared_scripts(server_of_scripts, tmp_path, monkeypatch):
+    """Scripts run in an empty folder, in forks of one process that has their imports."""
+    monkeypatch.setattr("learn.script.estimating.ChildRunner", functools.partial(PreparedRunner, server_of_scripts))
+    monkeypatch.chdir(tmp_path)

@@ -11,13 +11,9 @@ from learn import estimate, estimate_script
 from tests.learn import test_script_kinds as kinds
 from tests.learn.test_script_ranks import SCRIPTS, launched, names_of
 
+pytestmark = pytest.mark.usefixtures("prepared_scripts")
 LOOP = str(SCRIPTS / "deepspeed_loop.py")
 DEEPSPEED = ("deepspeed", "--num_gpus")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def write_settings(path, stage, *, micro_steps=1, bf16=True, **more):

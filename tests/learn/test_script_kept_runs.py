@@ -18,7 +18,7 @@ DEVICE = describe_device("A100-SXM4-40GB")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_with_files_of_an_hour_ago(tmp_path, monkeypatch):
+def _in_a_folder_with_files_of_an_hour_ago(prepared_scripts, tmp_path, monkeypatch):
     monkeypatch.setenv("GPUFARM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

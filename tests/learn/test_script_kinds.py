@@ -20,6 +20,7 @@ from tests.featurize.published_models import detections
 from tests.featurize.small_nets import Computes
 from tests.learn.test_step_report import reserved_bytes
 
+pytestmark = pytest.mark.usefixtures("prepared_scripts")
 SCRIPTS = Path(__file__).parent / "training_scripts"
 
 
@@ -165,11 +166,6 @@ def run(command, **settings):
     if name in NEEDS:  # transformers and timm import torchvision where it is installed
         mend_torchvision()
     return estimate_script(["python", str(SCRIPTS / f"{name}.py"), *arguments], **settings)
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def check_same(command, job):

@@ -19,14 +19,10 @@ from learn.script.process_group import RankZero
 from learn.script.script_recorder import ScriptRecorder
 from tests.learn import test_script_kinds as kinds
 
+pytestmark = pytest.mark.usefixtures("prepared_scripts")
 SCRIPTS = Path(__file__).parent / "training_scripts"
 MEMORY = ("peak_memory_mib", "reserved_mib", "allocated_mib", "upper_mib")
 TIME = ("step_time_ms", "exposed_ms", "communication_ms")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def names_of(script):

@@ -33,5 +33,6 @@ def small():
 
 @pytest.fixture(scope="session")
 def simulated():
+    """A worker of a simulated GPU with 40 GB."""
     with contextlib.closing(Worker(DeviceChoice(backend="simulated"), "0", "simulated")) as worker:
         yield worker

@@ -91,10 +91,6 @@ def surrogate_error(path: str) -> None:
     raise RuntimeError("lone \ud800 and NUL \x00 and \x1b[2Jescape; No CUDA GPUs are available")
 
 
-def device_fault(path: str) -> None:
-    raise RuntimeError("CUDA error: unspecified launch failure")
-
-
 class Unspeakable(Exception):
     def __str__(self) -> str:
         raise SystemExit(3)

@@ -167,11 +167,6 @@ def test_an_error_text_that_nothing_can_store_lands_escaped_and_claims_no_device
     assert r"lone \ud800 and NUL \x00 and \x1b[2Jescape" in result.run.error
 
 
-def test_a_device_fault_on_a_device_that_has_none_is_not_tried_again(worker):
-    result = ends_well(worker, hostile("device_fault"))
-    assert (result.run.status, result.retryable) == ("crashed", False)
-
-
 @pytest.mark.parametrize(
     ("name", "error_type"),
     [

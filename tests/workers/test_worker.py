@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import os
 import re
-import signal
 import threading
 from pathlib import Path
 
@@ -125,24 +124,6 @@ def test_a_trial_killed_from_outside_is_tried_again(worker):
     running.trial.kill()
     result = running.join()
     assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGKILL", True)
-
-
-def test_a_segmentation_fault_is_a_crash_that_names_the_signal(worker):
-    running = InBackground(worker, task(mlp(), window=LONG))
-    running.trial.send_signal(signal.SIGSEGV)
-    result = running.join()
-    assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGSEGV", False)
-
-
-@pytest.mark.slow
-def test_a_killed_trial_server_takes_its_trial_along_and_is_replaced(worker):
-    running = InBackground(worker, task(mlp(), window=LONG))
-    running.server.kill()
-    result = running.join()
-    assert (result.run.error_type, result.retryable) == ("ServerLost", True)
-    psutil.wait_procs([running.trial], timeout=10)
-    assert not running.trial.is_running()
-    assert worker.run(task(mlp())).run.status == "ok"
 
 
 def test_repeated_trials_leave_no_process_and_no_descriptor_behind(worker):

@@ -1,0 +1,55 @@
+"""Scripts of tests run in forks of one process that has done their imports, which take most of a short script's time.
+
+Start reading at `PreparedRunner`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from conf.children.keeper import run_program
+from conf.children.running import ChildServer, Ended, local_server
+
+
+def prepare() -> None:
+    """Import what every script's process imports."""
+    importlib.import_module("learn.script.run")
+
+
+def script_server() -> ChildServer:
+    """Start a server for any number of scripts, one after the other."""
+    return local_server("tests.learn.script_server:prepare")
+
+
+class PreparedRunner:
+    """Runs a script's process as `conf.children.running.ChildRunner` does, but for the start of a new Python."""
+
+    def __init__(self, server: ChildServer, environment: dict[str, str] | None = None) -> None:
+        self._server, self._environment = server, environment
+
+    def __enter__(self) -> PreparedRunner:
+        self.folder = Path(tempfile.mkdtemp())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder)
+
+    def run(self, arguments: list[str], *, shows_output: bool, **limits: float) -> Ended:
+        """Run a program in this process's working folder, with its environment or the given one."""
+        environment = dict(os.environ if self._environment is None else self._environment)
+        place = {"folder": os.getcwd(), "environment": environment, "program": arguments}
+        child = self._server.start(f"{__name__}:run_there", place, keeps_output=not shows_output, **limits)
+        return child.wait()
+
+
+def run_there(place: dict[str, Any]) -> None:
+    """Run a program in a folder and an environment. Children run this function."""
+    os.chdir(place["folder"])
+    os.environ.clear()
+    os.environ.update(place["environment"])
+    run_program(place["program"])
