@@ -1,15 +1,38 @@
 """A data folder for each test, under a path that breaks naive quoting and globbing."""
 
+import shutil
+
 import pytest
 
 from conf.cli.command_line import run
+from warehouse.files import views
 from warehouse.files.folder import DataFolder
+from warehouse.files.plain_file import remember
 from warehouse.query import entry
 
 
+@pytest.fixture(scope="session")
+def template(tmp_path_factory):
+    """The place of each test's folder, a copy of it and the fingerprint of its views, whose making takes long."""
+    place = tmp_path_factory.mktemp("warehouse") / "a'; echo foo [b]*? family=x"
+    folder = DataFolder.resolve(place / "data").create()
+    copy = shutil.copytree(folder.root, tmp_path_factory.mktemp("template") / "data")
+    return folder, copy, views._read_fingerprint(folder.warehouse)
+
+
 @pytest.fixture
-def folder(tmp_path) -> DataFolder:
-    return DataFolder.resolve(tmp_path / "a'; echo foo [b]*? family=x" / "data").create()
+def folder(template):
+    folder, empty, fingerprint = template
+    shutil.rmtree(folder.root.parent)
+    shutil.copytree(empty, folder.root)
+    remember(folder.warehouse, lambda: fingerprint, "views")
+    return DataFolder.resolve(folder.root)
+
+
+@pytest.fixture
+def no_checks(monkeypatch):
+    """Publications without the checks of their rows, which take most of the time of a small one."""
+    monkeypatch.setattr("warehouse.exchange.publishing.check", lambda connection: [])
 
 
 @pytest.fixture

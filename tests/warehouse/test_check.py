@@ -150,7 +150,7 @@ def torn(path, how):
     )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("how", ["empty", "short", "cut", "garbage", "text", "footer", "long footer"])
 @pytest.mark.parametrize("kind", ["runs", "telemetry", "jobs", "compactions"])
 def test_a_torn_file_is_found_and_named(folder, how, kind):

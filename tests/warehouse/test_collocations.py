@@ -5,14 +5,13 @@ import contextlib
 import duckdb
 import pyarrow as pa
 import pytest
-from warehouse_rows import ask, collocations, compact_at, csv_file, ranks, run_row, samples
+from warehouse_rows import ask, collocations, csv_file, ranks, run_row, samples
 
 from conf.errors import UsageError
 from warehouse.exchange.exporting import ExportSettings, export
 from warehouse.exchange.ingesting import IngestSettings, ingest
 from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
-from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.ingest import print_report
 from warehouse.reading.checks import check
@@ -63,14 +62,6 @@ def test_checks_name_members_that_cannot_be(folder):
         "impossible.collocations.died_of": 2,
         "collocations.members": 1,
     }
-
-
-def test_members_survive_compaction_and_snapshots(folder):
-    land_pair(folder)
-    before = ask(folder, "SELECT * FROM collocations ORDER BY member_row")
-    compact_at(folder, 0, 2)
-    assert ask(folder, "SELECT * FROM collocations ORDER BY member_row") == before
-    assert take_snapshot(folder, "s").rows["collocations"] == 2
 
 
 def test_groups_leave_in_data_sets_under_public_ids_and_come_back_the_same(folder, tmp_path):
@@ -207,10 +198,10 @@ def test_gavel_pairs_have_slowdowns_of_their_own_table_and_say_where_tables_diff
     assert ask(tmp_path / "data", "SELECT count(*) FROM collocations WHERE status = 'invalid'") == [(3,)]
 
 
-def test_imported_groups_are_published_where_imported_rows_are_asked_for(tmp_path, lucid):
+def test_imported_groups_are_published_where_imported_rows_are_asked_for(tmp_path, lucid, no_checks):
     take(tmp_path, "lucid", lucid)
     RunWriter(DataFolder(tmp_path / "data")).write(run_row(1), samples(1))
-    given = {"data": str(tmp_path / "data"), "licence": "MIT"}
+    given = {"data": str(tmp_path / "data"), "licence": "MIT", "pages": 0}
     report = publish(PublishSettings(**given, out=str(tmp_path / "all"), sources=["imported"]))
     assert report.rows["collocations"] == 2
     own = publish(PublishSettings(**given, out=str(tmp_path / "own"), sources=["simulated"]))
@@ -258,18 +249,7 @@ def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):
     assert wanted.items() <= findings.items()
 
 
-def test_ranks_survive_compaction_and_snapshots(folder):
-    writer = RunWriter(folder)
-    for index in range(3):
-        writer.write(of_two(index), samples(1), None, ranks())
-    before = ask(folder, "SELECT * FROM ranks ORDER BY rank_row")
-    compact_at(folder, 0, 2)
-    assert len(list(folder.partition("ranks", "cnn").glob("*.parquet"))) == 1
-    assert ask(folder, "SELECT * FROM ranks ORDER BY rank_row") == before and len(before) == 6
-    assert take_snapshot(folder, "s").rows["ranks"] == 6
-
-
-def test_ranks_leave_in_data_sets_without_names_of_machines_and_come_back(folder, tmp_path):
+def test_ranks_leave_in_data_sets_without_names_of_machines_and_come_back(folder, tmp_path, no_checks):
     RunWriter(folder).write(of_two(1), samples(2, sensor=["process"] * 2, rank=[0, 1]), None, ranks(device_uuid=UUIDS))
     export(ExportSettings(data=str(folder.root), out=str(tmp_path / "set")))
     assert "2 ranks of 1 runs" in (tmp_path / "set" / "README.md").read_text()
@@ -281,7 +261,7 @@ def test_ranks_leave_in_data_sets_without_names_of_machines_and_come_back(folder
     assert ask(other, f"SELECT {columns} FROM ranks ORDER BY rank") == rows
     assert ask(other, "SELECT list(rank ORDER BY rank) FROM telemetry") == [([0, 1],)]
     assert ask(other, "SELECT count(*) FROM ranks JOIN runs USING (run_id, device_uuid)") == [(1,)]
-    publish(PublishSettings(data=str(folder.root), out=str(tmp_path / "public"), licence="CC-BY-4.0"))
+    publish(PublishSettings(data=str(folder.root), out=str(tmp_path / "public"), licence="CC-BY-4.0", pages=0))
     with contextlib.closing(duckdb.connect()) as connection:
         files = [str(path) for path in (tmp_path / "public" / "ranks").glob("*.parquet")]
         connection.read_parquet(files).create_view("ranks")

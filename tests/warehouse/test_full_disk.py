@@ -15,19 +15,19 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
 DISK_KIB = 4096
-LEFT_KIB = (0, 4, 12, 24, 48, 96, 160)
+LEFT_KIB = (0, 8, 40, 160)
 ENDED = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
 
 
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
-    """A small disk that holds the data folder and the temporary files, with 40 runs."""
+    """A small disk that holds the data folder and the temporary files, with 12 runs."""
     with small_disk(tmp_path / "a'; echo foo", f"{DISK_KIB}k") as root:
         (root / "tmp").mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(root / "tmp"))
         monkeypatch.setenv("GPUFARM_DATA", str(root / "data"))
         writer = RunWriter(DataFolder.resolve())
-        for index in range(40):
+        for index in range(12):
             writer.write(run_row(index, device_name="A100", finished_at=ENDED), samples(20))
         yield root
 

@@ -21,6 +21,7 @@ from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import sha256_of, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.publish import entry
+from warehouse.reading.checks import Finding
 from warehouse.tables.columns import TABLES, describe
 from warehouse.tables.schema import STATUSES
 from warehouse.tables.schema import TABLES as SCHEMAS
@@ -76,7 +77,7 @@ def whole(tmp_path_factory):
     place = tmp_path_factory.mktemp("published")
     folder = DataFolder.resolve(place / "a'; echo data").create()
     fill(folder)
-    return publish(settings(folder, place / "a set [x]*", pages=20)), folder
+    return publish(settings(folder, place / "a set [x]*", pages=3)), folder
 
 
 def rows(out, table, columns="*"):
@@ -124,22 +125,22 @@ def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(whole):
     assert "`peak_memory_mib` | double | peak memory that the device charged" in card
 
 
-def test_runs_that_landed_after_the_snapshot_are_not_in_it(filled, tmp_path):
-    take_snapshot(filled, "s")
-    RunWriter(filled).write(run_row(99), samples())
-    assert publish(settings(filled, tmp_path / "a", snapshot="s")).rows["runs"] == 7
-    take_snapshot(filled, "t")
-    assert publish(settings(filled, tmp_path / "b")).rows["runs"] == 8  # the newest
+def test_runs_that_landed_after_the_snapshot_are_not_in_it(folder, tmp_path, no_checks):
+    for index, name in enumerate(("s", "t")):
+        RunWriter(folder).write(run_row(index), samples())
+        take_snapshot(folder, name)
+    assert publish(settings(folder, tmp_path / "a", snapshot="s")).rows["runs"] == 1
+    assert publish(settings(folder, tmp_path / "b")).rows["runs"] == 2  # the newest
     with pytest.raises(UsageError, match="unknown snapshot 'u'; known: s, t"):
-        publish(settings(filled, tmp_path / "c", snapshot="u"))
+        publish(settings(folder, tmp_path / "c", snapshot="u"))
 
 
 def test_the_same_snapshot_gives_the_same_bytes(whole, tmp_path):
     first, folder = whole
-    same = {"snapshot": first.snapshot, "name": first.root.name, "pages": 20}
+    same = {"snapshot": first.snapshot, "name": first.root.name, "pages": 3}
     again = publish(settings(folder, tmp_path / "again", **same)).root
     files = [path.relative_to(again) for path in again.rglob("*") if path.is_file()]
-    assert len([name for name in files if name.parts[0] != "pages"]) == 9 and len(files) > 20
+    assert len([name for name in files if name.parts[0] != "pages"]) == 9 and len(files) > 12
     assert [name for name in files if (again / name).read_bytes() != (first.root / name).read_bytes()] == []
 
 
@@ -159,7 +160,7 @@ def test_the_loading_example_runs_from_anywhere(whole):
     assert "cnn            ok              6" in done.stdout and "most telemetry: J-00000" in done.stdout
 
 
-def test_croissant_accepts_the_metadata_and_reads_the_records(filled, tmp_path, caplog):
+def test_croissant_accepts_the_metadata_and_reads_the_records(whole, tmp_path, no_checks):
     mlcroissant = pytest.importorskip("mlcroissant")
     out = tmp_path / "set"
     given = {
@@ -169,7 +170,7 @@ def test_croissant_accepts_the_metadata_and_reads_the_records(filled, tmp_path, 
         "version": "1.2.0",
         "published": "2026-11-20",
     }
-    publish(settings(filled, out, **given))
+    publish(settings(whole[1], out, **given))
     dataset = mlcroissant.Dataset(jsonld=out / "croissant.json")
     assert not dataset.metadata.issues.errors and not dataset.metadata.issues.warnings
     assert [creator.name for creator in dataset.metadata.creators] == ["Ada Lovelace", "ACME"]
@@ -192,21 +193,25 @@ def test_the_metadata_names_every_file_with_its_digest_and_invents_nothing(whole
 HOSTILE = "<img src=x onerror=alert(1)> | ![x](http://a/b)\n\n# `head` &amp;"
 
 
-def test_texts_of_rows_are_shown_in_the_card_and_are_no_markup(folder, tmp_path):
+def test_texts_of_rows_and_findings_are_shown_in_the_card_and_are_no_markup(folder, tmp_path, monkeypatch):
+    finding = Finding(rule="impossible.x", severity="error", count=3, examples=(HOSTILE,), said="what cannot be")
+    monkeypatch.setattr("warehouse.exchange.publishing.check", lambda connection: [finding])
     writer = RunWriter(folder)
     writer.write(measured(1, device_name=HOSTILE, window_kind=HOSTILE, precision=HOSTILE, family="cnn"), samples(3))
     writer.write(measured(2, torch_version=HOSTILE, error=HOSTILE, config=json.dumps({"x": HOSTILE})), samples(3))
     writer.write(measured(3, config=json.dumps(HOSTILE)), samples(3))
-    publish(settings(folder, tmp_path / "set", pages=20))
+    report = publish(settings(folder, tmp_path / "set", pages=20))
     texts = {path.name: path.read_text() for path in (tmp_path / "set").rglob("*.*") if path.suffix in (".md", ".html")}
     card = texts["README.md"]
     assert [name for name, text in texts.items() if "<img src" in text] == []
+    assert "- error: impossible.x: 3 (what cannot be), as &lt;img src=x" in card
+    assert "1 checks found something; the card lists it" in report.lines()
     assert "&lt;img src=x onerror=alert(1)>" in card and "![x](" not in card and "\n# `head`" not in card
     (line,) = [line for line in card.splitlines() if line.startswith("| cnn | &lt;img")]
     assert len(re.split(r"(?<!\\)\|", line)) == 2 + 2 + len(STATUSES) + 1
 
 
-def test_the_card_and_the_metadata_say_of_each_source_what_is_true_of_it(whole, tmp_path):
+def test_the_card_and_the_metadata_say_of_each_source_what_is_true_of_it(whole, tmp_path, no_checks):
     report, filled = whole
     publish(settings(filled, tmp_path / "simulated", sources=["simulated"]))
     both, simulated = (
@@ -221,8 +226,8 @@ def test_the_card_and_the_metadata_say_of_each_source_what_is_true_of_it(whole, 
     assert "No GPU ran a simulated run" in simulated[0]
 
 
-def test_a_licence_must_be_given_and_what_is_missing_is_said(filled, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("GPUFARM_DATA", str(filled.root))
+def test_a_licence_must_be_given_and_what_is_missing_is_said(whole, tmp_path, monkeypatch, capsys, no_checks):
+    monkeypatch.setenv("GPUFARM_DATA", str(whole[1].root))
     out = tmp_path / "set"
     assert run("publish", entry, [f"out='{out}'"]) == 2
     assert "licence=... is missing" in capsys.readouterr().err and not out.exists()
@@ -249,7 +254,8 @@ def test_a_publication_that_fails_leaves_nothing(filled, tmp_path):
     assert not list(tmp_path.glob("*set*"))
 
 
-def test_telemetry_can_be_thinned_and_imported_rows_published_by_name(filled, tmp_path):
+def test_telemetry_can_be_thinned_and_imported_rows_published_by_name(whole, tmp_path, no_checks):
+    filled = whole[1]
     # 40 samples, 100 ms apart: one a second, and the first and last of the window are those of the run
     assert publish(settings(filled, tmp_path / "a", hz=1)).rows["telemetry"] < 40
     report = publish(settings(filled, tmp_path / "b", sources=["imported"]))
@@ -272,7 +278,8 @@ def test_the_example_imports_nothing_of_the_project():
     assert "warehouse" not in source and "conf" not in source
 
 
-def test_what_is_published_is_what_the_snapshot_shows(filled, tmp_path):
+def test_what_is_published_is_what_the_snapshot_shows(whole, tmp_path, no_checks):
+    filled = whole[1]
     publish(settings(filled, tmp_path / "set", hz=None))
     wanted = ask(
         filled,
@@ -282,7 +289,7 @@ def test_what_is_published_is_what_the_snapshot_shows(filled, tmp_path):
     assert rows(tmp_path / "set", "telemetry", "sum(smact), sum(t_ms), count(*)") == wanted and wanted[0][-1] == 205
 
 
-def test_what_a_killed_call_left_long_ago_is_removed_and_another_at_work_is_not_disturbed(folder, tmp_path):
+def test_what_a_killed_call_left_long_ago_is_removed_and_another_at_work_is_not_disturbed(folder, tmp_path, no_checks):
     RunWriter(folder).write(run_row(1), samples())
     old, young = (tmp_path / f".set.{token * 8}.tmp" for token in "ab")
     for path in (old, young):
