@@ -81,6 +81,8 @@ TOGETHER = {
             *("data_parallel", "flat_ranks", "float8", "pipelines", "sharded_ranks"),
             *("compiled", "compiled_sharing", "compiled_time"),
         ),
+        "learn": ("script_deepspeed", "script_kept_runs", "script_kinds", "script_ranks"),  # imports of scripts
+        "workers": ("groups", "hostile_trials", "prepared", "profiling", "ranks", "worker"),  # workers
     }.items()
     for name in names
 }
@@ -221,6 +223,17 @@ def no_answers_of_other_tests():
     for name in ("featurize.trace.trace_cache", "learn.estimation.answers"):
         if (module := sys.modules.get(name)) is not None:
             module.clear()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_views_for_other_clients(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have data folders lack the file that other clients of DuckDB would open, but in the warehouse's own tests: making
+    it takes longer than most tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        views = sys.modules.get("warehouse.files.views")
+        if views is not None and request.path.parent.name not in ("warehouse", "faults"):
+            patch.setattr(views, "refresh", lambda folder: None)
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -417,7 +417,7 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
 
 
 def test_fit_by_a_training_free_estimator_works_and_is_not_taken_for_a_fitted_model(tmp_path):
-    configs = make_configs(60, families=("mlp",))
+    configs = make_configs(34, families=("mlp",))
     write_batch(tmp_path, configs)
     done = fit(FitSettings(target="memory", estimator="horus", bin_gb=1, data=str(tmp_path)))
     assert done.meta["estimator"] == "horus" and done.meta["metrics"]["median_relative_error"]["test"] is not None

@@ -447,18 +447,6 @@ def test_asked_alone_they_are_answered_by_a_fit_on_the_folders_other_files(tmp_p
         benchmark(settings(folder / "known.csv", estimators=("watcher",)))
 
 
-def test_an_estimator_that_reads_configs_only_refuses_modules_by_row(tmp_path):
-    (tmp_path / "known.csv").write_text("model,batch_size,actual_mib\nlenet,2,1000\n")
-    write_networks(tmp_path / "some.csv", [published_mlp(batch) for batch in range(8, 60, 4)])
-    with pytest.raises(UsageError, match="near-copies of 1 configurations; folds=3 takes at least 3"):
-        benchmark(settings(tmp_path, estimators=("lightgbm",)))
-    shapes = [published_mlp(batch, depth=depth) for batch in (8, 16, 32, 64) for depth in range(1, 9)]
-    write_networks(tmp_path / "some.csv", [*shapes, published_mlp(9, topology="spiral")])
-    known, some = benchmark(settings(tmp_path, estimators=("lightgbm",))).figures
-    assert known.answered_ok == 0 and "trial configs only" in next(iter(known.refusals))
-    assert (some.ok, some.answered_ok) == (33, 32) and sum(some.refusals.values()) == 1
-
-
 def test_estimators_whose_rows_are_all_refused_come_in_the_order_given(tmp_path, monkeypatch):
     monkeypatch.setattr("learn.commands.benchmark_rows.SLOW", ("hundreds",))
     path = write(tmp_path / "some.csv", [(1, 200, OK, "spiral"), (2, 300, OK, "spiral")])

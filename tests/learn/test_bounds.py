@@ -163,9 +163,10 @@ def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(
     assert by == {"A100-SXM4-40GB": "trace with 1 measured run", "H100-SXM5-80GB": "hybrid (default)"}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_measured_runs_of_the_data_folder_leave_other_questions_alone(measured_folder):
+    elsewhere = measured_folder.parent / "empty"
+    write_batch(elsewhere, [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
+    for options in (
         {"known": "none"},
         {"known": []},
         {"estimator": "trace"},
@@ -174,17 +175,10 @@ def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(
         {"allocator": "expandable_segments:True"},
         {"torch_version": "2.4"},
         {"device": "H100"},
-    ],
-    ids=str,
-)
-def test_measured_runs_of_the_data_folder_leave_other_questions_alone(options, measured_folder):
-    elsewhere = measured_folder.parent / "empty"
-    write_batch(elsewhere, [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
-    done, alone = (
-        dataclasses.replace(estimate(MLP, data=at, **options), seconds=0) for at in (measured_folder, elsewhere)
-    )
-    assert "measured" not in done.answered_by["memory"]
-    assert done.peak_memory_mib == alone.peak_memory_mib and done.upper_mib == alone.upper_mib
+    ):
+        done, alone = (estimate(MLP, data=at, **options) for at in (measured_folder, elsewhere))
+        assert "measured" not in done.answered_by["memory"], options
+        assert done.peak_memory_mib == alone.peak_memory_mib and done.upper_mib == alone.upper_mib, options
 
 
 def test_of_the_folders_runs_the_same_batch_counts_alone_and_else_its_neighbours(measured_folder):

@@ -69,6 +69,11 @@ def made_up_groups(noise=0.01, device="RTX-3090", count=2):
     return groups
 
 
+@pytest.fixture(autouse=True)
+def few_trees_of_others(monkeypatch):
+    monkeypatch.setattr("learn.commands.sharing._TREES", 10)
+
+
 @pytest.fixture(scope="module")
 def groups():
     return made_up_groups()

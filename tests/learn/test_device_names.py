@@ -1,6 +1,5 @@
 """Names of GPU models, in Python and on the command line, and the lines about the card."""
 
-import contextlib
 import json
 import re
 import sys
@@ -10,7 +9,6 @@ import pytest
 from torch import nn
 
 import conf
-import warehouse
 from conf.cli import command_line as cli
 from conf.errors import UsageError
 from conf.files.identity import version_of
@@ -158,16 +156,13 @@ def own_device(tmp_path):
     return path
 
 
-def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, tmp_path, answer):
+def test_a_file_of_one_s_own_is_a_device_wherever_one_is_taken(own_device, answer):
     assert estimate(CONFIG, device=str(own_device), estimator="trace").device == "Lab ${GPU}"
     assert [fit.device for fit in devices_that_fit(CONFIG, devices=[str(own_device)])] == ["Lab ${GPU}"]
     done = answer(f"config='{json.dumps(CONFIG)}'", f"device={own_device}", "device.memory_mib=1500")
     assert (done["device"], done["device_memory_mib"]) == ("Lab ${GPU}", 1500)
-    space = ("+arch=mlp", "arch.space.input_size=8", "n=1", "cluster=inline", f"data={tmp_path / 'data'}")
-    assert submit(*space, f"device={own_device}", "device.count=1") == 0
-    with contextlib.closing(warehouse.connect(tmp_path / "data")) as connection:
-        landed = connection.execute("SELECT device_name, device_memory_mib, source FROM runs").fetchall()
-    assert landed == [("Lab ${GPU}", 20000.0, "simulated")]
+    submitted = cli.load_config("submit", ["+arch=mlp", "n=1", f"device={own_device}", "device.count=1"])
+    assert (submitted.device.name, submitted.device.memory_mib) == ("Lab ${GPU}", 20000)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partialmethod
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from learn.judging.scores import score_table
 from tests.learn.learn_rows import import_llm_foundry, make_configs, write_batch
 from warehouse.exchange.ingesting import IngestSettings, ingest
 
+QUICK = {"iterations": 10}  # for tests that show nothing of how good a fit is
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
 SLOWER = 1.7  # than the model that comes along says: what a fit has to find
 
@@ -143,7 +145,8 @@ def test_measured_operators_of_the_table_of_kernels_are_learned_from(tmp_path):
     assert {one.measured_ms for one in times} == {0.1}
 
 
-def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path):
+def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, **QUICK))
     settings = FitKernelsSettings(data=str(folder), out=str(tmp_path / "parameters.json"))
     fitted = fit_kernels(settings, silent)
     learned = read_efficiencies(settings.path.read_text(encoding="utf-8"))
@@ -206,7 +209,8 @@ def test_rows_that_were_left_out_have_no_part_in_the_fit(rows):
     assert np.array_equal(clean.by_class["most_warps"], other.by_class["most_warps"])
 
 
-def test_every_family_is_judged_and_printed(rows):
+def test_every_family_is_judged_and_printed(rows, monkeypatch):
+    monkeypatch.setattr(ActivityFit, "fitted", partialmethod(ActivityFit.fitted, **QUICK))
     scores, learned = judge_activity(ActivityFit(rows[:8], LEARNED), 2, silent)
     assert {(one.rows, one.by) for one in scores} == {
         (family, split) for family in ("cnn", "mlp") for split in ("learned from", "groups left out")

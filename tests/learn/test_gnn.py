@@ -54,7 +54,7 @@ def test_a_module_is_answered_like_the_configs(fitted):
     assert answer.point[0] == pytest.approx(need([case])[0], rel=0.4)
 
 
-def test_what_cannot_be_traced_is_refused_with_its_reason_and_left_out_of_the_fit(rows):
+def test_what_cannot_be_traced_is_refused_with_its_reason_and_left_out_of_the_fit(rows, few_epochs):
     broken = Case(mlp.Config(batch_size=7, input_size=77, classes=7, depth=1), DEVICE)
     steps = StepStore()
     steps.keep(broken, StepRecord(error="aten::odd has no meta kernel"))

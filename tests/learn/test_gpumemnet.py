@@ -13,7 +13,7 @@ from learn.job.training_job import Case, of_module
 from learn.peers.gpumemnet import MAX_TOKENS, BinnedPrediction, bin_edges, classes_of, tokens_of
 from tests.learn.learn_rows import DEVICE, labels_of, make_configs, make_rows
 
-NAMES = ("gpumemnet_mlp", "gpumemnet_transformer")
+NAMES = ("gpumemnet_mlp", pytest.param("gpumemnet_transformer", marks=pytest.mark.wide))
 CEILING_MIB = 8000.0
 
 

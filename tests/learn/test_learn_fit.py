@@ -93,15 +93,6 @@ def test_it_learns_and_its_bound_holds(fitted):
     assert fitted.meta["metrics"]["accuracy"]["test"] == metrics["accuracy"]
 
 
-@pytest.mark.slow
-def test_same_data_and_seed_give_the_same_figures(data, fitted):
-    again = fit(settings(data), now=datetime(2026, 11, 21, tzinfo=UTC))
-    assert again.meta["metrics"] == fitted.meta["metrics"]
-    assert again.path != fitted.path and load_latest(data, "memory").path == again.path
-    other = fit(settings(data, seed=1), now=datetime(2026, 11, 22, tzinfo=UTC))
-    assert other.meta["metrics"] != fitted.meta["metrics"]
-
-
 def test_no_model_is_said_with_what_there_is(data, fitted):
     with pytest.raises(UsageError, match="no fitted model for target=power; there is none at all"):
         load_latest(data, "power")

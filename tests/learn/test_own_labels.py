@@ -16,7 +16,7 @@ from learn.judging.scores import bound_scores, exceeds, labels_are_its_own
 from learn.rows.data import load_rows, make_bins
 from tests.learn.learn_rows import make_configs, write_batch
 
-CONFIGS = make_configs(70, seed=11)
+CONFIGS = make_configs(45, seed=11)
 
 
 @pytest.fixture(scope="module")

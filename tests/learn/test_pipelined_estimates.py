@@ -1,6 +1,7 @@
 """`estimate(..., parallel="pp=N")`: what each rank of a pipeline takes, and how long a step of all is."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -14,8 +15,8 @@ from tests.featurize.small_nets import Block, Stack
 WIDTH, SAMPLES = 1024, 4096
 
 
-def net():
-    return Stack((Block(WIDTH, norm=False) for _ in range(6)), nn.Linear(WIDTH, 10), first=nn.Linear(WIDTH, WIDTH))
+def net(blocks=6):
+    return Stack((Block(WIDTH, norm=False) for _ in range(blocks)), nn.Linear(WIDTH, 10), first=nn.Linear(WIDTH, WIDTH))
 
 
 def of_net(parallel=None, **options):
@@ -122,9 +123,10 @@ def test_the_table_shows_the_bubble_and_where_stages_begin(four, capsys):
 def test_the_largest_batch_divides_into_micro_batches():
     layout = "pp=2,micro_batches=6"
     device = dataclasses.replace(load_device("H100-SXM5-80GB"), memory_mib=2_000)
-    largest = largest_batch(net, [SAMPLES, WIDTH], parallel=layout, precision="bf16", device=device)
+    small = functools.partial(net, 2)
+    largest = largest_batch(small, [SAMPLES, WIDTH], parallel=layout, precision="bf16", device=device)
     assert largest.batch % 6 == 0 and largest.estimate.fits_device and not largest.beyond.fits_device
-    again = estimate(net, [largest.batch + 6, WIDTH], parallel=layout, precision="bf16", device=device)
+    again = estimate(small, [largest.batch + 6, WIDTH], parallel=layout, precision="bf16", device=device)
     assert again.peak_memory_mib == largest.beyond.peak_memory_mib
 
 

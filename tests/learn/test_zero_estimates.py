@@ -1,5 +1,6 @@
 """`estimate(..., parallel="ddp=8,zero=2")`: what a job under DeepSpeed takes from each of its GPUs."""
 
+import functools
 import json
 import types
 
@@ -23,8 +24,11 @@ FILE = {
 }
 
 
-def net():
-    return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12)))
+def net(layers=12):
+    return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(layers)))
+
+
+small = functools.partial(net, 4)
 
 
 def of_net(parallel, **options):
@@ -116,7 +120,7 @@ def test_a_trial_config_keeps_its_own_training():
 
 def test_a_plan_traces_each_number_of_ranks_that_share_the_optimizer():
     settings = "zero=2,reduce_bucket_size=1e6,param_dtype=bf16"
-    done = plan(net, INPUTS, gpus=[2, 8], optimizer="adamw", parallel=settings, device="T4", checkpointing="none")
+    done = plan(small, INPUTS, gpus=[2, 8], optimizer="adamw", parallel=settings, device="T4", checkpointing="none")
     taken = {
         (row.parallel.degrees.ddp, row.micro_batch): row.peak_memory_mib
         for row in done.rows
@@ -128,7 +132,7 @@ def test_a_plan_traces_each_number_of_ranks_that_share_the_optimizer():
 
 def test_a_plan_gives_its_stage_to_replicas():
     options = {"modes": ["ddp", "fsdp"], "checkpointing": "none", "device": "T4", "optimizer": "adamw"}
-    done = plan(net, INPUTS, gpus=4, parallel="zero=2,reduce_bucket_size=1e7,param_dtype=bf16", **options)
+    done = plan(small, INPUTS, gpus=4, parallel="zero=2,reduce_bucket_size=1e7,param_dtype=bf16", **options)
     stages = {(row.parallel.degrees.ddp, row.parallel.degrees.fsdp): row.parallel.zero.stage for row in done.rows}
     assert stages[4, 1] == 2 and stages[1, 4] is None
     with pytest.raises(UsageError, match="give zero and its settings, not deepspeed"):
