@@ -18,7 +18,6 @@ def few_trees():
         patch.setattr(tabular.LightGBMEstimator, "rounds", 50)
         for name in ("_MEMORY", "_OTHERS"):
             patch.setattr(hybrid, name, dataclasses.replace(getattr(hybrid, name), rounds=60))
-        patch.setattr(hybrid, "FOLDS", 3)
         yield
 
 

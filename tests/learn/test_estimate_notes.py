@@ -14,6 +14,7 @@ from torch import nn
 
 from featurize.families import mlp
 from learn import Estimate, Note, estimate, estimate_many
+from learn.estimation.estimate_view import peak_text
 from learn.estimation.job_estimate import RankGroup
 from learn.estimators.protocol import bound_shares, least_held
 from learn.fitting.artifacts import default_artifact
@@ -55,6 +56,18 @@ def test_the_parts_of_an_estimate_hold_its_own_figures(done):
     assert (done.activity.smact, done.energy.energy_j) == (done.smact, done.energy_j)
     known = {**vars(done.memory), **vars(done.time), **vars(done.activity), **vars(done.energy)}
     assert known.items() <= vars(done).items()
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("setup", "before the first step"),
+        ("optimizer", "in the optimizer's step"),
+        ("backward", "in the backward pass"),
+    ],
+)
+def test_the_phase_of_the_peak_is_said(done, phase, words):
+    assert peak_text(replace(done, peak_phase=phase)).endswith(f", {words}")
 
 
 def test_a_copy_with_other_values_takes_no_field_that_an_estimate_does_not_have(done):

@@ -517,8 +517,13 @@ def test_the_command_prints_a_table_and_writes_the_page(shown, tmp_path):
     assert "on 8 x T4" in out and "ddp=8" in out and "planned in" in out and path.exists()
 
 
-def test_the_command_prints_json(answer):
-    layouts = "global_batch=32768", "checkpointing=[none]", "parallel=network_gb_s=50"
+def test_the_command_prints_json(answer, tmp_path):
+    layouts = (
+        "global_batch=32768",
+        "checkpointing=[none]",
+        "parallel=network_gb_s=50",
+        f"report={tmp_path / 'plan.html'}",
+    )
     done = answer(*JOB, "gpus=[8,16]", *layouts, run=run)
     assert {row["mesh"] for row in done["rows"]} == {"ddp=8", "ddp=16"} and done["global_batch"] == 32768
     best = done["rows"][0]

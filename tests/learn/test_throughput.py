@@ -19,7 +19,7 @@ from learn.job.training_job import of_module
 from tests.featurize.small_nets import Computes
 from tests.learn.learn_rows import make_configs, write_batch
 
-BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 4, 1024, 768, 3, 50_257
+BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 4, 1024, 768, 4, 50_257
 A100 = describe_device("A100-SXM4-40GB")
 DERIVED = ("samples_per_s", "tokens_per_s", "mfu", "energy_j")
 MLP = mlp.Config(batch_size=256, input_size=1024, classes=10, depth=4)
