@@ -8,8 +8,7 @@ from farm.dispatch.dispatcher import LEASE_S, Dispatcher
 from farm.dispatch.working import reconcile
 from farm.queue.jobs import MAX_BACKOFF_S
 
-HOUR_S = 3600.0
-JUMPS = (HOUR_S, -HOUR_S, 400 * 24 * HOUR_S, -400 * 24 * HOUR_S)
+JUMPS = (400 * 24 * 3600.0, -400 * 24 * 3600.0)
 
 
 class Jumping(ScriptedExecutor):

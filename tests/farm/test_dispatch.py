@@ -170,27 +170,13 @@ def runs(folder):
     return ask(folder, "SELECT task_index, attempt, status FROM runs ORDER BY ALL")
 
 
-def test_every_task_lands_once(folder, queue):
-    submit(queue, 3)
-    _, done = work(folder, queue)
-    assert done
-    assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
-    assert queue.counts().by_status == {"ok": 3}
-
-
-def test_a_lost_worker_costs_an_attempt_and_the_last_task_waits_for_its_turn(folder, queue):
-    submit(queue, 2)
-    executor, _ = work(folder, queue, {1: ["lost"]})
-    assert runs(folder) == [(0, 1, "ok"), (1, 2, "ok")]
-    assert executor.handed_out[-1] == ("mlp-00000001", 1, 2)
-
-
 ENDINGS = {
     "a trial that is killed every time does not block the job": (
         3,
         ["killed"] * 9,
         [(0, 3, "crashed"), (1, 1, "ok"), (2, 1, "ok")],
     ),
+    "a lost worker costs an attempt": (2, ["lost"], [(0, 2, "ok"), (1, 1, "ok")]),
     "a worker that is lost every time": (1, ["lost"] * 9, [(0, 3, "crashed")]),
     "a run that the warehouse refuses": (2, ["no such status"], [(0, 1, "crashed"), (1, 1, "ok")]),
     "out of memory is a result and is not tried again": (1, ["oom"], [(0, 1, "oom")]),
@@ -243,11 +229,13 @@ def test_a_trial_that_waits_for_gpus_is_not_stuck(folder, queue):
     assert executor.restarted == [] and runs(folder) == [(0, 1, "ok")]
 
 
-def test_a_worker_is_told_what_comes_next_so_that_it_can_make_it_ready(folder, queue):
-    submit(queue, 3, prepare_ahead="always")
-    executor, _ = work(folder, queue)
-    assert [index for _, index, _ in executor.handed_out] == [0, 1, 2]
-    assert executor.announced == [1, 2, None]
+@pytest.mark.parametrize(("prepare_ahead", "announced"), [("always", [1, 2, None]), ("auto", [None] * 3)])
+def test_a_worker_is_told_what_comes_next_so_that_it_can_make_it_ready(folder, queue, prepare_ahead, announced):
+    """On a simulated device only where it is asked for."""
+    submit(queue, 3, prepare_ahead=prepare_ahead)
+    executor, done = work(folder, queue)
+    assert done and [index for _, index, _ in executor.handed_out] == [0, 1, 2]
+    assert executor.announced == announced
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
 
 
@@ -263,12 +251,6 @@ def test_a_trial_that_outlasts_its_lease_inside_of_an_inline_executor_is_not_run
     assert run_with(folder, queue, executor)
     assert [(index, attempt) for _, index, attempt in executor.handed_out] == [(0, 1), (1, 1), (2, 1)]
     assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")]
-
-
-def test_nothing_is_announced_for_a_simulated_device_unless_it_is_asked_for(folder, queue):
-    submit(queue, 2, prepare_ahead="auto")
-    executor, _ = work(folder, queue)
-    assert executor.announced == [None, None]
 
 
 def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(folder, queue):
@@ -334,21 +316,14 @@ def test_a_request_to_stop_hands_out_nothing_more_and_loses_nothing(folder, queu
     assert queue.pending() == 3
 
 
-def test_when_landing_fails_the_task_is_given_back_without_an_attempt(folder, queue, monkeypatch):
-    submit(queue, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(RunWriter, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(OSError, match="No space left"):
-            work(folder, queue)
-    assert runs(folder) == []
-    work(folder, queue)
-    assert runs(folder) == [(0, 1, "ok")]
-
-
-@pytest.mark.parametrize("failures", [3, 1000])
-def test_a_run_that_cannot_land_for_a_moment_is_kept(folder, queue, monkeypatch, failures):
+@pytest.mark.parametrize(
+    ("code", "failures", "lands"), [(errno.EIO, 3, True), (errno.EIO, 1000, False), (errno.ENOSPC, 1, False)]
+)
+def test_a_run_that_cannot_land_for_a_moment_is_kept_and_else_given_back_without_an_attempt(
+    folder, queue, monkeypatch, code, failures, lands
+):
     submit(queue, 2)
-    left = [OSError(errno.EIO, os.strerror(errno.EIO))] * failures
+    left = [OSError(code, os.strerror(code))] * failures
 
     def write(self, *arguments, really=RunWriter.write):
         if left:
@@ -356,8 +331,8 @@ def test_a_run_that_cannot_land_for_a_moment_is_kept(folder, queue, monkeypatch,
         return really(self, *arguments)
 
     monkeypatch.setattr(RunWriter, "write", write)
-    if failures == 1000:
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    if not lands:
+        with pytest.raises(OSError, match=os.strerror(code)):
             work(folder, queue)
         assert queue.pending() == 2 and runs(folder) == []
         left.clear()

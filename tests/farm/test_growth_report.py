@@ -84,15 +84,30 @@ def test_a_good_night_says_what_it_brought_and_that_nothing_is_to_be_done(nights
     assert [text for text in shown if text not in page.text] == []
 
 
-def test_the_newest_report_is_also_the_latest_and_writing_again_gives_the_same(nights):
-    nights.night([nights.run_row()])
+def test_the_nights_are_told_over_the_cycles_and_writing_again_gives_the_same(nights):
+    for night, decision in enumerate(("first", "kept", "promoted")):
+        nights.night([nights.run_row()], learned(decision, error=100.0 - night))
+    report, page = written(nights)
+    assert [one["decision"] for one in report["scores"]] == ["first", "kept", "promoted"]
+    in_use = [one["in_use"]["mean_abs_error"] for one in report["scores"]]
+    assert in_use == pytest.approx([100.0, 99.0 * 1.1, 98.0])
+    assert [one["candidate"]["mean_abs_error"] for one in report["scores"]] == [100.0, 99.0, 98.0]
+    assert report["scores"][1]["current"] == report["scores"][1]["in_use"]
+    shown = ("memory by hybrid: mean absolute error of the logarithm", "promoted: better by 4 %")
+    assert all(text in page.text for text in shown) and ("class", "k1 full") in page.attributes
+    at = page.texts.index("memory by hybrid: accuracy")
+    numbers = [text for text in page.texts[at : at + 20] if re.fullmatch(r"[\d.,]+", text.strip())]
+    assert "100" in numbers and not {"120", "150", "200"} & set(numbers), "a share ends at 100 %"
+    assert [night["cycle"] for night in report["nights"]] == ["2026-11-19", "2026-11-20", "2026-11-21"]
+    newest = report["nights"][-1]
+    assert (newest["overhead_s"], newest["seconds"]["run"], newest["rows"]) == (240.0, 3600.0, 3)
+    assert newest["energy_j"] == 9.0e5
+    assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.text
+    before = {path.name: path.read_bytes() for path in nights.folder.reports.iterdir()}
+    assert sorted(before) == ["2026-11-21.html", "2026-11-21.json", "latest.html", "latest.json"]
+    assert before["latest.html"] == before["2026-11-21.html"] and before["latest.json"] == before["2026-11-21.json"]
     written(nights)
-    reports = nights.folder.reports
-    before = {path.name: path.read_bytes() for path in reports.iterdir()}
-    assert sorted(before) == ["2026-11-19.html", "2026-11-19.json", "latest.html", "latest.json"]
-    assert before["latest.html"] == before["2026-11-19.html"] and before["latest.json"] == before["2026-11-19.json"]
-    written(nights)
-    assert {path.name: path.read_bytes() for path in reports.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in nights.folder.reports.iterdir()} == before
 
 
 def test_other_peoples_text_is_shown_and_not_obeyed(nights):
@@ -272,15 +287,16 @@ def test_drift_tells_what_moved_and_what_it_makes_stale(one_night):
     assert [text for text in shown if text not in page.text] == []
 
 
-@pytest.mark.parametrize("ended, outcome", [("asked", "cut short"), ("time", "done")])
-def test_a_night_without_a_snapshot_is_reported_from_the_folder_as_it_is(nights, ended, outcome):
+def test_a_night_without_a_snapshot_is_reported_from_the_folder_as_it_is(nights):
     nights.night([nights.run_row()])
     cycle = nights.begin()
-    nights.measured(cycle, [nights.run_row("gpt"), nights.run_row("gpt")], ended=ended)
-    report, page = written(nights, outcome=outcome)
+    nights.measured(cycle, [nights.run_row("gpt"), nights.run_row("gpt")], ended="asked")
+    report, page = written(nights, outcome="cut short")
     assert report["snapshot"] is None and report["before"] == "2026-11-19" and report["changed"]["after"] == "now"
     assert {one["family"]: one["tonight"] for one in report["rows"]["counts"]} == {"cnn": 0, "gpt": 2}
-    assert "the night was not landed" in page.text and ("was cut short" in page.text) == (ended == "asked")
+    assert "the night was not landed" in page.text and "was cut short" in page.text
+    _, page = written(nights, run=nights.journal.cycles()[-1].done("run") | {"ended": "time"})
+    assert "the night was not landed" in page.text and "was cut short" not in page.text
 
 
 def test_a_failed_step_is_told_with_its_error(nights):
@@ -293,18 +309,7 @@ def test_a_failed_step_is_told_with_its_error(nights):
     assert (report["said"]["outcome"], report["said"]["level"]) == ("failed", "bad")
     assert report["said"]["advice"][0] == "Fix it, and run the same command again."
     assert "The cycle failed: land failed: OSError: no space <left>." in page.text
-    assert 'File "a.py", line 3' in page.text
-
-
-def test_runs_that_finished_before_the_run_step_failed_are_counted(nights):
-    cycle = nights.begin()
-    nights.step(cycle, "canaries", canaries_payload())
-    nights.write(nights.run_row(), nights.run_row())
-    nights.journal.start(cycle, "run")
-    nights.journal.fail(cycle, "run", "the workers are gone")
-    report, page = written(nights, outcome="failed", sentence="run failed: the workers are gone")
-    assert report["said"]["sentence"] == "The cycle failed: run failed: the workers are gone."
-    assert "rows tonight 2 2 in all" in page.text
+    assert 'File "a.py", line 3' in page.text and "rows tonight 1 1 in all" in page.text
 
 
 def test_a_folder_with_a_file_that_cannot_be_read_is_reported_without_its_rows(nights):
@@ -363,39 +368,9 @@ def test_a_folder_without_runs_has_a_report(nights):
     assert [text for text in shown if text not in page.text] == []
 
 
-def test_scores_over_the_cycles_keep_what_is_in_use(nights):
-    for night, decision in enumerate(("first", "kept", "promoted")):
-        nights.night([nights.run_row()], learned(decision, error=100.0 - night))
-    report, page = written(nights)
-    assert [one["decision"] for one in report["scores"]] == ["first", "kept", "promoted"]
-    in_use = [one["in_use"]["mean_abs_error"] for one in report["scores"]]
-    assert in_use == pytest.approx([100.0, 99.0 * 1.1, 98.0])
-    assert [one["candidate"]["mean_abs_error"] for one in report["scores"]] == [100.0, 99.0, 98.0]
-    assert report["scores"][1]["current"] == report["scores"][1]["in_use"]
-    assert (
-        "memory by hybrid: mean absolute error of the logarithm" in page.text and "promoted: better by 4 %" in page.text
-    )
-    assert ("class", "k1 full") in page.attributes
-
-
-def test_time_is_told_by_step_and_over_the_cycles(nights):
-    nights.night([nights.run_row()], learned())
-    nights.night([nights.run_row()], learned())
-    report, page = written(nights)
-    assert [night["cycle"] for night in report["nights"]] == ["2026-11-19", "2026-11-20"]
-    newest = report["nights"][-1]
-    assert (newest["overhead_s"], newest["seconds"]["run"], newest["rows"]) == (240.0, 3600.0, 2)
-    assert newest["energy_j"] == 9.0e5
-    assert "70.0 min in all, 4.0 min of it beside running and fitting" in page.text
-
-
-def test_figures_that_json_does_not_know_become_null(one_night):
-    report, _ = written(one_night, plan=next_plan(gpu_hours=math.inf))
-    assert report["next_plan"]["gpu_hours"] is None
-
-
 def test_a_plan_of_stale_rows_only_has_no_summary(one_night):
-    _, page = written(one_night, plan={"runs": 12, "remeasured": 12, "next_index": {}})
+    report, page = written(one_night, plan={"runs": 12, "remeasured": 12, "next_index": {}, "gpu_hours": math.inf})
+    assert report["next_plan"]["gpu_hours"] is None, "JSON knows no infinity"
     assert "12 runs. 12 of them were measured before, and are stale since." in page.text
 
 
@@ -425,6 +400,13 @@ def test_names_and_figures_of_many_cycles_do_not_overlap(count):
         assert "nan" not in svg
 
 
+def test_curves_are_drawn_without_any_value_and_end_at_the_most_that_there_can_be():
+    assert "nan" not in curves(["2026-11-20"], [Curve(name="x", css="k1", values=[None])], "h")
+    assert "nan" not in curves([], [], "h") + columns([], {}, "h")
+    assert ">200<" not in curves(["2026-11-20"], [Curve(name="in use", css="k1", values=[97.0])], "%", most=100.0)
+    assert ">150<" in curves(["2026-11-20"], [Curve(name="in use", css="k1", values=[101.0])], "%")
+
+
 def test_a_heat_map_of_many_families_and_bins_has_room_for_its_texts():
     families = [f"a long family {k}" for k in range(13)]
     bins = [f"{8 * k}–{8 * k + 8}" for k in range(18)]
@@ -438,11 +420,6 @@ def test_a_heat_map_of_many_families_and_bins_has_room_for_its_texts():
     assert all(float(x) <= width and float(y) <= height for _, x, y, _, _ in TEXT.findall(svg))
 
 
-def test_curves_without_any_value_are_drawn_empty():
-    assert "nan" not in curves(["2026-11-20"], [Curve(name="x", css="k1", values=[None])], "h")
-    assert "nan" not in curves([], [], "h") + columns([], {}, "h")
-
-
 def test_a_simulated_night_speaks_of_no_measurement_no_gpu_time_and_no_energy(nights):
     cycle = nights.begin()
     nights.measured(cycle, [nights.run_row(source="simulated")])
@@ -453,17 +430,6 @@ def test_a_simulated_night_speaks_of_no_measurement_no_gpu_time_and_no_energy(ni
     shown = ("simulated: no GPU was used", "Time of the simulated runs: 50.0 min; no GPU was used")
     absent = ("measured", "GPU time", "GPU-hours", "nergy", "kWh")
     assert [text for text in (*shown, *absent) if text in page.text] == [*shown]
-
-
-def test_a_share_of_a_whole_ends_at_100_percent_and_an_error_may_be_more(nights):
-    nights.night([nights.run_row()], learned("first"))
-    nights.night([nights.run_row()], learned())
-    _, page = written(nights)
-    assert ">200<" not in curves(["2026-11-20"], [Curve(name="in use", css="k1", values=[97.0])], "%", most=100.0)
-    assert ">150<" in curves(["2026-11-20"], [Curve(name="in use", css="k1", values=[101.0])], "%")
-    at = page.texts.index("memory by hybrid: accuracy")
-    numbers = [text for text in page.texts[at : at + 20] if re.fullmatch(r"[\d.,]+", text.strip())]
-    assert "100" in numbers and not {"120", "150", "200"} & set(numbers)
 
 
 def test_no_header_is_the_name_of_a_column_of_the_code(one_night):

@@ -104,7 +104,7 @@ class Hostile(ScriptedExecutor):
         return completions
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("answer", "status", "attempts"), ANSWERS.values(), ids=ANSWERS)
 def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue, answer, status, attempts):
     submit(queue, 3)

@@ -112,25 +112,16 @@ def test_a_submission_that_failed_keeps_its_chunks_and_is_completed_by_the_next(
     assert queue.progress(1000.0)[0].state == "running"
 
 
-def interrupted(queue, job, configs, *announce):
+def interrupted(queue, job, configs):
     """Submit until Ctrl-C, which the configs raise."""
     with pytest.raises(KeyboardInterrupt):
-        queue.submit(job, configs, 1000.0, *announce)
+        queue.submit(job, configs, 1000.0)
 
 
 def contents(queue):
     """All that the queue holds."""
     tables = ("tasks", "configs", "tallies WHERE count > 0")
     return [queue.jobs(), *(queue._file.all(f"SELECT * FROM {table} ORDER BY 1, 2") for table in tables)]
-
-
-def test_ctrl_c_takes_out_what_was_added_and_gives_the_disk_back(queue, path):
-    announced = []
-    interrupted(queue, a_job(n=90_000), until(KeyboardInterrupt(), 50_000), lambda: announced.append(1))
-    assert announced == [1] and contents(queue) == [[], [], [], []]
-    assert path.stat().st_size < 2**17 and queue.next_index("cnn-1") == 0
-    assert submit(queue, n=5) == 5
-    assert queue.progress(1000.0)[0].state == "queued"
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -556,6 +547,7 @@ def test_processes_that_create_the_same_queue_at_once_all_succeed(path):
     assert [process.communicate()[0].strip() for process in all_of_them] == ["0"] * 3
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("after", [1, 40, 173])
 def test_a_killed_worker_loses_nothing(path, after):
     with Queue.open(path) as queue:

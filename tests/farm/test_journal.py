@@ -260,7 +260,7 @@ def test_a_value_of_another_type_is_named(folder, kind, values, where):
         journal.done(name, kind.step, values).payload(kind)
 
 
-def test_a_night_that_another_version_began_goes_on(tmp_path, monkeypatch):
+def test_a_night_that_another_version_began_goes_on_with_its_own_settings(tmp_path, monkeypatch, capsys):
     """Killed after its choice; the other version wrote keys that are unknown here."""
     root, append = tmp_path / "a'; echo data", Journal._append
 
@@ -280,5 +280,6 @@ def test_a_night_that_another_version_began_goes_on(tmp_path, monkeypatch):
             entry["payload"] |= {"of_tomorrow": [1], "notes": ["a note"]}
     file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     assert grow(root, "n=99") == 0
+    assert "is unfinished; it goes on as it was begun, not as asked now: 3 configurations" in capsys.readouterr().out
     (cycle,) = cycles(root)
     assert cycle.outcome == "done" and len(runs(root)) == 3 == cycle.payload(RunPayload).runs

@@ -9,7 +9,6 @@ import pytest
 
 import farm.grow
 import farm.work
-import warehouse.compact
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from conf.files.identity import alive, identity
@@ -162,21 +161,6 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_is_left_as_it_was
     with pytest.raises(EnvironmentProblem, match=f"{name}.lock is a symbolic link"), LOCKS[name](path):
         pass
     assert target.read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["work", "grow", "compact"])
-def test_every_command_says_of_a_linked_lock_in_one_line_what_to_do(folder, runtime, tmp_path, capsys, name):
-    entry, lock, *arguments = {
-        "work": (farm.work.entry, "dispatcher", "cluster=inline"),
-        "grow": (farm.grow.entry, "growth", "cluster=inline", "n=1", "device=simulated"),
-        "compact": (warehouse.compact.entry, "compaction"),
-    }[name]
-    path = folder.locks / f"{lock}.lock"
-    path.symlink_to(tmp_path / "precious")
-    assert run(name, entry, [f'data="{folder.root}"', *arguments]) == 2
-    error_text = capsys.readouterr().err
-    assert error_text.count("\n") == 1 and f"{path} is a symbolic link" in error_text
-    assert not (tmp_path / "precious").exists()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])

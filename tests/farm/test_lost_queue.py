@@ -32,14 +32,19 @@ def lose(folder, queue):
     return Queue.open(folder.queue)
 
 
-@pytest.mark.parametrize("merged", [True, False])
-def test_after_the_queue_was_lost_the_same_job_is_done_without_running_again(folder, queue, merged):
-    submit(queue, 6)
+def submit_mixed(queue, n):
+    """A job as growth cycles submit it: its own family is no task's."""
+    submit_texts(queue, [text_of_mlp()] * n, family=MIXED_FAMILY)
+
+
+@pytest.mark.parametrize(("submit_job", "merged"), [(submit, True), (submit, False), (submit_mixed, True)])
+def test_after_the_queue_was_lost_the_same_job_is_done_without_running_again(folder, queue, submit_job, merged):
+    submit_job(queue, 6)
     work(folder, queue)
     if merged:
         compact_at(folder, 0, 2)
     with lose(folder, queue) as fresh:
-        submit(fresh, 8)
+        submit_job(fresh, 8)
         assert reconcile(folder, fresh) == 6
         assert reconcile(folder, fresh) == 0
         executor, _ = work(folder, fresh)
@@ -112,15 +117,6 @@ def test_status_counts_runs_that_the_queue_does_not_know(folder, queue, capsys):
     assert report["runs_unknown"] == {JOB: 6} and report["runs_gone"] == {}
 
 
-def test_status_counts_runs_whose_files_were_deleted(folder, queue, capsys):
-    submit(queue, 6)
-    work(folder, queue)
-    (folder.partition("runs", "mlp") / f"{JOB}-000003.parquet").unlink()
-    assert run("status", status.entry, [f'data="{folder.root}"']) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "marked done" in line]
-    assert line.startswith("1 run of 1 job marked done in the queue have no file in")
-
-
 def test_a_folder_where_all_is_well_says_nothing(folder, queue, capsys):
     submit(queue, 6)
     work(folder, queue)
@@ -143,6 +139,9 @@ def test_as_many_runs_gone_as_unknown_are_both_counted(folder, queue, capsys):
     assert run("status", status.entry, [f'data="{folder.root}"', "format=json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["runs_gone"], report["runs_unknown"]) == ({JOB: 2}, {JOB: 2})
+    assert run("status", status.entry, [f'data="{folder.root}"']) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "marked done" in line]
+    assert line.startswith("2 runs of 1 job marked done in the queue have no file in")
 
 
 def test_a_queue_that_somebody_holds_is_no_queue_to_copy(folder, queue, monkeypatch):
@@ -154,23 +153,6 @@ def test_a_queue_that_somebody_holds_is_no_queue_to_copy(folder, queue, monkeypa
         holder.execute("BEGIN EXCLUSIVE")
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             compare(folder)
-
-
-def test_a_job_of_several_families_is_done_without_running_again(folder, queue):
-    submit_mixed(queue, 6)
-    work(folder, queue)
-    compact_at(folder, 0, 2)
-    with lose(folder, queue) as fresh:
-        submit_mixed(fresh, 8)
-        assert reconcile(folder, fresh) == 6
-        executor, _ = work(folder, fresh)
-        assert [index for _, index, _ in executor.handed_out] == [6, 7]
-    assert rows(folder) == (8, 8)
-
-
-def submit_mixed(queue, n):
-    """A job as growth cycles submit it: its own family is no task's."""
-    submit_texts(queue, [text_of_mlp()] * n, family=MIXED_FAMILY)
 
 
 def test_rows_that_nobody_can_read_land_once_and_a_lost_queue_knows_them(folder, queue):

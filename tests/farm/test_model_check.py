@@ -216,6 +216,5 @@ def test_another_environment_is_asked_without_the_packages_beside_this_projects_
     with code_folder() as installed_in, code_folder() as code:
         (installed_in / "of_this_environment.py").write_text("build = print")
         monkeypatch.setattr(running, "_ROOT", installed_in)
-        require_models([space])
         with pytest.raises(UsageError, match="No module named 'of_this_environment'"):
             require_models_in_any([space], [(sys.executable, code)])

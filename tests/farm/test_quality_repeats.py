@@ -144,6 +144,7 @@ def test_what_landed_before_its_dispatcher_was_killed_is_counted_as_it_was_judge
 OUTCOMES = ("trusted", "suspect", "untrusted", "untrusted", "lost")
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, queue, monkeypatch, seed):
     """Random outcomes, and a dispatcher that is killed at a random step of landing, again and again."""

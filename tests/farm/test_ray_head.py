@@ -44,6 +44,8 @@ def test_a_head_that_ended_while_the_thread_could_not_look_is_lost(watch):
 def test_nothing_is_said_while_the_head_runs(watch):
     watch.check()
     assert watch.call(lambda: 7) == 7
+    with pytest.raises(KeyError):  # an error of a call is its caller's
+        watch.call(lambda: {}["x"])
 
 
 def test_the_loss_is_told_with_its_reason(watch):
@@ -59,11 +61,6 @@ def test_a_call_that_waits_for_a_dead_head_is_given_up(watch):
     with pytest.raises(ClusterLost, match="gone"):
         watch.call(lambda: blocked.wait(PATIENCE_S))
     blocked.set()
-
-
-def test_an_error_of_a_call_is_its_callers(watch):
-    with pytest.raises(KeyError):
-        watch.call(lambda: {}["x"])
 
 
 @pytest.fixture

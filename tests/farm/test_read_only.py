@@ -43,39 +43,30 @@ def files_of(root):
 
 @pytest.mark.parametrize("log", ["in the log", "in the file"])
 def test_status_answers_on_a_read_only_disk_with_the_last_changes(disk, capfd, log):
-    folder, queue = make(disk / "data")
+    folder = DataFolder.resolve(disk / "data").create()
+    queue = Queue.open(folder.queue)
+    submit(queue, 6)
+    work(folder, queue)
+    submit(queue, 10)
     if log == "in the file":
         queue.close()
     else:  # as after a kill: the log of changes is there, the shared memory is not
         copy = DataFolder.resolve(disk / "copy").create()
         for suffix in ("", "-wal"):
             shutil.copyfile(f"{folder.queue}{suffix}", f"{copy.queue}{suffix}")
+        shutil.copytree(folder.runs, copy.runs, dirs_exist_ok=True)
         queue.close()
         folder = copy
     read_only(disk)
     before = files_of(disk)
     assert run("status", status.entry, [f'data="{folder.root}"', "format=json"]) == 0
     out, err = capfd.readouterr()
-    (job,) = json.loads(out)["jobs"]
-    assert (job["queued"], job["done"]) == (4, 1)
+    report = json.loads(out)
+    (job,) = report["jobs"]
+    assert (job["queued"], job["done"]) == (4, 6)
+    assert (report["runs_gone"], report["runs_unknown"]) == ({}, {})
     assert err.count("\n") == 1 and "reading a copy of the queue" in err
     assert files_of(disk) == before
-
-
-def test_status_finds_runs_whose_ends_are_only_in_the_queues_log(disk, capfd):
-    folder = DataFolder.resolve(disk / "data").create()
-    queue = Queue.open(folder.queue)
-    submit(queue, 6)
-    work(folder, queue)
-    copy = DataFolder.resolve(disk / "copy").create()
-    for suffix in ("", "-wal"):
-        shutil.copyfile(f"{folder.queue}{suffix}", f"{copy.queue}{suffix}")
-    shutil.copytree(folder.runs, copy.runs, dirs_exist_ok=True)
-    queue.close()
-    read_only(disk)
-    assert run("status", status.entry, [f'data="{copy.root}"', "format=json"]) == 0
-    report = json.loads(capfd.readouterr().out)
-    assert (report["runs_gone"], report["runs_unknown"]) == ({}, {}) and report["jobs"][0]["done"] == 6
 
 
 def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):

@@ -177,6 +177,7 @@ def test_the_old_samples_of_a_job_of_several_families_go_with_their_lost_runs(fo
     assert is_well_after(folder, queue, range(N))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize("part", ["runs", "compactions"])
 def test_what_cannot_be_opened_for_a_moment_is_neither_moved_nor_measured_again(ran, queue, monkeypatch, code, part):
@@ -284,6 +285,7 @@ def no_file(path, how):
         path.symlink_to("nowhere")
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("how", ["pipe", "folder", "link to nothing"])
 def test_a_listed_merged_name_that_is_no_file_blocks_nothing_and_goes_aside(ran, queue, how, capfd):
     compact_at(ran, 0, 2)
@@ -300,6 +302,7 @@ def test_a_listed_merged_name_that_is_no_file_blocks_nothing_and_goes_aside(ran,
     assert is_well_after(ran, queue, range(N))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("how", ["pipe", "folder", "link to nothing"])
 @pytest.mark.parametrize("mend", [repair, lambda folder: compact_at(folder, 20)], ids=["repair", "compaction"])
 def test_a_listing_that_is_no_file_is_written_anew(ran, queue, how, mend):

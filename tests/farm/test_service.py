@@ -17,7 +17,6 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from test_dispatch import Clock, ScriptedExecutor, run_with, submit
 
-from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm.dispatch.dispatcher import StopRequest, lost_run
 from farm.dispatch.metrics_server import LIMITS, MetricsServer
@@ -25,7 +24,6 @@ from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSe
 from farm.dispatch.ray_cluster import ClusterSettings, NodeWatch
 from farm.dispatch.working import work
 from farm.queue.leftovers import hold_dispatcher_lock
-from farm.work import WorkSettings
 from featurize.families import get_family
 from tests.surroundings import PATIENCE_S
 from warehouse.tables.schema import Run
@@ -104,12 +102,6 @@ def test_every_way_a_task_ends_is_an_event(folder, queue, tmp_path):
         ("landed", 2, "crashed"),
     ]
     assert sum(event == "handed_out" for event, _, _ in event_keys) == 6
-
-
-def test_a_log_that_cannot_be_written_is_a_users_mistake(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"log\.file"):
-        Events.open(LogSettings(file=str(tmp_path / "file" / "farm.jsonl")))
 
 
 @pytest.mark.parametrize("name", ["queue.sqlite", "runs/planted.jsonl", "runs/new/planted.jsonl", "linked"])
@@ -220,12 +212,6 @@ def test_a_port_that_is_taken_is_told(folder):
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(UsageError, match=rf"metrics.port={port} at 127.0.0.1: Address already in use"):
             MetricsServer(MetricsSettings(port=port), metrics, pulse)
-
-
-@pytest.mark.parametrize("port", [-1, 65536, "http", "true"])
-def test_a_mistaken_port_is_named(port):
-    with pytest.raises(UsageError, match=r"metrics\.port"):
-        load_settings(WorkSettings, "work", [f"metrics.port={port}"])
 
 
 # Leaving

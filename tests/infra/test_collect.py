@@ -1,32 +1,18 @@
 """The collection for a lent GPU, on simulated ones: each family in each round, again adds nothing, then a data set."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 from conf.errors import UsageError
 from farm.queue.jobs import Queue
 from featurize.configs.space import space_of_mapping
 from featurize.families import family_names
+from infra import collect
 from tests.warehouse.warehouse_rows import ask
 from warehouse.exchange.dataset import find_parts
 from warehouse.files.folder import DataFolder
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.fixture(scope="module")
-def collect():
-    specification = importlib.util.spec_from_file_location("collect", ROOT / "infra" / "collect.py")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["collect"] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-def settings(collect, tmp_path, **changes):
+def settings(tmp_path, **changes):
     return collect.CollectSettings(
         **{
             "families": ["mlp"],
@@ -40,28 +26,28 @@ def settings(collect, tmp_path, **changes):
 
 
 @pytest.mark.slow
-def test_whole_cards_shares_of_them_and_pairs_are_measured_and_exported(collect, tmp_path):
+def test_whole_cards_shares_of_them_and_pairs_are_measured_and_exported(tmp_path):
     messages = []
-    assert collect.collect(settings(collect, tmp_path), messages.append)
+    assert collect.collect(settings(tmp_path), messages.append)
     shares = ask(tmp_path / "data", "SELECT memory_fraction, count(*) FROM runs GROUP BY ALL ORDER BY ALL")
     assert shares == [(0.25, 1), (0.5, 1), (None, 3)]
     assert len(find_parts(tmp_path / "out")) == 1 and (tmp_path / "out" / "README.md").exists()
     assert messages[-1] == "all trials are done"
-    assert collect.collect(settings(collect, tmp_path), messages.append)
+    assert collect.collect(settings(tmp_path), messages.append)
     assert ask(tmp_path / "data", "SELECT count(*) FROM runs") == [(5,)]
     assert "0 runs added, 5 were there already" in messages[-2]
 
 
-def test_when_the_time_is_up_it_leaves_and_goes_on_later(collect, tmp_path):
+def test_when_the_time_is_up_it_leaves_and_goes_on_later(tmp_path):
     messages = []
-    assert not collect.collect(settings(collect, tmp_path, minutes=0), messages.append)
+    assert not collect.collect(settings(tmp_path, minutes=0), messages.append)
     assert messages == ["nothing has been measured yet; the same command goes on"]
 
 
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("family", family_names())
-def test_every_family_has_its_jobs_with_every_training_setting_sampled(collect, tmp_path, family):
-    jobs = collect.jobs_of(family, settings(collect, tmp_path))
+def test_every_family_has_its_jobs_with_every_training_setting_sampled(tmp_path, family):
+    jobs = collect.jobs_of(family, settings(tmp_path))
     assert [job.device.memory_fraction for job in jobs.values()] == [None, 0.5, 0.25, None]
     assert len({job.seed for job in jobs.values()}) == len(jobs)
     varied = {dimension.name for dimension in jobs[1.0].space.varied}
@@ -69,7 +55,7 @@ def test_every_family_has_its_jobs_with_every_training_setting_sampled(collect, 
     assert len(jobs["pairs"].batch_sizes) > 1
 
 
-def test_pairs_span_the_batch_sizes_of_a_space(collect):
+def test_pairs_span_the_batch_sizes_of_a_space():
     def sizes(batch_size):
         return collect.pair_sizes(space_of_mapping({"family": "mlp", "space": {"batch_size": batch_size}}))
 
@@ -78,24 +64,24 @@ def test_pairs_span_the_batch_sizes_of_a_space(collect):
     assert sizes(32) == (8, 16, 32, 64)
 
 
-def test_rounds_begin_small_and_end_with_all(collect):
+def test_rounds_begin_small_and_end_with_all():
     assert list(collect.rounds(25)) == [1, 2, 10, 20, 25]
     assert list(collect.rounds(2)) == [1, 2]
 
 
-def test_the_first_round_is_one_run_of_each_family(collect, tmp_path, monkeypatch):
+def test_the_first_round_is_one_run_of_each_family(tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "work", lambda *arguments, **keys: 0)
-    made = settings(collect, tmp_path, families=["mlp", "cnn"], n=10)
+    made = settings(tmp_path, families=["mlp", "cnn"], n=10)
     assert not collect.collect(made, lambda line: None)
     with Queue.open(DataFolder.resolve(made.data).queue) as queue:
         assert sorted(job.family for job in queue.jobs()) == ["cnn", "mlp"] and queue.pending() == 2
 
 
-def test_a_family_is_composed_once_for_all_its_jobs(collect, tmp_path, monkeypatch):
+def test_a_family_is_composed_once_for_all_its_jobs(tmp_path, monkeypatch):
     composed = []
     load = collect.load_settings
     monkeypatch.setattr(collect, "load_settings", lambda *arguments: composed.append(0) or load(*arguments))
-    of_whole_card, of_half, _, of_pairs = collect.jobs_of("mlp", settings(collect, tmp_path, seed=3)).values()
+    of_whole_card, of_half, _, of_pairs = collect.jobs_of("mlp", settings(tmp_path, seed=3)).values()
     assert len(composed) == 1
     again = ["device=simulated", "cluster=inline", "trial.timeout_s=120", *collect._vary("mlp", "simulated")]
     assert of_whole_card == collect._submission("+arch=mlp", "n=1", "seed=12", *again)
@@ -103,14 +89,14 @@ def test_a_family_is_composed_once_for_all_its_jobs(collect, tmp_path, monkeypat
     assert of_pairs == collect._submission("+arch=mlp", "n=1", "seed=15", *again, "batch_sizes=[4,25,161,1024]")
 
 
-def test_what_no_gpu_measured_does_not_go_into_the_project_s_data_set(collect, tmp_path):
+def test_what_no_gpu_measured_does_not_go_into_the_project_s_data_set(tmp_path):
     with pytest.raises(UsageError, match=r"out=\.\.\. is missing"):
-        settings(collect, tmp_path, out=None)
+        settings(tmp_path, out=None)
 
 
-def test_kernels_pairs_ranks_and_power_have_submissions_of_their_own(collect, tmp_path):
+def test_kernels_pairs_ranks_and_power_have_submissions_of_their_own(tmp_path):
     def submitted(measured, **changes):
-        named = collect.submissions(settings(collect, tmp_path, measure=measured, families=["mlp", "cnn"], **changes))
+        named = collect.submissions(settings(tmp_path, measure=measured, families=["mlp", "cnn"], **changes))
         return {name: submission for name, [(_, submission)] in named.items()}
 
     assert submitted("kernels")["cnn"].kernels.steps == 3
@@ -123,10 +109,10 @@ def test_kernels_pairs_ranks_and_power_have_submissions_of_their_own(collect, tm
     assert power.window.kind == "fixed" and power.batch_sizes == (4, 1024)
     assert list(submitted("pairs", device="cpu")) == ["time_slicing"]
     with pytest.raises(UsageError, match="unknown measure 'runz'; known: kernels, pairs"):
-        settings(collect, tmp_path, measure="runz")
+        settings(tmp_path, measure="runz")
 
 
-def test_an_optimizer_that_cannot_run_here_is_not_sampled(collect, monkeypatch):
+def test_an_optimizer_that_cannot_run_here_is_not_sampled(monkeypatch):
     monkeypatch.setattr(collect.importlib.util, "find_spec", lambda package: None)
     assert not {"adamw_8bit", "transformers_adafactor"} & set(collect.optimizers_here("cuda"))
     monkeypatch.undo()

@@ -1,8 +1,6 @@
 """The README: its output is made by its commands, which are the demo's, and agrees with today's simulator."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from featurize.device.device_spec import load_device
 from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config
+from infra import generate_docs
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,61 +36,51 @@ print("from Python", 6 * 7)
 """
 
 
-@pytest.fixture(scope="module")
-def generate():
-    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "infra" / "generate_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-def test_blocks_are_replaced_by_what_their_commands_print(generate):
-    page = generate.regenerated(PAGE)
+def test_blocks_are_replaced_by_what_their_commands_print():
+    page = generate_docs.regenerated(PAGE)
     printed = ["a'; echo foo", "YYYYMMDDThhmmssZ-xxxxxxxx", "[...]", "seven words"]
     assert "".join(f"    {line}\n" for line in printed) in page and "\nold\n" not in page
     assert "\n    from Python 42\n" in page
     assert "$ ls\n    here\n" in page, "commands run one after the other in one folder"
-    assert generate.regenerated(page) == page
+    assert generate_docs.regenerated(page) == page
 
 
-def test_a_command_that_fails_and_a_block_that_is_not_closed_are_errors(generate):
+def test_a_command_that_fails_and_a_block_that_is_not_closed_are_errors():
     with pytest.raises(SystemExit, match=r"exit code 3:\nwhy"):
-        generate.regenerated("<!-- run: echo why; exit 3 -->\n<!-- /run -->\n")
+        generate_docs.regenerated("<!-- run: echo why; exit 3 -->\n<!-- /run -->\n")
     with pytest.raises(SystemExit, match="1 blocks begin with <!-- run: and 0 end"):
-        generate.blocks_of("<!-- run: ls -->\n")
+        generate_docs.blocks_of("<!-- run: ls -->\n")
     with pytest.raises(SystemExit, match="there is no fenced code"):
-        generate.blocks_of("<!-- run: the sql above -->\n<!-- /run -->\n")
+        generate_docs.blocks_of("<!-- run: the sql above -->\n<!-- /run -->\n")
     with pytest.raises(SystemExit, match="unknown option: colour: red"):
-        generate.blocks_of("<!-- run: ls\ncolour: red\n-->\n<!-- /run -->\n")
+        generate_docs.blocks_of("<!-- run: ls\ncolour: red\n-->\n<!-- /run -->\n")
 
 
-def test_check_writes_nothing_and_shows_what_has_changed(generate, tmp_path, monkeypatch, capsys):
+def test_check_writes_nothing_and_shows_what_has_changed(tmp_path, monkeypatch, capsys):
     page = tmp_path / "README.md"
     page.write_text("<!-- run: echo new -->\n\n    $ echo new\n    old\n\n<!-- /run -->\n")
     before = page.read_text()
-    monkeypatch.setitem(generate.DOCUMENTS, "readme", page)
-    assert generate.main(["readme", "--check"]) == 1 and page.read_text() == before
+    monkeypatch.setitem(generate_docs.DOCUMENTS, "readme", page)
+    assert generate_docs.main(["readme", "--check"]) == 1 and page.read_text() == before
     error_text = capsys.readouterr().err
     assert "make readme" in error_text and "-    old" in error_text and "+    new" in error_text
-    assert generate.main(["readme"]) == 0
-    assert generate.main(["readme", "--check"]) == 0
+    assert generate_docs.main(["readme"]) == 0
+    assert generate_docs.main(["readme", "--check"]) == 0
 
 
-def test_each_block_of_the_readme_shows_its_command_and_output(generate):
-    shown = list(generate.shown_commands(README))
+def test_each_block_of_the_readme_shows_its_command_and_output():
+    shown = list(generate_docs.shown_commands(README))
     assert len(shown) >= 5
     for block, command in shown:
         assert RUN_ID.sub("NEWEST_RUN", command) == block.command
-    assert all(len(block.body.strip().splitlines()) > 1 for block in generate.blocks_of(README))
+    assert all(len(block.body.strip().splitlines()) > 1 for block in generate_docs.blocks_of(README))
 
 
-def test_the_readme_shows_the_commands_of_the_demo(generate):
+def test_the_readme_shows_the_commands_of_the_demo():
     script = (ROOT / "infra" / "demo.sh").read_text(encoding="utf-8")
     demo = [line.removeprefix("run ") for line in script.splitlines() if line.startswith("run python")]
     demo = [command.replace('"run=$run_id"', "run=NEWEST_RUN") for command in demo]
-    assert demo == [block.command for block in generate.blocks_of(README) if block.code is None]
+    assert demo == [block.command for block in generate_docs.blocks_of(README) if block.code is None]
     (query,) = re.findall(r'^sql="(.*?)"$', script, re.M | re.S)
     assert query in README
 
