@@ -71,6 +71,15 @@ def any_name(request):
     return request.param
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_members():
+    """Ensembles of two, which are as good for what these tests show as those of a user."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gpumemnet_mlp", "gpumemnet_transformer"):
+            patch.setattr(get_estimator(name), "members", 2)
+        yield
+
+
 @functools.cache
 def fit_once(name, target):
     return make_estimator(name, seed=3).fit(rows_of(name, target), STEPS)

@@ -70,7 +70,7 @@ def test_a_deep_trace_is_that_of_the_whole_model(layout, way):
     assert_extended(built_to_shorten(net), LAYOUTS[layout], torch.zeros(2, 32, dtype=torch.long), **WAYS[way])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.wide
 @pytest.mark.parametrize("layout", ["shards", "split and sharded"])
 def test_a_deep_trace_of_a_llama_is_its_own(layout):
     tokens = torch.zeros(2, 32, dtype=torch.long)

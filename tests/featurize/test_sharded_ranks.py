@@ -76,6 +76,7 @@ PARTS_CASES = {
 }
 PLAIN_PARTS = (  # others have all that these have, and all their dimensions together
     "sequence",
+    "rotated",
     "experts",
     "whole experts",
     "split experts",
@@ -202,7 +203,9 @@ def test_replicas_reduce_a_ranks_part_of_all_gradients_once_a_step():
     assert replicated.peak_live_bytes > split.peak_live_bytes
 
 
-@pytest.mark.parametrize("name", with_wide(CASES, ("two", "halves", "checkpointed", "hybrid", "split")))
+@pytest.mark.parametrize(
+    "name", with_wide(CASES, ("two", "halves", "checkpointed", "hybrid", "split", "split in three"))
+)
 def test_bytes_and_collectives_are_those_of_real_ranks(measured, name):
     options, again = CASES[name]
     for rank in range(Parallel(**options).ranks):
@@ -249,6 +252,12 @@ def test_a_model_that_is_spread_by_its_own_code_is_taken_as_it_is():
     assert {one.axis for one in own.collectives} == {"2x1", "2x2"}
     with pytest.raises(UsageError, match="the model is a factory"):
         traced({"own": 4}, Net())
+
+
+def test_gathered_weights_are_waited_for_where_they_are_unpacked():
+    trace = traced({"fsdp": 2})
+    unpacked = [place for place, op in enumerate(trace.operators) if op.name == "fsdp::split_with_sizes_copy"]
+    assert [one.before for one in trace.collectives if one.kind == "all_gather"] == unpacked
 
 
 def test_shards_in_host_memory_take_nothing_of_the_gpu_but_what_is_gathered():

@@ -24,6 +24,9 @@ def test_it_names_itself_as_the_driver_on_each_architecture(machine, number):
     content = driver_stand_in(machine)
     assert content[:4] == b"\x7fELF" and struct.unpack_from("<HH", content, 16) == (3, number)
     assert SONAME.encode() + b"\0" in content
+    (headers,) = struct.unpack_from("<H", content, 56)
+    permissions = {struct.unpack_from("<I", content, 64 + 56 * at + 4)[0] for at in range(headers)}
+    assert permissions == {5, 6}, "no segment can be written and executed, which some kernels refuse"
 
 
 def test_an_architecture_without_wheels_is_refused_by_name():

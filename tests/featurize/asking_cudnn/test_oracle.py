@@ -163,6 +163,9 @@ def test_every_described_device_since_volta_can_be_described_to_cudnn():
         assert properties["maxThreadsPerSM"] >= properties["maxThreadsPerBlock"] and properties["smClockRateKHz"] > 1e6
     a100 = device_properties(A100)
     assert (a100["deviceVer"], a100["maxSharedMemoryPerBlockOptin"], a100["smClockRateKHz"]) == (800, 166912, 1410590)
+    # CUDA C++ Programming Guide 12.9, in KiB
+    for name, most in (("V100-SXM2-16GB", 96), ("T4", 64), ("RTX-3090", 99), ("L4", 99), ("H100-SXM5-80GB", 227)):
+        assert device_properties(load_device(name))["maxSharedMemoryPerBlockOptin"] == most * 1024
 
 
 def test_an_unknown_compute_capability_lists_the_known_ones():
