@@ -134,7 +134,7 @@ WAYS = {name: functools.partial(damaged, name=file, change=change) for name, (fi
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("damage", WAYS.values(), ids=WAYS)
 def test_a_damaged_version_is_named_in_one_line_and_the_older_one_answers(data, damage, capsys):
     older, newer = both(data)

@@ -102,6 +102,7 @@ def test_rows_without_a_job_say_why(ask, values, message):
 
 
 @needs["timm"]
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224", "swinv2_cr_tiny_ns_224", "levit_128s"])
 def test_a_timm_model_trains_on_images_of_its_own_size(name):
     workload = workload_of(timm_row(name))

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.data import DataLoader
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
@@ -21,7 +22,7 @@ from learn.estimation import answers
 from learn.estimation.known_runs import known_runs
 from learn.estimation.platforms import platform_of
 from learn.estimation.requests import AnswerOptions, Request
-from learn.script import estimating
+from learn.script import containment, estimating
 from learn.script.containment import SilentLoggers
 from learn.script.records import BadRecord, ScriptRecord, read_record, write_record
 from learn.script.run import explain
@@ -285,6 +286,14 @@ def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkey
     refusal = str(refused.value).partition("leave ")[2].removesuffix(" out").split(", ")
     assert set(given) - set(passed) - set(refusal) == {"method", "format", "notes"}  # which are checked, or printed by
     assert not set(passed) & set(refusal)
+
+
+def test_data_loaders_start_no_processes(monkeypatch):
+    monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)  # which is put back
+    notes = []
+    containment._load_in_this_process(notes.append)
+    loader = DataLoader([1, 2], batch_size=2, num_workers=4, persistent_workers=True)
+    assert (loader.num_workers, loader.batch_size, len(notes)) == (0, 2, 1)
 
 
 def test_a_missing_variable_of_a_launcher_is_explained(tmp_path):

@@ -62,7 +62,7 @@ def test_a_folder_that_is_well(filled, capsys):
     assert line.endswith("files verified; 0 damaged or missing")
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "pattern",
     [

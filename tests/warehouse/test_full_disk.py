@@ -68,7 +68,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_without_space_says_so_and_works_again_with_space(disk, capsys, name):
     entry, arguments = COMMANDS[name]

@@ -202,17 +202,17 @@ def test_a_folder_gives_its_known_files_and_names_the_others(tmp_path):
 
 
 def test_what_cannot_be_read_is_told_with_what_can(tmp_path):
-    odd = csv_table(tmp_path / "odd.csv", ("x", "y"), [(1, 2)])
-    with pytest.raises(UsageError, match=r"odd.csv: unknown header \(x, y\); known: gpumemnet \(.*timm \("):
-        read_published(odd)
-    with pytest.raises(UsageError, match="holds no file with a known header"):
-        read_published(tmp_path)
-    with pytest.raises(UsageError, match="unknown header"):
-        read_published(tmp_path, ["odd"])
-    with pytest.raises(UsageError, match="files=nix: no such CSV file"):
-        read_published(csv_table(tmp_path / "b.csv", MLP, []), ["nix"])
-    with pytest.raises(UsageError, match="there is no such file or folder"):
-        read_published(tmp_path / "none")
+    odd = csv_table(tmp_path / "odd" / "odd.csv", ("x", "y"), [(1, 2)])
+    empty = csv_table(tmp_path / "b.csv", MLP, [])
+    for arguments, message in (
+        ((odd,), r"odd.csv: unknown header \(x, y\); known: gpumemnet \(.*timm \("),
+        ((odd.parent,), "holds no file with a known header"),
+        ((odd.parent, ["odd"]), "unknown header"),
+        ((empty, ["nix"]), "files=nix: no such CSV file"),
+        ((tmp_path / "none",), "there is no such file or folder"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_published(*arguments)
 
 
 def test_cells_longer_than_the_csv_modules_limit_are_read_and_the_limit_is_left(tmp_path):

@@ -137,6 +137,14 @@ def stalled(seconds):
     return changed(telemetry(dcgm=False), "gpm", lambda v: dict.fromkeys(v, 0.0), lambda t: 2 < t <= 2 + seconds)
 
 
+@pytest.mark.parametrize(("since_ns", "earlier_util"), [(None, 1.0), (5 * S // 2, 0.0)])
+def test_a_zero_of_profiling_is_judged_by_the_time_that_it_averages(since_ns, earlier_util):
+    usage = [("nvml", Sample(t_s * S, {"gpu_util": util})) for t_s, util in ((2, earlier_util), (3, 1.0))]
+    readings = [("gpm", Sample(S, {"smact": 0.8})), ("gpm", Sample(3 * S, {"smact": 0.0}, since_ns=since_ns))]
+    *_, (_, last) = judge([*usage, *readings], *WINDOW, 0.1)
+    assert "profiling_zero" in last.reasons
+
+
 TRUSTED = ("trusted", set())
 ECC = {"ecc_uncorrected": 2}
 ENDED_EARLY = {"status": "crashed", "window_ns": None, "window_end_ns": None}
