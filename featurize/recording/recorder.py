@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -46,6 +47,20 @@ _KEEP_LAYOUT = frozenset(
         "_log_softmax_backward_data",
     )
 )
+# Operators whose results have sizes of their tensors, 0 or 1, in the layout of new tensors.
+_OF_SIZES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "addmm",
+        "bmm",
+        "mm",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+        "nll_loss_backward",
+        "nll_loss_forward",
+        "sum",
+    )
+)
 _UNKNOWN = object()
 _ITSELF = object()  # the first argument, of which only the values change
 _PLAIN = frozenset({type(None), bool, str, int, float})
@@ -76,10 +91,10 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         ]
     given = (*args, *kwargs.values())
     keeps = (torch.Tag.pointwise in func.tags or name in _KEEP_LAYOUT) and not name.endswith("_")
-    layout = _common_layout(given) if keeps else None
+    layout = _common_layout(given) if keeps else _sizes_of(given) if name in _OF_SIZES else None
     try:
         # The default type decides where a call specifies none.
-        key = (func, torch.get_default_dtype(), _key(args, layout), _key(tuple(kwargs.items())) if kwargs else None)
+        key = (func, torch.get_default_dtype(), _key(args, layout), *kwargs, *_key(kwargs.values()))
     except _Uncached:
         if name == "aten::add_" and args[0].is_meta and isinstance(args[1], Tensor) and args[1].is_sparse:
             return args[0]  # rows of a sparse gradient are added: there is no meta kernel for it
@@ -109,12 +124,33 @@ def _common_layout(args: tuple[Any, ...]) -> _Layout | None:
             layout = own_layout
         elif type(value) not in _FORMATS and value is not torch.preserve_format:
             return None
-    expected = 1
-    for length, step in zip(*map(reversed, layout or ((), ())), strict=True):
-        if step != expected or not length:
-            return None
-        expected *= length
-    return layout if layout and layout[0] else None  # numbers promote a tensor of no dimensions
+    if layout is None or not layout[0] or 0 in layout[0]:  # numbers promote a tensor of no dimensions
+        return None
+    return layout if layout[1] == _contiguous_strides(layout[0]) else None
+
+
+@functools.lru_cache(_MOST_KNOWN)
+def _contiguous_strides(size: torch.Size) -> tuple[int, ...]:
+    lengths = [max(length, 1) for length in reversed(size[1:])]
+    return tuple(itertools.accumulate(lengths, operator.mul, initial=1))[::-1] if size else ()
+
+
+class _Sizes(dict[int, int]):
+    """Sizes of a call's tensors, and 0 and 1 -> their numbers in order."""
+
+
+def _sizes_of(args: tuple[Any, ...]) -> _Sizes | None:
+    """Return the sizes of a call's tensors; None if one is neither contiguous nor a transposed matrix."""
+    sizes = _Sizes({0: 0, 1: 1})
+    for value in args:
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or not value.is_meta:
+                return None
+            if value.stride() not in (_contiguous_strides(value.shape), (1, *value.shape[:1])):
+                return None
+            for size in value.shape:
+                sizes.setdefault(size, len(sizes))
+    return sizes
 
 
 def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
@@ -125,19 +161,22 @@ def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tupl
     return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
-def _key(values: Iterable[Any], layout: _Layout | None = None) -> tuple[Any, ...]:
+def _key(values: Iterable[Any], layout: _Layout | _Sizes | None = None) -> tuple[Any, ...]:
     """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently.
-    If all tensors have `layout`, only its number of dimensions counts."""
+    If all tensors have `layout`, only its number of dimensions counts; of the sizes, which of them are equal."""
     parts: list[Hashable] = []
     for value in values:
         kind = type(value)
         if isinstance(value, Tensor):
             if value.is_sparse or (not value.is_meta and value.dim()):  # its values may matter
                 raise _Uncached
-            if layout is not None:
-                parts += (len(layout[0]), value.dtype)
-            else:
+            if layout is None:
                 parts += (value.shape, value.stride(), value.dtype, value.is_meta)
+            elif isinstance(layout, _Sizes):
+                transposed = value.stride() != _contiguous_strides(value.shape)
+                parts += (tuple(map(layout.__getitem__, value.shape)), transposed, value.dtype)
+            else:
+                parts += (len(layout[0]), value.dtype)
         elif kind in _PLAIN:
             parts.append((kind, value))
         elif kind is tuple or kind is list:
@@ -151,10 +190,11 @@ def _key(values: Iterable[Any], layout: _Layout | None = None) -> tuple[Any, ...
 
 
 class _Spec(tuple[Any, ...]):
-    """Size, stride and type of a new tensor; if it has the layout of all tensors of the call, its type alone."""
+    """Size, stride and type of a new tensor; if it has the layout of all tensors of the call, its type alone; if it has
+    sizes of theirs, the numbers of these and its type."""
 
 
-def _recipe(out: object, given: Iterable[Any], layout: _Layout | None) -> object:
+def _recipe(out: object, given: Iterable[Any], layout: _Layout | _Sizes | None) -> object:
     """Return how to make such a result again; None where the operator must run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
@@ -174,6 +214,10 @@ def _recipe(out: object, given: Iterable[Any], layout: _Layout | None) -> object
             storages.add(storage._cdata)
             if layout is None:
                 return _Spec((tuple(value.shape), value.stride(), value.dtype))
+            if isinstance(layout, _Sizes):
+                if value.stride() != _contiguous_strides(value.shape) or not layout.keys() >= {*value.shape}:
+                    raise _Uncached
+                return _Spec((tuple(map(layout.__getitem__, value.shape)), value.dtype))
             if layout != (value.shape, value.stride()):
                 raise _Uncached
             return _Spec((value.dtype,))
@@ -189,8 +233,11 @@ def _recipe(out: object, given: Iterable[Any], layout: _Layout | None) -> object
         return None
 
 
-def _make(recipe: Any, layout: _Layout | None = None) -> Any:
+def _make(recipe: Any, layout: _Layout | _Sizes | None = None) -> Any:
     if type(recipe) is _Spec:
+        if isinstance(layout, _Sizes):
+            sizes = list(layout)
+            return torch.empty([sizes[number] for number in recipe[0]], dtype=recipe[1], device=_META)
         size, stride, dtype = recipe if layout is None else (*layout, *recipe)
         return torch.empty_strided(size, stride, dtype=dtype, device=_META)
     if type(recipe) in (tuple, list):
