@@ -396,22 +396,24 @@ class HybridEstimator(Estimator):
         if known:
             known_records = [records[i] for i in known]
             table, base = self._table([cases[i] for i in known], known_records), self._base(known_records)
-            centre[known] = self._centre(self._correction, table, base)
-            traced = dict(zip(known, base.tolist(), strict=True))
             scale[known] = np.maximum(self._scale.predict(self._of_network(table)), self._floor)
             if target.is_memory:
                 least[known] = [r.values["job_weights_mib"] + r.values["job_outside_mib"] for r in known_records]
-            for i, record in zip(known, known_records, strict=True):
+            shares = np.ones(len(known))
+            for place, (i, record) in enumerate(zip(known, known_records, strict=True)):
                 unlike = self._familiarity.judge(cases[i], record)
                 share = self._evidence.share(unlike.axes) if unlike is not None and target.is_memory else 1.0
-                if (kept_share := min(share, self._evidence.families.get(cases[i].family, 1.0))) < 1.0:
-                    centre[i] = traced[i] + kept_share * (centre[i] - traced[i])
+                shares[place] = min(share, self._evidence.families.get(cases[i].family, 1.0))
                 if unlike is not None:
                     if reasons := _reasons(unlike, share):
                         unfamiliar[i] = reasons
                     if unlike.widening:
                         outside.add(i)
                     scale[i] *= self._widening(unlike, scale[i], kind[i])
+            corrected = base.copy()
+            if (learned := shares > 0).any():
+                corrected[learned] = self._centre(self._correction, table[learned], base[learned])
+            centre[known] = np.where(shares < 1, base + shares * (corrected - base), corrected)
         warning = too_few_for(LEVEL, self._held_out_rows)
         return ResidualPrediction(
             centre,

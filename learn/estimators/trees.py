@@ -115,15 +115,32 @@ class Trees:
 
     def members(self, table: np.ndarray) -> np.ndarray:
         """Return the members' sums, (members, n), of the rows as `predict` takes them."""
-        if table.shape[1] < self._paths.columns:
-            raise ValueError(f"the trees read {self._paths.columns} columns, and the table has {table.shape[1]}")
+        if table.shape[1] <= (last := self._last_column):
+            raise ValueError(f"the trees read {last + 1} columns, and the table has {table.shape[1]}")
         columns = np.ascontiguousarray(table.T, dtype=np.float64)
+        if len(table) == 1:  # the paths of a single row are few
+            return self._sums_of_row(columns[:, 0])
         parts = [np.empty((len(self.first), 0))]
         for start in range(0, len(table), _ROWS):
             rights, n = self._paths.rights(columns[:, start : start + _ROWS]), len(table) - start
             for word in range(0, rights.shape[1], _WORDS):
                 parts.append(self._paths.sums(rights[:, word : word + _WORDS], min(n - 64 * word, 64 * _WORDS)))
         return np.concatenate(parts, axis=1)
+
+    def _sums_of_row(self, row: np.ndarray) -> np.ndarray:
+        """Return the members' sums, (members, 1), of one row."""
+        values, nodes = row.take(self.feature), self.root
+        right = (values > self.threshold) | (np.isnan(values) & ~self.missing_left)
+        following = np.where(right, self.children[:, 1], self.children[:, 0])
+        for _ in range(self.levels[0].max()):
+            nodes = following.take(nodes)
+        limits = itertools.pairwise([*self.first.tolist(), len(self.root)])
+        # Added one after another, as the libraries do: numpy's sum adds in pairs.
+        return np.array([np.cumsum(self.value.take(nodes[low:high]))[-1:] for low, high in limits])
+
+    @cached_property
+    def _last_column(self) -> int:
+        return int(self.feature.max())
 
     @cached_property
     def _paths(self) -> _Paths:
@@ -210,7 +227,7 @@ class _Paths:
         order = np.lexsort((-np.bincount(children, minlength=len(levels)), levels))
         place = np.empty(len(order), np.intp)
         place[order] = np.arange(len(order))
-        self.roots, self.nodes, self.columns = place[trees.root], len(order), int(trees.feature.max()) + 1
+        self.roots, self.nodes = place[trees.root], len(order)
         by_goal = np.argsort(place[children], kind="stable")
         goals, levels = place[children][by_goal], levels[children[by_goal]]
         turn = np.arange(len(goals)) - np.searchsorted(goals, goals)  # index of a parent among its node's parents
