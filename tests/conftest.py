@@ -71,19 +71,38 @@ _of_a_named_file = False  # the test that runs
 QUICK_CASES = 4  # of so many cases of a test, a quick run takes one
 
 
-# Files that share what starts for seconds, once a session: one of the processes of `make test` runs them all.
+# Files that share what starts or is imported for seconds, once a session: one process of `make test` runs all of a
+# group.
 TOGETHER = {
-    f"tests/{folder}/test_{name}.py": f"tests/{folder}/together"
-    for folder, names in {
-        "farm": ("explorer", "explorer_browser", "kubernetes", "serving", "slurm"),  # the services
-        # Real ranks, and the compiler.
-        "featurize": (
-            *("data_parallel", "flat_ranks", "float8", "pipelines", "sharded_ranks"),
-            *("compiled", "compiled_sharing", "compiled_time"),
+    f"tests/{folder}/test_{name}.py": f"tests/{folder}/{group}"
+    for folder, group, names in (
+        ("farm", "services", ("explorer", "explorer_browser", "kubernetes", "serving", "slurm")),
+        (
+            "featurize",
+            "real ranks, and the compiler",
+            (
+                *("data_parallel", "flat_ranks", "float8", "pipelines", "sharded_ranks"),
+                *("compiled", "compiled_sharing", "compiled_time"),
+            ),
         ),
-        "learn": ("script_deepspeed", "script_kept_runs", "script_kinds", "script_ranks"),  # imports of scripts
-        "workers": ("groups", "hostile_trials", "prepared", "profiling", "ranks", "worker"),  # workers
-    }.items()
+        (
+            "featurize",
+            "models of libraries",
+            (
+                *("divided_sequences", "families", "family_gpt", "family_images", "family_zoo", "features"),
+                *(
+                    "parameter_efficient",
+                    "published_models",
+                    "step_mix",
+                    "timm_family",
+                    "training",
+                    "training_settings",
+                ),
+            ),
+        ),
+        ("learn", "scripts", ("script_deepspeed", "script_kept_runs", "script_kinds", "script_ranks")),
+        ("workers", "workers", ("groups", "hostile_trials", "prepared", "profiling", "ranks", "worker")),
+    )
     for name in names
 }
 

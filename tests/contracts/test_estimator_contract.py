@@ -41,12 +41,12 @@ CASES = [
 ]
 
 
-# Trains for seconds, and has its second target from the estimators that it shares its code with.
-WIDE = ("gpumemnet_transformer", "drama")
+# They train for seconds, and have their second target from code that they share with others.
+WIDE = (("gpumemnet_transformer", "drama"), ("gnn", "drama"))
 
 
 @pytest.fixture(
-    params=[pytest.param(case, id="-".join(case), marks=[pytest.mark.wide] * (case == WIDE)) for case in CASES]
+    params=[pytest.param(case, id="-".join(case), marks=[pytest.mark.wide] * (case in WIDE)) for case in CASES]
 )
 def case(request):
     return request.param
