@@ -79,7 +79,7 @@ def test_every_bad_setting_is_reported_and_unknown_ones_list_the_known():
 
 
 def taken_by_pytorch(texts):
-    """Whether PyTorch takes each of the settings, in a process of which nothing else is asked."""
+    """Return whether PyTorch takes each of the settings, in a process of which nothing else is asked."""
     taken = []
     for text in texts:
         torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20")  # the one that stays from call to call
