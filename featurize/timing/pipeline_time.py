@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -41,26 +42,24 @@ class Message(NamedTuple):
     sends: bool
 
 
-class Post(NamedTuple):
-    """The start of one call's messages, on this rank's side."""
+class Exchange(NamedTuple):
+    """One call's messages, on this rank's side: their start, or a wait for all of them."""
 
     messages: tuple[Message, ...]
+    waits: bool
 
 
-class Wait(NamedTuple):
-    """A wait for all messages that were posted together."""
-
-    messages: tuple[Message, ...]
-
-
-Item: TypeAlias = Compute | Post | Wait
+Item: TypeAlias = Compute | Exchange
 _Key: TypeAlias = tuple[str, int, int]  # a message: phase, stage, micro-batch
 
 
 def finished_ms(
-    orders: Sequence[Sequence[Item]], lasts_ms: Callable[[Compute], float], message_ms: Callable[[Message], float]
+    orders: Sequence[Sequence[Item]],
+    lasts_ms: Callable[[Compute], float],
+    message_ms: Callable[[Message], float],
+    begin_ms: Iterable[float] = (),
 ) -> list[float]:
-    """Return the time in ms at which each rank has completed all of its items, from their common start.
+    """Return the time in ms at which each rank has completed all of its items.
 
     A message begins when both sides have posted it, and overlaps the kernels. Contention for the link is ignored.
 
@@ -68,8 +67,9 @@ def finished_ms(
         orders: The items of each rank.
         lasts_ms: Returns the duration of a pass.
         message_ms: Returns the duration of a message.
+        begin_ms: When each rank begins; empty: all at 0.
     """
-    position, now = [0] * len(orders), [0.0] * len(orders)
+    position, now = [0] * len(orders), [*begin_ms] or [0.0] * len(orders)
     posted: dict[_Key, list[float]] = {}
     moved = True
     while moved:
@@ -79,7 +79,7 @@ def finished_ms(
                 item = items[position[rank]]
                 if isinstance(item, Compute):
                     now[rank] += lasts_ms(item)
-                elif isinstance(item, Post):
+                elif not item.waits:
                     for message in item.messages:
                         posted.setdefault(message[:3], []).append(now[rank])
                 else:
@@ -158,7 +158,7 @@ def _noting(items: list[Item]) -> Iterator[None]:
         """Post as PyTorch does: messages of one direction one by one, others together."""
         both_directions = len(messages) > 1 and len({message.sends for message in messages}) == 2
         groups = [tuple(messages)] if both_directions else [(message,) for message in messages]
-        items.extend(map(Post, groups))
+        items.extend(Exchange(group, waits=False) for group in groups)
         return [_Posted(items, group) for group in groups]
 
     def by_peer(messages: Sequence[Message], desc: str | None = None) -> dict[int, list[_Posted]]:
@@ -180,7 +180,7 @@ class _Posted:
         self._items, self._messages = items, messages
 
     def wait(self) -> None:
-        self._items.append(Wait(self._messages))
+        self._items.append(Exchange(self._messages, waits=True))
 
 
 class _BlankStage:
@@ -218,11 +218,12 @@ class _BlankStage:
 
 
 AXIS = "pp"
-_BEFORE, _AFTER = "before", "after"  # the parts before and after the schedule's passes, as phases
+_BEFORE, _AFTER = ("before", 0, 0, 0), ("after", 0, 0, 0)  # the parts before and after the schedule's passes
 
 
-# Milliseconds of each part of a rank's step: by phase, number of the stage on its rank, and micro-batch.
-_Lasting: TypeAlias = dict[tuple[str, int, int], float]
+# Milliseconds of each part of a rank's step: by phase, number of the stage on its rank, micro-batch, and run of the
+# schedule.
+_Lasting: TypeAlias = dict[tuple[str, int, int, int], float]
 
 
 def waits_of(
@@ -240,40 +241,29 @@ def waits_of(
         parallel: The job's layout.
         step_ms: The rank's own step, without any waiting.
     """
-    runs = training_of(settings).accumulation
     alone: dict[int, _Lasting] = {}  # each rank's durations
     waiting: dict[int, _Lasting] = {}  # each rank's durations with waits for collectives
     for group in part.groups:
         timed = _time_passes(group.trace, spec, settings, parallel)
         for of_rank, lasting in zip((alone, waiting), timed, strict=True):
             of_rank.update(dict.fromkeys(group.ranks, lasting))
-    orders = [_whole_step(order, rank, runs, parallel.chunks) for rank, order in enumerate(orders_of(parallel))]
     moves_ms = _moves_ms(part.sent, spec, parallel)
 
-    def pass_ms(of_rank: Mapping[int, _Lasting], computed: Compute) -> float:
+    def pass_ms(of_rank: Mapping[int, _Lasting], run: int, computed: Compute) -> float:
         number, rank = divmod(computed.stage, parallel.degrees.pp)
-        return of_rank[rank][computed.phase, number, computed.micro_batch]
+        return of_rank[rank][computed.phase, number, computed.micro_batch, run]
 
     def message_ms(message: Message) -> float:
         return moves_ms[message.stage - 1 if message.phase == "forward" else message.stage]
 
-    computed_ms = max(finished_ms(orders, functools.partial(pass_ms, alone), lambda _: 0.0))
-    whole_ms = max(finished_ms(orders, functools.partial(pass_ms, waiting), message_ms))
-    return max(whole_ms - computed_ms, 0.0), max(computed_ms - step_ms, 0.0)
+    def end_ms(of_rank: Mapping[int, _Lasting], message_ms: Callable[[Message], float]) -> float:
+        ends = [of_rank[rank][_BEFORE] for rank in range(parallel.degrees.pp)]
+        for run in range(training_of(settings).accumulation):
+            ends = finished_ms(orders_of(parallel), functools.partial(pass_ms, of_rank, run), message_ms, ends)
+        return max(end + of_rank[rank][_AFTER] for rank, end in enumerate(ends))
 
-
-def _whole_step(order: Sequence[Item], rank: int, runs: int, chunks: int) -> list[Item]:
-    """Return all runs of a schedule in a step, with consecutively numbered micro-batches, and the parts before and
-    after them."""
-
-    def later(item: Item, run: int) -> Item:
-        if isinstance(item, Compute):
-            return item._replace(micro_batch=item.micro_batch + run * chunks)
-        moved = tuple(message._replace(micro_batch=message.micro_batch + run * chunks) for message in item.messages)
-        return Post(moved) if isinstance(item, Post) else Wait(moved)
-
-    passes = [later(item, run) for run in range(runs) for item in order]
-    return [Compute(_BEFORE, rank, 0), *passes, Compute(_AFTER, rank, 0)]
+    computed_ms = end_ms(alone, lambda _: 0.0)
+    return max(end_ms(waiting, message_ms) - computed_ms, 0.0), max(computed_ms - step_ms, 0.0)
 
 
 def _time_passes(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings, parallel: Parallel) -> list[_Lasting]:
@@ -293,14 +283,14 @@ def _time_passes(trace: StepTrace, spec: DeviceSpec, settings: TrainingSettings,
         place = bisect.bisect_right(moments, moment)
         return delays[place - 1][1] if place else 0.0
 
-    # A rank's pass continues until its next one begins; the micro-steps of a step number their micro-batches on.
-    runs: dict[tuple[str, int, int], int] = {}
-    keys = [(_BEFORE, 0, 0)]
+    # A rank's pass continues until its next one begins.
+    runs: Counter[tuple[str, int, int]] = Counter()
+    keys = [_BEFORE]
     for part_pass in part.passes:
-        pass_key = part_pass.phase, part_pass.stage // parallel.degrees.pp, part_pass.micro_batch
-        run = runs[pass_key] = runs.get(pass_key, -1) + 1
-        keys.append((*pass_key[:2], part_pass.micro_batch + run * parallel.chunks))
-    keys.append((_AFTER, 0, 0))
+        key = part_pass.phase, part_pass.stage // parallel.degrees.pp, part_pass.micro_batch
+        keys.append((*key, runs[key]))
+        runs[key] += 1
+    keys.append(_AFTER)
     edges = [0, *(part_pass.begin for part_pass in part.passes), part.end, len(begins) - 1]
     waiting = [0.0, *(begins[edge] + late(edge) for edge in edges[1:])]
     lasting = []

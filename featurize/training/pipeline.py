@@ -242,8 +242,6 @@ class PipelineRank(ShardedRank):
             recorder.name_modules(part)
             with recorder.watched():
                 self._stages.append(self._stage(part, number, _first_chunk(inputs, self.parallel.chunks)))
-        for stage in self._stages:
-            stage.pause = lambda paused: setattr(recorder, "paused", paused)
         return model
 
     def _stage(self, model: nn.Module, number: int, inputs: Inputs) -> Stage:
@@ -262,7 +260,7 @@ class PipelineRank(ShardedRank):
                 starts=tuple(survey.paths[start] for start in starts[1:-1]),
                 sent=tuple(tensor.nbytes for tensor in tensors_of(given)),
             )
-        stage = cut(model, survey, starts[number], starts[number + 1], inputs)
+        stage = cut(model, survey, starts[number], starts[number + 1], inputs, self.recorder)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"parallel: pp: stage {number} has nothing to train")
         remaining = {id(module) for module in model.modules()}
@@ -314,9 +312,8 @@ class PipelineRank(ShardedRank):
             number: ShardStates(stage.model, recorder, self._streams)
             for stage, number in zip(self._stages, self._numbers, strict=True)
         }
-        noted = None
-        if not self._every_pass:
-            noted = noted_micro_batches(orders_of(parallel)[self._place], by_state=parallel.sharded > 1)
+        order, by_state = orders_of(parallel)[self._place], parallel.sharded > 1
+        noted = None if self._every_pass else noted_micro_batches(order, by_state=by_state)
         unlike = (0, parallel.chunks - 1) if self._replicas else (0,)
         known = [values for tensor in batch if (values := recorder.values.of(tensor)) is not None and values.dim()]
         chunks = [value.chunk(parallel.chunks) for value in known]

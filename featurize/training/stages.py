@@ -26,12 +26,12 @@ from conf.errors import UsageError
 from featurize.job.layout import EXAMPLE_STARTS, Parallel
 from featurize.nets.checkpointing import repeated_blocks
 from featurize.operators.replacing import replaced
-from featurize.recording.block_record import BlockRecord, Stretch
+from featurize.recording.block_record import BlockRecord, RecordMoment, Stretch
 from featurize.recording.deeper import container_of
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import Operator
 from featurize.recording.values import Inputs, call, mapped
-from featurize.training.streams import Moments, SentNote, Since, Streams
+from featurize.training.streams import SentNote, StepMoment, Streams
 from featurize.training.training_step import logits_of
 
 if TYPE_CHECKING:
@@ -293,12 +293,13 @@ class Stage:
     received, given   tensors like its input and its output; the first stage receives none
     """
 
-    def __init__(self, model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs, recorder: Recorder
+    ) -> None:
+        self.model, self._recorder = model, recorder
         self.first, self.last = begin == 0, end == len(survey.names)
         self.received = None if self.first else survey.outputs[begin - 1]
         self.given = survey.result if self.last else survey.outputs[end - 1]
-        self.pause: Callable[[bool], None] = lambda paused: None
         self._inputs = inputs
         self._arriving: Tensor | None = None
         self._leaving: Tensor | None = None
@@ -335,7 +336,7 @@ class Stage:
             return result_of(out)
         finally:
             self._arriving = self._leaving = None
-            self.pause(False)
+            self._recorder.paused = False
             torch.set_grad_enabled(enabled)
 
     def output(self) -> Any:
@@ -347,7 +348,7 @@ class Stage:
         """Return the previous stage's result: from here on, this stage runs."""
         assert self._arriving is not None, "a stage runs from its beginning"
         arriving, self._arriving = self._arriving, None
-        self.pause(False)
+        self._recorder.paused = False
         torch.set_grad_enabled(True)
         return arriving
 
@@ -364,11 +365,11 @@ class Stage:
         return example
 
     def _stop(self) -> None:
-        self.pause(True)
+        self._recorder.paused = True
         torch.set_grad_enabled(False)
 
 
-def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) -> Stage:
+def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs, recorder: Recorder) -> Stage:
     """Reduce a model to one stage. Changes the model.
 
     Modules outside of the blocks stay, so that values that they compute without parameters (positions, masks) exist in
@@ -380,11 +381,12 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs) 
         begin: Place of the stage's first member.
         end: The place after its last one.
         inputs: One micro-batch. Stages after the first need it for values that they compute from it.
+        recorder: The step's recorder.
     """
     places = set(range(begin, end))
     places |= {BEFORE} if begin == 0 else set()
     places |= {len(survey.names)} if end == len(survey.names) else set()
-    stage = Stage(model, survey, begin, end, inputs)
+    stage = Stage(model, survey, begin, end, inputs, recorder)
     for place, name in enumerate(survey.names):
         if place in places:
             continue
@@ -428,13 +430,11 @@ class DoesNotRepeat(Exception):
 
 
 class _Result(NamedTuple):
-    """A tensor that a pass returns: its block, and its form."""
+    """A tensor that a pass returns: its block, and its form (offset, size, stride)."""
 
     block: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
     dtype: torch.dtype
+    form: tuple[int, torch.Size, tuple[int, ...]]
 
 
 class _Held(NamedTuple):
@@ -449,53 +449,50 @@ class _Held(NamedTuple):
 class _Batch:
     """A micro-batch on its way through one stage.
 
-    kept        blocks that its passes so far allocated for a later one; None: freed, or returned since
-    signatures  signatures of these blocks
-    spans       operators of the passes so far
+    kept    blocks that its passes so far allocated for a later one
+    spans   operators of the passes so far
     """
 
-    kept: list[int | None] = field(default_factory=list)
-    signatures: list[Hashable] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
 
-    def keep(self, blocks: Iterable[int], memory: BlockRecord) -> None:
-        """Add blocks for a later pass."""
-        for block in blocks:
-            self.kept.append(block)
-            self.signatures.append(memory.blocks[block])
+    def keep(self, used: Collection[int], more: Iterable[int]) -> None:
+        """Remove the used blocks, given by their indices, and add those that a pass keeps for a later one."""
+        self.kept = [*(block for place, block in enumerate(self.kept) if place not in used), *more]
+
+    def signature(self, memory: BlockRecord) -> list[Hashable]:
+        """Return what must be alike for two micro-batches to go on alike: the blocks, without their kinds."""
+        return [memory.blocks[block]._replace(kind="") for block in self.kept]
 
 
-class _Memory(NamedTuple):
-    """The memory events of a pass.
+class _Note(NamedTuple):
+    """The record of a pass. Numbers of operators count from the start of its step.
 
-    stretch  its events
-    used     block that earlier passes of the micro-batch kept, and this one uses -> its index among these
-    held     storages with another block before each pass
-    keeps    blocks that it allocates for a later pass
-    results  its results
-    kept     signatures of blocks that earlier passes of the micro-batch allocated for later ones
+    stretch     its events in memory
+    signature   signature of the micro-batch before it
+    used        block that earlier passes of the micro-batch kept, and this one frees or returns -> its index among them
+    held        storages with another block before each pass
+    keeps       blocks that it allocates for a later pass
+    results     its results
+    operators   its operators
+    sent        its collectives
+    spans       operators of the micro-batch's passes so far, with this one last
+    state       state of the stage's shards afterwards
+    began, ended   the moments before and after it
     """
 
     stretch: Stretch
+    signature: list[Hashable]
     used: dict[int, int]
     held: list[_Held]
     keeps: list[int]
     results: list[_Result | None]
-    kept: list[Hashable]
-
-
-@dataclass
-class _Note:
-    """The record of a pass. Numbers of operators count from the start of its step."""
-
-    memory: _Memory
     operators: list[Operator]
     sent: list[SentNote]
-    spans: list[tuple[int, int]]  # operators of the micro-batch's passes so far, with this one last
-    state: Hashable  # state of the stage's shards afterwards
-    began: Since
-    before: Moments  # the streams' moments
-    after: Moments
+    spans: list[tuple[int, int]]
+    state: Hashable
+    began: StepMoment
+    ended: StepMoment
 
 
 class RepeatedPasses:
@@ -545,115 +542,101 @@ class RepeatedPasses:
         Raises:
             DoesNotRepeat: The pass cannot be repeated.
         """
-        if self._noted is None:
+        if self._noted is None or micro_batch in self._unlike:
             return compute()
-        state = self._states[stage].now()
-        key, batch = (stage, kind, state), self._batches.setdefault((stage, micro_batch), _Batch())
-        if micro_batch in self._unlike:
-            return compute()
+        key = stage, kind, self._states[stage].now()
+        batch = self._batches.setdefault((stage, micro_batch), _Batch())
         if self._schedules > 1 or micro_batch not in self._noted[stage]:
             if key not in self._notes:
                 raise DoesNotRepeat(f"no {kind} pass of stage {stage} was noted in the same state")
             return self._repeat(self._notes[key], stage, batch)
-        recorder, memory = self._recorder, self._recorder.memory
-        mark, began = memory.mark(), self._streams.since()
-        decided, before = recorder.decided, self._streams.moments()
+        recorder = self._recorder
+        decided, mark, began = recorder.decided, recorder.memory.mark(), self._streams.moment()
         results = compute()
         if self._values_differ and recorder.decided > decided:
             raise DoesNotRepeat("the pass depends on the numbers of its micro-batch")
         batch.spans.append((began.operators, len(recorder.log.operators)))
-        self._notes[key] = _Note(
-            memory=_memory_of(memory, memory.since(mark), batch, results, ends=kind == BACKWARD),
-            operators=recorder.log.operators[began.operators :],
-            sent=self._streams.sent[began.collectives :],
+        note = self._notes[key] = self._note(stage, batch, results, mark, began)
+        batch.keep(note.used.values(), note.keeps)
+        if kind == BACKWARD and batch.kept:
+            raise DoesNotRepeat(f"a backward pass leaves memory behind: {recorder.memory.blocks[batch.kept[0]][2:4]}")
+        return results
+
+    def _note(
+        self, stage: int, batch: _Batch, results: Sequence[Tensor | None], mark: RecordMoment, began: StepMoment
+    ) -> _Note:
+        """Return the record of a pass that has ended.
+
+        Args:
+            stage: Number of the stage.
+            batch: The pass's micro-batch, as it was before the pass, but for the span of the pass.
+            results: The pass's results.
+            mark, began: The moment before it.
+
+        Raises:
+            DoesNotRepeat: It frees or returns memory of another pass.
+        """
+        memory, streams = self._recorder.memory, self._streams
+        stretch, place_of_kept = memory.since(mark), {block: place for place, block in enumerate(batch.kept)}
+        placed = [result if result is None else _result_of(memory, result) for result in results]
+        given = [result.block for result in placed if result is not None]
+        leaving = [block for block in stretch.leaving if block not in given]
+        held = [_hold(memory, block, leaving) for block in stretch.entering if block not in place_of_kept]
+        used = {block: place_of_kept[block] for block in (*stretch.entering, *given) if block in place_of_kept}
+        if not set(given) <= {*used, *stretch.leaving}:
+            raise DoesNotRepeat("a pass gives what was there before")
+        return _Note(
+            stretch=stretch,
+            signature=batch.signature(memory),
+            used=used,
+            held=held,
+            keeps=leaving,
+            results=placed,
+            operators=self._recorder.log.operators[began.operators :],
+            sent=streams.sent[began.collectives :],
             spans=list(batch.spans),
             state=self._states[stage].now(),
             began=began,
-            before=before,
-            after=self._streams.moments(),
+            ended=streams.moment(),
         )
-        return results
-
-    # -- repeating a pass
 
     def _repeat(self, note: _Note, stage: int, batch: _Batch) -> list[Tensor | None]:
-        recorder, now = self._recorder, self._streams.since()
-        batch.spans.append((now.operators, now.operators + len(note.operators)))
-        known = self._repeat_memory(note.memory, batch)
-        if recorder.log.keep_operators:
-            recorder.log.operators.extend(_move(operator, note.spans, batch.spans) for operator in note.operators)
-        later = Since(now.operators - note.began.operators, now.collectives - note.began.collectives)
-        for sent in note.sent:
-            if sent.before is not None and sent.before > note.spans[-1][1]:
-                raise DoesNotRepeat("a collective is waited for after its pass")
-            self._streams.repeat(sent, note.began, later)
-        self._streams.repeat_moments(note.before, note.after, later)
+        log, begin = self._recorder.log, self._streams.now()
+        batch.spans.append((begin, begin + len(note.operators)))
+        known = self._repeat_memory(note, batch)
+        if any(sent.before is not None and sent.before > note.spans[-1][1] for sent in note.sent):
+            raise DoesNotRepeat("a collective is waited for after its pass")
+        self._streams.repeat(note.sent, note.began, note.ended)
+        if log.keep_operators:
+            log.operators.extend(_move(operator, note.spans, batch.spans) for operator in note.operators)
         storages: dict[int, torch.UntypedStorage] = {}
         with _disable_current_modes():
-            results = [result and self._result(result, known[result.block], storages) for result in note.memory.results]
+            results = [result and self._result(result, known[result.block], storages) for result in note.results]
         self._states[stage].bring_to(note.state)
         return results
 
-    def _repeat_memory(self, note: _Memory, batch: _Batch) -> dict[int, int]:
+    def _repeat_memory(self, note: _Note, batch: _Batch) -> dict[int, int]:
         """Repeat a pass's effect on memory; return the recorded blocks with their replacements."""
         memory = self._recorder.memory
-        if batch.signatures != note.kept:
+        if batch.signature(memory) != note.signature:
             raise DoesNotRepeat("what passes keep differs")
-        replaced_by = {block: batch.kept[place] for block, place in note.used.items()}
-        replaced_by |= {held.before: memory.block_in(held.storage) for held in note.held}
-        entering = {block: now for block, now in replaced_by.items() if now is not None}
-        if len(entering) < len(replaced_by) or any(
-            memory.blocks[a].nbytes != memory.blocks[b].nbytes for a, b in entering.items()
-        ):
-            raise DoesNotRepeat("there is nothing alike to give back")
+        entering = {block: batch.kept[place] for block, place in note.used.items()}
+        for storage, before, _after in note.held:
+            now = memory.block_in(storage)
+            if now is None or memory.blocks[now].nbytes != memory.blocks[before].nbytes:
+                raise DoesNotRepeat("there is nothing alike to give back")
+            entering[before] = now
         known = memory.repeat(note.stretch, entering)
         for storage, _before, after in note.held:
             memory.hold_in(storage, known[after])
-        for place in note.used.values():
-            batch.kept[place] = None
-        batch.keep((known[block] for block in note.keeps), memory)
+        batch.keep(note.used.values(), (known[block] for block in note.keeps))
         return known
 
     def _result(self, result: _Result, block: int, storages: dict[int, torch.UntypedStorage]) -> Tensor:
         if block not in storages:
             storages[block] = torch.UntypedStorage(self._recorder.memory.blocks[block].nbytes, device="meta")
             self._recorder.memory.stand_for(block, storages[block])
-        return torch.empty(0, dtype=result.dtype, device="meta").set_(
-            storages[block], result.offset, result.size, result.stride
-        )
-
-
-def _memory_of(
-    memory: BlockRecord, stretch: Stretch, batch: _Batch, results: Sequence[Tensor | None], *, ends: bool
-) -> _Memory:
-    """Return the effect of a pass on memory.
-
-    Args:
-        memory: The step's memory.
-        stretch: The pass's events.
-        batch: The pass's micro-batch, to which kept blocks are added.
-        results: The pass's results.
-        ends: Whether it is the micro-batch's last one.
-
-    Raises:
-        DoesNotRepeat: It frees or returns memory of another pass, or leaves memory behind at the end.
-    """
-    place_of_kept, signatures = {block: place for place, block in enumerate(batch.kept)}, list(batch.signatures)
-    placed = [result if result is None else _result_of(memory, result) for result in results]
-    given = [result.block for result in placed if result is not None]
-    leaving = [block for block in stretch.leaving if block not in given]
-    held_storages = [_hold(memory, block, leaving) for block in stretch.entering if block not in place_of_kept]
-    used = {block: place_of_kept[block] for block in (*stretch.entering, *given) if block in place_of_kept}
-    if not set(given) <= {*used, *stretch.leaving}:
-        raise DoesNotRepeat("a pass gives what was there before")
-    for place in used.values():
-        batch.kept[place] = None
-    if ends and leaving:
-        raise DoesNotRepeat(f"a backward pass leaves memory behind: {memory.blocks[leaving[0]][2:4]}")
-    if ends and any(block is not None for block in batch.kept):
-        raise DoesNotRepeat("the backward pass leaves what the forward pass took")
-    batch.keep(leaving, memory)
-    return _Memory(stretch, used, held_storages, leaving, placed, signatures)
+        return torch.empty(0, dtype=result.dtype, device="meta").set_(storages[block], *result.form)
 
 
 def _hold(memory: BlockRecord, before: int, leaving: list[int]) -> _Held:
@@ -677,7 +660,7 @@ def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
         block = memory.block_of(getattr(tensor, "elem", tensor))  # for the result of a collective
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
-    return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+    return _Result(block, tensor.dtype, (int(tensor.storage_offset()), tensor.shape, tensor.stride()))
 
 
 def _move(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +23,17 @@ MAIN = 0  # the stream of the kernels
 _BESIDE = -1  # a process group's stream, for asynchronous collectives
 
 
-Moments: TypeAlias = list[tuple[int, dict[int, int]]]
+class StepMoment(NamedTuple):
+    """A moment of a step.
 
-
-class Since(NamedTuple):
-    """A moment of a step: the number of operators and of collectives before it."""
+    operators     number of operators before it
+    collectives   number of collectives before it
+    waits         the operators, as a number, and the other streams' collectives that each stream's work waits for
+    """
 
     operators: int
     collectives: int
+    waits: list[tuple[int, dict[int, int]]]
 
 
 class Streams:
@@ -106,36 +109,31 @@ class Streams:
                 self.wait_for(number)
         return number
 
-    def repeat(self, note: SentNote, began: Since, later: Since) -> None:
-        """Note a copy of a collective.
+    def moment(self) -> StepMoment:
+        """Return the present moment of the step."""
+        waits = [(stream.after, dict(stream.waited_for)) for stream in self._all]
+        return StepMoment(self.now(), len(self.sent), waits)
+
+    def repeat(self, sent: Sequence[SentNote], began: StepMoment, ended: StepMoment) -> None:
+        """Note that what happened between two moments happens again, from the present one.
 
         Args:
-            note: A collective of the repeated pass.
-            began: Start of that pass.
-            later: Distance from that start to the repeated one.
+            sent: Collectives between the two moments.
+            began, ended: The moments. They may be of an earlier step.
         """
-        after = max(note.after + later.operators, 0)
-        if note.after < began.operators and note.stream > MAIN:  # it waited for work before the pass
-            after = self._all[note.stream].after
-        before = None if note.before is None else note.before + later.operators
-        self.sent.append(dataclasses.replace(note, after=after, before=before))
-
-    def moments(self) -> Moments:
-        """Return the operators, as a number, and the other streams' collectives that each stream's work waits for."""
-        return [(stream.after, dict(stream.waited_for)) for stream in self._all]
-
-    def repeat_moments(self, before: Moments, after: Moments, later: Since) -> None:
-        """Make each stream wait for what it began to wait for between two moments, shifted by `later`."""
-        for stream, (first, waits), (last, all_done) in zip(self._all, before, after, strict=False):
+        operators, collectives = self.now() - began.operators, len(self.sent) - began.collectives
+        for note in sent:
+            after = max(note.after + operators, 0)
+            if note.after < began.operators and note.stream > MAIN:  # it waited for work before the first moment
+                after = self._all[note.stream].after
+            before = None if note.before is None else note.before + operators
+            self.sent.append(dataclasses.replace(note, after=after, before=before))
+        for stream, (first, waits), (last, all_done) in zip(self._all, began.waits, ended.waits, strict=False):
             if last != first:
-                stream.after = max(stream.after, last + later.operators)
+                stream.after = max(stream.after, last + operators)
             for other, number in all_done.items():
                 if number != waits.get(other):
-                    stream.waited_for[other] = max(stream.waited_for.get(other, -1), number + later.collectives)
-
-    def since(self) -> Since:
-        """Return the present moment of the step."""
-        return Since(self.now(), len(self.sent))
+                    stream.waited_for[other] = max(stream.waited_for.get(other, -1), number + collectives)
 
     def wait_for(self, number: int) -> None:
         """Make the kernels wait for one collective."""
