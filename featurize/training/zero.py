@@ -94,9 +94,9 @@ class ZeroRank(Rank, abc.ABC):
         # Returns whether the micro-step is its step's last; replaced where the settings do not decide that.
         self.is_boundary: Callable[[], bool] = lambda: self._passes == settings.accumulation
         self._offloads = settings.offload_optimizer  # gradients are then offloaded too
-        self._elements = 0  # elements of gradients that wait in the bucket
-        self._masters: list[nn.Parameter] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
+        self._elements = 0  # of these gradients
+        self._optimizers: list[torch.optim.Optimizer] = []  # each has one master weight
 
     def prepare(self, model: nn.Module) -> nn.Module:
         if any(map(is_float8, model.modules())):
@@ -138,6 +138,33 @@ class ZeroRank(Rank, abc.ABC):
     def collectives(self) -> tuple[Collective, ...]:
         return self._streams.collectives()
 
+    # -- the bucket
+
+    @torch.no_grad()
+    def _add(self, parameter: Tensor) -> None:
+        """Put a gradient into the bucket, which is reduced first if it has no room."""
+        size, most = gradient_of(parameter).numel(), self._zero.reduce_bucket_size
+        if self._elements + size > most:
+            self._reduce()
+        self._move(parameter, fits=size <= most)
+        self._waiting.append(parameter)
+        self._elements += size
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Reduce the bucket, and keep the rank's own gradients."""
+        if self._waiting:
+            self._reduce_all(self._waiting)
+        self._waiting, self._elements = [], 0
+
+    @abc.abstractmethod
+    def _move(self, parameter: Tensor, *, fits: bool) -> None:
+        """Copy a gradient into the buffer behind those that wait, if there is a buffer and it `fits`."""
+
+    @abc.abstractmethod
+    def _reduce_all(self, waiting: list[Tensor]) -> None:
+        """Reduce the gradients of these parameters, of which there is one at least."""
+
     # -- the optimizer's interface
 
     @property
@@ -163,12 +190,12 @@ class ZeroRank(Rank, abc.ABC):
     def _add_master(self, make: Make, weights: Tensor) -> None:
         master = nn.Parameter(weights)
         self._streams.name([master], MASTER)
-        self._masters.append(master)
         self._optimizers.append(make([master]))
 
     def _update_master(self, number: int, gradients: list[Tensor], *, scales: bool) -> nn.Parameter:
         """Update master weights, and return them with their gradient. Frees the gradients."""
-        master, flat = self._masters[number], flatten(gradients)
+        optimizer, flat = self._optimizers[number], flatten(gradients)
+        master: nn.Parameter = optimizer.param_groups[0]["params"][0]
         self._streams.name([flat], "gradient")
         master.grad = flat.to(torch.float32)
         self._streams.name([master.grad], "gradient")
@@ -176,7 +203,7 @@ class ZeroRank(Rank, abc.ABC):
         gradients.clear()
         if scales:
             master.grad.mul_(1.0)
-        run_step(self._optimizers[number])
+        run_step(optimizer)
         return master
 
 
@@ -193,9 +220,7 @@ class PartitionedRank(ZeroRank):
         self._own = self._partition.of_rank(self._rank)
         self._contiguous = self._zero.contiguous_gradients or self._offloads
         self._beside = streams.Stream() if self._zero.overlap_comm else streams.main
-        self._buffers: list[Tensor] = []
-        self._turn = 0  # index of the buffer that holds the bucket
-        self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
+        self._buffers: list[Tensor] = []  # the first one holds the bucket
         self._late: list[Tensor] = []  # parameters whose gradients are freed after their reduction
         self._kept: Tensor | None = None  # the rank's own gradients, joined
         self._filled = 0
@@ -234,9 +259,11 @@ class PartitionedRank(ZeroRank):
 
     def _arrived(self, parameter: Tensor) -> None:
         """Handle a complete gradient."""
-        self._take_buffers()
-        self._streams.name([_gradient(parameter)], UNREDUCED)
-        if self._zero.stage == 2 or (self._zero.overlap_comm and self.is_boundary()):
+        if self._contiguous and not self._buffers:
+            size, count = self._zero.reduce_bucket_size, 2 if self._zero.overlap_comm else 1
+            self._buffers = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)]
+        self._streams.name([gradient_of(parameter)], UNREDUCED)
+        if parameter.numel() and (self._zero.stage == 2 or (self._zero.overlap_comm and self.is_boundary())):
             self._add(parameter)
 
     def _end_backward(self) -> None:
@@ -245,7 +272,7 @@ class PartitionedRank(ZeroRank):
             return
         if not (partitions or self._zero.overlap_comm):
             for parameter in self._trained:
-                if parameter.grad is not None:
+                if parameter.grad is not None and parameter.numel():
                     self._add(parameter)
         self._reduce()
         self._streams.current_stream().wait_stream(self._beside)
@@ -258,30 +285,12 @@ class PartitionedRank(ZeroRank):
         if last:
             self._on_host.clear()
 
-    def _add(self, parameter: Tensor) -> None:
-        """Put a gradient into the bucket, which is reduced first if it has no room."""
-        size, most = parameter.numel(), self._zero.reduce_bucket_size
-        if not size:
-            return
-        self._take_buffers()
-        if self._elements + size > most:
-            self._reduce()
-            self._turn = (self._turn + 1) % max(len(self._buffers), 1)
-        if self._contiguous and size <= most:
-            _move_gradient(parameter, self._buffers[self._turn], self._elements)
-        self._elements += size
-        self._waiting.append(parameter)
+    def _move(self, parameter: Tensor, *, fits: bool) -> None:
+        if self._contiguous and fits:
+            _move_gradient(parameter, self._buffers[0], self._elements)
 
-    def _take_buffers(self) -> None:
-        if self._contiguous and not self._buffers:
-            size, count = self._zero.reduce_bucket_size, 2 if self._zero.overlap_comm else 1
-            self._buffers, self._turn = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)], 0
-
-    @torch.no_grad()
-    def _reduce(self) -> None:
+    def _reduce_all(self, waiting: list[Tensor]) -> None:
         """Reduce the bucket; free other ranks' gradients, and move the rank's own."""
-        if not self._waiting:
-            return
         main = self._streams.current_stream()
         self._beside.wait_stream(main)
         main.wait_stream(self._beside)
@@ -289,16 +298,16 @@ class PartitionedRank(ZeroRank):
             self._free_late()
         with self._streams.stream(self._beside):
             if not self._contiguous:
-                gradients = [_gradient(p) for p in self._waiting]
+                gradients = [gradient_of(p) for p in waiting]
                 self._all_reduce(gradients, [True] * len(gradients), divides=True)
                 del gradients
             elif self._elements <= self._zero.reduce_bucket_size:
-                self._reduce_pieces(self._buffers[self._turn][: self._elements])
+                self._reduce_pieces(self._buffers[0][: self._elements])
             else:
-                self._reduce_pieces(_gradient(self._waiting[0]).view(-1))
-            for parameter in self._waiting:
+                self._reduce_pieces(gradient_of(waiting[0]).view(-1))
+            for parameter in waiting:
                 self._leave(parameter)
-        self._waiting, self._elements = [], 0
+        self._buffers.reverse()
 
     def _reduce_pieces(self, bucket: Tensor) -> None:
         """Join each rank's pieces of a bucket, and copy the sum of the rank's own back."""
@@ -343,7 +352,7 @@ class PartitionedRank(ZeroRank):
     def _to_host(self, parameter: Tensor) -> None:
         """Add gradients of earlier micro-steps in host memory, and copy the sum there; the last one also takes its
         norm."""
-        place, gradient = self._places[id(parameter)], _gradient(parameter)
+        place, gradient = self._places[id(parameter)], gradient_of(parameter)
         if place in self._on_host:
             back = self._largest.narrow(0, 0, parameter.numel())
             self._streams.copied(back)
@@ -395,7 +404,7 @@ class PartitionedRank(ZeroRank):
             send(ALL_REDUCE, FLAG, "")
         norm = self._norm()
         send(ALL_REDUCE, NORM, "")
-        if self._masters:
+        if self._optimizers:
             scales = self._settings.clip_norm is not None or dtype is torch.float16
             master = self._update_master(0, self._averaged, scales=scales)
             master.grad = None
@@ -407,14 +416,14 @@ class PartitionedRank(ZeroRank):
 
     def _norm(self) -> Tensor:
         """Return the norm in fp64, from one gradient after another (`get_grad_norm_direct`)."""
-        if self._masters:
+        if self._optimizers:
             norms = norms_of(self._averaged[: len(self._own)])
         else:
             norms, self._norms = self._norms, []
         return torch.stack(norms).pow(2.0).sum().float() if norms else torch.zeros((), device=self._flat.device)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def gradient_of(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
 
@@ -423,7 +432,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _move_gradient(parameter: Tensor, buffer: Tensor, position: int) -> None:
     """Copy a gradient into a buffer, and leave it there."""
     place = buffer.narrow(0, position, parameter.numel())
-    place.copy_(_gradient(parameter).reshape(-1))
+    place.copy_(gradient_of(parameter).reshape(-1))
     parameter.grad = place.view(parameter.shape)
 
 

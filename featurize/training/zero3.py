@@ -24,7 +24,7 @@ from featurize.operators.replacing import replaced
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, UNREDUCED
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from featurize.training.streams import OneStream, Streams
-from featurize.training.zero import FLAG, NORM, Make, ZeroRank, norms_of, one_type
+from featurize.training.zero import FLAG, NORM, Make, ZeroRank, gradient_of, norms_of, one_type
 
 
 class ZeroShardedRank(ZeroRank):
@@ -38,7 +38,6 @@ class ZeroShardedRank(ZeroRank):
         one_type(model)
         overlaps = zero.overlap_comm is not False
         gathers, self._reduces = ((streams.Stream() if overlaps else streams.main) for _ in range(2))
-        self._waiting: list[Shared] = []  # parameters whose gradients wait in the bucket
         with self.recorder:
             self._shared = SharedParameters(model, zero, self._ranks, streams, gathers)
             self._trained = [shared for shared in self._shared.all if shared.parameter.requires_grad]
@@ -60,21 +59,19 @@ class ZeroShardedRank(ZeroRank):
         self._streams.name([flat], "parameter")
         return flat
 
-    def update(self, make: Make) -> ZeroRank:
-        super().update(make)
+    def _make_masters(self, make: Make) -> None:
+        self._make_groups(make)
         first, counts = self._trained[0].parameter, [shared.count for shared in self._trained]
         self._bucket: Tensor | None = None
-        self._parts: dict[Shared, Tensor] = {}
-        with self.recorder:
-            if self._zero.contiguous_gradients:
-                self._bucket = self._streams.empty(self._zero.reduce_bucket_size, first, BUCKET)
-            if not self._offloads:
-                self._gradients = torch.zeros(sum(counts), dtype=first.dtype, device=first.device)
-                self._streams.name([self._gradients], "gradient")
-                self._parts = dict(zip(self._trained, self._gradients.split(counts), strict=True))
-        return self
+        self._parts: dict[Shared, Tensor] = {}  # the rank's parts of the gradients
+        if self._zero.contiguous_gradients:
+            self._bucket = self._streams.empty(self._zero.reduce_bucket_size, first, BUCKET)
+        if not self._offloads:
+            self._gradients = torch.zeros(sum(counts), dtype=first.dtype, device=first.device)
+            self._streams.name([self._gradients], "gradient")
+            self._parts = dict(zip(self._trained, self._gradients.split(counts), strict=True))
 
-    def _make_masters(self, make: Make) -> None:
+    def _make_groups(self, make: Make) -> None:
         self._groups: list[list[Shared]] = [[]]  # parameters that are updated together (`_create_fp16_sub_groups`)
         count = 0
         for shared in self._trained:
@@ -89,35 +86,27 @@ class ZeroShardedRank(ZeroRank):
 
     # -- gradients
 
-    @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
-        """Put a complete gradient into the bucket, which is reduced first if it has no room."""
-        gradient = parameter.grad
-        assert gradient is not None
-        self._streams.name([gradient], UNREDUCED)
-        size, most = gradient.numel(), self._zero.reduce_bucket_size
-        if self._elements and self._elements + size > most:
-            self._reduce()
+        """Handle a complete gradient."""
+        self._streams.name([gradient_of(parameter)], UNREDUCED)
+        self._add(parameter)
+
+    def _move(self, parameter: Tensor, *, fits: bool) -> None:
         self._reduces.wait_stream(self._streams.current_stream())
-        if self._bucket is not None and self._elements + size <= most:
+        if self._bucket is not None and fits:
             with self._streams.stream(self._reduces):
-                place = self._bucket.narrow(0, self._elements, size).view(gradient.shape)
+                gradient = gradient_of(parameter)
+                place = self._bucket.narrow(0, self._elements, gradient.numel()).view(gradient.shape)
                 place.copy_(gradient)
                 gradient.data = place
-        self._waiting.append(self._shared.by_parameter[id(parameter)])
-        self._elements += size
 
     def _end_backward(self) -> None:
         self._reduce()
         self._streams.current_stream().wait_stream(self._reduces)
         self._shared.end_backward()
 
-    @torch.no_grad()
-    def _reduce(self) -> None:
-        """Reduce the bucket, and keep the rank's parts."""
-        if not self._waiting:
-            return
-        several = sorted(self._waiting, key=lambda shared: shared.number)
+    def _reduce_all(self, waiting: list[Tensor]) -> None:
+        several = sorted((self._shared.by_parameter[id(p)] for p in waiting), key=lambda shared: shared.number)
         with self._streams.stream(self._reduces):
             received = self._received_parts(several).split([shared.count for shared in several])
             for shared, padded in zip(several, received, strict=True):
@@ -126,13 +115,11 @@ class ZeroShardedRank(ZeroRank):
                 if count:
                     self._keep(shared, padded.narrow(0, 0, count))
                 shared.parameter.grad = None
-        self._waiting, self._elements = [], 0
 
     def _received_parts(self, several: Sequence[Shared]) -> Tensor:
         """Return the parts that the rank receives, padded."""
         ranks, count = self._ranks, sum(shared.count for shared in several)
-        gradient = several[0].parameter.grad
-        assert gradient is not None
+        gradient = gradient_of(several[0].parameter)
         if len(several) == 1 and not several[0].numel % ranks:
             together = gradient.view(-1)
         else:  # each rank's parts are joined
@@ -166,7 +153,7 @@ class ZeroShardedRank(ZeroRank):
         self._shared.free_all()
         dtype = self._trained[0].parameter.dtype
         if dtype is torch.float16:
-            for look in (torch.isinf, torch.isnan) if self._masters else ():
+            for look in (torch.isinf, torch.isnan) if self._optimizers else ():
                 look(self._gradients).any()
             self._streams.send(ALL_REDUCE, FLAG, "")
         for group in self._groups:
@@ -177,7 +164,7 @@ class ZeroShardedRank(ZeroRank):
         counts = [sum(shared.count for shared in group) for group in self._groups]
         parts = [None] * len(counts) if self._flat is None else self._flat.split(counts)
         for number, (group, part) in enumerate(zip(self._groups, parts, strict=True)):
-            if self._masters:
+            if self._optimizers:
                 master = self._update_master(number, self._gradients_of(group), scales=True)
                 if part is not None:
                     part.copy_(master)
@@ -255,7 +242,8 @@ class SharedParameters:
         self._records = self._complete = False
         self._before: list[int] = [0]  # index in the order -> elements of all modules before it
         self._uses: defaultdict[Shared, list[int]] = defaultdict(list)  # -> indices of the modules that use it
-        self._to_come: deque[tuple[Shared, int]] = deque()
+        self._sequence: list[tuple[Shared, int]] = []  # each use of a parameter, with the module's index
+        self._to_come: deque[tuple[Shared, int]] = deque()  # the rest of it
         self._fetched_for: dict[Shared, int] = {}  # -> index of the last module that it was fetched for
         self._at = 0  # index of the next module
         self._gathered = 0  # elements
@@ -278,23 +266,20 @@ class SharedParameters:
     def _gather(self, wanted: Iterable[Shared]) -> Gathering:
         """Begin to gather parameters that are not present, on the current stream."""
         several = sorted(wanted, key=lambda shared: shared.number)
-        first, ranks = several[0].parameter, self._ranks
-        count = sum(shared.count for shared in several)
+        count, together = sum(shared.count for shared in several), len(several) > 1
         sources = [self._source(shared) for shared in several]
-        flat = torch.empty(count * ranks, dtype=first.dtype, device=first.device)
-        together = len(several) > 1
+        kind = COMMUNICATION if together else GATHERED
+        flat = self._streams.empty(count * self._ranks, several[0].parameter, kind)
         if together:
             self._streams.copied(flat[:count])
         del sources
         # The host launches it at the kernels' present moment.
         self._streams.current_stream().wait_stream(self._streams.main)
         sent = self._streams.send(ALL_GATHER, flat.nbytes, "", asynchronous=True)
+        if not together:
+            self._put(several[0], flat)
         for shared in several:
             shared.state = COMING
-        if together:
-            self._streams.name([flat], COMMUNICATION)
-        else:
-            self._put(several[0], flat)
         return Gathering(sent, several, flat if together else None)
 
     def _finish(self, gathering: Gathering) -> None:
@@ -304,7 +289,7 @@ class SharedParameters:
         self._streams.wait_for(gathering.sent)
         for shared in gathering.several:
             if gathering.buffer is not None:
-                full = torch.empty(shared.numel, dtype=gathering.buffer.dtype, device=gathering.buffer.device)
+                full = self._streams.empty(shared.numel, gathering.buffer, GATHERED)
                 self._streams.copied(full)
                 self._put(shared, full)
             shared.state = HERE
@@ -314,14 +299,10 @@ class SharedParameters:
         """Gather parameters one by one, and wait for them (`_allgather_params_coalesced`)."""
         away = [shared for shared in wanted if shared.state == AWAY]
         sources = [self._source(shared) for shared in away]
-        wholes = [
-            torch.empty(shared.count * self._ranks, dtype=shared.parameter.dtype, device=shared.parameter.device)
-            for shared in away
-        ]
+        wholes = [self._streams.empty(shared.count * self._ranks, shared.parameter, GATHERED) for shared in away]
         for shared, full in zip(away, wholes, strict=True):
             self._streams.send(ALL_GATHER, full.nbytes, "")
             self._put(shared, full)
-            shared.state = HERE
         del sources
 
     def _free(self, shared: Shared) -> None:
@@ -330,8 +311,7 @@ class SharedParameters:
         shared.state = AWAY
 
     def _put(self, shared: Shared, full: Tensor) -> None:
-        self._streams.name([full], GATHERED)
-        shared.parameter.data = full[: shared.numel].view(shared.shape)
+        shared.parameter.data, shared.state = full[: shared.numel].view(shared.shape), HERE
 
     def _source(self, shared: Shared) -> Tensor | None:
         """Return the rank's part, copied from host memory if it lies there."""
@@ -350,14 +330,12 @@ class SharedParameters:
             self._complete = True
             of_modules = [self._ordered_parameters(module) for module in self._order]
             self._before = [0, *accumulate(sum(shared.numel for shared in several) for several in of_modules)]
+            self._sequence = [(shared, place) for place, several in enumerate(of_modules) for shared in several]
             self._uses = defaultdict(list)
-            for position, several in enumerate(of_modules):
-                for shared in several:
-                    self._uses[shared].append(position)
+            for shared, place in self._sequence:
+                self._uses[shared].append(place)
         self._records = True
-        self._to_come = deque(
-            (shared, position) for position, m in enumerate(self._order) for shared in self._ordered_parameters(m)
-        )
+        self._to_come = deque(self._sequence)
         self._fetched_for = {}
         self._at = self._gathered = 0
 
@@ -369,7 +347,7 @@ class SharedParameters:
         if self._complete and (self._at >= len(self._order) or module is not self._order[self._at]):
             # The pass deviates from the recorded order.
             self._records = self._complete = False
-            self._order, self._to_come, self._fetched_for = [], deque(), {}
+            self._order, self._sequence, self._to_come, self._fetched_for = [], [], deque(), {}
             self._wait_for_rest()
         if self._records and not self._complete:
             self._order.append(module)
