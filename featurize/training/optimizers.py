@@ -249,8 +249,9 @@ def _host_value(read: Callable[[Any], Any], value: Any) -> Any:
 
 
 def state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Yield every tensor of the optimizer's state."""
-    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    """Yield every tensor of the optimizer's state, as far as that is by parameter."""
+    states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
+    return (value for values in states for value in values if isinstance(value, Tensor))
 
 
 @contextlib.contextmanager

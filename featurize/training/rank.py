@@ -166,7 +166,7 @@ class Replica:
     ) -> None:
         self._model, self._recorder, self._parallel, self._axis = model, recorder, parallel, axis
         self._kind, self._as_view = kind, parallel.ddp.gradient_as_bucket_view
-        self._limits = limits_of(parallel.ddp.bucket_cap_mb)
+        self.limits = limits_of(parallel.ddp.bucket_cap_mb)
         self._rebuilds = parallel.ddp.static_graph or not parallel.ddp.find_unused_parameters
         self.synchronizes = True
         self._sent: list[Collective] = []  # collectives of buffers
@@ -183,7 +183,7 @@ class Replica:
                 in_flight.append(_flat(members))
             in_flight.clear()
             # In reverse order of the parameters, which is about the order in which gradients are completed.
-            limits = ONE_BUCKET if self._rebuilds else self._limits
+            limits = ONE_BUCKET if self._rebuilds else self.limits
             self._fill(assign_buckets(map(_size, self._parameters), limits)[::-1], self._parameters)
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._reduce)
@@ -199,7 +199,7 @@ class Replica:
             return
         self._rebuilds = False
         order = [*self._complete.values(), *(p for p in self._parameters if id(p) not in self._complete)]
-        self._fill(assign_buckets(map(_size, order), self._limits), order)
+        self._fill(assign_buckets(map(_size, order), self.limits), order)
 
     @property
     def has_reduced(self) -> bool:

@@ -73,7 +73,7 @@ class Ranks:
 
     def __init__(self, streams: Streams, axes: Mapping[str, str]) -> None:
         assert streams.recorder is not None
-        self._recorder, self._streams, self._axes = streams.recorder, streams, axes
+        self._recorder, self.streams, self._axes = streams.recorder, streams, axes
         # Storage of a result -> its collective, and the inputs that live until it has ended.
         self._under_way: dict[int, tuple[int, list[Tensor]]] = {}
 
@@ -97,7 +97,7 @@ class Ranks:
                 return func.decompose(*args, **kwargs)
         if name == "_c10d_functional::wait_tensor":
             if (under_way := self._under_way.pop(args[0].untyped_storage()._cdata, None)) is not None:
-                self._streams.wait_for(under_way[0])
+                self.streams.wait_for(under_way[0])
             return args[0]
         if name == "_c10d_functional::_wrap_tensor_autograd":  # its kernel for meta tensors does not wrap
             return AsyncCollectiveTensor(args[0])
@@ -111,14 +111,14 @@ class Ranks:
         axis = self._axis(func, args, kwargs)
         if name.startswith("c10d::"):
             asynchronous = bool(_argument(func, args, kwargs, "async_op", True))
-            self._streams.send(kind, _nbytes(args[:2]), axis, asynchronous=asynchronous)
+            self.streams.send(kind, _nbytes(args[:2]), axis, asynchronous=asynchronous)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         given, outputs = list(tensors_of(args[0])), list(tensors_of(out))
         if kind == ALL_TO_ALL:
             sizes = _argument(func, args, kwargs, "input_split_sizes", ())
             kind = SEND if sum(size > 0 for size in sizes) == 1 < len(sizes) else kind  # all data goes to one rank
-        number = self._streams.send(kind, _nbytes((given, outputs)), axis, asynchronous=True)
+        number = self.streams.send(kind, _nbytes((given, outputs)), axis, asynchronous=True)
         for tensor in outputs:
             self._recorder.made(tensor, name)
             self._under_way[tensor.untyped_storage()._cdata] = number, given
@@ -127,7 +127,7 @@ class Ranks:
     def begin_step(self) -> None:
         """Reset the state of the last step."""
         self._under_way.clear()
-        self._streams.begin_step()
+        self.streams.begin_step()
 
     def _axis(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         group = _argument(func, args, kwargs, "process_group", _argument(func, args, kwargs, "group_name", None))

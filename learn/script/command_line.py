@@ -24,7 +24,6 @@ from featurize.job.layout import Cluster, Parallel
 
 FORM = "python SCRIPT.py ARGUMENTS or python -m MODULE ARGUMENTS"
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
-_PORT = "29500"
 _ACCELERATE_S = 120.0
 
 
@@ -125,9 +124,18 @@ def _parse(words: list[str], environment: Mapping[str, str]) -> ScriptCommand:
     return ScriptCommand(script, is_module, tuple(arguments), environment)
 
 
-def _thread_limit(per_node: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the thread limit that launchers set for several processes of a node, unless it is set already."""
-    return {} if "OMP_NUM_THREADS" in environment or per_node == 1 else {"OMP_NUM_THREADS": "1"}
+def _common_variables(nodes: int, per_node: int, before: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that every launcher sets for the first process. Threads are limited for several processes
+    of a node, unless they are already."""
+    limit = {} if "OMP_NUM_THREADS" in before or per_node == 1 else {"OMP_NUM_THREADS": "1"}
+    return {
+        **limit,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(nodes * per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
 
 
 def _count_of(text: object, option: str) -> int:
@@ -186,20 +194,14 @@ def _variables_of_torchrun(
 ) -> dict[str, str]:
     """Return the variables that torchrun sets for a worker
     (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
-    ranks = str(nodes * per_node)
     return {
-        **_thread_limit(per_node, before),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
+        **_common_variables(nodes, per_node, before),
         "GROUP_RANK": "0",
         "ROLE_RANK": "0",
         "ROLE_NAME": role,
-        "WORLD_SIZE": ranks,
         "LOCAL_WORLD_SIZE": str(per_node),
         "GROUP_WORLD_SIZE": str(nodes),
-        "ROLE_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": _PORT,
+        "ROLE_WORLD_SIZE": str(nodes * per_node),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(restarts),
         "TORCHELASTIC_RUN_ID": run_id,
@@ -287,15 +289,10 @@ def _deepspeed(launcher: str, words: list[str], before: Mapping[str, str]) -> Sc
         raise UsageError(f"{launcher}: nodes with different numbers of GPUs ({sizes}) are not followed")
     nodes, per_node = len(gpus_of_nodes), gpus_of_nodes[0]
     variables = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(nodes * per_node),
+        **_common_variables(nodes, per_node, before),
         "LOCAL_SIZE": str(per_node),
         "CROSS_RANK": "0",
         "CROSS_SIZE": str(nodes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": _PORT,
-        **_thread_limit(per_node, before),
     }
     arguments = (*([] if options.no_local_rank else ["--local_rank=0"]), *options.user_args)
     return ScriptCommand(options.user_script, options.module, arguments, before, nodes, per_node, variables)

@@ -35,19 +35,6 @@ _META = torch.device("meta")
 # Files, not modules' names: a script may have packages of the same names as ours.
 _OWN = tuple(str(ROOT / folder) + os.sep for folder in ("featurize", "learn"))
 
-_TYPE_NAMES = {
-    torch.float32: "Float",
-    torch.float64: "Double",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.int64: "Long",
-    torch.int32: "Int",
-    torch.int16: "Short",
-    torch.int8: "Char",
-    torch.uint8: "Byte",
-    torch.bool: "Bool",
-}
-
 
 def names_cuda(device: object) -> bool:
     """Return whether a device argument names a GPU: `cuda`, `cuda:1` or a device of that type."""
@@ -157,11 +144,11 @@ def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 def _type(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor, *wanted = args
     if not wanted and not kwargs:
-        return f"torch.cuda.{_TYPE_NAMES.get(tensor.dtype, 'Float')}Tensor" if tensor.is_meta else func(tensor)
+        on_host: str = func(torch.empty(0, dtype=tensor.dtype) if tensor.is_meta else tensor)
+        return on_host.replace("torch.", "torch.cuda.") if tensor.is_meta else on_host
     if wanted and isinstance(wanted[0], str) and wanted[0].startswith("torch.cuda."):
-        name = wanted[0].removeprefix("torch.cuda.").removesuffix("Tensor")
-        dtype = next((dtype for dtype, known in _TYPE_NAMES.items() if known == name), torch.float32)
-        return tensor.to(_META, dtype)
+        kind = getattr(torch, wanted[0].removeprefix("torch.cuda."), torch.FloatTensor)
+        return tensor.to(_META, kind.dtype)
     return func(*args, **kwargs)
 
 

@@ -27,16 +27,15 @@ from featurize.operators.torch_releases import SHARDS, complete_collectives, ref
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, Collective
 from featurize.recording.values import remember
-from featurize.training.rank import Replica, limits_of
+from featurize.training.rank import Replica
 from learn.script.command_line import ScriptCommand
 from learn.script.fake_cuda import CUDA, giving, on_the_gpu
 
 if TYPE_CHECKING:
     from featurize.training.ranks import Ranks
-    from featurize.training.streams import Streams
     from featurize.training.zero import ZeroRank
 
-BUCKETS = "_gpufarm_buckets"  # attribute of a DistributedDataParallel: bytes of its buckets
+REPLICA = "_gpufarm_replica"  # attribute of a DistributedDataParallel: its `Replica`
 
 
 class RankZero:
@@ -57,21 +56,20 @@ class RankZero:
         self._wrappers: list[Replica | ZeroRank] = []
         self._zero: ZeroRank | None = None
         self._wrapper: Parallel | None = None  # layout of the first replica
-        self._streams: Streams | None = None
-        self._ranks: Ranks | None = None
+        self._ranks: Ranks | None = None  # there is a process group of several ranks
         self._collectives: tuple[Collective, ...] = ()
         self._entered = contextlib.ExitStack()  # left when the process ends
 
     def begin(self) -> None:
         """Start recording collectives: the script has created its process group, with several ranks. PyTorch's own
         wrappers then run on meta tensors, where the release allows that."""
-        if self._streams is not None:
+        if self._ranks is not None:
             return
         from featurize.training.ranks import Ranks  # their imports are slow
         from featurize.training.streams import Streams
 
         complete_collectives()
-        streams = self._streams = Streams()
+        streams = Streams()
         streams.recorder = self.recorder
         self._ranks = Ranks(streams, {})
         self.recorder.among_ranks = self._ranks.ran
@@ -118,7 +116,7 @@ class RankZero:
         """Return the name of a process group, as collectives have it."""
         from featurize.training.ranks import own_axis
 
-        return "" if group is None or self._streams is None else own_axis(group.group_name)
+        return "" if group is None or self._ranks is None else own_axis(group.group_name)
 
     def begin_step(self) -> None:
         """Begin a step."""
@@ -129,7 +127,7 @@ class RankZero:
 
     def end_step(self) -> None:
         """End a step; the last step's collectives count."""
-        sent = () if self._streams is None else self._streams.collectives()
+        sent = () if self._ranks is None else self._ranks.streams.collectives()
         self._collectives = (*sent, *(collective for wrapper in self._wrappers for collective in wrapper.collectives()))
 
     def collectives(self) -> tuple[Collective, ...]:
@@ -138,7 +136,7 @@ class RankZero:
 
     def layout(self) -> Parallel | None:
         """Return the layout of the job; None for one process, or for several that never communicate."""
-        if self.launched == 1 or self._streams is None:
+        if self.launched == 1 or self._ranks is None:
             return None
         return self._wrapper or self._command.layout(self.launched)
 
@@ -146,7 +144,7 @@ class RankZero:
         """Return the assumptions about the ranks."""
         if self.launched == 1:
             return []
-        if self._streams is None:
+        if self._ranks is None:
             return [f"the script starts no process group: each of its {self.launched} processes trains by itself"]
         return [f"the script ran as rank 0 of {self.launched}; where other ranks run other code, they may need more"]
 
@@ -433,8 +431,7 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
             kind=BUCKET if rank.launched > 1 else "gradient",
             axis=rank.axis_of(process_group),
         )
-        object.__setattr__(self, "_gpufarm_replica", replica)
-        object.__setattr__(self, BUCKETS, limits_of(bucket_cap_mb))
+        object.__setattr__(self, REPLICA, replica)
         rank.add(replica, settings if dist.get_world_size(process_group) == rank.launched else None)
 
     for name, function in (
@@ -456,7 +453,7 @@ def _install_replicas(rank: RankZero, note: Callable[[str], None]) -> None:
 def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Forward pass of a replica, in torch's order (torch/nn/parallel/distributed.py: `_pre_forward`,
     `_post_forward`)."""
-    replica: Replica = self._gpufarm_replica
+    replica: Replica = getattr(self, REPLICA)
     trains = torch.is_grad_enabled()
     if trains:
         if replica.has_reduced and (names := replica.without_gradient()):

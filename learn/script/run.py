@@ -45,7 +45,7 @@ from learn.script.command_line import ScriptCommand
 from learn.script.containment import DISTRIBUTED, contain
 from learn.script.deepspeed_engine import install_deepspeed
 from learn.script.fake_cuda import PretendCuda, enter_everywhere, install_cuda
-from learn.script.process_group import BUCKETS, RankZero, install_process_group
+from learn.script.process_group import REPLICA, RankZero, install_process_group
 from learn.script.records import SAVED, ScriptRecord, Setting, write_record
 from learn.script.script_recorder import ScriptRecorder, StepWatch
 
@@ -65,7 +65,7 @@ def _parts_of_wrapper(module: nn.Module) -> list[nn.Module] | None:
 
 
 class ScriptCompiler:
-    """The modules that a script has compiled.
+    """The modules that a script has compiled: each has itself as `_orig_mod`, as torch's have the original.
 
     note   called for each function that was not compiled
     """
@@ -73,7 +73,6 @@ class ScriptCompiler:
     def __init__(self, recorder: ScriptRecorder, note: Callable[[str], None]) -> None:
         self._recorder, self._note = recorder, note
         self._regions: list[CompiledRegions] = []
-        self._compiled: set[int] = set()  # ids of modules, which live as long as the process
 
     def install(self) -> None:
         """Replace torch.compile and `nn.Module.compile` in this process."""
@@ -94,12 +93,8 @@ class ScriptCompiler:
 
         def state_of(module: nn.Module) -> dict[str, Any]:
             """Return the state of a module to copy or save: a copy of a compiled module runs uncompiled."""
-            added_names = ("forward", "_orig_mod") if id(module) in self._compiled else ()
-            return {name: value for name, value in vars(module).items() if name not in added_names and not saves(value)}
-
-        def saves(value: Any) -> bool:
-            """Return whether an attribute is the method that `containment` gives to modules that are not scripted."""
-            return isinstance(value, functools.partial) and value.func is torch.jit.save
+            added_names = ("forward", "_orig_mod") if "_orig_mod" in vars(module) else ()
+            return {name: value for name, value in vars(module).items() if name not in added_names}
 
         setattr(nn.Module, "__getstate__", state_of)  # noqa: B010 -- before Python 3.11 there is none to replace
         replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module, kwargs) and None)
@@ -112,14 +107,14 @@ class ScriptCompiler:
     @property
     def compiles(self) -> bool:
         """Return whether the script has compiled a module."""
-        return bool(self._compiled)
+        return bool(self._regions)
 
     def notes(self) -> tuple[str, ...]:
         """Return notes on the certainty of the compiled modules' figures."""
         return tuple(dict.fromkeys(text for regions in self._regions for text in regions.notes()))
 
     def _module(self, module: nn.Module, given: Mapping[str, Any]) -> nn.Module:
-        if id(module) in self._compiled:
+        if "_orig_mod" in vars(module):
             return module
         if (parts := _parts_of_wrapper(module)) is not None:
             vars(module)["_orig_mod"] = module
@@ -130,7 +125,6 @@ class ScriptCompiler:
         # `compiled_as_it_is`.
         import torch._functorch.aot_autograd
 
-        self._compiled.add(id(module))
         forward = module.forward
 
         @functools.wraps(forward)
@@ -148,8 +142,8 @@ class ScriptCompiler:
 
         @functools.wraps(forward)
         def compiled_as_it_is(*args: Any, **kwargs: Any) -> Any:
-            replica = nn.parallel.DistributedDataParallel._get_active_ddp_module()
-            regions.buckets = getattr(replica, BUCKETS, None)
+            wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+            regions.buckets = None if wrapper is None else getattr(wrapper, REPLICA).limits
             with torch._C.DisableTorchFunction():  # the graphs are of meta tensors
                 on_the_gpu = any(tensor.is_meta for tensor in module.parameters())
                 return (compiled if on_the_gpu else as_on_a_gpu)(*args, **kwargs)

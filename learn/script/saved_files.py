@@ -176,18 +176,23 @@ class SavedFiles:
 
     def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file as Python's own function does; a saved one is opened in the folder."""
-        if not set(mode) & set("wax+"):
-            file = self.at(file)
-        elif self.takes(file):
-            self._require_new(file, is_wanted="x" in mode)
-            file = self._kept_copy(file, with_content="a" in mode or "r" in mode)
-        return self._open_file(file, mode, *args, **kwargs)
+        writes = bool(set(mode) & set("wax+"))
+        if "x" in mode and self.takes(file):
+            self._require_new(file)
+        place = self._place(file, writes=writes, with_content="a" in mode or "r" in mode)
+        return self._open_file(place, mode, *args, **kwargs)
 
-    def _require_new(self, path: Any, *, is_wanted: bool = True) -> None:
-        if is_wanted and os.path.lexists(path):
+    def _require_new(self, path: Any) -> None:
+        if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
-    def _kept_copy(self, path: Any, *, with_content: bool = True) -> str:
+    def _place(self, path: Any, *, writes: bool, with_content: bool = True) -> Any:
+        """Return the location at which a file is read or written: while saving, it is written in the folder."""
+        if not writes:
+            return self.at(path)
+        return self._kept_copy(path, with_content=with_content) if self.takes(path) else path
+
+    def _kept_copy(self, path: Any, *, with_content: bool) -> str:
         """Return the path to write to, with the existing content if `with_content`."""
         self._note(NOTE)
         before = self.at(path) if with_content and os.path.lexists(path) else None
@@ -202,15 +207,10 @@ class SavedFiles:
 
     def _alter(self, function: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Change a file's content or attributes; while saving, those of the copy in the folder."""
-        is_saved = os.path.isfile(path) and self.takes(path)
-        return function(self._kept_copy(path) if is_saved else self.at(path), *args, **kwargs)
+        return function(self._place(path, writes=os.path.isfile(path)), *args, **kwargs)
 
     def _open(self, function: Callable[..., int], path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if not flags & _WRITING:
-            path = self.at(path)
-        elif self.takes(path):
-            path = self._kept_copy(path)
-        return function(path, flags, *args, **kwargs)
+        return function(self._place(path, writes=bool(flags & _WRITING)), flags, *args, **kwargs)
 
     def _mkdir(self, function: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
         if self.takes(path):
@@ -410,7 +410,7 @@ def install_saving(files: SavedFiles, note: Callable[[str], None]) -> None:
 
     _install_torchscript()
     if importlib.util.find_spec("safetensors") is not None:
-        _install_safetensors(files, note)
+        _install_safetensors(files)
     if importlib.util.find_spec("tokenizers") is not None:
         _install_tokenizers(files)
 
@@ -460,14 +460,13 @@ def _install_pickling() -> None:
     torch.serialization.add_safe_globals([rebuild])
 
 
-def _install_safetensors(files: SavedFiles, note: Callable[[str], None]) -> None:
+def _install_safetensors(files: SavedFiles) -> None:
     import safetensors
     import safetensors.torch
 
     @replace_in("save_file", safetensors.torch)
     def save_file(_save: Any, tensors: Mapping[str, Tensor], filename: Any, metadata: Any = None) -> None:
-        note(NOTE)
-        with open(files.into(filename), "wb") as target:
+        with open(filename, "wb") as target:  # of `files`, in a function that saves
             write_safetensors(tensors, target, metadata)
 
     @replace_in("save", safetensors.torch)

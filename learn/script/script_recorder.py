@@ -23,12 +23,13 @@ from torch.utils import checkpoint
 
 from featurize.operators.own_operators import whole_elements
 from featurize.operators.replacing import replace_in, replaced
-from featurize.operators.tensor_parts import local_tensor, wrap_others
+from featurize.operators.tensor_parts import local_tensor, tensors_in, wrap_others
 from featurize.recording.block_record import Traits, traits_of
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BATCH
 from featurize.recording.values import ALL_KEPT, READ, UnknownValue
 from featurize.trace.tracer import STEPS
+from featurize.training.optimizers import state_tensors
 from learn.script.process_group import RankZero
 from learn.script.records import Setting
 
@@ -156,9 +157,8 @@ class ScriptRecorder(Recorder):
             return out
 
     def _writes_to_parameters(self, func: torch._ops.OpOverload, args: Any) -> bool:
-        written = (args[place] for place in traits_of(func).written if place < len(args))
-        tensors = (tensor for value in written for tensor in (value if isinstance(value, list | tuple) else (value,)))
-        return any(isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in self.trained for tensor in tensors)
+        written = tensors_in(args[place] for place in traits_of(func).written if place < len(args))
+        return any(tensor.untyped_storage()._cdata in self.trained for tensor in written)
 
     def name_updates_state(self) -> None:
         """Label the blocks that an update without a torch optimizer has allocated and keeps as optimizer state."""
@@ -404,9 +404,7 @@ class StepWatch:
         self._recorder.updating = False
         again = optimizer in self._stepped
         with torch._C.DisableTorchFunction():
-            states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
-            tensors = (value for values in states for value in values if isinstance(value, Tensor))
-            self._recorder.memory.name(tensors, "optimizer_state")
+            self._recorder.memory.name(state_tensors(optimizer), "optimizer_state")
             if not _is_on_gpu(optimizer):
                 return
             self._stepped.add(optimizer)
