@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor import list_mode_options
 
 from conf.cli.own_packages import PACKAGES, ROOT
 from conf.errors import CommandError
@@ -160,6 +159,8 @@ class ScriptCompiler:
         """
         mode = given.get("mode")
         if given.get("backend", "inductor") == "inductor":
+            from torch._inductor import list_mode_options  # imports the compiler
+
             list_mode_options(mode)
         if isinstance(mode, str) and mode.startswith("max-autotune"):
             self._note(AUTOTUNED)

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from featurize.trace.light_imports import _StandIn, without_compiler
+from learn import estimate_script
+from tests.learn.test_script_failures import LOOP
 
 CONFIG = "config={family: mlp, batch_size: 8, input_size: 64, classes: 10, depth: 2}"
 
@@ -79,6 +81,11 @@ print(json.dumps([name for name in ("torch._dynamo.convert_frame", "torch.distri
         tmp_path,
     )
     assert printed.splitlines()[-2:] == ["[]", "[]"]
+
+
+def test_a_script_that_compiles_nothing_brings_no_compiler(tmp_path):
+    (tmp_path / "train.py").write_text(f"import sys\nassert 'torch._dynamo.convert_frame' not in sys.modules{LOOP}")
+    assert estimate_script(["python", str(tmp_path / "train.py")]).peak_memory_mib > 0
 
 
 def test_the_first_trace_of_a_process_holds_no_more_than_the_next_where_checkpoints_bring_the_compiler(tmp_path):
