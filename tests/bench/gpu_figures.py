@@ -10,6 +10,7 @@ import datetime
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -95,10 +96,7 @@ def figures(rows: Sequence[Mapping], published: Sequence[Mapping], seconds: floa
 
 
 def _statuses(rows: Iterable[Mapping]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row["status"]] = counts.get(row["status"], 0) + 1
-    return dict(sorted(counts.items()))
+    return dict(sorted(Counter(row["status"] for row in rows).items()))
 
 
 def _whole(rows: Iterable[Mapping]) -> list[Mapping]:

@@ -93,6 +93,7 @@ def test_the_help_of_a_command_says_both_spellings(name):
     assert description(name)[0] == summary(name)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("name", "module"),
     [
@@ -126,31 +127,6 @@ def test_folders_without_an_init_file_hide_nothing(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").touch()
     assert "Sample trial configurations" in python("-m", "farm.submit", "--help", cwd=tmp_path).stdout
-
-
-@pytest.mark.slow
-def test_gpufarm_runs_trials_from_a_folder_full_of_such_files_and_finds_the_users_model(tmp_path):
-    """Also where the folder is in PYTHONPATH: the trial's own process has to find our packages, and the model."""
-    folder = tmp_path / HOSTILE
-    for name in own_packages.PACKAGES:
-        shadow(folder, f"{name}/__init__.py" if name in ("conf", "learn") else f"{name}.py")
-    (folder / "nets.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(4, 4)\n")
-    done = python(
-        "-m",
-        "gpufarm",
-        "submit",
-        "+arch=zoo",
-        "n=1",
-        "arch.space.model=nets:build",
-        "arch.space.inputs='float32[4]'",
-        "device=simulated",
-        "cluster=inline",
-        "data=data",
-        cwd=folder,
-        PYTHONPATH=os.pathsep.join([PATHS, str(folder)]),
-        XDG_STATE_HOME=str(tmp_path / "state"),
-    )
-    assert "(ok 1)" in done.stdout
 
 
 # As `pip install --editable` has it: our packages are not on the path; a finder knows them once the path is searched.

@@ -81,7 +81,8 @@ class Served:
             yield
         finally:
             for server in held:
-                server.resume()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ends with its service
+                    server.resume()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

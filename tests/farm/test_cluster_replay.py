@@ -432,31 +432,6 @@ def test_a_data_folder_keeps_the_page_and_its_figures(capsys, tmp_path):
     assert page.suffix == ".html" and json.loads(figures.read_text())["jobs"] == 10
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "policy=nope",
-        "estimator=[ours,nope]",
-        "sharing=mig",
-        "n=0",
-        "gpus=0",
-        "seeds=[]",
-        "seeds=[1,1]",
-        "load=0",
-        "risk=0",
-        "max_slowdown=0.5",
-        "warmup_s=60",
-        "device=none",
-        "trace=nope.json",
-        "format=x",
-        "policy=[]",
-    ],
-)
-def test_a_bad_value_is_one_line_and_exit_code_2(capsys, argument):
-    code, out, err = command(capsys, argument)
-    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["exclusive", "magm", "ours"])
 def test_a_hundred_thousand_jobs_on_a_thousand_gpus_are_replayed_to_their_end(policy):

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -18,6 +19,7 @@ from farm.comparison import run as run_module
 from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
 from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
+from farm.submission import model_check
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.device.device_spec import load_device
 from warehouse.files.folder import DataFolder
@@ -409,34 +411,25 @@ def test_environments_need_to_be_told_what_to_run(tmp_path, capsys):
 
 
 def test_a_model_that_no_environment_has_is_refused_and_one_that_a_side_lacks_is_not(tmp_path, capsys, monkeypatch):
-    """The environments' own Pythons are asked. Here they are this one, each with a module of its own."""
-    problem = "model=lib.nets:fatcory: lib.nets has no attribute 'fatcory'; near names: factory"
-    for name, factory in (("old", "factory"), ("new", "factory"), ("has it", "fatcory")):
-        script(
-            tmp_path / name / "bin" / "python",
-            '#!/bin/sh\nif [ "$1" = -c ]; then '
-            f"""echo 'PROBE{{"torch_version": "{name}"}}'; exit; fi\n"""
-            f'PYTHONPATH="{tmp_path / name}:$PYTHONPATH" exec {sys.executable} "$@"\n',
-        )
-        (tmp_path / name / "lib").mkdir()
-        (tmp_path / name / "lib" / "nets.py").write_text(f"def {factory}(): pass\n")
+    problem, ask = "lib.nets has no attribute 'fatcory'; near names: factory", model_check._ask
+
+    def answer(models, patience_s, environment):
+        name = Path(environment[0]).parents[1].name
+        return ask(models, patience_s, environment) if name == "new" else [None if name == "has it" else problem]
+
+    monkeypatch.setattr(model_check, "_ask", answer)
     monkeypatch.setattr(run_module, "_run_set", lambda *_: (_ for _ in ()).throw(run_module.Interrupted))
-    home = tmp_path / "a'; echo home"
-    job = [
-        "+arch=zoo",
-        "arch.space.model=lib.nets:fatcory",
-        "arch.space.inputs='float32[4]'",
-        "n=2",
-        "device=simulated",
-    ]
-    sides = {name: str(tmp_path / name) for name in ("old", "new", "has it")}
-    assert compare(f"before={sides['old']}", f"after={sides['new']}", *job, data=home) == 2
+    for name in ("old", "older", "new", "has it"):
+        probed = f"""#!/bin/sh\nif [ "$1" = -c ]; then echo 'PROBE{{"torch_version": "{name}"}}'; fi\n"""
+        script(tmp_path / name / "bin" / "python", probed)
+    home, old = tmp_path / "a'; echo home", f"before={tmp_path / 'old'}"
+    job = ["+arch=zoo", "arch.space.model=lib.nets:fatcory", "arch.space.inputs='float32[4]'", "n=2"]
+    job.append("device=simulated")
+    assert compare(old, f"after={tmp_path / 'older'}", *job, data=home) == 2
     assert f"error: {problem}\n" in capsys.readouterr().err and not home.exists()
-    assert compare(f"before={sides['old']}", f"after='{sides['has it']}'", *job, data=home) == 130
+    assert compare(old, f"after='{tmp_path / 'has it'}'", *job, data=home) == 130
     assert home.exists() and problem not in capsys.readouterr().err
-    probed = """#!/bin/sh\nif [ "$1" = -c ]; then echo 'PROBE{"torch_version": "new"}'; fi\n"""
-    script(tmp_path / "new" / "bin" / "python", probed)
-    assert compare(f"before={sides['old']}", f"after={sides['new']}", *job, data=home) == 130
+    assert compare(old, f"after={tmp_path / 'new'}", *job, data=home) == 130
     assert "cannot check models; 1 of 1 is queued unchecked" in capsys.readouterr().err
 
 

@@ -42,20 +42,20 @@ def test_layouts_of_a_space():
             with_layouts(space, wrong)
 
 
-def test_stages_of_zero_are_simulated_only():
-    space = with_layouts(own_space("mlp"), "ddp=2,zero=2")
+def require_simulated(layout, refusal):
+    space = with_layouts(own_space("mlp"), layout)
     require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
     for choice in (CPU, CUDA):
-        with pytest.raises(UsageError, match="parallel=ddp=2, zero=2: real ranks do not run DeepSpeed; simulate it"):
+        with pytest.raises(UsageError, match=refusal):
             require_gpus(space, choice, ClusterSettings())
 
 
+def test_stages_of_zero_are_simulated_only():
+    require_simulated("ddp=2,zero=2", "parallel=ddp=2, zero=2: real ranks do not run DeepSpeed; simulate it")
+
+
 def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monkeypatch):
-    sixteen = with_layouts(own_space("mlp"), "ddp=16")
-    for choice in (CPU, CUDA):
-        with pytest.raises(UsageError, match="16 ranks fill 2 nodes of 8, and a trial runs on one"):
-            require_gpus(sixteen, choice, ClusterSettings())
-    require_gpus(sixteen, DeviceChoice(backend="simulated"), ClusterSettings())
+    require_simulated("ddp=16", "16 ranks fill 2 nodes of 8, and a trial runs on one")
     monkeypatch.setattr("farm.submission.settings.make_device", lambda choice: FakeGpus())
     with pytest.raises(UsageError, match="parallel=ddp=4 needs 4 GPUs of one node, and the largest node has 3"):
         require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, ClusterSettings())
@@ -68,13 +68,7 @@ def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monke
 @pytest.mark.needs_mode("pp")
 @pytest.mark.parametrize("mode", ["pp", "own", "cp"])
 def test_some_modes_run_on_simulated_gpus_only(mode):
-    space = with_layouts(own_space("mlp"), f"{mode}=2")
-    for choice in (CPU, CUDA):
-        with pytest.raises(
-            UsageError, match=f"{mode} does not run on real devices yet; modes that do: ddp, fsdp, tp; simul"
-        ):
-            require_gpus(space, choice, ClusterSettings())
-    require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
+    require_simulated(f"{mode}=2", f"{mode} does not run on real devices yet; modes that do: ddp, fsdp, tp; simul")
 
 
 def test_a_simulated_layout_that_torch_is_too_old_for_is_refused_before_it_is_queued(monkeypatch):
@@ -167,37 +161,6 @@ def executor(died):
             executor.close()
 
 
-@pytest.fixture
-def singles(executor):
-    """The executor, each of whose GPUs has a worker: one of three GPUs that does not come back leaves such."""
-    if [seat.gpus for seat in executor._seats.values()] != [1, 1, 1]:
-        await_idle(executor, 1)
-        lose_a_worker_of_all_gpus(executor)
-    await_idle(executor, 3)
-    return executor
-
-
-def await_idle(executor, count):
-    def idle():
-        assert executor.wait(0.2) == []
-        return len(executor.idle()) >= count
-
-    await_(idle, f"{count} idle workers")
-
-
-def lose_a_worker_of_all_gpus(executor):
-    """Its trial ends its process, and it says then that a GPU is gone."""
-    executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
-    lost = []
-
-    def is_over():
-        lost.extend(executor.wait(0.2))
-        return lost and executor.idle()
-
-    await_(is_over, "the loss of a worker")
-    assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
-
-
 def await_runs(executor, queue, count):
     """The results of all tasks by their index, and the workers that brought them back."""
     done, workers = {}, {}
@@ -219,30 +182,26 @@ def await_runs(executor, queue, count):
     return done, workers
 
 
-def test_a_worker_whose_process_dies_while_it_starts_is_asked_again(singles, died):
-    assert died.exists()
-
-
-def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(singles):
-    executor = singles
+def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor, died):
+    await_(lambda: executor.wait(0.2) or len(executor.idle()) == 3, "a worker of each GPU")
+    assert died.exists(), "a worker whose process dies while it starts is asked again"
     tasks = [task(index, "ddp=2") for index in range(3)]
     for worker in executor.idle():
         executor.submit(worker, tasks.pop(0))
-    _, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
+    done, workers = await_runs(executor, [task(3), task(4, "ddp=2")], 5)
     assert workers[0] == workers[1] == workers[2], "the GPUs stay together for the next trial of as many ranks"
-
-
-def test_a_queue_of_trials_on_one_gpu_and_on_several_comes_to_its_end(singles):
-    executor = singles
-    layouts = [None, "ddp=2", "ddp=3", None, "ddp=2", None]
-    assert executor.most_gpus() == 3
-    done, _ = await_runs(executor, [task(index, layout) for index, layout in enumerate(layouts)], len(layouts))
-    for index, layout in enumerate(layouts):
-        gpus, grouped = done[index]
-        assert (len(set(gpus)), grouped) == ({None: 1, "ddp=2": 2, "ddp=3": 3}[layout], layout is not None)
+    assert [(len(set(gpus)), grouped) for gpus, grouped in map(done.get, range(5))] == [
+        *[(2, True)] * 3,
+        (1, False),
+        (2, True),
+    ]
 
 
 def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
-    await_idle(executor, 1)
-    lose_a_worker_of_all_gpus(executor)
+    """A trial on all GPUs ends its worker's process, and says then that a GPU is gone."""
+    await_(lambda: executor.wait(0.2) or executor.idle(), "an idle worker")
+    executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
+    lost = []
+    await_(lambda: lost.extend(executor.wait(0.2)) or (lost and executor.idle()), "the loss of a worker")
+    assert [completion.lost.partition(":")[0] for completion in lost] == ["worker lost"]
     await_runs(executor, [task(index) for index in range(3)], 3)

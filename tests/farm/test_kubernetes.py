@@ -8,8 +8,6 @@ import copy
 import http.server
 import json
 import ssl
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -331,12 +329,12 @@ def test_kueue_is_asked_in_the_version_that_the_server_prefers(decided):
     assert decided(workload("small", {"gpufarm.io/job": JOB}), version="v1beta2").keys() == {"small", "memory"}
 
 
-def test_a_server_without_kueue_is_one_line(service):
+def test_a_server_without_kueue_is_one_line(service, handlers, capsys):
     api = RecordedApi([], version="")
-    command = [sys.executable, "-m", "farm.kueue", f"server={service.url}", f"api={api.url}", "once=true"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    assert cli.run("kueue", kueue.entry, [f"server={service.url}", f"api={api.url}", "once=true"]) == 2
     api.close()
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is Kueue installed?" in done.stderr
+    error_text = capsys.readouterr().err
+    assert error_text.count("\n") == 1 and "is Kueue installed?" in error_text
 
 
 def test_a_workload_waits_until_its_trace_is_done(service, decided):

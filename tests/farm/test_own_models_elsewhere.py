@@ -70,6 +70,7 @@ def test_a_fit_takes_the_other_rows(data, capsys, trust):
     assert re.search(expected_text, out) and MODULE in out, out
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("trust", [(), (f"trust=[{MODULE}]",)])
 def test_a_benchmark_answers_for_the_other_families(data, tmp_path, capsys, trust):
     written = tmp_path / "benchmark.json"

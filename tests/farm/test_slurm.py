@@ -13,9 +13,10 @@ import pytest
 
 from conf.cli.command_line import run
 from conf.errors import UsageError
-from farm import slurm
+from farm import sbatch, slurm
 from farm.sbatch import SbatchSettings, entry, split_arguments, training_command
 from farm.slurm import read_table
+from learn import estimate
 from tests.farm.served import MLP
 
 DEVICES = "devices={A100-SXM4-40GB: a100, L4: l4}"
@@ -195,22 +196,34 @@ def test_a_batch_script_is_estimated_where_it_goes_to_and_submitted_with_what_it
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 3\n')
     fake.chmod(0o755)
     options = ["-p", "gpu", "-D", "above"]
-    command = [sys.executable, "-m", "farm.sbatch", DEVICES, f"sbatch={fake}", "--", *options, "job.sh", "x"]
+    command = [sys.executable, "-m", "farm.sbatch", "devices={L4: l4}", f"sbatch={fake}", "--", *options, "job.sh", "x"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 3, done.stderr  # sbatch's own
     comment, *added = done.stdout.splitlines()
     assert comment.startswith("--comment=gpufarm: ")
-    assert added == ["--gres=gpu:1", "--constraint=a100|l4", *options, "job.sh", "x"]
-    assert "A100-SXM4-40GB: " in done.stderr and "fits" in done.stderr
+    assert added == ["--gres=gpu:1", "--constraint=l4", *options, "job.sh", "x"]
+    assert "L4: " in done.stderr and "fits" in done.stderr
 
 
-def test_what_the_script_says_itself_stays(tmp_path, capsys):
-    (tmp_path / "train.py").write_text(TRAINING)
+@pytest.mark.parametrize(
+    ("directive", "added"),
+    [
+        ("--time=1", ["--comment=gpufarm: ", "--gres=gpu:1", "--constraint=a100|l4"]),
+        ("--time=1 --gres=gpu:2 -C v100 --comment=mine", []),
+    ],
+)
+def test_what_the_script_leaves_open_is_added_and_what_it_says_itself_stays(
+    tmp_path, monkeypatch, capsys, directive, added
+):
+    estimates = {name: estimate(MLP, device=name) for name in ("A100-SXM4-40GB", "L4")}
+    monkeypatch.setattr(sbatch, "_estimates", lambda _training, _settings: estimates)
     script = tmp_path / "job.sh"
-    directive = "#SBATCH --time=1 --gres=gpu:2 -C v100 --comment=mine"
-    script.write_text(f"#!/bin/bash\n{directive}\npython {shlex.quote(str(tmp_path / 'train.py'))}\n")
-    assert entry(SbatchSettings(devices={"L4": "l4"}, dry_run=True), [str(script)]) == 0
-    assert shlex.split(capsys.readouterr().out) == ["sbatch", str(script)]
+    script.write_text(f"#!/bin/bash\n#SBATCH {directive}\npython train.py\n")
+    settings = SbatchSettings(devices={"A100-SXM4-40GB": "a100", "L4": "l4"}, dry_run=True)
+    assert entry(settings, [str(script)]) == 0
+    program, *options, last = shlex.split(capsys.readouterr().out)
+    assert (program, last, len(options)) == ("sbatch", str(script), len(added))
+    assert all(option.startswith(start) for option, start in zip(options, added, strict=True))
 
 
 @pytest.mark.parametrize(

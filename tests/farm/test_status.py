@@ -11,7 +11,6 @@ from farm.dispatch.working import Progress
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, RunDoubt
-from farm.status import _print_table
 from featurize.configs.space import parse_space
 from tests.surroundings import execute_sql
 from warehouse.files.folder import DataFolder
@@ -70,17 +69,6 @@ def work(queue, statuses, now=1_000_000_000.0):
     for outcome in statuses:
         (task,) = queue.lease("w", 1, now, 60.0)
         queue.finish(task, outcome, now, error=BOOM if outcome == "crashed" else None)
-
-
-@pytest.mark.parametrize("module", [status, cancel])
-@pytest.mark.parametrize("exists", [False, True])
-def test_what_is_no_data_folder_is_one_line_and_exit_code_2(call, folder, module, exists):
-    if exists:
-        folder.root.mkdir()
-    code, out, err = call(module, "job=mlp-1")
-    assert (code, out, err.count("\n")) == (2, "", 1) and str(folder.root) in err
-    assert ("does not exist" in err) == (not exists) and "python -m farm.submit" in err
-    assert folder.root.exists() == exists and not folder.queue.exists()
 
 
 def test_an_empty_folder_says_how_to_submit(call, folder):
@@ -245,68 +233,31 @@ def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     assert [line.split("│")[-2].strip() for line in call(status)[1].splitlines() if "mlp-0" in line] == ["cancelled"]
 
 
-@pytest.mark.parametrize(
-    ("module", "arguments", "problem"),
-    [(status, ["format=xml"], "unknown format 'xml'; known: json, table"), (cancel, [], "missing job=")],
-)
-def test_an_unknown_format_and_a_job_that_is_not_given_are_told(call, queue, module, arguments, problem):
-    code, _, err = call(module, *arguments)
-    assert code == 2 and problem in err
-
-
-def test_no_control_character_of_a_stored_error_reaches_the_terminal(capsys):
-    hostile = "a\x1b[2J\x9bb\u202ec\x07"
-    job = {
-        "job_id": "J",
-        "family": hostile,
-        "policy": "random",
-        "n": 1,
-        "queued": 0,
-        "running": 0,
-        "done": 1,
-        "cancelled": 0,
-        "by_status": {"crashed": 1},
-        "rate_per_min": None,
-        "eta_s": None,
-        "priority": 0,
-        "by_quality": {},
-        "state": "done",
-        "submitted_at": "2025-01-02",
-        "seed": 0,
-        "waiting": 0,
-        "space": {"space": []},
-        "settings": {"x": hostile},
-        "errors": [{"task_index": 0, "attempt": 1, "status": "crashed", "state": "done", "error": "first\n" + hostile}],
-    }
-    _print_table({"jobs": [job]})
-    printed = capsys.readouterr().out
-    assert "\\x1b[2J" in printed
-    assert not [c for c in printed if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
-
-
 @pytest.mark.parametrize("time_s", ["'soon'", "1e300", "-1e300", "x'00'"])
 def test_a_queue_with_times_that_are_none_and_names_with_escape_sequences_is_shown(call, folder, queue, time_s):
     submit(queue)
     work(queue, ["crashed", "ok"])
     execute_sql(
         folder.queue,
-        f"UPDATE jobs SET job_id = 'mlp-00c0ffee' || char(10, 27) || '[31m', submitted_at = {time_s}",
         f"UPDATE tasks SET finished_at = {time_s}, error_at = {time_s} WHERE state = 'done'",
+        f"UPDATE jobs SET submitted_at = {time_s}",
     )
+    hostile = "'first' || char(10) || 'a' || char(27) || '[2J' || char(155, 8238) || 'c' || char(7)"
+    execute_sql(
+        folder.queue,
+        f"UPDATE tasks SET error = {hostile} WHERE status = 'crashed'",
+        f"UPDATE jobs SET family = {hostile}, settings_json = json_object('x', {hostile})",
+    )
+    code, out, _ = call(status, "job=mlp-00c0ffee")
+    assert code == 0 and "\\x1b[2J" in out
+    assert not [c for c in out if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
+    execute_sql(folder.queue, "UPDATE jobs SET job_id = 'mlp-00c0ffee' || char(10, 27) || '[31m'")
     for arguments in ([], ["format=json"]):
         code, out, err = call(status, *arguments)
         assert code == 0 and "\x1b" not in out + err and "mlp-00c0ffee\\" in out
     with Progress("mlp-00c0ffee\n\x1b[31m", lambda: ({}, 1)):
         _, _, err = call(status)
         assert "\x1b" not in err and "mlp-00c0ffee\\n" in err
-
-
-def test_an_error_at_a_time_that_is_none_is_shown(call, folder, queue):
-    submit(queue)
-    work(queue, ["crashed"])
-    execute_sql(folder.queue, "UPDATE tasks SET error_at = 'soon' WHERE state = 'done'")
-    code, out, _ = call(status, "job=mlp-00c0ffee")
-    assert code == 0 and "boom" in out
 
 
 def test_an_sqlite_file_without_the_queue_s_tables_is_named(call, folder):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 
@@ -49,6 +50,12 @@ class Farm:
         """(exit code, everything it printed)."""
         output, _ = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, output
+
+    def ends_with(self, expected):
+        """Return everything it printed, once it has ended with that code."""
+        code, output = self.wait()
+        assert code == expected, output
+        return output
 
     def await_runs(self, count):
         """Wait until that many runs have landed."""
@@ -104,6 +111,11 @@ def _children(process):
         return process.children()
     except psutil.Error:
         return []
+
+
+def queue_rows(data, sql, *values):
+    with contextlib.closing(sqlite3.connect(os.path.join(data, "queue.sqlite"))) as queue:
+        return queue.execute(sql, values).fetchall()
 
 
 def landed(data):

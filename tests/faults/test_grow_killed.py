@@ -65,8 +65,7 @@ def outcome(root):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     root = tmp_path_factory.mktemp("undisturbed") / "data"
-    code, output = Farm(root, *GROW, "cluster=inline").wait()
-    assert code == 0, output
+    Farm(root, *GROW, "cluster=inline").ends_with(0)
     return outcome(root)
 
 
@@ -77,8 +76,7 @@ def test_killed_at_every_line(tmp_path, undisturbed):
         await_(lambda farm=farm, count=count: lines(root) >= count or farm._ended(), f"line {count}")
         farm.process.kill()
         farm.wait()
-    code, output = Farm(root, *GROW, "cluster=inline").wait()
-    assert code == 0, output
+    Farm(root, *GROW, "cluster=inline").ends_with(0)
     assert outcome(root) == undisturbed
 
 
@@ -105,8 +103,7 @@ def test_ctrl_c_in_the_middle_of_its_runs_under_ray_leaves_nothing_running(tmp_p
 
 def check_whole_night(root):
     """The same command once more ends the only cycle: all of its plan has run, once."""
-    code, output = Farm(root, *GROW).wait()
-    assert code == 0, output
+    Farm(root, *GROW).ends_with(0)
     night = outcome(root)
     (cycle,) = Journal.open(DataFolder.resolve(root)).cycles()
     planned = sorted(

@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
-def gpufarm(folder, *arguments):
+def gpufarm(folder, *arguments, paths=()):
     done = subprocess.run(
         [sys.executable, "-m", "gpufarm", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'infra'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "infra", *paths]))},
         capture_output=True,
         text=True,
         timeout=600,
@@ -25,14 +25,19 @@ def gpufarm(folder, *arguments):
     return done.stdout
 
 
-def test_ray_workers_and_trial_servers_import_our_packages_and_the_users_model(tmp_path):
+@pytest.mark.parametrize("cluster", ["local", "inline"])
+def test_ray_workers_and_trial_servers_import_our_packages_and_the_users_model(tmp_path, monkeypatch, cluster):
+    """Inline also where the folder is in PYTHONPATH."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = tmp_path / "a'; echo foo"
     for name in ("conf/__init__.py", "farm/__init__.py", "learn.py", "workers.py", "featurize.py", "warehouse.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("raise RuntimeError('a file of the user has run')\n")
     (folder / "nets.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(4, 4)\n")
     model = ("+arch=zoo", "n=3", "arch.space.model=nets:build", "arch.space.inputs='float32[4]'")
-    assert "(ok 3)" in gpufarm(folder, "submit", *model, "device=simulated", "data=data")
+    paths = [folder] if cluster == "inline" else []
+    job = (*model, f"cluster={cluster}", "device=simulated", "data=data")
+    assert "(ok 3)" in gpufarm(folder, "submit", *job, paths=paths)
 
 
 def test_a_function_over_items_runs_in_processes_from_such_a_folder(tmp_path):

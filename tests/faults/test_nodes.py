@@ -1,13 +1,11 @@
 """A cluster of several Ray nodes on one machine: one dies in the middle of a job, another joins."""
 
-import contextlib
 import os
 import signal
-import sqlite3
 
 import psutil
 import pytest
-from farm_process import SUBMIT, Farm, check_complete, kill
+from farm_process import SUBMIT, Farm, check_complete, kill, queue_rows
 
 from farm.dispatch.ray_cluster import own_session_environment
 from tests.surroundings import ENDS_WITHIN_S, await_
@@ -43,18 +41,13 @@ def start(tmp_path, *extra):
     return Farm(data, *SUBMIT, f"n={TASKS}", *where).remember()
 
 
-def ask(data, sql, *values):
-    with contextlib.closing(sqlite3.connect(os.path.join(data, "queue.sqlite"))) as queue:
-        return queue.execute(sql, values).fetchall()
-
-
 def workers_seen(data):
     """Who landed runs."""
-    return {name for (name,) in ask(data, "SELECT DISTINCT worker FROM tasks WHERE state = 'done'")}
+    return {name for (name,) in queue_rows(data, "SELECT DISTINCT worker FROM tasks WHERE state = 'done'")}
 
 
 def states(data, state):
-    return ask(data, "SELECT count(*) FROM tasks WHERE state = ?", state)[0][0]
+    return queue_rows(data, "SELECT count(*) FROM tasks WHERE state = ?", state)[0][0]
 
 
 def test_a_node_that_dies_in_the_middle_of_a_job_loses_nothing_and_the_job_ends(tmp_path, cluster):
@@ -64,8 +57,7 @@ def test_a_node_that_dies_in_the_middle_of_a_job_loses_nothing_and_the_job_ends(
     await_(lambda: len(workers_seen(farm.data)) == 2, "runs of both nodes")
     raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
     kill([*raylet.children(recursive=True), raylet])
-    code, output = farm.wait()
-    assert code == 0, output
+    output = farm.ends_with(0)
     assert "left the cluster with 1 workers" in output, output
     assert check_complete(farm.data, TASKS) == {"ok": TASKS}
     await_(lambda: not farm.servers(), "the end of every trial server", ENDS_WITHIN_S)
@@ -75,8 +67,7 @@ def test_a_node_that_joins_gets_work(tmp_path, cluster):
     farm = start(tmp_path)
     farm.await_runs(5)
     cluster.add_node(**NODE)
-    code, output = farm.wait()
-    assert code == 0, output
+    output = farm.ends_with(0)
     assert "joined; 1 workers start there" in output
     assert len(workers_seen(farm.data)) == 2
     assert check_complete(farm.data, TASKS) == {"ok": TASKS}
@@ -86,9 +77,7 @@ def test_sigterm_leaves_the_cluster_as_it_was_and_the_same_command_goes_on(tmp_p
     farm = start(tmp_path)
     farm.await_runs(5)
     farm.process.send_signal(signal.SIGTERM)
-    code, output = farm.wait()
-    assert code == 130, output
+    farm.ends_with(130)
     assert states(farm.data, "leased") == 0
-    code, output = start(tmp_path).wait()
-    assert code == 0, output
+    start(tmp_path).ends_with(0)
     assert check_complete(farm.data, TASKS) == {"ok": TASKS}

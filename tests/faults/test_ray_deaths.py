@@ -5,11 +5,10 @@ The dispatcher says so in one line, gives back what ran without an attempt, ends
 
 import contextlib
 import os
-import sqlite3
 
 import psutil
 import pytest
-from farm_process import SUBMIT, Farm, check_complete, kill
+from farm_process import SUBMIT, Farm, check_complete, kill, queue_rows
 
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, own_session_environment
 from tests.surroundings import ENDS_WITHIN_S, await_
@@ -33,18 +32,12 @@ def head_of(farm, name):
     return await_(look, name)
 
 
-def rows(data, sql):
-    with contextlib.closing(sqlite3.connect(os.path.join(data, "queue.sqlite"))) as queue:
-        return queue.execute(sql).fetchall()
-
-
 def check_ending(farm, words):
-    code, output = farm.wait()
-    assert code == EXIT_CLUSTER_LOST, output
+    output = farm.ends_with(EXIT_CLUSTER_LOST)
     assert "Traceback" not in output
     (line,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert words in line and "run the same command again to continue" in line
-    assert rows(
+    assert queue_rows(
         farm.data, "SELECT count(*) FROM tasks WHERE state = 'leased' OR (state = 'queued' AND attempt > 0)"
     ) == [(0,)], "given back, and it has cost no attempt"
     await_(lambda: not farm.processes(), "the end of every process", ENDS_WITHIN_S)
@@ -57,8 +50,7 @@ def test_one_that_dies_in_the_middle_of_a_job_loses_nothing_and_the_job_goes_on(
     kill(head_of(farm, name))
     check_ending(farm, f"Ray's {name}")
     again = start(tmp_path)
-    code, output = again.wait()
-    assert code == 0, output
+    again.ends_with(0)
     assert check_complete(again.data, TASKS) == {"ok": TASKS}
 
 

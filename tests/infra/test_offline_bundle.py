@@ -234,19 +234,22 @@ def test_another_machine_is_refused_in_one_line_before_anything_is_copied(parts,
     assert not (tmp_path / "target").exists() and not (tmp_path / "target.gpufarm-partial").exists()
 
 
-def test_a_python_without_torch_is_refused(parts, machine, tmp_path):
-    folder, _ = parts
+@pytest.mark.parametrize(
+    ("module", "error", "words"),
+    [
+        (
+            "torch/__init__.py",
+            "libcuda is missing",
+            "cannot import torch: ImportError: libcuda is missing; start offline.py with the Python that has it",
+        ),
+        ("lzma.py", "No module named _lzma", "has no module lzma"),
+    ],
+)
+def test_a_python_without_torch_or_lzma_is_refused(parts, machine, tmp_path, module, error, words):
     env = machine()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcuda is missing')")
-    line = refusal(offline(folder / "part-1", "install", f"target={tmp_path / 'target'}", env=env))
-    assert "cannot import torch: ImportError: libcuda is missing; start offline.py with the Python that has it" in line
-
-
-def test_a_python_without_lzma_is_refused(parts, machine, tmp_path):
-    env = machine()
-    (tmp_path / "lzma.py").write_text("raise ImportError('No module named _lzma')")
-    line = refusal(offline(parts[0] / "part-1", "install", f"target={tmp_path / 'target'}", env=env))
-    assert "has no module lzma" in line and not (tmp_path / "target").exists()
+    (tmp_path / module).write_text(f"raise ImportError({error!r})")
+    done = offline(parts[0] / "part-1", "install", f"target={tmp_path / 'target'}", env=env)
+    assert words in refusal(done) and not (tmp_path / "target").exists()
 
 
 def test_a_later_call_with_another_python_is_refused(parts, machine, tmp_path):

@@ -225,13 +225,6 @@ def test_outcomes_that_cannot_be_read_cost_only_their_section(planted, tmp_path,
     assert f"Tests: cannot be shown: {error.__name__}" in in_terminal(make_page(read_results(work), None))
 
 
-def test_a_warehouse_that_cannot_be_opened_costs_only_the_sections_on_runs(of_planted, tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "format.json").write_text('{"format": "gpuf')
-    text = in_terminal(make_page(replace(of_planted, work=tmp_path), None))
-    assert "Memory: cannot be shown" in text and "runs: ok " in text
-
-
 def test_layers_whose_process_failed_are_counted_beside_those_that_were_measured(planted, tmp_path):
     shutil.copytree(planted / "probes" / "workspaces", tmp_path / "probes" / "workspaces")
     plant(tmp_path / "probes" / "workspaces", "lstm", [], "its process ended with code -9")

@@ -297,16 +297,19 @@ def run_step(tmp_path, step, code=0):
     return json.loads((work / "calls.jsonl").read_text().splitlines()[-1])
 
 
-def test_a_program_that_fails_without_output_says_so(tmp_path, monkeypatch):
-    program(monkeypatch, "kernels", "raise SystemExit(7)")
-    assert run_step(tmp_path, "kernels", code=1)["reason"] == "exit code 7: no output"
-
-
-@pytest.mark.parametrize(("step", "outcome"), [("test", "failed"), ("calibrate", "time is up")])
-def test_only_a_probe_s_exit_code_says_that_time_is_up(tmp_path, monkeypatch, step, outcome):
-    program(monkeypatch, step, "print('an internal error'); raise SystemExit(3)")
+@pytest.mark.parametrize(
+    ("step", "line", "outcome", "reason"),
+    [
+        ("kernels", "raise SystemExit(7)", "failed", "exit code 7: no output"),
+        ("test", "print('an internal error'); raise SystemExit(3)", "failed", "exit code 3: an internal error"),
+        ("calibrate", "print('an internal error'); raise SystemExit(3)", "time is up", None),
+    ],
+)
+def test_a_program_that_fails_says_why_and_only_a_probe_s_exit_code_that_time_is_up(
+    tmp_path, monkeypatch, step, line, outcome, reason
+):
+    program(monkeypatch, step, line)
     row = run_step(tmp_path, step, code=int(outcome == "failed"))
-    reason = "exit code 3: an internal error" if outcome == "failed" else None
     assert (row["outcome"], row["reason"]) == (outcome, reason)
 
 
