@@ -72,6 +72,7 @@ def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_a_dry_run_wri
     assert cycle.said.startswith("2 runs were simulated (")
     assert cycle.said in json.loads((folder.reports / "latest.json").read_text())["said"]["sentence"]
     printed = capsys.readouterr()
+    assert f"cycle {cycle.name} done: {cycle.said}\n" in printed.out
     assert str(page) in printed.out and "notify.webhook" in printed.err and "500" in printed.err
     text, _, outcome = note.read_text().rpartition("}")
     assert json.loads(text + "}") == got[0] and outcome.strip() == "done"

@@ -22,6 +22,7 @@ from infra.offline import page, probe_sections, run_sections
 from infra.offline.estimated_runs import (
     NO_COMMAND,
     TRACE,
+    Absent,
     EstimatedRuns,
     Finding,
     Results,
@@ -231,6 +232,13 @@ def test_layers_whose_process_failed_are_counted_beside_those_that_were_measured
     parts = str([*probe_sections.workspaces(results_of(tmp_path / "data"))])
     assert "2 calls measured, 1 with exactly the assumed bytes, 1 not measured" in parts
     assert "Not measured (1): its process ended with code -9" in parts
+
+
+def test_runs_on_several_gpus_alone_are_no_runs_of_single_jobs(of_planted):
+    of_planted.require_solo()
+    estimates = tuple(row for row in of_planted.runs.estimates if row["parallel"] is not None)
+    with pytest.raises(Absent, match="no runs of single jobs"):
+        replace(of_planted, runs=EstimatedRuns(estimates=estimates)).require_solo()
 
 
 def test_a_run_whose_parts_were_not_measured_has_no_largest_cause(of_planted):
