@@ -28,6 +28,7 @@ from tests.surroundings import PATIENCE_S, await_
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import snapshot_names
+from warehouse.files.writer import RunWriter
 
 SMALL = (
     "device=A100-SXM4-40GB",
@@ -479,3 +480,61 @@ def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, caps
     else:
         assert old.outcome == "failed" and "another version" in old.said
         assert new[0].outcome == "done" and old.said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
+    process = command(root, "n=40", "log.format=json")
+    for line in process.stdout:
+        if json.loads(line)["event"] == "landed":
+            process.send_signal(signal.SIGTERM)
+            break
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    (cycle,) = cycles(root)
+    assert (
+        cycle.outcome == "cut short" and cycle.done("run")["ended"] == "asked" and cycle.done("learn")["results"] == []
+    )
+    assert 1 <= len(runs(root)) == cycle.done("run")["runs"] < 40
+    assert snapshot_names(DataFolder.resolve(root)) == [cycle.name]
+    assert grow(root, "n=2") == 0 and len(cycles(root)) == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root, monkeypatch, capsys):
+    write, landed = RunWriter.write, []
+
+    def interrupted(writer, run, *tables):
+        landed.append(run.run_id)
+        if len(landed) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return write(writer, run, *tables)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunWriter, "write", interrupted)
+        assert grow(root, "n=6") == 130
+    error = capsys.readouterr().err
+    (cycle,) = cycles(root)
+    assert cycle.open and f"the same command goes on with cycle {cycle.name}" in error
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    before = runs(root, "run_id, finished_at")  # the second, and the third if it was quick
+    assert f"cycle {cycle.name} is unfinished at its step run, {len(before)} of 6 configurations" in error
+    assert 2 <= len(before) < 6 and not snapshot_names(DataFolder.resolve(root))
+    assert grow(root, "n=6") == 0
+    (cycle,) = cycles(root)
+    assert (cycle.outcome, cycle.done("run")["runs"], len(cycle.steps["run"].attempts)) == ("done", 6, 2)
+    assert set(before) < set(runs(root, "run_id, finished_at"))
+
+
+@pytest.mark.slow
+def test_a_machine_that_measures_otherwise_ends_the_night_before_it_begins(root):
+    """The simulated GPU stands for a real one whose memory has become slow."""
+    watched = [argument for argument in SMALL if argument != "canaries=skip"]
+    assert run("grow", entry, [*watched, "n=2", f"data={root}"]) == 0
+    assert run("grow", entry, [*watched, "n=2", f"data={root}", "device.bandwidth_gb_s=300"]) == 1
+    first, sick = cycles(root)
+    assert first.done("canaries")["verdict"] == "first"
+    assert (
+        sick.outcome == "sick" and "unchanged environment" in sick.said and list(sick.steps) == ["canaries", "report"]
+    )
+    assert "sick" in (root / "reports" / "latest.html").read_text()

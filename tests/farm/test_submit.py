@@ -1,6 +1,7 @@
 """`python -m farm.submit` as a user meets it: a job from sampling to rows, again, extended; and every bad input."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from featurize.job.training_settings import OPTIMIZERS
 from tests.surroundings import PATIENCE_S, await_, small_disk
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
+from warehouse.files.writer import RunWriter
 
 SMALL = ["+arch=mlp", "arch.space.input_size={low:4,high:64}", "cluster=inline"]
 
@@ -332,3 +334,22 @@ def test_no_ray_at_an_address_is_one_clear_message(data):
     )
     assert done.returncode == 2
     assert "cluster.address=127.0.0.1:1: no Ray cluster answers there" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_stops_the_job_and_resuming_completes_it(data, capsys, monkeypatch):
+    written, write = [], RunWriter.write
+
+    def fills_up(writer, run, *tables):
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(data))
+        written.append(run.run_id)
+        return write(writer, run, *tables)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "write", fills_up)
+        assert submit(data, "n=5") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert ask(data, "SELECT count(*) FROM runs") == [(2,)]
+    assert submit(data, "n=5") == 0
+    assert ask(data, "SELECT count(*), count(DISTINCT task_index) FROM runs") == [(5, 5)]

@@ -20,8 +20,8 @@ def data(tmp_path):
     return tmp_path / "a'; echo foo"
 
 
-def start(data, *extra):
-    return Farm(data, *SUBMIT, f"n={TASKS}", "device=cpu", *extra).remember()
+def start(data, *extra, device="device=cpu"):
+    return Farm(data, *SUBMIT, f"n={TASKS}", device, *extra).remember()
 
 
 def finish(data, farm, *extra):
@@ -82,6 +82,17 @@ def test_trials_that_were_made_ready_ahead_lose_nothing_when_they_or_all_above_t
     kill([*farm.processes(), psutil.Process(farm.process.pid)])
     farm.process.wait()
     assert sum(finish(data, farm, *ahead).values()) == TASKS
+
+
+def test_everything_killed_at_once_loses_nothing(data):
+    farm = start(data, device="device=simulated")
+    farm.await_runs(50)
+    kill([*farm.processes(), psutil.Process(farm.process.pid)])
+    farm.process.wait()
+    again = start(data, device="device=simulated")
+    again.ends_with(0)
+    assert sum(check_complete(data, TASKS).values()) == TASKS
+    await_(lambda: not farm.processes() and not again.processes(), "the end of every process", ENDS_WITHIN_S)
 
 
 def test_killed_again_and_again_it_still_ends(data):

@@ -101,3 +101,35 @@ def test_half_open_connections_lock_nobody_out_and_are_let_go(service):
         time.sleep(0.2)
     for client in held:
         client.close()
+
+
+@pytest.mark.parametrize("start", [b"GET /", HALF_A_HEAD], ids=["a URL", "a header"])
+def test_a_head_without_end_takes_no_memory(service, start):
+    before_mib = memory_mib(service)
+    for _ in range(8):
+        with contextlib.closing(connected(service)) as client:
+            client.sendall(start)
+            sent_mib = 0
+            with contextlib.suppress(ConnectionError):
+                while sent_mib < 64:
+                    client.sendall(b"a" * 2**20)
+                    sent_mib += 1
+            assert sent_mib < 16
+    assert memory_mib(service) - before_mib < 50 and answer_s(service) < 5
+
+
+def test_a_client_that_reads_nothing_of_its_answers_is_let_go(service):
+    request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n"
+    before_mib = memory_mib(service)
+    clients = []
+    for _ in range(100):
+        clients.append(connected(service))
+        with contextlib.suppress(OSError):
+            clients[-1].sendall(request * 16)
+    assert answer_s(service) < 5 and memory_mib(service) - before_mib < 200
+    until = time.monotonic() + 90
+    while any(len(one.net_connections()) > 20 for one in service.answering()):
+        assert time.monotonic() < until
+        time.sleep(0.5)
+    for client in clients:
+        client.close()

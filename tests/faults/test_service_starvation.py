@@ -8,10 +8,11 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlencode
 
 import pytest
 
-from tests.farm.served import JSON, MLP, Served, wait_until_ready
+from tests.farm.served import JSON, MLP, SMALL_LLAMA, Served, wait_until_ready
 from tests.surroundings import PATIENCE_S
 from warehouse.files.folder import DataFolder
 
@@ -133,3 +134,38 @@ def test_requests_that_wait_for_traces_hold_no_place_of_others(service):
         )
     print(f"the longest answer to others took {longest:.2f} s, a trace of theirs {seconds:.1f} s")
     assert status == 200, answer
+
+
+def test_large_questions_do_not_fill_the_disk(service):
+    def question(place, size):
+        unknown = {f"unknown{n}": [1] * 50 for n in range(size // 170)}
+        config = {**SMALL_LLAMA, **unknown, "hidden_size": 64 + 4 * place}
+        return {"hf_config": config, "batch_size": 1, "sequence_length": 8}
+
+    def statuses(size):
+        return [service.post("/v1/estimate", question(n, size), **AS[GREEDY])[0] for n in range(200)]
+
+    assert set(statuses(10**6)) == {413}
+    taken = statuses(300_000).count(202)
+    stored = sum(file.stat().st_size for file in service.data.glob("service.sqlite*"))
+    print(f"{taken} of 200 questions of 0.3 MB were taken; service.sqlite takes {stored / 2**20:.1f} MiB")
+    assert taken and stored < 50 * 2**20
+    assert ask_as_other(service, body=question(0, 200_000))[0] == 202
+
+
+def test_queries_of_one_client_leave_pages_to_others_and_end_with_it(service):
+    sql = "SELECT sum(a.range * b.range) FROM range(1000000) a, range(1000000) b"
+    path, longest = f"/sql?{urlencode({'sql': sql})}", 0.0
+    with contextlib.ExitStack() as opened:
+        for _ in range(40):
+            connection = http.client.HTTPConnection("127.0.0.1", service.port)
+            opened.callback(connection.close)
+            connection.request("GET", path, headers=AS[GREEDY])
+        for _ in range(10):
+            began = time.monotonic()
+            assert service.send("GET", "/runs", headers=AS[OTHER])[0] == 200
+            longest = max(longest, time.monotonic() - began)
+    require_answers(service, 1.0)
+    spent_s = busy_s(service, 2.0)
+    print(f"the longest page of others took {longest:.2f} s; afterwards {spent_s:.2f} CPU s in 2 s")
+    assert longest < SOON_S and spent_s < 1.0
