@@ -143,7 +143,7 @@ class DeepSpeedFile:
 
     zero          settings of `featurize.job.layout.Zero`, as users write them
     training      settings of `featurize.job.training_settings.Training`
-    micro_batch   samples of a rank's micro-step; None if the file sets neither them nor those of all ranks
+    micro_batch   samples of a rank's micro-step; None if the file does not set it
     left_open     keys with "auto" that get DeepSpeed's defaults, or the job's values
     """
 
@@ -322,9 +322,9 @@ class _Reader:
         if (total := self._count("train_batch_size")) is not None:
             if micro is not None and steps is None:
                 steps = max(total // (micro * ranks), 1)
-            if micro is None:
-                micro = max(total // ((steps or 1) * ranks), 1)
-            if steps is not None and total != micro * steps * ranks:
+            if steps is not None and micro is None:
+                micro = max(total // (steps * ranks), 1)
+            if micro is not None and steps is not None and total != micro * steps * ranks:
                 self.problems.append(
                     f"train_batch_size={total} is not micro batch {micro} x accumulation {steps} x {ranks} ranks"
                 )

@@ -6,6 +6,7 @@ Start reading at `contain`. It stops honest scripts from side effects; it is not
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import os
 import socket
@@ -109,8 +110,8 @@ def _refuse_connections(note: Callable[[str], None]) -> None:
 def _run_eagerly(note: Callable[[str], None]) -> None:
     def not_scripted(function: Any = None, *args: Any, **kwargs: Any) -> Any:
         note("TorchScript was left out: its functions and modules run as they are written")
-        if isinstance(function, torch.nn.Module):  # scripted ones have the method, and no other of that name
-            setattr(type(function), "save", torch.jit.save)  # noqa: B010
+        if isinstance(function, torch.nn.Module):
+            vars(function).setdefault("save", functools.partial(torch.jit.save, function))
         return function if function is not None else lambda given: given
 
     for name in ("script", "trace", "freeze", "optimize_for_inference", "script_if_tracing"):
@@ -145,69 +146,41 @@ def leave_out_distributed() -> None:
     os.environ.update(ENVIRONMENT)
 
 
-class PretendedPackages(MetaPathFinder, Loader):
-    """Makes imports of packages, and of all modules in them, return modules that pretend to be theirs.
-
-    A package that is not installed stays missing for imports that handle that.
-
-    Args:
-        packages: Names of the packages.
-        make: Returns the module of a name.
-    """
-
-    def __init__(self, packages: Sequence[str], make: Callable[[str], types.ModuleType]) -> None:
-        self._packages, self._make = packages, make
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        package = _package_of(fullname, self._packages)
-        if package is None or (not self.is_there(package) and is_ready_for_its_absence()):
-            return None
-        return ModuleSpec(fullname, self, is_package=True)
-
-    def is_there(self, package: str) -> bool:
-        """Return whether a package is installed. wandb may leave a mere folder of its name in the working folder."""
-        spec = PathFinder.find_spec("tensorboard" if package == "torch.utils.tensorboard" else package)
-        return spec is not None and spec.origin is not None
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return self._make(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None: ...
-
-
-class PretendedModule(types.ModuleType):
-    """A module whose attributes are modules of the same kind, as far as none is set.
-
-    Args:
-        name: Its full name.
-        shared: An object that it shares with its attributes.
-    """
-
-    def __init__(self, name: str, shared: Any) -> None:
-        super().__init__(name)
-        self._shared = shared
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(self)(f"{self.__name__}.{name}", self._shared)
-
-
-class SilentLoggers(PretendedPackages):
+class SilentLoggers(MetaPathFinder, Loader):
     """Make imports of experiment loggers return a module that accepts every call and does nothing.
 
     note   called with a sentence that names the suppressed logger
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__(_LOGGERS, lambda name: _Silent(name, note))
+        self._note = note
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        logger = _logger_of(fullname)
+        if logger is None or (not _is_installed(logger) and is_ready_for_its_absence()):
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Silent(spec.name, self._note)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
 
 
-class _Silent(PretendedModule):
+class _Silent(types.ModuleType):
     """An object whose attributes can be called, entered, indexed and nested."""
 
+    def __init__(self, name: str, note: Callable[[str], None]) -> None:
+        super().__init__(name)
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Silent(f"{self.__name__}.{name}", self._note)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._shared(f"{_package_of(self.__name__, _LOGGERS)} was kept from logging")
+        self._note(f"{_logger_of(self.__name__)} was kept from logging")
         if len(args) == 1 and not kwargs and inspect.isfunction(args[0]):  # a decorator
             return args[0]
         return self
@@ -226,8 +199,14 @@ class _Silent(PretendedModule):
         return iter(())
 
 
-def _package_of(name: str, packages: Sequence[str]) -> str | None:
-    return next((package for package in packages if f"{name}.".startswith(f"{package}.")), None)
+def _logger_of(name: str) -> str | None:
+    return next((logger for logger in _LOGGERS if f"{name}.".startswith(f"{logger}.")), None)
+
+
+def _is_installed(logger: str) -> bool:
+    """Return whether a package is installed. wandb may leave a mere folder of its name in the working folder."""
+    spec = PathFinder.find_spec("tensorboard" if logger == "torch.utils.tensorboard" else logger)
+    return spec is not None and spec.origin is not None
 
 
 def is_ready_for_its_absence() -> bool:

@@ -17,7 +17,10 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -33,9 +36,8 @@ from torch.utils.hooks import RemovableHandle
 from featurize.job.deepspeed_config import DeepSpeedFile, read_deepspeed, settings_of
 from featurize.job.training_settings import Training
 from featurize.operators.own_operators import elements
-from featurize.operators.replacing import replaced
 from featurize.training.optimizers import make_optimizer, state_tensors
-from learn.script.containment import PretendedModule, PretendedPackages
+from learn.script.containment import is_ready_for_its_absence
 from learn.script.fake_cuda import CUDA, giving
 from learn.script.process_group import RankZero
 from learn.script.script_recorder import StepWatch
@@ -47,7 +49,7 @@ _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def install_deepspeed(rank: RankZero, watch: StepWatch, note: Callable[[str], None]) -> None:
     """Install a package `deepspeed` whose engine simulates a rank, in this process."""
-    sys.meta_path.insert(0, _Package(DeepSpeedJob(rank, watch, note)))
+    sys.meta_path.insert(0, _Finder(_contents(DeepSpeedJob(rank, watch, note)), rank))
 
 
 class DeepSpeedJob:
@@ -133,7 +135,7 @@ class DeepSpeedEngine(nn.Module):
         self._boundary: bool | None = None
         accumulation, clip = int(file.training.get("accumulation", 1)), file.training.get("clip_norm")
         layout = rank.settings(**file.zero)
-        micro_batch = file.micro_batch or 0
+        micro_batch = file.micro_batch or int(settings.get("train_batch_size", 1)) // (accumulation * ranks)
         for name, value in {
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": clip or 0.0,
@@ -153,10 +155,13 @@ class DeepSpeedEngine(nn.Module):
         if len(basic.param_groups) > 1:
             job.note("assumed: all groups of the optimizer's parameters are updated as one")
         _place(model, _TYPES.get(layout.zero.param_dtype or ""), rank.recorder, in_parts=layout.zero.stage == 3)
-        for parameter in model.parameters() if layout.zero.stage == 3 else ():
-            _note_full_shape(parameter)
+        full_shapes = {name: (p.shape, p.numel()) for name, p in model.named_parameters()}
         played = rank.play(layout, training, elements(model))
         self.module = played.wrap_model(model)
+        if layout.zero.stage == 3:  # parameters report their full shapes
+            for number, (name, parameter) in enumerate(model.named_parameters()):
+                shape, count = full_shapes[name]
+                vars(parameter).update(ds_id=number, ds_shape=shape, ds_numel=count)
         played.is_boundary = self.is_gradient_accumulation_boundary
         self._update = played.update(maker_of(basic))
         self.basic_optimizer, self.optimizer = basic, _ZeroOptimizer(basic)
@@ -345,39 +350,50 @@ def _place(model: nn.Module, dtype: torch.dtype | None, recorder: Any, *, in_par
     """Move a model to the GPU, with parameters of the settings' type; those made in `zero.Init` take no memory
     there."""
     parts = [p for p in model.parameters() if hasattr(p, "ds_id")] if in_parts else []
-    with replaced(recorder.memory, "nowhere", recorder.memory.nowhere + bool(parts)):
-        for parameter in parts or model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(CUDA, dtype or parameter.dtype)
+    recorder.memory.nowhere += bool(parts)
+    for parameter in parts or model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(CUDA, dtype or parameter.dtype)
+    recorder.memory.nowhere -= bool(parts)
     model.to(CUDA)
-
-
-_numbers = itertools.count()
-
-
-def _note_full_shape(parameter: nn.Parameter) -> None:
-    """Set the attributes with which DeepSpeed's parameters tell their full shape while they are not gathered."""
-    vars(parameter).update(ds_id=next(_numbers), ds_shape=parameter.shape, ds_numel=parameter.numel())
 
 
 # -- the package
 
 
-class _Package(PretendedPackages):
-    """Finds the package, and its version. It is installed for several processes, in any case."""
+class _Finder(MetaPathFinder, Loader):
+    """Finds the package, all modules in it, and its version.
 
-    def __init__(self, job: DeepSpeedJob) -> None:
-        self._rank, contents = job.rank, _contents(job)
-        comm = contents["comm"] = _Part(f"{NAME}.comm", contents)
-        vars(comm).update({name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")})
-        super().__init__([NAME], lambda name: comm if name == comm.__name__ else _Part(name, contents))
+    Where one process runs and DeepSpeed is missing, it stays missing for imports that handle that.
+    """
 
-    def is_there(self, package: str) -> bool:
-        return self._rank.launched > 1 or super().is_there(package)
+    def __init__(self, contents: Mapping[str, Mapping[str, Any]], rank: RankZero) -> None:
+        self._rank = rank
+        self._modules = {name: _Part(name) for name in contents}
+        for name, module in self._modules.items():
+            vars(module).update(contents[name])
+            package, _, leaf = name.rpartition(".")
+            if package:
+                vars(self._modules[package])[leaf] = module
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if not f"{fullname}.".startswith(f"{NAME}."):
+            return None
+        if fullname == NAME and not self._is_there() and is_ready_for_its_absence():
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def _is_there(self) -> bool:
+        return self._rank.launched > 1 or PathFinder.find_spec(NAME) is not None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return self._modules.get(spec.name) or _Part(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None: ...
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         wanted = getattr(context, "name", None)
-        return [_Distribution()] if wanted == NAME and self.is_there(NAME) else []
+        return [_Distribution()] if wanted == NAME and self._is_there() else []
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -390,12 +406,14 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(path)
 
 
-class _Part(PretendedModule):
-    """A module of the package. Attributes with the name of a supported one are that one, in whichever module; all
-    others can be imported, and raise an error when they are used."""
+class _Part(types.ModuleType):
+    """A module with the attributes that are supported. All others can be imported, and raise an error when they are
+    used."""
 
     def __getattr__(self, name: str) -> Any:
-        return self._shared[name] if name in self._shared else super().__getattr__(name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Part(f"{self.__name__}.{name}")
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
@@ -409,37 +427,51 @@ class _Part(PretendedModule):
         return False
 
 
-def _contents(job: DeepSpeedJob) -> dict[str, Any]:
-    """Return the supported attributes of the package and of its modules, which have no name twice."""
-    return {
-        "__version__": VERSION,
-        "initialize": job.initialize,
-        "init_distributed": job.init_distributed,
-        "add_config_arguments": _add_arguments,
-        "DeepSpeedEngine": DeepSpeedEngine,
-        # deepspeed.zero, and deepspeed.runtime.zero.partition_parameters
+def _contents(job: DeepSpeedJob) -> dict[str, dict[str, Any]]:
+    """Return module -> its attributes, without those of its submodules."""
+    zero = {
         "Init": Init,
         "register_external_parameter": giving(None),
         "GatheredParameters": lambda *_, **__: contextlib.nullcontext(),  # without an engine they are not partitioned
-        "zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn,
-        "_orig_torch_arange": torch.arange,
-        # deepspeed.checkpointing
-        "checkpoint": _checkpoint,
-        "configure": giving(None),
-        "is_configured": giving(True),
-        # deepspeed.utils, deepspeed.accelerator and deepspeed.runtime.lr_schedules
-        "logger": logging.getLogger("DeepSpeed"),
-        "log_dist": giving(None),
-        "set_z3_leaf_modules": giving(None),
-        "get_accelerator": _Accelerator,
-        "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"],
-        # deepspeed.ops
-        "FusedAdam": kind_of("FusedAdam", "adamw", "fused"),
-        "DeepSpeedCPUAdam": kind_of("DeepSpeedCPUAdam", "adamw"),
-        "FusedLion": kind_of("FusedLion", "lion"),
-        "DeepSpeedCPULion": kind_of("DeepSpeedCPULion", "lion"),
-        "DeepSpeedCPUAdagrad": kind_of("DeepSpeedCPUAdagrad", "adagrad"),
     }
+    arange = {"zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn, "_orig_torch_arange": torch.arange}
+    of_torch = {name: getattr(dist, name) for name in dir(dist) if not name.startswith("_")}
+    within: dict[str, dict[str, Any]] = {
+        "": {
+            "__version__": VERSION,
+            "initialize": job.initialize,
+            "init_distributed": job.init_distributed,
+            "add_config_arguments": _add_arguments,
+            "DeepSpeedEngine": DeepSpeedEngine,
+        },
+        ".zero": zero,
+        ".comm": {**of_torch, "init_distributed": job.init_distributed},
+        ".checkpointing": {"checkpoint": _checkpoint, "configure": giving(None), "is_configured": giving(True)},
+        ".utils": {
+            "logger": logging.getLogger("DeepSpeed"),
+            "log_dist": giving(None),
+            "set_z3_leaf_modules": giving(None),
+        },
+        ".runtime": {},
+        ".runtime.zero": zero,
+        ".runtime.zero.partition_parameters": {**zero, **arange},
+        ".runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
+        ".runtime.lr_schedules": {
+            "VALID_LR_SCHEDULES": ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+        },
+        ".accelerator": {"get_accelerator": _Accelerator},
+        ".ops": {},
+        ".ops.adam": {
+            "FusedAdam": kind_of("FusedAdam", "adamw", "fused"),
+            "DeepSpeedCPUAdam": kind_of("DeepSpeedCPUAdam", "adamw"),
+        },
+        ".ops.lion": {
+            "FusedLion": kind_of("FusedLion", "lion"),
+            "DeepSpeedCPULion": kind_of("DeepSpeedCPULion", "lion"),
+        },
+        ".ops.adagrad": {"DeepSpeedCPUAdagrad": kind_of("DeepSpeedCPUAdagrad", "adagrad")},
+    }
+    return {f"{NAME}{name}": content for name, content in within.items()}
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -456,24 +488,28 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 class Init:
     """`deepspeed.zero.Init`: parameters that are made while it is entered never lie on a GPU in full."""
 
+    _numbers = itertools.count()
+
     def __init__(self, module: nn.Module | None = None, *_: Any, enabled: bool = True, **__: Any) -> None:
         self._enabled = enabled
         self._hook: RemovableHandle | None = None
         for parameter in module.parameters() if module is not None and enabled else ():
-            _note_full_shape(parameter)
+            self._mark(parameter)
 
     def __enter__(self) -> Init:
-        def note(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None:
-                _note_full_shape(parameter)
-
         if self._enabled:
-            self._hook = register_module_parameter_registration_hook(note)
+            self._hook = register_module_parameter_registration_hook(
+                lambda _module, _name, parameter: self._mark(parameter)
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._hook is not None:
             self._hook.remove()
+
+    def _mark(self, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            vars(parameter).update(ds_id=next(self._numbers), ds_shape=parameter.shape, ds_numel=parameter.numel())
 
 
 class _Accelerator:
