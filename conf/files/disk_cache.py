@@ -125,8 +125,8 @@ class DiskCache:
         place = os.getpid(), status.st_dev, status.st_ino
         if vars(self._here).get("place") != place:
             database = sqlite3.connect(self.path, timeout=_BUSY_S)
-            # Entries that a crash damages are computed again.
-            database.executescript("PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY")
+            # Entries that a crash of the machine damages are computed again.
+            database.execute("PRAGMA synchronous = OFF")
             vars(self._here).update(place=place, database=database)
         opened: sqlite3.Connection = self._here.database
         return opened

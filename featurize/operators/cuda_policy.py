@@ -182,6 +182,15 @@ def fused_kernels() -> Iterator[None]:
         library._destroy()
 
 
+def _added_product(bias: Tensor, first: Tensor, second: Tensor, *, beta: complex = 1, alpha: complex = 1) -> Tensor:
+    """Return `addmm`; PyTorch's own meta kernel lets a bias of another shape pass, which its kernels refuse."""
+    if not bias.dtype == first.dtype == second.dtype:
+        return torch._decomp.decompositions.addmm(bias, first, second, beta, alpha)
+    product = torch.ops.aten.mm(first, second)
+    bias.expand(product.shape)  # raises if the shapes do not fit
+    return product
+
+
 def _convolution(
     x: Tensor,
     weight: Tensor,
@@ -402,6 +411,7 @@ def _recurrent_backward(
 
 
 _META: dict[str, Callable[..., Any]] = {
+    "addmm": _added_product,
     "mish_backward": lambda grad, x: torch.empty_like(x),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,

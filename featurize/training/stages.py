@@ -458,7 +458,8 @@ class _Batch:
 
     def keep(self, used: Collection[int], more: Iterable[int]) -> None:
         """Remove the used blocks, given by their indices, and add those that a pass keeps for a later one."""
-        self.kept = [*(block for place, block in enumerate(self.kept) if place not in used), *more]
+        places = set(used)
+        self.kept = [*(block for place, block in enumerate(self.kept) if place not in places), *more]
 
     def signature(self, memory: BlockRecord) -> list[Hashable]:
         """Return what must be alike for two micro-batches to go on alike: the blocks, without their kinds."""

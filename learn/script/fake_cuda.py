@@ -144,7 +144,7 @@ def _repr(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 def _type(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tensor, *wanted = args
     if not wanted and not kwargs:
-        on_host: str = func(torch.empty(0, dtype=tensor.dtype) if tensor.is_meta else tensor)
+        on_host: str = func(torch.empty(0, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor)
         return on_host.replace("torch.", "torch.cuda.") if tensor.is_meta else on_host
     if wanted and isinstance(wanted[0], str) and wanted[0].startswith("torch.cuda."):
         kind = getattr(torch, wanted[0].removeprefix("torch.cuda."), torch.FloatTensor)

@@ -466,7 +466,7 @@ def _install_safetensors(files: SavedFiles) -> None:
 
     @replace_in("save_file", safetensors.torch)
     def save_file(_save: Any, tensors: Mapping[str, Tensor], filename: Any, metadata: Any = None) -> None:
-        with open(filename, "wb") as target:  # of `files`, in a function that saves
+        with open(filename, "wb") as target:  # replaced by `SavedFiles.open`, which keeps files of functions that save
             write_safetensors(tensors, target, metadata)
 
     @replace_in("save", safetensors.torch)

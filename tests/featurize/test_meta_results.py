@@ -159,6 +159,8 @@ def test_a_product_with_a_bias_is_that_of_its_parts():
             torch.addmm(torch.empty(4, device="meta"), x, weight)
         with pytest.raises(RuntimeError, match=r"4, 5.*3, 4"):
             torch.addmm(torch.empty(5, device="meta"), weight, x)
+        with pytest.raises(RuntimeError, match=r"size 1.*size 7|\(1\).*\(7\)"):  # which PyTorch's meta kernel lets pass
+            torch.addmm(torch.empty(7, device="meta"), x, torch.empty(4, 1, device="meta"))
 
 
 @pytest.mark.spread(3)
