@@ -219,16 +219,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     """Mark the cases of a test with `spread(n)` as `wide`, but for about each n-th, at least one.
 
     `make test` runs these few, `make test-wide` the others. They are drawn by their names, so that no kind of case is
-    always among the others where a test has several kinds. A quick run spreads the cases of all tests.
+    always among the others where a test has several kinds; `spread(n, kind)` draws from each kind by itself. A quick
+    run spreads the cases of all tests.
     """
-    cases: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
+    cases: dict[tuple[Any, ...], list[pytest.Item]] = defaultdict(list)
     quick = config.getoption("quick")
     for item in items:
         if quick and "[" in item.nodeid:
             item.add_marker(pytest.mark.spread(QUICK_CASES), append=False)
         if (mark := item.get_closest_marker("spread")) is not None:
-            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    for (_, n), of_test in cases.items():
+            cases[item.nodeid.partition("[")[0], *mark.args].append(item)
+    for (_, n, *_), of_test in cases.items():
         drawn = {item.nodeid: zlib.crc32(item.nodeid.encode()) for item in of_test}
         kept = sorted(drawn, key=drawn.__getitem__)[: -(-len(drawn) // n)]
         for item in of_test:
@@ -246,12 +247,11 @@ def no_answers_of_other_tests():
 
 @pytest.fixture(autouse=True, scope="module")
 def no_views_for_other_clients(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Have data folders lack the file that other clients of DuckDB would open, but in the warehouse's own tests: making
-    it takes longer than most tests."""
+    """Have data folders lack the file that other clients of DuckDB would open, but in tests of the warehouse, of faults
+    and of folders that cannot be written to: making it takes longer than most tests."""
     with pytest.MonkeyPatch.context() as patch:
-        views = sys.modules.get("warehouse.files.views")
-        if views is not None and request.path.parent.name not in ("warehouse", "faults"):
-            patch.setattr(views, "refresh", lambda folder: None)
+        if request.path.parent.name not in ("warehouse", "faults") and request.path.name != "test_read_only.py":
+            patch.setattr("warehouse.files.views.refresh", lambda folder: None)
         yield
 
 

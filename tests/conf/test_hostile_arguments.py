@@ -365,7 +365,7 @@ REFUSED_BY_THE_COMMAND = {
     "status": ("format=xml", "job=nope", "data=file"),
     "cancel": ("job=a;b",),
     "doctor": ("format=x", "telemetry.dcgm_url=x"),
-    "work": ("cluster.kind=x", "log.keep=0", "data=nope"),
+    "work": ("cluster.kind=x", "log.keep=0", "data=nope", "metrics.port=-1", "metrics.port=65536"),
     "diff": ("tolerance=-1", "format=x", "before=../x"),
     "compare": ("format=x", "before=/nope after=/nope", "tolerance=-1", "seed=-1", "policy=nope", "data=file"),
     "check": ("format=x", "data=nope", "data=file"),

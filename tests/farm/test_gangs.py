@@ -161,6 +161,14 @@ def executor(died):
             executor.close()
 
 
+def await_idle(executor, count):
+    def are_idle():
+        assert executor.wait(0.2) == []
+        return len(executor.idle()) >= count
+
+    await_(are_idle, f"{count} idle workers")
+
+
 def await_runs(executor, queue, count):
     """The results of all tasks by their index, and the workers that brought them back."""
     done, workers = {}, {}
@@ -183,7 +191,7 @@ def await_runs(executor, queue, count):
 
 
 def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwhile(executor, died):
-    await_(lambda: executor.wait(0.2) or len(executor.idle()) == 3, "a worker of each GPU")
+    await_idle(executor, 3)
     assert died.exists(), "a worker whose process dies while it starts is asked again"
     tasks = [task(index, "ddp=2") for index in range(3)]
     for worker in executor.idle():
@@ -199,7 +207,7 @@ def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwh
 
 def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
     """A trial on all GPUs ends its worker's process, and says then that a GPU is gone."""
-    await_(lambda: executor.wait(0.2) or executor.idle(), "an idle worker")
+    await_idle(executor, 1)
     executor.submit(executor.idle()[0], replace(task(0, "ddp=3"), attempt=0))
     lost = []
     await_(lambda: lost.extend(executor.wait(0.2)) or (lost and executor.idle()), "the loss of a worker")

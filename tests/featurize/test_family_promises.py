@@ -21,9 +21,13 @@ from featurize.job.layers import totals
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def over(field):
-    """Parametrize a test with each family's changes of a field of the table."""
-    cases = [(name, changes) for name, family in FAMILY.items() for changes in getattr(family, field)]
+def over(field, n=1):
+    """Parametrize a test with each family's changes of a field of the table, of which `make test` runs each n-th."""
+    cases = [
+        pytest.param(name, changes, marks=pytest.mark.spread(n, name))
+        for name, family in FAMILY.items()
+        for changes in getattr(family, field)
+    ]
     return pytest.mark.parametrize(("family", "changes"), cases, ids=str)
 
 
@@ -41,25 +45,21 @@ def test_each_family_is_in_the_table():
     assert set(FAMILY) == set(family_names()) - {"zoo"}, "zoo's models are any library's"
 
 
-@pytest.mark.spread(3)
-@over("plans")
+@over("plans", 3)
 def test_the_plan_tells_the_truth(family, changes):
     assert_plan_tells_the_truth(changed(family, changes), FAMILY[family].functional, FAMILY[family].kinds)
 
 
-@pytest.mark.spread(4)
-@over("steps")
+@over("steps", 4)
 def test_a_step_has_finite_gradients(narrow, family, changes):
     gradients(changed(family, changes))
 
 
-@pytest.mark.spread(2)
-@over("trains")
+@over("trains", 2)
 def test_a_model_trains(family, changes):
     assert_trains(changed(family, changes))
 
 
-@pytest.mark.spread(2)
 @over("recomputes")
 def test_recomputing_keeps_the_gradients(narrow, family, changes):
     assert_recomputing_keeps_gradients(changed(family, changes))

@@ -82,7 +82,7 @@ class CountedNet(Net):
         self.blocks = nn.ModuleList(Counted() for _ in range(BLOCKS))
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("options", "training_options"),
     [

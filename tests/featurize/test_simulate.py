@@ -1,6 +1,7 @@
 """The modelled device: memory on paper, monotonicity, and ratios that stay ratios on every described GPU."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,11 @@ def test_allocated_memory_is_the_live_bytes_rounded_to_512_and_two_cublas_worksp
     tensors = [rounded(n) for n in (1000 * 2000, 2000, 2000 * 10, 10)]
     small = 64 * 1000 * 4 + 512 + 512  # inputs, targets, loss
     expected = 5 * sum(tensors) + small + 2 * A100.architecture.blas_workspace_bytes
-    assert simulate(trace, A100).peak_allocated_mib * 2**20 == expected
+    step = simulate(trace, A100)
+    assert step.peak_allocated_mib * 2**20 == expected
+    assert step.fits and step.peak_memory_mib == step.peak_reserved_mib + A100.context_mib
+    refused = simulate(trace, replace(A100, memory_mib=A100.context_mib + step.peak_allocated_mib - 1))
+    assert not refused.fits and refused.peak_memory_mib == step.peak_memory_mib, "the need is still told"
 
 
 @pytest.mark.spread(3)

@@ -21,9 +21,11 @@ def template(tmp_path_factory):
 
 
 @pytest.fixture
-def folder(template):
+def folder(template, tmp_path_factory):
     folder, empty, fingerprint = template
-    shutil.rmtree(folder.root.parent)
+    aside = tmp_path_factory.mktemp("before")
+    folder.root.parent.rename(aside / "folder")  # in one step, whoever still writes into it
+    shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(empty, folder.root)
     remember(folder.warehouse, lambda: fingerprint, "views")
     return DataFolder.resolve(folder.root)

@@ -38,7 +38,7 @@ def test_every_case_is_recorded():
     assert all(len(RECORDED["runs"][name]) == case["ranks"] for name, case in CASES.items())
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_and_collectives_are_those_of_real_ranks(name):
     for rank, real in enumerate(RECORDED["runs"][name]):
