@@ -38,8 +38,10 @@ def test_every_case_is_recorded():
     assert all(len(RECORDED["runs"][name]) == case["ranks"] for name, case in CASES.items())
 
 
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.spread(1 if name.startswith("stage 3") else 2)) for name in CASES],
+)
 def test_bytes_and_collectives_are_those_of_real_ranks(name):
     for rank, real in enumerate(RECORDED["runs"][name]):
         trace = traced(CASES[name], rank)
