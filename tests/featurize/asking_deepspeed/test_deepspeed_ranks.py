@@ -40,7 +40,10 @@ def test_every_case_is_recorded():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.spread(1 if name.startswith("stage 3") else 2)) for name in CASES],
+    [
+        pytest.param(name, marks=pytest.mark.spread(1 if "stage 3" in name or "overlapping" in name else 2))
+        for name in CASES
+    ],
 )
 def test_bytes_and_collectives_are_those_of_real_ranks(name):
     for rank, real in enumerate(RECORDED["runs"][name]):
