@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from conf.errors import EnvironmentProblem
 from learn.client import Client
-from tests.surroundings import PATIENCE_S
+from tests.surroundings import PATIENCE_S, await_
 
 JSON = "application/json"
 MLP = {"family": "mlp", "batch_size": 64, "input_size": 512, "classes": 10, "depth": 3}
@@ -104,4 +105,10 @@ def served(data: Path, *arguments: str, token: str | None = None):
 
 
 def wait_until_ready(client: Client) -> None:
-    client.ask("GET", "/readyz")  # which the client asks again as long as it is 503
+    def is_ready() -> bool:
+        with contextlib.suppress(EnvironmentProblem):  # a busy machine starts it for longer than a client tries
+            client.ask("GET", "/readyz")  # which the client asks again as long as it is 503
+            return True
+        return False
+
+    await_(is_ready, "a service that is ready")
