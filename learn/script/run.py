@@ -93,7 +93,11 @@ class ScriptCompiler:
         def state_of(module: nn.Module) -> dict[str, Any]:
             """Return the state of a module to copy or save: a copy of a compiled module runs uncompiled."""
             added_names = ("forward", "_orig_mod") if "_orig_mod" in vars(module) else ()
-            return {name: value for name, value in vars(module).items() if name not in added_names}
+            return {name: value for name, value in vars(module).items() if name not in added_names and not saves(value)}
+
+        def saves(value: Any) -> bool:
+            """Return whether an attribute is the method that `containment` gives to modules that are not scripted."""
+            return isinstance(value, functools.partial) and value.func is torch.jit.save
 
         setattr(nn.Module, "__getstate__", state_of)  # noqa: B010 -- before Python 3.11 there is none to replace
         replace_attribute(nn.Module, "compile", lambda module, *args, **kwargs: self._module(module, kwargs) and None)
