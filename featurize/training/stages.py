@@ -430,11 +430,13 @@ class DoesNotRepeat(Exception):
 
 
 class _Result(NamedTuple):
-    """A tensor that a pass returns: its block, and its form (offset, size, stride)."""
+    """A tensor that a pass returns: its block, and its form."""
 
     block: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
     dtype: torch.dtype
-    form: tuple[int, torch.Size, tuple[int, ...]]
 
 
 class _Held(NamedTuple):
@@ -637,7 +639,9 @@ class RepeatedPasses:
         if block not in storages:
             storages[block] = torch.UntypedStorage(self._recorder.memory.blocks[block].nbytes, device="meta")
             self._recorder.memory.stand_for(block, storages[block])
-        return torch.empty(0, dtype=result.dtype, device="meta").set_(storages[block], *result.form)
+        return torch.empty(0, dtype=result.dtype, device="meta").set_(
+            storages[block], result.offset, result.size, result.stride
+        )
 
 
 def _hold(memory: BlockRecord, before: int, leaving: list[int]) -> _Held:
@@ -661,7 +665,7 @@ def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
         block = memory.block_of(getattr(tensor, "elem", tensor))  # for the result of a collective
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
-    return _Result(block, tensor.dtype, (int(tensor.storage_offset()), tensor.shape, tensor.stride()))
+    return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 def _move(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:

@@ -263,7 +263,7 @@ class PartitionedRank(ZeroRank):
             size, count = self._zero.reduce_bucket_size, 2 if self._zero.overlap_comm else 1
             self._buffers = [self._streams.empty(size, self._trained[0], BUCKET) for _ in range(count)]
         self._streams.name([gradient_of(parameter)], UNREDUCED)
-        if parameter.numel() and (self._zero.stage == 2 or (self._zero.overlap_comm and self.is_boundary())):
+        if self._zero.stage == 2 or (self._zero.overlap_comm and self.is_boundary()):
             self._add(parameter)
 
     def _end_backward(self) -> None:
@@ -272,7 +272,7 @@ class PartitionedRank(ZeroRank):
             return
         if not (partitions or self._zero.overlap_comm):
             for parameter in self._trained:
-                if parameter.grad is not None and parameter.numel():
+                if parameter.grad is not None:
                     self._add(parameter)
         self._reduce()
         self._streams.current_stream().wait_stream(self._beside)
@@ -284,6 +284,10 @@ class PartitionedRank(ZeroRank):
             parameter.grad = None
         if last:
             self._on_host.clear()
+
+    def _add(self, parameter: Tensor) -> None:
+        if parameter.numel():  # stages 1 and 2 skip empty ones
+            super()._add(parameter)
 
     def _move(self, parameter: Tensor, *, fits: bool) -> None:
         if self._contiguous and fits:

@@ -303,6 +303,7 @@ class SharedParameters:
         for shared, full in zip(away, wholes, strict=True):
             self._streams.send(ALL_GATHER, full.nbytes, "")
             self._put(shared, full)
+            shared.state = HERE
         del sources
 
     def _free(self, shared: Shared) -> None:
@@ -311,7 +312,7 @@ class SharedParameters:
         shared.state = AWAY
 
     def _put(self, shared: Shared, full: Tensor) -> None:
-        shared.parameter.data, shared.state = full[: shared.numel].view(shared.shape), HERE
+        shared.parameter.data = full[: shared.numel].view(shared.shape)
 
     def _source(self, shared: Shared) -> Tensor | None:
         """Return the rank's part, copied from host memory if it lies there."""
