@@ -34,17 +34,6 @@ class Attending(nn.Module):
         return x
 
 
-class Embedding(nn.Module):
-    """A vocabulary of which each rank has some rows; tokens are made of the sign of the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Embedding(64, WIDTH)
-
-    def forward(self, x):
-        return self.rows((x[..., 0] > 0).long())
-
-
 class Chosen(nn.Module):
     """Experts side by side, as transformers has them; a bias is left out."""
 
@@ -78,18 +67,17 @@ class Grouped(Chosen):
 
 
 class Mixture(nn.Module):
-    """A router and its experts, which it likes all alike where it is balanced."""
+    """A router and its experts, which it likes all alike."""
 
-    def __init__(self, kind=Chosen, balanced=True, experts=EXPERTS):
+    def __init__(self, kind=Chosen, experts=EXPERTS):
         super().__init__()
         self.router, self.experts = nn.Linear(WIDTH, experts), kind(experts)
-        self.count, self.grouped, self.balanced = experts, kind is Grouped, balanced
+        self.count, self.grouped = experts, kind is Grouped
 
     def forward(self, x):
         tokens = x.reshape(-1, WIDTH)
-        weights, index = self.router(tokens).softmax(-1).topk(CHOICES)
-        if self.balanced:
-            index = torch.arange(len(tokens) * CHOICES, device=x.device).view(-1, CHOICES) % self.count
+        weights, _ = self.router(tokens).softmax(-1).topk(CHOICES)
+        index = torch.arange(len(tokens) * CHOICES, device=x.device).view(-1, CHOICES) % self.count
         if not self.grouped:
             return self.experts(tokens, index, weights).view_as(x)
         order = torch.argsort(index.view(-1))

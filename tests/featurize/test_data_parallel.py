@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_watch import Watch, reduced_buckets
 from real_ranks import run_ranks
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -14,14 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from conf.errors import UsageError
 from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
-from featurize.memory.replay import replay
 from featurize.recording.compiled import in_pieces
 from featurize.recording.step_trace import Collective
 from featurize.timing.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
 from featurize.timing.overlap import communication_of
-from featurize.timing.step_time import begin_moments_ms, delays_ms
+from featurize.timing.step_time import delays_ms
 from featurize.trace.tracer import trace_step
-from featurize.training.rank import assign_buckets, limits_of
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Block, Computes, Stack
 
@@ -65,21 +64,13 @@ def train_all(_rank):
 
 def train(options, unused):
     """Three steps, and the bytes of each bucket that was reduced in the last one."""
-    sizes = []
-
-    def reduced(_state, bucket):
-        sizes.append(bucket.buffer().numel() * bucket.buffer().element_size())
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    model = DistributedDataParallel(uneven(unused), **options)
-    model.register_comm_hook(None, reduced)
+    watch = Watch()
+    model = reduced_buckets(DistributedDataParallel(uneven(unused), **options), watch)
     for _ in range(3):
-        sizes.clear()
+        watch.sent.clear()
         model.zero_grad()
         nn.functional.cross_entropy(model(torch.randn(4, WIDTH)), torch.zeros(4, dtype=torch.long)).backward()
-    return sizes
+    return [nbytes for _, nbytes in watch.sent]
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +103,6 @@ def test_memory_grows_by_the_buckets_and_views_leave_the_gradients_in_them():
     assert "bucket" not in alone.breakdown and alone.breakdown["gradient"] == total
     assert views.breakdown["gradient"] == 0 and views.breakdown["bucket"] == total
     assert views.peak_live_bytes == alone.peak_live_bytes
-    memory = replay(copies, A100)
-    assert memory.peak_parts["bucket"] == total
 
 
 def test_a_step_of_several_micro_steps_reduces_once():
@@ -121,17 +110,6 @@ def test_a_step_of_several_micro_steps_reduces_once():
     assert bucket_bytes(once) == bucket_bytes(four)
     assert [one.kind for one in once.collectives] == [one.kind for one in four.collectives]
     assert min(one.after for one in four.collectives if one.kind == ALL_REDUCE) > len(once.operators)
-
-
-def test_gradients_that_stay_in_their_buckets_are_not_copied():
-    kept = Training(set_to_none=False)
-    copies, views = (traced(settings=kept, gradient_as_bucket_view=one) for one in (False, True))
-    copied = [
-        sum(op.name == "aten::copy_" and op.phase == "backward" for op in one.operators) for one in (copies, views)
-    ]
-    trained = sum(p.requires_grad for p in uneven().parameters())
-    assert copied[0] - copied[1] == 2 * trained
-    assert views.breakdown["gradient"] == 0
 
 
 def test_a_bucket_begins_when_its_last_gradient_is_there_and_the_optimizer_waits():
@@ -157,31 +135,20 @@ def test_a_parameter_without_a_gradient_is_refused_as_torch_does():
         traced(unused=True)
 
 
-def test_types_fill_their_buckets_apart():
-    tensors = [("float", 600), ("half", 300), ("float", 500), ("half", 800), ("float", 10)]
-    assert assign_buckets(tensors, (1000, 2000)) == [[0, 2], [1, 3], [4]]
-    assert limits_of(None) == (2**20, 25 * 2**20) and limits_of(25) == (25 * 2**20,)
+HIDDEN = Collective(ALL_REDUCE, 8, 1, 4)
 
 
-def late_ms(*given):
-    return delays_ms(*given)[-1][1]
-
-
-def test_waiting_is_what_computation_does_not_hide():
-    begins = [0.0, 2.0, 4.0, 6.0, 8.0]
-    hidden = Collective(ALL_REDUCE, 8, 1, 4)
-    assert late_ms([hidden], [3.0], begins) == 0
-    assert late_ms([hidden], [7.0], begins) == 1.0
-    assert late_ms([hidden, hidden], [4.0, 4.0], begins) == 2.0  # one after the other
-    first = Collective(BROADCAST, 8, 0, 0)
-    assert late_ms([first, hidden], [1.0, 6.0], begins) == 1.0
-
-
-def test_the_moments_of_a_step_end_with_it():
-    trace = traced()
-    moments = begin_moments_ms(trace, A100, Training(), 5.0)
-    assert moments == sorted(moments) and len(moments) == len(trace.operators) + 1
-    assert moments[0] == 0 and moments[-1] == pytest.approx(5.0)
+@pytest.mark.parametrize(
+    ("sent", "takes_ms", "late_ms"),
+    [
+        ([HIDDEN], [3.0], 0.0),
+        ([HIDDEN], [7.0], 1.0),
+        ([HIDDEN, HIDDEN], [4.0, 4.0], 2.0),  # one after the other
+        ([Collective(BROADCAST, 8, 0, 0), HIDDEN], [1.0, 6.0], 1.0),
+    ],
+)
+def test_waiting_is_what_computation_does_not_hide(sent, takes_ms, late_ms):
+    assert delays_ms(sent, takes_ms, [0.0, 2.0, 4.0, 6.0, 8.0])[-1][1] == late_ms
 
 
 def test_a_step_waits_longer_over_pcie_and_across_nodes():
@@ -202,11 +169,6 @@ def test_a_gpu_without_an_interconnect_is_refused():
 def decoder(width: int = 32, blocks: int = 3, embed: nn.Module | None = None) -> nn.Module:
     head = nn.Linear(width, 100, bias=False)
     return Stack((Block(width) for _ in range(blocks)), head, first=embed or nn.Embedding(100, width))
-
-
-def without_gradients() -> nn.Module:
-    """An embedding of which no gradient is asked."""
-    return Computes(torch.no_grad()(lambda net, ids: net.rows(ids)), rows=nn.Embedding(100, 32))
 
 
 IDS = torch.arange(24).reshape(2, 12)
@@ -245,29 +207,6 @@ def test_pieces_hold_the_parameters_that_dynamo_gives_them(limits):
     run(*tensors)
     assert len(ran) > 1
     assert ran == [bucket.size for bucket in cut.buckets]
-
-
-def test_pieces_give_what_the_model_gives():
-    torch.manual_seed(0)
-    model = decoder()
-    run, _, tensors = pieces_of(model, [20_000])
-    (output,) = run(*tensors)
-    gradients = torch.autograd.grad(output.square().sum(), list(model.parameters()))
-    expected = torch.autograd.grad(model(IDS).square().sum(), list(model.parameters()))
-    torch.testing.assert_close(output, model(IDS))
-    torch.testing.assert_close(gradients, expected)
-
-
-@pytest.mark.parametrize(
-    ("model", "limits"),
-    [
-        pytest.param(decoder(), [1e9], id="one bucket"),
-        pytest.param(decoder(embed=without_gradients()), [1_000], id="a part without gradients"),
-    ],
-)
-def test_what_cannot_be_cut_stays_whole(model, limits):
-    run, _, _ = pieces_of(model, limits)
-    assert run is None
 
 
 def test_a_bucket_is_reduced_while_the_pieces_before_it_run_backwards():

@@ -22,14 +22,6 @@ class Masked(Attending):
         return super().forward(functional.scaled_dot_product_attention(heads, heads, heads, mask).flatten(2))
 
 
-class Wide(Attending):
-    """Heads that no fused kernel takes in fp32: their width is odd."""
-
-    def forward(self, x):
-        query, key, value = (x.unsqueeze(1)[..., :63] for _ in range(3))
-        return super().forward(x + functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum())
-
-
 def listed():
     experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
     return Computes(lambda net, x: sum(expert(x) for expert in net.experts), experts=experts)
@@ -50,7 +42,6 @@ def traced(make, length=LENGTH, **options):
         (lambda: Attending(causal=False), {}, "are of causal attention only; give cp_load_balance=false"),
         (Attending, {"length": 64}, "row sums of 32 queries or a multiple, and a part of the sequence has 8"),
         (Attending, {"length": 192, "cp_load_balance": False}, "has 48; .* a multiple of 128 tokens"),
-        (Wide, {}, "this call has no fused kernel .heads of 63 elements in float32"),
         (lambda: nn.Linear(WIDTH, 3), {}, "does not call torch.nn.functional.scaled_dot_product_attention"),
     ],
 )
@@ -75,16 +66,6 @@ def test_an_input_without_a_sequence_is_refused():
 def test_experts_that_are_not_divided_are_refused(make, ranks, message):
     with pytest.raises(UsageError, match=f"parallel: ep.*{message}"):
         traced(make, fsdp=ranks, ep=ranks)
-
-
-def test_each_rank_of_a_sequence_computes_as_much_of_a_causal_mask():
-    def products(rank):
-        trace = trace_step(Attending, torch.empty(2, LENGTH, WIDTH, device="meta"), parallel=Parallel(cp=4), rank=rank)
-        return sum(one.flops for one in trace.operators if "attention" in one.name)
-
-    one = trace_step(Attending, torch.empty(2, LENGTH, WIDTH, device="meta"))
-    whole = sum(each.flops for each in one.operators if "attention" in each.name)
-    assert {products(rank) for rank in (0, 3)} == {whole // 4}
 
 
 def mixtral():

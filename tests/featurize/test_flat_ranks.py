@@ -10,9 +10,7 @@ from torch import nn
 from uneven_net import BATCH, WIDTH, Net
 
 from conf.errors import UsageError
-from featurize.device.device_spec import load_device
-from featurize.job.layout import Parallel, parse_parallel
-from featurize.memory.replay import replay
+from featurize.job.layout import Parallel
 from featurize.trace.tracer import trace_step
 from featurize.training.sharding import shard
 from featurize.training.training_step import Training
@@ -106,38 +104,18 @@ def test_bytes_and_collectives_are_those_of_real_flat_ranks(measured, name):
         assert_like_real(traced(name, rank), measured[rank][name])
 
 
-def test_gathered_parameters_wait_for_their_stream_unless_the_host_does():
-    limited, free = (traced(name) for name in ("two", "no limit"))
-    assert limited.peak_live_bytes == free.peak_live_bytes
-    assert any(block.kept_until for block in limited.blocks if block.kind == "gathered_parameter")
-    waits = [
-        sum(max(0, block.kept_until - place) for place, block in given_back_in(trace)) for trace in (limited, free)
-    ]
-    assert 0 < waits[0] < waits[1]
-    device = load_device("A100-SXM4-40GB")
-    assert replay(limited, device).peak_allocated == replay(free, device).peak_allocated
-    gathers = [[one.after for one in trace.collectives if one.kind == "all_gather"] for trace in (limited, free)]
-    assert max(gathers[1]) == 0 < max(gathers[0])
+def mixed():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16))
 
 
-def given_back_in(trace):
-    return [(place, trace.blocks[event.block]) for place, event in enumerate(trace.events) if event.nbytes < 0]
-
-
-def test_frozen_parameters_beside_others_need_the_original_ones():
-    with pytest.raises(UsageError, match="use_orig_params=true"):
-        trace_step(
-            adapted,
-            torch.empty(BATCH, WIDTH, device="meta"),
-            torch.empty((), device="meta"),
-            loss_of,
-            parallel=parse_parallel("fsdp=2,fsdp_version=1,use_orig_params=false"),
-        )
-
-
-def test_a_unit_with_parameters_of_two_types_is_told_what_helps():
-    def mixed():
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16))
-
-    with pytest.raises(UsageError, match="give its parameters one type, or use fsdp_version=2"):
-        trace_step(mixed, torch.empty(BATCH, WIDTH, device="meta"), parallel=Parallel(fsdp=2, fsdp_version=1))
+@pytest.mark.parametrize(
+    ("model", "settings", "problem"),
+    [
+        (adapted, {"use_orig_params": False}, "use_orig_params=true"),
+        (mixed, {}, "give its parameters one type, or use fsdp_version=2"),
+    ],
+)
+def test_parameters_that_do_not_go_flat_together_are_refused_with_what_helps(model, settings, problem):
+    layout = Parallel(fsdp=2, fsdp_version=1, **settings)
+    with pytest.raises(UsageError, match=problem):
+        trace_step(model, torch.empty(BATCH, WIDTH, device="meta"), parallel=layout)

@@ -1,8 +1,9 @@
-"""A trace leaves PyTorch as it was: whatever it replaces meanwhile is back after it, also after a failure."""
+"""A trace leaves the process as it was: what it replaces meanwhile and groups of the caller, also after a failure."""
 
 import contextlib
 import logging
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
@@ -12,14 +13,16 @@ import torch.distributed as dist
 from rank_nets import LENGTH, Attending
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from torch import nn
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import _fully_shard, fully_shard
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as torch_optimizer
 
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import TraceError, trace_step
-from featurize.training.optimizers import make_optimizer, run_step
+from featurize.training.optimizers import run_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes, linear_then, stops_in_backward
 
@@ -120,18 +123,36 @@ def test_real_training_runs_pytorch_as_it_is(device, replaces):
     assert [getattr(module, name) for module, name in names] == before
 
 
-def test_an_optimizer_whose_module_is_gone_steps():
-    class Own(torch.optim.SGD):
-        pass
-
-    Own.__module__ = "no.such.module"
-    parameter = nn.Parameter(torch.ones(3, device="meta"))
-    parameter.grad = torch.ones(3, device="meta")
-    run_step(Own([parameter]))
+@pytest.fixture
+def own_groups():
+    """Process groups of this process: the default one and another."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group([0])
+    dist.destroy_process_group()
 
 
-def test_an_optimizer_of_real_parameters_updates_them():
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    run_step(make_optimizer("adam", [parameter]))
-    assert (parameter < 1).all()
+@pytest.mark.needs_mode("fsdp")
+@pytest.mark.parametrize("name", ["shards", "failing shards"])
+def test_groups_of_the_caller_work_after_a_trace(own_groups, name):
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(TraceError) if name in FAIL else contextlib.nullcontext():
+        TRACES[name]()
+    assert dist.get_process_group_ranks(own_groups) == [0] and dist.get_backend(own_groups) == "gloo"
+    for group in (dist.group.WORLD, own_groups, dist.new_group([0])):
+        dist.all_reduce(torch.ones(3), group=group)
+        assert functional.all_reduce(torch.ones(3), "sum", group).tolist() == [1, 1, 1]
+    net = fully_shard(nn.Linear(4, 2), mesh=mesh)
+    net(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.needs_mode("fsdp")
+def test_traces_in_several_threads_are_as_those_in_one():
+    widths = [8, 16, 24, 32] * 2
+
+    def peak(width):
+        return trace(lambda: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)), fsdp=2).peak_live_bytes
+
+    alone = [peak(width) for width in widths]
+    with ThreadPoolExecutor(len(widths)) as pool:
+        assert list(pool.map(peak, widths)) == alone
+    assert not dist.is_initialized()

@@ -3,7 +3,7 @@
 import pytest
 
 from featurize.job.layout import Parallel
-from featurize.timing.pipeline_time import Compute, finished_ms, orders_of
+from featurize.timing.pipeline_time import finished_ms, orders_of
 
 pytestmark = pytest.mark.needs_mode("pp")
 
@@ -32,21 +32,6 @@ def test_the_bubble_of_equal_stages_is_the_published_one(options):
     p, m, v = parallel.degrees.pp, parallel.chunks, parallel.parts
     whole = step_ms(parallel)
     assert 1 - 3.0 * m / whole == pytest.approx((p - 1) / (v * m + p - 1))
-
-
-@pytest.mark.parametrize("options", LAYOUTS, ids=str)
-def test_every_rank_runs_each_pass_once(options):
-    parallel = Parallel(**options)
-    for rank, items in enumerate(orders_of(parallel)):
-        passes = [item for item in items if isinstance(item, Compute)]
-        stages = range(rank, parallel.stages, parallel.degrees.pp)
-        wanted = {
-            (phase, stage, chunk)
-            for phase in ("forward", "backward")
-            for stage in stages
-            for chunk in range(parallel.chunks)
-        }
-        assert len(passes) == len(wanted) and set(passes) == wanted
 
 
 def test_messages_on_the_way_in_and_out_are_waited_for():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from rank_nets import LENGTH, Attending, Embedding, Grouped, Mixture, efficient_attention_on_cpu, routed
+from rank_nets import LENGTH, Attending, Grouped, Mixture, efficient_attention_on_cpu, routed
 from rank_nets import WIDTH as ATTENTION_WIDTH
 from rank_watch import loss_of, watched_training
 from real_ranks import assert_like_real, chosen_cases, mesh_of, run_ranks, with_wide
@@ -16,7 +16,7 @@ from uneven_net import BATCH, WIDTH, Net
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import trace_step
-from featurize.training.experts import divide_experts, expert_mesh
+from featurize.training.experts import expert_mesh
 from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
 from featurize.training.sharding import shard
 from featurize.training.training_step import Training
@@ -85,15 +85,9 @@ PLAIN_PARTS = (  # others have all that these have, and all their dimensions tog
     "split, shards and experts",
 )
 CLIPPED = ("sequence and shards", "replicas of experts", "split and shards of experts")
-# Routed as it comes: some experts get more than others.
-MIXTURES = [lambda: Mixture(balanced=False), lambda: Mixture(Grouped, balanced=False), routed]
 
 
 SEQUENCES = (2, LENGTH, ATTENTION_WIDTH)
-
-
-def loss_of_exp(output, target):
-    return (output.exp() - target).square().mean()
 
 
 def training(name=None):
@@ -118,27 +112,7 @@ def train_real(rank, names):
         for name in [name for name in names if name in PARTS_CASES]:
             options, make = PARTS_CASES[name]
             measured[name] = train_part(make, Parallel(**options), training(name))
-    measured["divided"] = [outputs_of_divided(rank, make) for make in MIXTURES]
-    measured["divided"].append(outputs_of_divided(rank, MIXTURES[0], shared=True))
     return measured
-
-
-def outputs_of_divided(rank, make, shared=False):
-    """How far the outputs and the gradients of divided experts are from those of whole ones; `shared`: all ranks have
-    the same tokens."""
-    torch.manual_seed(0)
-    whole, divided = make(), make()
-    divided.load_state_dict(whole.state_dict())
-    mesh = init_device_mesh("cpu", (4,))
-    divide_experts(nn.ModuleDict({"part": divided}), mesh, mesh if shared else None)
-    batch = torch.randn(4, 2, LENGTH, ATTENTION_WIDTH)[0 if shared else rank]
-    results = []
-    for model in (whole, divided):
-        x = batch.clone().requires_grad_()
-        out = model(x)
-        (out[0] if isinstance(out, tuple) else out).sum().backward()
-        results.append((out[0] if isinstance(out, tuple) else out, x.grad))
-    return [((one - other).abs().max() / one.abs().max()).item() for one, other in zip(*results, strict=True)]
 
 
 def train_part(make, parallel, settings):
@@ -170,17 +144,6 @@ def traced(options, make=Net, rank=0, shape=(BATCH, WIDTH), name=None):
         rank=rank,
         parallel=Parallel(**options),
     )
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("name", ["split", "split and sharded"])
-@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"ema": True}], ids=["scaled", "averaged"])
-def test_modules_that_are_not_split_train_beside_those_that_are(name, settings):
-    options, _ = CASES[name]
-    trace = trace_step(
-        Net, torch.empty(BATCH, WIDTH, device="meta"), settings=Training(**settings), parallel=Parallel(**options)
-    )
-    assert {one.kind for one in trace.collectives} >= {"all_reduce"}
 
 
 def words():
@@ -217,21 +180,6 @@ def test_bytes_and_collectives_of_shared_sequences_and_experts_are_those_of_real
     options, make = PARTS_CASES[name]
     for rank in (0, 3):
         assert_like_real(traced(options, make, rank, SEQUENCES, name), measured[rank][name])
-
-
-def test_an_embedding_whose_rows_are_split_has_its_whole_gradient_on_each_rank():
-    layout = {"tp": 4, "tp_plan": {"blocks.*.part.rows": "embedding_rowwise"}}
-    trace = traced(layout, lambda: Attending(forward_part=Embedding), shape=SEQUENCES)
-    rows = Embedding().rows.weight.nbytes
-    sizes = [block.nbytes for block in trace.blocks if block.kind == "gradient" and "rows" in block.module]
-    assert sizes == [rows] * len(sizes) and sizes
-    assert {block.nbytes for block in trace.blocks if block.kind == "parameter"} >= {rows // 4}
-
-
-def test_divided_experts_compute_what_whole_ones_do(measured):
-    for rank in range(4):
-        for differences in measured[rank]["divided"]:
-            assert max(differences) < 1e-5
 
 
 def own_shards():
@@ -283,17 +231,3 @@ def test_shards_in_host_memory_take_nothing_of_the_gpu_but_what_is_gathered():
 def test_what_does_not_fit_the_model_is_refused_with_what_it_has(options, message):
     with pytest.raises(UsageError, match=message):
         traced(options)
-
-
-def test_a_compiled_loss_is_captured_behind_shards_and_their_gathers_stay_as_they_are():
-    def traced_with(loss):
-        batch, target = (torch.empty(BATCH, WIDTH, device="meta") for _ in range(2))
-        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-        net = nn.Sequential(nn.ModuleDict({"blocks": nn.Sequential(*blocks)})["blocks"], nn.Linear(WIDTH, WIDTH))
-        return trace_step(net, batch, target, loss, settings=Training(), parallel=Parallel(fsdp=2))
-
-    eager, compiled = traced_with(loss_of_exp), traced_with(torch.compile(loss_of_exp))
-    assert not any("not captured" in note for note in compiled.notes)
-    assert "aten::exp" not in {block.operator for block in compiled.blocks}
-    sent = [[(one.kind, one.nbytes) for one in trace.collectives] for trace in (eager, compiled)]
-    assert sent[0] == sent[1]
