@@ -53,7 +53,6 @@ TESTS = (
     "tests/featurize/test_meta_results.py",
     "tests/featurize/test_trace.py",
     "tests/learn/test_learn_estimate.py",
-    "tests/featurize/test_layout_releases.py",
     "tests/featurize/test_compiled.py",
     "tests/learn/test_planning.py",
     "tests/learn/test_several_gpus.py",

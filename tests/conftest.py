@@ -78,8 +78,8 @@ TOGETHER = {
     for folder, group, names in (
         ("farm", "services", "explorer explorer_browser kubernetes serving slurm"),
         ("featurize", "real ranks", "data_parallel flat_ranks float8 pipelines sharded_ranks"),
-        ("featurize", "real ranks", "compiled compiled_sharing compiled_time"),  # real ranks import the compiler, too
-        ("featurize", "libraries", "divided_sequences families family_gpt family_images family_zoo features"),
+        ("featurize", "real ranks", "compiled compiled_time"),  # real ranks import the compiler, too
+        ("featurize", "libraries", "divided_sequences families family_images family_tokens family_zoo features"),
         ("featurize", "libraries", "parameter_efficient published_models step_mix timm_family training"),
         ("featurize", "libraries", "training_settings"),
         ("learn", "scripts", "script_deepspeed script_kept_runs script_kinds script_ranks"),

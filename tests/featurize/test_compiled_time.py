@@ -13,7 +13,6 @@ from featurize.recording.block_record import AUTOTUNED, GRAPHED
 from featurize.recording.compiled_graph import MAX_FUSED, Work, fused_groups
 from featurize.timing.step_time import time_step
 from featurize.timing.times import packaged_hosts
-from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from learn import estimate
 from learn.estimation.job_estimate import GRAPHS
@@ -72,35 +71,6 @@ def test_the_pool_of_the_graphs_widens_the_bound_and_not_the_figure():
     assert graphed.peak_memory_mib == plain.peak_memory_mib and GRAPHED in graphed.warnings
     assert graphed.upper_mib > plain.upper_mib + 64
     assert any(GRAPHS in text for text in graphed.warnings)
-    given = torch.empty(4096, 4096, device="meta"), torch.empty(4096, dtype=torch.long, device="meta")
-    large = [trace_step(factory, *given, settings=Training(compile=mode)) for mode in (True, "reduce-overhead")]
-    assert large[0].peak_live_bytes == large[1].peak_live_bytes
-    # At least: Adam's temporaries, which one pool would place in the memory of the activations.
-    assert large[1].graph_pool_bytes > 4096 * 4096 * 4
-
-
-def test_a_graph_does_not_keep_what_was_copied_into_it():
-    """The gradient of the output, 40 MB here, ends with its last reader; the graph's own copy of it is in the bound."""
-    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 20_000))
-    plain, graphed = (
-        trace_step(net, torch.empty(512, 64, device="meta"), settings=Training(compile=mode))
-        for mode in (True, "reduce-overhead")
-    )
-    assert graphed.graph_input_bytes >= 4 * 512 * (64 + 20_000)
-    assert graphed.events == plain.events
-
-
-def test_batches_of_several_shapes_keep_their_blocks_in_the_pool():
-    batches = [torch.empty(rows, WIDTH, device="meta") for rows in (ROWS, 2 * ROWS)]
-    trace = trace_step(
-        Chain(),
-        None,
-        None,
-        lambda output, _target: output.sum(),
-        settings=Training(compile="reduce-overhead"),
-        batches=[(batch,) for batch in batches],
-    )
-    assert any(block.pooled for block in trace.blocks) and trace.graph_pool_bytes > 0
 
 
 def test_an_unknown_mode_is_refused_with_the_choices():
@@ -158,19 +128,8 @@ def test_a_compiled_step_launches_less_moves_less_and_takes_no_longer(net):
     assert traffic(compiled) < traffic(eager)
     products = [sum(op.flops for op in trace.operators if "mm" in op.name) for trace in (eager, compiled)]
     assert products[0] == products[1]
-    for name in ("A100-SXM4-40GB", "H100-SXM5-80GB"):
-        device = load_device(name)
-        steps = [time_step(trace, device, Training()) for trace in (eager, compiled)]
-        assert steps[1].host_ms < steps[0].host_ms and steps[1].busy_ms < steps[0].busy_ms
-    assert all(source < place for place, op in enumerate(compiled.operators) for source in op.sources)
-
-
-def test_running_statistics_are_updated_in_the_kernels_of_their_normalization():
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten())
-    given = torch.empty(4, 3, 8, 8, device="meta"), torch.empty(4, dtype=torch.long, device="meta")
-    eager, compiled = (trace_step(model, *given, settings=Training(compile=on)) for on in (False, True))
-    assert launches(compiled)["forward"] <= launches(eager)["forward"] + 1
-    assert traffic(compiled) < traffic(eager)
+    steps = [time_step(trace, DEVICE, Training()) for trace in (eager, compiled)]
+    assert steps[1].host_ms < steps[0].host_ms and steps[1].busy_ms < steps[0].busy_ms
 
 
 def pointwise(places, reads, makes, **changes):

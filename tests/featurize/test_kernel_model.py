@@ -1,14 +1,14 @@
 """The time of a step: the kernels that operators run, what bounds their time from below, how long a host launches."""
 
-import dataclasses
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from small_configs import small_config
+from small_configs import assert_ratios_hold, small_config
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
@@ -19,12 +19,8 @@ from featurize.recording.step_trace import GATHERED, Block, Collective
 from featurize.timing import packaged
 from featurize.timing.activity import load_power
 from featurize.timing.calls import (
-    ATTENTION,
-    DEPTHWISE,
     FP32,
-    GROUPS,
     PIPES,
-    STREAM,
     TENSOR,
     TF32,
     as_calls,
@@ -33,16 +29,19 @@ from featurize.timing.calls import (
     stream,
 )
 from featurize.timing.collectives import packaged_links
+from featurize.timing.overlap import simulate
 from featurize.timing.step_time import (
     efficiencies_text,
+    features,
     load_efficiencies,
-    overlap_times,
+    operator_costs,
     read_efficiencies,
     time_step,
 )
 from featurize.timing.times import HostTime, call_seconds, framework_of, host_ms, kernels_on, packaged_hosts
 from featurize.trace.tracer import trace_config, trace_step
-from tests.featurize.small_nets import Computes
+from tests.family_cases import FAMILIES
+from tests.featurize.small_nets import dense
 
 A100, H100 = load_device("A100-SXM4-40GB"), load_device("H100-SXM5-80GB")
 
@@ -94,21 +93,6 @@ def test_the_units_follow_the_type_and_the_settings(small_cnn):
     assert pipe(half) == TENSOR
 
 
-def test_a_recurrent_layer_is_a_product_for_each_step_and_one_for_all_inputs():
-    layers = {"lstm": nn.LSTM(24, 40, num_layers=2), "head": nn.Linear(40, 5)}
-    last = Computes(lambda net, x: net.head(net.lstm(x)[0][-1]), **layers)
-    calls = kernel_calls(traced(last, 30, 8, 24).operators)
-    products = {
-        (rows, columns, depth): count
-        for kind, rows, columns, depth, count in zip(
-            calls.kind, calls.rows, calls.columns, calls.depth, calls.count, strict=True
-        )
-        if kind == "product"
-    }
-    assert products[8, 160, 40] == 2 * 2 * 30  # two layers, forward and backward
-    assert (240, 160, 40) in products
-
-
 @pytest.mark.spread(3)
 @pytest.mark.parametrize("family", sorted(set(family_names()) - {"zoo", "timm"}))
 def test_no_kernel_is_faster_than_its_arithmetic_or_its_traffic_at_the_described_rates(family):
@@ -127,17 +111,16 @@ def test_a_step_takes_longer_with_more_work_and_no_longer_on_a_faster_gpu():
         return time_step(trace, device, Training()).step_time_ms
 
     assert seconds(512, A100) < seconds(2048, A100) < seconds(8192, A100)
-    wider = dataclasses.replace(A100, bandwidth_gb_s=2 * A100.bandwidth_gb_s)
+    wider = replace(A100, bandwidth_gb_s=2 * A100.bandwidth_gb_s)
     assert seconds(8192, wider) < seconds(8192, A100)
 
 
 def test_small_steps_take_as_long_as_the_host_needs_to_launch_them():
     trace = traced(nn.Sequential(*[nn.Linear(8, 8) for _ in range(50)]), 4, 8)
-    slow_host = dataclasses.replace(A100, launch_overhead_us=100.0)
+    slow_host = replace(A100, launch_overhead_us=100.0)
     step = time_step(trace, slow_host, Training())
     assert step.host_ms > 10 * step.busy_ms
     assert step.step_time_ms == pytest.approx(step.host_ms, rel=1e-3)
-    assert overlap_times(3.0, 0.0) == 3.0 and overlap_times(0.0, 0.0) == 0.0
 
 
 def test_the_parts_by_kind_sum_to_the_gpu_s_time_and_the_input_adds_to_the_step(small_cnn):
@@ -149,10 +132,10 @@ def test_the_parts_by_kind_sum_to_the_gpu_s_time_and_the_input_adds_to_the_step(
 
 def test_a_step_takes_as_long_on_a_gpu_model_alone_as_beside_all_others(small_cnn):
     specs = [load_device(name) for name in device_names()]
-    specs.append(dataclasses.replace(A100, power_cap_w=200.0))
+    specs.append(replace(A100, power_cap_w=200.0))
     for precision in ("fp32", "tf32", "bf16"):
         # Of its own each: without a loop that runs the same, in which both would remember their times.
-        together, alone = (dataclasses.replace(small_cnn, in_a_loop=None) for _ in range(2))
+        together, alone = (replace(small_cnn, in_a_loop=None) for _ in range(2))
         steps = [time_step(together, spec, Training(precision=precision), beside=specs) for spec in specs]
         assert steps == [time_step(alone, spec, Training(precision=precision)) for spec in specs]
 
@@ -174,36 +157,13 @@ def test_a_file_is_read_as_it_was_written_and_a_damaged_one_is_refused():
         read_efficiencies(json.dumps(content | {"version": 99}))
 
 
-def test_attention_and_streams_have_groups_of_their_own():
-    def forward(net, x):
-        q = net.inner(x).unflatten(-1, (4, 16)).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        return net.outer(y.transpose(1, 2).flatten(2)).mean(1)
-
-    net = Computes(forward, inner=nn.Linear(64, 64), outer=nn.Linear(64, 4))
-    calls = kernel_calls(traced(net, 2, 32, 64, precision="bf16").operators)
-    group = {kind: GROUPS[at] for kind, at in zip(calls.kind, calls.group, strict=True)}
-    assert group["attention"] == group["attention_backward"] == ATTENTION
-    assert group["optimizer"] == STREAM
-    assert DEPTHWISE not in group.values()
-    attention = calls.kind.index("attention")
-    assert (calls.rows[attention], calls.columns[attention], calls.batch[attention]) == (32, 16, 8)
-
-
 def activity(batch=256, spec=A100, precision="fp32", input_ms=0.0, width=2048):
     trace = traced(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)), batch, width)
     return time_step(trace, spec, Training(precision=precision), input_ms=input_ms).activity
 
 
-def test_a_larger_batch_keeps_more_of_the_gpu_busy_and_more_sms_less_of_it():
-    small, large = activity(batch=8), activity(batch=4096)
-    assert small.smact < large.smact and small.fp32a < large.fp32a
-    wide = dataclasses.replace(A100, sm_count=432)
-    assert activity(spec=wide).smact < activity().smact
-
-
 def test_an_input_pipeline_and_a_slow_host_thin_every_ratio():
-    for thinned in (activity(input_ms=20.0), activity(spec=dataclasses.replace(A100, launch_overhead_us=300.0))):
+    for thinned in (activity(input_ms=20.0), activity(spec=replace(A100, launch_overhead_us=300.0))):
         for name in ("smact", "smocc", "drama", "fp32a", "gpu_util", "power_w"):
             assert getattr(thinned, name) < getattr(activity(), name)
 
@@ -219,24 +179,6 @@ def test_tensor_cores_are_busy_where_the_precision_uses_them():
     )
     assert plain.tensor == 0 < min(tf32.tensor, half.tensor)
     assert max(tf32.fp32a, half.fp32a) < plain.fp32a
-
-
-def test_a_step_without_kernels_takes_a_launch_and_keeps_nothing_busy(small_cnn):
-    step = time_step(dataclasses.replace(small_cnn, operators=()), A100, Training())
-    assert step.step_time_ms > 0
-    assert step.activity.smact == step.activity.drama == 0 and step.activity.power_w == A100.idle_power_w
-
-
-def test_faster_memory_alone_does_not_change_how_fast_a_large_product_is_computed():
-    """Two GPUs of one chip, whose memory alone differs, compute at one rate."""
-    chip = load_device("A100-SXM4-40GB")
-    faster_memory = dataclasses.replace(chip, bandwidth_gb_s=1.3 * chip.bandwidth_gb_s)
-    calls = as_calls(Counter({product(8192, 8192, 8192, 1, TENSOR, 3 * 2 * 8192**2): 1}), 1.0)
-    learned = load_efficiencies().parameters
-    before, after = (
-        float(call_seconds(kernels_on(calls, device, learned.names), learned)[0]) for device in (chip, faster_memory)
-    )
-    assert 0.98 * before < after <= before
 
 
 A100_80GB = load_device("A100-SXM4-80GB")
@@ -280,10 +222,6 @@ def test_the_framework_follows_the_settings_and_the_layout(layer, settings, axes
     assert framework_of(replace(layer, collectives=sent), Training(**settings)) == framework
 
 
-def test_a_named_framework_leaves_fitted_models_what_they_speak_of():
-    assert Training(framework=MEGATRON).beyond_trials() == () == Training(framework=EAGER).beyond_fits()
-
-
 def test_the_longest_bounds_a_step_and_slower_hosts_widen_it_where_they_would_bound_it(layer):
     by_host, by_gpu, by_input = (
         time_step(layer, load_device(gpu), Training(optimizer="sgd", framework=framework), input_ms=waits_ms)
@@ -317,3 +255,33 @@ def test_a_file_of_parameters_without_a_section_is_damaged(monkeypatch, section,
     monkeypatch.setattr(packaged, "packaged_text", lambda: json.dumps(content))
     with pytest.raises(EnvironmentProblem, match="install gpufarm again"):
         load.__wrapped__()
+
+
+def test_allocated_memory_is_the_live_bytes_rounded_to_512_and_two_cublas_workspaces():
+    batch = torch.empty(64, 1000, device="meta"), torch.empty(64, dtype=torch.long, device="meta")
+    trace = trace_step(dense((1000, 2000, 10)), *batch, training_loop=False)
+    tensors = [-(-4 * elements // 512) * 512 for elements in (1000 * 2000, 2000, 2000 * 10, 10)]
+    small = 64 * 1000 * 4 + 512 + 512  # inputs, targets, loss
+    step = simulate(trace, A100)
+    expected = 5 * sum(tensors) + small + 2 * A100.architecture.blas_workspace_bytes
+    assert step.peak_allocated_mib * 2**20 == expected
+    assert step.fits and step.peak_memory_mib == step.peak_reserved_mib + A100.context_mib
+    refused = simulate(trace, replace(A100, memory_mib=A100.context_mib + step.peak_allocated_mib - 1))
+    assert not refused.fits and refused.peak_memory_mib == step.peak_memory_mib, "the need is still told"
+
+
+@pytest.mark.spread(6)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_figures_stay_in_their_ranges_on_every_device(family):
+    config = small_config(family, 0)
+    for spec in map(load_device, device_names()[::6]):
+        trace = trace_config(config, device=spec)
+        step, timed = simulate(trace, spec, config), time_step(trace, spec, config)
+        assert_ratios_hold(step.activity, spec, ("smact", "smocc", "drama", "gpu_util"))
+        assert_ratios_hold(timed.activity, spec, ("smact", "smocc", "drama", "fp32a", "tensor", "gpu_util"))
+        assert 0 < step.step_time_ms < step.step_time_upper_ms and step.fits
+        assert trace.peak_live_bytes / 2**20 <= step.peak_allocated_mib <= step.peak_reserved_mib
+        costs = operator_costs(trace, spec, config)
+        assert sum(cost.seconds for cost in costs) * 1e3 == pytest.approx(timed.busy_ms)
+        assert all(cost.seconds > 0 and 0 <= cost.sm_share <= 1 and 0 <= cost.occupancy <= 1 for cost in costs)
+        assert all(math.isfinite(value) for value in features(timed).values())

@@ -10,8 +10,8 @@ import torch
 from small_configs import small_config
 from torch import nn
 
-from featurize.configs.step_features import opgraph, product_dims, step_features
-from featurize.device.device_spec import device_names, load_device
+from featurize.configs.step_features import opgraph, step_features
+from featurize.device.device_spec import load_device
 from featurize.families import cnn, mlp, transformer
 from featurize.job.training_settings import Training
 from featurize.memory.replay import replay
@@ -49,16 +49,6 @@ CONFIGS = {
         topology="residual",
         batch_norm=True,
         precision="tf32",
-    ),
-    "dense cnn": cnn.Config(
-        batch_size=2,
-        image_size=32,
-        channels=3,
-        classes=10,
-        base_filters=16,
-        depth=8,
-        topology="dense",
-        optimizer="momentum",
     ),
     "transformer": transformer.Config(
         batch_size=2,
@@ -105,7 +95,7 @@ def network(found):
     return {name: value for name, value in found.items() if name.startswith("net_")}
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("training_loop", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_network_is_does_not_hang_on_the_batch_size(name, training_loop):
@@ -115,7 +105,7 @@ def test_what_a_network_is_does_not_hang_on_the_batch_size(name, training_loop):
         assert {key: (first[key], value) for key, value in found.items() if value != first[key]} == {}, batch
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_job_takes_grows_with_the_batch(name):
     found = by_batch(name)
@@ -128,47 +118,16 @@ def test_what_a_job_takes_grows_with_the_batch(name):
     assert len({one["job_weights_mib"] for one in found}) == len({one["job_outside_mib"] for one in found}) == 1
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_finite_numbers_and_the_same_columns_for_every_job_and_device(family):
     columns = list(by_batch("mlp")[0])
     config = small_config(family, 0)
-    for spec in [load_device(name) for name in device_names()][:2]:
-        for training_loop in (False, True):
-            found = features(config, spec, training_loop)
-            assert list(found) == columns
-            for name, value in found.items():
-                assert isinstance(value, int | float) and math.isfinite(value), name
-                if name.startswith(("net_share_", "job_share_")):
-                    assert -1e-9 <= value <= 1 + 1e-9, name
-
-
-def test_a_network_that_differs_is_told_apart():
-    seen = {tuple(network(by_batch(name)[0]).items()) for name in CONFIGS}
-    assert len(seen) == len(CONFIGS)
-    plain = CONFIGS["mlp"]
-    before = network(by_batch("mlp")[0])
-    changes = {
-        "optimizer": ("sgd", {"net_states"}),
-        "precision": ("tf32", {"net_math_bits"}),
-        "cudnn_benchmark": (True, {"net_cudnn_benchmark"}),
-        "channels_last": (True, {"net_channels_last"}),
-    }
-    for field, (value, names) in changes.items():
-        found = network(features(dataclasses.replace(plain, **{field: value})))
-        assert {name for name in found if found[name] != before[name]} == names
-    looped = network(by_batch("mlp", True)[0])
-    assert {name for name in looped if looped[name] != before[name]} == {"net_training_loop"}
-
-
-def test_batches_of_a_mix_count_together():
-    config = CONFIGS["mlp"]
-    sizes = 2, 8, 4
-    batches = [torch.empty(size, 2**16, device="meta") for size in sizes]
-    trace = trace_step(lambda: nn.Linear(2**16, 4), None, batches=batches, settings=config, device=A100)
-    values = step_features(trace, replay(trace, A100), A100, config, batch_size=8, training_loop=False)
-    samples = sum(sizes[shape] for shape in trace.mix.order)
-    assert samples == 32 and values["job_log_batch_bytes"] == pytest.approx(math.log2(samples * 2**18), abs=0.001)
+    for spec, training_loop in ((A100, False), (load_device("V100-SXM2-32GB"), True)):
+        found = features(config, spec, training_loop)
+        assert list(found) == columns and all(math.isfinite(value) for value in found.values())
+        shares = [value for name, value in found.items() if name.startswith(("net_share_", "job_share_"))]
+        assert min(shares) >= -1e-9 and max(shares) <= 1 + 1e-9
 
 
 def test_counts_and_sizes_are_those_of_the_network():
@@ -176,9 +135,7 @@ def test_counts_and_sizes_are_those_of_the_network():
     plain = CONFIGS["mlp"]
     trace = trace_config(plain)
     assert found["net_log_parameters"] == math.log2(1 + trace.parameters)
-    assert found["job_weights_mib"] == 4 * trace.parameters / 2**20
-    assert found["net_count_convolution"] == found["net_count_attention"] == found["net_log_tokens"] == 0
-    assert found["net_share_flops_matmul"] > 0.9
+    assert found["net_share_flops_matmul"] > 0.9 and found["net_count_convolution"] == 0
     deeper = features(dataclasses.replace(plain, depth=plain.depth + 1))
     assert deeper["net_count_matmul"] == found["net_count_matmul"] + 1
     assert by_batch("cnn")[0]["net_convolutions_3x3"] == 5
@@ -305,57 +262,14 @@ def test_operators_have_a_class(name, kind):
     assert category(name) == kind
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_of_every_family_are_finite_and_acyclic(family):
     config = small_config(family, 0)
     trace = trace_config(config)
     graph = opgraph(trace, A100, config)
-    n = len(trace.operators)
-    assert graph.nodes.shape == (n, len(graph.node_columns)) and graph.nodes.dtype == np.float32
-    assert graph.edges.dtype == np.int64 and np.isfinite(graph.nodes).all() and (graph.nodes >= 0).all()
+    assert np.isfinite(graph.nodes).all() and (graph.nodes >= 0).all()
     source, reader = graph.edges
-    assert (source < reader).all() and (source >= 0).all() and (reader < n).all()
-    assert len(np.unique(graph.edges, axis=1).T) == graph.edges.shape[1]
     pairs = {(s, i) for i, op in enumerate(trace.operators) for s in op.sources if s >= 0}
-    assert pairs == set(zip(source.tolist(), reader.tolist(), strict=True))
-    depth = column(graph, "depth")
-    assert (depth[source] < depth[reader]).all()
-    for name in ("depth", "position", "in_forward", "in_backward", "in_optimizer"):
-        assert column(graph, name).min() >= 0 and column(graph, name).max() <= 1
+    assert pairs == set(zip(source.tolist(), reader.tolist(), strict=True)) and (source < reader).all()
     assert VOCABULARY.index("other") not in graph.categories  # of the families' operators none is unknown
-
-
-def test_a_slower_gpu_changes_the_price_alone():
-    config = small_config("cnn", 0)
-    trace = trace_config(config)
-    fast, slow = (opgraph(trace, load_device(name), config) for name in ("A100-SXM4-40GB", "V100-SXM2-32GB"))
-    priced = len(fast.node_columns) - 3
-    np.testing.assert_array_equal(fast.nodes[:, :priced], slow.nodes[:, :priced])
-    assert column(slow, "log_nanoseconds").sum() > column(fast, "log_nanoseconds").sum() > 0
-
-
-def test_a_trace_without_operators_or_edges_is_a_graph():
-    for operators in ((), (operator("aten::zeros", [], [(3,)], []),)):
-        graph = graph_of(*operators)
-        assert graph.edges.shape == (2, 0)
-        assert graph.nodes.shape == (len(operators), len(graph.node_columns)) and np.isfinite(graph.nodes).all()
-
-
-def test_empty_tensors_and_odd_shapes_have_no_dims():
-    for op in (
-        operator("aten::mm", [(0, 4), (4, 0)], [(0, 0)], [-1, -1]),
-        operator("aten::dot", [(4,), (4,)], [()], [-1, -1]),
-        operator("aten::convolution", [(3,)], [(3,)], [0]),
-    ):
-        assert product_dims(op) == (0,) * 6
-
-
-def test_a_chain_as_deep_as_it_is_long_and_a_wide_reader_are_handled():
-    n = 5_000
-    chain = [operator("aten::relu", [(4, 4)], [(4, 4)], [i - 1]) for i in range(n)]
-    reader = operator("aten::_foreach_add_", [(4, 4)] * n, [], range(n), phase="optimizer")
-    graph = graph_of(*chain, reader)
-    assert graph.edges.shape == (2, n - 1 + n)
-    assert row(graph, n)["depth"] == 1 and row(graph, n - 1)["depth"] == pytest.approx((n - 1) / n)
-    assert column(graph, "log_readers")[0] == pytest.approx(math.log2(3))

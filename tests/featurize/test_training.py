@@ -1,14 +1,16 @@
-"""The training step on the CPU, and what preloading leaves for the first step of a forked child."""
+"""The training step on the CPU, what preloading leaves for a forked child, and the permission of TF32."""
 
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 from featurize.configs.trial import OPTIMIZERS
+from featurize.operators.torch_releases import allow_tf32, cudnn_allows_tf32, matmul_allows_tf32
 from featurize.training.training_step import Training, TrainingStep, cross_entropy
 
 
@@ -57,14 +59,6 @@ def test_channels_last_converts_model_and_images():
     step((torch.randn(2, 3, 8, 8),), torch.tensor([0, 1]))
     assert seen == [True]
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_phases_are_told_in_order():
-    step, inputs, targets = make_step()
-    told = []
-    step.on_phase = told.append
-    step(inputs, targets)
-    assert told == ["forward", "backward", "optimizer"]
 
 
 def test_the_loss_of_a_sequence_is_the_mean_over_its_positions():
@@ -133,3 +127,45 @@ def test_after_preload_a_forked_child_imports_nothing_for_its_first_steps(preloa
 @pytest.mark.needs_torch("2.11", "importing the compiler without an operator, `torch.ones(1)`,")
 def test_preload_starts_no_thread_runs_no_operator_and_asks_nothing_of_cuda(preloaded):
     assert (preloaded["threads"], preloaded["operators"], preloaded["cuda"]) == (0, [], [])
+
+
+NEW_API = hasattr(torch.backends, "fp32_precision")
+HAS_BOTH = pytest.mark.skipif(not NEW_API, reason="this release of PyTorch has the older API only")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    cudnn = torch.backends.cudnn
+    parts = (torch.backends, torch.backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn) if NEW_API else ()
+    before = [part.fp32_precision for part in parts]
+    if NEW_API:  # as in a fresh process, whatever other tests have set
+        torch.backends.fp32_precision = torch.backends.cuda.matmul.fp32_precision = cudnn.fp32_precision = "none"
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+    for part, precision in zip(parts, before, strict=True):
+        part.fp32_precision = precision
+
+
+def test_the_older_api_is_read():
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = True, False
+    assert matmul_allows_tf32() and not cudnn_allows_tf32()
+
+
+@HAS_BOTH
+@pytest.mark.parametrize("part", ["torch.backends", "torch.backends.cuda.matmul"])
+def test_the_newer_api_is_read_without_an_error_or_a_warning(part):
+    owner = torch.backends if part == "torch.backends" else torch.backends.cuda.matmul
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not matmul_allows_tf32() and cudnn_allows_tf32()
+        owner.fp32_precision = "tf32"
+        assert matmul_allows_tf32() and cudnn_allows_tf32()
+
+
+@pytest.mark.parametrize(("matmul", "cudnn"), [(True, True), (False, False), (True, False)])
+def test_a_setting_holds_whatever_the_newer_api_has_set_before(matmul, cudnn):
+    if NEW_API:
+        torch.backends.fp32_precision = "tf32"
+    allow_tf32(matmul=matmul, cudnn=cudnn)
+    assert (matmul_allows_tf32(), cudnn_allows_tf32()) == (matmul, cudnn)

@@ -1,4 +1,4 @@
-"""Questions of a trace to cuDNN about its convolutions, and a replay's use of the answers."""
+"""Questions of a trace to cuDNN about its convolutions, a replay's use of the answers, and other releases of cuDNN."""
 
 import pytest
 import torch
@@ -7,7 +7,13 @@ from torch import nn
 from conf.errors import UsageError
 from featurize.cudnn.signature import EnginePlan, OracleAnswer, SearchSettings, require_signature
 from featurize.device.device_spec import load_device
-from featurize.memory.cudnn_workspaces import convolution_workspaces, workspaces_note
+from featurize.memory.cudnn_workspaces import (
+    convolution_workspaces,
+    cudnn_of,
+    for_release,
+    release_note,
+    workspaces_note,
+)
 from featurize.memory.replay import replay
 from featurize.trace.tracer import trace_step
 from learn import estimate
@@ -61,19 +67,6 @@ def test_a_transposed_convolution_is_the_gradient_of_its_mirror():
     assert {s.response for s in of_transposed} == {(2, 64, 16, 16)}
 
 
-def test_one_spatial_dimension_becomes_two_and_three_stay_three():
-    line, _ = calls_of(nn.Conv1d(64, 32, 3, dilation=2), shape=(2, 64, 100))
-    assert line[0].convolution.image == (2, 64, 1, 100) and line[0].convolution.dilation == (1, 2)
-    volume, _ = calls_of(nn.Conv3d(64, 32, 3), shape=(2, 64, 8, 8, 8))
-    assert volume[0].convolution.layout == "ncdhw"
-
-
-def test_channels_last_and_half_precision_are_asked_as_such():
-    calls, _ = calls_of(nn.Conv2d(64, 32, 3).to(memory_format=torch.channels_last), precision="bf16")
-    first = calls[0].convolution
-    assert (first.dtype, first.layout, first.strides_of((2, 3, 5, 7))) == ("bfloat16", "nhwc", (105, 1, 21, 3))
-
-
 def test_depthwise_layers_in_fp32_are_not_cudnns_and_grouped_ones_are():
     depthwise, _ = calls_of(nn.Conv2d(64, 64, 3, groups=64))
     assert depthwise[0].convolution is None
@@ -122,3 +115,43 @@ def test_an_estimate_by_cudnn_says_which_version_answered(tmp_path, monkeypatch)
     asked = estimate(job, [64, 64, 56, 56], estimator="trace", data=str(tmp_path / "data"), workspaces="cudnn")
     assert asked.breakdown["workspace"] != plain.breakdown["workspace"]
     assert any("distinct convolutions: cuDNN 9." in warning for warning in asked.warnings)
+
+
+@pytest.fixture(scope="module")
+def answered():
+    _, trace = calls_of(nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 3, padding=1))
+    return convolution_workspaces(trace, A100, Answering(2**20), SearchSettings())
+
+
+def sources(workspaces):
+    return {(call.shapes[1][2:], workspace.source) for call, workspace in workspaces.items()}
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cudnn"), [("2.4.1+cu121", (9, 1, 0)), ("2.10.0", (9, 10, 2)), ("1.13", None), ("local", None)]
+)
+def test_a_release_of_torch_names_its_cudnn(torch_version, cudnn):
+    assert cudnn_of(torch_version) == cudnn
+
+
+def test_before_cudnn_9_8_pointwise_kernels_in_fp32_take_no_workspace(answered):
+    old = for_release(answered, A100, torch_version="2.4.1")
+    assert sources(old) == {((1, 1), "guessed"), ((3, 3), "oracle")}
+    pointwise = [workspace for call, workspace in old.items() if call.shapes[1][2:] == (1, 1)]
+    assert {(w.sizes, w.problem) for w in pointwise} == {((0,), "cuDNN 9.1.0 takes none for 1x1 kernels in fp32")}
+
+
+def test_what_was_asked_stands_for_later_releases_for_unknown_ones_and_where_all_engines_are_tried(answered):
+    for torch_version in ("2.10.0", "9.0"):
+        assert for_release(answered, A100, torch_version=torch_version) == answered
+    assert for_release(answered, A100, torch_version="2.4.1", benchmark=True) == answered
+
+
+def test_another_release_than_was_asked_is_said_with_what_stays_guessed(answered):
+    assert release_note(answered, torch_version="2.10.0+cu128") == (
+        "workspaces: PyTorch 2.10.0 comes with cuDNN 9.10.2, and 9.99.0 was asked: two versions can choose different "
+        "engines"
+    )
+    old = for_release(answered, A100, torch_version="2.4.1")
+    note = release_note(old, torch_version="2.4.1")
+    assert note is not None and note.endswith("; 2 convolutions with 1x1 kernels stay guessed")
