@@ -201,24 +201,6 @@ def test_out_of_memory_rows_are_no_figures_to_fit(name, predicted, rows):
     same(predicted, make_estimator(name, seed=3).fit(both, STEPS).predict(rows.cases, STEPS))
 
 
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("name", USE_OUT_OF_MEMORY_ROWS)
-def test_out_of_memory_rows_leave_the_others_where_they_are(name):
-    rows, large = make("memory"), make("memory", 8, first=150)
-    both = make_rows(
-        "memory",
-        [*rows.configs, *large.configs],
-        [*rows.label, *np.full(8, 40_960.0)],
-        censored=[False] * len(rows) + [True] * 8,
-    )
-    before = fit_once(name, "memory").predict([*rows.cases, *large.cases], STEPS).point
-    after = make_estimator(name, seed=3).fit(both, STEPS).predict([*rows.cases, *large.cases], STEPS).point
-    assert not np.array_equal(before, after), "they are of use"
-    after, large = np.split(after, [len(rows)])
-    assert np.median(np.abs(np.log(after / before[: len(rows)]))) < 0.4 and (after < 20_000).mean() > 0.9
-    assert np.median(large) > np.quantile(after, 0.9)
-
-
 def test_who_reads_the_records_of_traced_steps_says_so(name, fitted, rows, monkeypatch):
     asked, compute = [], step_store.compute
     monkeypatch.setattr(step_store, "compute", lambda case: asked.append(case) or compute(case))

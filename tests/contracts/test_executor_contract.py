@@ -91,24 +91,3 @@ def test_everything_listens_on_loopback_only(executor):
         with contextlib.suppress(psutil.Error):
             listening += [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-
-
-@pytest.mark.slow
-def test_after_close_no_trial_server_is_left():
-    before = below_us("workers.trial.trial_server")
-    executor = make_executor(CHOICE, ClusterSettings(kind="inline"))
-    executor.start()
-    await_idle(executor)
-    await_(lambda: below_us("workers.trial.trial_server") > before, "a trial server")
-    assert below_us("workers.trial.trial_server") == before + 1
-    executor.close()
-    assert below_us("workers.trial.trial_server") == before
-
-
-def below_us(module):
-    """How many processes below this one run the module."""
-    count = 0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            count += module in " ".join(process.cmdline())
-    return count

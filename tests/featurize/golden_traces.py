@@ -17,7 +17,6 @@ from conf.plain_text import exception_line
 
 GOLDEN = Path(__file__).with_name("golden_traces.json")
 DEVICE = "A100-SXM4-40GB"
-MIB = 2**20
 
 
 def golden() -> dict[str, Any]:

@@ -78,75 +78,6 @@ def _speech() -> dict[str, Tensor]:
     }
 
 
-def _clip(attention: str) -> nn.Module:
-    from transformers import CLIPConfig, CLIPModel
-
-    text = {**ENCODER, **TOKENS, "projection_dim": 16}
-    vision = {**ENCODER, "image_size": 32, "patch_size": 8, "projection_dim": 16}
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    return CLIPModel._from_config(config, attn_implementation=attention)
-
-
-def _pairs() -> dict[str, Any]:
-    given = words()
-    return {
-        "input_ids": given["input_ids"],
-        "attention_mask": given["attention_mask"],
-        "pixel_values": _image(),
-        "return_loss": True,
-    }
-
-
-class _Segmenter(nn.Module):
-    """SAM as it is fine-tuned: the masks' binary cross entropy."""
-
-    def __init__(self, attention: str) -> None:
-        from transformers import SamConfig, SamModel
-
-        super().__init__()
-        sizes = {"image_size": 32, "patch_size": 8}
-        vision = {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            **sizes,
-            "output_channels": 16,
-            "global_attn_indexes": [1],
-            "window_size": 2,
-            "num_pos_feats": 8,
-            "mlp_dim": 48,
-        }
-        prompts = {
-            "hidden_size": 16,
-            "image_size": 32,
-            "patch_size": 8,
-            "mask_input_channels": 4,
-            "image_embedding_size": 4,
-        }
-        masks = {
-            "hidden_size": 16,
-            "num_attention_heads": 4,
-            "mlp_dim": 24,
-            "num_hidden_layers": 1,
-            "iou_head_hidden_dim": 16,
-        }
-        config = SamConfig(vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=masks)
-        self.model = SamModel._from_config(config, attn_implementation=attention)
-
-    def forward(self, pixel_values: Tensor, input_boxes: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        masks = self.model(pixel_values=pixel_values, input_boxes=input_boxes, multimask_output=False).pred_masks
-        wanted = nn.functional.interpolate(labels[:, None], masks.shape[-2:])
-        return {"loss": nn.functional.binary_cross_entropy_with_logits(masks.squeeze(1), wanted)}
-
-
-def _boxes() -> dict[str, Tensor]:
-    return {
-        "pixel_values": _image(),
-        "input_boxes": torch.tensor([[[2.0, 2.0, 20.0, 20.0]]] * BATCH),
-        "labels": torch.ones(BATCH, 32, 32),
-    }
-
-
 class _Denoiser(nn.Module):
     """A diffusion model as it is trained: noise predicted at random times."""
 
@@ -186,25 +117,6 @@ def _unet_batch() -> dict[str, Tensor]:
         "encoder_hidden_states": torch.ones(BATCH, LENGTH, 16),
         "encoder_attention_mask": words()["attention_mask"],
     }
-
-
-def _dit(_attention: str) -> nn.Module:
-    from diffusers import DiTTransformer2DModel
-
-    return _Denoiser(
-        DiTTransformer2DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            in_channels=4,
-            num_layers=2,
-            sample_size=8,
-            norm_num_groups=8,
-        )
-    )
-
-
-def _dit_batch() -> dict[str, Tensor]:
-    return {"latents": torch.ones(BATCH, 4, 8, 8), "class_labels": torch.tensor([1, 5])}
 
 
 def _detector(name: str) -> Callable[[str], nn.Module]:
@@ -348,10 +260,7 @@ MODELS: dict[str, Published] = {
         _labelled_images,
         ("eager",),
     ),
-    "clip": Published(_clip, _pairs, FLASH),
-    "sam": Published(_Segmenter, _boxes, ("eager", "sdpa")),
     "unet2d": Published(_unet, _unet_batch, ("sdpa",)),
-    "dit": Published(_dit, _dit_batch, ("sdpa",)),
     "faster_rcnn": Published(_detector("fasterrcnn_resnet50_fpn"), lambda: detections(masks=False), ("none",)),
     "mask_rcnn": Published(_detector("maskrcnn_resnet50_fpn"), lambda: detections(masks=True), ("none",)),
     "timm": Published(_timm("vit_tiny_patch16_224.augreg_in21k"), lambda: (torch.ones(BATCH, 3, 224, 224),), ("none",)),

@@ -1,23 +1,17 @@
 """Families: spaces build, plans tell the truth about the modules, modules train. Runs over the family table."""
 
 import dataclasses
-import itertools
 from collections import Counter
 
 import pytest
-import torch
 from family_table import FAMILY
 from plan_checks import on_meta, parameters_of
 
-from conf.errors import UsageError
 from featurize.configs.draws import sample_range
 from featurize.configs.trial import config_from_mapping
-from featurize.families import cnn, family_names, get_family, layers_of, mlp, transformer
+from featurize.families import cnn, family_names, get_family, layers_of, mlp
 from featurize.job.layers import totals
 from tests.featurize.small_configs import own_space
-
-SMALL = ("cnn", "mlp", "timm", "transformer")
-DESCRIBED = ("mlp", "cnn", "transformer")  # families that write their plans down, module for module
 
 
 def small(family, **changes):
@@ -30,12 +24,9 @@ over_families = pytest.mark.parametrize("family", family_names())
 @over_families
 def test_every_point_of_the_default_space_is_a_valid_config(family):
     rejections = Counter()
-    configs = list(sample_range(own_space(family), 7, 0, 100, rejections=rejections))
-    assert not rejections
-    # timm and zoo vary nothing but the model and the batch size: some points come twice
-    assert len({str(config.to_mapping()) for config in configs}) > (80 if family in ("timm", "zoo") else 99)
-    for config in configs[:20]:
+    for config in sample_range(own_space(family), 7, 0, 20, rejections=rejections):
         assert config_from_mapping(config.to_mapping()) == config
+    assert not rejections
 
 
 @over_families
@@ -43,17 +34,15 @@ def test_default_space_holds_training_settings_constant_and_reaches_every_topolo
     space = own_space(family)
     fixed = {"optimizer", "precision", "activation_checkpointing", "cudnn_benchmark", "channels_last"}
     assert fixed <= {d.name for d in space.dimensions} - {d.name for d in space.varied}
-    config = next(sample_range(space, 1, 0, 1))
-    assert (config.optimizer, config.precision, config.activation_checkpointing) == ("adam", "fp32", False)
-    if hasattr(config, "topology"):
-        seen = {c.topology for c in sample_range(space, 1, 0, 300)}
+    if hasattr(get_family(family), "TOPOLOGIES"):
+        seen = {c.topology for c in sample_range(space, 1, 0, 100)}
         assert seen == set(get_family(family).TOPOLOGIES)
 
 
 @pytest.mark.spread(2)
 @over_families
 def test_plan_parameters_equal_the_modules_for_sampled_configs(family):
-    for config in sample_range(own_space(family), 3, 0, 3 if family in ("timm", "zoo") else 8):
+    for config in sample_range(own_space(family), 3, 0, 2):
         assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)), config
 
 
@@ -80,10 +69,9 @@ def test_cnn_widths_follow_each_topology_and_stay_within_2048_filters():
     assert widths("bottleneck", depth=5) == [256, 128, 256, 512, 1024]
     assert widths("hourglass", depth=8) == [128, 256, 512, 1024, 1024, 512, 256, 128]
     assert widths("residual", depth=8, base=8) == [8, 16, 32, 64]
-    for topology, depth, base in itertools.product(cnn.PLAIN, range(1, 30), (1, 16, 511, 2048)):
-        found = widths(topology, depth, base)
-        assert len(found) == depth
-        assert min(found) >= 1 and max(found) <= 2048
+    for topology in cnn.PLAIN:
+        found = widths(topology, depth=29, base=511)
+        assert len(found) == 29 and min(found) >= 1 and max(found) <= 2048
 
 
 def test_cnn_blocks_shrink_by_strides_transitions_and_pools_but_not_below_7():
@@ -104,44 +92,3 @@ def test_cnn_blocks_shrink_by_strides_transitions_and_pools_but_not_below_7():
         ("transition", 16),
         ("dense", 16),
     ]
-
-
-def test_decoder_positions_see_only_what_came_before():
-    for topology in transformer.TOPOLOGIES:
-        config = small("transformer", topology=topology, dropout=0.0)
-        torch.manual_seed(0)
-        module = transformer.build(config)
-        seen = []
-        module.encoder.register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(out))
-        (tokens,), _ = transformer.batch(config, "cpu")
-        module(tokens)
-        tokens[:, -1] = (tokens[:, -1] + 1) % config.vocabulary_size
-        module(tokens)
-        unchanged = torch.allclose(seen[0][:, :-1], seen[1][:, :-1])
-        assert unchanged == (topology == "decoder")
-
-
-def test_batch_norm_at_batch_size_1_trains_wherever_it_is_accepted():
-    accepted = 0
-    for topology, side, depth in itertools.product(cnn.TOPOLOGIES, (1, 3), (4, 20)):
-        shape = dict(topology=topology, image_size=side, depth=depth, pooling=True, pool_interval=1)
-        try:
-            config = small("cnn", batch_size=1, batch_norm=True, base_filters=1024, **shape)
-        except UsageError:
-            continue
-        accepted += 1
-        on_meta(config)(*cnn.batch(config, "meta")[0])
-    assert accepted > 5
-
-
-def test_repair_leaves_what_it_cannot_mend_to_the_config():
-    draw = {"heads": 0.5}.__getitem__
-    for family in DESCRIBED:
-        values = get_family(family).repair({**vars(FAMILY[family].small), "depth": "many"}, draw)
-        with pytest.raises(UsageError, match="depth must be an integer >= 1, got 'many'"):
-            get_family(family).Config(**values)
-
-
-def test_sampled_heads_divide_the_embedding_and_vary():
-    sizes = {c.embedding_size // c.heads for c in sample_range(own_space("transformer"), 0, 0, 300)}
-    assert min(sizes) >= 8 and max(sizes) <= 256 and len(sizes) > 8

@@ -45,22 +45,22 @@ def test_each_family_is_in_the_table():
     assert set(FAMILY) == set(family_names()) - {"zoo"}, "zoo's models are any library's"
 
 
-@over("plans", 3)
+@over("plans", 8)
 def test_the_plan_tells_the_truth(family, changes):
     assert_plan_tells_the_truth(changed(family, changes), FAMILY[family].functional, FAMILY[family].kinds)
 
 
-@over("steps", 4)
+@over("steps", 8)
 def test_a_step_has_finite_gradients(narrow, family, changes):
     gradients(changed(family, changes))
 
 
-@over("trains", 2)
+@over("trains", 4)
 def test_a_model_trains(family, changes):
     assert_trains(changed(family, changes))
 
 
-@over("recomputes")
+@over("recomputes", 4)
 def test_recomputing_keeps_the_gradients(narrow, family, changes):
     assert_recomputing_keeps_gradients(changed(family, changes))
 

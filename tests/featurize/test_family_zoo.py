@@ -1,24 +1,21 @@
 """Models by `module:factory`: what a config's texts mean, which batches and plans follow, what is refused in words."""
 
-import dataclasses
 import importlib.util
 import sys
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.draws import sample
 from featurize.configs.features import group_key
 from featurize.configs.space import parse_space
-from featurize.configs.trial import config_from_mapping, named_by_user
+from featurize.configs.trial import named_by_user
 from featurize.families import timm, zoo
 from featurize.job.layers import totals
 from featurize.nets import vision
-from featurize.trace.tracer import trace_config
 from featurize.training.training_step import TrainingStep
 from tests.featurize.small_configs import scalar_features
 
@@ -40,24 +37,10 @@ class Reads(nn.Linear):
     def forward(self, x):
         return super().forward(x if x.sum().item() > 0 else -x)
 
-class Switched(nn.Linear):
-    def __init__(self, blocks=1):
-        super().__init__(4, 3)
-        self.blocks = blocks
-    def gradient_checkpointing_enable(self, options):
-        if not self.blocks:
-            raise ValueError("no blocks here")
-        self.options = options
-
 def pixels(): return nn.Conv2d(3, 5, 1)
-def named(): return Named()
 def number(): return 3
 def fails(): raise ValueError("no luck\\nat all")
 def hungry(): raise RuntimeError("CUDA out of memory")
-
-class Named(nn.Linear):
-    def __init__(self): super().__init__(4, 7)
-    def forward(self, x): return {"aux": x, "out": super().forward(x)}
 
 class Outer:
     @staticmethod
@@ -108,15 +91,7 @@ def test_an_entry_of_the_space_is_taken_apart_and_what_the_space_sets_goes_befor
     given = {"model": "a.b:c float32[3] {x: 1}", "inputs": "float32[5]", "arguments": None, "batch_size": 2}
     before = dict(given)
     assert zoo.repair(given, None) == {**given, "model": "a.b:c", "arguments": "{x: 1}"} and given == before
-    assert zoo.repair({"model": "a.b:c", "inputs": "float32[5]"}, None) == {"model": "a.b:c", "inputs": "float32[5]"}
-
-
-def test_texts_have_one_spelling():
-    one = config("a:b", "float32[3, 4],int64[]<7 ; m=bool[2]", arguments={"b": 1, "a": None}, target="int64[ 2 ]<3")
-    assert one.inputs == "float32[3,4] int64[]<7 m=bool[2]"
-    assert (one.arguments, one.target) == ('{"a":null,"b":1}', "int64[2]<3")
-    assert config_from_mapping(one.to_mapping()) == one
-    assert config("a:b", arguments=None) == config("a:b", arguments="{}") == config("a:b", arguments="")
+    assert config("a:b", "float32[3, 4],int64[]<7 ; m=bool[2]").inputs == "float32[3,4] int64[]<7 m=bool[2]"
 
 
 @pytest.mark.parametrize(
@@ -173,16 +148,8 @@ def test_batches_hold_valid_indices_and_targets_that_suit_the_output(nets):
     assert set(ids.unique().tolist()) == set(range(10)) and set(targets.unique().tolist()) == set(range(6))
     step = TrainingStep(zoo.build(one), one, "cpu")
     assert torch.isfinite(step((x, ids, scale), targets))
-    (ones,), pixel_targets = zoo.batch(config(f"{nets}:pixels", "float32[3,6,7]=1"), "meta")
-    assert ones.is_meta and pixel_targets.shape == (2, 6, 7)
-    assert zoo._reading(config(f"{nets}:pixels", "float32[3,6,7]")).target == "int64[6,7]<5"
-    assert (zoo.batch(config(f"{nets}:Outer.make", "float32[4]=3"), "cpu")[0][0] == 3).all()
-
-
-def test_a_mappings_out_is_what_the_loss_is_taken_of(nets):
-    one = config(f"{nets}:named")
-    assert zoo.build(one)(torch.ones(2, 4)).shape == (2, 7)
-    assert zoo._reading(one).target == "int64[]<7"
+    (images,), pixel_targets = zoo.batch(config(f"{nets}:pixels", "float32[3,6,7]=3"), "cpu")
+    assert (images == 3).all() and pixel_targets.shape == (2, 6, 7) and pixel_targets.max() < 5
 
 
 def test_a_model_that_reads_values_back_needs_a_target_and_then_trains(nets):
@@ -238,17 +205,6 @@ def test_other_refusals_and_what_is_none(nets, ask, model, changes, error, messa
         ask(config(model.replace("NETS", nets), **changes))
 
 
-def test_a_switch_that_fails_is_no_checkpointing_and_the_reason_is_kept(nets):
-    with pytest.raises(UsageError, match="Switched has no activation_checkpointing") as refusal:
-        zoo.build(config(f"{nets}:Switched", activation_checkpointing=True, arguments={"blocks": 0}))
-    assert str(refusal.value.__cause__) == "no blocks here"
-
-
-def test_a_model_of_ones_own_switches_checkpointing_on_whatever_it_calls_the_argument(nets):
-    one = config(f"{nets}:Switched", activation_checkpointing=True)
-    assert zoo.build(one).options == {"use_reentrant": False}
-
-
 def test_a_missing_library_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
     for model, how in (("transformers:GPT2Model", "transformers"), ("timm:create_model", "--no-deps timm")):
@@ -268,9 +224,6 @@ def test_transformers_are_made_of_the_fields_of_their_configurations(text, targe
     model = zoo.build(one)
     assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in model.parameters())
     assert torch.isfinite(TrainingStep(model, one, "cpu")(*zoo.batch(one, "cpu")))
-    again = dataclasses.replace(one, activation_checkpointing=True, batch_size=64)
-    kept = trace_config(dataclasses.replace(one, batch_size=64)).breakdown["activation"]
-    assert trace_config(again).breakdown["activation"] < kept
 
 
 @installed("transformers")
@@ -279,8 +232,6 @@ def test_a_mistyped_field_of_a_configuration_and_an_unknown_class_have_near_name
         zoo.build(config("transformers:GPT2LMHeadModel", "int64[8]<99", arguments={"n_layers": 2}))
     with pytest.raises(UsageError, match="transformers has no attribute 'GPT2LMHead'; near names: GPT2LMHeadModel"):
         zoo.build(config("transformers:GPT2LMHead", "int64[8]<99"))
-    eager = entry(GPT2.replace("{", "{attn_implementation: eager, "))
-    assert zoo.build(eager).config._attn_implementation == "eager"
 
 
 @installed("timm", "torchvision")
@@ -302,22 +253,6 @@ def test_image_models_have_plans_and_train(text):
     assert 2 * totals(zoo.layers(one)).flops == counter.get_total_flops()
     assert torch.isfinite(TrainingStep(zoo.build(one), one, "cpu")(*zoo.batch(one, "cpu")))
     assert list(dict(module.named_modules()))[1] in ("features", "backbone", "conv_stem")  # the library's own names
-
-
-@installed("torchvision", "transformers")
-@pytest.mark.parametrize(
-    "text",
-    [
-        GPT2,  # Conv1D: addmm
-        "torchvision.models:VisionTransformer float32[3,32,32] "
-        "{image_size: 32, patch_size: 8, num_layers: 2, num_heads: 4, hidden_dim: 64, mlp_dim: 128}",
-    ],
-)
-def test_the_plan_has_the_products_that_the_trace_has(text):
-    one = entry(text, batch_size=2)
-    trace = trace_config(one)
-    forward = sum(op.flops for op in trace.operators if op.phase == "forward")
-    assert 2 * totals(zoo.layers(one)).flops == pytest.approx(forward, rel=0.05)
 
 
 @installed("timm", "torchvision", "transformers")
@@ -350,10 +285,8 @@ def test_the_group_key_needs_no_model_and_features_have_the_same_columns(nets):
     shapes = (("float32[3]", 1), ("float32[3]", 2), ("float32[4]", 1))
     a, b, c = (group_key(zoo.Config(model="x:a", inputs=inputs, batch_size=n)) for inputs, n in shapes)
     assert a == b != c
-    assert group_key(config("x:a")).startswith("zoo-")
     plain, changed = (
         config(f"{nets}:Outer.make"),
         config(f"{nets}:Pair", "float32[4] int64[5]<10", arguments={"width": 4}),
     )
     assert list(scalar_features(plain)) == list(scalar_features(changed))
-    assert isinstance(zoo.build(plain), nn.Linear)

@@ -83,19 +83,17 @@ def head(loss: Callable[..., Tensor]) -> Computes:
     return Computes(loss, early=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, CLASSES, bias=False))
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16"])
-def test_ligers_linear_cross_entropy_makes_no_logits_and_keeps_two_gradients(monkeypatch, precision):
+def test_ligers_linear_cross_entropy_makes_no_logits_and_keeps_two_gradients(monkeypatch):
     fused = LigerFusedLinearCrossEntropyFunction
     module = "liger_kernel.ops.fused_linear_cross_entropy"
     standing_in(monkeypatch, module, LigerFusedLinearCrossEntropyFunction=fused)
     inputs = torch.empty(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64)
-    plain, liger = (traced(head(loss), *inputs, precision=precision) for loss in (plain_loss, ligers_loss))
+    plain, liger = (traced(head(loss), *inputs) for loss in (plain_loss, ligers_loss))
     rows = 4  # of 256: there are CLASSES / WIDTH = 64 times as many classes as the input is wide
     largest = [max(b.nbytes for b in t.blocks if b.kind in ("activation", "temporary")) for t in (plain, liger)]
     assert largest[0] == ROWS * CLASSES * 4 and largest[1] < largest[0] / 3
     assert rows * CLASSES * 2 in {block.nbytes for block in liger.blocks if block.operator == "aten::mm"}
-    element = 2 if precision == "bf16-true" else 4
-    assert kept_bytes(liger) >= element * WIDTH * CLASSES + 2 * ROWS * WIDTH
+    assert kept_bytes(liger) >= 2 * WIDTH * CLASSES + 2 * ROWS * WIDTH
     products = [sum(op.flops for op in t.operators if "mm" in op.name or "product" in op.name) for t in (plain, liger)]
     assert products[0] == products[1]
     assert "apply" not in vars(fused)  # as it was
@@ -119,20 +117,6 @@ def test_ligers_norm_rotation_and_gate_keep_inputs_and_overwrite(monkeypatch):
     assert kept_bytes(trace) == pytest.approx(5 * 2 * ROWS * WIDTH + 4 * ROWS, abs=64)
     kernels = [op.name.removeprefix("gpufarm::liger_") for op in trace.operators if "::liger_" in op.name]
     assert kernels == ["norm", "write_both_", "gated", "write_both_", "write_both_", "write_"]
-    written = [block.nbytes for block in trace.blocks if block.kind == "gradient"]
-    assert written.count(2 * WIDTH * WIDTH) >= 3
-
-
-def test_a_compiled_model_with_such_kernels_is_estimated_as_eager_and_said(monkeypatch):
-    standing_in(monkeypatch, "liger_kernel.ops.rope", LigerRopeFunction=LigerRopeFunction)
-
-    def rotated(net: Computes, x: Tensor) -> Tensor:
-        heads = net.gate(x).view(1, ROWS, WIDTH // 8, 8).transpose(1, 2)
-        return LigerRopeFunction.apply(heads, heads.clone(), net.angles, net.angles)[0]
-
-    net = Computes(rotated, gate=nn.Linear(WIDTH, WIDTH), angles=nn.Buffer(torch.zeros(1, ROWS, 8)))
-    trace = traced(net, torch.empty(ROWS, WIDTH), compile=True)
-    assert "estimated as eager" in trace.notes[0] and "is not captured" in trace.notes[1]
 
 
 @dataclass
@@ -149,17 +133,15 @@ class LowerTriangularMask:
     pass
 
 
-@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize(
     ("precision", "kernel"), [("bf16-true", "_flash_attention"), ("fp32", "_scaled_dot_product_efficient_attention")]
 )
-def test_xformers_attention_makes_no_scores(monkeypatch, heads, precision, kernel):
+def test_xformers_attention_makes_no_scores(monkeypatch, precision, kernel):
     def needs_gpu(_inputs, op=None):
         raise AssertionError("the kernel needs a GPU")
 
     def attention(net: Computes, x: Tensor) -> Tensor:
-        shape = (1, ROWS, heads, WIDTH // heads) if heads > 1 else (1, ROWS, WIDTH)
-        q, k, v = (part.reshape(shape) for part in net.projections(x).chunk(3, dim=-1))
+        q, k, v = (part.reshape(1, ROWS, 4, WIDTH // 4) for part in net.projections(x).chunk(3, dim=-1))
         library = sys.modules["xformers.ops.fmha"]
         return library._memory_efficient_attention(AttentionInputs(q, k, v, LowerTriangularMask()), op=None)
 

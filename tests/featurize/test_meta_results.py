@@ -9,7 +9,6 @@ from featurize.operators.cuda_policy import fused_kernels
 from featurize.recording import recorder
 from featurize.recording.recorder import meta_result
 from featurize.trace.tracer import trace_config, trace_step
-from featurize.training.training_step import Training
 from tests.family_cases import FAMILIES
 from tests.featurize.small_nets import Computes
 
@@ -43,12 +42,15 @@ def same(one, other):
     assert one.blocks == other.blocks
 
 
-@pytest.mark.parametrize("precision, optimizer", [("fp32", "adam"), ("bf16", "sgd"), ("fp32", "momentum")])
-def test_a_varied_model_is_traced_the_same(monkeypatch, precision, optimizer):
-    settings = Training(optimizer=optimizer, precision=precision)
-    quick = trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_varied_model_is_traced_the_same(monkeypatch, precision):
+    monkeypatch.setattr(recorder, "_known", {})
+    quick, again = (
+        trace_step(Varied, torch.empty(2, 3, size, size, device="meta"), precision=precision) for size in (4, 8)
+    )
+    assert quick.operators != again.operators
     monkeypatch.setattr(recorder, "meta_result", run_all)
-    same(quick, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), settings=settings))
+    same(again, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), precision=precision))
 
 
 @pytest.fixture
@@ -67,70 +69,6 @@ def multiply(monkeypatch):
 def test_an_operator_on_tensors_of_known_shapes_does_not_run_again(multiply):
     results = [meta_result(multiply, "aten::mul", (torch.empty(size, device="meta"), 2), {}) for size in (3, 3, 4)]
     assert len(multiply.ran) == 2 and [len(result) for result in results] == [3, 3, 4]
-
-
-def test_a_pointwise_operator_runs_once_for_all_sizes_of_tensors_that_lie_alike(multiply):
-    def laid_out(*sizes, dtype=torch.float32):
-        return torch.empty(sizes, dtype=dtype, device="meta")
-
-    multiply.tags = [torch.Tag.pointwise]
-    alike = [(laid_out(*sizes), laid_out(*sizes)) for sizes in ((3, 2), (4, 5), (1, 7))]
-    half = [(x.half(), x.half()) for x, _ in alike]
-    others = [
-        (laid_out(3, 2), laid_out(2)),
-        (laid_out(3, 2), laid_out(1, 2)),
-        (laid_out(2, 3).t(), laid_out(2, 3).t()),
-        (torch.empty_strided((1, 7), (9, 1), device="meta"), laid_out(1, 7)),
-        (laid_out(0, 2), laid_out(0, 2)),
-        (laid_out(), laid_out()),
-    ]
-    for args in (*alike, *half, *others):
-        made, computed = meta_result(multiply, "aten::mul", args, {}), torch.ops.aten.mul.Tensor(*args)
-        assert (made.shape, made.stride(), made.dtype) == (computed.shape, computed.stride(), computed.dtype)
-    assert len(multiply.ran) == 2 + len(others)
-    sparse = torch.empty(3, 2, device="meta", layout=torch.sparse_coo)
-    assert meta_result(torch.ops.aten.clone.default, "aten::clone", (sparse,), {}).is_sparse
-
-
-def _of_sizes(a, b, c):
-    """Return calls of operators whose results have sizes of their tensors, 0 or 1."""
-    aten = torch.ops.aten
-
-    def laid_out(*sizes, dtype=torch.float32):
-        return torch.empty(sizes, dtype=dtype, device="meta")
-
-    image, channels, logits = laid_out(a, b, c, c), [laid_out(b) for _ in range(4)], laid_out(a, b)
-    target, zero = laid_out(a, dtype=torch.int64), laid_out()
-    for training in (True, False):
-        yield aten.native_batch_norm.default, (image, *channels, training, 0.1, 1e-5)
-        saved = [*channels, laid_out(b), laid_out(b)][1:6]
-        yield aten.native_batch_norm_backward.default, (image, image, *saved, training, 1e-5, [True, training, True])
-    yield aten.native_batch_norm.default, (image.to(memory_format=torch.channels_last), *channels, True, 0.1, 1e-5)
-    yield aten.native_batch_norm.default, (image.half(), *channels, True, 0.1, 1e-5)
-    yield aten.mm.default, (laid_out(a, b), laid_out(b, c))
-    yield aten.mm.default, (laid_out(b, a).t(), laid_out(c, b).t())
-    yield aten.mm.default, (laid_out(a, 2 * b)[:, :b], laid_out(b, c))
-    yield aten.addmm.default, (laid_out(c), laid_out(a, b), laid_out(c, b).t())
-    yield aten.bmm.default, (laid_out(a, b, c), laid_out(a, c, b))
-    yield aten.sum.dim_IntList, (logits, [0], True)
-    yield aten.sum.dim_IntList, (logits, [1])
-    yield aten.nll_loss_forward.default, (logits, target, None, 1, -100)
-    yield aten.nll_loss_backward.default, (zero, logits, target, None, 1, -100, zero)
-
-
-def test_results_with_sizes_of_the_arguments_are_those_of_running_the_operator(monkeypatch):
-    monkeypatch.setattr(recorder, "_known", {})
-    known = []
-    for sizes in ((3, 4, 5), (6, 7, 8), (4, 4, 5), (5, 5, 9), (3, 1, 5), (2, 2, 2), (1, 9, 2), (5, 9, 5), (4, 1, 1)):
-        for func, args in _of_sizes(*sizes):
-            made, computed = meta_result(func, func._schema.name, args, {}), func(*args)
-            pairs = [(out,) if isinstance(out, torch.Tensor) else out for out in (made, computed)]
-            for one, other in zip(*pairs, strict=True):
-                assert (one is None) == (other is None)
-                if other is not None:
-                    assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-        known.append(len(recorder._known))
-    assert known[1] - known[0] == 2, "only those on another layout run again on other sizes"
 
 
 @pytest.mark.parametrize(
@@ -152,20 +90,19 @@ def test_tensors_like_others_have_the_layout_that_is_asked_for(options):
 def test_a_product_with_a_bias_is_that_of_its_parts():
     x, weight = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
     with fused_kernels():
-        for bias in (torch.empty(5, device="meta"), torch.empty(3, 1, device="meta")):
-            made = torch.addmm(bias, x, weight, beta=0.5)
-            assert (made.shape, made.stride(), made.dtype) == ((3, 5), (5, 1), torch.float32)
-        with pytest.raises(RuntimeError, match="4"):
-            torch.addmm(torch.empty(4, device="meta"), x, weight)
+        made = torch.addmm(torch.empty(3, 1, device="meta"), x, weight, beta=0.5)
+        assert (made.shape, made.stride(), made.dtype) == ((3, 5), (5, 1), torch.float32)
         with pytest.raises(RuntimeError, match=r"4, 5.*3, 4"):
             torch.addmm(torch.empty(5, device="meta"), weight, x)
         with pytest.raises(RuntimeError, match=r"size 1.*size 7|\(1\).*\(7\)"):  # which PyTorch's meta kernel lets pass
             torch.addmm(torch.empty(7, device="meta"), x, torch.empty(4, 1, device="meta"))
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_are_traced_the_same(monkeypatch, family):
+def test_families_are_traced_the_same_also_with_results_of_other_sizes_in_memory(monkeypatch, family):
+    monkeypatch.setattr(recorder, "_known", {})
+    trace_config(small_config(family, 1))
     config = small_config(family, 0)
     quick = trace_config(config)
     monkeypatch.setattr(recorder, "meta_result", run_all)
@@ -183,17 +120,9 @@ def test_real_tensors_are_computed():
     assert meta_result(add, "aten::add", (x + 1, x), {}).tolist() == [3.0, 5.0]
 
 
-def test_an_operator_in_place_returns_its_own_argument_each_time():
-    for tensor in [torch.empty(3, device="meta") for _ in range(3)]:
-        assert meta_result(torch.ops.aten.relu_.default, "aten::relu_", (tensor,), {}) is tensor
-
-
 def test_an_operator_that_changes_its_arguments_shape_is_run_each_time():
     for tensor in [torch.empty(3, 2, device="meta") for _ in range(3)]:
         assert meta_result(torch.ops.aten.resize_.default, "aten::resize_", (tensor, [2, 2]), {}).shape == (2, 2)
-    counters = [torch.zeros(()) for _ in range(3)]
-    add = torch.ops.aten.add_.Tensor
-    assert [meta_result(add, "aten::add_", (one, 1), {}).item() for one in counters] == [1, 1, 1]
 
 
 def test_whole_numbers_and_fractions_promote_differently():

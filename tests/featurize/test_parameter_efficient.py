@@ -11,10 +11,10 @@ from featurize.nets.vision import import_library
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
-from tests.featurize.trace_sums import bytes_of, most_of
+from tests.featurize.trace_sums import bytes_of
 
 transformers = import_library("transformers")
-LAYERS, WIDTH, INNER, VOCABULARY, TOKENS = 3, 128, 256, 500, 32
+LAYERS, WIDTH, INNER, VOCABULARY, TOKENS = 2, 128, 256, 500, 32
 
 
 def base(dtype=torch.bfloat16):
@@ -52,7 +52,7 @@ METHODS = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_of_peft_has_state_for_what_it_trains_and_takes_quantized_weights(method):
     peft = pytest.importorskip("peft")
@@ -68,9 +68,7 @@ def test_a_method_of_peft_has_state_for_what_it_trains_and_takes_quantized_weigh
     assert bytes_of(plain, "parameter") - bytes_of(quantized, "parameter") == 2 * linear - linear // 2
 
 
-@pytest.mark.spread(3)
-@pytest.mark.parametrize("settings", [{}, {"checkpointing": "selective"}, {"checkpoint_every": 2}], ids=str)
-def test_prefix_tuning_with_checkpointing_is_refused_in_one_message(settings):
+def test_prefix_tuning_with_checkpointing_is_refused_in_one_message():
     """peft refuses it where checkpointing is on before `get_peft_model`; switched on after, the model itself fails."""
     peft = pytest.importorskip("peft")
 
@@ -78,23 +76,16 @@ def test_prefix_tuning_with_checkpointing_is_refused_in_one_message(settings):
         return peft.get_peft_model(base(), peft.PrefixTuningConfig(num_virtual_tokens=8, task_type="CAUSAL_LM"))
 
     with pytest.raises(UsageError, match="prefix tuning does not work with checkpointing"):
-        traced(build, **{"checkpointing": "full", **settings})
-    assert bytes_of(traced(build), "optimizer_state")
+        traced(build, checkpointing="full")
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"checkpoint_every": 2}, {"how": "selective"}], ids=["own", "every", "selective"]
+    ("settings", "runs"),
+    [({"checkpointing": "full"}, 2 * LAYERS), ({"checkpointing": "full", "checkpoint_every": 2}, LAYERS + 1)],
 )
-def test_transformers_models_are_checkpointed_by_their_switch_and_by_their_blocks(settings):
-    how = settings.get("how", "full")
-    every = settings.get("checkpoint_every", 1)
-    plain, checkpointed = traced(base), traced(base, checkpointing=how, checkpoint_every=every)
-    assert most_of(checkpointed, "activation") < most_of(plain, "activation")
-    attention = "aten::_scaled_dot_product_flash_attention"
-    again = sum(op.name == attention for op in checkpointed.operators) - sum(
-        op.name == attention for op in plain.operators
-    )
-    assert again == {"full": -(-LAYERS // every), "selective": 0}[how]
+def test_transformers_models_are_checkpointed_by_their_switch_and_by_their_blocks(settings, runs):
+    attention = [op for op in traced(base, **settings).operators if "flash_attention" in op.name]
+    assert sum(not op.name.endswith("_backward") for op in attention) == runs
 
 
 def test_layers_of_the_real_bitsandbytes_are_traced_on_meta():

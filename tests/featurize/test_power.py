@@ -60,10 +60,6 @@ def test_a_limit_stretches_arithmetic_more_than_memory_traffic(product, stream):
     assert of_product > 1.1 * of_stream
 
 
-def test_the_boards_own_limit_changes_nothing(product):
-    assert _timed(product, A40, A40.power_limit_w).step_time_ms == pytest.approx(_timed(product, A40).step_time_ms)
-
-
 @pytest.mark.parametrize("name", device_names())
 def test_every_gpu_model_keeps_below_the_least_limit_that_it_takes(name):
     device, product, one = load_device(name), np.array([1.0, 0.5, 0.0]), np.ones(3)

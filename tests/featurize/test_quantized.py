@@ -1,14 +1,11 @@
 """Linear layers with 4- and 8-bit weights: bytes counted on paper, and the layers that take part."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.operators.own_operators import Linear4Bit, Linear8Bit, quantize, replace_bitsandbytes
-from featurize.timing.calls import operator_kernels
+from featurize.operators.own_operators import Linear4Bit, Linear8Bit, quantize
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
@@ -68,10 +65,8 @@ def test_the_weight_is_a_temporary_of_the_backward_pass_and_for_4_bits_of_the_fo
     assert phases.count("forward") == (0 if how == "int8" else LAYERS)
     assert phases.count("backward") == LAYERS - 1  # nothing below the first layer wants a gradient
     assert ("forward", "gpufarm::int8_product" if how == "int8" else "gpufarm::dequantize_4bit") in made
-    quantized = [op for op in trace.operators if op.name == "gpufarm::int8_product"]
-    assert len(quantized) == (LAYERS if how == "int8" else 0)
-    assert all(op.flops == 2 * BATCH * ELEMENTS for op in quantized)  # as of plain weights
-    assert all(call.kind == "product" for op in quantized for call, _ in operator_kernels(op)[0])
+    quantized = [op.flops for op in trace.operators if op.name == "gpufarm::int8_product"]
+    assert quantized == [2 * BATCH * ELEMENTS] * (LAYERS if how == "int8" else 0)  # as of plain weights
 
 
 def test_the_inputs_of_4_bit_layers_are_kept_where_an_older_bitsandbytes_kept_them():
@@ -92,8 +87,7 @@ def test_the_inputs_of_4_bit_layers_are_kept_where_an_older_bitsandbytes_kept_th
 
 
 def test_adapters_and_the_output_layer_are_not_quantized():
-    with torch.device("meta"):
-        model = adapted()
+    model = adapted().to("meta")
     quantize(model, "nf4")
     kinds = {name: type(module) for name, module in model.named_modules() if not list(module.children())}
     assert kinds["0.base_layer"] is Linear4Bit
@@ -103,35 +97,10 @@ def test_adapters_and_the_output_layer_are_not_quantized():
 
 
 def test_a_model_without_adapters_is_frozen_where_it_is_quantized():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4)).to("meta")
     quantize(model, "nf4-dq", skip=("2",))
     assert [type(m) for m in model] == [Linear4Bit, nn.LayerNorm, nn.Linear, Linear4Bit]
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.weight", "3.weight"]
-
-
-@pytest.mark.parametrize("width", [3, 65])
-def test_odd_sizes_are_rounded_up_to_whole_bytes_and_blocks(width):
-    layer = Linear4Bit(nn.Linear(width, width, bias=False, device="meta"), double=True)
-    assert layer.weight.numel() == math.ceil(width * width / 2)
-    assert layer.scales.numel() == math.ceil(width * width / 64)
-
-
-def of_bitsandbytes(name):
-    """A layer as bitsandbytes makes it on meta: full weights, which only a GPU would pack."""
-    kind = type(name, (nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
-    return kind(64, 64, bias=False, device="meta").requires_grad_(False)
-
-
-def test_layers_of_bitsandbytes_take_the_same_as_those_of_the_setting():
-    four = of_bitsandbytes("Linear4bit")
-    four.compute_dtype = torch.bfloat16
-    four.weight.compress_statistics = True
-    model = nn.Sequential(four, of_bitsandbytes("Linear8bitLt"), nn.Linear(64, 64, device="meta"))
-    replace_bitsandbytes(model)
-    assert [type(m) for m in model] == [Linear4Bit, Linear8Bit, nn.Linear]
-    assert model[0].compute_dtype is torch.bfloat16
-    assert model[0].scales.dtype is torch.uint8
 
 
 @pytest.mark.parametrize(
@@ -145,8 +114,3 @@ def test_layers_of_bitsandbytes_take_the_same_as_those_of_the_setting():
 def test_mistakes_are_named(build, settings, message):
     with pytest.raises(UsageError, match=message):
         trace_step(build, batch, settings=Training(**settings))
-
-
-def test_real_memory_is_not_quantized():
-    with pytest.raises(UsageError, match="for estimates"):
-        quantize(adapted(), "nf4")

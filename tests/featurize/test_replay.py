@@ -1,12 +1,6 @@
 """Replays that can be worked out by hand, of real traces, and as memory snapshots that PyTorch's own tools read."""
 
-import copy
 import dataclasses
-import functools
-import gc
-import itertools
-import pickle
-import weakref
 
 import pytest
 import torch
@@ -14,15 +8,11 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from featurize.device.device_spec import load_device
-from featurize.memory.allocator import CachingAllocator
 from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import MIB, MemoryProfile, outside_mib, replay, replay_history
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
-from featurize.operators.replacing import without_collection
 from featurize.recording.step_trace import BLOCK_KINDS, Block, Event, StepTrace
 from featurize.trace.tracer import trace_step
-from tests.featurize.small_nets import dense
 
 A100 = load_device("A100-SXM4-40GB")
 
@@ -56,74 +46,9 @@ def card(trace, mib, like=A100):
     return dataclasses.replace(like, memory_mib=mib + outside_mib(trace, like))
 
 
-@functools.cache
-def mlp(batch=64, widths=(1000, 2000, 10), optimizer="adam"):
-    given = torch.empty(batch, widths[0], device="meta"), torch.empty(batch, dtype=torch.long, device="meta")
-    return trace_step(lambda: dense(widths), *given, optimizer=optimizer)
-
-
-@functools.cache
-def cnn():
-    def model():
-        return nn.Sequential(
-            nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-        )
-
-    return trace_step(model, (torch.empty(16, 3, 64, 64, device="meta"),))
-
-
 def fragmenting():
     """Ever larger tensors, each given back before the next: no freed segment serves the next one."""
     return scripted(30, -30, 50, -50, 70, -70, 90, -90)
-
-
-def test_a_replayed_trace_ends_with_its_last_holder():
-    trace = scripted(30, CONV, -30)
-    ended = weakref.ref(trace)
-    with without_collection():
-        replay(trace, A100)
-        del trace
-        assert ended() is None
-
-
-def deep_cnn():
-    layers = [layer for _ in range(30) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
-    return trace_step(lambda: nn.Sequential(*layers, nn.Flatten()), (torch.empty(64, 8, 32, 32, device="meta"),))
-
-
-@pytest.mark.parametrize("after", [1, 50, 200, 400])
-def test_scenarios_that_were_interrupted_are_answered_as_if_they_were_not(after, monkeypatch):
-    trace = deep_cnn()
-    memory = replay(trace, A100)
-    left, take = itertools.count(after, -1), CachingAllocator.allocate
-
-    def interrupted(self, *args, **kwargs):
-        if not next(left):
-            raise KeyboardInterrupt
-        return take(self, *args, **kwargs)
-
-    with monkeypatch.context() as context:
-        context.setattr(CachingAllocator, "allocate", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            reserved_by_scenario(trace, A100)
-    assert reserved_by_scenario(trace, A100) == reserved_by_scenario(deep_cnn(), A100)
-    assert replay(trace, A100) == memory
-
-
-def test_what_a_trace_remembers_holds_no_allocator_and_can_be_copied(monkeypatch):
-    trace, made, build = deep_cnn(), weakref.WeakSet(), CachingAllocator.__init__
-
-    def noted(self, *args, **kwargs):
-        made.add(self)
-        build(self, *args, **kwargs)
-
-    monkeypatch.setattr(CachingAllocator, "__init__", noted)
-    memory, reserved = replay(trace, A100), reserved_by_scenario(trace, A100)
-    gc.collect()
-    assert not made
-    for copied in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
-        assert copied == trace
-        assert replay(copied, A100) == memory and reserved_by_scenario(copied, A100) == reserved
 
 
 def test_the_peak_is_taken_apart_by_kind_module_and_operator():
@@ -151,16 +76,6 @@ def test_the_peak_is_taken_apart_by_kind_module_and_operator():
     assert memory.peak_reserved == (10 + 20 + 30 + 24) * MIB
 
 
-def test_parts_sum_to_the_peak_but_for_the_rounding_of_blocks():
-    for trace in (mlp(), cnn()):
-        memory = replay(trace, A100)
-        large = sum(1 for block in trace.blocks if block.nbytes > MIB or block.call is not None)
-        rounding = 512 * len(trace.blocks) + MIB * large
-        assert 0 <= memory.peak_allocated - sum(memory.peak_parts.values()) <= rounding
-        assert sum(memory.peak_modules.values()) == memory.peak_parts["activation"]
-        assert all(nbytes >= 0 for nbytes in memory.peak_parts.values())
-
-
 @pytest.mark.parametrize(
     "name, kib",
     [
@@ -181,9 +96,7 @@ def test_cublas_keeps_a_workspace_of_its_generation_from_each_thread(name, kib):
 def test_a_convolutions_workspace_is_there_while_it_runs_and_can_be_the_peak():
     assert CONV_MIB >= 40 and CONV_MIB % 2 == 0
     memory = replay(scripted(10, CONV, 20), A100, timeline=True)
-    assert memory.peak_allocated == (10 + CONV_MIB) * MIB
     assert memory.peak_parts["workspace"] == CONV_MIB * MIB and memory.peak_parts["temporary"] == 10 * MIB
-    assert (memory.peak_operator, memory.peak_module) == ("aten::convolution", "conv")
     assert [moment.allocated // MIB for moment in memory.timeline] == [10, 10 + CONV_MIB, 30]
     # The 20 MiB lie in what the workspace has left.
     assert memory.peak_reserved == (10 + CONV_MIB) * MIB
@@ -215,18 +128,20 @@ def test_more_than_the_card_has_does_not_fit_and_tells_the_whole_need():
     assert replay(trace, card(trace, 60)).fits
 
 
-def test_cached_segments_are_given_back_for_what_does_not_fit_beside_them():
-    trace = fragmenting()  # 30 + 50 + 70 + 90 MiB reserved, 90 needed
-    roomy = replay(trace, A100)
-    assert (roomy.peak_allocated, roomy.peak_reserved, roomy.retries) == (90 * MIB, 240 * MIB, 0)
-    tight = replay(trace, card(trace, 100))
-    # 70 makes 30 and 50 go; 90 makes 70 go.
-    assert (tight.fits, tight.peak_allocated, tight.retries) == (True, 90 * MIB, 2)
-    assert tight.peak_reserved == 90 * MIB
-    some = replay(trace, card(trace, 170))
-    assert (some.fits, some.retries, some.peak_reserved) == (True, 1, 150 * MIB)  # 30 + 50 + 70, then 90
-    refused = replay(trace, card(trace, 88), timeline=True)
-    assert not refused.fits and len(refused.timeline) == len(trace.events)  # the whole need
+@pytest.mark.parametrize(
+    ("mib", "fits", "reserved_mib", "retries"),
+    [
+        (1000, True, 240, 0),  # 30 + 50 + 70 + 90
+        (170, True, 150, 1),  # 30 + 50 + 70, then 90
+        (100, True, 90, 2),  # 70 makes 30 and 50 go; 90 makes 70 go
+        (88, False, 240, 0),  # the whole need
+    ],
+)
+def test_cached_segments_are_given_back_for_what_does_not_fit_beside_them(mib, fits, reserved_mib, retries):
+    trace = fragmenting()
+    memory = replay(trace, card(trace, mib))
+    assert (memory.fits, memory.peak_allocated, memory.peak_reserved) == (fits, 90 * MIB, reserved_mib * MIB)
+    assert memory.retries == retries
 
 
 def test_trying_a_convolutions_algorithms_empties_the_cache_once_for_each_of_them():
@@ -249,8 +164,6 @@ def test_allocator_settings_are_those_of_the_process():
     assert growing.peak_allocated == plain.peak_allocated
     # One segment that grows by pages of 20 MiB to 100.
     assert growing.peak_reserved == 100 * MIB < plain.peak_reserved
-    rounded = replay(trace, A100, allocator=AllocatorSettings.parse("roundup_power2_divisions:2"))
-    assert rounded.peak_allocated == 96 * MIB
     small = card(trace, 200)  # PyTorch takes the fraction of the device's total, context included
     for mib, fits in ((100, True), (80, False)):
         part = AllocatorSettings(per_process_memory_fraction=mib / small.memory_mib)
@@ -258,31 +171,15 @@ def test_allocator_settings_are_those_of_the_process():
         assert found.fits == fits and (not fits or found.retries > 0)
 
 
-@pytest.mark.parametrize("make", [mlp, cnn, fragmenting])
 @pytest.mark.parametrize("benchmark", [False, True])
-def test_a_timeline_holds_every_moment_and_its_peaks(make, benchmark):
-    trace = make()
+def test_a_timeline_holds_every_moment_and_its_peaks(trace, benchmark):
     memory = replay(trace, A100, timeline=True, cudnn_benchmark=benchmark)
-    assert len(memory.timeline) == len(trace.events)
     assert [m.block for m in memory.timeline] == [e.block for e in trace.events]
     assert max(m.allocated for m in memory.timeline) == memory.peak_allocated
     assert max(m.reserved for m in memory.timeline) == memory.peak_reserved
-    assert all(0 <= m.allocated <= m.reserved for m in memory.timeline)
     at = next(m for m in memory.timeline if m.allocated == memory.peak_allocated)
     assert (at.step, at.phase) == (memory.peak_step, memory.peak_phase)
     assert dataclasses.replace(memory, timeline=()) == replay(trace, A100, cudnn_benchmark=benchmark)
-
-
-def test_an_empty_trace_needs_nothing():
-    memory = replay(scripted(), A100)
-    assert memory.fits and memory.peak_allocated == memory.peak_reserved == 0
-    assert (memory.peak_step, memory.peak_phase, memory.peak_operator) == (0, "setup", "")
-    assert set(memory.peak_parts.values()) == {0}
-
-
-def test_convolutions_copies_are_for_tensor_cores():
-    assert workspace_bytes(CONV, load_device("V100-SXM2-32GB")) == 0
-    assert workspace_bytes(CONV._replace(element_bytes=8), A100) == 0
 
 
 def network() -> nn.Module:
@@ -305,11 +202,12 @@ def test_pytorchs_viewer_reads_the_snapshot(profile: MemoryProfile) -> None:
     assert "total_reserved" in _memory_viz.segsum(snapshot)  # which adds the segments up itself
     assert "cudaMalloc" in _memory_viz.trace(snapshot)
     assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
-    assert "Allocator State History" in _memory_viz.segment_plot(snapshot)
     # The page's script fails where entries have categories, and none has this one.
     entries = snapshot["device_traces"][0]
     assert {entry["category"] for entry in entries if entry["action"].startswith("segment")} == {"unknown"}
-    assert all(entry["category"] for entry in entries)
+    first = next(entry for entry in entries if (entry["action"], entry["category"]) == ("alloc", "activation"))
+    frames = [(frame["filename"], frame["name"]) for frame in first["frames"]]
+    assert frames == [("0.0", "aten::convolution"), ("module", "0.0"), ("module", "0"), ("step 1", "forward")]
 
 
 @pytest.mark.parametrize("settings", [None, AllocatorSettings(expandable_segments=True)])
@@ -317,29 +215,7 @@ def test_the_history_replays_to_the_same_segments(trace: StepTrace, settings: Al
     profile = replay(trace, A100, timeline=True, allocator=settings)
     again = replay_history(profile.snapshot["device_traces"][0], settings)
     assert again.first_difference() is None
-    assert again.unmatched_frees == 0
-    assert again.allocator.peak_reserved_bytes == profile.peak_reserved
-    assert [block["state"] for segment in profile.snapshot["segments"] for block in segment["blocks"]] == [
-        block.state for segment in again.allocator.snapshot() for block in segment.blocks
-    ]
-
-
-def test_workspaces_are_taken_and_given_back(profile: MemoryProfile) -> None:
-    actions = [
-        entry["action"]
-        for entry in profile.snapshot["device_traces"][0]
-        if entry["category"] == "workspace" and not entry["action"].startswith("segment")
-    ]
-    assert actions[:3] == ["alloc", "free_requested", "free_completed"]
-
-
-def test_frames_lead_from_the_operator_through_its_modules_to_the_step(profile: MemoryProfile) -> None:
-    convolutions = [
-        [(frame["filename"], frame["name"]) for frame in entry["frames"]]
-        for entry in profile.snapshot["device_traces"][0]
-        if entry["action"] == "alloc" and entry["category"] == "activation"
-    ]
-    assert convolutions[0] == [("0.0", "aten::convolution"), ("module", "0.0"), ("module", "0"), ("step 1", "forward")]
+    assert again.unmatched_frees == 0 and again.allocator.peak_reserved_bytes == profile.peak_reserved
 
 
 def test_a_job_that_does_not_fit_ends_with_its_out_of_memory(trace: StepTrace) -> None:
@@ -348,5 +224,3 @@ def test_a_job_that_does_not_fit_ends_with_its_out_of_memory(trace: StepTrace) -
     last = profile.snapshot["device_traces"][0][-1]
     assert last["action"] == "oom"
     assert 0 <= last["device_free"] < last["size"]
-    assert "OutOfMemoryError" in _memory_viz.trace(profile.snapshot)
-    assert replay(trace, A100).snapshot is None

@@ -1,7 +1,6 @@
 """Sampling: deterministic, even, within limits; over a small family of the test's own and over the family table."""
 
 import dataclasses
-import itertools
 import types
 from collections import Counter
 from dataclasses import dataclass
@@ -9,8 +8,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
@@ -19,7 +16,7 @@ from featurize import families
 from featurize.configs.draws import POLICIES as POINTS_OF
 from featurize.configs.draws import Limits, sample, sample_range
 from featurize.configs.space import parse_space, space_of_mapping
-from featurize.configs.trial import ACTIVATIONS, TrialConfig, config_from_mapping
+from featurize.configs.trial import TrialConfig, config_from_mapping
 from featurize.families import layers_of
 from featurize.job.layers import Layer, rough_memory_mib, totals
 from tests.family_cases import FAMILIES
@@ -107,9 +104,8 @@ def test_configs_of_a_seed_stay_what_they_were():
     }
 
 
-@pytest.mark.parametrize("key", [b"a", b"b", b"another seed"])
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("block", [0, 1, 6, 2**33 + 5])
+@pytest.mark.parametrize("key", [b"a", b"another seed"])
+@pytest.mark.parametrize(("m", "block"), [(1, 6), (3, 1), (8, 0), (8, 2**33 + 5)])
 def test_an_aligned_block_of_indices_holds_each_dyadic_interval_once(space, key, m, block):
     indices = range(block << m, (block + 1) << m)
     points = np.array(POINTS_OF["stratified"](space, key, indices))
@@ -121,50 +117,7 @@ def test_an_aligned_block_of_indices_holds_each_dyadic_interval_once(space, key,
         assert sorted((places * 2**m).astype(int)) == list(range(2**m))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 12345])
-@pytest.mark.parametrize("n", [10, 37, 64, 500])
-def test_stratified_fills_every_range_evenly_for_any_n(toy, n, seed):
-    """Halves, quarters, ... to within one point: a prefix ends inside one aligned block, whose points all lie in
-    different intervals. Other bins cut intervals, which costs a point now and then for each of the log n blocks;
-    99 of 100 such cases stay within 2.7, where independent points are off by 12 at n = 500."""
-    space = parse_space("toy", {**SPACE, "width": {"low": 1, "high": 600}})  # nothing is rejected
-    points = list(sample_range(space, seed, 0, n, "stratified"))
-    mlp = parse_space("mlp", {"input_size": 8, "classes": 2, "depth": 1, "batch_size": 8, "activation": ACTIVATIONS})
-    positions = {  # each value's place in its range, in [0, 1)
-        "depth": [(c.depth - 1) / 12 for c in points],
-        "rate": [c.rate / 0.5 for c in points],
-        "batch_size": [(c.batch_size // 8 - 1) / 64 for c in points],
-        "optimizer": [("adam", "sgd", "momentum").index(c.optimizer) / 3 for c in points],
-        "activation": [ACTIVATIONS.index(c.activation) / 11 for c in sample_range(mlp, seed, 0, n, "stratified")],
-    }
-    bins_of = {"optimizer": (3,), "activation": (11,), "depth": (2, 3, 4, 6, 12)}
-    for name, places in positions.items():
-        for k in bins_of.get(name, (2, 4, 8)):
-            bins = Counter(min(int(place * k + 1e-9), k - 1) for place in places)
-            worst = max(abs(bins[b] - n / k) for b in range(k))
-            bound = 1 if k in (2, 4, 8) else 3.5
-            assert worst < bound, f"{name}: {k} bins of {n} points hold {bins}"
-
-
-def test_no_pair_of_dimensions_is_confounded(toy):
-    """Two binary choices take all four combinations in 16 points, unless all 8 pairs of indices fall the same way: a
-    chance of 2 * 2**-8, so 6 of 768 cases on average; 19 and more would be five standard deviations away. For the same
-    reason no correlation is left on average over the seeds (0.32 from seed to seed, 0.02 for the mean of 256)."""
-    space = parse_space(
-        "toy", {**SPACE, "optimizer": ["adam", "sgd"], "precision": ["bf16", "fp32"], "batch_size": [8, 16], "width": 5}
-    )
-    missing, correlations = 0, []
-    for seed in range(256):
-        configs = list(sample_range(space, seed, 0, 16, "stratified"))
-        for a, b in itertools.combinations(("optimizer", "precision", "batch_size"), 2):
-            missing += len({(getattr(c, a), getattr(c, b)) for c in configs}) < 4
-        columns = [[c.rate for c in configs], [c.depth for c in configs], [c.optimizer == "sgd" for c in configs]]
-        correlations.append(np.corrcoef(columns)[np.triu_indices(3, 1)])
-    assert missing < 19
-    assert np.abs(np.mean(correlations, axis=0)).max() < 0.08
-
-
-@pytest.mark.parametrize("seed", [0, 1, 12345])
+@pytest.mark.parametrize("seed", [0, 12345])
 def test_lists_of_choices_are_drawn_evenly_whatever_n_is(toy, seed):
     lists = {
         "batch_size": [16, 64, 256],
@@ -174,13 +127,11 @@ def test_lists_of_choices_are_drawn_evenly_whatever_n_is(toy, seed):
         "depth": [1, 2, 3, 4, 5, 6],
     }
     space = parse_space("toy", {**lists, "width": 7, "rate": {"low": 0.0, "high": 0.5}})
-    configs = list(sample_range(space, seed, 0, 600))
+    configs = list(sample_range(space, seed, 0, 120))
     for name, choices in lists.items():
-        for n in range(1, 600):
+        for n in range(1, 120):
             counts = Counter(getattr(config, name) for config in configs[:n])
             assert max(counts.values()) - min(counts[choice] for choice in choices) <= 1, f"{name}, n={n}: {counts}"
-    pairs = Counter((config.batch_size, config.depth) for config in configs)
-    assert len(pairs) == 18 and max(pairs.values()) < 2 * min(pairs.values())
 
 
 @pytest.mark.spread(2)
@@ -198,29 +149,11 @@ def test_lists_of_choices_are_drawn_evenly_whatever_n_is(toy, seed):
 def test_no_config_comes_twice_while_the_space_has_others(toy, spec, policy):
     toy.repair = lambda values, draw: values
     space = parse_space("toy", {"width": 7, "depth": 3, "batch_size": 8, **spec})
-    different = len(set(sample_range(space, 3, 0, 700, policy)))
+    different = len(set(sample_range(space, 3, 0, 200, policy)))
     configs = list(sample_range(space, 3, 0, 2 * different, policy))
     assert len(set(configs[:different])) == different
     assert configs[: different // 2] == list(sample_range(space, 3, 0, different // 2, policy))  # whatever n is
     assert configs[different // 2 :] == list(sample_range(space, 3, different // 2, 2 * different, policy))
-
-
-def test_substitutes_of_rejected_points_keep_the_lists_even(toy):
-    space = parse_space("toy", {**SPACE, "width": {"low": 1, "high": 1000}})
-    configs = list(sample_range(space, 0, 0, 300, limits=Limits(max_parameters=2_000_000)))
-    assert set(Counter(config.optimizer for config in configs).values()) == {100}
-
-
-def test_draws_of_the_repair_depend_on_the_point_and_the_name_only(toy, space):
-    seen = []
-    toy.repair = lambda values, draw: seen.append((draw("a"), draw("b"), draw("a"))) or values
-    sample(space, 0, 5)
-    sample(space, 0, 5)
-    sample(space, 0, 6)
-    (a, b, a2), again, other = seen
-    assert a == a2 != b
-    assert again == (a, b, a2) and other[0] != a
-    assert all(0 <= u < 1 for draws in seen for u in draws)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -237,31 +170,13 @@ def test_rejected_points_are_replaced_the_same_way_every_time(space, policy):
         assert config.depth * config.width**2 <= 20_000
 
 
-def test_configs_that_the_family_refuses_are_replaced(toy):
-    space = parse_space("toy", {**SPACE, "width": [665, 666]})
-    assert {c.width for c in sample_range(space, 0, 0, 50)} == {665}
-
-
 def test_a_space_without_valid_configuration_says_which_rule_rejected_how_many(toy):
     space = parse_space("toy", {**SPACE, "width": [666, 1000]})
     with pytest.raises(UsageError) as caught:
         sample(space, 0, 3, "uniform", Limits(max_parameters=100))
     message = str(caught.value)
-    assert "search space of toy has no valid configuration for index 3: " in message
     assert "of 1,000 points broke 'width must be odd, got 666', e.g. {" in message
-    assert "limits.max_parameters=100 rejected " in message
-    assert "of 1,000 points; the smallest needed 1,000,000" in message
-
-
-def test_a_limit_that_rejects_everything_is_told_with_the_smallest_value_seen(toy):
-    space = parse_space("toy", {"depth": 3, "width": {"low": 1000, "high": 1001}, "batch_size": 8, "rate": 0.1})
-    sample(space, 0, 0, limits=Limits(max_memory_mib=46))
-    with pytest.raises(UsageError) as caught:
-        sample(space, 0, 0, limits=Limits(max_memory_mib=10))
-    assert str(caught.value) == (
-        "the search space of toy has no valid configuration for index 0: "
-        "limits.max_memory_mib=10 rejected all 1,000 points; the smallest needed 46"
-    )
+    assert "limits.max_parameters=100 rejected " in message and "the smallest needed 1,000,000" in message
 
 
 def test_a_field_that_nothing_sets_is_a_usage_error(toy):
@@ -280,30 +195,13 @@ def test_limits_report_every_bad_value():
 def test_every_family_s_own_space_gives_configs_that_can_be_built(name, policy):
     space = own_space(name)
     limits = Limits(max_parameters=200_000_000, max_memory_mib=40_000)
-    n = 25 if name in ("timm", "zoo") else 40  # of libraries' models every plan is a trace
-    configs = list(sample_range(space, 0, 0, n, policy, limits))
-    assert len(set(configs)) == n
+    configs = list(sample_range(space, 0, 0, 15, policy, limits))
+    assert len(set(configs)) == 15
     for config in configs:
         plan = layers_of(config)
         assert totals(plan).parameters <= 200_000_000
         assert rough_memory_mib(plan, config.batch_size, config.optimizer) <= 40_000
         assert config_from_mapping(config.to_mapping()) == config
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**63 - 1), index=st.integers(0, 10**6), policy=st.sampled_from(POLICIES))
-def test_any_seed_and_index_give_a_valid_config(seed, index, policy):
-    space = parse_space(
-        "mlp",
-        {
-            "input_size": {"low": 1, "high": 4096},
-            "classes": {"low": 2, "high": 9},
-            "depth": {"low": 1, "high": 9},
-            "batch_size": {"low": 1, "high": 999},
-        },
-    )
-    config = sample(space, seed, index, policy)
-    assert (1 <= config.input_size <= 4096) and (1 <= config.depth <= 9) and (2 <= config.classes <= 9)
 
 
 def test_batch_sizes_repeat_every_sampled_trial_and_nothing_else_of_it():

@@ -1,7 +1,6 @@
 """Models of the timm library as a family: plans are read off the models, names are checked when they are built."""
 
 import importlib.util
-from collections import Counter
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from conf.errors import UsageError
 from featurize.families import timm
 from featurize.job.layers import totals
 from featurize.recording.skeleton import plan_of_module
-from featurize.trace.tracer import trace_config
 from featurize.training.training_step import TrainingStep
-from tests.featurize.small_configs import scalar_features
 from tests.featurize.small_nets import Computes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
@@ -49,23 +46,6 @@ def test_a_plan_has_the_models_parameters_and_flops(model, size):
     assert 2 * sums.flops == counter.get_total_flops()
 
 
-def test_plans_use_the_words_of_the_other_families():
-    kinds = Counter(layer.kind for layer in timm.layers(config("vit_tiny_patch16_224")))
-    assert kinds == {
-        "position": 1,
-        "conv2d": 1,
-        "concat": 1,
-        "layernorm": 25,
-        "linear": 49,
-        "attention": 12,
-        "add": 24,
-        "gelu": 12,
-    }
-    kinds = Counter(layer.kind for layer in timm.layers(config("resnet10t", image_size=64)))
-    assert {"conv2d", "batchnorm2d", "relu", "add", "max_pool2d", "linear"} <= set(kinds)
-    assert scalar_features(config("resnet10t", image_size=64))["model"] == "resnet10t"
-
-
 def test_parameters_that_no_layer_holds_are_positions_and_shared_ones_count_once():
     with torch.device("meta"):
         layers = {"token": nn.Parameter(torch.zeros(4)), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
@@ -84,23 +64,6 @@ def test_a_model_trains(changes):
     torch.manual_seed(0)
     step = TrainingStep(timm.build(one), one, "cpu")
     assert torch.isfinite(step(*timm.batch(one, "cpu")))
-
-
-@pytest.mark.wide  # a model that computes around its blocks as this one does is cut in test_pipelines.py
-def test_a_vision_transformer_runs_as_a_pipeline():
-    whole, stages = (trace_config(config("vit_tiny_patch16_224", batch_size=4, parallel=one)) for one in (None, "pp=2"))
-    assert stages.pipeline.starts == ("blocks.6",)
-    assert sum(group.trace.parameter_bytes for group in stages.pipeline.groups) == whole.parameter_bytes
-
-
-def test_a_model_without_a_head_trains_on_its_features():
-    one = config("resnet10t", image_size=64)
-    module = timm.build(one)
-    module.reset_classifier(0, global_pool="")
-    (images,), _ = timm.batch(one, "cpu")
-    assert module(images).shape == (2, 512)
-    step = TrainingStep(module, one, "cpu")
-    assert torch.isfinite(step((images,), torch.zeros(2, dtype=torch.long)))
 
 
 @pytest.mark.parametrize(

@@ -78,22 +78,8 @@ def test_without_any_the_message_says_how_to_get_one(tmp_path):
     assert "torchvision is not installed" in said and "--index-url that torch came from" in said
 
 
-def test_its_version_is_known_as_if_it_were_installed(place, monkeypatch):
-    import importlib.metadata
-
-    from conf.files import identity
-
-    def not_installed(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(sys, "prefix", str(place))
-    monkeypatch.setattr(importlib.metadata, "version", not_installed)
-    assert identity.version_of("torchvision") == "9.9"
-    assert identity.version_of("timm") is None
-
-
 @pytest.mark.parametrize("importable", [True, False])
-def test_the_installer_keeps_aside_only_what_cannot_be_imported(importable, monkeypatch, tmp_path, capsys):
+def test_the_installer_keeps_aside_only_what_cannot_be_imported(importable, monkeypatch, tmp_path):
     calls = []
 
     def run_pip(command, **_):
@@ -108,6 +94,5 @@ def test_the_installer_keeps_aside_only_what_cannot_be_imported(importable, monk
     assert install_torchvision.main(["--index-url", "http://localhost/cpu"]) == 0
     assert calls[0][-4:] == ["--index-url", "http://localhost/cpu", "torch==2.13.0", "torchvision"]
     assert len(calls) == (1 if importable else 3)
-    if not importable:
-        assert "uninstall" in calls[1] and str(tmp_path / "share" / "gpufarm" / "aside") in calls[2]
-        assert "kept aside" in capsys.readouterr().out.replace("\n", " ")
+    aside = str(tmp_path / "share" / "gpufarm" / "aside")
+    assert importable or ("uninstall" in calls[1] and aside in calls[2])

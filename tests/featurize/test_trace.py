@@ -1,12 +1,10 @@
 """Traces whose figures can be counted on paper."""
 
 import math
-import os
-import tracemalloc
+import resource
 import types
 from collections import Counter
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,36 +120,8 @@ def test_autocast_halves_products_and_keeps_norms_and_losses_wide():
     assert all(op.dtype == "float32" for op in trace.operators if op.phase == "optimizer")
 
 
-def test_autocast_casts_a_shared_weight_once_a_forward():
-    def twice():
-        return Computes(lambda net, x: net.line(net.line(x)), line=nn.Linear(64, 64))
-
-    trace = trace_step(twice, lambda d: vectors(d, width=64), settings=Training(precision="bf16"))
-    casts = [op for op in trace.operators if op.phase == "forward" and op.output_shapes == ((64, 64),)]
-    weights = [op for op in casts if op.name == "aten::_to_copy" and op.dtype == "bfloat16"]
-    assert len(weights) == 2  # the weight, and the input, which has its shape
-
-
 def cnn():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-def test_without_tensor_cores_for_fp32_plain_3x3_convolutions_take_winograds_transforms():
-    layers = {
-        "plain": nn.Conv2d(3, 8, 3),
-        "dilated": nn.Conv2d(3, 8, 3, dilation=2),
-        "stride 2": nn.Conv2d(3, 8, 3, stride=2),
-        "5x5": nn.Conv2d(3, 8, 5),
-        "grouped": nn.Conv2d(3, 9, 3, groups=3),
-    }
-    taken = {}
-    for name, layer in layers.items():
-        trace = trace_step(nn.Sequential(layer, nn.AdaptiveAvgPool2d(1), nn.Flatten()), images)
-        calls = [block.call for block in trace.blocks if block.call and block.call.kind == "conv_forward"]
-        taken[name] = workspace_bytes(calls[0], load_device("V100-SXM2-16GB"))
-    tiles = 4 * 4 * 4  # images, and tiles of 4 x 4 in an output of 14 x 14
-    values = 36 * (tiles * (3 + 8) + 3 * 8)
-    assert taken == {"plain": 4 * values, "dilated": 0, "stride 2": 0, "5x5": 0, "grouped": 0}
 
 
 def test_convolutions_copy_their_tensors_unless_channels_last():
@@ -196,23 +166,6 @@ def test_cublas_takes_a_workspace_once_in_each_of_its_two_threads():
     trace = trace_step(mlp, vectors)
     taken = [e for e in trace.events if (call := trace.blocks[e.block].call) and call.kind == "cublas"]
     assert [(e.step, e.phase, e.nbytes) for e in taken] == [(1, "forward", 0), (1, "backward", 0)]
-
-
-def test_events_balance_and_never_give_back_what_was_not_taken():
-    trace = trace_step(mlp, vectors)
-    live, calls = {}, set()
-    for event in trace.events:
-        block = trace.blocks[event.block]
-        if block.call is not None:  # a workspace is one event
-            assert event.nbytes == 0 and block.kind == "workspace" and event.block not in calls
-            calls.add(event.block)
-        elif event.nbytes >= 0:
-            assert event.block not in live and event.nbytes == block.nbytes
-            live[event.block] = event.nbytes
-        else:
-            assert live.pop(event.block) == -event.nbytes
-    kinds = {trace.blocks[block].kind for block in live}
-    assert {"parameter", "optimizer_state", "gradient", "batch"} <= kinds <= set(BLOCK_KINDS) - {"workspace"}
 
 
 def test_in_a_training_loop_the_next_batch_is_there_before_the_last_is_given_back():
@@ -265,36 +218,28 @@ def test_logits_are_found_in_what_models_return(wrap):
     assert names(trace_step(model, lambda device: (vectors(device)[0], None))) == names(trace_step(model, vectors))
 
 
-def test_a_mapping_without_a_loss_has_no_logits():
-    with pytest.raises(UsageError, match="no logits to take cross entropy of"):
-        trace_step(wrapped_in(lambda y: {"logits": y}), lambda device: (vectors(device)[0], None))
-
-
-def test_settings_and_single_ones_exclude_each_other_and_unknown_names_are_listed():
-    for error, message, options in (
-        (TypeError, "give either", {"optimizer": "sgd", "settings": Training()}),
-        (UsageError, "unknown optimizer 'ftrl'; known: adafactor", {"optimizer": "ftrl"}),
-        (UsageError, "unknown device 'H9000'", {"device": "H9000"}),
-    ):
-        with pytest.raises(error, match=message):
-            trace_step(mlp, vectors, **options)
-    by_settings = trace_step(mlp, vectors, settings=Training(optimizer="sgd", precision="bf16"))
-    assert trace_step(mlp, vectors, optimizer="sgd", precision="bf16") == by_settings
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (mlp, {"optimizer": "sgd", "settings": Training()}, TypeError, "give either"),
+        (mlp, {"optimizer": "ftrl"}, UsageError, "unknown optimizer 'ftrl'; known: adafactor"),
+        (mlp, {"device": "H9000"}, UsageError, "unknown device 'H9000'"),
+        (wrapped_in(lambda y: {"logits": y}), {}, UsageError, "no logits to take cross entropy of"),
+    ],
+)
+def test_what_cannot_be_traced_as_it_is_asked_for_is_refused(model, options, error, message):
+    with pytest.raises(error, match=message):
+        trace_step(model, vectors(torch.device("meta"))[0], **options)
 
 
 def test_a_model_far_larger_than_the_machine_is_traced_without_allocating_it():
     def huge():
         return nn.Sequential(*(nn.Linear(16384, 16384, bias=False) for _ in range(64)))  # 17 G parameters
 
-    trace_step(mlp, vectors)
-    rss = psutil.Process(os.getpid()).memory_info().rss
-    tracemalloc.start()
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     trace = trace_step(huge, lambda d: vectors(d, width=16384))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
     assert trace.parameter_bytes == 64 * 4 * 16384**2
-    assert peak < 20 * 2**20
-    assert psutil.Process(os.getpid()).memory_info().rss - rss < 100 * 2**20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200 * 1024
 
 
 @pytest.mark.parametrize(
@@ -328,7 +273,6 @@ def test_what_a_model_says_of_autocast_itself_holds(precision):
         return [op.dtype for op in trace.operators if op.name == "aten::addmm" and op.phase == "forward"]
 
     outside = "float32" if precision == "fp32" else "bfloat16"
-    before = torch.autocast, torch.cuda.amp.autocast
     for region, inside in (
         (lambda x: torch.autocast(x.device.type, enabled=False), "float32"),
         (lambda x: torch.cuda.amp.autocast(False), "float32"),
@@ -338,7 +282,6 @@ def test_what_a_model_says_of_autocast_itself_holds(precision):
         (lambda x: torch.autocast("cuda"), "float16"),
     ):
         assert traced(region) == [outside, inside]
-    assert (torch.autocast, torch.cuda.amp.autocast) == before
 
 
 @pytest.mark.needs_torch("2.11", "RMS norm as one kernel")
@@ -348,14 +291,12 @@ def test_rms_norm_is_one_kernel_that_keeps_a_float_a_row_unless_its_weight_is_of
         norm = nn.RMSNorm(WIDTH).to(weight)
         return nn.Sequential(nn.Linear(WIDTH, WIDTH).bfloat16(), norm, nn.Linear(WIDTH, CLASSES).bfloat16())
 
-    def batch(device):
-        (x,), target = vectors(device)
-        return (x.bfloat16(),), target
-
-    trace = trace_step(model, batch, settings=Training(optimizer="sgd"), training_loop=False)
-    fused = weight is torch.bfloat16
-    assert ("aten::_fused_rms_norm" in names(trace)) is fused
-    assert ("aten::_fused_rms_norm_backward" in names(trace)) is fused
-    if fused:
-        of_norm = [b.nbytes for b in trace.blocks if b.operator == "aten::_fused_rms_norm"]
-        assert set(of_norm) == {2 * BATCH * WIDTH, 4 * BATCH}
+    trace = trace_step(
+        model,
+        torch.empty(BATCH, WIDTH, dtype=torch.bfloat16, device="meta"),
+        settings=Training(optimizer="sgd"),
+        training_loop=False,
+    )
+    made = {block.nbytes for block in trace.blocks if block.operator == "aten::_fused_rms_norm"}
+    assert made == ({2 * BATCH * WIDTH, 4 * BATCH} if weight is torch.bfloat16 else set())
+    assert ("aten::_fused_rms_norm_backward" in names(trace)) is (weight is torch.bfloat16)

@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from featurize.recording.step_trace import BATCH
 from featurize.trace.tracer import trace_step
 from tests.featurize.small_nets import Computes
-from tests.featurize.trace_sums import bytes_of
 
 N, WIDTH, CLASSES = 4, 8, 3
 
@@ -18,12 +17,8 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.act, self.b, self.norm = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Tanh(),
-            nn.Linear(WIDTH, WIDTH),
-            nn.LayerNorm(8),
-        )
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.act, self.norm = nn.Tanh(), nn.LayerNorm(WIDTH)
 
     def forward(self, x):
         mask = torch.ones(x.shape, device=x.device)
@@ -31,9 +26,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks b0, b1, b2 and a head; `recompute` none, one (b1) or nested (b1 within a checkpoint of b1 and b2)."""
+    """Blocks b0, b1, b2 and a head; to recompute: nothing, or b1 within a checkpoint of b1 and b2."""
 
-    def __init__(self, recompute="none"):
+    def __init__(self, recompute=False):
         super().__init__()
         self.b0, self.b1, self.b2, self.head = Block(), Block(), Block(), nn.Linear(WIDTH, CLASSES)
         self.recompute = recompute
@@ -43,13 +38,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.b0(x)
-        if self.recompute == "nested":
-            x = checkpoint(self._inner, x, use_reentrant=False)
-        elif self.recompute == "one":
-            x = self.b2(checkpoint(self.b1, x, use_reentrant=False))
-        else:
-            x = self.b2(self.b1(x))
-        return self.head(x)
+        return self.head(checkpoint(self._inner, x, use_reentrant=False) if self.recompute else self.b2(self.b1(x)))
 
 
 def of_layer(function):
@@ -96,11 +85,9 @@ def test_a_backward_operator_belongs_to_the_module_whose_operator_it_derives():
     assert modules(trace, "backward", "_log_softmax_backward_data") == [""]
 
 
-@pytest.mark.parametrize("recompute, times", [("none", {}), ("one", {"b1": 1}), ("nested", {"b1": 2, "b2": 1})])
-def test_recomputed_operators_belong_to_their_modules_and_to_the_backward_pass(recompute, times):
-    trace = traced(lambda: Net(recompute))
-    again = modules(trace, "backward", "tanh")
-    assert {name: again.count(f"{name}.act") for name in ("b0", "b1", "b2") if f"{name}.act" in again} == times
+def test_recomputed_operators_belong_to_their_modules_and_to_the_backward_pass():
+    trace = traced(lambda: Net(recompute=True))
+    assert sorted(modules(trace, "backward", "tanh")) == ["b1.act", "b1.act", "b2.act"]
     assert modules(trace, "forward", "tanh") == ["b0.act", "b1.act", "b2.act"]
     # A recomputation that ends early leaves no module behind.
     assert modules(trace, "backward", "tanh_backward") == ["b2.act", "b1.act", "b0.act"]
@@ -171,22 +158,3 @@ def test_a_second_gradient_is_added_in_place_where_nothing_else_holds_the_first(
     assert [
         e.name.removeprefix("aten::") for e in profile.events() if e.name in ("aten::add", "aten::add_")
     ] == additions
-
-
-def test_a_tied_weight_has_one_gradient_and_one_state():
-    def model(tie):
-        embed, head = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 100, bias=False)
-        if tie:
-            head.weight = embed.weight
-        return nn.Sequential(embed, head)
-
-    def totals(trace):
-        return trace.parameter_bytes, bytes_of(trace, "optimizer_state"), bytes_of(trace, "gradient")
-
-    tokens = (torch.zeros(2, 5, dtype=torch.long, device="meta"),)
-    free, tied = (trace_step(lambda tie=tie: model(tie), tokens) for tie in (False, True))
-    weight = 4 * 100 * WIDTH
-    assert totals(free) == (2 * weight, 4 * weight, 4 * weight)  # gradients of two steps
-    assert totals(tied) == (weight, 2 * weight, 2 * weight)
-    # The head's gradient comes first, the embedding's is added to it: a third tensor, since the first is a view.
-    assert short(tied, "backward").count("add") == 1 and short(free, "backward").count("add") == 0

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.job.training_settings import LOW_PRECISIONS, OPTIMIZERS
-from featurize.nets.checkpointing import repeated_blocks
 from featurize.nets.vision import import_library
 from featurize.trace.tracer import trace_step
 from featurize.training.optimizers import MovingAverage, make_optimizer
@@ -81,27 +79,16 @@ def gradients(**settings):
     "settings, copies",
     [
         ({"optimizer": "momentum"}, 0),
-        ({"optimizer": "momentum", "weight_decay": 0.0}, 0),
         ({"optimizer": "momentum", "weight_decay": 1e-4}, 1),
         ({"optimizer": "momentum", "weight_decay": 1e-4, "implementation": "fused"}, 0),
         ({"optimizer": "rmsprop", "weight_decay": 1e-4}, 2),  # one is of the roots that it always takes
         ({"optimizer": "adam", "weight_decay": 1e-4}, 1),  # whose copy ends before it takes the roots
-        ({"optimizer": "adamw", "weight_decay": 1e-4}, 1),
         ({"optimizer": "lion", "weight_decay": 1e-4}, 0),
     ],
 )
 def test_weight_decay_copies_all_gradients_where_torch_does(settings, copies):
     taken = most_of(traced(**settings), "temporary", phases=("optimizer",))
     assert taken == pytest.approx(copies * weights(), abs=weights() / 2)  # Lion takes one tensor after the other
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "lion", "adamw"])
-def test_weight_decay_shrinks_weights(optimizer):
-    sizes = [
-        sum(p.square().sum() for p in real_step(optimizer=optimizer, weight_decay=decay).model.parameters())
-        for decay in (0.0, 10.0)
-    ]
-    assert sizes[1] < sizes[0]
 
 
 @pytest.mark.parametrize("optimizer", [name for name, one in OPTIMIZERS.items() if not one.cuda_only])
@@ -125,14 +112,8 @@ def test_block_wise_state_is_a_byte_an_element_and_a_float_for_every_256_of_them
 
 def test_paged_state_of_large_tensors_is_not_on_the_device():
     width = 400  # 160,000 weights: above what is paged
-
-    def model():
-        return nn.Linear(width, width)
-
-    def one(device):
-        return (torch.zeros(4, width, device=device),), None
-
-    trace = trace_step(model, one, settings=Training(optimizer="paged_adamw"), training_loop=False)
+    inputs, settings = torch.empty(4, width, device="meta"), Training(optimizer="paged_adamw")
+    trace = trace_step(nn.Linear(width, width), inputs, settings=settings, training_loop=False)
     assert alive_after(trace, 2, "optimizer")["optimizer_state"] == 2 * 4 * width  # the bias alone
 
 
@@ -168,10 +149,6 @@ def test_accumulated_steps_run_every_micro_step_and_one_update():
 def test_accumulated_gradients_of_equal_batches_are_those_of_one(settings):
     for summed, single in zip(gradients(accumulation=4, **settings), gradients(**settings), strict=True):
         assert torch.allclose(summed, single, atol=1e-6)
-
-
-def test_gradients_that_are_filled_with_zeros_live_in_the_next_forward_pass():
-    assert alive_after(traced(set_to_none=False), 2, "forward")["gradient"] == weights()
 
 
 def test_gradients_live_through_the_forward_pass_where_zero_grad_follows_it():
@@ -230,55 +207,17 @@ def test_low_precision_weights_halve_weights_gradients_and_state(precision):
     assert (live["parameter"], live["gradient"], live["optimizer_state"]) == (weights(2), weights(2), 2 * weights(2))
 
 
-def test_a_module_that_comes_in_bf16_is_the_same_as_the_setting():
-    by_module = trace_step(
-        lambda: Net().to(torch.bfloat16), lambda d: batch(d, torch.bfloat16), settings=Training(), training_loop=False
-    )
-    by_setting = trace_step(
-        Net, lambda d: batch(d, torch.bfloat16), settings=Training(precision="bf16-true"), training_loop=False
-    )
-    assert by_module.events == by_setting.events
-
-
 def test_a_moving_average_is_a_copy_of_all_weights_and_follows_them():
     assert alive_after(traced(ema=True), 2, "optimizer")["buffer"] == weights()
-    model = nn.Linear(2, 2)
+    model = nn.Linear(1, 1)
     average = MovingAverage(model, decay=0.5)
-    before = [t.clone() for t in average.tensors]
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1.0)
+    before = average.tensors[0].clone()
+    model.weight.data.add_(1.0)
     average.update()
-    assert all(torch.allclose(after, start + 0.5) for after, start in zip(average.tensors, before, strict=True))
+    assert torch.allclose(average.tensors[0], before + 0.5)
 
 
 # -- activations
-
-
-def saved_bytes(model, inputs):
-    """Bytes that a real forward pass saves, each storage once, without the weights."""
-    saved = {}
-    own = {p.untyped_storage()._cdata for p in model.parameters()} | {inputs.untyped_storage()._cdata}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            saved[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(inputs)
-    return sum(storage.nbytes() for storage in saved.values()), out
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_checkpointed_blocks_keep_what_a_real_forward_pass_keeps(every):
-    real = TrainingStep(Net(), Training(checkpointing="full", checkpoint_every=every), "cpu").model
-    nbytes, _out = saved_bytes(real, torch.randn(BATCH, WIDTH, requires_grad=True))
-    trace = traced(checkpointing="full", checkpoint_every=every)
-    kept = alive_after(trace, 2, "forward")["activation"]
-    losses = BATCH * CLASSES * 4 * 2  # of cross entropy: the logits, their log softmax, and two scalars
-    assert abs(kept - nbytes - losses) <= losses
 
 
 @pytest.mark.parametrize(
@@ -313,27 +252,6 @@ def test_offloaded_activations_leave_the_device_and_come_back_one_operator_at_a_
     trace = traced(offload_activations=True)
     assert alive_after(trace, 2, "forward")["activation"] <= 4 * BATCH * CLASSES * 4
     assert most_of(trace, "temporary") >= 4 * BATCH * 4 * WIDTH
-
-
-def test_a_model_s_own_switch_is_used_for_full_checkpointing():
-    class Switched(Net):
-        asked = None
-
-        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs):
-            self.asked = gradient_checkpointing_kwargs
-
-    step = TrainingStep(Switched(), Training(checkpointing="full", checkpoint_reentrant=True), "cpu")
-    assert step.model.asked == {"use_reentrant": True}
-    step = TrainingStep(Switched(), Training(checkpointing="full", checkpoint_every=2), "cpu")
-    assert step.model.asked is None
-
-
-def test_repeated_blocks_are_the_outermost_members_of_one_class():
-    stages = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), Block()), nn.ReLU(), nn.Sequential(Block(), Block()))
-    assert repeated_blocks(stages) == [stages[1][0], stages[1][1], stages[3][0], stages[3][1]]
-    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
-    assert repeated_blocks(nested) == list(nested)
-    assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
 
 
 # -- the host
@@ -403,30 +321,19 @@ def test_settings_that_a_model_or_this_machine_cannot_have_are_refused(ask, erro
 def test_checkpointing_leaves_the_users_configuration_as_it_is():
     transformers = import_library("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50)
-    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
+    batch = dict.fromkeys(("input_ids", "labels"), torch.ones(2, 8, dtype=torch.long))
     trace_step(lambda: transformers.GPT2LMHeadModel(config), batch, settings=Training(checkpointing="full"))
     assert config.use_cache is True
 
 
-def optimizer_launches(tensors, **settings):
-    """Operator -> kernels that a step of the optimizer launches over as many equal tensors."""
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(tensors)))
-    given = torch.empty(4, 32, device="meta"), torch.empty(4, dtype=torch.long, device="meta")
-    counts = Counter()
-    for op in trace_step(model, *given, settings=Training(**settings)).operators:
-        if op.phase == "optimizer":
-            counts[op.name] += op.launches
-    return dict(counts)
-
-
-def test_launches_of_the_optimizer_follow_its_implementation():
-    # A kernel holds 36 tensors of four lists: parameters, gradients and two moments (MultiTensorApply.cuh).
-    for tensors, kernels in ((36, 1), (37, 2), (73, 3)):
-        fused = optimizer_launches(tensors, optimizer="adam", implementation="fused")
-        assert fused == {"aten::_foreach_add_": 1, "aten::_fused_adam_": kernels}
-    for_each = optimizer_launches(36, optimizer="adam", implementation="foreach")
-    assert for_each == optimizer_launches(36, optimizer="adam")
-    assert len(for_each) == 7 and all(name.startswith("aten::_foreach_") for name in for_each)
-    loop = optimizer_launches(36, optimizer="adam", implementation="loop")
-    assert set(loop.values()) == {36} and len(loop) == 7
-    assert optimizer_launches(49, optimizer="momentum", implementation="fused") == {"aten::_fused_sgd_": 2}
+@pytest.mark.parametrize(
+    ("implementation", "operators", "launches"), [("fused", 2, 1 + 2), ("foreach", 7, None), ("loop", 7, 7 * 37)]
+)
+def test_launches_of_the_optimizer_follow_its_implementation(implementation, operators, launches):
+    """A kernel holds 36 tensors of four lists: parameters, gradients and two moments (MultiTensorApply.cuh)."""
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(37)))
+    settings = Training(optimizer="adam", implementation=implementation)
+    steps = trace_step(model, torch.empty(4, 32, device="meta"), settings=settings).operators
+    counts = [op.launches for op in steps if op.phase == "optimizer"]
+    assert (len(counts) if implementation != "loop" else len(counts) / 37) == operators
+    assert launches is None or sum(counts) == launches
