@@ -2,13 +2,11 @@
 
 import contextlib
 import dataclasses
-import errno
 import http.server
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,14 +19,13 @@ from conf.errors import UsageError
 from farm.dispatch import dispatcher as dispatch
 from farm.dispatch.executors import InlineExecutor
 from farm.grow import _cycle_lock, entry
-from farm.nights.cycle import NightStop, _night_in_a_sentence, notify
-from farm.nights.journal import STEPS, ChoicePayload, Journal, LearnPayload, RunPayload
+from farm.nights.cycle import NightStop, notify
+from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
 from tests.surroundings import PATIENCE_S, await_
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import snapshot_names
-from warehouse.files.writer import RunWriter
 
 SMALL = (
     "device=A100-SXM4-40GB",
@@ -58,7 +55,7 @@ def root(tmp_path):
     return tmp_path / "a'; echo data"
 
 
-def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_a_dry_run_writes_nothing(root, tmp_path, capsys):
+def test_a_night_measures_lands_reports_and_tells_how_it_ended(root, tmp_path, capsys):
     note = tmp_path / "note"
     keep = f"notify.command=cat > {note}; echo $GPUFARM_OUTCOME >> {note}"
     with listener(500) as (url, got):
@@ -78,29 +75,11 @@ def test_a_night_measures_lands_reports_and_tells_how_it_ended_and_a_dry_run_wri
     text, _, outcome = note.read_text().rpartition("}")
     assert json.loads(text + "}") == got[0] and outcome.strip() == "done"
     assert got[0]["cycle"] == cycle.name and got[0]["outcome"] == "done" and got[0]["run"]["runs"] == 2
-    assert os.path.exists(got[0]["report"])
-    before = sorted(root.rglob("*"))
-    assert grow(root, "n=4", "dry_run=true") == 0
-    assert sorted(root.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("source", "by_status", "sentence"),
-    [
-        ("simulated", {"ok": 1}, "1 run was simulated (ok 1); models: none fitted"),
-        ("measured", {"ok": 1200, "oom": 34}, "1,234 runs were measured (ok 1,200, oom 34); models: none fitted"),
-        ("simulated", {}, "nothing was simulated; models: none fitted"),
-    ],
-)
-def test_the_sentence_of_a_night_has_the_number_of_its_runs_and_how_they_ran(source, by_status, sentence):
-    ran = RunPayload(runs=sum(by_status.values()), by_status=by_status)
-    assert _night_in_a_sentence(ChoicePayload(), ran, LearnPayload(), source) == sentence
-
-
-@pytest.mark.parametrize("policy", ["uniform", pytest.param("active", marks=pytest.mark.slow)])
-def test_the_next_night_goes_on_and_measures_nothing_twice(root, policy):
+def test_the_next_night_goes_on_and_measures_nothing_twice(root):
     for _ in range(2):
-        assert grow(root, "n=2", f"policy={policy}", "pool=12") == 0
+        assert grow(root, "n=2", "policy=uniform", "pool=12") == 0
     first, second = cycles(root)
     hashes = [name for name, _ in runs(root)]
     assert len(hashes) == len(set(hashes)) == 4
@@ -109,35 +88,10 @@ def test_the_next_night_goes_on_and_measures_nothing_twice(root, policy):
     assert second.done("land")["before"] == first.name
 
 
-@pytest.mark.slow
-def test_what_waits_in_the_queue_is_not_chosen_again(root):
-    def left_over(cycle):
-        return {json.dumps(entry["config"]) for entry in json.loads((root / cycle.done("choose")["plan"]).read_text())}
-
-    assert grow(root, "n=4") == 0
-    # The plan of the first night, queued once more by hand and not run.
-    with Queue.open(root / "queue.sqlite") as queue:
-        from featurize.configs.dimensions import default_space
-        from featurize.configs.draws import sample_range
-        from featurize.configs.space import parse_space
-        from featurize.configs.trial import canonical_json
-
-        job = queue.jobs()[0]
-        waiting = list(sample_range(parse_space("mlp", default_space("mlp")), 0, 4, 6))
-        other = dataclasses.replace(job, job_id="mlp-waiting", n=2)
-        queue.submit(other, enumerate(canonical_json(config.to_mapping()) for config in waiting), 0.0)
-    assert grow(root, "n=4") == 0
-    second = cycles(root)[1]
-    assert not left_over(second) & {json.dumps(config.to_mapping()) for config in waiting}
-    with Queue.open(root / "queue.sqlite") as queue:
-        assert queue.counts("mlp-waiting").queued == 2  # other people's jobs are not this night's
-
-
 def test_a_dry_run_says_what_it_would_cost_and_makes_no_folder(root, capsys):
     assert grow(root, "n=6", "dry_run=true") == 0
     output = capsys.readouterr().out
     assert "6 of 40 candidates (mlp: 6)" in output and "hours of simulated runs" in output and "out of memory" in output
-    assert "left out: 0 simulated already" in output and "mlp" in output
     assert "measured" not in output and "GPU-hours" not in output
     assert grow(root, "hours=0.0001", "dry_run=true") == 0
     assert 1 <= int(re.search(r"(\d+) of 40 candidates", capsys.readouterr().out)[1]) <= 40, "as many as may fit"
@@ -149,19 +103,14 @@ def test_a_dry_run_says_what_it_would_cost_and_makes_no_folder(root, capsys):
     [
         ("seed=1", "give n=... (configurations) or hours=..."),
         ("n=0", "n must be an integer >= 1, got 0"),
-        ("hours=-1", "hours must be a number > 0, got -1"),
         ("policy=random", "active, coverage, stratified, uniform"),
         ("families=[mpl]", "mlp"),
         ("families=[]", "families must name some of these, each once: cnn, "),
-        ("families=[mlp,mlp]", "families must name some of these, each once: cnn, "),
         ("canaries=no", "accept, compare, skip"),
         ("space={colour:3}", "no family here has colour"),
         ("space={depth:[2,-7]}", "depth"),
         ("learn.targets=[memry]", "memory"),
-        ("learn.estimator=magic", "hybrid"),
         ("notify.webhook=ftp://x", "http:// or https://"),
-        ("dry_run=maybe", "dry_run must be true or false"),
-        ("pool=0", "pool must be an integer >= 1"),
         ("device=tpu", "A100-SXM4-40GB"),
         ("nn=3", "n"),
         ("+arch=cnn", "families=[cnn], not +arch=cnn"),
@@ -172,22 +121,6 @@ def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, cap
     assert grow(root, *needed, argument) == 2
     error = capsys.readouterr().err
     assert expected_text in error and error.count("\n") == 1 and not root.exists()
-
-
-@pytest.mark.slow
-def test_when_the_time_is_up_what_ran_is_landed_and_the_rest_is_taken_out(root, capsys):
-    assert grow(root, "hours=0.00000001", "n=5") == 0
-    (cycle,) = cycles(root)
-    assert cycle.done("run")["ended"] == "time" and "time was up" in cycle.said
-    with Queue.open(root / "queue.sqlite") as queue:
-        counts = queue.counts(cycle.done("run")["job_id"])
-    assert counts.pending == 0 and counts.cancelled + counts.done == 5
-    assert len(runs(root)) == counts.done == cycle.done("run")["runs"]
-    # The sequence goes on where the runs ended, not where the plan did.
-    assert grow(root, "n=5") == 0
-    plans = [json.loads((root / one.done("choose")["plan"]).read_text()) for one in cycles(root)]
-    assert [entry["place"][1] for entry in plans[1]] == list(range(counts.done, counts.done + 5))
-    assert "expected: " in capsys.readouterr().out
 
 
 def command(root, *arguments, **options):
@@ -246,36 +179,6 @@ def test_a_second_ctrl_c_and_sigterm_after_it_leave_at_once():
             assert stop.requested and stop.interrupted
             os.kill(os.getpid(), second)
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    with NightStop(None, "2026-11-20").installed() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested and not stop.interrupted
-
-
-def test_a_job_that_another_dispatcher_runs_is_waited_for(root, monkeypatch):
-    from farm.dispatch.dispatcher import StopRequest
-    from farm.dispatch.monitoring import Service
-    from farm.dispatch.ray_cluster import ClusterSettings
-    from farm.dispatch.working import run_job
-    from farm.nights.plan import machine_of, submit_listed
-    from farm.queue.leftovers import hold_dispatcher_lock
-    from farm.queue.queue_values import device_key
-    from featurize.families import get_family
-    from workers.devices import DeviceChoice
-    from workers.settings import TrialSettings, WindowSettings
-
-    folder, inline = DataFolder.resolve(root).create(), ClusterSettings(kind="inline")
-    machine, _ = machine_of(DeviceChoice(backend="simulated"), inline)
-    config = get_family("mlp").Config(batch_size=1, input_size=8, classes=4, depth=1)
-    trial = TrialSettings(window=WindowSettings(kind="adaptive"))
-    with Queue.open(folder.queue) as queue, hold_dispatcher_lock(folder.dispatcher_lock):
-        submit_listed(folder, queue, "grow-00000000", [(0, [config])], machine, trial, "active", 0)
-
-        def the_other_one_works(_seconds):
-            (task,) = queue.lease("another", 1, 0.0, 60.0, device=device_key(machine.choice))
-            queue.finish(task, "ok", 1.0)
-
-        monkeypatch.setattr("farm.dispatch.working.time.sleep", the_other_one_works)
-        assert run_job(folder, queue, inline, "grow-00000000", StopRequest(), Service())
 
 
 def test_two_never_work_on_one_folder(root, capsys):
@@ -305,48 +208,6 @@ def told_in(path):
     return f"notify.command=cat > {path}", lambda: json.loads(path.read_text())
 
 
-def test_a_plan_that_cannot_be_made_is_reported(root, tmp_path, monkeypatch):
-    """A report looks ahead with the very function that has just failed."""
-
-    def broken(*_, **__):
-        raise RuntimeError("the family's layers cannot be counted")
-
-    monkeypatch.setattr("farm.nights.cycle.make_plan", broken)
-    keep, messages = told_in(tmp_path / "note")
-    with pytest.raises(RuntimeError):
-        grow(root, "n=2", keep)
-    assert "layers cannot be counted" in (root / "reports" / "latest.html").read_text()
-    assert messages()["outcome"] == "failed" and messages()["report"] == str(
-        root / "reports" / f"{cycles(root)[0].name}.html"
-    )
-
-
-def test_a_failure_that_cannot_even_be_written_down_is_told(root, tmp_path, capsys, monkeypatch):
-    def full(journal, entry):
-        raise OSError(errno.ENOSPC, "No space left on device", str(journal.path))
-
-    monkeypatch.setattr("farm.nights.cycle.land", lambda *_: monkeypatch.setattr(Journal, "_append", full))
-    keep, messages = told_in(tmp_path / "note")
-    assert grow(root, "n=2", keep) == 2
-    assert "No space left on device" in capsys.readouterr().err and "No space left on device" in messages()["said"]
-
-
-@pytest.mark.slow
-def test_where_nothing_new_is_left_the_night_is_done_all_the_same(root, capsys):
-    single = "space={input_size:64,classes:10,linear_layers:3,topology:uniform,activation:relu,batch_size:4,"
-    single += "batch_norm:false,use_dropout:false,dropout:0.1}"
-    assert grow(root, single, "n=3", "pool=4") == 0
-    capsys.readouterr()
-    assert grow(root, single, "n=3", "pool=4", "dry_run=true") == 0
-    assert "nothing new is left in these search spaces" in capsys.readouterr().out
-    assert grow(root, single, "n=3", "pool=4") == 0
-    first, none = cycles(root)
-    assert first.done("run")["runs"] == 1 and none.outcome == "done"
-    assert none.done("run")["runs"] == none.done("choose")["runs"] == 0
-    assert list(none.done("choose")["next_index"].values()) == [8]  # the next night looks at others
-    assert "Nothing was left to run" in (root / "reports" / "latest.html").read_text()
-
-
 def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp_path, capsys, monkeypatch):
     accept, statuses = dispatch.accept, ["crashed", "timeout"]
 
@@ -359,7 +220,6 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
     keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 1
     (cycle,) = cycles(root)
-    assert cycle.outcome == "done" and cycle.done("report") is not None
     words = "all 2 trials that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
     error = capsys.readouterr().err
     assert words in error and words in cycle.said and words in messages()["said"]
@@ -399,28 +259,6 @@ def runs_on(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_command_that_fails_is_told_with_its_words():
-    (problem,) = notify({"outcome": "done"}, "echo no mail here >&2; exit 3", None)
-    assert problem.startswith("notify.command ended with 3: no mail here")
-
-
-def test_what_is_no_web_server_is_said_and_costs_nothing():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer():
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(b"220 mail here\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        (problem,) = notify({"outcome": "done"}, None, f"http://127.0.0.1:{server.getsockname()[1]}/")
-        thread.join()
-    assert problem.startswith("notify.webhook: 220 mail here")
-    assert notify({"outcome": "done"}, None, "http://no host/")[0].startswith("notify.webhook: ")
-
-
 def test_auto_never_goes_on_with_simulated_gpus_where_real_ones_were_measured(root, capsys):
     journal = Journal.open(DataFolder.resolve(root).create())
     journal.end(journal.begin({"device": {"backend": "cuda"}}, "00000000").name, "done", "")
@@ -450,25 +288,12 @@ def test_a_gpu_or_a_model_that_is_missing_tonight_is_told(root, tmp_path, monkey
     assert not root.exists()
 
 
-@pytest.mark.parametrize(("settings", "code"), [({"n": 2}, 0), ({"n": 2, "limits": {"max_flops": 3}}, 2)])
-def test_the_models_are_looked_up_only_where_a_new_cycle_begins(root, tmp_path, monkeypatch, settings, code):
-    """An unfinished cycle goes on; one of unknown settings is given up, and the new one is refused."""
-    miss(monkeypatch, "require_models")
-    monkeypatch.setattr("farm.grow._run_cycle", lambda *_: 0)
-    Journal.open(DataFolder.resolve(root).create()).begin(settings, "00000000")
-    keep, messages = told_in(tmp_path / "note")
-    assert grow(root, "n=1", keep) == code
-    assert len(cycles(root)) == 1 and (code == 0 or "near names: factory" in messages()["said"])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "goes_on"),
     [
         ({"n": 2, "device": {"backend": "simulated", "count": 1, "spec": None}, "learn": {"targets": []}}, True),
-        ({"n": 2, "learn": {"targets": []}}, True),
         ({"n": 2, "limits": {"max_flops": 3}}, False),
-        ({"n": 2, "learn": {"estimator": "gone"}}, False),
     ],
 )
 def test_a_cycle_that_another_version_has_begun_goes_on_or_makes_room(root, capsys, settings, goes_on):
@@ -497,44 +322,3 @@ def test_sigterm_finishes_what_runs_lands_it_and_leaves(root):
     )
     assert 1 <= len(runs(root)) == cycle.done("run")["runs"] < 40
     assert snapshot_names(DataFolder.resolve(root)) == [cycle.name]
-    assert grow(root, "n=2") == 0 and len(cycles(root)) == 2
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_the_cycle_open_and_the_same_command_goes_on_with_it(root, monkeypatch, capsys):
-    write, landed = RunWriter.write, []
-
-    def interrupted(writer, run, *tables):
-        landed.append(run.run_id)
-        if len(landed) == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        return write(writer, run, *tables)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RunWriter, "write", interrupted)
-        assert grow(root, "n=6") == 130
-    error = capsys.readouterr().err
-    (cycle,) = cycles(root)
-    assert cycle.open and f"the same command goes on with cycle {cycle.name}" in error
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    before = runs(root, "run_id, finished_at")  # the second, and the third if it was quick
-    assert f"cycle {cycle.name} is unfinished at its step run, {len(before)} of 6 configurations" in error
-    assert 2 <= len(before) < 6 and not snapshot_names(DataFolder.resolve(root))
-    assert grow(root, "n=6") == 0
-    (cycle,) = cycles(root)
-    assert (cycle.outcome, cycle.done("run")["runs"], len(cycle.steps["run"].attempts)) == ("done", 6, 2)
-    assert set(before) < set(runs(root, "run_id, finished_at"))
-
-
-@pytest.mark.slow
-def test_a_machine_that_measures_otherwise_ends_the_night_before_it_begins(root):
-    """The simulated GPU stands for a real one whose memory has become slow."""
-    watched = [argument for argument in SMALL if argument != "canaries=skip"]
-    assert run("grow", entry, [*watched, "n=2", f"data={root}"]) == 0
-    assert run("grow", entry, [*watched, "n=2", f"data={root}", "device.bandwidth_gb_s=300"]) == 1
-    first, sick = cycles(root)
-    assert first.done("canaries")["verdict"] == "first"
-    assert (
-        sick.outcome == "sick" and "unchanged environment" in sick.said and list(sick.steps) == ["canaries", "report"]
-    )
-    assert "sick" in (root / "reports" / "latest.html").read_text()
