@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from conf.errors import EnvironmentProblem
-from farm.dispatch.dispatcher import Dispatcher, lost_run, make_executor
+from farm.dispatch.dispatcher import LEASE_S, Dispatcher, lost_run, make_executor
 from farm.dispatch.executors import Completion
 from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile
@@ -112,19 +112,14 @@ class Stop:
     def install(self):
         pass
 
-    def disarm(self):
-        pass
+    disarm = install
 
 
 class Quiet:
-    def say(self, text):
+    def ignore(self, *_):
         pass
 
-    def landed(self, run):
-        pass
-
-    def update(self):
-        pass
+    say = landed = update = ignore
 
 
 def text_of_mlp(**values):
@@ -159,9 +154,9 @@ def run_with(folder, queue, executor, stop=None, **options):
     return dispatcher.run(stop or Stop())
 
 
-def work(folder, queue, outcomes=None, stop=None):
+def work(folder, queue, outcomes=None):
     executor = ScriptedExecutor(Clock(), outcomes)
-    done = run_with(folder, queue, executor, stop)
+    done = run_with(folder, queue, executor)
     assert executor.closed
     return executor, done
 
@@ -188,13 +183,6 @@ def test_a_task_ends_as_its_attempts_did(folder, queue, n, outcomes, landed):
     submit(queue, n)
     work(folder, queue, {0: outcomes})
     assert runs(folder) == landed
-
-
-def test_a_worker_that_hangs_past_the_deadline_is_restarted_and_its_task_repeated(folder, queue):
-    submit(queue, 1)
-    executor, _ = work(folder, queue, {0: ["hangs"]})
-    assert executor.restarted == ["w"]
-    assert runs(folder) == [(0, 2, "ok")]
 
 
 @pytest.mark.parametrize(("gpus", "status"), [(None, "ok"), (2, "ok"), (1, "invalid")])
@@ -269,53 +257,6 @@ def test_what_was_announced_and_never_started_is_given_back_without_an_attempt(f
     assert executor.handed_out == [("mlp-00000001", 1, 1), ("mlp-00000001", 2, 1)]
 
 
-def test_the_last_tasks_do_not_wait_for_a_busy_worker_they_were_announced_to(folder, queue):
-    submit(queue, 2, prepare_ahead="always")
-
-    class TwoWorkers(ScriptedExecutor):
-        """Worker `a` is slow: what it was told of next is run by `b`, which comes later."""
-
-        tasks: dict  # worker -> task
-
-        def __init__(self, clock):
-            super().__init__(clock)
-            self.tasks, self.rounds = {}, 0
-
-        def idle(self):
-            here = ["a"] if self.rounds == 0 else ["a", "b"]
-            return [name for name in here if name not in self.tasks]
-
-        def submit(self, worker, task, upcoming=None):
-            self.tasks[worker] = task
-            self.handed_out.append((worker, task.task_index))
-
-        def wait(self, timeout_s):
-            self.rounds += 1
-            slow = "a" in self.tasks and self.rounds < 4
-            ended = [name for name in self.tasks if not (name == "a" and slow)]
-            return [
-                Completion(worker=name, task=task, result=result_of(task, "ok"))
-                for name, task in [(name, self.tasks.pop(name)) for name in ended]
-            ]
-
-        def running(self):
-            return dict(self.tasks)
-
-    executor = TwoWorkers(Clock())
-    assert run_with(folder, queue, executor)
-    assert executor.handed_out == [("a", 0), ("b", 1)]
-    assert runs(folder) == [(0, 1, "ok"), (1, 1, "ok")]
-
-
-def test_a_request_to_stop_hands_out_nothing_more_and_loses_nothing(folder, queue):
-    submit(queue, 3)
-    stop = Stop()
-    stop.requested = True
-    executor, done = work(folder, queue, stop=stop)
-    assert not done and not executor.handed_out
-    assert queue.pending() == 3
-
-
 @pytest.mark.parametrize(
     ("code", "failures", "lands"), [(errno.EIO, 3, True), (errno.EIO, 1000, False), (errno.ENOSPC, 1, False)]
 )
@@ -342,37 +283,14 @@ def test_a_run_that_cannot_land_for_a_moment_is_kept_and_else_given_back_without
 
 
 def test_a_run_that_landed_before_its_dispatcher_died_is_done_and_not_repeated(folder, queue):
-    submit(queue, 2)
-    (task,) = queue.lease("w", 1, now=10.0, lease_s=1e9)
+    submit(queue, 3)
+    task, _ = queue.lease("w", 2, now=10.0, lease_s=1e9)
     landed = dataclasses.replace(lost_run(task, "for the test").run, status="ok")
     RunWriter(folder).write(landed, TELEMETRY_SCHEMA.empty_table())
     assert reconcile(folder, queue) == 1
     executor, _ = work(folder, queue)
-    assert [index for _, index, _ in executor.handed_out] == [1]
-
-
-def test_a_lease_of_a_dead_dispatcher_is_void_at_once(folder, queue):
-    submit(queue, 1)
-    queue.lease("w", 1, now=10.0, lease_s=1e9)
-    assert reconcile(folder, queue) == 0
-    executor, _ = work(folder, queue)
-    assert executor.handed_out == [("mlp-00000001", 0, 2)]
-
-
-def test_a_result_that_comes_after_the_task_was_done_by_another_is_dropped(folder, queue):
-    submit(queue, 1)
-    (task,) = queue.lease("w", 1, now=0.0, lease_s=1e9)
-    queue.finish(task, "timeout", 1.0)
-    dispatcher = Dispatcher(folder, queue, ScriptedExecutor(Clock()), DEVICE, Quiet(), clock=Clock())
-    dispatcher._land_run(task, result_of(task, "ok"))
-    assert runs(folder) == []
-    assert queue.counts().by_status == {"timeout": 1}
-
-
-def test_the_dispatchers_memory_is_measured_over_many_tasks():
-    from tests.bench import bench_soak
-
-    assert bench_soak.run(100)["tasks"] == 100
+    handed_out = [(index, attempt) for _, index, attempt in executor.handed_out]
+    assert handed_out == [(1, 2), (2, 1)], "its other lease is void at once"
 
 
 def test_one_dispatcher_at_a_time(folder):
@@ -388,3 +306,65 @@ def test_without_ray_the_message_names_the_way_without_it(monkeypatch):
     with pytest.raises(EnvironmentProblem, match="cluster=inline runs one worker without it"):
         executor.start()
     executor.close()
+
+
+# The system's clock is set while a dispatcher works: no lease ends, no good trial is called stuck
+
+
+class Jumping(ScriptedExecutor):
+    """Each wait takes a second by the steady clock; the wall clock jumps to and fro meanwhile."""
+
+    def __init__(self, jump_s, outcomes=None):
+        super().__init__(Clock(), outcomes)
+        self.wall = Clock()
+        self.jump_s = jump_s
+        self.turns = 0
+
+    def wait(self, timeout_s):
+        self.turns += 1
+        self.wall.now += self.jump_s if self.turns % 3 else -self.jump_s / 2
+        return super().wait(timeout_s)
+
+
+def work_by_two_clocks(folder, queue, executor):
+    return Dispatcher(folder, queue, executor, DEVICE, Quiet(), clock=executor.wall, steady=executor.clock).run(Stop())
+
+
+@pytest.mark.parametrize("jump_s", [400 * 24 * 3600.0, -400 * 24 * 3600.0])
+def test_every_task_is_handed_out_once_and_lands_as_what_it_is(folder, queue, jump_s):
+    submit(queue, 8, prepare_ahead="always")
+    executor = Jumping(jump_s)
+    assert work_by_two_clocks(folder, queue, executor)
+    assert executor.handed_out == [("mlp-00000001", index, 1) for index in range(8)]
+    assert runs(folder) == [(index, 1, "ok") for index in range(8)]
+    assert not executor.restarted
+
+
+@pytest.mark.parametrize("jump_s", [400 * 24 * 3600.0, -400 * 24 * 3600.0])
+def test_a_worker_that_hangs_is_found_by_the_steady_clock_and_its_task_repeated(folder, queue, jump_s):
+    submit(queue, 1)
+    executor = Jumping(jump_s, {0: ["hangs"]})
+    assert work_by_two_clocks(folder, queue, executor)
+    assert executor.restarted == ["w"] and executor.turns > 200
+    assert runs(folder) == [(0, 2, "ok")]
+
+
+def test_a_lease_that_is_held_is_never_handed_out_again(queue):
+    submit(queue, 3)
+    (held,) = queue.lease("a", 1, 0.0, LEASE_S)
+    late = 1e9
+    (next_task,) = queue.lease("b", 1, late, LEASE_S, held=[held])
+    assert next_task.task_index == 1
+    assert queue.expired(late, held=[held, next_task]) == []
+    assert [task.task_index for task in queue.lease("b", 3, late, LEASE_S, held=[held, next_task])] == [2]
+
+
+def test_what_waits_since_before_the_clock_was_put_back_is_tried_at_once(folder, queue):
+    submit(queue, 1)
+    (task,) = queue.lease("a", 1, 1e9, LEASE_S)
+    queue.retry(task, 1e9, "lost")
+    executor = Jumping(0.0)
+    assert reconcile(folder, queue) == 0
+    assert work_by_two_clocks(folder, queue, executor)
+    assert executor.turns < 10
+    assert runs(folder) == [(0, 2, "ok")]

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import csv
 import io
 import json
 import re
 import statistics
-from collections import Counter
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import quote, urlencode
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conf.errors import UsageError
-from farm.serving.explorer_pages import READERS, ExplorerPages
-from farm.serving.gate import Scrubber
-from farm.serving.settings import LimitSettings
 from tests.farm.explored import HOSTILE
 from tests.parsed_page import ParsedPage
 from tests.warehouse.warehouse_rows import ask
-from warehouse.explorer.filters import LISTINGS, NULL, RUNS, Filters
+from warehouse.explorer.filters import LISTINGS, RUNS, Filters
 from warehouse.explorer.limited_query import PAGE, QueryLimits, run_limited
 
 
-@pytest.fixture
-def place(explored):
-    return explored
-
-
-@pytest.fixture
-def service(explorer):
-    return explorer
-
-
-def page(service, path: str, status: int = 200) -> ParsedPage:
-    code, headers, content = service.send("GET", path)
+def page(explorer, path: str, status: int = 200) -> ParsedPage:
+    code, headers, content = explorer.send("GET", path)
     assert code == status, content
     assert (
         "script-src" not in headers["content-security-policy"]
@@ -54,68 +37,58 @@ def links(parsed: ParsedPage) -> list[str]:
     return parsed.values("a", "href")
 
 
-def test_the_first_page_counts_what_there_is(service, place):
-    parsed = page(service, "/")
-    ((runs,),) = ask(place, "SELECT count(*) FROM runs")
+def test_the_first_page_counts_what_there_is(explorer, explored):
+    parsed = page(explorer, "/")
+    ((runs,),) = ask(explored, "SELECT count(*) FROM runs")
     assert f"{runs:,} runs" in parsed.text and "measured" in parsed.text
-    ((missing,),) = ask(place, "SELECT 100 * (1 - count(smact) / count(*)) FROM runs")
+    ((missing,),) = ask(explored, "SELECT 100 * (1 - count(smact) / count(*)) FROM runs")
     assert f"smact {missing:.1f} %" in parsed.text
-    ((ratios,),) = ask(place, "SELECT count(smact) FROM runs")
-    labels = parsed.values("svg", "aria-label")
-    assert f"smact of {ratios} runs, from 0 to 1" in labels and "peak memory [GiB]: rows by cell" in labels
+    assert "peak memory [GiB]: rows by cell" in parsed.values("svg", "aria-label")
 
 
-def test_a_facet_filters_the_rows_and_keeps_its_other_values(service, place):
-    families = dict(ask(place, "SELECT family, count(*) FROM runs GROUP BY 1"))
+def test_a_facet_filters_the_rows_and_keeps_its_other_values(explorer, explored):
+    families = dict(ask(explored, "SELECT family, count(*) FROM runs GROUP BY 1"))
     family = max(families, key=families.get)
-    parsed = page(service, f"/runs?family={family}")
+    parsed = page(explorer, f"/runs?family={family}")
     assert f"{families[family]:,} runs" in parsed.text
     assert [other for other, count in families.items() if f"{other} {count:,}" not in parsed.text] == []
-    assert ("a", "aria-current", "true") in parsed.elements
+    sql = Filters.of([("family", "mlp"), ("order", "parameters")]).rows_sql()
+    _, _, content = explorer.send("GET", f"/sql.parquet?{urlencode({'sql': sql})}")
+    ids = [run_id for run_id, *_ in ask(explored, sql)]
+    assert pq.read_table(io.BytesIO(content)).column("run_id").to_pylist() == ids
 
 
-def test_the_pages_of_a_list_hold_each_run_once_in_order(service, place):
+def test_the_pages_of_a_list_hold_each_run_once_in_order(explorer, explored):
     shown, path = [], "/runs?order=-batch_size"
     while path:
-        parsed = page(service, path)
+        parsed = page(explorer, path)
         shown += [link for link in links(parsed) if link.startswith("/runs/")]
         following = links(parsed) if "Next" in parsed.text else []
         path = next((link for link in following if f"page={len(shown) // 50 + 1}" in link), None)
     known = [
         f"/runs/{run_id}"
-        for (run_id,) in ask(place, "SELECT run_id FROM runs ORDER BY batch_size DESC NULLS LAST, run_id")
+        for (run_id,) in ask(explored, "SELECT run_id FROM runs ORDER BY batch_size DESC NULLS LAST, run_id")
     ]
     assert shown == known
 
 
-def test_the_sql_that_a_page_shows_gives_its_rows(service, place):
-    _, _, content = service.send("GET", "/runs.csv?family=mlp&order=parameters")
-    sql = Filters.of([("family", "mlp"), ("order", "parameters")]).rows_sql()
-    ids = [run_id for run_id, *_ in ask(place, sql)]
-    lines = content.decode().splitlines()[1:]
-    assert [line.split(",")[0].strip('"') for line in lines] == ids
-    status, _, content = service.send("GET", f"/sql.parquet?{urlencode({'sql': sql})}")
-    assert status == 200 and pq.read_table(io.BytesIO(content)).column("run_id").to_pylist() == ids
-    assert service.send("GET", "/runs.parquet?family=mlp")[1]["content-disposition"].endswith('"runs.parquet"')
-
-
-def test_a_run_shows_its_labels_its_telemetry_and_its_estimate(service, place):
-    ((run_id, mib),) = ask(place, "SELECT run_id, peak_memory_mib FROM runs WHERE family = 'mlp' LIMIT 1")
-    parsed = page(service, f"/runs/{run_id}")
+def test_a_run_shows_its_labels_its_telemetry_and_its_estimate(explorer, explored):
+    ((run_id, mib),) = ask(explored, "SELECT run_id, peak_memory_mib FROM runs WHERE family = 'mlp' LIMIT 1")
+    parsed = page(explorer, f"/runs/{run_id}")
     assert run_id in parsed.text and f"{mib:,.1f}" in parsed.text and "Estimate beside the run" in parsed.text
-    ((odd,),) = ask(place, "SELECT run_id FROM runs WHERE family = 'odd'")
-    parsed = page(service, f"/runs/{odd}")
+    ((odd,),) = ask(explored, "SELECT run_id FROM runs WHERE family = 'odd'")
+    parsed = page(explorer, f"/runs/{odd}")
     assert any("memory_used_mib over time, up to 8" in label for label in parsed.values("svg", "aria-label"))
     assert HOSTILE in parsed.text
 
 
 @pytest.mark.parametrize("of_a_kind", [10, pytest.param(40, marks=pytest.mark.wide)])
-def test_every_kind_of_link_leads_to_a_page(service, of_a_kind):
+def test_every_kind_of_link_leads_to_a_page(explorer, of_a_kind):
     """Links of one kind have the same folder and as many keys in their query."""
     followed, waiting = {}, ["/"]
     while waiting:
         path = waiting.pop(0)
-        status, headers, content = service.send("GET", path)
+        status, headers, content = explorer.send("GET", path)
         assert status == 200, path
         targets = links(ParsedPage(content.decode())) if headers["content-type"].startswith("text/html") else []
         for link in (target.split("#")[0] for target in targets if target.startswith("/")):
@@ -127,56 +100,42 @@ def test_every_kind_of_link_leads_to_a_page(service, of_a_kind):
     assert {"/", "/runs/", "/devices/", "/nights/"} <= {place for place, _ in followed}
 
 
-@pytest.mark.parametrize(("name", "rows"), [("kernels", 6), ("collocations", 2), ("datasets", 2), ("runs", 123)])
-def test_each_list_counts_its_rows_by_facet(service, place, name, rows):
-    parsed = page(service, f"/{name}")
+@pytest.mark.parametrize(("name", "rows"), [("kernels", 6), ("collocations", 2), ("runs", 123)])
+def test_each_list_counts_its_rows_by_facet(explorer, explored, name, rows):
+    parsed = page(explorer, f"/{name}")
     assert f"{rows} {LISTINGS[name].rows_are}" in parsed.text
     ((source, count),) = ask(
-        place, f"SELECT source, count(*) FROM {LISTINGS[name].relation} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
+        explored, f"SELECT source, count(*) FROM {LISTINGS[name].relation} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 1"
     )
     assert f"{source} {count}" in parsed.text
-    chosen = page(service, f"/{name}?source={source}")
+    chosen = page(explorer, f"/{name}?source={source}")
     assert (
         f"{count} {LISTINGS[name].row_is if count == 1 else LISTINGS[name].rows_are}" in chosen.text
         and "NULL" in chosen.text
     )
-    status, _, content = service.send("GET", f"/{name}.parquet?source={source}")
+    status, _, content = explorer.send("GET", f"/{name}.parquet?source={source}")
     assert status == 200 and pq.read_table(io.BytesIO(content)).num_rows == count
 
 
-def test_a_group_of_jobs_has_an_address(service):
-    parsed = page(service, "/collocations?group=G+1&order=-slowdown")
-    assert "2 members of groups" in parsed.text and "a & b" in parsed.text
-    assert "Conversion Error" in page(service, "/collocations?group_size=many", 400).text
-
-
-def test_a_device_shows_how_far_its_estimates_are_off(service, place):
+def test_a_device_shows_how_far_its_estimates_are_off(explorer, explored):
     from featurize.configs.trial import config_of_row
     from learn.estimation.estimating import estimate_many
 
-    ((name,),) = ask(place, "SELECT device_name FROM runs WHERE source = 'measured' AND status = 'ok' LIMIT 1")
-    assert f"/devices/{quote(name)}" in links(page(service, "/devices"))
-    parsed = page(service, f"/devices/{quote(name)}")
+    ((name,),) = ask(explored, "SELECT device_name FROM runs WHERE source = 'measured' AND status = 'ok' LIMIT 1")
+    assert f"/devices/{quote(name)}" in links(page(explorer, "/devices"))
+    parsed = page(explorer, f"/devices/{quote(name)}")
     runs = ask(
-        place,
+        explored,
         "SELECT config, peak_memory_mib FROM runs WHERE status = 'ok' AND peak_memory_mib > 0 "
         f"AND device_name = '{name}' AND source = 'measured'",
     )
     done = estimate_many([config_of_row(config).to_mapping() for config, _ in runs], method="fast", device=name)
     off = [abs(100 * (one.peak_memory_mib / mib - 1)) for one, (_, mib) in zip(done, runs, strict=True)]
     assert f"all {len(runs)} {statistics.median(off):.1f}" in parsed.text
-    above = sum(mib > one.upper_mib for one, (_, mib) in zip(done, runs, strict=True)) / len(runs)
-    assert f"{100 * above:.1f} % of the runs took more than the 99 % bound" in parsed.text
 
 
-def test_a_device_that_nothing_describes_says_so(service):
-    assert "no description of this device" in page(service, f"/devices/{quote(HOSTILE)}").text
-    assert "No run" in page(service, "/devices/none", 404).text
-    assert "no runs of source" in page(service, f"/devices/{quote(HOSTILE)}?source=measured", 400).text
-
-
-def test_the_page_of_the_api_shows_every_route_and_field_and_its_examples_are_answered(service):
-    parsed, document = page(service, "/docs"), service.send("GET", "/openapi.json")[2]
+def test_the_page_of_the_api_shows_every_route_and_field_and_its_examples_are_answered(explorer):
+    parsed, document = page(explorer, "/docs"), explorer.send("GET", "/openapi.json")[2]
     routes = [f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods]
     schemas = [
         document["components"]["schemas"][name] for name in ("EstimateRequest", "FitRequest", "AdmitGpu", "PlanRequest")
@@ -184,32 +143,31 @@ def test_the_page_of_the_api_shows_every_route_and_field_and_its_examples_are_an
     fields = [field for schema in schemas for field in schema["properties"]]
     assert [text for text in (*routes, *fields) if text not in parsed.text] == []
     examples = re.findall(r"/v1/estimate --json '(.+?)'", parsed.text)
-    assert len(examples) == 2
-    assert all(service.post("/v1/estimate", json.loads(example))[0] in (200, 202) for example in examples)
-    assert "/docs" in links(page(service, "/"))
+    assert len(examples) == 2 and all(
+        explorer.post("/v1/estimate", json.loads(example))[0] in (200, 202) for example in examples
+    )
 
 
-def test_the_nights_are_listed_and_lead_to_their_reports(service):
-    parsed = page(service, "/nights")
+def test_the_nights_are_listed_and_lead_to_their_reports(explorer):
+    parsed = page(explorer, "/nights")
     assert "ok 11, oom 1" in parsed.text and HOSTILE in parsed.text and "drama by gbdt" in parsed.text
     assert "2026-11-21 cannot be read" in parsed.text
-    assert b"the night" in service.send("GET", "/nights/2026-11-20")[2]
-    assert "no report" in page(service, "/nights/2026-11-19", 404).text
-    assert "night's name" in page(service, "/nights/..%5clatest", 400).text
+    assert b"the night" in explorer.send("GET", "/nights/2026-11-20")[2]
+    assert "no report" in page(explorer, "/nights/2026-11-19", 404).text
+    assert "night's name" in page(explorer, "/nights/..%5clatest", 400).text
 
 
-def test_what_is_not_there_or_no_page_says_so(service):
-    assert "no run" in page(service, "/runs/nope", 404).text
-    assert "known: " in page(service, "/runs?colour=red", 400).text
-    assert "page must be" in page(service, "/runs?page=0", 400).text
-    assert page(service, "/runs.exe", 404).text
+def test_what_is_not_there_or_no_page_says_so(explorer):
+    assert "no run" in page(explorer, "/runs/nope", 404).text
+    assert "known: " in page(explorer, "/runs?colour=red", 400).text
+    assert "page must be" in page(explorer, "/runs?page=0", 400).text
+    assert page(explorer, "/runs.exe", 404).text
 
 
 @pytest.mark.parametrize(
     ("sql", "status", "words"),
     [
         ("SELECT family, count(*) FROM runs GROUP BY ALL", 200, "mlp"),
-        ("FROM runs -- all of them", 200, "rows"),
         ("SELECT * FROM range(20000)", 200, "10,000 rows, and more"),
         ("DROP TABLE runs", 400, "read-only"),
         ("SELECT 1; SELECT 2", 400, "one SQL statement"),
@@ -218,31 +176,29 @@ def test_what_is_not_there_or_no_page_says_so(service):
         ("SELECT * FROM '/etc/passwd'", 400, ""),
         ("ATTACH '/tmp/x.db'", 400, "read-only"),
         ("SELEC 1", 400, "syntax error"),
-        ("SELECT nope FROM runs", 400, "nope"),
         ("SELECT count(*) FROM range(1000000) a, range(1000000) b", 503, "longer than the limit"),
-        ("SELECT length(string_agg('', '')) FROM range(1000000000000)", 503, "longer than the limit"),
         ("SELECT current_setting('memory_limit') || current_setting('temp_directory') AS x", 200, "768.0 MiB"),
         ("SELECT now() AS at, [1, NULL] AS list, 'ab'::BLOB AS blob", 200, "+00 [1, NULL] ab"),
         ("EXPLAIN SELECT 1", 400, "begins with"),
         ("", 400, "one SQL statement"),
     ],
 )
-def test_a_query_of_the_users_reads_and_nothing_else(service, sql, status, words):
-    assert words in page(service, f"/sql?{urlencode({'sql': sql})}", status).text
+def test_a_query_of_the_users_reads_and_nothing_else(explorer, sql, status, words):
+    assert words in page(explorer, f"/sql?{urlencode({'sql': sql})}", status).text
 
 
-def test_no_format_names_a_folder_of_the_server(service, place):
+def test_no_format_names_a_folder_of_the_server(explorer, explored):
     sql = (
         "SELECT name, value, [value] AS texts, map {'k': value} AS named FROM duckdb_settings() "
         "UNION ALL SELECT database_name, path, [path], map {'k': path} FROM duckdb_databases()"
     )
-    here = str(place.root).replace("'", "''").replace("/", "|")  # the page shows the query as it was typed
+    here = str(explored.root).replace("'", "''").replace("/", "|")  # the page shows the query as it was typed
     query = urlencode({"sql": f"SELECT replace('{here}', '|', '/') AS here, * FROM ({sql})"})
-    rows = pq.read_table(io.BytesIO(service.send("GET", f"/sql.parquet?{query}")[2])).to_pylist()
-    texts = page(service, f"/sql?{query}").text, service.send("GET", f"/sql.csv?{query}")[2].decode(), str(rows)
+    rows = pq.read_table(io.BytesIO(explorer.send("GET", f"/sql.parquet?{query}")[2])).to_pylist()
+    texts = page(explorer, f"/sql?{query}").text, explorer.send("GET", f"/sql.csv?{query}")[2].decode(), str(rows)
     for text in texts:
         assert "the data folder" in text and "a temporary folder" in text
-        assert str(place.root) not in text and "/tmp/" not in text and ".duckdb/" not in text
+        assert str(explored.root) not in text and "/tmp/" not in text and ".duckdb/" not in text
 
 
 LIMITS = QueryLimits(seconds=60.0, memory_bytes=2**28, rows=100_000, answer_bytes=2**24)
@@ -252,75 +208,27 @@ LIMITS = QueryLimits(seconds=60.0, memory_bytes=2**28, rows=100_000, answer_byte
     "sql",
     [
         "SELECT list(i) FROM range(300000000) t(i)",
-        "SELECT length(string_agg(i::VARCHAR, ',')) FROM range(300000000) t(i)",
         "SELECT repeat('x', 20000000) || i FROM range(200) t(i)",
+        *(
+            pytest.param(wide, marks=pytest.mark.wide)
+            for wide in (
+                "SELECT string_agg(i::VARCHAR, ',') FROM range(1000000000) t(i)",
+                "SELECT map(list(i), list(i)) FROM range(300000000) t(i)",
+                "SELECT list_reduce(range(100000000), lambda a, b: a + b)",
+            )
+        ),
     ],
 )
-def test_a_query_beyond_its_memory_ends_and_the_next_one_runs(place, sql):
+def test_a_query_beyond_its_memory_ends_and_the_next_one_runs(explored, sql):
     with pytest.raises(UsageError, match=r"more memory than the limit of 0\.25 GiB"):
-        run_limited(place, sql, PAGE, LIMITS, [])
-    assert run_limited(place, "SELECT 42 AS answer", PAGE, LIMITS, [])[0].to_pylist() == [{"answer": 42}]
+        run_limited(explored, sql, PAGE, LIMITS, [])
+    assert run_limited(explored, "SELECT 42 AS answer", PAGE, LIMITS, [])[0].to_pylist() == [{"answer": 42}]
 
 
-def test_queries_whose_clients_have_left_make_room_for_others(place):
-    pages = ExplorerPages(place, LimitSettings(query_s=60.0), Scrubber(place.root))
-    forked = psutil.Process().children
-
-    async def leave() -> bytes:
-        await pages.sql("SELECT 1")
-        before = len(forked(recursive=True))  # with the process that queries are forked from
-        endless = "SELECT count(*) FROM range(1000000) a, range(1000000) b"
-        left = [asyncio.create_task(pages.sql(endless)) for _ in range(READERS)]
-        async with asyncio.timeout(120):
-            while len(forked(recursive=True)) < before + READERS:
-                await asyncio.sleep(0.02)
-            for task in left:
-                task.cancel()
-            return bytes((await pages.sql("SELECT 6 * 7")).body)
-
-    try:
-        assert b"<td>42</td>" in asyncio.run(leave())
-    finally:
-        pages.close()
-
-
-def test_rows_are_bounded_by_their_bytes(place):
-    table, has_more = run_limited(place, "SELECT repeat('x', 9000) AS text FROM range(5000)", PAGE, LIMITS, [])
-    assert has_more and 2**23 < table.nbytes <= 2**24
-    table, has_more = run_limited(place, "SELECT repeat('x', 20000000) AS text", PAGE, LIMITS, [])
-    assert has_more and table.num_rows == 0
-
-
-ODD_TYPES = {
-    "[1, 2]": "[1, 2]",
-    "{'a': 1}": "{'a': 1}",
-    "map {'k': 1}": "{k=1}",
-    "[1, 2]::INT[2]": "[1, 2]",
-    "INTERVAL 3 DAY": "3 days",
-    "'a\\xFFb'::BLOB": "a\\xFFb",
-    "union_value(k := 7)": "7",
-    "'101'::BIT": "101",
-    "TIMESTAMPTZ '2026-01-02 03:04:05+00'": "2026-01-02 03:04:05+00",
-    "'12'::VARIANT": "12",
-    "1.50::DECIMAL(4,2)": "1.50",
-}
-
-
-def test_a_download_holds_values_of_every_type(service):
-    query = urlencode({"sql": "SELECT " + ", ".join(f"{sql} AS c{at}" for at, sql in enumerate(ODD_TYPES))})
-    status, _, content = service.send("GET", f"/sql.csv?{query}")
-    assert status == 200
-    assert next(csv.reader(content.decode().splitlines()[1:])) == list(ODD_TYPES.values())
-    status, _, content = service.send("GET", f"/sql.parquet?{query}")
-    assert status == 200
-    (row,) = pq.read_table(io.BytesIO(content)).to_pylist()
-    assert row["c0"] == [1, 2] and row["c1"] == {"a": 1} and row["c4"] == "3 days" and row["c5"] == b"a\xffb"
-
-
-def test_a_download_beyond_the_limits_is_refused_rather_than_cut(service):
-    assert service.send("GET", "/sql.csv?sql=SELECT+*+FROM+range(5000)")[0] == 200
-    assert "up to 5,000 rows and 1 MiB" in page(service, "/sql.csv?sql=SELECT+*+FROM+range(5001)", 400).text
-    assert "up to 5,000 rows" in page(service, "/sql.parquet?sql=SELECT+repeat('x',2000000)", 400).text
+def test_a_download_beyond_the_limits_is_refused_rather_than_cut(explorer):
+    assert explorer.send("GET", "/sql.csv?sql=SELECT+*+FROM+range(5000)")[0] == 200
+    assert "up to 5,000 rows and 1 MiB" in page(explorer, "/sql.csv?sql=SELECT+*+FROM+range(5001)", 400).text
+    assert "up to 5,000 rows" in page(explorer, "/sql.parquet?sql=SELECT+repeat('x',2000000)", 400).text
 
 
 queries = st.lists(
@@ -330,25 +238,9 @@ queries = st.lists(
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(query=queries)
-def test_whatever_a_url_holds_the_page_is_no_failure(service, query):
+def test_whatever_a_url_holds_the_page_is_no_failure(explorer, query):
     for path in ("/runs", "/runs.csv", "/collocations", "/kernels", "/datasets"):
-        assert service.send("GET", f"{path}?{urlencode(query, errors='replace')}")[0] in (200, 400)
+        assert explorer.send("GET", f"{path}?{urlencode(query, errors='replace')}")[0] in (200, 400)
 
 
 values = st.lists(st.text(max_size=20).filter(lambda text: "\0" not in text), min_size=1, max_size=3, unique=True)
-
-
-@given(st.dictionaries(st.sampled_from(RUNS.facets), values, max_size=3))
-def test_a_state_is_the_same_after_its_url(chosen):
-    filters = Filters.of([(facet, value) for facet, values in chosen.items() for value in values])
-    again = Filters.of(parse_qsl(filters.query(), keep_blank_values=True))
-    assert again.where() == Filters.of(parse_qsl(again.query(), keep_blank_values=True)).where()
-    assert Counter(again.query().split("&")) == Counter(filters.query().split("&"))
-    assert filters.toggled("family", "x").toggled("family", "x").query() == filters.query() or "x" in str(chosen)
-
-
-def test_null_is_a_value_like_others(place):
-    sql = f"SELECT count(*) FROM runs{Filters.of([('optimizer', NULL)]).where()}"
-    assert ask(place, sql) == ask(place, "SELECT count(*) FROM runs WHERE optimizer IS NULL")
-    with pytest.raises(UsageError, match="at most"):
-        Filters.of([("family", "x" * 300)])

