@@ -1,8 +1,6 @@
 """The durable queue: what is leased, retried, cancelled and finished, and what outlives a killed process."""
 
 import itertools
-import os
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -19,7 +17,6 @@ from featurize.families import get_family
 from tests.surroundings import execute_sql
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
-from workers.task import Task
 
 LEASE_S = 60.0
 
@@ -72,17 +69,9 @@ def queue(path):
 def test_submitting_again_adds_nothing_and_a_larger_n_the_difference(queue):
     assert submit(queue, n=5) == 5
     assert submit(queue, n=5) == 0
-    assert queue.next_index("cnn-1") == 5
-    assert queue.submit(a_job(n=8), configs(8, start=5), 2000.0) == 3
-    assert submit(queue, n=2) == 0
-    assert (queue.counts("cnn-1").queued, queue.job("cnn-1").n) == (8, 8)
-    assert queue.job("cnn-1").submitted_at == 1000.0
-
-
-def test_a_submission_again_changes_the_priority_and_nothing_else_may_differ(queue):
-    submit(queue)
-    submit(queue, priority=4)
-    assert queue.jobs() == [a_job(priority=4)]
+    assert queue.submit(a_job(n=8), configs(8, start=queue.next_index("cnn-1")), 2000.0) == 3
+    assert submit(queue, n=2, priority=4) == 0
+    assert queue.counts("cnn-1").queued == 8 and queue.jobs() == [a_job(n=8, priority=4)]
     with pytest.raises(UsageError, match="job cnn-1 exists with another space"):
         submit(queue, seed=1)
 
@@ -100,16 +89,6 @@ def until(error, count, start=0):
     """Yield `count` configs, then raise the error."""
     yield from configs(start + count, start=start)
     raise error
-
-
-def test_a_submission_that_failed_keeps_its_chunks_and_is_completed_by_the_next(queue):
-    with pytest.raises(OSError):
-        queue.submit(a_job(n=9000), until(OSError(), 5000), 1000.0)
-    (progress,) = queue.progress(1000.0)
-    assert (progress.state, progress.counts.queued) == ("submitting", 4000)
-    assert len(queue.lease("w", 1, 1000.0, LEASE_S)) == 1
-    assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == 5000
-    assert queue.progress(1000.0)[0].state == "running"
 
 
 def interrupted(queue, job, configs):
@@ -133,27 +112,6 @@ def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
     before = contents(queue)
     interrupted(queue, a_job(n=9000, priority=7), until(KeyboardInterrupt(), 5000, start=3000))
     assert contents(queue) == before
-    assert queue.submit(a_job(n=6000), configs(6000, start=3000), 2000.0) == 3000
-    assert queue.counts("cnn-1").queued == 6000
-
-
-@pytest.mark.parametrize("held", [slice(500), slice(700, None, 3)], ids=["the first", "every third"])
-def test_ctrl_c_takes_out_no_more_and_no_less_than_was_added_among_tasks_that_were_there(queue, held):
-    assert queue.submit(a_job(n=5000), list(configs(5000))[held], 1000.0) == len(range(5000)[held])
-    before = contents(queue)
-    interrupted(queue, a_job(n=9000), until(KeyboardInterrupt(), 8000))
-    assert contents(queue) == before
-
-
-def test_ctrl_c_leaves_what_another_command_added_since(queue, path):
-    def joined_by_another():
-        yield from itertools.islice(configs(9000), 4001)
-        with Queue.open(path) as other:
-            assert other.submit(a_job(n=9000), configs(9000), 1000.0) == 5000
-        raise KeyboardInterrupt
-
-    interrupted(queue, a_job(n=9000), joined_by_another())
-    assert (queue.counts("cnn-1").queued, queue.job("cnn-1").n) == (5000, 9000)
 
 
 def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
@@ -168,25 +126,6 @@ def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
     counts = queue.counts("cnn-1")
     assert (counts.done, counts.leased, counts.queued) == (1, 1, 0)
     assert queue.submit(a_job(n=9000), configs(9000), 1000.0) == 8998
-    assert queue.progress(1000.0)[0].counts.total == 9000
-
-
-def test_a_removed_job_keeps_its_number_for_those_who_have_the_queue_open(queue, path):
-    with Queue.open(path) as other:
-        submit(queue, n=3)
-        interrupted(queue, a_job("cnn-2", n=9000), until(KeyboardInterrupt(), 4000))
-        submit(queue, "cnn-3", n=2)
-        submit(queue, "cnn-2", n=1)
-        (task,) = [task for task in other.lease("w", 9, 1000.0, LEASE_S) if task.job_id == "cnn-2"]
-        assert other.finish(task, "ok", 1000.0)
-        assert (other.counts("cnn-3").total, other.counts("cnn-2").done) == (2, 1)
-
-
-def test_a_submission_goes_on_at_the_first_index_that_is_missing(queue):
-    submit(queue, n=3000)
-    queue._file.change("DELETE FROM tasks WHERE task_index < 10")
-    queue._file.change("UPDATE tallies SET count = count - 10")
-    assert queue.next_index("cnn-1") == 0
 
 
 # Leasing
@@ -206,21 +145,8 @@ def test_leases_go_by_priority_then_age_then_index(queue):
     assert queue.lease("w", 4, 100.0, LEASE_S) == []
 
 
-def test_a_lease_carries_what_its_worker_needs(queue):
-    config = get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2)
-    settings = TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0), timeout_s=7.0)
-    device = DeviceChoice(backend="cpu", memory_limit_mib=900.0)
-    job = a_job(family="mixed", settings_json=text_of_settings(settings), device=device_key(device))
-    queue.submit(job, [(0, text_of_config(config))], 1000.0)
-    assert queue.lease("w", 1, 0.0, LEASE_S) == [
-        Task(job_id="cnn-1", task_index=0, attempt=1, config=config, settings=settings, device=device)
-    ]
-
-
 @pytest.mark.parametrize("broken", ["config", "settings", "device"])
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[]", "no json", "[" * 100_000, '{"family": 3}', '{"family": "mlp", "batch_size": [1]}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"family": 3}'])
 def test_a_row_that_nobody_understands_is_leased_as_such_and_says_why(queue, broken, text):
     config = text_of_config(get_family("mlp").Config(batch_size=8, input_size=32, classes=4, depth=2))
     settings = text_of_settings(TrialSettings(window=WindowSettings(kind="fixed", seconds=1.0)))
@@ -241,9 +167,6 @@ def test_leases_can_be_kept_to_one_job_or_one_device(queue):
     assert indices(queue.lease("w", 9, 0.0, LEASE_S, device="H200")) == [("cnn-b", 0)]
     assert queue.lease("w", 9, 0.0, LEASE_S, device="cpu") == []
     assert (queue.pending(), queue.pending(device="H200"), queue.counts(device="A100").queued) == (3, 2, 1)
-    (task,) = queue.lease("w", 9, 0.0, LEASE_S)
-    queue.finish(task, "ok", 1.0)
-    assert queue.next_device() == "H200" and queue.next_device("cnn-a") is None
 
 
 def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
@@ -251,11 +174,9 @@ def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
     for attempt in (1, 2, 3):
         (task,) = queue.lease("w", 1, attempt * 100.0, LEASE_S)
         assert task.attempt == attempt
-        assert queue.lease("w", 1, attempt * 100.0 + 59, LEASE_S) == []
-        assert queue.expired(attempt * 100.0 + 59) == []
+        assert queue.lease("w", 1, attempt * 100.0 + 59, LEASE_S) == [] == queue.expired(attempt * 100.0 + 59)
     assert queue.lease("w", 1, 400.0, LEASE_S) == []
     assert queue.expired(400.0) == queue.expired(500.0) == [task]
-    assert queue.pending() == 1
     assert "lease of attempt 3 ran out" in queue.errors("cnn-1")[0].error
     assert queue.finish(task, "crashed", 500.0)
     assert queue.expired(600.0) == [] and queue.pending() == 0
@@ -269,53 +190,27 @@ def test_a_renewed_lease_does_not_expire(queue):
     assert queue.renew([first, second], 100.0, LEASE_S) == 1, "the second is held by a later attempt"
 
 
-def test_released_tasks_are_ready_at_once_and_no_attempt_is_counted(queue):
+def test_released_tasks_cost_no_attempt_and_void_leases_one(queue):
     submit(queue, n=2)
     held = queue.lease("w", 2, 0.0, LEASE_S)
     assert queue.release(held) == 2
-    assert queue.lease("w", 2, 0.0, LEASE_S) == held
-    assert queue.release([]) == 0
-
-
-def test_void_leases_count_as_attempts_and_are_ready_at_once(queue):
-    submit(queue, n=2)
-    held = queue.lease("w", 1, 1000.0, LEASE_S)
-    assert queue.leased() == held
-    assert queue.void_leases() == 1
-    again = queue.lease("w", 1, 1001.0, LEASE_S)
-    assert indices(again) == indices(held) and again[0].attempt == 2
+    assert queue.lease("w", 2, 0.0, LEASE_S) == held == queue.leased()
+    assert queue.void_leases() == 2
+    assert [task.attempt for task in queue.lease("w", 2, 1.0, LEASE_S)] == [2, 2]
 
 
 # Finishing
-
-
-def test_finish_is_true_once(queue):
-    submit(queue, n=1)
-    (task,) = queue.lease("w", 1, 0.0, LEASE_S)
-    assert not queue.is_done(task)
-    assert queue.finish(task, "oom", 1.0)
-    assert not queue.finish(task, "ok", 2.0)
-    assert queue.is_done(task)
-    assert queue.counts("cnn-1").by_status == {"oom": 1}
 
 
 def test_a_late_holder_finishes_and_the_second_drops_its_result(queue):
     submit(queue, n=1)
     (late,) = queue.lease("slow", 1, 0.0, LEASE_S)
     (second,) = queue.lease("w", 1, 100.0, LEASE_S)
-    assert queue.finish(late, "ok", 110.0)
+    assert queue.retry(late, 105.0, "lost") and queue.release([late]) == 0, "the present holder is not disturbed"
+    assert queue.counts().leased == 1 and queue.finish(late, "ok", 110.0)
     assert not queue.finish(second, "ok", 120.0)
     assert queue.retry(second, 120.0, "lost"), "nothing left to do: the task is done"
     assert queue.counts().by_status == {"ok": 1}
-
-
-def test_a_late_holder_s_retry_does_not_disturb_the_present_holder(queue):
-    submit(queue, n=1)
-    (late,) = queue.lease("slow", 1, 0.0, LEASE_S)
-    (present,) = queue.lease("w", 1, 100.0, LEASE_S)
-    assert queue.retry(late, 110.0, "lost")
-    assert queue.release([late]) == 0
-    assert queue.counts().leased == 1 and queue.finish(present, "ok", 120.0)
 
 
 def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(queue):
@@ -324,26 +219,14 @@ def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(qu
     for delay_s in (5.0, 10.0):
         (task,) = queue.lease("w", 1, now, LEASE_S)
         assert queue.retry(task, now, "Traceback ...\nRayActorError")
-        assert queue.counts().waiting == queue.counts().queued == 1
         assert queue.lease("w", 1, now + delay_s - 0.001, LEASE_S) == []
         now += delay_s
     (task,) = queue.lease("w", 1, now, LEASE_S)
-    assert task.attempt == 3
     assert not queue.retry(task, now, "third time")
-    assert queue.counts().leased == 1
     assert queue.lease("w", 1, now + 1, LEASE_S) == [] and queue.expired(now + 1) == []
     assert queue.finish(task, "crashed", now + 2)
     (error,) = queue.errors("cnn-1")
     assert (error.error, error.status, error.attempt) == ("third time", "crashed", 3)
-
-
-def test_a_last_retry_whose_holder_dies_before_landing_turns_up_as_expired_with_its_error(path):
-    with Queue.open(path, max_attempts=1) as queue:
-        submit(queue, n=1)
-        (task,) = queue.lease("w", 1, 0.0, LEASE_S)
-        assert not queue.retry(task, 1.0, "boom")
-        assert queue.expired(100.0) == [task]
-        assert queue.errors("cnn-1")[0].error == "boom"
 
 
 def test_mark_done_takes_runs_that_are_durable_already(queue):
@@ -375,68 +258,14 @@ def test_cancel_takes_waiting_tasks_and_a_later_submission_revives_them(queue):
     assert [task.attempt for task in queue.lease("w", 9, 3.0, LEASE_S)] == [1, 1, 1, 1]
 
 
-def test_expired_leases_of_a_cancelled_job_are_not_tried_again(queue):
-    submit(queue, n=1)
-    queue.lease("w", 1, 0.0, LEASE_S)
-    queue.cancel("cnn-1", 1.0)
-    assert queue.lease("w", 1, 100.0, LEASE_S) == [] == queue.expired(100.0)
-    assert queue.counts().cancelled == 1
-
-
-def test_a_job_cancelled_while_it_is_submitted_stays_cancelled(queue, path):
-    def cancelled_in_the_middle():
-        yield from configs(2000)
-        with Queue.open(path) as other:
-            other.cancel("cnn-1", 1.0)
-        yield from configs(3000, start=2000)
-
-    queue.submit(a_job(n=3000), cancelled_in_the_middle(), 0.0)
-    assert (queue.counts().pending, queue.counts().cancelled) == (0, 3000)
-
-
-@pytest.mark.parametrize("method", ["counts", "job", "errors", "pending", "progress_of", "cancel", "lease"])
+@pytest.mark.parametrize("method", ["counts", "job", "errors", "pending"])
 def test_an_unknown_job_lists_the_known_ones(queue, method):
-    calls = {
-        "cancel": lambda: queue.cancel("cnn-9", 0.0),
-        "lease": lambda: queue.lease("w", 1, 0.0, LEASE_S, job_id="cnn-9"),
-        "progress_of": lambda: queue.progress(0.0, "cnn-9"),
-    }
-    call = calls.get(method) or (lambda: getattr(queue, method)("cnn-9"))
-    with pytest.raises(UsageError, match="there are no jobs yet"):
-        call()
     submit(queue)
     with pytest.raises(UsageError, match="unknown job 'cnn-9'; known: cnn-1"):
-        call()
+        getattr(queue, method)("cnn-9")
 
 
 # Progress
-
-
-def test_one_job_s_counts_cost_the_same_among_many_jobs(queue):
-    """SQLite's steps, as a bar asks for each of its jobs at every turn of the dispatcher."""
-    steps = []
-
-    def counted(job_id):
-        before = len(steps)
-        queue.counts(job_id)
-        return len(steps) - before
-
-    submit(queue, "cnn-1")
-    queue._file._db.set_progress_handler(lambda: steps.append(1), 10)
-    alone = counted("cnn-1")
-    for index in range(2, 102):
-        submit(queue, f"cnn-{index}", n=1)
-    assert counted("cnn-1") <= alone + 2 and queue.counts("cnn-101").queued == 1
-
-
-@pytest.mark.parametrize("seq", [0, -3])
-def test_a_job_of_any_number_is_leased(queue, seq):
-    """A queue that somebody edited: what `next_device` names has tasks to lease."""
-    submit(queue, "cnn-1", n=1)
-    for table, column in (("jobs", "seq"), ("tasks", "job_seq"), ("configs", "job_seq"), ("tallies", "job_seq")):
-        queue._file._db.execute(f"UPDATE OR REPLACE {table} SET {column} = {seq}")
-    device = queue.next_device()
-    assert len(queue.lease("w", 1, 1000.0, LEASE_S, device=device)) == 1 and queue.pending(device=device) == 1
 
 
 def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
@@ -449,16 +278,6 @@ def test_progress_gives_rate_and_time_left_of_the_last_minutes(queue):
         now += 2.0
     (progress,) = queue.progress(now)
     assert (progress.rate_per_s, progress.eta_s) == pytest.approx((9 / 20, 20 / (9 / 20)))
-    (later,) = queue.progress(now + 1000.0)
-    assert (later.rate_per_s, later.eta_s) == (None, None)
-
-
-def test_a_done_job_has_no_time_left(queue):
-    submit(queue, n=2)
-    for task in queue.lease("w", 2, 0.0, LEASE_S):
-        queue.finish(task, "ok", 1.0)
-    (progress,) = queue.progress(2.0)
-    assert (progress.state, progress.rate_per_s, progress.eta_s) == ("done", None, None)
 
 
 # Files
@@ -547,33 +366,6 @@ def test_processes_that_create_the_same_queue_at_once_all_succeed(path):
     assert [process.communicate()[0].strip() for process in all_of_them] == ["0"] * 3
 
 
-@pytest.mark.spread(3)
-@pytest.mark.parametrize("after", [1, 40, 173])
-def test_a_killed_worker_loses_nothing(path, after):
-    with Queue.open(path) as queue:
-        submit(queue, n=300)
-    code = (
-        "while tasks := queue.lease('w', 4, 0.0, 60.0):\n"
-        "    for task in tasks:\n"
-        "        queue.finish(task, 'ok', 1.0); say(task.task_index)\n"
-    )
-    process = start(code, path)
-    printed_indices = [int(process.stdout.readline()) for _ in range(after)]
-    os.kill(process.pid, signal.SIGKILL)
-    printed_indices += [int(line) for line in process.communicate()[0].split("\n")[:-1]]
-    with Queue.open(path) as queue:
-        counts = queue.counts()
-        assert counts.total == 300
-        assert counts.done >= len(printed_indices) and counts.leased <= 4
-        assert all(queue.mark_done("cnn-1", {index: "ok"}) == 0 for index in printed_indices), (
-            "what was said done is done"
-        )
-        while tasks := queue.lease("w", 50, 100.0, 60.0):
-            assert all(queue.finish(task, "ok", 101.0) for task in tasks)
-        assert queue.counts().by_status == {"ok": 300}
-        assert queue._file.one("PRAGMA integrity_check") == ("ok",)
-
-
 def test_a_killed_submission_is_completed_by_the_same_one(path):
     code = (
         "def configs():\n"
@@ -587,16 +379,14 @@ def test_a_killed_submission_is_completed_by_the_same_one(path):
     process.kill()
     process.communicate()
     with Queue.open(path) as queue:
-        assert queue.progress(0.0)[0].state == "submitting"
-        assert queue.next_index("cnn-1") == queue.counts().queued == 4000
-        assert submit(queue, n=9000) == 5000
-        assert queue.progress(0.0)[0].state == "queued"
+        assert queue.progress(0.0)[0].state == "submitting" and queue.counts().queued == 4000
+        assert submit(queue, n=9000) == 5000 and queue.progress(0.0)[0].state == "queued"
 
 
 # Any order of operations
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 5)), max_size=60), st.integers(1, 3))
 def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, steps, max_attempts):
     path = tmp_path_factory.mktemp("any") / "queue.sqlite"
@@ -629,14 +419,6 @@ def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, ste
                 queue.renew(held, now, LEASE_S)
             counts = queue.counts()
             assert counts.total == n and counts.done == len(finished)
-            queue_counts = {
-                (state, status or ""): count
-                for state, status, count in queue._file.all(
-                    "SELECT state, status, count(*) FROM tasks GROUP BY state, status"
-                )
-            }
-            kept = queue._file.all("SELECT state, status, count FROM tallies WHERE count != 0")
-            assert queue_counts == {(state, status): count for state, status, count in kept}
         submit(queue, n=n)  # revives what was cancelled
         for _ in range(n * (max_attempts + 1) + 1):
             now += 10_000.0  # every lease and every backoff is over

@@ -2,10 +2,8 @@
 
 import dataclasses
 import datetime
-import json
 
 import pytest
-from test_grow import cycles, grow, runs
 
 from conf.errors import EnvironmentProblem
 from farm.nights.journal import (
@@ -20,7 +18,6 @@ from farm.nights.journal import (
     payload_of,
     plain,
 )
-from warehouse.files.folder import DataFolder
 
 
 class Clock:
@@ -48,28 +45,10 @@ def test_a_cycle_is_read_back_as_it_was_written(journal):
     assert not ended.open and journal.cycles() == [ended]
 
 
-def test_a_clock_that_is_put_back_gives_no_time_away(journal):
-    name = journal.begin({}, "a").name
-    journal.start(name, "run")
-    journal._clock.now -= datetime.timedelta(hours=2)
-    assert journal.done(name, "run", {}).seconds("run") == 0.0
-
-
 def test_a_name_is_the_days_first_that_nobody_has(journal):
     assert journal.begin({}, "a", ["2026-11-20"]).name == "2026-11-20.2"
     assert journal.begin({}, "b").name == "2026-11-20"
     assert journal.begin({}, "c").name == "2026-11-20.3"
-
-
-def test_a_step_that_is_begun_again_remembers_every_attempt_and_failure(journal):
-    name = journal.begin({}, "a").name
-    journal.start(name, "land")
-    journal.fail(name, "land", "disk full")
-    journal.start(name, "land")
-    step = journal.cycle(name).steps["land"]
-    assert (step.state, len(step.attempts), step.seconds) == ("started", 2, None)
-    assert step.failures == 1
-    assert journal.done(name, "land", {}).steps["land"].failures == 1
 
 
 @pytest.mark.parametrize("kept", [0, 1, 30])
@@ -99,14 +78,6 @@ def test_a_line_that_is_none_of_ours_is_named(journal, line):
     journal.path.write_bytes(journal.path.read_bytes() + line)
     with pytest.raises(EnvironmentProblem, match=r"journal\.jsonl:2 is damaged"):
         journal.cycles()
-
-
-def test_what_json_cannot_say_is_refused_before_it_is_written(journal):
-    name = journal.begin({}, "a").name
-    before = journal.path.read_bytes()
-    with pytest.raises(ValueError):
-        journal.done(name, "run", {"wall_s": float("nan")})
-    assert journal.path.read_bytes() == before
 
 
 # Payloads of the steps, whichever version wrote them
@@ -258,28 +229,3 @@ def test_a_value_of_another_type_is_named(folder, kind, values, where):
     problem = f"the journal of cycle {name} is damaged at its step {kind.step}: {where}"
     with pytest.raises(EnvironmentProblem, match=problem):
         journal.done(name, kind.step, values).payload(kind)
-
-
-def test_a_night_that_another_version_began_goes_on_with_its_own_settings(tmp_path, monkeypatch, capsys):
-    """Killed after its choice; the other version wrote keys that are unknown here."""
-    root, append = tmp_path / "a'; echo data", Journal._append
-
-    def dying(journal, entry):
-        append(journal, entry)
-        if (entry["event"], entry.get("step")) == ("done", "choose"):
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "_append", dying)
-        assert grow(root, "n=3") == 130
-    file = DataFolder.resolve(root).growth / "journal.jsonl"
-    entries = [json.loads(line) for line in file.read_text().splitlines()]
-    for entry in entries:
-        entry["of_tomorrow"] = {"a": 1}
-        if "payload" in entry:
-            entry["payload"] |= {"of_tomorrow": [1], "notes": ["a note"]}
-    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    assert grow(root, "n=99") == 0
-    assert "is unfinished; it goes on as it was begun, not as asked now: 3 configurations" in capsys.readouterr().out
-    (cycle,) = cycles(root)
-    assert cycle.outcome == "done" and len(runs(root)) == 3 == cycle.payload(RunPayload).runs

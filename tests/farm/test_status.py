@@ -7,7 +7,6 @@ import pytest
 
 from conf.cli.command_line import run
 from farm import cancel, status
-from farm.dispatch.working import Progress
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
 from farm.queue.queue_values import Job, RunDoubt
@@ -76,16 +75,9 @@ def test_an_empty_folder_says_how_to_submit(call, folder):
     code, out, err = call(status)
     assert (code, err) == (0, "")
     assert "no jobs" in out and "python -m farm.submit +arch=" in out
-    code, out, _ = call(status, "format=json")
-    assert code == 0 and json.loads(out)["jobs"] == []
+    code, _, err = call(cancel, "job=cnn-1")
+    assert code == 2 and "unknown job 'cnn-1'; there are no jobs in" in err and folder.root.name in err
     assert not folder.queue.exists(), "asking leaves nothing behind"
-
-
-def test_a_narrow_terminal_folds_no_job_id(call, queue, dispatcher, monkeypatch):
-    submit(queue, "transformer-00c0ffee")
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("COLUMNS", "80")
-    assert "transformer-00c0ffee" in call(status)[1]
 
 
 def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispatcher):
@@ -93,13 +85,11 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispa
     submit(queue, "mlp-0badcafe", n=3000, given=2000)
     work(queue, ["ok"] * 3 + ["oom"])
     queue.lease("w", 2, 1_000_000_000.0, 60.0)
-    code, out, _ = call(status)
-    assert code == 0
+    _, out, _ = call(status)
     (row,) = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "mlp-00c0ffee" in line]
     assert " ".join(filter(None, row)) == "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running"
     (row,) = [line for line in out.splitlines() if "mlp-0badcafe" in line]
-    assert "submitting 2,000/3,000" in row
-    assert "The same command completes" in out
+    assert "submitting 2,000/3,000" in row and "The same command completes" in out
 
 
 def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
@@ -147,14 +137,6 @@ def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
     ]
 
 
-def test_rate_and_time_left_are_those_of_the_last_minutes(queue, folder, dispatcher):
-    submit(queue)
-    for i in range(5):
-        work(queue, ["ok"], now=1_000_000_000.0 + 10 * i)
-    (job,) = status.read(folder, None, 1_000_000_040.0)["jobs"]
-    assert (job["rate_per_min"], job["eta_s"]) == (6.0, 50.0)
-
-
 def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, queue, folder):
     submit(queue)
     work(queue, ["ok"] * 3)
@@ -169,28 +151,16 @@ def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, que
 def test_one_job_in_detail_shows_its_space_settings_and_errors(call, queue):
     submit(queue)
     work(queue, ["crashed"])
-    code, out, _ = call(status, "job=mlp-00c0ffee")
-    assert code == 0
-    assert "depth: 1 to 3, uniform" in out and "batch_size: 8" in out
-    assert "timeout_s: 300" in out
+    _, out, _ = call(status, "job=mlp-00c0ffee")
+    assert "depth: 1 to 3, uniform" in out and "batch_size: 8" in out and "timeout_s: 300" in out
     assert "task 0, attempt 1 (crashed): [red]boom[/red]" in out
 
 
 @pytest.mark.parametrize("module", [status, cancel])
 def test_an_unknown_job_exits_with_2_and_the_known_ones(call, queue, module):
-    code, _, err = call(module, "job=cnn-1")
-    assert code == 2 and "unknown job 'cnn-1'" in err
     submit(queue)
     code, _, err = call(module, "job=cnn-1")
     assert (code, err) == (2, "error: unknown job 'cnn-1'; known: mlp-00c0ffee\n")
-
-
-@pytest.mark.parametrize("module", [status, cancel])
-def test_a_job_in_a_folder_without_jobs_exits_with_2_and_names_the_folder(call, folder, module):
-    folder.create()
-    code, _, err = call(module, "job=cnn-1")
-    assert code == 2 and "unknown job 'cnn-1'; there are no jobs in" in err and folder.root.name in err
-    assert not folder.queue.exists()
 
 
 def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, queue, dispatcher):
@@ -206,8 +176,7 @@ def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, 
         )
         assert queue.finish(task, "ok", now, doubt=doubt)
         assert not queue.finish(task, "ok", now, doubt=doubt), "counted once"
-    code, out, _ = call(status)
-    assert code == 0 and "labels in doubt" in out
+    _, out, _ = call(status)
     quality_line = "suspect 2, untrusted 1, repeated 1 (power_cap 3, ecc_errors 1"
     assert [quality_line in line for line in out.splitlines() if "mlp-0" in line] == [True, False]
     _, out, _ = call(status, "format=json", "job=mlp-00c0ffee")
@@ -216,8 +185,6 @@ def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, 
         {"suspect": 2, "untrusted": 1, "repeated": 1},
         {"power_cap": 3, "ecc_errors": 1, "other_process": 1},
     )
-    _, out, _ = call(status, "job=mlp-00c0ffee")
-    assert f"labels in doubt: {quality_line}, other_process 1)" in out
 
 
 def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
@@ -233,7 +200,7 @@ def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     assert [line.split("│")[-2].strip() for line in call(status)[1].splitlines() if "mlp-0" in line] == ["cancelled"]
 
 
-@pytest.mark.parametrize("time_s", ["'soon'", "1e300", "-1e300", "x'00'"])
+@pytest.mark.parametrize("time_s", ["'soon'", "1e300"])
 def test_a_queue_with_times_that_are_none_and_names_with_escape_sequences_is_shown(call, folder, queue, time_s):
     submit(queue)
     work(queue, ["crashed", "ok"])
@@ -255,19 +222,3 @@ def test_a_queue_with_times_that_are_none_and_names_with_escape_sequences_is_sho
     for arguments in ([], ["format=json"]):
         code, out, err = call(status, *arguments)
         assert code == 0 and "\x1b" not in out + err and "mlp-00c0ffee\\" in out
-    with Progress("mlp-00c0ffee\n\x1b[31m", lambda: ({}, 1)):
-        _, _, err = call(status)
-        assert "\x1b" not in err and "mlp-00c0ffee\\n" in err
-
-
-def test_an_sqlite_file_without_the_queue_s_tables_is_named(call, folder):
-    execute_sql(folder.create().queue, "PRAGMA user_version = 1")
-    code, _, err = call(status)
-    assert code == 2 and "queue.sqlite is damaged or not a queue" in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b" " * 100_000], ids=["deep", "no UTF-8", "long"])
-def test_a_damaged_format_marker_is_one_line(call, folder, content):
-    folder.create().format_marker.write_bytes(content)
-    code, _, err = call(status)
-    assert code == 2 and "format.json is damaged" in err and "Traceback" not in err

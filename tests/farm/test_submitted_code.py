@@ -78,11 +78,6 @@ def test_a_task_whose_code_this_user_did_not_submit_lands_as_invalid_and_says_wh
     assert "trust=[mine.nets]" in invalid[0][3] and OWN in invalid[0][3]
 
 
-def test_many_refused_tasks_do_not_block_those_that_may_run(folder, queue):
-    handed_out, _ = dispatch(folder, queue, [config()] * 45 + [LIBRARY])
-    assert handed_out == [45]
-
-
 @pytest.mark.parametrize(("trust", "mark"), [(["mine"], "trusted"), (["mine.nets"], "trusted"), ([OWN], "typed")])
 def test_a_module_that_is_trusted_runs(folder, queue, trust, mark):
     assert dispatch(folder, queue, [config(), config("yours:build")], trust) == ([0], [mark])
@@ -113,14 +108,6 @@ def test_what_the_user_samples_is_recorded_and_runs_in_a_later_process(folder, q
     assert dispatch(folder, queue, [*texts, config("mine.nets:other")]) == ([0, 1], ["typed", "typed"])
 
 
-def test_a_dispatcher_that_stands_by_learns_of_what_is_submitted_meanwhile(monkeypatch):
-    code = SubmittedCode()
-    assert not may_run(code, config())
-    record_code([OWN])
-    forget(monkeypatch)
-    assert may_run(code, config())
-
-
 def test_a_librarys_model_with_arguments_that_data_may_not_give_needs_its_own_record(monkeypatch):
     fetching = config("torchvision.models:resnet18", arguments='{"weights":"DEFAULT"}', inputs="float32[3,32,32]")
     record_code(["torchvision.models:resnet18"])
@@ -134,14 +121,6 @@ def test_a_librarys_model_with_arguments_that_data_may_not_give_needs_its_own_re
 
 def test_names_of_code_that_a_row_brought_are_not_recorded():
     assert len(list(record_submitted([config_from_mapping(json.loads(config()))]))) == 1
-    assert not may_run(SubmittedCode(), config())
-
-
-def test_without_a_state_folder_the_process_runs_what_it_submitted_itself(state, monkeypatch):
-    state.parent.write_text("in the way")
-    record_code([OWN])
-    assert may_run(SubmittedCode(), config())
-    forget(monkeypatch)
     assert not may_run(SubmittedCode(), config())
 
 
@@ -164,15 +143,9 @@ def test_only_a_record_that_this_user_alone_can_write_counts(state, how, monkeyp
     else:
         file.write_bytes(file.read_bytes()[:-4])
     assert not may_run(SubmittedCode(), config())
-    if how in ("garbage", "torn"):
-        record_code([OWN])
-        forget(monkeypatch)
-        assert may_run(SubmittedCode(), config())
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", "[]", "no json", "[" * 100_000, '{"family": 3}', '{"family": "zoo", "model": 3}']
-)
+@pytest.mark.parametrize("text", ["[]", "no json", "[" * 100_000, '{"family": "zoo", "model": 3}'])
 def test_a_config_that_makes_no_sense_lands_as_one_invalid_run_and_is_never_handed_out(folder, queue, text):
     handed_out, marks = dispatch(folder, queue, [text, LIBRARY])
     assert handed_out == [1] and marks == [None]
