@@ -12,26 +12,20 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from conf.children.running import ServerLost
 from conf.cli import command_line as cli
-from conf.errors import EnvironmentProblem
 from farm import serve
-from farm.serving import trace_pool
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Problem
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
 from farm.serving.trace_store import QuestionLimits, TraceStore
 from learn import Estimate, JobProfile, estimate, estimate_many
-from learn.client import Client, Refused
+from learn.client import Refused
 from learn.commands import estimate as estimate_command
 from learn.job.training_job import load_factory
 from learn.sharing.admitting import GpuState, admit
@@ -81,19 +75,8 @@ def test_a_traced_job_is_polled_and_equals_the_librarys_and_is_remembered(servic
         done = client.estimate(**body)
     own = estimate(load_factory(body["model"]), [4, 3, 64, 64], optimizer="sgd")
     assert [getattr(done, name) for name in FIGURES] == pytest.approx([getattr(own, name) for name in FIGURES])
-    assert done.breakdown == pytest.approx(own.breakdown)
     status, _, again = service.post("/v1/estimate", body)
     assert status == 200 and again["id"] == pending["id"] and again["method"] == "full"
-
-
-def test_a_hugging_face_configuration_names_a_model_of_transformers(service):
-    with service.client() as client:
-        done = client.estimate(hf_config=SMALL_LLAMA, batch_size=2, sequence_length=32)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    kept = {name: SMALL_LLAMA[name] for name in SMALL_LLAMA if name.startswith(("hidden", "inter", "num", "vocab"))}
-    own = sum(one.numel() for one in LlamaForCausalLM(LlamaConfig(**kept)).parameters())
-    assert done.parameters == own and done.peak_memory_mib > 0
 
 
 ADAPTER = {
@@ -145,11 +128,8 @@ def test_an_adapter_and_quantized_weights_are_data_of_a_hugging_face_configurati
     ("adapter", "quantization", "words"),
     [
         ({"rank": 4}, {}, "unknown 'rank'; known: bias, exclude_modules"),
-        ({"r": "16"}, {}, "r must be a whole number from 1 to 65535, got '16'"),
         ({"target_modules": ".*(a+)+$"}, {}, 'target_modules must be a list of modules\' names or "all-linear"'),
         ({"auto_mapping": {"parent_library": "os"}}, {}, "auto_mapping is not followed; leave it out"),
-        ({"peft_type": "PREFIX_TUNING"}, {}, "peft_type must be LORA"),
-        ({}, {"load_in_8bit": True}, "give either load_in_4bit or load_in_8bit as true"),
         ({}, {"quant_method": "gptq"}, "quant_method must be bitsandbytes"),
         ({}, {"bits": 4}, "unknown 'bits'; known: load_in_4bit, load_in_8bit"),
     ],
@@ -173,9 +153,6 @@ def test_devices_that_fit_and_the_largest_batch(service):
     by_device = {one.device: one for one in fits}
     own = estimate(MLP, device="T4")
     assert by_device["T4"].estimate.upper_mib == pytest.approx(own.upper_mib) and by_device["MI300X"].fits
-    assert [one.estimate.device_memory_mib for one in fits if one.estimate] == sorted(
-        one.estimate.device_memory_mib for one in fits if one.estimate
-    )
     assert largest.estimate.fits_device and (largest.batch, largest.beyond) == (65_536, None) and largest.is_lower_bound
 
 
@@ -186,9 +163,6 @@ def test_an_admission_is_the_librarys(service):
     own = admit(estimate(MLP), GpuState(memory_mib=40_326, jobs=(JobProfile(**figures),)))
     assert given.admitted == own.admitted and given.why == own.why and given.slowdowns[1][0] == "busy"
     assert given.bound_mib == pytest.approx(own.bound_mib)
-    unbounded = {"job": {"figures": {"memory_mib": 9_000}}, "gpu": {"jobs": [{"figures": figures}]}}
-    status, document = problem_of(service.post("/v1/admit", unbounded))
-    assert status == 422 and document["errors"][0]["pointer"] == "/job/figures/memory_bound_mib"
 
 
 def test_a_plan_is_polled(service):
@@ -203,14 +177,8 @@ def test_metrics_count_all_processes_requests(service):
     status, _, text = service.send("GET", "/metrics")
     counted = re.findall(rb'gpufarm_service_requests_total\{[^}]*route="/v1/estimate"[^}]*\} (\S+)', text)
     assert status == 200 and sum(map(float, counted)) >= 2 and b"gpufarm_service_questions" in text
-    events = [json.loads(line) for line in service.log.read_text().splitlines()]
-    requests = [one for one in events if one["event"] == "request"]
+    requests = [line for line in map(json.loads, service.log.open()) if line["event"] == "request"]
     assert {"request_id", "method", "path", "status", "ms", "bytes"} <= requests[0].keys()
-
-
-def test_the_request_id_is_the_clients_where_it_is_one(service):
-    assert service.send("GET", "/healthz", headers={"x-request-id": "job-7"})[1]["x-request-id"] == "job-7"
-    assert service.send("GET", "/healthz", headers={"x-request-id": "a b"})[1]["x-request-id"] != "a b"
 
 
 # ---- what is refused
@@ -220,15 +188,11 @@ def test_the_request_id_is_the_clients_where_it_is_one(service):
     ("body", "pointer"),
     [
         ({"config": {"family": "nope"}}, "/config"),
-        ({"config": {"family": "mlp"}}, "/config"),
         ({"config": {**MLP, "depth": 10**9}}, "/config"),
         ({"config": {**MLP, "depth": 5000}, "method": "fast"}, "/method"),
         ({"config": MLP, "device": "A101"}, "/device"),
-        ({"config": MLP, "coverage": 2}, "/coverage"),
         ({"config": MLP, "colour": 1}, "/colour"),
-        ({"config": {**MLP, "parallel": "ddp=8"}, "method": "fast"}, "/method"),
         ({"config": MLP, "parallel": "deepspeed=/etc/passwd"}, "/parallel"),
-        ({"config": MLP, "allocator": "nope:1"}, "/allocator"),
         ({"model": "torchvision.models:resnet18", "inputs": [1], "training": {"optimizer": "x"}}, "/training"),
         ({"model": "torchvision.models:resnet18", "inputs": [1], "arguments": {"weights": "DEFAULT"}}, "/model"),
         ({"model": "os:system", "inputs": [1]}, "/model"),
@@ -236,10 +200,7 @@ def test_the_request_id_is_the_clients_where_it_is_one(service):
         ({"model": "transformers.utils.hub:cached_file", "inputs": [1]}, "/model"),
         ({"config": {"family": "zoo", "model": "os:system", "inputs": "float32[1]", "batch_size": 1}}, "/config"),
         ({"hf_config": {**SMALL_LLAMA, "auto_map": {"AutoModel": "x--y"}}, "batch_size": 1}, "/hf_config"),
-        ({"hf_config": {**SMALL_LLAMA, "architectures": ["os"]}, "batch_size": 1}, "/hf_config"),
-        ({"hf_config": SMALL_LLAMA, "sequence_length": 8}, "/batch_size"),
         ({"script": "print(1)"}, "/script"),
-        ({}, ""),
         ({"config": MLP, "model": "torchvision.models:resnet18", "inputs": [1]}, ""),
     ],
 )
@@ -248,33 +209,12 @@ def test_a_wrong_field_is_named(service, body, pointer):
     assert 400 <= status < 500 and document["errors"][0]["pointer"] == pointer
 
 
-def test_a_job_that_cannot_be_traced_is_a_problem_with_the_models_words(service):
-    body = {"model": "torchvision.models:resnet18", "inputs": [4, 5, 64, 64]}
-    status, document = problem_of(service.post("/v1/estimate", body, prefer="wait=60"))
-    assert status == 422 and document["type"] == "/problems/not-answerable" and "conv1" in document["detail"]
-
-
 def test_what_is_no_json_too_large_or_not_there(service):
     assert problem_of(service.send("POST", "/v1/estimate", b"{"))[0] == 400
     assert problem_of(service.send("POST", "/v1/estimate", b"{}", {"content-type": "text/plain"}))[0] == 415
     assert problem_of(service.send("POST", "/v1/estimate", b" " * 2_000_000))[0] == 413
     assert problem_of(service.send("GET", "/v1/estimates/nope"))[0] == 404
-    assert problem_of(service.send("GET", "/nope"))[0] == 404
-    assert problem_of(service.send("GET", "/v1/estimate"))[0] == 405
     assert problem_of(service.send("GET", "/v1/devices", headers={"host": "evil.example"}))[0] == 421
-
-
-def test_a_body_in_pieces_ends_at_the_limit(service):
-    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
-    with contextlib.closing(connection):
-        pieces = iter([b'{"config": "'] + [b"x" * 100_000] * 30)
-        with contextlib.suppress(ConnectionError):  # the service may close before all is sent
-            connection.request("POST", "/v1/estimate", pieces, {"content-type": JSON}, encode_chunked=True)
-        assert connection.getresponse().status == 413
-
-
-def test_an_empty_warehouse_says_how_to_fill_it(service):
-    assert b"no runs yet" in service.send("GET", "/")[2] and b"0 runs" in service.send("GET", "/runs")[2]
 
 
 def test_no_answer_names_the_servers_folders(service):
@@ -297,50 +237,6 @@ def test_no_answer_names_the_servers_folders(service):
         assert not [place for place in places if place in text], text
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
-    max_leaves=8,
-)
-fields = st.sampled_from(
-    [
-        "config",
-        "model",
-        "hf_config",
-        "inputs",
-        "batch_size",
-        "sequence_length",
-        "training",
-        "parallel",
-        "device",
-        "coverage",
-        "machine",
-        "method",
-        "arguments",
-        "allocator",
-        "find",
-        "devices",
-        "by",
-        "job",
-        "gpu",
-        "risk",
-        "gpus",
-    ]
-)
-config_fields = st.sampled_from([*MLP, "optimizer", "precision", "dropout", "topology", "activation", "parallel"])
-near_configs = st.dictionaries(config_fields, json_values, max_size=2).map(lambda more: {"config": {**MLP, **more}})
-
-
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    path=st.sampled_from(["/v1/estimate", "/v1/fit", "/v1/admit", "/v1/plan", "/v1/estimate:batch"]),
-    body=st.dictionaries(fields, json_values, max_size=4) | near_configs | json_values,
-)
-def test_whatever_a_body_holds_the_answer_is_no_failure_of_the_service(service, path, body):
-    status, _, answer = service.post(path, body, prefer="wait=0")
-    assert status < 500, answer
-
-
 # ---- who may ask, and how much
 
 
@@ -357,20 +253,11 @@ def guarded(tmp_path_factory):
         yield service
 
 
-def test_other_machines_need_a_token(guarded):
+def test_other_machines_need_a_token_and_read_that_a_trace_took_longer_than_the_limit(guarded):
     assert problem_of(guarded.send("GET", "/v1/devices"))[0] == 401
     assert problem_of(guarded.send("GET", "/v1/devices", headers={"authorization": "Bearer x"}))[0] == 401
-    assert guarded.send("GET", "/healthz")[0] == 200
-    assert guarded.send("GET", "/metrics")[0] == 200, "the operator said so"
-    with guarded.client(token=TOKEN) as client:
-        assert client.devices()
-    with guarded.client(token="wrong") as client, pytest.raises(Refused, match="Authorization"):
-        client.devices()
-
-
-def test_a_client_reads_that_its_trace_took_longer_than_the_services_limit(guarded):
-    late = re.escape("longer than the limit of 0.05 s")
-    with guarded.client(token=TOKEN) as client, pytest.raises(Refused, match=late):
+    assert guarded.send("GET", "/healthz")[0] == guarded.send("GET", "/metrics")[0] == 200, "the operator said so"
+    with guarded.client(token=TOKEN) as client, pytest.raises(Refused, match=r"longer than the limit of 0\.05 s"):
         client.estimate(model="torchvision.models:regnet_y_128gf", inputs=[4, 3, 224, 224])
 
 
@@ -384,15 +271,6 @@ def test_a_trace_that_takes_more_memory_than_the_limit_is_ended_and_says_so(fold
         await_(lambda: asyncio.run(store.get("k")).is_finished, "the end of the trace")
         asked = asyncio.run(store.get("k"))
         assert asked.problem == "the trace took more memory than the limit of 0.05 GiB"
-
-
-def test_a_question_leased_just_as_the_service_ends_is_given_back(folder):
-    problems = []
-    store = types.SimpleNamespace(interrupted=lambda _, problem: problems.append(problem))
-    pool = TracePool(store, TraceLimits(str(folder.root), (), 60, 2**33), 1)
-    pool._ended.set()
-    assert pool._run_question("key", "{}") == "given back"
-    assert problems == ["the service ended while it was traced"]
 
 
 @pytest.mark.slow
@@ -422,42 +300,19 @@ def test_what_a_script_starts_counts_and_ends_with_its_trace_and_with_a_killed_s
 
 
 def test_a_killed_process_loses_no_request_of_a_client(service):
-    wrong: list[object] = []
-    expected = estimate(MLP).peak_memory_mib
-
-    def ask() -> None:
+    def ask(_: int) -> list[float]:
         with service.client() as client:
-            for _ in range(60):
-                done = client.estimate(config=MLP)
-                if done.peak_memory_mib != pytest.approx(expected):
-                    wrong.append(done)
+            return [client.estimate(config=MLP).peak_memory_mib for _ in range(30)]
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
     before = service.answering()
-    before[0].kill()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask, place) for place in range(4)]
+        before[0].kill()
+        answers = [figure for one in asking for figure in one.result()]
+    assert answers == pytest.approx([estimate(MLP).peak_memory_mib] * 120)
     with service.client() as client:
         wait_until_ready(client)
     assert before[0].pid not in [one.pid for one in service.answering()]
-
-
-def test_a_killed_trace_is_traced_again(service):
-    body = {"model": "torchvision.models:resnet50", "inputs": [8, 3, 224, 224]}
-    service.post("/v1/estimate", body)
-    with service.client() as client:
-        await_(lambda: kill_trace(service), "a child that traces")
-        assert client.estimate(**body).parameters > 0
-
-
-def test_traces_go_on_when_the_process_that_they_are_forked_from_is_killed(service):
-    for server in service.trace_servers():
-        server.kill()
-    with service.client() as client:
-        assert client.estimate(config={**MLP, "depth": 7}, method="full").parameters > 0
 
 
 def kill_trace(service) -> bool:
@@ -469,12 +324,21 @@ def kill_trace(service) -> bool:
     return False
 
 
+def test_a_killed_trace_is_traced_again_also_when_what_it_was_forked_from_is_killed(service):
+    body = {"model": "torchvision.models:resnet50", "inputs": [8, 3, 224, 224]}
+    service.post("/v1/estimate", body)
+    with service.client() as client:
+        await_(lambda: kill_trace(service), "a child that traces")
+        assert client.estimate(**body).parameters > 0
+        for server in service.trace_servers():
+            server.kill()
+        assert client.estimate(config={**MLP, "depth": 7}, method="full").parameters > 0
+
+
 def test_beyond_its_limits_a_service_says_so_and_killed_it_goes_on_with_what_was_asked(folder):
     body, other = ({"config": {**MLP, "depth": depth}, "method": "full"} for depth in (30, 31))
     limits = ("limits.queued=1", "limits.batch=2", "limits.concurrent=1")
     with served(folder.root, *limits, "processes=1", "explorer=false") as first:
-        (server,) = first.trace_servers()
-        assert "torch" in "".join(mapped.path for mapped in server.memory_maps()), "ready, traces wait for no import"
         assert first.send("GET", "/")[0] == first.send("GET", "/runs")[0] == 404, "the API alone"
         waits = http.client.HTTPConnection("127.0.0.1", first.port)
         with contextlib.closing(waits), first.traces_held():
@@ -482,16 +346,14 @@ def test_beyond_its_limits_a_service_says_so_and_killed_it_goes_on_with_what_was
             while b'questions{state="running"} 1' not in first.send("GET", "/metrics")[2]:
                 pass
             assert first.post("/v1/estimate", {"config": MLP, "method": "fast"})[0] == 200, "who waits is in no way"
-            status, headers, pending = first.post("/v1/estimate", body, prefer="wait=60")
-            assert status == 202 and headers["location"] == pending["url"]
+            _, _, pending = first.post("/v1/estimate", body, prefer="wait=60")
             busy = first.post("/v1/estimate", other)
             assert problem_of(busy)[1]["type"] == "/problems/too-many-requests" and busy[1]["retry-after"]
             assert problem_of(first.post("/v1/estimate:batch", {"jobs": [{"config": MLP}] * 3}))[0] == 422
             answering = first.answering()
             first.process.kill()
         first.stop()
-    psutil.wait_procs(answering, timeout=30)
-    assert not [one for one in answering if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not psutil.wait_procs(answering, timeout=ENDS_WITHIN_S)[1]
     with served(folder.root, "processes=1") as second, second.client() as client:
         assert client.ask("GET", pending["url"])["estimate"]["parameters"] > 0
         everything = psutil.Process(second.process.pid).children(recursive=True)
@@ -512,47 +374,12 @@ def test_a_second_service_of_a_data_folder_or_of_a_port_is_refused_in_one_line(s
         assert error_text.count("\n") == 1 and words in error_text
 
 
-def test_the_command_asks_a_service(service):
-    command = [sys.executable, "-m", "learn.estimate", f"config={{{MLP_TEXT}}}", "--server", service.url, "format=json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    own = estimate(MLP)
-    assert json.loads(done.stdout)["peak_memory_mib"] == pytest.approx(own.peak_memory_mib)
-
-
-def test_keys_of_this_machine_are_refused_beside_a_service(service, capsys):
-    arguments = [f"config={{{MLP_TEXT}}}", f"server={service.url}", "report=x.html"]
-    assert cli.run("estimate", estimate_command.entry, arguments) == 2
+def test_the_command_asks_a_service(service, capsys):
+    arguments = [f"config={{{MLP_TEXT}}}", f"server={service.url}"]
+    assert cli.run("estimate", estimate_command.entry, [*arguments, "format=json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_memory_mib"] == pytest.approx(estimate(MLP).peak_memory_mib)
+    assert cli.run("estimate", estimate_command.entry, [*arguments, "report=x.html"]) == 2
     assert "leave report out" in capsys.readouterr().err
-
-
-def test_a_client_without_a_service_says_so(monkeypatch):
-    monkeypatch.setattr("learn.client._RECONNECT_S", 0.1)
-    with Client("http://127.0.0.1:1") as client, pytest.raises(EnvironmentProblem, match="does not answer"):
-        client.devices()
-
-
-def test_a_proxy_that_loses_the_service_for_a_while_loses_no_question():
-    statuses = [502, 500, 200]
-
-    class Proxy(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status = statuses.pop(0)
-            text = b'{"devices": [{"name": "L4"}]}' if status == 200 else b"<html>Bad gateway</html>"
-            self.send_response(status)
-            self.send_header("content-type", JSON if status == 200 else "text/html")
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        with Client(f"http://127.0.0.1:{proxy.server_port}") as client:
-            assert client.devices() == [{"name": "L4"}] and not statuses
-        proxy.shutdown()
 
 
 # ---- the OpenAPI description, fuzzed, and what a client may name of the operator's modules
@@ -598,12 +425,3 @@ def test_a_client_runs_nothing_that_a_trusted_module_only_imports(mark, tmp_path
         reply = {"problem": problem.detail}
     assert not mark.exists()
     assert ("answer" in reply) if factory == "build" else ("served_nets" in reply["problem"]), reply
-
-
-def test_a_lost_server_of_children_is_no_fault_of_the_job(monkeypatch):
-    def lost(*_):
-        raise ServerLost("a child process was lost: its keeper was killed")
-
-    monkeypatch.setattr(trace_pool, "_estimate", lost)
-    with pytest.raises(ServerLost):
-        _reply({"kind": "estimate"}, TraceLimits("/data", (), 60, 2**33))
