@@ -12,18 +12,13 @@ PAGE = Path(__file__).parent / "data" / "dcgm_exporter_metrics.txt"
 class DcgmServer:
     """Use as a context manager; `url` is where it listens, `page` and `status` what it answers.
 
-    Connections are kept, as dcgm-exporter keeps them, unless `hang_up` is set. Clear `speaking`, and requests are
-    not answered until it is set. `connections` counts.
+    Connections are kept, as dcgm-exporter keeps them.
     """
 
     def __init__(self, page: Path = PAGE) -> None:
         self.page = page.read_text()
         self.status = 200
-        self.hang_up = False
         self.ended = threading.Event()
-        self.connections = 0
-        self.speaking = threading.Event()
-        self.speaking.set()
         self.dripping = False  # the page comes a byte at a time, for ever
         owner = self
 
@@ -32,14 +27,7 @@ class DcgmServer:
             timeout = 5  # a handler ends with its test
             disable_nagle_algorithm = True  # as Go does
 
-            def setup(self) -> None:
-                super().setup()
-                owner.connections += 1
-
             def do_GET(self) -> None:
-                owner.speaking.wait(5)
-                if owner.hang_up:  # without saying so beforehand
-                    self.close_connection = True
                 body = owner.page.encode()
                 self.send_response(owner.status)
                 self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
@@ -68,7 +56,6 @@ class DcgmServer:
         return self
 
     def __exit__(self, *_exception) -> None:
-        self.speaking.set()
         self.ended.set()
         self._server.shutdown()
         self._server.server_close()

@@ -9,11 +9,8 @@ import json
 import os
 import signal
 import socket
-import stat
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 import torch
@@ -42,14 +39,13 @@ def say(data: bytes) -> None:
 
 
 def own_socket() -> socket.socket:
-    (number,) = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_socket(fd)]
+    (number,) = [fd for fd, target in descriptors().items() if target.startswith("socket:")]
     return socket.socket(fileno=number)
 
 
-def _is_socket(descriptor: int) -> bool:
-    with contextlib.suppress(OSError):
-        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
-    return False
+def descriptors() -> dict[int, str]:
+    folder = "/proc/self/fd"
+    return {int(fd): os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.islink(f"{folder}/{fd}")}
 
 
 def say_event(event: str, **values) -> None:
@@ -59,12 +55,6 @@ def say_event(event: str, **values) -> None:
 def says_file(path: str) -> None:
     with open(path, "rb") as data:
         say(data.read())
-    time.sleep(3600)
-
-
-def line_without_end(path: str) -> None:
-    for _ in range(64):
-        say(b"x" * (1 << 20))
     time.sleep(3600)
 
 
@@ -108,18 +98,6 @@ def system_exit(path: str) -> None:
     sys.exit(0)
 
 
-def base_exception(path: str) -> None:
-    raise BaseException("of the worst kind")
-
-
-def generator_exit(path: str) -> None:
-    raise GeneratorExit
-
-
-def recursion(path: str) -> None:
-    recursion(path)
-
-
 def os_exit(path: str) -> None:
     os._exit(0)
 
@@ -133,49 +111,14 @@ def changes_folder(path: str) -> None:
     os.rmdir(os.getcwd())
 
 
-def changes_folder_and_fails(path: str) -> None:
-    changes_folder(path)
-    raise RuntimeError("nowhere")
-
-
-def real_time_signal(path: str) -> None:
-    os.kill(os.getpid(), signal.SIGRTMIN + 5)
-
-
-def joins_another_group_and_hangs(path: str) -> None:
-    if not os.fork():
-        os.setpgid(0, 0)
-    with contextlib.suppress(PermissionError):  # the leader of a session cannot leave its own group
-        os.setpgid(0, os.getpgid(os.getppid()))
-    while True:
-        time.sleep(3600)
-
-
 def forks_and_both_go_on(path: str) -> None:
     os.fork()
 
 
 def notes_descriptors(path: str) -> None:
-    open_now = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
+    opened = descriptors()
     with open(path, "w") as note:
-        json.dump({fd: os.readlink(f"/proc/self/fd/{fd}") for fd in open_now}, note)
-
-
-def _is_open(descriptor: int) -> bool:
-    with contextlib.suppress(OSError):
-        os.fstat(descriptor)
-        return True
-    return False
-
-
-def writes_for_ever(path: str) -> None:
-    threading.Thread(target=_write_for_ever, daemon=True).start()
-
-
-def _write_for_ever() -> None:
-    os.write(1, b"first words\n")
-    while True:
-        os.write(1, b"y" * (1 << 16))
+        json.dump(opened, note)
 
 
 def writes_much_and_fails(path: str) -> None:
@@ -242,12 +185,6 @@ def leaves_exec_without_environment(path: str) -> None:
         os.execve(sys.executable, [sys.executable, "-S", "-E", "-c", code], {})
     os.waitpid(child, 0)
     _await(path, 1)
-
-
-def shell_that_starts_more(path: str) -> None:
-    line = "for i in 1 2 3; do setsid nohup sh -c 'touch $$; exec sleep 3600' >/dev/null 2>&1 & done; wait"
-    subprocess.Popen(["sh", "-c", f"({line}) &"], start_new_session=True, cwd=path)
-    _await(path, 3)
 
 
 def daemonizes_and_hangs(path: str) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import signal
 from pathlib import Path
 
 import psutil
@@ -18,7 +17,6 @@ from workers.devices import DeviceChoice
 from workers.devices.simulated import GpuLoad, speeds_of_loads
 from workers.settings import WindowSettings
 from workers.task import RunAlone
-from workers.trial.reports import BROKEN, ReportReader
 from workers.worker import Worker
 
 WINDOW = WindowSettings(kind="fixed", seconds=0.2, warmup_steps=1, warmup_max_seconds=0)
@@ -116,22 +114,15 @@ class GroupInBackground(InBackground):
         return members if len(members) == 2 else []
 
 
-def test_a_member_that_is_killed_from_outside_has_the_group_run_again(worker):
-    under_way = GroupInBackground(worker, group(NET, WIDE))
-    under_way.members()[1].send_signal(signal.SIGKILL)
+@pytest.mark.parametrize(("killed", "error_type"), [("a member", "SIGKILL"), ("the server", "ServerLost")])
+def test_a_member_or_a_server_that_is_killed_from_outside_has_the_group_run_again(worker, killed, error_type):
+    under_way = GroupInBackground(worker, group(NET, WIDE, window=WINDOW if killed == "a member" else LONG))
+    member = under_way.members()[1]
+    (member if killed == "a member" else under_way.server).kill()
     result = under_way.join()
-    runs = runs_of(result)
-    assert result.retryable and runs["-with-1"].error_type == "SIGKILL"
+    assert result.retryable and runs_of(result)["-with-1"].error_type == error_type
     assert rows_of(result)[0]["slowdown"] is None
     assert worker.run(task(NET, window=WINDOW)).run.status == "ok", "and the worker goes on"
-
-
-def test_a_lost_server_has_the_whole_group_run_again(worker):
-    under_way = GroupInBackground(worker, group(NET, WIDE, window=LONG))
-    under_way.members()
-    under_way.server.send_signal(signal.SIGKILL)
-    result = under_way.join()
-    assert result.retryable and {run.error_type for run in runs_of(result).values()} == {"ServerLost"}
 
 
 def test_memory_that_a_partner_holds_is_named_as_what_a_member_died_of(small):
@@ -154,21 +145,6 @@ def test_simulated_members_are_slowed_down_as_the_model_of_contention_says(simul
         assert row["sharing"] == sharing and result.run.source == "simulated"
     assert first["joint_memory_mib"] == first["solo_memory_mib"] + second["solo_memory_mib"]
     assert first["joint_smact"] == second["joint_smact"] <= first["solo_smact"] + second["solo_smact"]
-
-
-def test_simulated_members_beyond_the_devices_memory_die_of_the_others(simulated):
-    large = mlp(batch_size=64, input_size=30_000, depth=2, topology="uniform")  # more than half of the memory
-    result = simulated.run(group(large, large, large, alone=(None, None, None)))
-    assert [row["status"] for row in rows_of(result)] == ["ok", "oom", "oom"]
-    assert [row["died_of"] for row in rows_of(result)] == [None, 0, 0]
-
-
-def test_only_a_member_says_that_it_is_warm_and_only_before_its_window():
-    warm = b'{"event": "warmup", "t_ns": 0}\n{"event": "warm", "t_ns": 0}\n'
-    window = b'{"event": "window", "t_ns": 0}\n'
-    assert "warm" in ReportReader(together=True).feed(warm)
-    assert list(ReportReader().feed(warm))[-1] == BROKEN
-    assert list(ReportReader(together=True).feed(warm[:31] + window))[-1] == BROKEN
 
 
 CONTROL = """#!/bin/sh

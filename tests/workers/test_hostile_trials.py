@@ -1,7 +1,6 @@
 """Hostile trials: whatever one reports, raises, writes or leaves behind, it ends as exactly one run."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import time
@@ -76,16 +75,11 @@ def ends_well(worker, spec):
     return result
 
 
-def test_a_trial_that_closes_its_output_trains(worker):
-    run = ends_well(worker, hostile("closes_its_output")).run
-    assert run.status == "ok", run.error
-    assert run.quality_reasons is None or "processes_left" not in run.quality_reasons
-
-
 STEP = b'{"event":"step","t_ns":1,"values":{}}\n'
 BROKEN = {
     "junk": b"\x00\xff\xfe not a report\n",
     "binary without an end": bytes(range(256)) * 5000,
+    "a line without an end": b"x" * (2 << 20),
     "a number": b"17\n",
     "a list": b"[]\n",
     "nothing": b"\n",
@@ -122,26 +116,15 @@ def test_a_report_against_the_rules_is_broken(case):
     assert reader.observed.broken.isprintable()
 
 
-@pytest.mark.parametrize(("text", "version"), [(b'"90100"', "90100"), (b"null", None)])
-def test_a_trial_s_release_of_cudnn_is_recorded_and_no_reading_is_left_out(text, version):
-    reader = ReportReader()
-    assert [*reader.feed(b'{"event":"environment","cudnn_version":' + text + b"}\n")] == ["environment"]
-    assert reader.observed.values == {"cudnn_version": version} and reader.readings_left_out == 0
-
-
-@pytest.mark.parametrize("case", ["binary without an end", "a step before its warm-up"])
-def test_a_report_against_the_rules_ends_the_trial_as_crashed(worker, tmp_path, case):
+@pytest.mark.parametrize(
+    ("case", "words"), [("a line without an end", "more than 1,048,576 bytes"), ("a step before its warm-up", "step")]
+)
+def test_a_report_against_the_rules_ends_the_trial_as_crashed(worker, tmp_path, case, words):
     reports_file = tmp_path / "said"
     reports_file.write_bytes(BROKEN[case])
     result = ends_well(worker, hostile("says_file", reports_file))
     assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "BrokenReport", False)
-    assert result.run.error.isprintable()
-
-
-def test_a_line_without_an_end_is_not_waited_for(worker):
-    run = ends_well(worker, hostile("line_without_end")).run
-    assert (run.status, run.error_type) == ("crashed", "BrokenReport")
-    assert "more than 1,048,576 bytes" in run.error and "xxx" in run.error
+    assert result.run.error.isprintable() and words in result.run.error
 
 
 def test_of_a_flood_of_readings_a_part_is_kept_and_the_run_says_so(worker, monkeypatch):
@@ -172,14 +155,9 @@ def test_an_error_text_that_nothing_can_store_lands_escaped_and_claims_no_device
     [
         ("keyboard_interrupt", "KeyboardInterrupt"),
         ("system_exit", "SystemExit"),
-        ("base_exception", "BaseException"),
-        ("generator_exit", "GeneratorExit"),
-        ("recursion", "RecursionError"),
         ("unspeakable_error", "Unspeakable"),
         ("os_exit", "Exit"),
         ("closes_descriptors", "Exit"),
-        ("changes_folder_and_fails", "RuntimeError"),
-        ("real_time_signal", "SIG39"),
     ],
 )
 def test_however_a_trial_fails_it_is_one_crashed_run(worker, name, error_type):
@@ -187,16 +165,17 @@ def test_however_a_trial_fails_it_is_one_crashed_run(worker, name, error_type):
     assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", error_type, False)
 
 
-def test_a_trial_in_a_folder_that_is_gone_trains(worker):
-    assert ends_well(worker, hostile("changes_folder")).run.status == "ok"
-
-
-def test_a_trial_that_left_its_group_is_killed_at_its_deadline(worker):
-    assert ends_well(worker, hostile("joins_another_group_and_hangs", timeout_s=2.0)).run.status == "timeout"
-
-
-def test_of_a_trial_that_forks_one_copy_reports(worker):
-    run = ends_well(worker, hostile("forks_and_both_go_on")).run
+@pytest.mark.parametrize(
+    "name",
+    [
+        "closes_its_output",
+        "changes_folder",
+        "forks_and_both_go_on",
+        pytest.param("forks_for_ever", marks=pytest.mark.wide),
+    ],
+)
+def test_a_trial_that_goes_on_whatever_it_did_trains(worker, name):
+    run = ends_well(worker, hostile(name)).run
     assert run.status == "ok", run.error
 
 
@@ -210,13 +189,6 @@ def test_a_trial_inherits_its_own_socket_and_nothing_else(worker, tmp_path):
     assert opened["1"] == opened["2"] and opened["0"] == "/dev/null"
 
 
-def test_output_without_end_neither_stops_a_trial_nor_fills_a_disk(worker):
-    run = ends_well(worker, hostile("writes_for_ever")).run
-    assert run.status == "ok", run.error
-    opened = Path(f"/proc/{worker._server.pid}/fd").iterdir()
-    assert not [path for path in opened if path.is_file()], "it goes through pipes"
-
-
 def test_of_much_output_the_beginning_and_the_end_are_kept(worker):
     run = ends_well(worker, hostile("writes_much_and_fails")).run
     assert run.error_type == "RuntimeError"
@@ -224,26 +196,20 @@ def test_of_much_output_the_beginning_and_the_end_are_kept(worker):
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "with_group"),
+    ("name", "workers"),
     [
-        ("daemonizes", 1, True),
-        ("leaves_exec_without_environment", 1, True),
-        ("shell_that_starts_more", 3, True),
-        ("daemonizes_undoing_the_subreaper", 1, True),
-        ("leaves_exec_without_environment", 1, False),
-        ("daemonizes_undoing_the_subreaper", 1, False),
-        ("daemonizes", 1, False),
-        pytest.param("shell_that_starts_more", 3, False, marks=pytest.mark.wide),
+        ("leaves_exec_without_environment", "worker"),
+        ("daemonizes_undoing_the_subreaper", "worker"),
+        ("leaves_exec_without_environment", "groupless_worker"),
+        ("daemonizes_undoing_the_subreaper", "groupless_worker"),
+        ("daemonizes", "groupless_worker"),
     ],
 )
-def test_what_a_trial_leaves_behind_is_killed_and_counted(worker_with_or_without_group, notes, name, count):
-    worker = worker_with_or_without_group
-    run = ends_well(worker, hostile(name, notes)).run
+def test_what_a_trial_leaves_behind_is_killed_and_counted(request, notes, name, workers):
+    run = ends_well(request.getfixturevalue(workers), hostile(name, notes)).run
     assert run.status == "ok", run.error
-    assert len(pids_in(notes)) >= count
-    assert await_gone(pids_in(notes)), "a process outlived its trial"
-    killed = int(run.quality_reasons["processes_left"].split()[0])
-    assert killed >= count and run.quality == "suspect"
+    assert pids_in(notes) and await_gone(pids_in(notes)), "a process outlived its trial"
+    assert int(run.quality_reasons["processes_left"].split()[0]) >= 1 and run.quality == "suspect"
 
 
 @pytest.fixture(scope="module")
@@ -254,14 +220,8 @@ def groupless_worker(tmp_path_factory):
         "import conf.children.containment\nconf.children.containment._own_group = lambda: None\n"
     )
     environment = {"PYTHONPATH": os.pathsep.join((str(folder), _search_path()))}
-    worker = Worker(DeviceChoice(backend="cpu"), "0", "groupless", environment)
-    yield worker
-    worker.close()
-
-
-@pytest.fixture
-def worker_with_or_without_group(with_group, worker, groupless_worker):
-    return worker if with_group else groupless_worker
+    with contextlib.closing(Worker(DeviceChoice(backend="cpu"), "0", "groupless", environment)) as worker:
+        yield worker
 
 
 def test_what_a_killed_trial_leaves_behind_is_killed(worker, notes):
@@ -269,26 +229,6 @@ def test_what_a_killed_trial_leaves_behind_is_killed(worker, notes):
     assert run.status == "timeout"
     assert len(pids_in(notes)) == 1 and await_gone(pids_in(notes))
     assert "processes_left" in run.quality_reasons
-
-
-@pytest.mark.wide
-def test_a_process_that_forks_for_ever_is_ended(worker):
-    run = ends_well(worker, hostile("forks_for_ever")).run
-    assert run.status == "ok", run.error
-
-
-@pytest.mark.slow
-def test_another_trial_that_is_made_ready_is_not_touched(worker, notes):
-    spec = hostile("daemonizes", notes, prepare_ahead="always")
-    upcoming = hostile("changes_folder", prepare_ahead="always")
-    upcoming = dataclasses.replace(upcoming, task_index=1)
-    window = dataclasses.replace(SHORT, seconds=0.5)
-    spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, window=window))
-    first = worker.run(spec, upcoming).run
-    second = worker.run(upcoming).run
-    assert await_gone(pids_in(notes))
-    assert (first.status, second.status, second.prepared) == ("ok", "ok", True), second.error
-    assert "processes_left" not in (second.quality_reasons or "")
 
 
 @pytest.mark.slow

@@ -113,7 +113,3 @@ def test_a_device_whose_memory_does_not_show_the_trial_gives_no_label():
     card = Card(None)
     card.show = lambda: None
     assert card.run()["peak_memory_mib"] is None
-
-
-def test_a_trial_that_never_reached_the_device_has_no_peak():
-    assert Card(None).run(reserved=False)["peak_memory_mib"] is None

@@ -1,6 +1,5 @@
 """The next trial made ready while one runs: it waits for its turn, and whatever happens to it meanwhile is its own."""
 
-import contextlib
 import dataclasses
 
 import psutil
@@ -35,14 +34,6 @@ def test_a_trial_that_was_made_ready_runs_when_it_is_its_turn(worker):
     assert not waiting.is_running() and not children(worker)
 
 
-def test_a_chain_of_prepared_trials_leaves_nothing_behind(worker):
-    runs = [worker.run(task(index), task(index + 1)).run for index in range(10, 14)]
-    assert [run.prepared for run in runs] == [False, True, True, True]
-    assert {run.status for run in runs} == {"ok"}
-    worker.run(task(14))
-    assert not children(worker)
-
-
 def test_one_that_is_not_wanted_after_all_is_ended(worker):
     worker.run(task(0), task(1))
     (waiting,) = children(worker)
@@ -71,20 +62,6 @@ def test_one_that_cannot_be_built_is_invalid_when_it_is_its_turn(worker):
 def test_nothing_is_made_ready_where_the_device_is_what_the_host_computes_on(worker):
     worker.run(task(0, prepare_ahead="auto"), task(1, prepare_ahead="auto"))
     assert not children(worker)
-
-
-@pytest.mark.slow
-def test_one_that_outgrows_the_hosts_memory_is_given_up_and_runs_in_its_turn():
-    with contextlib.closing(Worker(DeviceChoice(backend="cpu"), "0", "small")) as small:
-        big = task(1, batch_size=20_000, input_size=20_000)  # a batch of 1.6 GB
-        for seconds in (3.0, 30.0):  # a busy machine has not built the batch after three
-            window = dataclasses.replace(SHORT, seconds=seconds)
-            settings = dataclasses.replace(task(0).settings, host_memory_limit_mib=900, window=window)
-            first, following = (dataclasses.replace(spec, settings=settings) for spec in (task(0), big))
-            assert small.run(first, following).run.status == "ok"
-            if not children(small):
-                break
-        assert not children(small)
 
 
 @pytest.mark.slow

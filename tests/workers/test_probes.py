@@ -2,28 +2,18 @@
 
 import json
 import lzma
-import os
 import subprocess
 import sys
-import threading
-import types
 from pathlib import Path
 
 import probed
-import psutil
 import pytest
-import torch
-from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
-from standing_in_gpu import standing_in
 
-from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import load_device
-from infra.offline.block_comparison import compare_blocks
 from learn.calibrate import calibrate, measured_in_csv
 from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces
-from workers.probes.children import Measured, Measurement, measure_all, measured_in, memory_reading, trial_step
-from workers.telemetry import nvml as nvml_module
+from workers.probes.children import Measured, Measurement, measure_all, measured_in
 
 PROBES = (contexts, workspaces, histories, questions)
 HERE = str(Path(__file__).parent)
@@ -178,35 +168,6 @@ def test_the_numbers_calibrate_a_machine(tmp_path):
     assert not (tmp_path / "numbers_eager.csv").exists()
 
 
-def test_a_stage_reads_what_nvml_charges_its_own_process(monkeypatch):
-    recorded = RecordedNvml(pids={"trial": os.getpid()})
-    recorded.advance()  # to where the trial is listed
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: recorded)
-    with standing_in():
-        (row,) = contexts.stage(A100_UUID, "cublas", "lazy")
-    assert row["stage"] == "cublas" and not row["cudnn"] and row["module_loading"] == "lazy"
-    assert row["process_mib"] > 0 and row["card_mib"] >= row["process_mib"] and row["reason"] is None
-    (idle,) = contexts.idle(A100_UUID)
-    assert idle["card_mib"] == idle["card_before_mib"] > 0
-
-
-def test_a_client_of_mps_is_read_from_the_list_in_which_it_alone_stands(monkeypatch):
-    monkeypatch.setattr(nvml_module, "_name", lambda pid: "nvidia-cuda-mps-server")
-    recorded = RecordedNvml(pids={"client": os.getpid()})
-    recorded.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": 999_999_999, "usedGpuMemory": 30 * 2**20}]
-    recorded.answers[0]["nvmlDeviceGetMPSComputeRunningProcesses"] = [{"pid": "client", "usedGpuMemory": 500 * 2**20}]
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: recorded)
-    reading = memory_reading(A100_UUID)
-    assert reading["process_mib"] == 500 and reading["reason"] is None
-
-
-def test_a_process_that_nvml_does_not_list_says_why(monkeypatch):
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: RecordedNvml())
-    with standing_in():
-        (row,) = contexts.stage(A100_UUID, "context", "lazy")
-    assert row["process_mib"] is None and row["reason"] and row["card_mib"] > 0
-
-
 # ---- workspaces
 
 
@@ -227,207 +188,7 @@ def test_a_calls_results_are_told_from_its_workspaces():
     assert beside["requests"] == [[1000, True], [300, False], [500, False], [400, False], [7, True]]
 
 
-def test_each_case_of_a_layer_is_measured_in_both_phases(monkeypatch):
-    case = ({"in_channels": 8, "out_channels": 8, "kernel_size": 3, "padding": 1}, (2, 8, 16, 16))
-    monkeypatch.setattr(workspaces, "CASES", {"conv2d": [case]})
-    with standing_in():
-        rows = list(workspaces.layers("GPU-1", "conv2d", False))
-    assert [(row["dtype"], row["phase"]) for row in rows] == [
-        (precision, phase) for precision in workspaces.PRECISIONS for phase in ("forward", "backward")
-    ]
-    assert all(row["measured_bytes"] == 0 < row["assumed_bytes"] for row in rows)  # the CPU takes none
-    results = {phase: [row["requests"] for row in rows if row["phase"] == phase] for phase in ("forward", "backward")}
-    assert results["forward"][0] == [[2 * 8 * 16 * 16 * 4, True]]  # and not the one of the gradient that is given
-    assert all(len(requests) == 3 for requests in results["backward"])  # for the input, the weight and the bias
-
-
-def test_a_layer_whose_every_case_fails_is_not_measured(monkeypatch):
-    def fails(*arguments):
-        raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
-
-    monkeypatch.setattr(workspaces, "_measure", fails)
-    with standing_in():
-        rows = workspaces.layers("GPU-1", "linear", False)
-        cases = [next(rows) for _ in range(len(workspaces.PRECISIONS) * len(workspaces.CASES["linear"]))]
-        assert {case["reason"] for case in cases} == {"CUDA error: no kernel image is available"}
-        with pytest.raises(RuntimeError, match="no case can be measured: CUDA error: no kernel image"):
-            next(rows)
-
-
-@pytest.mark.parametrize("layer", workspaces.CASES)
-def test_the_trace_knows_every_probed_layer(layer):
-    spec = load_device("H100-SXM5-80GB")
-    arguments, shape = workspaces.CASES[layer][0]
-    assumed = workspaces.assumed_bytes(layer, arguments, shape, "fp16-true", spec)
-    assert assumed["backward"]["assumed_bytes"] > 0 or assumed["backward"]["assumed_kept_bytes"] > 0
-
-
-# ---- histories
-
-
-SMALL = {
-    "family": "cnn",
-    "image_size": 32,
-    "channels": 3,
-    "classes": 10,
-    "base_filters": 16,
-    "depth": 3,
-    "batch_size": 4,
-    "batch_norm": True,
-}
-
-
-def test_a_recorded_job_is_compared_with_its_trace():
-    """On the CPU: no library's workspaces, and an optimizer that goes parameter by parameter; all else as traced."""
-    with standing_in():
-        two, three = histories.record("GPU-1", SMALL, "")
-    assert len(two["marks"]) == 3 and len(three["marks"]) == 4
-    assert two["trace"] == three["trace"][: len(two["trace"])]
-    in_steps = [entry for entry in three["trace"][three["marks"][0] :] if entry["action"] == "alloc"]
-    assert {entry["where"].split()[0] for entry in in_steps} == {"forward", "backward", "optimizer"}
-    compared = compare_blocks({"name": "cnn", **json.loads(json.dumps(three))})
-    assert compared.allocator_difference is None and compared.first_reordered is None
-    unlike = {one.where.split()[0] for one in compared.in_step.only_traced if one.nbytes > 4096}
-    assert unlike <= {"workspace", "batch"}
-    assert {one.where for one in compared.in_step.only_measured} <= {"optimizer"}
-
-
-def test_a_steps_batch_is_not_taken_for_the_end_of_the_step_before(monkeypatch):
-    def with_a_copy(*arguments):  # the CPU's batch is where it is used already
-        model, step = trial_step(*arguments)
-        return model, lambda: (torch.ones(77), step())
-
-    monkeypatch.setattr(histories, "trial_step", with_a_copy)
-    with standing_in():
-        *_, history = histories.record("GPU-1", SMALL, "")
-    copies = [entry["where"] for entry in history["trace"] if entry["action"] == "alloc" and entry["size"] == 4 * 77]
-    assert copies == ["batch"] * 3
-
-
-def test_a_history_is_kept_and_its_job_is_not_recorded_again(on_a_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(histories, "JOBS", {"small": (SMALL, ""), "other": (SMALL, "")})
-    rows = [{"marks": [0, 1]}, {"marks": [0, 1, 2]}]
-    answers = iter([(rows, None), ([], "out of memory"), (rows, "it took more than 60 s")])
-    monkeypatch.setattr(children, "run_child", lambda *arguments: next(answers))
-    assert histories.measure(tmp_path, "cuda", forever).failed == {"other": "out of memory"}
-    assert measured_in(tmp_path / "histories")[1] == Measured("small", rows[1:])
-    again = histories.measure(tmp_path, "cuda", forever)
-    assert again.kept == ["small"] and again.measured == ["other"] and not again.failed
-    assert measured_in(tmp_path / "histories")[0] == Measured("other", rows[1:], cut_off="it took more than 60 s")
-
-
-def test_there_are_twelve_jobs_of_which_each_is_a_valid_trial():
-    assert len(histories.JOBS) == 12
-    assert len({config_from_mapping(config).family for config, _ in histories.JOBS.values()}) >= 10
-    assert sum(bool(conf) for _, conf in histories.JOBS.values()) >= 3
-
-
 # ---- questions
-
-
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [(probed.fails_to_hold, "CUDA out of memory"), (probed.dies_holding, "the process ended")],
-)
-def test_a_process_that_cannot_hold_its_memory_is_the_reason(function, problem, monkeypatch):
-    monkeypatch.setattr(questions, "hold", function)
-    with pytest.raises(RuntimeError, match=problem), questions._holding("GPU-1", [1]):
-        pass
-
-
-def test_processes_hold_their_memory_together_and_have_ended_afterwards(monkeypatch):
-    monkeypatch.setattr(questions, "hold", probed.holds)
-    with questions._holding("GPU-1", [1, 2]) as answers:
-        assert [answer["held_mib"] for answer in answers] == [1, 2]
-        assert all(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
-    assert not any(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
-
-
-class CardOfAProcess(RecordedNvml):
-    """An NVML whose card holds memory as long as a process runs; each reading says whether somebody awaits its end."""
-
-    def __init__(self):
-        super().__init__()
-        self.process, self.unreaped = None, []
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        if self.process is None:
-            return types.SimpleNamespace(used=300 * 2**20)
-        self.unreaped.append(psutil.pid_exists(self.process))
-        runs = self.unreaped[-1] and psutil.Process(self.process).status() != psutil.STATUS_ZOMBIE
-        return types.SimpleNamespace(used=(3000 if runs else 300) * 2**20)
-
-
-def test_how_long_memory_stays_is_counted_from_the_kill_on(monkeypatch):
-    card = CardOfAProcess()
-    answer_of = questions._answer
-
-    def answer(pipe):
-        row = answer_of(pipe)
-        card.process = row.get("pid")
-        return row
-
-    monkeypatch.setattr(questions, "hold", probed.holds)
-    monkeypatch.setattr(questions, "_answer", answer)
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: card.nvmlInit() or card)
-    (row,) = questions.nvml_process_and_card(A100_UUID)
-    assert row["card_before_mib"] == row["card_after_mib"] == 300 and row["freed_after_ms"] is not None
-    assert card.initialised == 0
-    assert card.unreaped and all(card.unreaped)  # its end was not awaited before the first reading
-
-
-def timed(inside, operator, allowed_ms, refused_ms):
-    return [
-        {"inside": inside, "operator": operator, "tf32_allowed": allowed, "ms": ms}
-        for allowed, ms in ((True, allowed_ms), (False, refused_ms))
-    ]
-
-
-def test_what_tf32_changes_is_said_by_operator():
-    rows = timed("float16", "conv2d", 0.1, 0.1) + timed("float32", "mm", 0.2, 0.9)
-    assert questions.answer_tf32(rows) == (
-        "Under autocast, float16 conv2d takes 0.100 ms, the same without TF32; "
-        "float32 mm takes 0.200 ms, 4.50 times as long without TF32."
-    )
-
-
-def test_gpm_is_read_while_the_gpu_is_busy(monkeypatch):
-    monkeypatch.setattr(questions, "_BUSY_S", 0.0)
-    monkeypatch.setattr(questions, "_GPM_S", 0.4)
-    small = torch.ones(2, 2)
-    monkeypatch.setattr(torch, "randn", lambda *shape, **options: small)
-    recorded = FakeGpmNvml()
-    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: recorded)
-    threads_before = threading.active_count()
-    with standing_in():
-        rows = list(questions.gpm_first_sample(A100_UUID))
-    assert rows and all(row["smact"] == 0.8125 and row["problem"] is None for row in rows)
-    assert recorded.allocated == 0
-    assert threading.active_count() == threads_before
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
-    monkeypatch.setattr(questions, "_TIMED", 1)
-    monkeypatch.setattr(questions, "_kernels", lambda call: ["kernel"])
-    shapes = {4: (1, 128, 2, 2), 2: (4, 4)}
-    monkeypatch.setattr(torch, "randn", lambda *shape, **options: torch.ones(shapes[len(shape)]))
-    monkeypatch.setattr("featurize.operators.torch_releases.allow_tf32", lambda **allowed: None)
-    with standing_in():
-        rows = list(questions.tf32_under_half("GPU-1"))
-    assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_kernels_are_named_by_their_time_and_without_cupti_there_are_none(monkeypatch):
-    events = [
-        {"ph": "X", "cat": "kernel", "name": name, "dur": duration_us, "ts": 0.0, "args": {}}
-        for name, duration_us in (("copy", 2.0), ("gemm", 9.0))
-    ]
-    monkeypatch.setattr(questions, "profiled_trace", lambda *arguments: events)
-    assert questions._kernels(lambda: None) == ["gemm", "copy"]
-    monkeypatch.undo()
-    assert questions._kernels(lambda: torch.ones(2) + 1) == []
 
 
 @pytest.mark.parametrize(
@@ -448,18 +209,6 @@ def test_gpms_first_reading_is_judged_by_the_later_ones(smacts, expected):
     assert expected in questions.answer_gpm(rows)
 
 
-def test_the_cards_growth_stands_beside_nvmls_charge():
-    row = {"card_before_mib": 300.0, "card_mib": 2860.0, "process_mib": 2550.0, "reason": None, "freed_after_ms": 12.0}
-    assert questions.answer_nvml([row]) == (
-        "The card's memory grows by 2,560.0 MiB; NVML charges the process 2,550.0 MiB. "
-        "The memory is free 12 ms after the process ends."
-    )
-    unlisted = {**row, "process_mib": None, "reason": "other pids", "freed_after_ms": None}
-    assert questions.answer_nvml([unlisted]).endswith(
-        "NVML charges the process nothing (other pids). The memory is not free 10 s after the process ends."
-    )
-
-
 @pytest.mark.parametrize(
     ("process_mib", "listed", "expected"),
     [
@@ -476,3 +225,45 @@ def test_mps_charges_are_told_apart(process_mib, listed, expected):
         for pid, held, mib in zip((1, 2), (1024.0, 2048.0), process_mib, strict=True)
     ]
     assert expected in questions.answer_mps(rows)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Make each question's process give a reason, or none, by its name; there is a GPU."""
+    slot = Slot(index=0, device_name="NVIDIA H100 80GB HBM3", device_uuid="GPU-1", device_memory_mib=81000.0)
+    reasons = {}
+    monkeypatch.setattr(children, "gpu_of", lambda device: (slot, {}, None))
+    monkeypatch.setattr(
+        children, "run_child", lambda measurement, *others: ([{"figure": 1.0}], reasons.get(measurement.name))
+    )
+    monkeypatch.setattr(questions, "ANSWERS", dict.fromkeys(("first", "second"), lambda rows: "Yes."))
+    return reasons
+
+
+def measure(out, device="cuda"):
+    return children.main(["probes=questions", f"out={out}", f"device={device}", "seconds=100"])
+
+
+def test_a_probe_that_fails_everywhere_has_failed(answers, tmp_path, capsys):
+    answers |= {"first": "CUDA error: out of memory", "second": "its process ended with code 1"}
+    assert measure(tmp_path) == 1
+    output = capsys.readouterr().out
+    assert "questions: 0 measured, 0 before, 0 left" in output
+    assert output.splitlines()[-1] == "failed: 2 measurements, first first: CUDA error: out of memory"
+
+
+def test_what_fails_in_part_is_left_until_it_is_measured(answers, tmp_path, capsys):
+    answers["second"] = "it took more than 60 s"
+    assert measure(tmp_path) == children.EXIT_LEFT
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: 1 measurement, first second: it took more than 60 s"
+    answers.clear()
+    assert measure(tmp_path) == 0
+    assert capsys.readouterr().out.splitlines() == ["questions: 1 measured, 1 before, 0 left"]
+
+
+def test_without_a_gpu_nothing_can_be_measured_here(tmp_path, capsys):
+    assert measure(tmp_path, "cpu") == children.EXIT_NOT_HERE
+    assert "stands in for a GPU" in capsys.readouterr().out.splitlines()[-1]

@@ -214,8 +214,6 @@ def test_a_trial_that_reports_other_kernels_broke_the_rules(content):
 def test_settings_of_jobs_without_kernels_are_as_they_were():
     plain = TrialSettings(window=WindowSettings())
     assert "kernels" not in plain.to_mapping() and TrialSettings(**plain.to_mapping()) == plain
-    asked = TrialSettings(window=WindowSettings(), kernels=KernelSettings(steps=3))
-    assert TrialSettings(**asked.to_mapping()) == asked
     for steps in (-1, 101, 1.5, True):
         with pytest.raises(UsageError, match=r"kernels\.steps must be"):
             KernelSettings(steps=steps)

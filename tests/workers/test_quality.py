@@ -1,20 +1,13 @@
 """The worth of samples and runs: what a reading stands for, and each reason in a run that is trusted without it."""
 
 import dataclasses
-import itertools
-import os
-from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from recorded_nvml import A100_UUID, RecordedNvml
 
-from warehouse.tables.schema import QUALITIES, RUN_SCHEMA, SAMPLE_QUALITIES
-from workers.labels.quality import REASONS, judge
+from warehouse.tables.schema import QUALITIES, RUN_SCHEMA
+from workers.labels.quality import REASONS
 from workers.labels.run_labels import counter_growth, label_run, peak_memory_mib
-from workers.telemetry.base import REACH, Sample, WatchTarget, share, window_mean
-from workers.telemetry.nvml import NvmlSensor
+from workers.telemetry.base import Sample, window_mean
 from workers.trial.reports import Observed
 
 S = 1_000_000_000
@@ -125,24 +118,9 @@ def test_utilization_that_looks_back_to_before_the_first_step_is_of_the_windows_
     assert long_ago["gpu_util"] < 0.9, "what was so in warm-up counts"
 
 
-def test_values_stay_as_they_were_read_and_nothing_is_dropped():
-    samples = changed(telemetry(), "gpm", lambda values: dict.fromkeys(values, 0.0))
-    marked = judge(samples, *WINDOW, 0.1)
-    assert [(name, s.t_ns, s.values) for name, s in marked] == [(name, s.t_ns, s.values) for name, s in samples]
-    assert {s.quality for _, s in marked} <= set(SAMPLE_QUALITIES)
-
-
 def stalled(seconds):
     """GPM gives zeros for the window's first seconds."""
     return changed(telemetry(dcgm=False), "gpm", lambda v: dict.fromkeys(v, 0.0), lambda t: 2 < t <= 2 + seconds)
-
-
-@pytest.mark.parametrize(("since_ns", "earlier_util"), [(None, 1.0), (5 * S // 2, 0.0)])
-def test_a_zero_of_profiling_is_judged_by_the_time_that_it_averages(since_ns, earlier_util):
-    usage = [("nvml", Sample(t_s * S, {"gpu_util": util})) for t_s, util in ((2, earlier_util), (3, 1.0))]
-    readings = [("gpm", Sample(S, {"smact": 0.8})), ("gpm", Sample(3 * S, {"smact": 0.0}, since_ns=since_ns))]
-    *_, (_, last) = judge([*usage, *readings], *WINDOW, 0.1)
-    assert "profiling_zero" in last.reasons
 
 
 TRUSTED = ("trusted", set())
@@ -200,11 +178,6 @@ def test_memory_that_was_in_use_before_the_trial_took_any_makes_a_run_untrusted(
     assert verdict(unlisted)[:2] == ("untrusted", {"foreign_memory"})
     growing = changed(unlisted, "nvml", lambda v: v | {"memory_used_mib": 600.0}, lambda t: t < 0.2)
     assert verdict(growing)[0] == "trusted"
-
-
-def test_a_clock_that_jumped_while_the_gpu_was_idle_is_no_reason():
-    idle = {"sm_clock_mhz": 900.0, "gpu_util": 0.2}
-    assert "clock_jump" not in verdict(changed(telemetry(), "nvml", lambda v: v | idle, lambda t: 4 < t < 6))[1]
 
 
 def test_a_sampler_that_stood_still_is_suspect():
@@ -329,30 +302,6 @@ def test_a_run_without_a_window_or_a_sample_is_judged(status):
     assert quality == "trusted" and columns["samples_measured"] == 0
 
 
-def test_readings_of_a_recorded_gpu_are_judged():
-    """From the driver's answers to the verdict: a stranger's process, a power cap, memory errors."""
-    recorded = RecordedNvml(pids={"trial": os.getpid(), 999_999_999: os.getppid()})
-    seconds = itertools.count(1)
-    target = WatchTarget(A100_UUID, os.getpid())
-    sensor = NvmlSensor(target, recorded, clock_ns=lambda: next(seconds) * S // 2)
-    samples = []
-    for _ in range(5):
-        samples += [("nvml", sample) for sample in sensor.sample()]
-        recorded.advance()
-    sensor.close()
-    judged = course(samples, warmup_ns=0, window_ns=S, window_end_ns=5 * S, period_s=1.0, values={})
-    columns, marked = label_run(judged)
-    assert columns["quality"] == "untrusted"
-    assert {"other_process", "ecc_errors", "power_cap"} == set(columns["quality_reasons"])
-    assert columns["peak_memory_mib"] == pytest.approx(9123659776 / 2**20)
-    assert [set(s.reasons) & {"other_process", "power_cap"} for _, s in marked[:4]] == [
-        set(),
-        {"other_process"},
-        {"other_process"},
-        {"other_process", "power_cap"},
-    ]
-
-
 def test_energy_is_interpolated_at_the_windows_edges_and_scaled_beyond_what_was_read():
     counter = [Sample(t, {"energy_j": 10.0 * t}) for t in (10, 30, 50, 70)]
     growths = [counter_growth(counter, "energy_j", *window) for window in ((20, 60), (0, 80), (35, 45))]
@@ -368,9 +317,6 @@ def test_a_peak_between_two_samples_counts():
     ]
     assert peak_memory_mib(samples, 3000.0) == (3500.0, False)
     assert peak_memory_mib(samples, None) == (1500.0, False)
-
-
-SPOILS = {"profiling_zero": {"smact", "smocc"}}
 
 
 def samples_of(*pairs):
@@ -425,102 +371,3 @@ def test_a_reading_stands_for_the_time_up_to_it(name):
     samples, start, end, mean = MEANS[name]
     within = 0.005 if name == WHOLE else 1e-9
     assert window_mean(samples, "smact", start, end).mean == pytest.approx(mean, rel=0, abs=within)
-
-
-def test_an_average_stands_for_the_interval_that_it_names_and_for_no_more():
-    samples = [Sample(50, {"smact": 1.0}, since_ns=40), Sample(90, {"smact": 0.0}, since_ns=80)]
-    mean = window_mean(samples, "smact", 40, 100)
-    assert mean.mean == pytest.approx(0.5)
-    assert (mean.coverage, mean.largest_gap_s) == (pytest.approx(20 / 60), pytest.approx(30e-9))
-
-
-def test_a_spoiled_reading_is_left_out_for_its_metrics_only_and_its_time_is_not_covered():
-    stalled = Sample(20, {"smact": 0.0, "power_w": 300.0}, "suspect", ("power_cap", "profiling_zero"))
-    samples = [Sample(10, {"smact": 1.0, "power_w": 200.0}), stalled, Sample(30, {"smact": 0.8, "power_w": 200.0})]
-    mean = window_mean(samples, "smact", 0, 30, SPOILS)
-    assert (mean.mean, mean.coverage) == (pytest.approx(0.9), pytest.approx(2 / 3))
-    assert window_mean(samples, "power_w", 0, 30, SPOILS).mean == pytest.approx(700 / 3)
-
-
-def test_a_reading_around_a_short_window_counts_if_the_window_is_most_of_its_time():
-    around = [Sample(110, {"smact": 0.7}, since_ns=10)]
-    assert window_mean(around, "smact", 15, 100).mean == pytest.approx(0.7)
-    assert window_mean(around, "smact", 60, 100).mean is None
-    assert window_mean(around, "smact", 15, 100).outside == pytest.approx(0.15)
-
-
-def test_the_share_of_a_reason_is_one_of_time_and_not_of_readings():
-    samples = [
-        Sample(10, {"throttle_reasons": 4}, "suspect", ("power_cap",)),
-        Sample(100, {"throttle_reasons": 0}),
-        Sample(100, {"power_w": 3.0}, "suspect", ("power_cap",)),
-    ]
-    assert share(samples, "power_cap", "throttle_reasons", 0, 100) == pytest.approx(0.1)
-    assert share([], "power_cap", "throttle_reasons", 0, 100) == 0.0
-
-
-readings = st.lists(
-    st.tuples(
-        st.integers(0, 120),  # when
-        st.sampled_from([0.0, 0.25, 1.0]),
-        st.sampled_from(["measured", "measured", "repeated", "suspect"]),
-        st.one_of(st.none(), st.integers(1, 40)),  # length of the interval that it names
-    ),
-    max_size=14,
-    unique_by=lambda reading: reading[0],
-)
-
-
-def brute_force(samples, start, end):
-    """The same definition, instant by instant: which reading stands for (t, t + 1)?"""
-    ordered = sorted((s for s in samples if s.quality != "repeated"), key=lambda s: s.t_ns)
-    gaps = sorted(b.t_ns - a.t_ns for a, b in pairwise(ordered))
-    usual = gaps[len(gaps) // 2] if gaps else 0
-    owner = {}  # instant -> its reading; a reading never takes what is an earlier one's
-    length = dict.fromkeys(map(id, ordered), 0)
-    for i, sample in enumerate(ordered):
-        before = ordered[i - 1].t_ns if i else min(start, sample.t_ns) if sample.since_ns is None else -(10**6)
-        for instant in range(max(before, -200), sample.t_ns):
-            reach = (
-                sample.since_ns if sample.since_ns is not None else sample.t_ns - REACH * usual if usual else -(10**6)
-            )
-            if instant >= reach:
-                length[id(sample)] += 1
-                if not sample.reasons:
-                    owner[instant] = sample
-    in_window = {t: s for t, s in owner.items() if start <= t < end}
-    held = {id(s): sum(o is s for o in in_window.values()) for s in in_window.values()}
-    good = [s for s in ordered if not s.reasons]
-    if not any(
-        start <= s.t_ns <= end or (s.since_ns is not None and 2 * held.get(id(s), 0) > length[id(s)]) for s in good
-    ):
-        return None, len(in_window)
-    whole = [t for t, s in in_window.items() if held[id(s)] == length[id(s)]]
-    long = any(4 * length[id(s)] > end - start for s in in_window.values())
-    used = whole if long and whole and 2 * len(whole) >= end - start else list(in_window)
-    if not used:
-        return "last", 0
-    return sum(in_window[t].values["smact"] for t in used) / len(used), len(in_window)
-
-
-@settings(max_examples=400, deadline=None)
-@given(readings, st.integers(0, 60), st.integers(1, 60))
-def test_the_mean_is_the_integral_over_the_instants_that_readings_stand_for(drawn, start, length):
-    samples = [
-        Sample(
-            t,
-            {"smact": value},
-            quality,
-            ("profiling_zero",) if quality == "suspect" else (),
-            None if since is None else t - since,
-        )
-        for t, value, quality, since in drawn
-    ]
-    end = start + length
-    measured = window_mean(samples, "smact", start, end, SPOILS)
-    mean, covered = brute_force(samples, start, end)
-    assert measured.coverage == pytest.approx(covered / length)
-    if mean == "last":
-        assert measured.mean in (0.0, 0.25, 1.0)
-    else:
-        assert measured.mean == (None if mean is None else pytest.approx(mean))

@@ -1,10 +1,8 @@
 """Trials of several ranks on the CPU: real processes over gloo, and whatever happens to one of them ends the trial."""
 
-import contextlib
 import dataclasses
 import os
 import signal
-import socket
 
 import psutil
 import pytest
@@ -12,11 +10,9 @@ from hostile_models import FOR_EVER  # noqa: F401  the trials import it from thi
 from test_hostile_trials import await_gone, hostile
 from test_worker import LONG, InBackground, mlp, task
 
-from conf.plain_text import shortened
 from tests.surroundings import await_
 from workers.devices import DeviceChoice
 from workers.settings import KernelSettings
-from workers.trial.body import TrialLink, run_ranks
 from workers.trial.reports import BROKEN, ReportReader
 from workers.worker import Worker
 
@@ -59,13 +55,6 @@ def test_ranks_train_together_and_each_lands_with_its_memory_and_telemetry(worke
     assert nothing_is_left(worker)
 
 
-def test_a_trial_on_one_device_has_no_ranks(worker):
-    result = worker.run(task(mlp(parallel="ddp=1")))
-    assert result.ranks is None and "parallel" not in result.run.config
-    assert (result.run.parallel, result.run.ranks, result.run.worst_rank) == (None, None, None)
-    assert set(result.telemetry["rank"].to_pylist()) == {None}
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_trial_which_is_tried_again(worker, rank):
     running = TwoRanks(worker)
@@ -79,29 +68,12 @@ def test_a_killed_rank_ends_the_trial_which_is_tried_again(worker, rank):
     assert await_gone([process.pid for process in running.ranks]) and nothing_is_left(worker)
 
 
-def test_a_segmentation_fault_of_a_rank_is_a_crash_that_names_rank_and_signal(worker):
-    running = TwoRanks(worker)
-    running.ranks[1].send_signal(signal.SIGSEGV)
-    run = running.join().run
-    assert (run.status, run.error_type) == ("crashed", "SIGSEGV")
-    assert "rank 1 of 2 died of SIGSEGV" in run.error
-
-
 def test_no_rank_outlives_the_process_of_its_trial(worker):
     running = TwoRanks(worker)
     running.trial.kill()
     result = running.join()
     assert (result.run.status, result.run.error_type, result.retryable) == ("crashed", "SIGKILL", True)
     assert await_gone([process.pid for process in running.ranks])
-
-
-@pytest.mark.wide
-def test_no_rank_outlives_its_trial_server():
-    with contextlib.closing(Worker(DeviceChoice(backend="cpu"), "0", "doomed")) as doomed:
-        running = TwoRanks(doomed)
-        running.server.kill()
-        assert running.join().run.error_type == "ServerLost"
-        assert await_gone([process.pid for process in running.ranks])
 
 
 def test_out_of_memory_of_one_rank_names_it(small):
@@ -136,47 +108,6 @@ def test_a_rank_that_hangs_is_a_timeout(worker):
 def test_kernels_of_ranks_are_not_asked_for_and_the_run_says_so(worker):
     run = worker.run(task(mlp(parallel="ddp=2"), kernels=KernelSettings(steps=1))).run
     assert run.status == "ok" and "not profiled" in run.telemetry_missing["kernels"]
-
-
-class Heard(TrialLink):
-    """A trial's connection that keeps what the trial reports."""
-
-    def __init__(self, channel):
-        super().__init__(channel)
-        self.heard = []
-
-    def report(self, event, **values):
-        self.heard.append((event, values))
-
-    def forward(self, line):
-        self.heard.append((line, {}))
-
-
-def heard_where_the_second_rank(says):
-    def run_rank(place, channel):
-        if place.rank == 1:
-            says(channel)
-        channel.recv(1)
-
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.sendall(b"bye\n")
-        link = Heard(theirs)
-        run_ranks(2, link, run_rank)
-    assert link.heard.pop(0)[0] == "ranks"
-    return link.heard
-
-
-def test_a_long_error_of_a_rank_in_any_characters_keeps_status_and_type():
-    failure = {"status": "oom", "oom_kind": "host", "error_type": "MemoryError", "error": shortened("😀" * 40_000)}
-    heard = heard_where_the_second_rank(lambda channel: TrialLink(channel).report("failed", **failure))
-    assert heard == [("failed", {**failure, "rank": 1})]
-
-
-def test_each_of_several_reports_that_a_rank_sends_at_once_is_taken_as_that_ranks():
-    lines = b'{"event":"built","parameters":7}\n{"event":"step","rank":0}\n{"event":"failed"}\n'
-    heard = heard_where_the_second_rank(lambda channel: channel.sendall(lines))
-    assert heard == [("step", {"rank": 1}), ("failed", {"rank": 1})]
 
 
 RANKS = b'{"event":"ranks","pids":[1,2]}\n'
@@ -233,12 +164,6 @@ def test_ranks_of_a_simulated_pipeline_have_the_memory_of_their_own_stages(simul
         assert row["step_time_ms"] == pytest.approx(run.step_time_ms), "all ranks wait for each other"
     assert {row["sent_mib"] for row in rows[:2]} != {row["sent_mib"] for row in rows[2:]}
     assert set(result.telemetry["rank"].to_pylist()) == {0, 2}, "one rank of each stage is traced"
-
-
-def test_a_simulated_step_that_does_not_fit_is_out_of_memory_on_all_ranks(simulated):
-    result = simulated.run(task(mlp(input_size=65_536, topology="uniform", parallel="ddp=2")))
-    assert (result.run.status, result.run.oom_kind) == ("oom", "device")
-    assert [row["status"] for row in result.ranks.to_pylist()] == ["oom", "oom"]
 
 
 def test_closing_a_worker_ends_its_ranks():

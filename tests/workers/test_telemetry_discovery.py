@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -101,12 +98,6 @@ def test_a_slice_is_named_by_its_uuid(visible, expected):
     assert [gpu.uuid for gpu in discovery.usable] == expected
 
 
-def test_slices_that_nobody_named_are_listed_with_how_to_use_them():
-    discovery = discover_gpus(RecordedNvml(MIG_SESSION), {})
-    assert [gpu.index for gpu in discovery.usable] == [1]
-    assert f"CUDA_VISIBLE_DEVICES={SLICE_UUID}" in discovery.gpus[1].excluded_reason
-
-
 def test_multi_process_service_is_recognised_by_its_living_daemon(tmp_path):
     pipes = tmp_path / "a'; echo foo"
     pipes.mkdir()
@@ -116,17 +107,6 @@ def test_multi_process_service_is_recognised_by_its_living_daemon(tmp_path):
     assert all(gpu.mps for gpu in discover_gpus(RecordedNvml(), environment).gpus)
     (pipes / "nvidia-cuda-mps-control.pid").write_text("999999999")  # killed: the folder is still there
     assert not any(gpu.mps for gpu in discover_gpus(RecordedNvml(), environment).gpus)
-
-
-def test_multi_process_server_is_recognised_on_the_gpu_that_it_holds(tmp_path):
-    program = tmp_path / "nvidia-cuda-mps-server"
-    program.symlink_to(shutil.which("sleep"))
-    with subprocess.Popen([program, "60"]) as server:
-        nvml = RecordedNvml(pids={"server": server.pid})
-        nvml.answers[1]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": "server", "usedGpuMemory": 31457280}]
-        discovery = discover_gpus(nvml, {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
-        server.kill()
-    assert [gpu.mps for gpu in discovery.gpus] == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -189,10 +169,5 @@ def test_cuda_build_of_torch_is_read_from_its_version_file(monkeypatch, text, bu
     assert torch_cuda_build() == build
 
 
-def test_cuda_build_is_found_without_importing_torch_and_agrees_with_it():
-    code = (
-        "import sys; from workers.devices.cuda import torch_cuda_build; print(torch_cuda_build());"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{torch.version.cuda}\n"
+def test_cuda_build_of_the_installed_torch_is_found():
+    assert torch_cuda_build() == torch.version.cuda

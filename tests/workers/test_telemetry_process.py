@@ -1,19 +1,19 @@
-"""The process sensor on real processes: CPU time, memory, children that vanish."""
+"""The process sensor on real processes: CPU time, children that vanish, memory that a fork shares."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 from recorded_nvml import Clock
 
-from conf.children import containment
-from conf.children.containment import descendants_of
-from workers.telemetry import process
-from workers.telemetry.base import WatchTarget
+from conf.children.containment import TreeMemory, descendants_of, resident_bytes, tree_memory_bytes
+from workers.labels.run_labels import label_run
+from workers.telemetry.base import Sample, WatchTarget
 from workers.telemetry.process import ProcessSensor
+from workers.trial.reports import Observed
 
 WAITS = "import sys; print('up', flush=True); sys.stdin.read()"
 SPAWNS = f"""
@@ -32,18 +32,6 @@ print("up", flush=True)
 sys.stdin.readline()
 subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.3: pass"])
 print("burnt", flush=True)
-sys.stdin.read()
-"""
-LEAVES_A_ZOMBIE = """
-import os, sys, time
-if not os.fork():
-    while time.process_time() < 0.3: pass
-    os._exit(0)
-os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-print("up", flush=True)
-sys.stdin.readline()
-os.wait()
-print("reaped", flush=True)
 sys.stdin.read()
 """
 
@@ -98,18 +86,6 @@ def test_cpu_time_of_reaped_children_counts_once():
         assert sensor.sample()[0].values["cpu_cores"] < 0.1
 
 
-def test_cpu_time_of_a_child_that_waits_to_be_reaped_is_not_counted_anew_when_it_is():
-    with Program(LEAVES_A_ZOMBIE) as program:
-        sensor, clock = watched(program.pid)
-        for _ in range(2):
-            clock.pass_s(1)
-            assert sensor.sample()[0].values["cpu_cores"] < 0.1
-        program.tell()
-        program.expect("reaped")
-        clock.pass_s(1)
-        assert sensor.sample()[0].values["cpu_cores"] < 0.1
-
-
 def test_memory_is_the_trees_and_survives_a_vanishing_child():
     with Program(SPAWNS) as program:
         assert len(descendants_of(program.pid)) == 1
@@ -122,36 +98,6 @@ def test_memory_is_the_trees_and_survives_a_vanishing_child():
         assert descendants_of(program.pid) == []
 
 
-@pytest.mark.skipif(not containment.lists_children(), reason="this kernel does not list a thread's children")
-def test_tree_is_the_same_without_the_kernels_list_of_children(monkeypatch):
-    with Program(SPAWNS) as program:
-        listed = descendants_of(program.pid)
-        monkeypatch.setattr(containment, "lists_children", lambda: False)
-        assert descendants_of(program.pid) == listed == containment.children_of(program.pid)
-
-
-def test_without_the_kernels_list_the_process_table_is_read_once_a_second(monkeypatch):
-    looks = []
-    monkeypatch.setattr(process, "lists_children", lambda: False)
-    monkeypatch.setattr(process, "descendants_of", lambda pid: looks.append(pid) or [])
-    with Program(WAITS) as program:
-        sensor, clock = watched(program.pid)
-        for _ in range(9):
-            clock.pass_s(0.1)
-            assert sensor.sample()
-        assert len(looks) == 1
-        clock.pass_s(0.2)
-        assert sensor.sample() and len(looks) == 2
-
-
-def test_calls_too_close_for_the_kernels_ticks_give_memory_only():
-    with Program(WAITS) as program:
-        sensor, clock = watched(program.pid)
-        assert "cpu_cores" not in sensor.sample()[0].values
-        clock.pass_s(0.1)
-        assert "cpu_cores" in sensor.sample()[0].values
-
-
 def test_ended_process_gives_no_readings():
     with Program(WAITS) as program:
         sensor, clock = watched(program.pid)
@@ -160,14 +106,78 @@ def test_ended_process_gives_no_readings():
         assert sensor.sample() == []
 
 
-def test_process_that_waits_to_be_reaped_gives_no_readings():
-    pid = os.fork()
-    if pid == 0:
-        os.read(0, 0)
+MIB = 2**20
+SIZE = 60 * MIB
+FORKS = f"""
+import os, sys
+block = b"x" * {SIZE}
+children = []
+for _ in range(int(sys.argv[1])):
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(theirs)
+        own = b"y" * int(sys.argv[2])
+        os.write(1, b".")
+        os.read(ours, 1)
         os._exit(0)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    try:
-        sensor, _ = watched(pid)
-        assert sensor.sample() == []
-    finally:
-        os.waitpid(pid, 0)
+    children.append(theirs)
+os.write(1, b".")
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def tree(request):
+    """A process with 200 MiB and its forked children, each with so many bytes of its own."""
+    children, own = request.param
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(children), str(own)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as root:
+        for _ in range(children + 1):
+            assert root.stdout.read(1) == b"."
+        yield psutil.Process(root.pid)
+
+
+def processes(root):
+    return [process.pid for process in (root, *root.children(recursive=True))]
+
+
+@pytest.mark.parametrize("tree", [(4, 0)], indirect=True)
+def test_what_forked_children_share_counts_once(tree):
+    resident = resident_bytes(processes(tree))
+    assert sum(resident.values()) > 5 * SIZE
+    assert SIZE < tree_memory_bytes(resident) < 1.5 * SIZE
+    assert TreeMemory().beyond(processes(tree), 2 * SIZE) is None
+    assert TreeMemory().beyond(processes(tree), 0.5 * SIZE) > SIZE
+    sensor = ProcessSensor(WatchTarget(None, tree.pid))
+    for _ in range(3):
+        (sample,) = sensor.sample()
+        assert SIZE / MIB < sample.values["rss_mib"] < 1.5 * SIZE / MIB
+
+
+@pytest.mark.parametrize("tree", [(2, SIZE)], indirect=True)
+def test_what_children_have_of_their_own_counts_in_full(tree):
+    assert tree_memory_bytes(resident_bytes(processes(tree))) > 3 * SIZE
+    assert TreeMemory().beyond(processes(tree), 2.5 * SIZE) is not None
+
+
+@pytest.mark.parametrize(("reported", "sampled", "expected"), [(100.0, 250.0, 250.0), (100.0, 90.0, 100.0)])
+def test_the_cpu_peak_holds_what_the_trial_started(reported, sampled, expected):
+    columns, _ = label_run(course(reported, sampled))
+    assert columns["peak_memory_mib"] == expected
+
+
+def course(reported, sampled):
+    return Observed(
+        samples=[("process", Sample(5, {"rss_mib": sampled}))],
+        values={"peak_memory_mib": reported},
+        status="ok",
+        oom_kind=None,
+        backend="cpu",
+        t0_ns=0,
+        warmup_ns=None,
+        window_ns=None,
+        window_end_ns=None,
+        period_s=0.1,
+    )

@@ -7,13 +7,11 @@ import threading
 import time
 
 import pytest
-from recorded_nvml import A100_UUID, RecordedNvml
+from recorded_nvml import A100_UUID
 
 from conf.errors import UsageError
 from warehouse.tables.schema import METRICS, TELEMETRY_SCHEMA
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
-from workers.telemetry.nvml import NvmlSensor
-from workers.telemetry.process import ProcessSensor
 from workers.telemetry.sampler import (
     TelemetrySampler,
     TelemetrySettings,
@@ -98,15 +96,6 @@ def test_sensor_that_ends_mid_trial_is_reported_once_and_the_others_go_on():
     assert sum(name == "nvml" for name, _ in samples) == 1
 
 
-def test_sensor_that_cannot_watch_is_reported_and_not_made(monkeypatch):
-    def refuse(settings, target):
-        raise SensorUnavailable("no exporter")
-
-    monkeypatch.setattr(Scripted, "create", staticmethod(refuse))
-    monkeypatch.setattr("workers.telemetry.sampler.SENSORS", {"dcgm": f"{__name__}:Scripted"})
-    assert make_sensors(TelemetrySettings(sources=("dcgm",)), TARGET) == ((), {"dcgm": "no exporter"})
-
-
 def test_slow_sensor_does_not_hold_up_the_others():
     release = threading.Event()
 
@@ -150,17 +139,6 @@ def test_a_source_that_lags_is_read_on_until_it_has_spoken_of_the_windows_end():
     assert stopped_at(sensor, until_ms=-50)[:5] == [-400, -300, -200, -100, 0]
 
 
-def test_a_lagging_source_reads_on_while_the_trial_may_end():
-    sensor, quick = Lagging([-400, -300, -200, -100, 0, 100], 100), Scripted("nvml", reading, nth=1)
-    sensor.period_s, quick.period_s = 0.002, 3600.0
-    sampler = started(sensor, quick)
-    sampler.wind_up(sensor._base_ns - 50_000_000)
-    assert quick.calls == 2 and quick.closed == 0, "read a last time, at once"
-    samples = sampler.stop()
-    assert max(sample.t_ns for name, sample in samples if name == "dcgm") >= sensor._base_ns - 50_000_000
-    assert quick.calls == 2 and quick.closed == 1
-
-
 @pytest.mark.parametrize(
     ("time_ms", "interval_ms", "until_ms"), [(-10_000, 30_000, 0), (0, 100, None)], ids=["too slow", "no window"]
 )
@@ -180,16 +158,6 @@ def test_new_samples_are_given_once_and_stop_gives_them_all():
     assert [sample.t_ns for _, sample in first + second] == list(range(1, 1 + len(first) + len(second)))
     assert first and sampler.stop()[: len(first)] == first
     assert sampler.new_samples() == []
-
-
-def test_metric_that_a_device_lacks_is_reported_by_name():
-    nvml = RecordedNvml()
-    nvml.answers[0]["nvmlDeviceGetTotalEnergyConsumption"] = {"error": 3}
-    sampler = started(NvmlSensor(TARGET, nvml), ProcessSensor(TARGET))
-    samples = sampler.stop()
-    assert {name for name, _ in samples} == {"nvml", "process"}
-    assert sampler.missing == {"nvml.energy_j": "not supported by this device"}
-    assert nvml.initialised == 0
 
 
 def test_factory_makes_what_works_here_and_says_why_the_rest_does_not():
@@ -253,11 +221,6 @@ def test_table_has_phases_units_and_nulls():
 def test_phase_of_a_trial_that_died_early_is_the_last_it_reached(marks, phases):
     samples = [("nvml", Sample(t_ns, {"power_w": 1.0})) for t_ns in (10, 20, 30)]
     assert to_table("run", samples, 0, *marks)["phase"].to_pylist() == phases
-
-
-def test_no_samples_make_an_empty_table_of_the_same_schema():
-    table = to_table("run", [], 0, None, None, None)
-    assert table.num_rows == 0 and table.schema.equals(TELEMETRY_SCHEMA)
 
 
 @pytest.fixture
