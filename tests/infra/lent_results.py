@@ -29,18 +29,15 @@ CONTEXT_MIB = 200.0  # by which the planted context is larger than assumed
 SHIFTS: Mapping[str, float] = {"step_time_ms": 1.5, "smact": 0.8, "smocc": 1.0, "drama": 1.1, "power_w": 1.05}
 
 
-def planted_work(
-    work: Path, configs: Sequence[TrialConfig], *, noise: float = 0.0, histories: Mapping[str, Mapping] | None = None
-) -> Path:
+def planted_work(work: Path, configs: Sequence[TrialConfig], *, histories: Mapping[str, Mapping] | None = None) -> Path:
     """Return a work folder with every kind of result, as a GPU with another context and slower kernels leaves it."""
     data = DataFolder.resolve(work / "data").create()
-    rng = np.random.default_rng(0)
     estimates = [
         estimate(config, device=DEVICE, estimator="trace", loop="resident", known="none") for config in configs
     ]
 
     def moved(values: Sequence[float], factor: float) -> np.ndarray:
-        return np.array(values) * factor * np.exp(noise * rng.standard_normal(len(values)))
+        return np.array(values) * factor
 
     allocated = moved([one.allocated_mib for one in estimates], 1.0)
     reserved = allocated + [one.reserved_mib - one.allocated_mib for one in estimates]

@@ -1,12 +1,15 @@
 """Recorded histories beside our trace: each planted difference gets its verdict, and names the blocks."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
-from planted_histories import CNN, planted_history
 
 from conf.errors import UsageError
 from infra.offline.block_comparison import compare_blocks
+from infra.offline.probe_sections import comparisons_of, histories
+from tests.infra.lent_results import plant
+from tests.planted_histories import CNN, planted_history
 
 MIB = 2**20
 
@@ -31,19 +34,6 @@ def test_larger_workspaces_are_found_and_named():
     assert traced.where.startswith("workspace conv_backward_")
     assert traced.is_workspace and larger.gap_bytes["workspaces"] == 2 * traced.nbytes
     assert "workspaces or other short-lived blocks that only one side has" in larger.sentence
-
-
-def test_traced_workspaces_are_those_that_libraries_take_and_are_named_by_their_call():
-    def hold_no_memory_of_their_own(requests):
-        requests[:] = [request for request in requests if request[0] == "mark"]
-
-    empty = compare_blocks(planted_history(change=hold_no_memory_of_their_own))
-    named = {(" ".join(block.where.split()[:2]), block.is_workspace) for block in empty.in_step.only_traced}
-    assert {("workspace conv_backward_weight", True), ("workspace conv_backward_data", True)} <= named
-    assert {kind.split()[0] for kind, is_workspace in named if is_workspace} == {"workspace"}
-    assert any(kind.startswith("temporary") for kind, _ in named)
-    kept = [block for block in empty.at_peak.only_traced if block.where.startswith("workspace cublas")]
-    assert kept and all(block.is_workspace for block in kept)
 
 
 def test_a_job_whose_trace_does_not_fit_is_refused():
@@ -89,28 +79,16 @@ def swap(requests):
     requests[pair[0]], requests[pair[1]] = requests[pair[1]], requests[pair[0]]
 
 
-def test_the_same_requests_in_the_same_order_may_be_released_or_placed_differently():
-    other = compare_blocks(planted_history(change=cache_more))
-    assert other.verdict == "order" and other.first_reordered is None
-    assert other.sentence.endswith("the same blocks in the same order, so their release or placement differs.")
-
-
 def test_the_same_requests_in_another_order_are_named_by_their_place():
+    same = compare_blocks(planted_history(change=cache_more))
+    assert same.verdict == "order" and same.first_reordered is None
     other = compare_blocks(planted_history(change=lambda requests: (cache_more(requests), swap(requests))))
     assert other.verdict == "order" and other.first_reordered is not None
     place = f"request {other.first_reordered} of the recorded step is the first in another order"
     assert other.sentence.endswith(f"both sides request the same blocks; {place}.")
 
 
-def test_a_history_with_a_freed_block_without_its_request_is_refused():
-    history = planted_history()
-    freed = {"action": "free_completed", "size": 512, "addr": 1, "stream": 0}
-    history["trace"].append(freed)
-    with pytest.raises(UsageError, match="history 'planted' is incomplete: 1 freed block has no recorded request"):
-        compare_blocks(history)
-
-
-@pytest.mark.parametrize("marks", [[], [5], [9, 3], [0, 10**9]])
+@pytest.mark.parametrize("marks", [[], [9, 3], [0, 10**9]])
 def test_marks_that_are_no_steps_are_refused(marks):
     with pytest.raises(UsageError, match="marks must rise"):
         compare_blocks({**planted_history(), "marks": marks})
@@ -119,3 +97,40 @@ def test_marks_that_are_no_steps_are_refused(marks):
 def test_a_gpu_without_a_description_is_asked_for():
     with pytest.raises(UsageError, match="no device description matches the GPU"):
         compare_blocks({**planted_history(), "device_name": "NVIDIA Nothing 9000"})
+
+
+# ---- the page's section
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "probes" / "histories"
+    folder.mkdir(parents=True)
+    plant(folder, "good", [planted_history()])
+    return folder
+
+
+def test_a_history_that_cannot_be_compared_costs_itself_alone(folder, tmp_path):
+    history = planted_history()
+    plant(folder, "odd", [{**history, "config": [1]}])
+    plant(folder, "cut", [{**history, "trace": history["trace"][-1:]}])
+    compared, failed = comparisons_of(tmp_path)
+    assert [(one.name, one.verdict) for one in compared] == [("good", "none")]
+    assert failed.keys() == {"odd", "cut"} and failed["cut"].startswith("history 'cut'")
+
+
+def test_a_job_without_a_history_and_a_damaged_file_have_their_reasons_and_cost_no_comparison(folder, tmp_path):
+    plant(folder, "out", [], "CUDA out of memory")
+    plant(folder, "former", [{"trace": []}])
+    (folder / "torn.json.xz").write_bytes(b"no xz")
+    compared, failed = comparisons_of(tmp_path)
+    assert len(compared) == 1 and failed["out"] == "CUDA out of memory"
+    assert failed["former"].startswith("history former is incomplete: missing config, conf")
+    assert failed["torn"].startswith("torn.json.xz cannot be read")
+
+
+def test_a_recording_that_was_cut_off_is_compared_and_says_why(tmp_path):
+    plant(tmp_path / "probes" / "histories", "short", [planted_history()], cut_off="it took more than 60 s")
+    compared, failed = comparisons_of(tmp_path)
+    assert not failed and [one.cut_off for one in compared] == ["it took more than 60 s"]
+    assert "Recorded in part: it took more than 60 s." in str([*histories(SimpleNamespace(work=tmp_path))])

@@ -4,7 +4,6 @@ import pytest
 
 from conf.errors import UsageError
 from farm.queue.jobs import Queue
-from featurize.configs.space import space_of_mapping
 from featurize.families import family_names
 from infra import collect
 from tests.warehouse.warehouse_rows import ask
@@ -55,38 +54,12 @@ def test_every_family_has_its_jobs_with_every_training_setting_sampled(tmp_path,
     assert len(jobs["pairs"].batch_sizes) > 1
 
 
-def test_pairs_span_the_batch_sizes_of_a_space():
-    def sizes(batch_size):
-        return collect.pair_sizes(space_of_mapping({"family": "mlp", "space": {"batch_size": batch_size}}))
-
-    assert sizes({"low": 4, "high": 256}) == (4, 16, 64, 256)
-    assert sizes([8, 512]) == (8, 32, 128, 512)
-    assert sizes(32) == (8, 16, 32, 64)
-
-
-def test_rounds_begin_small_and_end_with_all():
-    assert list(collect.rounds(25)) == [1, 2, 10, 20, 25]
-    assert list(collect.rounds(2)) == [1, 2]
-
-
 def test_the_first_round_is_one_run_of_each_family(tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "work", lambda *arguments, **keys: 0)
     made = settings(tmp_path, families=["mlp", "cnn"], n=10)
     assert not collect.collect(made, lambda line: None)
     with Queue.open(DataFolder.resolve(made.data).queue) as queue:
         assert sorted(job.family for job in queue.jobs()) == ["cnn", "mlp"] and queue.pending() == 2
-
-
-def test_a_family_is_composed_once_for_all_its_jobs(tmp_path, monkeypatch):
-    composed = []
-    load = collect.load_settings
-    monkeypatch.setattr(collect, "load_settings", lambda *arguments: composed.append(0) or load(*arguments))
-    of_whole_card, of_half, _, of_pairs = collect.jobs_of("mlp", settings(tmp_path, seed=3)).values()
-    assert len(composed) == 1
-    again = ["device=simulated", "cluster=inline", "trial.timeout_s=120", *collect._vary("mlp", "simulated")]
-    assert of_whole_card == collect._submission("+arch=mlp", "n=1", "seed=12", *again)
-    assert of_half == collect._submission("+arch=mlp", "n=1", "seed=13", *again, "device.memory_fraction=0.5")
-    assert of_pairs == collect._submission("+arch=mlp", "n=1", "seed=15", *again, "batch_sizes=[4,25,161,1024]")
 
 
 def test_what_no_gpu_measured_does_not_go_into_the_project_s_data_set(tmp_path):
@@ -110,12 +83,3 @@ def test_kernels_pairs_ranks_and_power_have_submissions_of_their_own(tmp_path):
     assert list(submitted("pairs", device="cpu")) == ["time_slicing"]
     with pytest.raises(UsageError, match="unknown measure 'runz'; known: kernels, pairs"):
         settings(tmp_path, measure="runz")
-
-
-def test_an_optimizer_that_cannot_run_here_is_not_sampled(monkeypatch):
-    monkeypatch.setattr(collect.importlib.util, "find_spec", lambda package: None)
-    assert not {"adamw_8bit", "transformers_adafactor"} & set(collect.optimizers_here("cuda"))
-    monkeypatch.undo()
-    on_cpu = collect.optimizers_here("cpu")
-    assert {"adam", "lion"} <= set(on_cpu) and "paged_adamw" not in on_cpu
-    assert "paged_adamw" in collect.optimizers_here("simulated")

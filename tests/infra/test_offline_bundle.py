@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem
 from infra import collect
 from infra.offline import bundle as bundles
 from infra.offline import launch, page, steps
@@ -153,6 +153,7 @@ def test_every_part_is_under_the_limit_and_the_first_holds_all_but_ray(parts):
     }
     assert archives["ray"]["packages"].keys() == {"ray", "msgpack"}
     assert any("/part-2: ray: 3.0 MiB" in line for line in table)
+    assert "present= has what nothing here requires: nunpy" in table
 
 
 def test_installed_without_network_a_step_runs_on_what_the_parts_brought(parts, machine, tmp_path):
@@ -212,7 +213,6 @@ def test_an_install_killed_in_the_middle_starts_again_and_the_target_is_whole_or
     [
         ({"machine": "riscv64"}, "the bundle is for Linux on riscv64; this is Linux on "),
         ({"python": "3.99"}, "the bundle is for CPython 3.99; this is cpython "),
-        ({"glibc": "9.99"}, "the wheels need glibc 9.99 or newer; this machine has glibc "),
         ({"torch": "3.0"}, "torch 2.99.0+cu130 is too old; 3.0 or newer is needed"),
         (
             {"expects": ["jinja2", "no-such-thing"]},
@@ -252,15 +252,6 @@ def test_a_python_without_torch_or_lzma_is_refused(parts, machine, tmp_path, mod
     assert words in refusal(done) and not (tmp_path / "target").exists()
 
 
-def test_a_later_call_with_another_python_is_refused(parts, machine, tmp_path):
-    part, target = parts[0] / "part-1", tmp_path / "target"
-    assert offline(part, "install", f"target={target}", env=machine()).returncode == 0
-    without_torch = {**os.environ, "PYTHONPATH": ""}
-    command = [sys.executable, "-S", part / "offline.py", "test", f"target={target}"]
-    line = refusal(subprocess.run(command, capture_output=True, text=True, env=without_torch))
-    assert "has no torch; start offline.py with the Python that has it" in line
-
-
 def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, machine, tmp_path):
     folder, _ = parts
     target = tmp_path / "target"
@@ -283,15 +274,9 @@ def test_a_missing_or_torn_archive_is_refused_and_nothing_copied(parts, machine,
     "arguments, expected",
     [
         (["colect"], "unknown step 'colect'; known: install, test, calibrate,"),
-        (["test,install"], "unknown step 'install'"),
-        (["collect", "minutes"], "'minutes' is not KEY=VALUE"),
-        (["collect", "minutes=1", "minutes=2"], "minutes= is given twice"),
-        (["collect", "previous=results"], "put the files that came back into the folder of results="),
         (["install", "minutes=1"], "unknown argument 'minutes'; valid are target=DIR, parts=DIR,DIR"),
         (["install", "parts=/nowhere"], "/nowhere is not part of an offline bundle"),
         (["install", f"target={Path(__file__).parent}"], "is not empty and holds no install"),
-        (["install", f"target={__file__}"], "cannot be used as target"),
-        (["install", "target=/proc/target"], "/proc has 0 MiB free"),
     ],
 )
 def test_bad_input_of_the_script_is_one_line(parts, machine, arguments, expected):
@@ -343,52 +328,8 @@ def test_a_command_of_no_table_explains_itself_and_its_keys(program, key, capsys
     assert first == program.__doc__.splitlines()[0] and any(line.startswith(f"  {key}") for line in lines)
 
 
-def test_make_offline_runs_it_as_a_program():
-    command = [sys.executable, "-m", "infra.offline.bundle", "python=python3"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=bundles.ROOT)
-    assert "python= must be the machine's release of Python, as 3.12, got 'python3'" in refusal(done)
-
-
 def test_the_script_knows_the_steps_of_the_plan():
     assert tuple(steps.STEPS) == launch.STEPS
-
-
-def test_without_an_index_it_says_so_at_once(index, tmp_path, monkeypatch):
-    monkeypatch.delenv("PIP_NO_INDEX")
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "1")
-    with pytest.raises(EnvironmentProblem, match="pip reaches no index"):
-        needed_wheels([Requirement("lightgbm")], PYTHON, {}, {}, tmp_path)
-
-
-def test_a_part_too_small_for_what_every_step_needs_is_refused_before_ray_is_compressed(tmp_path, monkeypatch):
-    compressed = []
-
-    def wheel(requirements, python, on_machine, wheels, folder):
-        wheels[requirements[0].name] = folder
-        return set()
-
-    def archive(name, wheels, source, part):
-        compressed.append(name)
-        part.mkdir(parents=True, exist_ok=True)
-        return bundles.Archive(part=part.name, bytes=5 << 20, sha256="", unpacked_bytes=9 << 20, packages={})
-
-    monkeypatch.setattr(bundles, "needed_wheels", wheel)
-    monkeypatch.setattr(bundles, "_archive", archive)
-    out = tmp_path / "offline"
-    for mib, names in ((5, ["core"]), (6, ["core", "numpy"])):
-        compressed.clear()
-        with pytest.raises(UsageError, match=f"mib={mib} is too small: part-1 takes"):
-            bundles.bundle(BundleSettings(python=PYTHON, mib=mib, out=str(out)))
-        assert compressed == names
-    bundles.bundle(BundleSettings(python=PYTHON, mib=11, out=str(out)))
-    assert compressed[-1] == "ray"
-
-
-def test_names_in_present_that_nothing_requires_are_printed(parts):
-    assert "present= has what nothing here requires: nunpy" in parts[1]
 
 
 def test_a_wheel_that_is_missing_for_the_machine_is_named(index, tmp_path):

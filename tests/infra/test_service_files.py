@@ -151,39 +151,12 @@ def test_dashboard_and_alerts_ask_only_for_metrics_that_are_served(tmp_path):
     assert asked and not {name for name in asked if name not in served | fields}
 
 
-def test_the_dashboard_s_panels_do_not_overlap_and_its_source_is_the_provisioned_one():
-    dashboard = json.loads((INFRA / "grafana/dashboards/gpufarm.json").read_text())
-    (source,) = yaml.safe_load((INFRA / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
-    cells, ids = set(), [panel["id"] for panel in dashboard["panels"]]
-    assert len(ids) == len(set(ids))
-    for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        covered = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not covered & cells and place["x"] + place["w"] <= 24
-        cells |= covered
-        assert panel["type"] in ("row", "text") or panel["datasource"]["uid"] == source["uid"]
-
-
 def test_prometheus_takes_the_configuration_and_the_alerts_fire_when_they_should():
     tool("promtool")
     checked = run("promtool", "check", "config", INFRA / "prometheus/prometheus.yml")
     assert checked.returncode == 0, checked.stderr
     tested = run("promtool", "test", "rules", INFRA / "prometheus/rules.test.yml")
     assert tested.returncode == 0, tested.stdout + tested.stderr
-
-
-def test_prometheus_lints_no_metric(tmp_path):
-    tool("promtool")
-    from prometheus_client import generate_latest
-
-    metrics = FarmMetrics(DataFolder.resolve(tmp_path / "data").create().queue, Pulse())
-    scraped = generate_latest(metrics.registry)
-    done = subprocess.run(["promtool", "check", "metrics"], input=scraped, capture_output=True)
-    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 # Containers and clusters
@@ -199,17 +172,13 @@ def test_the_services_reach_each_other_where_they_listen():
     assert {target.partition(":")[0] for target in targets} <= set(services)
     assert "metrics.port=9108" in (INFRA / "container/start.sh").read_text()
     command = serve["services"]["serve"]["command"]
-    assert command[:3] == ["python", "-m", "farm.serve"] and "open_metrics=true" in command
+    assert command[:3] == ["python", "-m", "farm.serve"]
     settings = load_config("serve", command[3:])
     assert settings.port == 8350 and set(serve["secrets"]) == {settings.token_file.removeprefix("/run/secrets/")}
     published = [
         port for service in [*compose["services"].values(), *serve["services"].values()] for port in service["ports"]
     ]
     assert published and all(port.startswith("127.0.0.1:") for port in published)
-    folder = INFRA / "container"
-    volumes = [volume for service in compose["services"].values() for volume in service.get("volumes", ())]
-    own = [folder / volume.partition(":")[0] for volume in volumes if volume.startswith(".")]
-    assert own and [path for path in own if not path.exists()] == []
 
 
 def test_the_image_copies_folders_that_exist_and_starts_a_command_that_exists():
@@ -222,15 +191,10 @@ def test_the_image_copies_folders_that_exist_and_starts_a_command_that_exists():
     assert log.format == "json" and metrics.address == "0.0.0.0"
 
 
-@pytest.mark.parametrize("arguments", [(), ("worker",), ("other",)])
-def test_a_node_is_not_started_without_being_told_what_it_is(arguments):
-    done = run(INFRA / "cluster/node.sh", *arguments)
-    assert done.returncode == 2 and "node.sh" in done.stderr
-
-
-def test_a_node_is_not_started_without_a_token(tmp_path):
-    done = run(INFRA / "cluster/node.sh", "head", HOME=str(tmp_path), RAY_AUTH_TOKEN="")
-    assert done.returncode == 2 and "token" in done.stderr
+@pytest.mark.parametrize(("arguments", "word"), [((), "node.sh"), (("worker",), "node.sh"), (("head",), "token")])
+def test_a_node_is_not_started_without_being_told_what_it_is_and_a_token(tmp_path, arguments, word):
+    done = run(INFRA / "cluster/node.sh", *arguments, HOME=str(tmp_path), RAY_AUTH_TOKEN="")
+    assert done.returncode == 2 and word in done.stderr
 
 
 @pytest.mark.parametrize("script", sorted(INFRA.rglob("*.sh")), ids=lambda path: path.name)

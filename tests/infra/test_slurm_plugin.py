@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import subprocess
 import time
 from pathlib import Path
 
@@ -14,7 +10,6 @@ import lupa.lua53
 import pytest
 
 from farm import slurm as slurm_daemon
-from tests.surroundings import await_
 
 PLUGIN = Path(__file__).resolve().parents[2] / "infra" / "slurm" / "job_submit.lua"
 KNOWN, TOO_LARGE, UNKNOWN = '{"config": 1}', '{"config": 2}', '{"config": 3}'
@@ -59,13 +54,11 @@ def plugin(request, tmp_path, monkeypatch):
     return make
 
 
-def test_what_the_user_left_open_is_filled_in(plugin):
+def test_what_the_user_left_open_is_filled_in_and_what_he_gave_stays(plugin):
     code, job = plugin().submit(script=script(KNOWN))
     assert code == OK
     assert (job["gres"], job["features"], job["comment"]) == ("gres:gpu:2", "a100|l4", "gpufarm: 711 MiB")
 
-
-def test_what_the_user_gave_stays(plugin):
     code, job = plugin().submit(script=script(KNOWN), gres="gres:gpu:4", features="v100", comment="mine")
     assert (code, job["gres"], job["features"], job["comment"]) == (OK, "gres:gpu:4", "v100", "mine")
 
@@ -137,12 +130,6 @@ def test_no_script_holds_slurmctld_up(plugin, text):
     assert time.process_time() - began_s < 1.0
 
 
-def test_a_directive_stands_near_the_top_of_the_script(plugin):
-    filled = plugin().submit(script="#\n" * 10_000 + script(KNOWN))[1]
-    late = plugin().submit(script="#\n" * 40_000 + script(KNOWN))[1]
-    assert filled["gres"] == "gres:gpu:2" and "gres" not in late
-
-
 @pytest.mark.parametrize(
     "directive",
     ['{"a": "\u2028\x85\u00a0"}'.encode(), b'{"a": "caf\xe9"}', b"\xff", b"\xc2\xa0", b"x" * 8192],
@@ -160,82 +147,3 @@ def test_the_daemon_reads_the_key_that_the_plugin_notes_and_the_plugin_finds_its
 
 
 # ---- a real slurmctld
-
-needs_slurm = pytest.mark.skipif(
-    not shutil.which("slurmctld") or not shutil.which("munged") or os.geteuid() != 0,
-    reason="Debian's slurmctld and munge are not installed, or this is not root",
-)
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    """A slurmctld with the plugin and two nodes that never answer: jobs are accepted and wait."""
-    place = tmp_path / "slurm"
-    (place / "state").mkdir(parents=True)
-    shutil.copy(PLUGIN, place / "job_submit.lua")
-    key, munge = place / "munge.key", place / "munge.socket"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o600)
-    (place / "gres.conf").write_text("Name=gpu Count=4\n")
-    (place / "slurm.conf").write_text(
-        f"""ClusterName=test
-SlurmctldHost=localhost
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={munge}
-StateSaveLocation={place}/state
-SlurmctldPidFile={place}/slurmctld.pid
-SlurmctldPort={free_port()}
-SelectType=select/cons_tres
-GresTypes=gpu
-JobSubmitPlugins=lua
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-NodeName=gpu1 NodeAddr=localhost CPUs=8 RealMemory=1000 Gres=gpu:4 Feature=a100 State=UNKNOWN
-NodeName=gpu2 NodeAddr=localhost CPUs=8 RealMemory=1000 Gres=gpu:4 Feature=l4 State=UNKNOWN
-PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-    )
-    (place / "table.tsv").write_text(f"gpufarm-slurm 1 first\n{ROWS}")
-    monkeypatch.setenv("SLURM_CONF", str(place / "slurm.conf"))
-    monkeypatch.setenv("GPUFARM_SLURM_TABLE", str(place / "table.tsv"))
-    files = [f"--key-file={key}", f"--socket={munge}", f"--pid-file={place}/munge.pid", f"--log-file={place}/munge.log"]
-    files += [f"--seed-file={place}/munge.seed"]
-    processes = [
-        subprocess.Popen(["munged", "--foreground", "--force", *files]),
-        subprocess.Popen(["slurmctld", "-D"], stdout=(place / "log").open("w"), stderr=subprocess.STDOUT),
-    ]
-    try:
-
-        def is_up():
-            assert processes[-1].poll() is None, (place / "log").read_text()
-            return "is UP" in subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout
-
-        await_(is_up, "Slurm's controller")
-        yield place
-    finally:
-        for process in reversed(processes):
-            process.kill()
-            process.wait()
-
-
-@needs_slurm
-def test_a_real_slurmctld_takes_what_the_plugin_fills_in(slurm):
-    def submitted(directive: str, *options: str) -> str:
-        (slurm / "job.sh").write_text(script(directive))
-        command = ["sbatch", "--parsable", *options, str(slurm / "job.sh")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        command = ["scontrol", "show", "job", done.stdout.strip()]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    filled = submitted(KNOWN)
-    assert "TresPerNode=gres:gpu:2" in filled and "Features=a100|l4" in filled and "Comment=gpufarm: 711 MiB" in filled
-    given = submitted(KNOWN, "--gres=gpu:1", "--constraint=l4", "--comment=mine")
-    assert "TresPerNode=gres:gpu:1" in given and "Features=l4" in given and "Comment=mine" in given
-    assert "Comment" not in submitted(UNKNOWN) and (slurm / "table.tsv.wanted").read_text() == f"{UNKNOWN}\n"
