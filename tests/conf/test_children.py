@@ -1,22 +1,19 @@
 """A child process and everything below it: ended at its end, at its limits, and when its caller is gone."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 
-from conf.children import containment, running
+from conf.children import running
 from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ChildRunner, ChildServer, ServerLost
+from conf.children.running import ChildRunner
 from conf.errors import EnvironmentProblem
-from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_, await_note
+from tests.surroundings import ENDS_WITHIN_S, await_note
 
 GIB = 2**30
 WAIT = "import signal; signal.pause()"
@@ -108,36 +105,6 @@ def test_a_folder_that_may_not_be_written_to_is_deleted_and_a_link_is_not_follow
     assert (tmp_path / "kept").exists()
 
 
-def test_a_folder_is_deleted_that_is_nested_more_deeply_than_files_may_be_open(base):
-    code = (
-        "import os, resource, sys\nresource.prlimit(int(sys.argv[1]), resource.RLIMIT_NOFILE, (40, 40))\n"
-        "os.chdir(os.environ['TMPDIR'])\nfor _ in range(80):\n    os.mkdir('d')\n    os.chdir('d')\n"
-    )
-    with contextlib.closing(running.local_server("")) as server:
-        (base / "program.py").write_text(code)
-        program = [str(base / "program.py"), str(server.pid)]
-        for _ in range(2):
-            assert server.start("conf.children.keeper:run_program", program, has_folder=True).wait().code == 0
-    (base / "program.py").unlink()
-
-
-@pytest.mark.parametrize(
-    ("inside", "mounts", "group"),
-    [
-        ("/a/b", "1 2 0:3 / /sys/fs/cgroup rw - cgroup2 none rw", "/sys/fs/cgroup/a/b"),
-        ("/a/b", "1 2 0:3 /a /sys/fs/cgroup rw - cgroup2 none rw", "/sys/fs/cgroup/b"),
-        ("/a", "1 2 0:3 /a/b /elsewhere rw - cgroup2 none rw\n4 2 0:5 /a /cg rw - cgroup2 none rw", "/cg"),
-        ("/a", "1 2 0:3 / /sys/fs/cgroup/memory rw - cgroup none rw", None),
-    ],
-)
-def test_the_control_group_is_found_where_it_is_mounted(monkeypatch, tmp_path, inside, mounts, group):
-    (tmp_path / "cgroup").write_text(f"4:memory:/x\n0::{inside}\n")
-    (tmp_path / "mountinfo").write_bytes(b"1 2 0:3 / /mnt/\xff rw - ext4 none rw\n" + mounts.encode() + b"\n")
-    own = {f"/proc/self/{name}": tmp_path / name for name in ("cgroup", "mountinfo")}
-    monkeypatch.setattr(containment, "open", lambda path, **how: own[path].open(**how), raising=False)
-    assert containment._own_group() == (None if group is None else Path(group))
-
-
 def test_other_children_of_the_caller_are_left_alone(base):
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(len(sys.stdin.read()))"], stdin=-1) as other:
         assert run("print('here')").output == "here\n"
@@ -163,45 +130,6 @@ def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too_and_leaves_no_d
     with pytest.raises(EnvironmentProblem, match="a child process was lost: its keeper was killed"):
         run(DAEMON + "import signal; os.kill(os.getppid(), signal.SIGKILL)", tmp_path / "daemon")
     assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))
-
-
-@pytest.mark.parametrize(("end", "code"), [(4, 4), (-1, 255), (2**40, 0), (None, 0), ("why", 1)])
-def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
-    with contextlib.closing(running.local_server("")) as server:
-        ended = server.start("sys:exit", end).wait()
-    assert (ended.code, ended.output) == (code, "why\n" if end == "why" else "")
-
-
-def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
-    (tmp_path / "answering.py").write_text(
-        "import socket\ndef early(_, channel):\n    with socket.socket(fileno=channel) as ours:\n"
-        "        ours.recv(1, socket.MSG_PEEK)\n        ours.sendall(b'done')\n"
-    )
-    with contextlib.closing(running.local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)})) as server:
-        written, ended = server.ask("answering:early", None, b"question")
-    assert (written, ended.code) == (b"done", 0)
-
-
-def test_output_that_is_shown_goes_to_standard_error(base, capfd):
-    with ChildRunner() as child:
-        program = child.folder / "program.py"
-        program.write_text("print('from the script')")
-        child.run([str(program)], time_limit_s=60.0, memory_limit_bytes=4 * GIB, shows_output=True)
-    shown = capfd.readouterr()
-    assert shown.out == "" and "from the script" in shown.err
-
-
-def test_a_process_forked_from_the_caller_does_not_keep_the_server(base):
-    with ChildRunner() as child:
-        folder = child.folder
-        ready, go = os.pipe()
-        forked = os.fork()
-        if not forked:
-            os.read(ready, 1)
-            os._exit(0)
-    assert not folder.exists()
-    os.write(go, b".")
-    assert os.waitpid(forked, 0)[1] == 0
 
 
 def test_a_caller_that_is_killed_ends_the_server_although_a_fork_of_it_lives_on(base, tmp_path):
@@ -234,24 +162,3 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
     )
     with pytest.raises(EnvironmentProblem, match="no process can be started: Resource temporarily unavailable"):
         run("pass", environment={**os.environ, "PYTHONPATH": str(site)})
-
-
-def test_a_server_that_is_interrupted_while_it_imports_is_told_in_one_line():
-    command = [sys.executable, str(running._ROOT / "conf/children/__main__.py"), "_thread:interrupt_main", ""]
-    server = ChildServer(command, keeps_output=True)
-    with contextlib.closing(server), pytest.raises(ServerLost) as lost:
-        server.hello()
-    assert str(lost.value) == "the server of child processes died"
-
-
-def test_a_server_is_closed_while_another_thread_waits_for_its_hello(tmp_path, monkeypatch):
-    (tmp_path / "endless.py").write_text("import signal\n\ndef prepare():\n    signal.pause()\n")
-    monkeypatch.setattr(running, "_CLOSE_TIMEOUT_S", 2 * PATIENCE_S)
-    server = running.local_server("endless:prepare", {**os.environ, "PYTHONPATH": str(tmp_path)})
-    with ThreadPoolExecutor(1) as threads:
-        hello = threads.submit(server.hello)
-        await_(hello.running, "the other thread")
-        server.close()
-        with pytest.raises(ServerLost):
-            hello.result()
-    assert not server.lives()

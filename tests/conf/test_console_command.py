@@ -1,29 +1,21 @@
 """The command `gpufarm`, and folders of the user's whose files have names of our packages."""
 
-import ast
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 import tomllib
-import typing
 from pathlib import Path
 
 import pytest
 
 from conf.cli import own_packages
-from conf.cli.commands import COMMANDS, description, settings_class, summary
+from conf.cli.commands import COMMANDS, description, summary
 from gpufarm.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "infra")])  # of a checkout that is not installed
 HOSTILE = "a'; echo foo"
-
-
-@pytest.fixture(autouse=True)
-def at_home(monkeypatch):
-    monkeypatch.chdir(ROOT)  # where `put_working_folder_last` leaves this process alone
 
 
 def python(*arguments, cwd, code=0, **environment):
@@ -45,20 +37,6 @@ def shadow(folder, name):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("raise RuntimeError('a file of the user has run')\n")
     return path
-
-
-# Where the command's module has no entry.
-BODIES = {name: f"learn.commands.{name}:entry" for name in ("estimate", "plan", "fit")}
-BODIES["admit"] = "learn.commands.sharing:admit_entry"
-
-
-def test_the_table_names_every_documented_command_and_its_module():
-    for name, module in COMMANDS.items():
-        entry = pkgutil.resolve_name(BODIES.get(name, f"{module}:entry"))
-        assert next(iter(typing.get_type_hints(entry).values())) is settings_class(name)
-        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        assert any(getattr(call.func, "id", "") == "command" for call in calls), module
 
 
 def test_the_installed_script_is_this_command():
@@ -85,14 +63,6 @@ def test_an_unknown_command_is_one_line_with_a_near_name_and_all_names(typed, ne
     assert f"unknown command {typed!r}; near name: {near}" in line and ", ".join(COMMANDS) in line
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_says_both_spellings(name):
-    from conf.cli.command_line import help_text
-
-    assert f"`gpufarm {name}` and `python -m {COMMANDS[name]}` are the same command." in help_text(name)
-    assert description(name)[0] == summary(name)
-
-
 @pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("name", "module"),
@@ -112,14 +82,6 @@ def test_python_m_names_the_file_that_hides_a_package_of_ours_and_runs_nothing_o
     assert f"{path} hides gpufarm's own package {name.partition('/')[0].removesuffix('.py')}" in line
     assert f"gpufarm {module.partition('.')[2]} ..." in line and "another folder" in line
     assert not done.stdout
-
-
-def test_several_such_files_are_named_together_and_control_characters_are_escaped(tmp_path):
-    folder = tmp_path / "a\nb"
-    for name in ("conf.py", "workers.py"):
-        shadow(folder, name)
-    (line,) = python("-m", "farm.status", cwd=folder, code=2).stderr.splitlines()
-    assert "a\\nb/conf.py and " in line and "hide gpufarm's own packages conf and workers" in line
 
 
 def test_folders_without_an_init_file_hide_nothing(tmp_path):
@@ -154,17 +116,6 @@ def editable(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     (folder / "sitecustomize.py").write_text(EDITABLE)
     return str(folder)
-
-
-def test_python_m_names_a_folder_without_an_init_file_where_it_hides_a_package_of_ours(tmp_path, editable):
-    folder = tmp_path / HOSTILE
-    (folder / "conf").mkdir(parents=True)
-    (folder / "conf" / "config.yaml").touch()
-    done = python("-m", "learn.estimate", "model=nets:build", cwd=folder, code=2, PYTHONPATH=editable)
-    (line,) = done.stderr.splitlines()
-    assert f"{folder / 'conf'} hides gpufarm's own package conf; run `gpufarm estimate ...` instead" in line
-    done = python("-m", "gpufarm", "status", "--help", cwd=folder, PYTHONPATH=editable)
-    assert description("status")[0] in done.stdout
 
 
 @pytest.mark.slow
@@ -208,20 +159,3 @@ def test_gpufarm_finds_its_packages_also_where_they_are_installed_as_editable(tm
     command = str(ROOT / "infra" / "gpufarm" / "__main__.py")
     done = python(command, "status", "--help", cwd=tmp_path, PYTHONPATH=editable)
     assert description("status")[0] in done.stdout
-
-
-def test_the_working_folder_is_searched_last_by_gpufarm_and_its_children(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.setenv("PYTHONSAFEPATH", "")  # so that what is set below does not stay for other tests
-    monkeypatch.delenv("PYTHONSAFEPATH")
-    own_packages.put_working_folder_last()
-    assert sys.path[-1] == str(tmp_path) and "" not in sys.path
-    assert os.environ["PYTHONSAFEPATH"] == "1"
-
-
-def test_a_checkout_of_this_project_is_searched_as_before(monkeypatch):
-    monkeypatch.setattr(sys, "path", paths := ["", *sys.path])
-    before = list(paths)
-    own_packages.put_working_folder_last()
-    assert sys.path == before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.cli import command_line as cli
-from conf.cli.commands import EXTRAS, advice_for, missing_from
+from conf.cli.commands import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -92,19 +92,12 @@ for call in (lambda: estimate({CONFIG}, estimator="xmem"), lambda: warehouse.con
     assert "page.html" in os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"), [("submit", "farm"), ("query", "warehouse"), ("fit", "cli"), ("estimate", "cli")]
-)
+@pytest.mark.parametrize(("command", "extra"), [("query", "warehouse"), ("estimate", "cli")])
 def test_a_command_without_its_libraries_is_one_line_that_names_the_extra(tmp_path, command, extra):
     done = run("from gpufarm.__main__ import main; main()", tmp_path, command)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert f"not installed: pip install 'gpufarm[{extra}]'" in line
-
-
-def test_the_list_of_commands_needs_no_extra(tmp_path):
-    done = run("from gpufarm.__main__ import main; main()", tmp_path)
-    assert done.returncode == 0 and "  estimate " in done.stdout
 
 
 def test_a_library_that_is_missing_in_the_middle_of_a_command_is_one_line(capsys):
@@ -113,14 +106,3 @@ def test_a_library_that_is_missing_in_the_middle_of_a_command_is_one_line(capsys
 
     assert cli.run("fit", entry, ["target=memory"]) == 2
     assert capsys.readouterr().err == "error: the package scikit-learn is not installed: pip install 'gpufarm[learn]'\n"
-
-
-def test_a_missing_module_of_no_extra_stays_what_it_is():
-    assert advice_for(ModuleNotFoundError("No module named 'farm.nothing'", name="farm.nothing")) is None
-    assert missing_from("farm") is None
-
-    def entry(_cfg):
-        raise ModuleNotFoundError("No module named 'nothing'", name="nothing")
-
-    with pytest.raises(ModuleNotFoundError):
-        cli.run("fit", entry, ["target=memory"])

@@ -1,7 +1,5 @@
 """Files that a user names: plain ones in one step, links followed, devices and pipes as they are, no data's own."""
 
-import contextlib
-import errno
 import importlib
 import os
 import stat
@@ -13,8 +11,7 @@ import pytest
 
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
-from conf.files import outputs
-from conf.files.outputs import checked_output, output_file, write_file, write_output
+from conf.files.outputs import checked_output, output_file, write_output
 from farm.queue.jobs import Queue
 from farm.serving.trace_store import TraceStore
 from warehouse.files.folder import DataFolder, FolderPlace
@@ -42,34 +39,12 @@ def test_a_plain_file_appears_whole_with_the_rights_of_the_one_before(place):
     assert target.read_bytes() == b"whole" and stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize("error", [OSError("no Parquet file"), OSError(errno.EIO, "Input/output error")])
-def test_an_error_that_is_not_of_writing_is_not_told_of_the_output(place, error):
-    before = str(error)
-    with pytest.raises(OSError) as raised, outputs.replacing(place / "out"):
-        raise error
-    assert str(raised.value) == before and raised.value.filename is None
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_link_is_followed_and_stays_a_link(place, depth, is_there):
-    target = place / "target"
-    if is_there:
-        target.write_bytes(b"before")
-    last = target
-    for number in range(depth):
-        link = place / f"link{number}"
-        link.symlink_to(os.path.relpath(last, place))
-        last = link
+def test_a_link_is_followed_and_stays_a_link(place):
+    target, link, last = place / "target", place / "link", place / "last"
+    link.symlink_to("target")
+    last.symlink_to("link")
     write_output(last, b"after")
     assert last.is_symlink() and target.read_bytes() == b"after" and not target.is_symlink()
-
-
-def test_links_in_a_circle_are_one_error(place):
-    (place / "a").symlink_to(place / "b")
-    (place / "b").symlink_to(place / "a")
-    with pytest.raises(UsageError, match=r"out=.* cannot be written: Too many levels of symbolic links"):
-        write_output(place / "a", b"x")
 
 
 def test_a_pipe_takes_the_bytes_and_stays_a_pipe(place):
@@ -90,7 +65,7 @@ def test_a_device_takes_the_bytes_and_stays_a_device(place):
             write_output("/dev/full", b"rows\n" * 10_000)
 
 
-@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+@pytest.mark.parametrize("name", ["/dev/fd/1", "link"])
 def test_standard_output_is_written_after_what_was_printed(place, name):
     if name == "link":
         (place / "link").symlink_to("/dev/stdout")
@@ -148,45 +123,19 @@ def test_a_data_folders_own_files_are_refused_however_they_are_named(place, whol
     (place / "hard").unlink()
 
 
-def test_a_hard_link_of_an_unknown_data_folder_leaves_that_folders_file_alone(place):
-    data = DataFolder.resolve(place / "data").create()
-    data.queue.write_bytes(b"precious")
-    os.link(data.queue, place / "hard")
-    write_output(place / "hard", b"x")
-    assert data.queue.read_bytes() == b"precious" and (place / "hard").read_bytes() == b"x"
-
-
 def test_a_users_file_beside_the_data_is_written(place):
     data = DataFolder.resolve(place / "data").create()
     write_output(data.root / "mine.csv", b"x")
     assert (data.root / "mine.csv").read_bytes() == b"x"
 
 
-@pytest.mark.parametrize(
-    ("out", "why"),
-    [
-        ("", ""),
-        ("/", "it is a folder"),
-        (".", "it is a folder"),
-        ("~", "it is a folder"),
-        ("a\0b", ""),
-        ("/none/a", ""),
-    ],
-)
+@pytest.mark.parametrize(("out", "why"), [("", ""), ("~", "it is a folder"), ("a\0b", ""), ("/none/a", "")])
 def test_what_cannot_be_a_file_is_refused_before_any_work(out, why):
     with pytest.raises(UsageError, match=f"^out=.*{why}"):
         checked_output(out)
 
 
-def test_a_reader_that_leaves_is_a_broken_pipe(place):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with contextlib.closing(os.fdopen(writing, "wb", closefd=False)), pytest.raises(BrokenPipeError):
-        write_output(f"/dev/fd/{writing}", b"x")
-    os.close(writing)
-
-
-@pytest.mark.parametrize("inside", ["", "runs", "compactions/runs/new", "models"])
+@pytest.mark.parametrize("inside", ["", "compactions/runs/new"])
 @pytest.mark.parametrize(
     ("module", "arguments"), [("warehouse.export", []), ("warehouse.publish", ["licence=CC0", "sources=[simulated]"])]
 )
@@ -200,21 +149,3 @@ def test_no_folder_of_files_is_made_within_a_data_folder(tmp_path, capsys, modul
         assert run(module.partition(".")[2], entry, [f"out={out}", f"data={data.root}", *arguments]) == 2
         assert "belongs to the data folder" in capsys.readouterr().err
     assert sorted(data.root.rglob("*")) == before
-
-
-def test_a_file_beside_a_damaged_data_folder_is_refused_or_written_without_a_traceback(place):
-    (place / "format.json").write_text("[" * 100_000)
-    write_output(place / "mine", b"x")
-    (place / "runs").mkdir()
-    with pytest.raises(UsageError, match="data folder"):
-        checked_output(place / "runs" / "mine")
-
-
-def test_a_folder_of_our_own_is_made_in_one_that_may_be_written_to_and_not_read(place, monkeypatch):
-    def sync(path):
-        if path == place:
-            raise PermissionError
-
-    monkeypatch.setattr(outputs, "sync", sync)
-    write_file(place / "own" / "file", b"content")
-    assert (place / "own" / "file").read_bytes() == b"content"

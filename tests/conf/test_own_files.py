@@ -1,9 +1,12 @@
-"""Folders and files that count only where they belong to this user alone."""
+"""Folders and files that count only where they belong to this user alone, and by what a process is known."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
+from conf.files.identity import alive, identity
 from conf.files.outputs import open_own_file, own_folder
 
 
@@ -46,9 +49,29 @@ def test_a_file_is_read_if_it_is_plain_and_private_if_only_this_user_writes_to_i
         for name, private in (("file", True), ("link", False), ("pipe", False), ("nothing", False)):
             with pytest.raises(OSError):
                 open_own_file(folder, name, private=private)
-        descriptors = os.listdir("/proc/self/fd")
-        with pytest.raises(PermissionError):
-            open_own_file(folder, "pipe")
-        assert os.listdir("/proc/self/fd") == descriptors
         os.close(open_own_file(folder, "new", os.O_WRONLY | os.O_CREAT, private=True))
         assert (place / "new").stat().st_mode & 0o777 == 0o600
+
+
+NAMES_ITSELF = (
+    r"import ctypes, sys; ctypes.CDLL(None).prctl(15, b'\xff) Z 1 \xfe'); print('up', flush=True); sys.stdin.read()"
+)
+
+
+def test_a_process_with_a_hostile_name_is_known_and_alive_until_it_ends():
+    with subprocess.Popen([sys.executable, "-c", NAMES_ITSELF], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as named:
+        assert named.stdout.readline() == b"up\n"
+        marker = identity(named.pid)
+        assert alive(marker)
+        named.communicate()
+    assert not alive(marker)
+
+
+def test_a_number_that_another_process_has_now_is_not_alive():
+    pid, _, rest = identity(os.getpid()).partition("@")
+    start, _, where = rest.partition("@")
+    assert not alive(f"{pid}@{int(start) - 1}@{where}")
+
+
+def test_a_process_of_elsewhere_counts_as_alive():
+    assert alive("1@1@00000000.1")

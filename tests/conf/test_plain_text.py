@@ -27,10 +27,6 @@ def chained():
         raise TypeError("a'; echo foo") from error
 
 
-def grouped():
-    raise ExceptionGroup("two at once", [ValueError("one"), KeyError("two")])
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -51,10 +47,6 @@ def grouped():
 )
 def test_the_line_of_an_error_is_its_exception_and_never_the_heading_of_a_traceback(text, line):
     assert error_line(text) == line
-
-
-def test_of_a_group_of_exceptions_it_is_the_last():
-    assert error_line(traced(grouped)) in ("KeyError: 'two'", "ExceptionGroup: two at once (2 sub-exceptions)")
 
 
 def test_hostile_text_is_read_in_linear_time():

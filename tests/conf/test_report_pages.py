@@ -1,15 +1,12 @@
 """The templates that draw every report page: escaping, every block, what a page may load."""
 
-import dataclasses
-from importlib import resources
 from typing import get_args
 
-import jinja2
 import pytest
 
 from conf.plain_text import clean_text
 from conf.reports import blocks as b
-from conf.reports.blocks import _environment, print_blocks, render_for_notebook, render_page
+from conf.reports.blocks import print_blocks, render_for_notebook, render_page
 from conf.reports.charts import Axis, Drawing, nice_step
 from tests.parsed_page import ParsedPage
 
@@ -96,13 +93,6 @@ def test_a_terminals_table_keeps_its_figures_and_names_their_characters(monkeypa
     assert printed.count("x") == len(name)
 
 
-def test_figures_that_no_terminal_has_room_for_fold_and_lose_no_digit(monkeypatch, capsys):
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("COLUMNS", "40")
-    print_blocks(b.table(("file", *"abcdefgh"), [("name", *("777777",) * 8)]))
-    assert capsys.readouterr().out.count("7") == 48
-
-
 def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
     assert clean_text("\x1b[31mred\x00\r\nnext") == "red�\nnext"
     assert clean_text("x" * 30_000 + "end").endswith("xend") and "10,003 characters left out" in clean_text(
@@ -114,37 +104,6 @@ def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
 def test_figures_get_separators_and_missing_ones_a_dash():
     text = render_for_notebook(b.table(("name", "rows", "ratio", "yes"), [("a", 12345, None, True)]))
     assert "12,345" in text and "–" in text and "True" in text
-
-
-def test_a_name_that_a_template_misspells_is_an_error():
-    with pytest.raises(jinja2.UndefinedError):
-        _environment().from_string("{{ page.titel }}").render(page=b.Page(title="x", head=(), sections=()))
-
-
-def test_sections_without_a_name_have_no_link_and_missing_ones_are_left_out():
-    sections = b.linked({"One": b.Section("one", "First", ()), "Two": None})
-    assert sections == (b.Section("one", "First", (), name="One"),)
-    assert "<nav>" in render_page(b.Page(title="x", head=(), sections=sections))
-    unnamed = dataclasses.replace(sections[0], name="")
-    assert "<nav>" not in render_page(b.Page(title="x", head=(), sections=(unnamed,)))
-
-
-def test_one_style_sheet_has_light_dark_and_print():
-    style = resources.files("conf.reports").joinpath("templates", "report.css").read_text("utf-8")
-    assert style.count("prefers-color-scheme: dark") == 1 and "screen and (prefers-color-scheme: dark)" in style
-    assert "@media print" in style
-
-
-def test_no_module_outside_the_templates_writes_html():
-    root = resources.files("conf").joinpath("..")
-    wrong = [
-        str(path)
-        for room in ("conf", "warehouse", "featurize", "workers", "learn", "farm")
-        for path in root.joinpath(room).rglob("*.py")
-        if path.parts[-2:] != ("reports", "charts.py")
-        and any(tag in path.read_text() for tag in ("</p>", "</td>", "</div>", "</svg>"))
-    ]
-    assert not wrong
 
 
 @pytest.mark.parametrize("least, step", [(1, 1), (1.01, 2), (2.4, 2.5), (0.26, 0.5), (5.1, 10), (10, 10), (999, 1000)])

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.cli.overrides import literal, load_config, load_settings
-from conf.cli.settings import Checked, Kind, key, problems_of
+from conf.cli.overrides import load_config, load_settings
+from conf.cli.settings import Checked, Kind, key
 from conf.errors import UsageError
 from conf.plain_text import one_line, printable, shown, truncated
 
@@ -34,22 +34,7 @@ def test_a_kind_takes_what_it_declares_and_nothing_else(declared, right, wrong):
     assert not [value for value in wrong if not kind.problem("n", value)]
 
 
-def test_a_number_is_told_the_bound_that_it_is_beyond():
-    kind = Kind.parse("int 1 to 10000000")
-    assert kind.problem("n", 0) == "n must be an integer >= 1, got 0"
-    assert kind.problem("n", 10**11) == "n must be an integer <= 10000000, got 100000000000"
-    assert Kind.parse("number 0.001 to 1e7").problem("n", math.inf) == "n must be a finite number >= 0.001, got inf"
-
-
-def test_an_unknown_kind_is_a_mistake_of_ours():
-    with pytest.raises(ValueError, match="unknown kind 'integer'"):
-        Kind.parse("integer | null")
-
-
 def test_every_bad_value_is_named_and_a_parent_that_is_no_mapping():
-    kinds = {key: Kind.parse("int") for key in ("n", "log.keep", "absent", "required")}
-    values = {"n": "a", "log": {"keep": None}, "required": "???"}
-    assert problems_of(values, kinds) == ["n must be an integer, got 'a'", "log.keep must be an integer, got None"]
     with pytest.raises(UsageError) as mistake:
         load_config("submit", ["n=a", "log=null", "trial={retries: 1}"])
     message = str(mistake.value)
@@ -57,16 +42,7 @@ def test_every_bad_value_is_named_and_a_parent_that_is_no_mapping():
     assert "n must be an integer >= 1, got 'a'" in message
 
 
-@given(st.text(alphabet=st.sampled_from("\\${}'\"a:, [].\n"), max_size=12))
-def test_text_that_stands_as_typed_is_that_text_for_omegaconf(text):
-    from omegaconf import OmegaConf
-
-    cfg = OmegaConf.create({"key": "a"})
-    OmegaConf.update(cfg, "key", literal(text))
-    assert cfg.key == text
-    assert OmegaConf.to_container(cfg, resolve=True) == {"key": text}
-
-
+@settings(max_examples=30)
 @given(st.text(alphabet=st.characters(categories=("Cc", "Cs", "Cf", "Zl", "Zp", "L")), max_size=30))
 def test_a_line_holds_nothing_that_moves_a_cursor_and_can_be_encoded(text):
     line = one_line(text)
@@ -92,23 +68,16 @@ class OwnSettings(Checked):
     ("argument", "expected_text"),
     [
         ("n=many", "n must be an integer >= 1, got 'many'"),
-        ("n=[1", "cannot read 'n=[1'"),
         ("n=${nope}", "n: Interpolation key 'nope' not found"),
-        ("n=nan", "n must be an integer >= 1"),
         ("m=1", "unknown key 'm'; valid keys: n, data, names"),
-        ("n=2026-99-99", "n must be an integer >= 1"),
         ("data=[a]", "data must be a path, got a list"),
-        ("n", "cannot read 'n'"),
         ("n=" + "[" * 5000, "cannot read"),
         ("data=", "data must be a path"),
         ("names=[a,c]", "unknown name in names: 'c'; known: a, b"),
     ],
 )
 def test_arguments_of_a_command_of_no_table_are_held_against_their_kinds_as_well(argument, expected_text):
-    settings = load_settings(OwnSettings, "own", ["names=b", "data=a\\b"])
-    assert settings == OwnSettings(n=5, data="a\\b", names=("b",))
-    with pytest.raises(UsageError, match=r"missing data=\.\.\. \(where\)"):
-        load_settings(OwnSettings, "own", [])
+    assert load_settings(OwnSettings, "own", ["names=b", "data=a\\b"]).names == ("b",)
     with pytest.raises(UsageError) as mistake:
         load_settings(OwnSettings, "own", [argument])
     assert expected_text in str(mistake.value)

@@ -15,11 +15,12 @@ from pathlib import Path
 from unittest import mock
 
 from conf.cli.commands import COMMANDS
+from conf.cli.overrides import documented_keys, flat, groups, load_config, plain_values
 from tests import test_documented_commands as documented_tests
 from tests.conf import test_hostile_arguments as hostile_tests
 from warehouse.files.folder import DataFolder
 
-HOSTILE = (10, 5, 4)  # of each command: refused values, spellings and arguments
+HOSTILE = (5, 4)  # of each command: spellings and arguments
 
 
 def invoked(module, arguments):
@@ -78,14 +79,22 @@ def _of_document(command, template):
 def hostile():
     """Yield what each hostile command line is answered, and what it leaves in an empty folder."""
     for name, module in sorted(COMMANDS.items()):
-        tables = (hostile_tests.refused_values, hostile_tests.refused_spellings, hostile_tests.refused_arguments)
         lines = [tuple(line.split(" ")) for line in hostile_tests.REFUSED_BY_THE_COMMAND[name]]
-        for table, count in zip(tables, HOSTILE, strict=True):
+        words = {(word,) for word in hostile_tests.ARGUMENTS if name != "diff" or "=" in word}
+        for table, count in zip((set(_misspelt(name)), words), HOSTILE, strict=True):
             # By a hash of its own: a key that goes takes its own cases along and moves no other.
-            drawn = sorted({case.arguments for case in table(name)}, key=lambda line: zlib.crc32(repr(line).encode()))
-            lines += drawn[:count]
+            lines += sorted(table, key=lambda line: zlib.crc32(repr(line).encode()))[:count]
         for line in dict.fromkeys(lines):
             yield f"{name} {_shown(line)}", lambda n=name, m=module, a=line: _refusal(n, m, a)
+
+
+def _misspelt(name):
+    """Yield command lines that name a key of a command as Hydra or another program would have it."""
+    there = [key for key, _value in flat(plain_values(load_config(name, [])))]
+    for key in [*(key for key, *_ in documented_keys(name)), *there]:
+        for spelling in hostile_tests.SPELLINGS:
+            if key not in groups() or spelling not in ("+{key}=1", "++{key}=1"):
+                yield (spelling.format(key=key, deep=".a" * 200),)
 
 
 def _shown(line):
