@@ -5,8 +5,11 @@ Start reading at `repair`. Nothing is deleted, and a kill at any point is safe: 
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,17 +20,17 @@ import pyarrow.parquet as pq
 from conf.errors import CommandError, EnvironmentProblem
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
-from warehouse.files.compaction import CompactionReport, compaction_lock
-from warehouse.files.counting import Unreadable, counting_files, run_ids_of, settle_listings, write_anew
+from warehouse.files.compaction import ROW_GROUP_ROWS, CompactionReport, compaction_lock
+from warehouse.files.counting import holder_of, settle_listings, write_anew
 from warehouse.files.damage import DamagedFile, set_aside
-from warehouse.files.folder import DataFolder, recorded_checksum
+from warehouse.files.folder import DataFolder
 from warehouse.files.integrity import Progress, compare, examine
 from warehouse.files.merged import (
-    Listing,
     has_own_name,
+    held_ids,
+    holders,
     is_merged_name,
     is_own_merge,
-    is_whole_listing,
     land_merged,
     listing_file,
     new_merged_name,
@@ -75,9 +78,10 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
             raise EnvironmentProblem(f"a compaction is at work on data={folder.root}; repair it when that is done")
         report = RepairReport()
         examined = examine(folder, progress=progress)
+        damaged = {file.path for file in examined.damaged}
         # Listings last: a damaged listing moves aside together with a damaged merged file.
         for file in sorted(examined.damaged, key=lambda file: file.path.is_relative_to(folder.root / "compactions")):
-            _repair_file(folder, file, report)
+            _repair_file(folder, file, damaged, report)
         for _, listing in examined.lost:
             _move_aside(folder, listing.file, f"it lists {listing.merged}, which is gone", report)
         for kind in KINDS:
@@ -88,7 +92,7 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
     return report
 
 
-def _repair_file(folder: DataFolder, file: DamagedFile, report: RepairReport) -> None:
+def _repair_file(folder: DataFolder, file: DamagedFile, damaged: Collection[Path], report: RepairReport) -> None:
     place = file.path.relative_to(folder.root).parts
     if place[0] not in _DATA:
         report.left.append(f"{file.path}: {file.reason}{_advice(place[0])}")
@@ -98,7 +102,7 @@ def _repair_file(folder: DataFolder, file: DamagedFile, report: RepairReport) ->
     if place[0] == "compactions":
         _repair_listing(folder, place[1], file, report)
     elif place[0] in KINDS and is_merged_name(file.path.name):
-        _repair_merged(folder, place[0], file, report)
+        _repair_merged(folder, place[0], file, damaged, report)
     else:
         _move_aside(folder, file.path, file.reason, report)
         if place[0] == "jobs":
@@ -106,43 +110,39 @@ def _repair_file(folder: DataFolder, file: DamagedFile, report: RepairReport) ->
 
 
 def _repair_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
-    recovered = None
-    if has_own_name(file.path):
-        if is_whole_listing(file.path):
-            return  # it hides too much, which `settle_listings` repairs
-        recovered = recover_listing(folder, kind, file.path)
-    if recovered is None:
+    line = f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file"
+    listings = read_listings(folder, kind, lambda damaged: None)
+    if any(listing.is_whole and listing.file == file.path for listing in listings):
+        return  # it hides too much, which `settle_listings` repairs
+    if not (has_own_name(file.path) and _recover(folder, kind, file.path, line, report)):
         _move_aside(folder, file.path, file.reason, report)
-        return
-    write_anew(folder, recovered)
-    report.mended.append(f"{file.path} was damaged ({file.reason}) and is rewritten from its merged file")
 
 
-def _repair_merged(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
-    listing = listing_file(folder, kind, file.path.name)
-    if not listing.exists() and _is_whole_merge(file.path):
-        # An intact merged file whose rows are nowhere else: its listing was lost.
-        Listing(
-            file=listing,
-            merged=f"{file.path.parent.name}/{file.path.name}",
-            hidden=(),
-            published_at_s=time.time(),
-            checksum=recorded_checksum(file.path),
-            rows=pq.read_metadata(file.path).num_rows,
-        ).write()
-        report.mended.append(f"{file.path}: {file.reason}; it is listed again")
-        return
-    # Its listing first: the files that it replaced then count again, if they still exist.
-    if listing.exists():
-        _move_aside(folder, listing, f"its merged file is damaged: {file.reason}", report)
+def _repair_merged(
+    folder: DataFolder, kind: str, file: DamagedFile, damaged: Collection[Path], report: RepairReport
+) -> None:
+    path = listing_file(folder, kind, file.path.name)
+    if not path.exists():
+        with contextlib.suppress(OSError):  # not a plain file, or unreadable
+            line = f"{file.path}: {file.reason}; it is listed again"
+            if is_own_merge(file.path) and _recover(folder, kind, path, line, report):
+                return  # an intact merged file whose rows are nowhere else: its listing was lost
+    # Its listing first: the files that it replaced then count again, if they still exist. While an intact file holds
+    # them, the listing stays.
+    listings = read_listings(folder, kind, lambda damaged: None)
+    own = [listing for listing in listings if listing.file == path]
+    if not any(holder_of(folder.root / kind, listing, listings, damaged.__contains__) for listing in own):
+        _move_aside(folder, path, f"its merged file is damaged: {file.reason}", report)
     _move_aside(folder, file.path, file.reason, report)
 
 
-def _is_whole_merge(path: Path) -> bool:
-    try:
-        return is_own_merge(path)
-    except OSError:  # not a plain file, or unreadable
-        return False
+def _recover(folder: DataFolder, kind: str, path: Path, line: str, report: RepairReport) -> bool:
+    """Write a listing from its merged file, and report `line`; return whether that was possible."""
+    recovered = recover_listing(folder, kind, path)
+    if recovered is not None:
+        write_anew(folder, dataclasses.replace(recovered, published_at_s=time.time()))
+        report.mended.append(line)
+    return recovered is not None
 
 
 def _move_aside(folder: DataFolder, path: Path, reason: str, report: RepairReport) -> None:
@@ -198,27 +198,42 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
 
 
 def _drop_samples(folder: DataFolder, family: str, run_ids: set[str], report: RepairReport) -> None:
-    """Rewrite merged telemetry and kernels without the rows of lost runs; new runs overwrite small files.
+    """Take the rows of lost runs out of merged telemetry and kernels; new runs overwrite small files.
 
-    The old file is set aside. After a kill in between it has no listing, and the next repair lists it again.
+    The other rows land first, in a new merged file that hides all that the old one replaced. Then the old files and
+    their listings are set aside, also those that would hide the small file of a new run. A kill in between leaves
+    listings that the next repair finds.
     """
     for kind in OF_RUNS:
-        listings = read_listings(folder, kind, lambda damaged: None)
-        for path in counting_files(folder, kind, family, listings):
-            if not is_merged_name(path.name):
-                continue
-            try:
-                if not run_ids & run_ids_of(path):
-                    continue
-            except (Unreadable, FileNotFoundError):
+        partition = folder.partition(kind, family)
+        small = {f"{partition.name}/{run_id}.parquet" for run_id in run_ids}
+        listings = [
+            listing
+            for listing in read_listings(folder, kind, lambda damaged: None)
+            if os.path.dirname(listing.merged) == partition.name
+        ]
+        replaced: dict[str, set[str]] = {listing.merged: set() for listing in listings}  # directly or in several merges
+        for listing in listings:
+            for holder in holders(listing, listings):
+                replaced[holder.merged].update(listing.hidden)
+        stale = [
+            name
+            for name, sources in replaced.items()
+            if small & sources or held_ids(partition, [os.path.basename(name)], run_ids)
+        ]
+        kept_rows = 0
+        for name in stale:
+            path = folder.root / kind / name
+            if any(name in sources for sources in replaced.values()) or not path.exists():
                 continue
             table = pq.ParquetFile(path).read()
             others = table.filter(pc.invert(pc.is_in(table.column("run_id"), pa.array(sorted(run_ids)))))
-            reason = (
-                f"it holds {kind} of runs that are lost and run again; {others.num_rows:,} other rows are in a new file"
-            )
-            _move_aside(folder, listing_file(folder, kind, path.name), reason, report)
             if others.num_rows:
-                target = path.parent / new_merged_name()
-                land_merged(folder, kind, target, others, (), time.time(), row_group_size=100_000)
-            _move_aside(folder, path, reason, report)
+                target = partition / new_merged_name()
+                sources = [name, *sorted(replaced[name] - small)]
+                land_merged(folder, kind, target, others, sources, time.time(), row_group_size=ROW_GROUP_ROWS)
+                kept_rows += others.num_rows
+        reason = f"it holds {kind} of runs that are lost and run again; {kept_rows:,} other rows are in a new file"
+        for name in stale:
+            _move_aside(folder, folder.root / kind / name, reason, report)
+            _move_aside(folder, listing_file(folder, kind, os.path.basename(name)), reason, report)

@@ -1,10 +1,12 @@
 """`farm.doctor repair=true`: damaged files go aside with the reason, lost runs run again, nothing is deleted."""
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -29,9 +31,10 @@ from warehouse.files.folder import DataFolder, write_sealed
 from warehouse.files.integrity import compare, examine, landed_tasks
 from warehouse.files.merged import Listing, listing_file
 from warehouse.files.snapshots import take_snapshot
+from warehouse.files.views import view_statements
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import check
-from warehouse.tables.schema import RUN_SCHEMA
+from warehouse.tables.schema import RUN_SCHEMA, TELEMETRY_SCHEMA
 
 JOB = "mlp-00000001"
 N = 6
@@ -166,6 +169,95 @@ def test_one_lost_run_leaves_the_merged_samples_of_the_others(ran, queue):
     assert is_well_after(ran, queue, [2])
 
 
+def plain_samples(folder):
+    """(samples, distinct samples, runs that have some) as any DuckDB client counts them."""
+    with contextlib.closing(duckdb.connect()) as connection:
+        for statement in view_statements(folder):
+            connection.execute(statement)
+        return connection.execute(
+            "SELECT count(*), count(DISTINCT (run_id, t_ms)), count(DISTINCT run_id) FROM telemetry"
+        ).fetchone()
+
+
+def merge_samples_twice(folder, later=(4, 5), at=(0, 0.5)):
+    """Merge the samples of all runs but `later`, then all; the files that the merges replaced are still there."""
+    paths = [one(folder, "telemetry", f"{JOB}-{index:06d}.parquet") for index in later]
+    for path in paths:
+        path.rename(path.with_suffix(".later"))
+    compact_at(folder, at[0])
+    for path in paths:
+        path.with_suffix(".later").rename(path)
+    compact_at(folder, at[1])
+
+
+def lose_one_run(folder, index=2):
+    """Lose one run whose samples were merged twice."""
+    merge_samples_twice(folder)
+    for path in [*folder.partition("runs", "mlp").glob("merged-*"), *folder.listings("runs").glob("merged-*")]:
+        path.unlink()
+    one(folder, "runs", f"{JOB}-{index:06d}.parquet").unlink()
+
+
+def is_well_after_compactions(folder, queue):
+    """Return whether all is well two compactions later, also for a plain client."""
+    compact_at(folder, 6, 9)
+    return is_well(folder, queue) and plain_samples(folder) == (2 * N, 2 * N, N)
+
+
+def test_a_lost_run_without_samples_doubles_none_of_the_others(ran, queue):
+    path = one(ran, "telemetry", f"{JOB}-000002.parquet")
+    write_sealed(TELEMETRY_SCHEMA.empty_table(), path)
+    lose_one_run(ran)
+    assert repair(ran).queued == {JOB: 1}
+    assert plain_samples(ran) == (2 * N - 2, 2 * N - 2, N - 1)
+    assert is_well_after(ran, queue, [2])
+    assert is_well_after_compactions(ran, queue)
+
+
+def test_samples_count_once_after_a_repair_that_follows_compactions(ran, queue):
+    lose_one_run(ran)
+    assert repair(ran).queued == {JOB: 1}
+    samples, distinct, _ = plain_samples(ran)
+    assert samples == distinct
+    assert is_well_after(ran, queue, [2])
+    assert plain_samples(ran) == (2 * N, 2 * N, N)
+    assert is_well_after_compactions(ran, queue)
+
+
+@pytest.mark.parametrize("step", range(1, 12))
+def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, monkeypatch, step):
+    lose_one_run(ran)
+    with monkeypatch.context() as dying:
+        left = [step]
+
+        def die(*arguments, really=os.replace):
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return really(*arguments)
+
+        dying.setattr(os, "replace", die)
+        with contextlib.suppress(KeyboardInterrupt):
+            repair(ran)
+    repair(ran)
+    samples, distinct, runs = plain_samples(ran)
+    assert samples == distinct and runs >= N - 1
+    assert is_well_after(ran, queue, [2])
+    assert is_well_after_compactions(ran, queue)
+
+
+@pytest.mark.parametrize("at", [(0, 0.5), (0.5, 0)], ids=["", "clock set back"])
+@pytest.mark.parametrize("mend", [repair, lambda folder: compact_at(folder, 1, 2, 4)], ids=["repair", "compaction"])
+def test_a_damaged_file_that_was_merged_again_doubles_nothing(ran, queue, mend, at):
+    merge_samples_twice(ran, (3, 4, 5), at)
+    older = min(ran.partition("telemetry", "mlp").glob("merged-*"), key=lambda path: path.stat().st_mtime_ns)
+    flip(older)
+    mend(ran)
+    assert plain_samples(ran) == (2 * N, 2 * N, N)
+    assert is_well_after_compactions(ran, queue)
+    assert len(list(ran.partition("telemetry", "mlp").iterdir())) == 1
+
+
 def test_the_old_samples_of_a_job_of_several_families_go_with_their_lost_runs(folder, queue):
     submit_mixed(queue, N)
     work(folder, queue)
@@ -254,6 +346,17 @@ def test_a_merged_file_whose_listing_was_lost_is_listed_again(ran, queue, monkey
     report = repair(ran)
     assert report.moved == {} and report.queued == {} and "listed again" in report.mended[0]
     assert is_well(ran, queue)
+
+
+def test_a_merged_file_that_is_listed_again_doubles_none_of_the_samples_that_it_replaced(ran, queue, monkeypatch):
+    compact_at(ran, 0)
+    listing_file(ran, "telemetry", one(ran, "telemetry").name).unlink()
+    for index in range(3):  # as after a compaction that was killed while it deleted
+        one(ran, "telemetry", f"{JOB}-{index:06d}.parquet").unlink()
+    monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
+    assert any("listed again" in line for line in repair(ran).mended)
+    assert plain_samples(ran) == (2 * N, 2 * N, N)
+    assert is_well_after_compactions(ran, queue)
 
 
 @pytest.mark.parametrize("kind", ["runs", "telemetry"])

@@ -13,7 +13,7 @@ from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem
 from warehouse.files.compaction import compact
 from warehouse.files.counting import counting_files, lost_merged_files
-from warehouse.files.folder import COMPRESSION, write_sealed
+from warehouse.files.folder import COMPRESSION, write_parquet, write_sealed
 from warehouse.files.merged import SOURCES, Listing, land_batch, listing_file, new_merged_name, read_listings
 from warehouse.files.snapshots import find_snapshot, take_snapshot
 from warehouse.snapshot import entry
@@ -182,6 +182,48 @@ def test_a_planted_listing_neither_hides_nor_deletes_runs_for_good(folder):
     assert run_ids(folder) == ids(range(6))
     compact_at(folder, 30, 60)
     assert run_ids(folder) == ids(range(6))
+
+
+def test_a_listing_whose_merged_file_is_gone_deletes_no_run_though_another_one_names_that_file(folder):
+    fill(folder, range(6))
+    path = planted_merge(folder, [0], [])
+    gone = f"family=cnn/{new_merged_name()}"
+    hidden = tuple(f"family=cnn/{run_id}.parquet" for run_id in ids(range(6)))
+    Listing(listing_file(folder, "runs", os.path.basename(gone)), gone, hidden, 0.0).write()
+    Listing(listing_file(folder, "runs", path.name), f"family=cnn/{path.name}", (gone,), 0.0).write()
+    for hours in (-1, 0, 30, 60):
+        assert run_ids(folder) == ids(range(6))
+        compact_at(folder, hours)
+    assert run_ids(folder) == ids(range(6))
+
+
+def merge_twice(folder):
+    """Merge three runs, then these and three more; return the first merged file and the second."""
+    fill(folder, range(3))
+    compact_at(folder, 0)
+    older = only_merged(folder)
+    fill(folder, range(3, 6))
+    compact_at(folder, 1 / 2)
+    (newer,) = set(older.parent.glob("merged-*.parquet")) - {older}
+    return older, newer
+
+
+def test_what_a_damaged_file_replaced_that_was_merged_again_does_not_count(folder):
+    export = folder.partition("runs", "cnn") / "export.parquet"
+    write_parquet(export, pa.Table.from_pylist([run_row(77)], schema=RUN_SCHEMA))
+    older, _ = merge_twice(folder)
+    older.write_bytes(b"torn")
+    assert run_ids(folder) == ids([*range(6), 77])
+    snapshot = take_snapshot(folder)
+    assert (snapshot.rows["runs"], snapshot.rows["telemetry"], snapshot.left_out) == (7, 18, ())
+
+
+def test_what_was_merged_twice_stays_where_the_first_file_is_gone_and_the_second_damaged(folder):
+    older, newer = merge_twice(folder)
+    older.unlink()
+    flip(newer)
+    compact_at(folder, 30, 60)
+    assert set(names(folder)) == {newer.name, *(f"{run_id}.parquet" for run_id in ids(range(6)))}
 
 
 def test_a_merged_file_whose_listing_is_lost_is_kept_and_named(folder):

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from warehouse.diff import entry as diff_entry
 from warehouse.diff import named_arguments
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.damage import damage_of
+from warehouse.files.folder import DataFolder
+from warehouse.files.integrity import examine
 from warehouse.files.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.reading.checks import SEVERITIES, check
@@ -69,6 +72,31 @@ def test_a_snapshot_shows_what_the_views_showed_whatever_compaction_does_later(f
     assert everything(folder, "before") == before
     assert len(rows(folder)) == len(before["runs"]) + 10
     assert find_snapshot(folder, "before").problems() == []
+
+
+def test_a_copied_snapshot_is_a_data_folder_that_loses_and_doubles_nothing(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("warehouse.files.integrity._UNLISTED_AFTER_S", -1.0)
+    a_full_folder(folder)
+    before = everything(folder)
+    copy = DataFolder(shutil.copytree(take_snapshot(folder).folder.root, tmp_path / "copy")).create()
+    assert everything(copy) == before and examine(copy).is_well
+    assert RunWriter(copy).write(run_row(1), samples()).name.startswith("merged-")
+    assert dict(take_snapshot(copy, "again").rows) == {view: len(view_rows) for view, view_rows in before.items()}
+    for hours in (0, 2, 4):
+        compact_at(copy, hours)
+        assert everything(copy) == before and examine(copy).is_well
+    assert [len(list((copy.root / kind / "family=cnn").iterdir())) for kind in ("runs", "telemetry")] == [1, 1]
+
+
+def test_a_copied_snapshot_whose_listing_is_torn_is_an_error(folder, tmp_path):
+    a_full_folder(folder)
+    copy = DataFolder(shutil.copytree(take_snapshot(folder).folder.root, tmp_path / "copy")).create()
+    path = copy.listings("runs") / "snapshot.parquet"
+    path.write_bytes(b"torn")
+    with pytest.raises(EnvironmentProblem, match=r"snapshot.parquet is damaged"):
+        rows(copy)
+    assert any(str(path) in line for line in compact_at(copy, 0).problems)
+    assert any(str(path) in line for line in examine(copy).lines(copy.root)) and path.exists()
 
 
 def test_nothing_is_stored_twice_and_links_that_cannot_be_are_copies(folder, monkeypatch):

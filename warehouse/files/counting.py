@@ -13,7 +13,6 @@ Deletion and repair need proof: `unproven_sources` reads checksums and content o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
@@ -32,15 +31,17 @@ from warehouse.files.damage import DamagedFile, set_aside, warn_once
 from warehouse.files.folder import DataFolder, checksum_problem
 from warehouse.files.merged import (
     PARTITION,
+    SNAPSHOT_LISTING,
     DamagedListing,
     Listing,
     group_ids,
     has_own_name,
     held_ids,
+    holders,
     id_ranges,
     is_merged_name,
     is_own_merge,
-    is_whole_listing,
+    listed_names,
     listing_file,
     read_listings,
     sources_of,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from warehouse.files.compaction import CompactionReport
 
 REDUNDANT = ""  # the reason when every run of a merged file is also in an intact file that counts
-SNAPSHOT_LISTING = "snapshot.parquet"
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 _NO_FAMILY = "family=_"  # the partition of files without rows
 _PASSES = 20  # over the folder, while compaction deletes files that the last pass found
@@ -76,12 +76,13 @@ class Judgement:
 def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
     """Return the judgement of the valid listings of `runs` or `telemetry`. Invalid ones are reported on stderr.
 
-    A damaged merged file hides nothing: the files that it replaces may still exist. `left_out` returns whether a file
-    is damaged; by default only footers are read.
+    A damaged merged file that no other replaced hides nothing: the files that it replaces may still exist. `left_out`
+    returns whether a file is damaged; by default only footers are read.
     """
     believed, lost = _find_valid(folder, kind)
+    root = folder.root / kind
     is_left_out = _is_damaged if left_out is None else left_out
-    judgement = Judgement.of(believed, lambda listing: not is_left_out(folder.root / kind / listing.merged))
+    judgement = Judgement.of(believed, lambda listing: holder_of(root, listing, believed, is_left_out) is not None)
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
@@ -104,15 +105,15 @@ def merged_file_with(folder: DataFolder, family: str, run_id: str) -> Path | Non
     """
     partition = folder.partition("runs", family)
     while True:
-        listings = names_in(folder.listings("runs"))  # few, while the partition may hold 100,000 small files
-        holding = [name for name in listings if is_merged_name(name) and held_ids(partition, [name], [run_id])]
+        listings = listed_names(folder, "runs")  # few, while the partition may hold 100,000 small files
+        holding = [name for name in listings if held_ids(partition, [name], [run_id])]
         if not holding:
             return None
         counting = counting_merged_names(folder, "runs", family)
         for name in holding:
             if name in counting:
                 return partition / name
-        if listings == names_in(folder.listings("runs")):
+        if listings == listed_names(folder, "runs"):
             return None
         # A compaction has merged the file again: the next look finds the new one.
 
@@ -188,19 +189,17 @@ def _find_valid(folder: DataFolder, kind: str, family: str | None = None) -> tup
         else:
             warn_once(damaged.path, damaged.line())
 
-    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, on_damage)]
+    listings = read_listings(folder, kind, on_damage)
     asked = [listing for listing in listings if partition is None or os.path.dirname(listing.merged) == partition.name]
-    return [listing for listing in asked if _is_sound(folder, kind, listing)], lost
+    return [listing for listing in asked if _is_sound(folder, kind, listing, asked)], lost
 
 
-def _of_snapshot(folder: DataFolder, kind: str) -> list[Listing]:
-    """Return a snapshot's merged files as listings; all of them count."""
-    path = folder.listings(kind) / SNAPSHOT_LISTING
-    try:
-        rows = remember(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
-    except FileNotFoundError:
-        return []
-    return [Listing(path, row["path"], (), 0.0) for row in rows if not row["hidden"]]
+def holder_of(
+    root: Path, listing: Listing, listings: Sequence[Listing], is_left_out: Callable[[Path], bool]
+) -> Path | None:
+    """Return the merged file that holds the rows that a listing hides; None if all of these are gone or left out."""
+    files = (root / holder.merged for holder in holders(listing, listings))
+    return next((path for path in files if os.path.lexists(path) and not is_left_out(path)), None)
 
 
 def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) -> tuple[str, ...]:
@@ -215,23 +214,29 @@ def _lost_listing_lines(lost: Iterable[DamagedListing], judgement: Judgement) ->
 
 def _listed_and_gone(folder: DataFolder, kind: str) -> list[Listing]:
     root = folder.root / kind
-    listings = [*_of_snapshot(folder, kind), *read_listings(folder, kind, lambda damaged: None)]
+    listings = read_listings(folder, kind, lambda damaged: None)
     if all(os.path.lexists(root / listing.merged) for listing in listings):  # without reading the files
         return []
-    believed, _ = _find_valid(folder, kind)
+    judgement = judge(folder, kind)
+    believed = judgement.listed.values()
     gone = [listing for listing in believed if not os.path.lexists(root / listing.merged)]
     if not gone:
         return []
-    replaced = set(Judgement.of(believed, lambda listing: not _is_damaged(root / listing.merged)).hidden)
     # Older versions removed the listing last, but the merged file itself names its sources.
-    for listing in believed:
-        with contextlib.suppress(*_UNREADABLE):
-            replaced.update(sources_of(root / listing.merged))
+    replaced = judgement.hidden.union(*(_known_sources(root / listing.merged) for listing in believed))
     return [listing for listing in gone if listing.merged not in replaced]
 
 
-def _is_sound(folder: DataFolder, kind: str, listing: Listing) -> bool:
-    not_held = _hidden_and_not_held(folder.root / kind, listing)
+def _known_sources(merged: Path) -> tuple[str, ...]:
+    """Return the sources of a merged file; none if it is unreadable or of an older version."""
+    try:
+        return sources_of(merged)
+    except _UNREADABLE:
+        return ()
+
+
+def _is_sound(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> bool:
+    not_held = _hidden_and_not_held(folder.root / kind, listing, listings)
     if not_held:
         others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
         warn_once(
@@ -242,11 +247,11 @@ def _is_sound(folder: DataFolder, kind: str, listing: Listing) -> bool:
     return not not_held
 
 
-def _hidden_and_not_held(root: Path, listing: Listing) -> Sequence[str]:
+def _hidden_and_not_held(root: Path, listing: Listing, listings: Sequence[Listing]) -> Sequence[str]:
     """Return the existing files that a listing hides although they have a run that the merged file lacks."""
-    merged = root / listing.merged
     foreign = remember_by(("foreign", listing.merged, listing.hidden), lambda: _foreign(listing))
-    if foreign or _is_damaged(merged):  # a damaged one hides nothing, and is reported where it would count
+    merged = holder_of(root, listing, listings, _is_damaged)
+    if foreign or merged is None:  # without one it hides nothing, and is reported where it would count
         return foreign
     try:
         key = file_key(merged)
@@ -447,13 +452,13 @@ class Unproven:
 
 
 def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> Unproven:
-    """Return the files that a listing hides without proof that its merged file holds their runs.
+    """Return the files that a listing hides without proof that its merged file, or one that replaced that, holds them.
 
-    Deleted files need no proof. Raises `Unreadable` for a damaged merged file, `FileNotFoundError` for a missing one.
+    Deleted files need no proof. Raises `Unreadable` for a damaged merged file that no intact one replaced,
+    `FileNotFoundError` for a missing one.
     """
     root = folder.root / kind
-    path = root / listing.merged
-    held = run_ids_of(path)
+    path, held = _proof(root, listing, listings)
     family = path.parent.name.removeprefix("family=")
     partition = path.parent.name + "/"
     existing = {f"{partition}{name}" for name in os.listdir(path.parent)}
@@ -466,7 +471,8 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
         except FileNotFoundError:
             continue
         except Unreadable as error:
-            unproven.unreadable[name] = str(error)
+            if name not in _known_sources(path):  # else it was intact when it was merged
+                unproven.unreadable[name] = str(error)
             continue
         if missing:
             missing = _unheld_ids(folder, kind, family, missing, listings)
@@ -475,21 +481,37 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     return unproven
 
 
+def _proof(root: Path, listing: Listing, listings: Sequence[Listing]) -> tuple[Path, set[str]]:
+    """Return an intact merged file that holds what a listing hides, and its runs. Raises as `run_ids_of`."""
+    errors: list[Exception] = []
+    for holder in holders(listing, listings):
+        try:
+            return root / holder.merged, run_ids_of(root / holder.merged)
+        except (Unreadable, FileNotFoundError) as error:
+            errors.append(error)
+    raise errors[0]
+
+
 def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> list[Listing]:
     """Return the listings whose merged files hold the runs that they hide, after repairs; report the others.
 
-    If a merged file lacks hidden runs, their files are removed from its listing and count again. If a merged file is
-    gone while all hidden files exist, its listing is set aside, so they count again too.
+    A copied snapshot's merged files get listings of their own. If a merged file lacks hidden runs, their files are
+    removed from its listing and count again. If a merged file is gone while all hidden files exist, its listing is set
+    aside, so they count again too.
     """
     listings = read_listings(folder, kind, report.damaged)
     hidden = {name for listing in listings for name in listing.hidden}
     settled = []
     for listing in listings:
+        if not listing.is_whole:
+            write_anew(folder, listing)
+    snapshot = folder.listings(kind) / SNAPSHOT_LISTING
+    if snapshot not in report.left:
+        snapshot.unlink(missing_ok=True)
+    for listing in listings:
         merged = folder.root / kind / listing.merged
-        if not os.path.lexists(merged):
-            if listing.merged in hidden:
-                settled.append(listing)  # deleted in a later merge, whose compaction was killed
-            elif listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
+        if not os.path.lexists(merged) and listing.merged not in hidden:
+            if listing.hidden and all((folder.root / kind / name).exists() for name in listing.hidden):
                 aside = set_aside(folder, listing.file, f"it lists {listing.merged}, which is not there")
                 report.problems.append(
                     f"{listing.file}: {listing.merged} is gone, and the {len(listing.hidden):,} "
@@ -500,8 +522,6 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
             else:
                 listing.file.unlink(missing_ok=True)
             continue
-        if not is_whole_listing(listing.file):
-            write_anew(folder, listing)  # from its merged file
         if not listing.hidden:
             settled.append(listing)
             continue
@@ -539,7 +559,8 @@ def unlisted_problem(
 
     A listed file has no problem. Neither has one younger than `young_s`, which may be landing now.
     """
-    if has_own_name(path) and listing_file(folder, kind, path.name).exists():
+    listing = listing_file(folder, kind, path.name)
+    if has_own_name(path) and (listing.exists() or path.name in listed_names(folder, kind)):
         return None
     try:
         if (time.time() if now_s is None else now_s) - path.stat().st_mtime <= young_s:

@@ -1,7 +1,7 @@
 """Merged files and their listings: contents, writing and reading.
 
 Start reading at `Listing` and `read_listings`; a damaged listing is recovered from the merged file of the same name.
-`held_ids` finds runs in merged files.
+`held_ids` finds runs in merged files, `holders` the files that replaced a merged file.
 `warehouse.files.counting` judges listings and names the files that count; `warehouse.files.compaction` explains why
 merging is safe.
 """
@@ -9,12 +9,13 @@ merging is safe.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ _PUBLISHED_AT = b"gpufarm_published_at"
 _CHECKSUM = b"gpufarm_merged_checksum"
 _ROWS = b"gpufarm_merged_rows"
 PARTITION = "family="
+SNAPSHOT_LISTING = "snapshot.parquet"  # lists all merged files of a snapshot
 T = TypeVar("T")
 _REMEMBERED_IDS = 3_200_000  # some 100 bytes each
 _range_memory: dict[Hashable, list[tuple[str, str]]] = {}
@@ -68,6 +70,7 @@ class Listing:
     published_at_s: float  # seconds since the epoch
     checksum: str | None = None  # the merged file's; None in listings of older versions
     rows: int | None = None  # the merged file's
+    is_whole: bool = True  # read from `file`; else from the merged file, or from a snapshot's listing of all of them
 
     @classmethod
     def read(cls, file: Path) -> Listing:
@@ -180,6 +183,27 @@ def land_merged(
         raise
 
 
+def holders(listing: Listing, listings: Sequence[Listing]) -> Iterator[Listing]:
+    """Yield a listing, then those whose merged files replaced its merged file, directly or in several merges.
+
+    Each of these merged files holds the rows that the listing hides, so one that is intact speaks for all.
+    """
+    partition = os.path.dirname(listing.merged)
+    chain = [listing]
+    for holder in chain:
+        yield holder
+        newer = [other for other in listings if holder.merged in other.hidden and other not in chain]
+        chain += [other for other in newer if os.path.dirname(other.merged) == partition]
+
+
+def listed_names(folder: DataFolder, kind: str) -> list[str]:
+    """Return the names of the merged files that have a listing. Only a snapshot's listing is read."""
+    names = names_in(folder.listings(kind))
+    if SNAPSHOT_LISTING in names:
+        names += [read.file.name for read in _read_snapshot(folder, kind) if isinstance(read, Listing)]
+    return [name for name in names if is_merged_name(name)]
+
+
 def land_batch(folder: DataFolder, kind: str, family: str, table: pa.Table) -> Path:
     """Make rows durable in a new merged file and return its path. Readers see all of the rows or none.
 
@@ -210,27 +234,41 @@ class DamagedListing(DamagedFile):
 OnDamage = Callable[[DamagedListing], None]
 
 
-def read_listings(folder: DataFolder, kind: str, on_damage: OnDamage | None = None) -> list[Listing]:
+def read_listings(
+    folder: DataFolder, kind: str, on_damage: OnDamage = lambda damaged: warn_once(damaged.path, damaged.line())
+) -> list[Listing]:
     """Return the listings of `runs` or `telemetry`, oldest first. Each has the name of the merged file that it lists.
 
     A damaged one is recovered from its merged file, which names the files that it replaces; a line on stderr says so.
-    If that fails too, `on_damage` is called (default: a line on stderr), and the merged file does not count.
+    If that fails too, `on_damage` is called (default: a line on stderr), and the merged file does not count. Of a
+    snapshot, also a copied one, each merged file has a listing of its own here, though all are in one file.
     """
-    listings = []
+    reads: list[Listing | DamagedListing] = []
     for name in names_in(folder.listings(kind)):
-        if not (is_merged_name(name) and name.endswith(".parquet")):
-            continue
-        try:
-            read = _read(folder, kind, folder.listings(kind) / name)
-        except FileNotFoundError:  # a compaction has removed it
-            continue
-        if isinstance(read, Listing):
-            listings.append(read)
-        elif on_damage is not None:
+        with contextlib.suppress(FileNotFoundError):  # a compaction has removed it
+            if name == SNAPSHOT_LISTING:
+                reads += _read_snapshot(folder, kind)
+            elif is_merged_name(name) and name.endswith(".parquet"):
+                reads.append(_read(folder, kind, folder.listings(kind) / name))
+    for read in reads:
+        if isinstance(read, DamagedListing):
             on_damage(read)
-        else:
-            warn_once(read.path, read.line())
+    listings = [read for read in reads if isinstance(read, Listing)]
     return sorted(listings, key=lambda listing: (listing.published_at_s, listing.merged))
+
+
+def _read_snapshot(folder: DataFolder, kind: str) -> Sequence[Listing | DamagedListing]:
+    """Return a listing for each merged file of a snapshot; they hide nothing. Raises `OSError` if it may pass."""
+    path = folder.listings(kind) / SNAPSHOT_LISTING
+    try:
+        rows = remember(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
+        merged = [str(row["path"]) for row in rows if not row["hidden"]]
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) or is_passing(error):
+            raise
+        return [DamagedListing(path, first_line(error), folder.root / kind)]
+    files = [listing_file(folder, kind, os.path.basename(name)) for name in merged]
+    return [Listing(file, name, (), 0.0, is_whole=False) for file, name in zip(files, merged, strict=True)]
 
 
 def recover_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None:
@@ -253,20 +291,12 @@ def recover_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None
             published_at_s=path.stat().st_mtime,
             checksum=recorded_checksum(path),
             rows=pq.read_metadata(path).num_rows,
+            is_whole=False,
         )
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
         if is_passing(error):
             raise
         return None
-
-
-def is_whole_listing(file: Path) -> bool:
-    """Return whether a listing is readable and lists the merged file of its own name."""
-    try:
-        content = _content(file)
-    except OSError:
-        return False
-    return isinstance(content, Listing) and _lists_own_name(content)
 
 
 def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing:
@@ -281,7 +311,8 @@ def _read(folder: DataFolder, kind: str, path: Path) -> Listing | DamagedListing
     except OSError as error:
         content, passing = first_line(error), error if is_passing(error) else None
     if isinstance(content, Listing):
-        if _lists_own_name(content):
+        partition, _, name = content.merged.partition("/")
+        if name == path.name and partition.startswith(PARTITION):
             return content
         return DamagedListing(path, f"it names {content.merged!r} instead of the merged file with its own name")
     merged = _merged_files_named(folder, kind, path.name)
@@ -307,11 +338,6 @@ def _content(path: Path) -> Listing | str:
         return Listing.read(path)
     except (ValueError, pa.ArrowException) as error:
         return str(error)
-
-
-def _lists_own_name(listing: Listing) -> bool:
-    partition, slash, name = listing.merged.partition("/")
-    return name == listing.file.name and bool(slash) and partition.startswith(PARTITION)
 
 
 def _merged_files_named(folder: DataFolder, kind: str, name: str) -> list[Path]:

@@ -26,11 +26,11 @@ from conf.files.identity import sha256_of
 from conf.files.outputs import TEMPORARY_SUFFIX, new_folder, read_json, sync, write_file
 from conf.plain_text import first_line
 from warehouse.files.compaction import CompactionReport, compaction_lock
-from warehouse.files.counting import SNAPSHOT_LISTING, counting_files, refuse_lost, run_ids_of, settle_listings
+from warehouse.files.counting import counting_files, refuse_lost, run_ids_of, settle_listings
 from warehouse.files.damage import DamagedFile, file_problem
 from warehouse.files.damage import report as report_damage
 from warehouse.files.folder import LISTING_SCHEMA, DataFolder, check_name, write_parquet
-from warehouse.files.merged import is_merged_name
+from warehouse.files.merged import SNAPSHOT_LISTING, is_merged_name
 from warehouse.files.views import VIEWS, view_statements
 from warehouse.tables.duckdb_access import disk_errors_named, is_disk_error
 from warehouse.tables.schema import KINDS, OF_RUNS, SCHEMA_VERSION, TABLES
