@@ -53,7 +53,7 @@ NOT_QUICK = re.compile(
 ALSO_NOT_QUICK = {
     "test_benchmark.py",
     "test_compare.py",
-    "test_device_names.py",
+    "test_devices.py",
     "test_families.py",
     "test_features.py",
     "test_full_disk.py",
@@ -82,7 +82,7 @@ TOGETHER = {
         ("featurize", "libraries", "divided_sequences families family_images family_tokens family_zoo features"),
         ("featurize", "libraries", "parameter_efficient published_models step_mix timm_family training"),
         ("featurize", "libraries", "training_settings"),
-        ("learn", "scripts", "script_deepspeed script_kept_runs script_kinds script_ranks"),
+        ("learn", "scripts", "script_deepspeed script_failures script_kinds script_ranks"),
         ("workers", "workers", "groups hostile_trials prepared profiling ranks worker"),
     )
     for name in names.split()

@@ -46,7 +46,7 @@ NOT_RUN = {  # part of a command line -> why it is composed and no more
     "cluster.address=auto": "needs a running Ray cluster",
     "estimators=[trace,lightgbm]": "traces and fits for half a minute; tests/learn/test_benchmark.py runs it",
     "target=step_time data=steps": "needs published steps; tests/learn/test_benchmark_steps.py asks about made-up ones",
-    "target=slowdown": "needs published pairs; tests/learn/test_collocation_slowdowns.py asks about made-up ones",
+    "target=slowdown": "needs published pairs; tests/learn/test_sharing.py asks about made-up ones",
     "source=lucid": "needs published pairs; tests/warehouse/test_collocations.py imports made-up ones",
     "path=gavel_throughputs.csv": "a published file, which does not come along",
     "published=": "needs the published measurements; tests/learn/test_benchmark.py runs it on files like these",

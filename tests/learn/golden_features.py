@@ -2,7 +2,7 @@
 
 Start reading at `differences`. `golden_features.json` beside this file holds the values. Where they are meant to move:
 raise `FEATURES_VERSION` in `featurize/configs/features.py`, add a line to its `HISTORY`, then write them anew with
-`python -m tests.learn.golden_features write=true` from the repository.
+`python -m tests.learn.golden_features` from the repository.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE = 1e-9  # relative: libraries of other machines may round the last dig
 DIGITS = 12
 HOW = (
     "If this is meant: raise FEATURES_VERSION in featurize/configs/features.py, add a line to its HISTORY, and run "
-    "`python -m tests.learn.golden_features write=true`. Artifacts of the version before are stale then."
+    "`python -m tests.learn.golden_features`. Artifacts of the version before are stale then."
 )
 Values = dict[str, dict[str, float | str]]  # kind of features -> name -> value; zeros are left out
 
@@ -140,16 +140,6 @@ def _same(before: float | str, now: float | str) -> bool:
     return math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def main() -> int:
-    """Print a line for each value that moved and return 1 if there is one; `write=true` writes them anew."""
-    torch.set_num_threads(1)
-    if "write=true" in sys.argv[1:]:
-        write()
-        return 0
-    lines = [line for name, case in golden()["cases"].items() for line in differences(name, case)]
-    print("\n".join(lines) or "no value moved")
-    return 1 if lines else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    torch.set_num_threads(1)
+    write()

@@ -1,13 +1,9 @@
 """Traces and answers that are found again: by whom, for which GPU models, and what makes another job of one."""
 
-import contextlib
 import dataclasses
-import multiprocessing
-import sqlite3
 import sys
 import threading
 import types
-from pickle import PicklingError
 
 import pytest
 import torch
@@ -15,14 +11,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
-from conf.files.disk_cache import DiskCache, user_cache
-from featurize.device.device_spec import device_names, load_device
+from featurize.device.device_spec import load_device
 from featurize.families import cnn
 from featurize.trace import trace_cache
 from featurize.trace.tracer import trace_step
 from learn import devices_that_fit, estimate
 from learn.estimation import answers
-from learn.job.traced import key_of, step_of
+from learn.job.traced import key_of
 from learn.job.training_job import of_module
 
 A100, V100 = load_device("A100-SXM4-40GB"), load_device("V100-SXM2-32GB")
@@ -48,35 +43,6 @@ def traced(monkeypatch):
 
     monkeypatch.setattr(featurize.trace.tracer, "trace_step", counted)
     return steps
-
-
-@pytest.mark.parametrize("named", ["off", "~no-such-user/cache"])
-def test_no_cache_is_kept_where_it_is_off_or_the_user_has_no_home(monkeypatch, named):
-    monkeypatch.setenv("GPUFARM_CACHE", named)
-    assert user_cache() is None
-
-
-def check_tensors_without_memory():
-    small = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    small.register_buffer("part", torch.randn(4, 4)[1:])
-    small.register_buffer("turned", torch.randn(4, 4).t()[1:])
-    few = torch.ones(2, 4, dtype=torch.int64)
-    whole = estimate(small, torch.randn(2, 8)).peak_memory_mib
-    for tensor in (*small.parameters(), *small.buffers(), few):
-        tensor.untyped_storage().resize_(0)
-    assert whole == estimate(small, torch.randn(2, 8)).peak_memory_mib
-    embedding = nn.Embedding(4, 8)
-    assert estimate(embedding, few).peak_memory_mib > 0
-    embedding.register_buffer("zeros", torch._efficientzerotensor((3,)))
-    with contextlib.suppress(PicklingError):
-        assert trace_cache.Fingerprint().of(embedding.zeros)
-
-
-def test_tensors_without_memory_are_not_read():
-    child = multiprocessing.get_context("fork").Process(target=check_tensors_without_memory)
-    child.start()  # a process of its own, which reading them would end
-    child.join()
-    assert child.exitcode == 0
 
 
 def as_another_process():
@@ -123,22 +89,6 @@ def test_a_damaged_file_is_as_none_and_is_replaced(cache, traced, content):
     assert len(traced) == 1
 
 
-def test_entries_of_others_are_traced_anew(cache, traced):
-    first = estimate(CONFIG)
-    with contextlib.closing(sqlite3.connect(cache / "traces.sqlite")) as database:
-        keys = [name for (name,) in database.execute("SELECT key FROM entries")]
-    DiskCache(cache / "traces.sqlite").write((name, b'{"trace": [1]}') for name in keys)
-    as_another_process()
-    assert figures(estimate(CONFIG)) == figures(first) and len(traced) == 2
-
-
-def test_a_file_stays_below_its_limit(tmp_path):
-    disk = DiskCache(tmp_path / "small.sqlite", most_bytes=100_000)
-    for at in range(40):
-        disk.write([(str(at), torch.randint(0, 256, (10_000,), dtype=torch.uint8).numpy().tobytes())])
-    assert disk.path.stat().st_size < 200_000 and disk.read(["39"]) and not disk.read(["0"])
-
-
 def test_modules_that_are_made_alike_have_one_key():
     assert key(net) == key(net) == key(lambda: net()) != key(net())
     module = net()
@@ -182,24 +132,6 @@ def test_the_code_of_a_module_is_in_the_key_with_what_it_names(monkeypatch):
     require_different([*keys, key(module)])
 
 
-def test_hooks_of_parameters_are_in_the_key():
-    def build(hook):
-        model = net()
-        if hook is not None:
-            model[0].weight.register_post_accumulate_grad_hook(hook)
-        return model
-
-    def keeps(parameter):
-        parameter.kept = parameter.grad
-
-    def frees(parameter):
-        parameter.grad = None
-
-    keys = [key(lambda hook=hook: build(hook)) for hook in (None, keeps, frees)]
-    require_different(keys)
-    assert key(lambda: build(frees)) == keys[2]
-
-
 def test_what_torch_and_timm_are_set_to_is_in_the_keys(monkeypatch):
     keys = [(key(net), trace_cache.config_key(CONFIG))]
     before = torch.get_autocast_dtype("cuda")
@@ -212,21 +144,6 @@ def test_what_torch_and_timm_are_set_to_is_in_the_keys(monkeypatch):
     hook = register_module_forward_hook(lambda *_: None)  # nobody knows what it does
     assert key(net) is trace_cache.config_key(CONFIG) is None
     hook.remove()
-
-
-def test_what_a_deepspeed_file_leaves_open_is_said_of_that_file_only(cache):
-    def noted(**more):
-        file = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW"},
-            "zero_optimization": {"stage": 1},
-            **more,
-        }
-        layout = {"deepspeed": file, "ddp": 2}
-        return [one for one in estimate(model, (2, 4), parallel=layout).warnings if "auto in the DeepSpeed file" in one]
-
-    model, left_open = net(), {"gradient_clipping": "auto"}
-    assert [len(noted(**more)) for more in ({}, left_open, {})] == [0, 1, 0]
 
 
 def test_what_no_text_stands_for_has_no_key(tmp_path):
@@ -265,45 +182,3 @@ def test_a_table_has_the_figures_of_single_answers(precision):
         alone = estimate(Block, device=row.device, **job)
         assert figures(row.estimate) == figures(alone)
         assert row.room_mib == alone.device_memory_mib - alone.upper_mib and row.fits == alone.fits_device
-
-
-def test_profiles_of_another_folder_than_the_one_that_is_asked_are_not_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
-    (tmp_path / "machines").mkdir()
-    (tmp_path / "machines" / "T4.json").write_text("{")
-    (row,) = devices_that_fit(stem, (2, 3, 32, 32), devices=["T4"], machine="current")
-    assert row.estimate.machine == "current"
-
-
-def test_gpus_share_a_trace_where_none_can_differ(traced):
-    devices_that_fit(Block, (16, 3, 32, 32), devices=device_names())
-    assert len(traced) == 2  # an MI100 alone has no fused attention
-    devices_that_fit(Block, (16, 3, 32, 32), devices=(*NAMES, "MI210", "MI300X"), precision="fp16")
-    assert len(traced) == 4  # with flash attention, and without
-    devices_that_fit(stem, (16, 3, 32, 32), devices=device_names(), precision="fp16")
-    assert len(traced) == 5
-
-
-def test_a_factory_that_nobody_can_pickle_is_built_and_traced_once_for_all(traced):
-    built = []
-
-    def unpicklable():
-        built.append(stem())
-        built[-1].lock = threading.Lock()
-        return built[-1]
-
-    devices_that_fit(unpicklable, (2, 3, 32, 32), devices=NAMES[:3], workspaces="auto")
-    assert (len(built), len(traced)) == (1, 1)
-
-
-def test_what_is_kept_of_a_trace_ends_with_it():
-    calls = []
-
-    def traced():
-        return step_of(of_module(nn.Linear(4, 4), [((2, 4), None)]), load_device("T4")).trace
-
-    one, other = traced(), traced()
-    for asked in (one, other, one):
-        assert asked.remembered("key", lambda asked=asked: calls.append(1) or id(asked)) == id(asked)
-    assert len(calls) == 2
-    assert one.remembered("other key", lambda: calls.append(1)) is None and len(calls) == 3

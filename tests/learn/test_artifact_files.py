@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import learn.fitting.artifacts as artifact_files
+from featurize.configs.features import FEATURES_STAMP
+from featurize.families import cnn, mlp, transformer
 from learn import FitSettings, estimate, fit
+from learn.build_defaults import LIMIT_MIB, TARGETS
 from learn.fitting.artifacts import (
     DEFAULT_MODELS,
     add_checksums,
@@ -19,11 +22,12 @@ from learn.fitting.artifacts import (
     find_latest,
     load_latest,
     newest,
-    read_json,
     save_artifact,
-    verify_files,
     versions,
 )
+from learn.fitting.config_models import DEVICES
+from learn.job.training_job import of_configs
+from learn.rows.data import TARGETS as KNOWN_TARGETS
 from tests.learn.learn_rows import make_configs, write_batch
 
 CONFIGS = make_configs(80)
@@ -34,9 +38,9 @@ def fitted(tmp_path_factory):
     """A data folder with two versions of lightgbm's, the second one newer."""
     folder = tmp_path_factory.mktemp("artifacts") / "a'; echo foo"
     write_batch(folder, CONFIGS)
-    for minute in (1, 2):
-        settings = FitSettings(target="memory", estimator="lightgbm", data=str(folder), seed=minute)
-        fit(settings, now=datetime(2026, 11, 20, 10, minute, tzinfo=UTC))
+    settings = FitSettings(target="memory", estimator="lightgbm", data=str(folder))
+    older = fit(settings, now=datetime(2026, 11, 20, 10, 1, tzinfo=UTC)).path
+    shutil.copytree(older, older.with_name(older.name.replace("T1001", "T1002")))
     return folder
 
 
@@ -57,15 +61,6 @@ def both(data):
 def without_checksums(version):
     meta = json.loads((version / "meta.json").read_text())
     (version / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if k not in ("files", "own_sha256")}))
-
-
-@pytest.mark.parametrize("name", ["memory", "smact", "smocc", "fast/memory"])
-def test_the_models_that_come_along_are_what_their_checksums_say(name):
-    folder = DEFAULT_MODELS / name
-    meta = read_json(folder / META)
-    verify_files(folder, meta)  # as if it were anybody's: its structure too
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {META}
-    assert set(meta["files"]) == there and meta["own_sha256"]
 
 
 def flipped(content):
@@ -191,14 +186,89 @@ def test_a_damaged_model_of_the_projects_own_leaves_the_trace(data, tmp_path, mo
     assert estimate(CONFIGS[0], data=str(data), estimator="trace").answered_by["memory"] == "trace"
 
 
-def test_what_was_verified_is_not_read_again_until_it_changes(data, monkeypatch):
-    counted = []
-    real = artifact_files.sha256_of
-    monkeypatch.setattr(artifact_files, "sha256_of", lambda path: counted.append(path) or real(path))
-    for _ in range(3):
-        newest(data, "memory")
-    assert len(counted) == len(set(counted))
-    _, newer = both(data)
-    os.utime(newer / "model" / "model.npz", ns=(1, 1))
-    newest(data, "memory")
-    assert len(counted) > len(set(counted))
+# -- the models that come with the project
+
+
+A100 = "A100-SXM4-40GB"
+FILES = sorted(path for path in DEFAULT_MODELS.rglob("*") if path.is_file())
+CARD = (DEFAULT_MODELS / "MODEL_CARD.md").read_text()
+NETWORKS = (
+    mlp.Config(batch_size=64, input_size=1000, classes=10, depth=3),
+    cnn.Config(batch_size=16, image_size=64, channels=3, classes=10, base_filters=32, depth=6, softmax=True),
+    transformer.Config(
+        batch_size=16,
+        vocabulary_size=60_000,
+        sequence_length=128,
+        embedding_size=256,
+        heads=4,
+        depth=3,
+        feed_forward=512,
+        classes=500,
+    ),
+)
+METRICS = {  # as the card calls them
+    "accuracy": "accuracy",
+    "macro F1": "macro_f1",
+    "median relative error": "median_relative_error",
+    "share of underestimates": "underestimates",
+    "labels under the 99 % bound": "coverage",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_models_of_ones_own(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path_factory.getbasetemp() / "none"))
+
+
+def test_there_is_a_model_for_each_target_that_was_measured_those_of_method_fast_and_nothing_else():
+    assert {path.name for path in DEFAULT_MODELS.iterdir()} == {*TARGETS, "fast", "MODEL_CARD.md"}
+    for target in KNOWN_TARGETS:
+        assert (default_artifact(target) is not None) == (target in TARGETS)
+    assert sum(path.stat().st_size for path in FILES) < min(LIMIT_MIB, 10.0) * 2**20, "all of it is small"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_model_loads_and_answers_every_family_that_it_was_fitted_on(target):
+    artifact = default_artifact(target)
+    fitted_on = artifact.meta["rows"]["family"]
+    prediction = artifact.estimator.predict(of_configs([c for c in NETWORKS if c.family in fitted_on]))
+    assert not prediction.refusals and np.isfinite(prediction.point).all() and (prediction.point > 0).all()
+    assert (prediction.upper(0.99) > prediction.point).all()
+    assert artifact.meta["target"] == artifact.estimator.target.name == target
+    assert set(artifact.meta["rows"]["source"]) == {"imported"}
+    assert artifact.meta["feature_version"] == FEATURES_STAMP, (
+        "features have another version: python -m learn.build_defaults fits the models anew"
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_card_has_each_targets_rows_and_held_out_figures(target):
+    meta = default_artifact(target).meta
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in CARD.splitlines() if line[:1] == "|"]
+    (rows,) = [cells for cells in lines if cells[0] == target]
+    for family, n in meta["rows"]["family"].items():
+        assert f"{family} {n:,}" in rows[1]
+    assert rows[2] == f"{meta['rows']['censored']:,}"
+    (header,) = [cells for cells in lines if cells[0] == "" and target in cells]
+    for name, metric in METRICS.items():
+        (cells,) = [cells for cells in lines if cells[0] == name]
+        found = meta["metrics"][metric]
+        assert cells[header.index(target)] == f"{found['test']:.1%} ({found['cv_mean']:.1%})"
+    assert f"version `{meta['feature_version']}`" in CARD and f"`{meta['estimator']}`" in CARD
+
+
+@pytest.mark.parametrize("config", NETWORKS, ids=lambda config: config.family)
+def test_a_gpu_never_measured_has_a_warning_the_traces_figure_and_a_bound_by_causes(config):
+    here = estimate(config, machine="described")
+    assert here.answered_by["memory"] == "hybrid (default)"
+    assert not any("nothing was measured on" in text for text in here.warnings)
+    for device in DEVICES:
+        if device == A100:
+            continue
+        there = estimate(config, device=device, machine="described")
+        assert there.answered_by["memory"] == "hybrid (default)"
+        (said,) = [text for text in there.warnings if f"nothing was measured on {device}, only on" in text]
+        assert "memory" in said.partition(":")[0]
+        assert there.peak_memory_mib == pytest.approx(there.card_mib, rel=0.03)  # of a plain loop
+        above_mib = there.upper_mib - there.peak_memory_mib
+        assert 0 < above_mib <= sum(there.uncertain.values()) + 1e-6 and "context and libraries" in there.uncertain

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import ClassVar
 
 import numpy as np
 import psutil
@@ -14,13 +13,11 @@ import pytest
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from learn.benchmark import BenchmarkSettings, benchmark, cache_folder, entry
+from learn.benchmark import BenchmarkSettings, benchmark, entry
 from learn.estimators import protocol as estimators
-from learn.estimators.protocol import Estimator
-from learn.job.traced import step_of
+from learn.judging import benchmark_view
 from learn.judging.evaluate import classes_of, hold_out
-from learn.judging.scores import Scored, by_group, figures_of, sample, worst_of
-from learn.rows.data import load_rows, make_bins, memory_bins
+from learn.rows.data import load_rows, make_bins
 from tests.learn.learn_rows import make_configs, published_mlp, write_batch, write_published
 from tests.surroundings import ENDS_WITHIN_S
 
@@ -62,12 +59,6 @@ def test_figures_are_those_worked_by_hand(tmp_path):
     assert figures.fit_right == pytest.approx(4 / 5) and figures.fit_right_oom == 0.5 and figures.fit_right_raw == 0.8
     assert any("1 rows make no sense" in note and "never started" in note for note in done.notes)
     assert figures.median_seconds > 0 and done.card_mib == 40_326
-
-
-def test_the_constant_counts_where_it_decides_whether_a_job_fits(tmp_path):
-    path = write(tmp_path / "some.csv", [(1, 5_100, OK), (2, 5_200, OK), (360, 39_000, "OOM_CRASH")])
-    (figures,) = benchmark(settings(path)).figures
-    assert figures.constant == 5_000 and figures.fit_right == 1.0 and figures.fit_right_raw == pytest.approx(2 / 3)
 
 
 def test_refusals_and_errors_are_counted_with_their_reason_and_stop_nothing(tmp_path):
@@ -137,44 +128,6 @@ def test_estimates_that_the_file_holds_stand_beside_them_as_published(tmp_path):
     assert own.answered_ok == 0 and "unknown published model 'lenet'" in next(iter(own.refusals))
 
 
-def test_rows_are_drawn_alike_for_a_seed_and_from_every_group(tmp_path):
-    groups = ["a"] * 80 + ["b"] * 15 + ["c"] * 5
-    drawn = sample(groups, 20, 3)
-    assert drawn == sample(groups, 20, 3) == sorted(set(drawn)) and len(drawn) == 20
-    assert drawn != sample(groups, 20, 4)
-    counts = {g: sum(groups[i] == g for i in drawn) for g in "abc"}
-    assert abs(counts["a"] - 16) <= 1 and abs(counts["b"] - 3) <= 1 and abs(counts["c"] - 1) <= 1
-    assert set(drawn) < set(sample(groups, 40, 3)) and sample(groups, 1000, 3) == list(range(100))
-
-
-def test_worst_rows_and_groups_are_judged_with_the_files_constant():
-    rows = [
-        Scored(name="one", group="a", label=100.0, estimate=80.0),
-        Scored(name="two", group="a", label=100.0, estimate=130.0),
-        Scored(name="three", group="b", label=200.0, estimate=100.0),
-        Scored(name="four", group="b", label=None, estimate=100.0),
-        Scored(name="five", group="c", label=100.0, estimate=None, reason="none"),
-    ]
-    figures = figures_of("file", "fake", rows)
-    assert figures.constant == 20 and figures.fit_right is None
-    assert [(row.name, round(error, 3)) for row, error in worst_of(rows, 20, 2)] == [("two", 0.5), ("three", -0.4)]
-    assert figures_of("file", "fake", rows[:2], space="ratio").raw.mean == 25.0, "ratios have absolute errors"
-    groups = by_group(rows, 20)
-    assert list(groups) == ["a", "b"] and groups["a"][0] == 2 and groups["a"][1].median == pytest.approx(0.25)
-
-
-def test_doubtful_rows_can_be_left_out(tmp_path):
-    path = tmp_path / "timm.csv"
-    lines = [f"net,nets,{b},{m},100" for b, m in ((8, 4900), (16, 3500), (32, 5000))]
-    path.write_text("\n".join(["model,module,batch_size,max_gpu_memory_mib,faketensor_peak_mib", *lines]) + "\n")
-    chosen = {doubtful: benchmark(settings(path, doubtful=doubtful)) for doubtful in ("keep", "drop")}
-    kept, dropped = (next(f for f in done.figures if f.estimator == "hundreds") for done in chosen.values())
-    assert (kept.ok, dropped.ok) == (3, 2)
-    assert any(
-        "1 of its 3 rows are in doubt (judged, never fitted on): 1 more than" in note for note in chosen["keep"].notes
-    )
-
-
 def test_utilization_of_published_files_leaves_out_what_a_sensor_did_not_give(tmp_path):
     measured = (1, 0.5, OK), (2, 0.1, OK), (4, 0, OK), (8, -1, OK), (16, 0.9, "OOM_CRASH")
     rows = [(published_mlp(batch), 900, status, smact) for batch, smact, status in measured]
@@ -188,42 +141,6 @@ def test_utilization_of_published_files_leaves_out_what_a_sensor_did_not_give(tm
         assert said in note
     with pytest.raises(UsageError, match="no rows are left with family=all, target=drama"):
         benchmark(settings(tmp_path, target="drama", estimators=("trace",)))
-
-
-def test_classes_are_counted_with_out_of_memory_in_the_top_one():
-    bins = {"published": memory_bins(np.array([100.0]), 8, 40_326.0)}
-    about = {"group": "a", "family": "cnn", "card": 40_326.0}
-    rows = [
-        Scored(name="one", label=1000.0, estimate=2000.0, upper=3000.0, **about),
-        Scored(name="two", label=9000.0, estimate=8000.0, upper=8500.0, **about),
-        Scored(name="told", label=9000.0, estimate=8000.0, upper=9900.0, classes={"published": 1}, **about),
-        Scored(name="out", label=None, estimate=39_000.0, upper=41_000.0, **about),
-        Scored(name="none", label=1000.0, estimate=None, reason="none", **about),
-    ]
-    figures = figures_of("file", "fake", rows, bins=bins)
-    scores = figures.classes["published"]
-    assert scores.recall == {"0-8 GB": 1.0, "8-16 GB": 0.5, "32+ GB": 1.0} and scores.accuracy == 0.75
-    assert scores.macro_recall == pytest.approx(2.5 / 3) and scores.macro_f1 == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
-    assert figures.bound.coverage == 0.75 and figures.fit_right_bound == 1.0
-    assert figures.fit_right_raw == 0.75 and figures.raw.mean == pytest.approx((1 + 2 / 9) / 3)
-
-
-def test_features_are_kept_where_the_user_says_or_in_the_cache_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("GPUFARM_DATA", raising=False)
-    asked = {"published": str(tmp_path), "estimators": ("horus",)}
-    assert cache_folder(BenchmarkSettings(**asked)).root == tmp_path / "cache" / "gpufarm"
-    named = cache_folder(BenchmarkSettings(**asked, data=str(tmp_path / "new")))
-    assert named.root == tmp_path / "new" and named.format_marker.is_file()
-    (tmp_path / "data").mkdir()
-    assert cache_folder(BenchmarkSettings(**asked)).root == tmp_path / "data"
-
-
-def test_the_estimator_that_trains_for_real_is_asked_only_by_name(tmp_path):
-    asked = BenchmarkSettings(published=str(tmp_path)).names
-    assert "xmem" not in asked and {"trace", "horus", "lightgbm"} <= set(asked)
-    assert BenchmarkSettings(published=str(tmp_path), estimators=["xmem"]).names == ("xmem",)
 
 
 def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
@@ -304,11 +221,6 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_estimated(tm
 # -- estimators that learn: who is fitted on which rows
 
 
-def write_networks(path, names):
-    """Configurations of 900 MiB, 1000 MiB, ... into a published file."""
-    return write_published(path, [(name, 900 + 100 * i, "SUCCESSFUL", -1) for i, name in enumerate(names)])
-
-
 @pytest.fixture(scope="module")
 def warehouse_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("learn") / "a'; echo foo"
@@ -338,18 +250,6 @@ def answers_of(done, estimator):
     return {row.name: row.estimate for (_, name), rows in done.scored.items() if name == estimator for row in rows}
 
 
-def test_by_cross_validation_every_row_has_one_answer(warehouse_folder):
-    done = benchmark(BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0))
-    asked = [row.name for (_, name), rows in done.scored.items() if name == "lightgbm" for row in rows]
-    assert sorted(asked) == sorted(load_rows(str(warehouse_folder), "memory").run_ids)
-    own = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "lightgbm"))
-    assert own.fits == 3 and own.fit_seconds > 0 and own.median_seconds > 0 and own.constant is None
-    assert 0.5 < own.bound.coverage <= 1 and own.bound.above == pytest.approx(1 - own.bound.coverage)
-    assert list(own.reliability)[-1] == "0.99" and set(own.classes) == {"published", "ours"}
-    free = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "hundreds"))
-    assert free.fits == 0 and free.bound is None and free.constant is not None and set(free.classes_shifted)
-
-
 def test_left_out_is_answered_from_the_others_only(warehouse_folder):
     chosen = BenchmarkSettings(
         data=str(warehouse_folder), estimators=("lightgbm",), workers=0, split="leave_one_out", by="family"
@@ -363,17 +263,6 @@ def test_left_out_is_answered_from_the_others_only(warehouse_folder):
     np.testing.assert_allclose([given[name] for name in asked.run_ids], fitted.point)
     with pytest.raises(UsageError, match="all rows are of device a100-sxm4-40gb; it takes two or more"):
         benchmark(BenchmarkSettings(**{**vars(chosen), "by": "device"}))
-
-
-def test_of_several_devices_each_is_left_out_in_turn(tmp_path):
-    configs = make_configs(60)
-    for device, half in (("A100-SXM4-40GB", configs[:30]), ("H200-SXM-141GB", configs[30:])):
-        write_batch(tmp_path, half, statuses=["ok"] * 30, job=device, device=device)
-    chosen = {"data": str(tmp_path), "estimators": ("lightgbm",), "workers": 0}
-    done = benchmark(BenchmarkSettings(**chosen, split="leave_one_out", by="device"))
-    given = answers_of(done, "lightgbm")
-    assert len(given) == 60 and None not in given.values()
-    assert {row.group for rows in done.scored.values() for row in rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}
 
 
 def test_of_another_target_only_those_are_asked_that_estimate_it(warehouse_folder):
@@ -391,98 +280,76 @@ def test_of_another_target_only_those_are_asked_that_estimate_it(warehouse_folde
         BenchmarkSettings(data=str(warehouse_folder), target="drama", estimators=("horus",))
 
 
-def published_folder(tmp_path):
-    """50 MLP rows of 10 networks in `some.csv`, two named models in `known.csv`."""
-    names = [published_mlp(batch, depth=depth) for depth in range(1, 11) for batch in (8, 16, 32, 64, 128)]
-    write_networks(tmp_path / "some.csv", names)
-    (tmp_path / "known.csv").write_text("model,batch_size,actual_mib,horus_mib\nlenet,2,1000,1500\nlenet,4,2000,2500\n")
-    return tmp_path
-
-
-class Watcher(Estimator):
-    """Answers 500 MiB, below a bound of 1 GB, and notes what it was fitted on."""
-
-    name = "watcher"
-    targets = None
-    seen: ClassVar[list] = []
-
-    def __init__(self, seed=0):
-        pass
-
-    def fit(self, rows, steps=None):
-        Watcher.seen.append(rows)
-        return self
-
-    def predict(self, cases, steps=None):
-        centre = np.full(len(cases), np.log(500.0))
-        return estimators.ResidualPrediction(centre, np.linspace(0, np.log(2), 200), "log", ("it only watches",))
+# -- the paper's tables from a small folder of published files
 
 
 @pytest.fixture
-def watcher(monkeypatch):
-    monkeypatch.setitem(estimators.ESTIMATORS, "watcher", f"{__name__}:Watcher")
-    Watcher.seen.clear()
-    return Watcher.seen
+def paper_folder(tmp_path, fakes, monkeypatch):
+    """30 MLPs of 1.0 to 6.8 GB, of which `hundreds` (100 MiB a sample) knows each, and two well-known models."""
+    runs = (
+        ("memory", True, True, ("lightgbm", "hundreds")),
+        ("smact", True, False, ("lightgbm",)),
+        ("drama", True, False, ("lightgbm",)),
+    )
+    monkeypatch.setattr(benchmark_view, "RUNS", runs)
+    place = tmp_path / "a'; echo foo"
+    place.mkdir()
+    write_published(
+        place / "perceptrons.csv",
+        [
+            (published_mlp(batch, depth=1 + i % 10), 100 * batch, "SUCCESSFUL", batch / 70)
+            for i, batch in enumerate(range(10, 70, 2))
+        ],
+    )
+    lines = ["model,batch_size,actual_mib,horus_mib", "lenet,2,1000,1500", "lenet,4,2000,1000"]
+    (place / "known.csv").write_text("\n".join(lines) + "\n")
+    return place
 
 
-def test_named_models_are_never_fitted_on(tmp_path, watcher):
-    done = benchmark(settings(published_folder(tmp_path), estimators=("watcher",)))
-    assert len(watcher) == 4, "three folds, and one fit for what is never fitted on"
-    for rows in watcher:
-        assert set(rows.family) == {"mlp"} and all(name.startswith("some:") for name in rows.run_ids)
-    assert len(watcher[-1]) == 50
-    given = answers_of(done, "watcher")
-    assert len(given) == 52 and list(given.values()) == pytest.approx([500] * 52)
-    assert any("known: never fitted on" in note for note in done.notes) and "watcher: it only watches" in done.notes
-    figures = next(f for f in done.figures if (f.file, f.estimator) == ("known", "watcher"))
-    assert figures.raw.mean == pytest.approx((0.5 + 0.75) / 2) and figures.bound.coverage == 0.0
-    assert figures.fit_right_bound == 1.0 and figures.reliability["0.99"] == 0.0
+def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, capsys):
+    out, page = tmp_path / "paper.json", tmp_path / "paper.html"
+    code = run(
+        f"published={json.dumps(str(paper_folder))}",
+        "paper=true",
+        "workers=0",
+        "rows=28",
+        "folds=2",
+        f"data={tmp_path / 'data'}",
+        f"out={out}",
+        f"report={page}",
+    )
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    tables = json.loads(out.read_text())
+    accuracy = {row["bins"]: row for row in tables["memory"]}
+    assert list(accuracy) == ["1 GB", "2 GB", "8 GB"] and {row["n"] for row in accuracy.values()} == {28}
+    assert all(row["hundreds"] == 1.0 for row in accuracy.values()) and accuracy["8 GB"]["lightgbm"] == 1.0
+    assert accuracy["1 GB"]["lightgbm"] < 1.0
+    assert [(f["low"], f["high"]) for f in accuracy["2 GB"]["theirs"]] == [(0.95, 0.98)]
+    assert accuracy["8 GB"]["theirs"] is None, "theirs is known of 1 to 2 GB for MLPs"
+
+    levels = {(row["family"], row["target"]): row for row in tables["utilization"]}
+    assert levels["mlp", "smact"]["lightgbm"] > 0.5 and levels["mlp", "smact"]["theirs"][0]["low"] == 0.92
+    assert levels["mlp", "drama"]["n"] is None and levels["mlp", "drama"]["theirs"][0]["low"] == 0.88
+
+    models = {row["model"]: row for row in tables["models"]}
+    errors = {title: row["horus (published)"] for title, row in models.items()}
+    assert errors == {"lenet batch 2": 0.5, "lenet batch 4": -0.5, "mean error": 0.5, "median error": 0.5}
+    assert {row["estimator"] for row in tables["latency"]} >= {"lightgbm", "hundreds", "xMem (published)"}
+    assert any("a sample of 28 rows" in note for note in tables["notes"])
+    assert any(note.startswith("drama is not judged: no rows are left") for note in tables["notes"])
+    for text in ("95% to 98%", "+50.0%", "2.29 to 2.37 ms", "left out"):
+        assert text in printed.out
+    assert page.read_text().count("<svg") == 3 and "perceptrons, lightgbm: answered 28/28" in printed.err
 
 
-def test_asked_alone_they_are_answered_by_a_fit_on_the_folders_other_files(tmp_path, watcher):
-    folder = published_folder(tmp_path)
-    done = benchmark(settings(folder, files=("known",), estimators=("watcher",)))
-    assert [len(rows) for rows in watcher] == [50] and {f.file for f in done.figures} == {"known"}
-    with pytest.raises(UsageError, match="no file here that an estimator may be fitted on; name the folder"):
-        benchmark(settings(folder / "known.csv", estimators=("watcher",)))
-
-
-def test_estimators_whose_rows_are_all_refused_come_in_the_order_given(tmp_path, monkeypatch):
-    monkeypatch.setattr("learn.commands.benchmark_rows.SLOW", ("hundreds",))
-    path = write(tmp_path / "some.csv", [(1, 200, OK, "spiral"), (2, 300, OK, "spiral")])
-    shown = []
-    benchmark(settings(path, estimators=("hundreds", "endless")), finished=shown.extend)
-    assert [figures.estimator for figures in shown] == ["hundreds", "endless"]
-    assert all(sum(figures.refusals.values()) == 2 for figures in shown)
-
-
-def test_answers_of_a_fit_are_counted_file_by_file(tmp_path, watcher):
-    for file in ("one", "two"):
-        write_networks(tmp_path / f"{file}.csv", [published_mlp(8, depth=depth) for depth in range(1, 11)])
-    heard = []
-    benchmark(settings(tmp_path, estimators=("watcher",)), progress=lambda *counts: heard.append(counts))
-    done, totals = np.array(heard).T
-    assert set(totals) == {3 + 20} and done[-1] == 3 + 20
-    assert len(done) == 1 + 3 * (1 + 2), "a fit, then the answers for each file"
-
-
-def test_a_row_is_traced_once_for_all_estimators_and_figures_come_as_they_are_done(tmp_path, monkeypatch):
-    traced = []
-
-    def counted(job, *args, **options):
-        traced.append(job)
-        return step_of(job, *args, **options)
-
-    monkeypatch.setattr("learn.job.traced.step_of", counted)
-    monkeypatch.setattr("learn.peers.base.step_of", counted)
-    monkeypatch.setattr("learn.commands.benchmark_rows.SLOW", ("hundreds",))
-    path = write_networks(tmp_path / "some.csv", [published_mlp(8 * (i + 1), depth=1 + i) for i in range(18)])
-    shown = []
-    chosen = settings(path, estimators=("hundreds", "trace", "hybrid"), data=str(tmp_path / "data"))
-    done = benchmark(chosen, finished=shown.extend)
-    assert len(traced) == 18 and all(figures.answered_ok == 18 for figures in done.figures)
-    assert [figures.estimator for figures in done.figures] == ["hundreds", "trace", "hybrid"]
-    assert [figures.estimator for figures in shown] == ["hybrid", "trace", "hundreds"]
-    assert {figures.estimator: figures for figures in shown} == {figures.estimator: figures for figures in done.figures}
-    alone = benchmark(settings(path, estimators=("trace",)))
-    assert answers_of(alone, "trace") == answers_of(done, "trace") and len(traced) == 36
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["paper=true"], "give published=FOLDER with it"),
+        (["published=here", "paper=true", "split=holdout"], "split: paper=true takes published, rows, seed"),
+        (["published=here", "paper=true", "target=smact"], "target: paper=true takes published, rows"),
+    ],
+)
+def test_mistakes_name_what_paper_takes(argv, message, refused):
+    assert message in refused(*argv, run=run)

@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.device.device_spec import MachineProfile, load_device
+from featurize.device.device_spec import load_device
 from featurize.families import cnn, mlp
-from learn import devices_that_fit, estimate, estimate_many, largest_batch
+from learn import devices_that_fit, estimate
 from learn.estimation.known_runs import KINDS
 from tests.learn.learn_rows import write_batch
 
@@ -47,13 +46,6 @@ def test_a_lower_coverage_has_a_lower_bound_and_the_distribution_holds_it(job):
     assert json.loads(json.dumps(bounds[0.9].to_mapping()))["coverage"] == 0.9
 
 
-@pytest.mark.parametrize("p", [0.0, 1.0, -0.5, "0.9", None, True])
-def test_what_is_not_a_probability_has_no_quantile(p):
-    with pytest.raises(UsageError, match=r"a probability from 0.01 to 0.99"):
-        estimate(MLP).quantile_mib(p)
-    assert estimate(MLP, estimator="horus").quantile_mib(0.9) is None
-
-
 def test_the_bound_of_what_no_fit_knows_is_taken_apart_into_causes():
     done = estimate(dataclasses.replace(CNN, precision="fp16"))
     assert done.peak_memory_mib == pytest.approx(done.card_mib, abs=200)  # a plain loop holds a batch more
@@ -66,19 +58,6 @@ def test_the_bound_of_what_no_fit_knows_is_taken_apart_into_causes():
     (note,) = [text for text in done.warnings if "the bound exceeds the estimate by" in text]
     widest = max(done.uncertain, key=done.uncertain.get)
     assert note.index(widest) == note.index("for ") + 4 and "narrows it" in note
-
-
-def test_tensors_that_are_known_widen_nothing():
-    small, large = (estimate(lambda w=w: nn.Linear(w, w), [8, w], precision="bf16-true") for w in (1024, 8192))
-    assert "convolution workspaces" not in large.uncertain
-    assert large.uncertain["context and libraries"] == small.uncertain["context and libraries"]
-    assert large.upper_mib < 1.08 * large.peak_memory_mib + 200
-
-
-def test_a_calibrated_machine_is_less_uncertain_than_a_typical_one():
-    profile = MachineProfile(name="mine", context_mib=400, kernels_mib=30, cudnn_mib=50)
-    typical, own = (estimate(net, images(32), precision="fp16", machine=on) for on in ("current", profile))
-    assert own.uncertain["context and libraries"] < typical.uncertain["context and libraries"]
 
 
 def test_a_job_that_runs_without_its_workspaces_has_the_card_as_its_bound():
@@ -110,16 +89,6 @@ def test_a_neighbour_says_less_than_the_job_itself_and_two_say_more_than_one():
     assert at[128].card_mib + 100 < near.peak_memory_mib < at[128].card_mib + 200
     assert at[128].card_mib + 100 < between.peak_memory_mib < at[128].card_mib + 400
     assert 1.01 < near.upper_mib / near.peak_memory_mib <= 1.07 + 1e-9
-
-
-def test_runs_of_one_batch_that_differ_count_alike_in_any_order_and_lie_below_the_bound():
-    runs = [{"batch_size": 64, "memory_mib": mib} for mib in (2000, 2600)]
-    same, reversed_ = (estimate(net, images(64), known=known) for known in (runs, runs[::-1]))
-    assert same.peak_memory_mib == reversed_.peak_memory_mib and same.upper_mib > 2600
-    near, far = (estimate(net, images(128), known=known) for known in (runs, runs[::-1]))
-    assert near.peak_memory_mib == far.peak_memory_mib
-    piped = estimate(net, images(64), known=runs[:1], loop="pipeline")
-    assert piped.peak_memory_mib == pytest.approx(2000, abs=1)
 
 
 def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
@@ -157,8 +126,6 @@ def test_measured_runs_of_the_data_folder_move_the_estimate_without_being_named(
     assert "measured of this job, at a batch of 32; known=none leaves them out" in done.warnings[0]
     monkeypatch.setenv("GPUFARM_DATA", str(measured_folder))
     assert estimate(MLP).peak_memory_mib == done.peak_memory_mib
-    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=done.upper_mib + 1)
-    assert largest_batch(MLP, device=card).estimate.answered_by["memory"] == "trace with 1 measured run"
     by = {one.device: one.estimate.answered_by["memory"] for one in devices_that_fit(MLP, devices=["A100", "H100"])}
     assert by == {"A100-SXM4-40GB": "trace with 1 measured run", "H100-SXM5-80GB": "hybrid (default)"}
 
@@ -181,33 +148,6 @@ def test_measured_runs_of_the_data_folder_leave_other_questions_alone(measured_f
         assert done.peak_memory_mib == alone.peak_memory_mib and done.upper_mib == alone.upper_mib, options
 
 
-def test_of_the_folders_runs_the_same_batch_counts_alone_and_else_its_neighbours(measured_folder):
-    def notes(batch):
-        return estimate(dataclasses.replace(MLP, batch_size=batch), data=measured_folder).warnings[0]
-
-    for batch, job in ((8, "b"), (128, "c"), (256, "d")):
-        measured(measured_folder, dataclasses.replace(MLP, batch_size=batch), job)
-    assert "at a batch of 128;" in notes(128) and "at a batch of 32, 128;" in notes(64)
-    assert "at a batch of 256;" in notes(512)
-
-
-def test_a_measured_batch_that_cannot_be_traced_is_a_note(measured_folder, monkeypatch):
-    from learn.job import traced
-
-    real = traced.step_of
-
-    def only_the_asked(job, *args, **kwargs):
-        if job.batch_size == 32:
-            raise traced.CannotTrace("a batch of 32 is too odd", limit=False)
-        return real(job, *args, **kwargs)
-
-    monkeypatch.setattr("learn.estimation.draft.step_of", only_the_asked)
-    done = estimate(MLP, data=measured_folder)
-    assert done.warnings[-1] == "the data folder's measured runs are left out: a batch of 32 is too odd"
-    with pytest.raises(UsageError, match="too odd"):
-        estimate(MLP, data=measured_folder, known="runs")
-
-
 def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folder, answer):
     beside = answer("run=a-000000", f"data={measured_folder}")
     assert "measured" not in beside["answered_by"]["memory"]
@@ -224,13 +164,6 @@ def test_a_data_folder_that_nobody_named_and_that_cannot_be_read_is_a_note(tmp_p
     )
     with pytest.raises(EnvironmentProblem, match="schema version"):
         estimate(MLP, known="runs")
-
-
-def test_a_run_that_lands_after_an_estimate_moves_the_next_one(tmp_path):
-    write_batch(tmp_path / "d", [MLP], job="simulated")
-    assert "measured" not in estimate(MLP, data=tmp_path / "d").answered_by["memory"]
-    measured(tmp_path / "d", MLP)
-    assert estimate(MLP, data=tmp_path / "d").answered_by["memory"] == "trace with 1 measured run"
 
 
 def test_runs_whose_text_is_no_config_and_of_other_jobs_are_passed_over(measured_folder):
@@ -305,18 +238,6 @@ def test_options_that_cannot_be_are_one_message(options, message):
         estimate(MLP, **options)
 
 
-def test_a_run_that_equals_its_trace_widens_no_bound_and_keeps_the_cap_at_the_card():
-    without = estimate(net, images(4096), precision="fp16")
-    small = estimate(net, images(8), precision="fp16")
-    known = [{"batch_size": 8, "memory_mib": small.card_mib, "kind": "card"}]
-    done = estimate(net, images(4096), precision="fp16", known=known)
-    assert done.upper_mib <= without.upper_mib
-    card = dataclasses.replace(load_device("A100-SXM4-40GB"), memory_mib=done.upper_mib - 10)
-    capped = estimate(net, images(4096), precision="fp16", device=card)
-    narrowed = estimate(net, images(4096), precision="fp16", device=card, known=known)
-    assert capped.upper_mib == narrowed.upper_mib == card.memory_mib
-
-
 @pytest.mark.parametrize("share", [0.3, 0.5, 6.0])
 def test_a_run_that_contradicts_its_trace_is_left_out_either_way(share):
     without = estimate(net, images(256), precision="fp16")
@@ -337,38 +258,3 @@ def test_a_run_of_another_gpu_moves_that_one_alone():
     assert by["RTX-4090"] == "trace with 1 measured run" and "measured" not in by["A100-SXM4-40GB"]
     with pytest.raises(UsageError, match="without a device"):
         devices_that_fit(net, images(8), devices=devices, known=[{"batch_size": 8, "memory_mib": 900}])
-
-
-def test_many_configs_take_the_folders_runs(tmp_path):
-    write_batch(tmp_path / "d", [dataclasses.replace(MLP, depth=5)], source="measured", job="a", device_uuid="GPU-1")
-    (done,) = estimate_many([MLP], known="runs", workspaces="guessed", data=tmp_path / "d")
-    assert "the data folder has no run of this job" in done.warnings[-1]
-
-
-def test_the_table_shows_the_jobs_share_of_the_card(shown):
-    assert "the job's share of it" in shown(MAPPING, "allocator='per_process_memory_fraction:0.3'")
-
-
-def test_the_jobs_convolutions_allow_tf32_whatever_the_estimating_process_has_set(monkeypatch):
-    import torch
-
-    from featurize.cudnn import oracle
-    from learn.estimation.platforms import CUDNN, platform_of
-    from learn.estimation.requests import job_of
-
-    searches = []
-    monkeypatch.setattr(oracle, "oracle_for", lambda device: SimpleNamespace(prepare=searches.append))
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    dataclasses.replace(platform_of(), workspaces=CUDNN).prepare_workspaces(job_of(MLP))
-    assert searches[0].allow_tf32
-
-
-def test_the_least_card_is_the_smallest_that_the_bound_lets_the_job_into():
-    whole = load_device("A100-SXM4-40GB")
-    done = estimate(net, images(2048), device=whole, estimator="trace")
-    assert done.peak_memory_mib < done.least_card_mib < done.upper_mib
-    for share, fits in ((1.001, True), (0.999, False)):
-        card = dataclasses.replace(whole, memory_mib=share * done.least_card_mib)
-        assert estimate(net, images(2048), device=card, estimator="trace").fits_device is fits
-    fast = estimate(MLP, method="fast")
-    assert fast.least_card_mib == fast.upper_mib

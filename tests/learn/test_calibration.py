@@ -1,7 +1,6 @@
 """Machines: what lies outside PyTorch's allocator, the four figures of an estimate, calibration from few numbers."""
 
 import json
-import sys
 
 import pytest
 from torch import nn
@@ -60,24 +59,6 @@ def test_current_software_takes_a_gigabyte_less_than_the_machine_of_the_a100_row
     assert machine(EAGER, A100).outside_mib(True) == machine(DESCRIBED, A100).outside_mib(True)
 
 
-def test_a_job_fits_up_to_the_last_mib_that_the_machine_leaves_free():
-    free = estimate(
-        mlp, [32, 64], estimator="trace", machine=MachineProfile(name="free", context_mib=0, kernels_mib=0, cudnn_mib=0)
-    )
-    room = A100.memory_mib - free.reserved_mib
-    for other_mib, fits in ((room, True), (room + 1, False)):
-        on = MachineProfile(name="full", context_mib=0, kernels_mib=0, cudnn_mib=0, other_mib=other_mib)
-        done = estimate(mlp, [32, 64], estimator="trace", machine=on)
-        assert (done.peak_memory_mib <= done.device_memory_mib) is fits and not done.fits_device
-        assert any(note.startswith("out of memory") for note in done.warnings) is not fits
-
-
-def test_configs_without_a_trace_move_with_the_machine_too():
-    config = {"family": "mlp", "batch_size": 64, "input_size": 256, "classes": 10, "depth": 3}
-    current, described = (estimate(config, method="fast", machine=name) for name in (CURRENT, DESCRIBED))
-    assert described.peak_memory_mib - current.peak_memory_mib == pytest.approx(A100.context_mib - 450)
-
-
 @pytest.mark.parametrize(
     "jobs",
     [
@@ -112,23 +93,6 @@ def test_enough_numbers_tell_the_parts_apart_and_none_falls_below_nothing():
     assert least.outside_mib(False) == pytest.approx(6, abs=1) and min(least.context_mib, least.kernels_mib) >= 0
     with pytest.raises(UsageError, match="at least one measured number"):
         calibrate([], A100)
-
-
-def test_numbers_that_contradict_each_other_give_the_nearest_machine():
-    measured = [
-        MeasuredMemory(kind="card", mib=700),
-        MeasuredMemory(kind="process", mib=800),
-        MeasuredMemory(kind="process", mib=500, loads_cudnn=True),
-    ]
-    parts = calibrate(measured, A100, name="x").profile.to_mapping()
-    # Both would be negative without a limit; once cuDNN's part is 0, that of other users is not.
-    assert parts["cudnn_mib"] == 0 and parts["other_mib"] > 0
-
-
-def test_calibrating_takes_no_library_beyond_those_of_an_estimate(monkeypatch):
-    for name in ("scipy", "scipy.optimize", "sklearn"):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert calibrate(list(numbers_of(TRUE, ("process", 64, False))), A100).profile.kernels_mib > 0
 
 
 def test_a_calibrated_machine_answers_for_its_data_folder(tmp_path):
@@ -176,11 +140,6 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
 def test_an_unknown_machine_names_the_known_ones(odd):
     with pytest.raises(UsageError, match=r"unknown machine .*; known: current, described, eager"):
         estimate(mlp, [32, 64], machine=odd)
-
-
-def test_a_part_of_a_machine_that_is_no_number_is_refused():
-    with pytest.raises(UsageError, match="context_mib must be a number from 0"):
-        MachineProfile(name="x", context_mib=float("nan"), kernels_mib=0, cudnn_mib=0)
 
 
 def run(*argv):

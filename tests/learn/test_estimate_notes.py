@@ -1,24 +1,28 @@
-"""How an estimate is shown: `print`, a notebook, the command line and JSON, with its notes and their codes."""
+"""What an estimate says of itself: `print`, a notebook, the command, JSON, its notes, and the loop of each figure."""
 
 import json
-import logging
-import os
-import pty
 import re
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import FrozenInstanceError, asdict, replace
+from dataclasses import replace
 
 import pytest
 from torch import nn
 
+from featurize.device.device_spec import describe_device
 from featurize.families import mlp
-from learn import Estimate, Note, estimate, estimate_many
-from learn.estimation.estimate_view import peak_text
+from featurize.timing.overlap import simulate
+from featurize.timing.step_time import input_ms, time_step
+from featurize.trace.tracer import trace_config
+from learn import Estimate, FitSettings, Note, estimate, fit
 from learn.estimation.job_estimate import RankGroup
-from learn.estimators.protocol import bound_shares, least_held
+from learn.estimation.notes import (
+    LOOPS,
+    PIPELINE,
+    RESIDENT,
+)
 from learn.fitting.artifacts import default_artifact
-from learn.job.training_job import load_factory
+from learn.job.training_job import Case
+from learn.rows.step_store import compute
+from tests.learn.learn_rows import make_configs, write_batch
 
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
 MAPPING = "config={family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
@@ -49,33 +53,6 @@ def test_print_shows_the_figures_the_bound_and_what_they_rest_on(done):
     assert "Estimate(" in repr(done)
 
 
-def test_the_parts_of_an_estimate_hold_its_own_figures(done):
-    assert done.memory.upper_mib == done.upper_mib and done.memory.quantile_mib(0.5) == done.quantile_mib(0.5)
-    assert done.memory.fits_device is done.fits_device and done.memory.breakdown == done.breakdown
-    assert done.time.step_time_ms == done.step_time_ms and done.time.samples_per_s == done.samples_per_s
-    assert (done.activity.smact, done.energy.energy_j) == (done.smact, done.energy_j)
-    known = {**vars(done.memory), **vars(done.time), **vars(done.activity), **vars(done.energy)}
-    assert known.items() <= vars(done).items()
-
-
-@pytest.mark.parametrize(
-    ("phase", "words"),
-    [
-        ("setup", "before the first step"),
-        ("optimizer", "in the optimizer's step"),
-        ("backward", "in the backward pass"),
-    ],
-)
-def test_the_phase_of_the_peak_is_said(done, phase, words):
-    assert peak_text(replace(done, peak_phase=phase)).endswith(f", {words}")
-
-
-def test_a_copy_with_other_values_takes_no_field_that_an_estimate_does_not_have(done):
-    assert done.with_values(seconds=2.0) == replace(done, seconds=2.0)
-    with pytest.raises(AssertionError, match="secnods"):
-        done.with_values(secnods=2.0)
-
-
 def test_at_most_three_warnings_are_shown_the_most_important_first(done):
     many = with_notes(done, "info", "warning", "warning", "problem", "info", "warning")
     shown = [line for line in str(many).splitlines() if "text " in line]
@@ -85,16 +62,6 @@ def test_at_most_three_warnings_are_shown_the_most_important_first(done):
     assert "text 0" not in str(quiet) and "1 more" in str(quiet)
     assert "more" not in str(with_notes(done))
     assert many.warnings == tuple(note.text for note in many.notes)
-
-
-def test_a_note_has_a_code_and_cannot_be_changed(done):
-    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)*", note.code) for note in done.notes)
-    assert {note.severity for note in done.notes} <= {"problem", "warning", "info"}
-    with pytest.raises(FrozenInstanceError):
-        done.notes[0].code = "other"
-    too_large = estimate(net, (40_000, 3, 32, 32), estimator="trace")
-    assert too_large.notes[0].code == "out-of-memory" and too_large.notes[0].severity == "problem"
-    assert "out-of-memory" not in {note.code for note in done.notes}
 
 
 def test_an_estimate_survives_json_and_one_of_a_later_or_an_older_service_is_read(done):
@@ -119,17 +86,6 @@ def test_a_notebook_shows_the_breakdown_as_a_bar_without_script(done):
     assert 'class="stack tall"' in page and "width:66.667%" in page
     assert "src=" not in page and "href=" not in page and "99 % bound" in page
     assert "@scope (.gpufarm-blocks)" in page and ":root" not in page  # a notebook's own page keeps its style
-
-
-@pytest.mark.parametrize("show", [str, lambda done: done._repr_html_()])
-def test_the_bound_says_what_held_on_left_out_rows(done, show):
-    held = least_held(bound_shares().held)
-    assert done.bound_held_out == asdict(held), "the bound is by causes"
-    text = f"{100 * held.share:.1f} % held on {held.rows:,} rows of {held.groups} left-out {held.kind}"
-    assert text in show(done)
-    assert "not checked on left-out rows" in show(replace(done, bound_held_out={}))
-    checked = replace(done, bound_held_out={"share": 0.9806, "rows": 1806})
-    assert "98.1 % held on 1,806 held-out rows" in show(checked)
 
 
 def test_the_model_that_comes_along_says_how_often_its_bound_held(shown):
@@ -160,38 +116,89 @@ def test_the_command_prints_three_notes_and_all_where_asked(shown, answer, refus
     assert "notes" in refused(MAPPING, "notes=some")
 
 
-def test_many_configurations_show_a_bar_on_a_terminal_alone(capsys, monkeypatch):
-    jobs = [replace(CONFIG, batch_size=8 * n) for n in range(1, 3)]
-    assert len(estimate_many(jobs, estimator="trace")) == 2
-    captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
-    monkeypatch.setattr("learn.estimation.estimating.MANY", 2)
-    terminal, child = pty.openpty()
-    with ThreadPoolExecutor(1) as reader, os.fdopen(child, "w") as stderr:
-        shown = reader.submit(lambda: b"".join(iter(lambda: read_terminal(terminal), b"")).decode())
-        monkeypatch.setattr(sys, "stderr", stderr)
-        assert len(estimate_many(jobs, estimator="trace")) == 2
-        stderr.close()
-        assert "2/2" in shown.result() and 'method="fast"' in shown.result()
-    os.close(terminal)
+# -- which loop the figures speak of
 
 
-def read_terminal(terminal):
-    """Return what was written since; nothing once the other end is closed."""
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # EIO, on Linux
-        return b""
+DEVICE = describe_device("A100-SXM4-40GB")
+CONFIGS = make_configs(6, seed=3)
+LOOPED = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
+UTILIZATION = ("smact", "smocc", "drama", "step_time_ms")
+TARGETS = ("smact", "smocc", "drama", "step_time")
 
 
-def test_libraries_do_not_warn_of_their_own_parts_before_an_answer(tmp_path, monkeypatch, caplog):
-    (tmp_path / "gpufarm_noisy.py").write_text(
-        "import logging, torch\n"
-        "logging.getLogger('torchao').warning('Failed to load a kernel')\n"
-        "logging.getLogger('gpufarm_noisy').warning('of my own')\n"
-        "def net():\n    logging.getLogger('torchao').warning('and more')\n    return torch.nn.Linear(8, 8)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert isinstance(load_factory("gpufarm_noisy:net")(), nn.Linear)
-    logging.getLogger("torchao").warning("asked for outside")
-    assert [record.getMessage() for record in caplog.records] == ["of my own", "asked for outside"]
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A data folder whose runs carry the simulator's own figures."""
+    folder = tmp_path_factory.mktemp("loops") / "a'; echo foo"
+    write_batch(folder, CONFIGS, statuses=["ok"] * len(CONFIGS), labels=simulated_labels(CONFIGS))
+    return folder
+
+
+def simulated_labels(configs):
+    steps = [simulate(trace_config(config, device=DEVICE), DEVICE, config) for config in configs]
+    return {name: [step.figure(name) for step in steps] for name in ("peak_memory_mib", *UTILIZATION)}
+
+
+def test_every_figure_names_its_loop():
+    done = estimate(LOOPED)
+    assert set(done.loops) == set(done.answered_by) == {"memory", *TARGETS}
+    assert set(done.loops.values()) <= set(LOOPS)
+    # Published runs wait for their input; the trace prices the GPU's own work.
+    assert done.loops["smact"] == done.loops["smocc"] == PIPELINE
+    assert done.loops["drama"] == done.loops["step_time"] == RESIDENT
+    assert json.loads(json.dumps(done.to_mapping()))["loops"] == done.loops
+    note = "smact, smocc are for the pipeline loop and drama, step_time are for the resident loop; pass loop=pipeline"
+    assert any(text.startswith(note) for text in done.warnings)
+    fast = estimate(LOOPED, method="fast")
+    assert set(fast.loops) == set(fast.answered_by)
+
+
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.family)
+def test_of_the_farm_s_loop_an_estimate_is_what_the_simulator_says(config):
+    step = simulate(trace_config(config, device=DEVICE), DEVICE, config)
+    done = estimate(config, loop=RESIDENT)
+    assert {done.loops[target] for target in TARGETS} == {RESIDENT}
+    for name in UTILIZATION:
+        assert getattr(done, name) == pytest.approx(step.figure(name))
+    assert done.peak_memory_mib == pytest.approx(estimate(config).peak_memory_mib)
+    assert not any("to get all for one" in text for text in done.warnings)
+
+
+def test_of_a_plain_loop_every_figure_waits_for_the_input():
+    done = estimate(LOOPED, loop=PIPELINE)
+    looped = Case(LOOPED, DEVICE.name, training_loop=True)
+    traced = compute(looped).values
+    assert set(done.loops.values()) == {PIPELINE}
+    assert done.smact == pytest.approx(float(default_artifact("smact").estimator.predict([looped]).point[0]))
+    trace = trace_config(LOOPED, training_loop=True, device=DEVICE)
+    waits = input_ms(trace, LOOPED.batch_size)
+    assert done.step_time_ms == pytest.approx(time_step(trace, DEVICE, LOOPED, input_ms=waits).step_time_ms, rel=0.01)
+    assert done.drama == pytest.approx(traced["job_priced_drama"])
+    assert done.step_time_ms > estimate(LOOPED, loop=RESIDENT).step_time_ms
+
+
+def test_a_model_answers_only_about_the_loop_that_it_was_fitted_on(tmp_path):
+    configs = make_configs(60, families=("mlp",))
+    write_batch(tmp_path / "d", configs, statuses=["ok"] * 60)
+    fit(FitSettings(target="smact", estimator="lightgbm", data=str(tmp_path / "d")))
+    own = estimate(configs[0], data=tmp_path / "d", loop=RESIDENT)
+    assert own.answered_by["smact"].startswith("lightgbm ") and own.answered_by["smocc"] == "trace"
+    assert any("pass loop=pipeline to use it" in text and text.startswith("smocc: ") for text in own.warnings)
+    plain = estimate(configs[0], data=tmp_path / "d", loop=PIPELINE)
+    assert plain.answered_by["smact"] == plain.answered_by["smocc"] == "hybrid (default)"
+    assert any("pass loop=resident to use it" in text and text.startswith("smact: ") for text in plain.warnings)
+
+
+def test_beside_a_run_the_estimate_speaks_of_the_run_s_loop(data, answer):
+    done = answer("run=job-000001", f"data={data}")
+    assert done["run"]["loop"] == RESIDENT and {done["loops"][target] for target in TARGETS} == {RESIDENT}
+    for name in UTILIZATION:
+        assert done[name] == pytest.approx(done["run"][name])
+    said = " ".join(done["warnings"])
+    assert "smact, smocc, drama, step_time: the trace also simulated this run" in said
+
+
+def test_an_imported_run_is_of_a_plain_loop(tmp_path, answer):
+    write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], source="imported")
+    done = answer("run=job-000000", f"data={tmp_path / 'd'}")
+    assert done["run"]["loop"] == PIPELINE and {done["loops"][target] for target in TARGETS} == {PIPELINE}

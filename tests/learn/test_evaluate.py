@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from conf.errors import UsageError
-from learn.estimators.protocol import ResidualPrediction, conformal_rank, too_few_for
+from learn import FitSettings, fit
+from learn.estimators.protocol import ResidualPrediction, conformal_rank, make_estimator, too_few_for
 from learn.estimators.tabular import group_folds
 from learn.judging.evaluate import classes_of, metrics_of, parts_of
-from learn.judging.scores import Asked, Given, Scored, bound_scores, class_scores, described, figures_of
-from learn.rows.data import get_target, make_bins, memory_bins
-from tests.learn.learn_rows import make_configs, make_rows
+from learn.judging.report import metric_rows
+from learn.judging.scores import Asked, Given, Scored, bound_scores, described, exceeds, figures_of, labels_are_its_own
+from learn.rows.data import get_target, load_rows, make_bins, memory_bins
+from tests.learn.learn_rows import make_configs, make_rows, write_batch
 
 
 def rows_of(n=60, copies=2):
@@ -68,23 +70,6 @@ def test_too_few_groups_are_told():
         parts_of(one, np.zeros(len(one), dtype=int), how="leave_one_out", by="family")
 
 
-def test_a_job_that_ran_out_of_memory_is_above_a_bound_below_the_card():
-    label = np.array([10.0, 20.0, 40.0, 40.0])
-    censored = np.array([False, False, True, True])
-    found = bound_scores(label, np.array([11.0, 25.0, 39.0, 80.0]), censored, "log")
-    assert (found.n, found.coverage, found.above) == (4, 0.75, 0.25)
-    assert found.excess == pytest.approx(0.175)
-    assert bound_scores(label[2:], label[2:], censored[2:], "log") is None
-    assert class_scores(label[:0], label[:0], ()) is None
-
-
-def test_memory_bins_are_gb_wide_and_open_at_the_top():
-    bins = memory_bins(np.array([500.0, 5000.0]), 2, None)
-    assert bins.labels == ("0-2 GB", "2-4 GB", "4+ GB")
-    values = [0, 2047, 2048, 4096, 1e6]
-    assert bins.classify(np.array(values), ["cnn"] * 5).tolist() == [0, 0, 1, 2, 2]
-
-
 def test_out_of_memory_rows_are_in_the_bin_that_ends_at_the_devices_memory():
     configs = make_configs(3)
     rows = make_rows("memory", configs, [500, 9000, 40_326], censored=[False, False, True])
@@ -124,12 +109,6 @@ def test_conformal_bound_takes_the_rank_with_the_finite_sample_correction():
     assert largest[0] == pytest.approx(0.25), "the largest error stands in"
 
 
-def test_a_bare_point_has_all_mass_in_its_bin_and_no_bound():
-    prediction = ResidualPrediction(np.log([100.0, 300.0]), np.empty(0), "log")
-    assert prediction.bin_probabilities(np.array([200.0])).tolist() == [[1, 0], [0, 1]]
-    assert prediction.upper() is None
-
-
 def metrics(rows, bins, point, classes, upper=None):
     uppers = [None] * len(point) if upper is None else upper
     given = [
@@ -159,15 +138,6 @@ def test_metrics_of_a_known_case():
     assert (found["n"], found["n_censored"], found["n_relative"]) == (5, 1, 4)
 
 
-def test_ratios_near_zero_have_an_absolute_error_but_no_relative_one():
-    rows = make_rows("drama", make_configs(3), [0.0, 0.004, 0.5])
-    bins = make_bins(rows.target, rows.label, rows.family)
-    found = metrics(rows, bins, [0.01, 0.01, 0.6], [0, 0, 1])
-    assert found["n_relative"] == 1 and found["mean_relative_error"] == pytest.approx(0.2)
-    assert found["mean_absolute_error"] == pytest.approx((0.01 + 0.006 + 0.1) / 3)
-    assert found["coverage"] is None and found["bound_excess"] is None
-
-
 def test_folds_keep_groups_whole_and_are_about_equal():
     groups = np.array([f"g{i % 17}" for i in range(100)], dtype=object)
     fold = group_folds(groups, 5, seed=1)
@@ -177,10 +147,66 @@ def test_folds_keep_groups_whole_and_are_about_equal():
         group_folds(np.array(["same"] * 9), 5, seed=1)
 
 
-def test_conformal_bound_covers_new_draws_of_the_same_kind():
-    rng = np.random.default_rng(5)
-    covered = []
-    for _ in range(300):
-        prediction = ResidualPrediction(np.zeros(50), np.sort(rng.standard_normal(150)), "log")
-        covered.append((np.exp(rng.standard_normal(50)) <= prediction.upper(0.9)).mean())
-    assert 0.9 <= np.mean(covered) < 0.93
+# -- labels that the estimator itself simulated
+
+
+CONFIGS = make_configs(32, seed=11)
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """A data folder whose labels are the trace's own figures, off by the rounding of another order of sums."""
+    data = tmp_path_factory.mktemp("traced") / "a'; echo foo"
+    write_batch(data, CONFIGS, source="simulated", statuses=["ok"] * len(CONFIGS))
+    point = {}
+    for target, column in (("memory", "peak_memory_mib"), ("drama", "drama")):
+        rows = load_rows(data, target)
+        of_config = dict(
+            zip(rows.run_ids.tolist(), make_estimator("trace").fit(rows).predict(rows.cases).point, strict=True)
+        )
+        point[column] = of_config
+    again = tmp_path_factory.mktemp("again") / "a'; echo foo"
+    noise = 1 + 4e-16 * np.random.default_rng(0).choice([-1, 0, 1], len(CONFIGS))
+    labels = {
+        column: np.array([values[f"job-{i:06d}"] for i in range(len(CONFIGS))]) * noise
+        for column, values in point.items()
+    }
+    write_batch(again, CONFIGS, source="simulated", labels=labels, statuses=["ok"] * len(CONFIGS))
+    return again
+
+
+def test_a_label_exceeds_a_bound_by_more_than_rounding_only():
+    label = np.array([1000.0, 1000.0, 0.3, 0.3, 0.0, 1e-17])
+    bound = np.array([1000.0 - 1e-10, 999.9, 0.1 + 0.2 - 2e-16, 0.2999, 0.0, 0.0])
+    assert exceeds(label, bound).tolist() == [False, True, False, True, False, False]
+    ratios = np.linspace(0.1, 0.9, 50)
+    scores = bound_scores(ratios, ratios * (1 - 4e-16), np.zeros(50, dtype=bool), "ratio")
+    assert (scores.coverage, scores.above) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "source", "factor", "own"),
+    [
+        ("trace", "simulated", 1 + 1e-15, True),
+        ("hybrid", "simulated", 1.0, True),
+        ("hybrid", "simulated", 1.1, False),  # by another version
+        ("hybrid", "measured", 1.0, False),
+        ("lightgbm", "simulated", 1.0, False),
+    ],
+)
+def test_labels_are_its_own_only_where_simulated_by_the_trace_and_equal(estimator, source, factor, own):
+    label = np.array([10.0, 20.0, 30.0])
+    assert labels_are_its_own(estimator, np.array([source] * 3), label, factor * label) == own
+
+
+@pytest.mark.parametrize(
+    ("target", "estimator"), [("memory", "trace"), pytest.param("drama", "hybrid", marks=pytest.mark.slow)]
+)
+def test_a_fit_on_labels_of_the_trace_says_not_informative(traced, estimator, target):
+    done = fit(FitSettings(target=target, estimator=estimator, data=str(traced)))
+    rows = metric_rows(done.evaluation)
+    assert rows == [("all metrics", "not informative", "not informative")]
+    assert any("estimator=lightgbm" in note for note in done.meta["warnings"])
+    page = (done.path / "report.html").read_text()
+    assert "not informative" in page and "100.0%" not in page
+    assert done.evaluation.test["coverage"] in (None, 1.0) and done.evaluation.test["underestimates"] == 0.0

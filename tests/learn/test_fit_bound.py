@@ -12,8 +12,8 @@ from learn.estimation.job_estimate import (
     KERNELS,
     WORKSPACES,
 )
-from learn.estimators.protocol import BoundShares, bound_shares, group_score, held_of
-from learn.fit_bound import MOST_OVER, entry, fit_bound, read_answers
+from learn.estimators.protocol import BoundShares, bound_shares
+from learn.fit_bound import entry, fit_bound, read_answers
 
 
 def answers(families=12, rows=40, spread=0.02, of_family=0.03):
@@ -50,28 +50,6 @@ def test_a_bound_of_rows_alike_holds_for_left_out_families_and_says_how_often(tm
     assert np.mean([row["measured_mib"] <= mib for row, mib in zip(new, bound, strict=True)]) >= 0.97
 
 
-def test_a_bound_is_no_wider_than_a_median_user_would_accept(tmp_path):
-    rows = list(answers(spread=0.15))
-    fitted = fit_bound(read_answers(written(tmp_path / "a", rows)))
-    old = bound_shares().of_causes
-    over = [
-        (row["point_mib"] + sum(fitted.of_causes[c] / old[c] * mib for c, mib in row["causes"].items()))
-        / row["measured_mib"]
-        - 1
-        for row in rows
-    ]
-    assert np.median(over) == pytest.approx(MOST_OVER, abs=0.01)
-    assert min(held.share for held in fitted.held) < 0.97, "and it says so"
-
-
-def test_a_row_of_another_job_is_judged_and_widens_nothing(tmp_path):
-    rows = list(answers())
-    wrong = [row | {"measured_mib": 4 * row["measured_mib"]} if i % 80 == 0 else row for i, row in enumerate(rows)]
-    clean, doubted = (fit_bound(read_answers(written(tmp_path / "a", of))) for of in (rows, wrong))
-    assert doubted.of_causes[KERNELS] == pytest.approx(clean.of_causes[KERNELS], rel=0.2)
-    assert min(h.share for h in doubted.held) < min(h.share for h in clean.held)
-
-
 def test_the_command_writes_what_is_read_again(tmp_path, capsys):
     rows = [*answers(), {"traced": False}]
     path = written(tmp_path / "answers.jsonl", rows)
@@ -103,13 +81,3 @@ def test_too_few_rows_or_groups_are_refused(tmp_path, few, message):
     path = written(tmp_path / "a", answers(**few))
     with pytest.raises(UsageError, match=message):
         fit_bound(read_answers(path))
-
-
-def test_groups_count_alike_however_many_rows_each_has():
-    """Nine easy groups of a hundred rows, and one hard one of ten."""
-    score = np.concatenate([np.zeros(900), np.full(10, 3.0)])
-    group = np.concatenate([np.repeat(np.arange(9), 100), np.full(10, 9)])
-    assert group_score(score, group, 0.95) == 3.0 and group_score(score, group, 0.9) == 0.0
-    held = held_of(score, group, lambda seen: group_score(score[seen], group[seen], 0.95), "families")
-    assert held.groups == 10 and held.share == pytest.approx(900 / 910), "nothing foretold the hard one"
-    assert held_of(score, np.zeros(910), lambda seen: 0.0, "families") is None

@@ -1,7 +1,8 @@
-"""Fits of the kernel model and of what kernels keep busy to made-up measurements; what cannot be learned is said."""
+"""Fits of kernels, hosts, links and power to made-up measurements, formulas beside them, and what is left out."""
 
 import dataclasses
 import json
+from collections import Counter
 from functools import partialmethod
 
 import numpy as np
@@ -10,17 +11,23 @@ import pyarrow.parquet as pq
 import pytest
 
 from featurize.device.device_spec import load_device
-from featurize.timing.calls import kernel_calls
-from featurize.timing.step_time import efficiencies_text, load_efficiencies, read_efficiencies, time_step
+from featurize.job.layout import Parallel
+from featurize.job.training_settings import EAGER, MEGATRON
+from featurize.timing.calls import FP32, TENSOR, as_calls, kernel_calls, product, stream
+from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
+from featurize.timing.step_time import efficiencies_text, load_efficiencies, overlap_times, read_efficiencies, time_step
+from featurize.timing.times import HostTime
 from featurize.trace.tracer import trace_config
-from learn.estimators.kernel_fitting import MeasuredTime, TimeFit
+from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
-from learn.fitting.constants_fit import ActivityFit, judge_activity
-from learn.fitting.kernel_formulas import score_of
+from learn.fitting import constants_fit
+from learn.fitting.constants_fit import ActivityFit, fit_hosts, fit_links
+from learn.fitting.kernel_formulas import FORMULAS, roofline_by_kind
 from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
-from learn.judging.scores import score_table
-from tests.learn.learn_rows import import_llm_foundry, make_configs, write_batch
+from tests.learn.learn_rows import import_csv, import_llm_foundry, make_configs, write_batch
 from warehouse.exchange.ingesting import IngestSettings, ingest
+from warehouse.exchange.published_kernels import KERNEL_TABLES
+from warehouse.exchange.published_tables import TABLES
 
 QUICK = {"iterations": 10}  # for tests that show nothing of how good a fit is
 DEVICES = ("A100-SXM4-40GB", "V100-SXM2-32GB", "RTX-3090")
@@ -51,7 +58,7 @@ def rows_of(configs, factor=1.0):
 
 @pytest.fixture(scope="module")
 def fit():
-    return TimeFit(rows_of(make_configs(40), SLOWER), {})
+    return TimeFit(rows_of(make_configs(24), SLOWER), {})
 
 
 def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(fit):
@@ -63,13 +70,6 @@ def test_a_fit_explains_steps_that_are_slower_than_the_known_ones(fit):
     learned = fit.fitted(everything, iterations=30).parameters
     for name, least, most in (("sm_rate", 0, 1), ("wave", 0, 1)):
         assert least <= learned.by_group[name].min() <= learned.by_group[name].max() <= most
-
-
-def test_rows_that_nobody_answers_are_printed_beside_those_with_figures():
-    answered, without = score_of("fit", "one", np.array([0.1, -0.2])), score_of("fit", "two", np.array([np.nan]))
-    for scores in ([answered, without], [without, answered]):
-        cells = [str(cell) for row in score_table(scores).rows for cell in row.cells]
-        assert sum(cell.startswith("nan") for cell in cells) == 4, "two factors, a bias, a mean error"
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,6 @@ def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path, monkeyp
     assert step.step_time_ms > 0
 
 
-A100 = load_device("A100-SXM4-40GB")
 LEARNED = load_efficiencies()
 
 
@@ -199,26 +198,6 @@ def test_a_fit_explains_measured_activity(rows):
         assert np.median(np.abs(last)) < 0.02 and np.abs(last).mean() < 0.6 * np.abs(first).mean()
 
 
-def test_rows_that_were_left_out_have_no_part_in_the_fit(rows):
-    left_out = np.array([row.group.endswith("0") for row in rows])
-    spoiled = [
-        dataclasses.replace(row, smact=0.0, smocc=0.0) if mine else row
-        for row, mine in zip(rows, left_out, strict=True)
-    ]
-    clean, other = (ActivityFit(of, LEARNED).fitted(~left_out, iterations=5)[0] for of in (rows, spoiled))
-    assert np.array_equal(clean.by_class["most_warps"], other.by_class["most_warps"])
-
-
-def test_every_family_is_judged_and_printed(rows, monkeypatch):
-    monkeypatch.setattr(ActivityFit, "fitted", partialmethod(ActivityFit.fitted, **QUICK))
-    scores, learned = judge_activity(ActivityFit(rows[:8], LEARNED), 2, silent)
-    assert {(one.rows, one.by) for one in scores} == {
-        (family, split) for family in ("cnn", "mlp") for split in ("learned from", "groups left out")
-    }
-    assert "occupancy, median" in {column.name for column in score_table(scores).columns}
-    assert 0 <= learned.single["gap"] <= 1
-
-
 def test_measured_jobs_are_traced_and_simulated_ones_never_count(tmp_path):
     write_batch(tmp_path / "own", make_configs(32), source="measured")
     jobs, left_out = measured_activity(str(tmp_path / "own"), silent)
@@ -226,3 +205,193 @@ def test_measured_jobs_are_traced_and_simulated_ones_never_count(tmp_path):
     assert all(0 < job.smocc <= job.smact <= 1 for job in jobs)
     write_batch(tmp_path / "simulated", make_configs(32), source="simulated")
     assert measured_activity(str(tmp_path / "simulated"), silent) == ([], {})
+
+
+# -- formulas, ours and others': each finds the law that made the rows
+
+
+V100, A100, T4 = (load_device(name) for name in ("V100-SXM2-32GB", "A100-SXM4-40GB", "T4"))
+MIB = 2**20
+
+
+def row(counts, device, measured_ms, source="steps", group="a"):
+    return MeasuredTime(
+        name=source,
+        source=source,
+        group=group,
+        device=device,
+        calls=as_calls(Counter(counts), 0.0),
+        measured_ms=measured_ms,
+    )
+
+
+def square(size, pipe=FP32):
+    return product(size, size, size, 1, pipe, 3 * size * size * (2 if pipe == TENSOR else 4))
+
+
+def moved(mib, kind="elementwise"):
+    return stream(kind, mib * MIB, mib * MIB / 8)
+
+
+def mixed_rows(law, number=60):
+    """Steps of two products and one stream, of sizes that vary, on three GPU models."""
+    random = np.random.default_rng(0)
+    rows = []
+    for at in range(number):
+        counts = {
+            square(int(random.integers(8, 40)) * 64): int(random.integers(1, 9)),
+            square(int(random.integers(8, 40)) * 64, TENSOR): int(random.integers(1, 9)),
+            moved(int(random.integers(20, 900))): int(random.integers(1, 9)),
+        }
+        device = (V100, A100, T4)[at % 3]
+        rows.append(row(counts, device, sum(count * law(call, device) for call, count in counts.items()), f"s{at % 2}"))
+    return rows
+
+
+def roofline_ms(call, device):
+    rate = device.tflops("fp16" if call.pipe == TENSOR else "fp32") * 1e12
+    return max(call.flops / rate, call.nbytes / (device.bandwidth_gb_s * 1e9)) * 1e3
+
+
+def shares(call, device):
+    return roofline_ms(call, device) / {"elementwise": 0.8, "product": 0.5 if call.pipe == FP32 else 0.3}[call.kind]
+
+
+def test_one_share_of_the_roofline_is_found_for_each_kind_and_each_units():
+    fit = TimeFit(mixed_rows(shares), {})
+    of = fit.devices != "T4"
+    assert np.abs(roofline_by_kind(fit)(of)).max() < 0.03  # on the GPU that was left out, too
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_rows_that_were_left_out_have_no_part_in_what_a_peer_learns(name):
+    rows = mixed_rows(shares, 12)
+    rows += [row({square(1024): 1}, device, 1.0, KERNELS, "aten::addmm") for device in (V100, A100, T4)]
+    outside = np.array([one.device is T4 for one in rows])
+    spoiled = [
+        dataclasses.replace(one, measured_ms=one.measured_ms * 50) if left_out else one
+        for one, left_out in zip(rows, outside, strict=True)
+    ]
+    clean, other = (
+        FORMULAS[name](TimeFit(each, {}))(~outside) + np.log([one.measured_ms for one in each])
+        for each in (rows, spoiled)
+    )
+    np.testing.assert_allclose(clean, other, rtol=1e-5, atol=1e-6)  # NaN, too, where there is no answer
+    assert np.isfinite(clean[-3:]).all()
+
+
+# -- constants of hosts, of NVLink and of power
+
+
+PACKAGED = {name: HostTime(factor=5.0, machines=2.0) for name in (EAGER, MEGATRON)}
+
+
+def imported(power_folder, source, rows):
+    import_csv(power_folder / "data", power_folder / f"{source}.csv", source, TABLES[source].names.split(", "), rows)
+
+
+def timed(layers, width, ms):
+    return {
+        "model": "GPT",
+        "gpu": "A100-SXM4-80GB",
+        "gpus": 1,
+        "tp": 1,
+        "pp": 1,
+        "micro_batch": 1,
+        "global_batch": 1,
+        "precision": "fp16",
+        "what_was_measured": "iteration time",
+        "value": ms,
+        "unit": "ms",
+        "num_layers": layers,
+        "hidden": width,
+        "heads": 2,
+        "dp": 1,
+        "micro_batches": 1,
+        "pipeline_schedule": "1f1b",
+    }
+
+
+def test_the_fit_finds_the_factor_that_made_the_steps_with_either_kind_of_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants_fit, "_LEAST", 4)
+    imported(tmp_path, "vtrain", [timed(layers, width, 1.0) for layers, width in ((2, 64), (2, 128))])
+    of_steps, _ = constants_fit._megatron_times(tmp_path / "data", load_efficiencies())
+    assert len(of_steps) == 4  # each step with PyTorch's and with Megatron's own layers
+    made = [(*one[:4], overlap_times(one[1], one[2] + 9.0 * (one[3] - one[2]))) for one in of_steps]
+    monkeypatch.setattr(constants_fit, "_megatron_times", lambda data, learned: (made, {}))
+    hosts, (score,), _ = fit_hosts(tmp_path / "data", load_efficiencies(), [], PACKAGED)
+    assert hosts[MEGATRON].factor == pytest.approx(9.0, rel=0.03) and hosts[EAGER] == PACKAGED[EAGER]
+    assert score.count == 4 and score.figures["mean_error"] < 0.03
+
+
+TRUE = LinkConstants(launch_us=40.0, reached=0.7, copy_gb_s=600.0)
+SIZES = [2**20, 2**24, 2**28]
+
+
+def all_reduces(power_folder, gpu, counts):
+    rows = []
+    for ranks in counts:
+        fabric = fabric_of_axis(load_device(gpu), Parallel(ddp=ranks), ranks, 1, fitted=TRUE)
+        for nbytes in SIZES:
+            us = collective_s(ALL_REDUCE, nbytes, fabric) * 1e6
+            rows.append([gpu, ranks, "fp32", nbytes, "all-reduce", us, "us"])
+    names = KERNEL_TABLES["allreduce"][0].split(", ")
+    import_csv(power_folder / "data", power_folder / f"{gpu}.csv", "allreduce", names, rows)
+
+
+def test_rows_that_the_constants_do_not_hold_for_are_left_out_with_the_reason(tmp_path):
+    all_reduces(tmp_path, "H100-SXM5-80GB", (8,))
+    all_reduces(tmp_path, "A100-SXM4-80GB", (16,))
+    constants, scores, left_out = fit_links(tmp_path / "data")
+    assert (constants, scores) == (packaged_links(), [])
+    assert left_out == {
+        "all-reduces on H100-SXM5-80GB: not over NVLink up to Ampere": 3,
+        "all-reduces between more than 8 GPUs": 3,
+    }
+
+
+def test_the_fit_finds_the_constants_that_made_the_rows_and_is_judged_on_what_was_left_out(tmp_path):
+    all_reduces(tmp_path, "A100-SXM4-80GB", (2, 8))
+    all_reduces(tmp_path, "V100-SXM2-16GB", (8,))
+    constants, scores, _ = fit_links(tmp_path / "data")
+    assert constants.reached == pytest.approx(0.7, rel=0.02) and constants.copy_gb_s == pytest.approx(600, rel=0.05)
+    assert constants.launch_us == pytest.approx(40, rel=0.05)
+    assert {score.by for score in scores} == {"learned from", "GPU models left out", "numbers of GPUs left out"}
+    left_out = [score for score in scores if score.by == "GPU models left out" and "V100" in score.rows]
+    assert left_out[0].count == 3 and left_out[0].figures["mean_error"] < 0.05
+
+
+LIMITS = {"A40": (300, 200, 125), "V100": (250, 175, 125)}
+
+
+def write(data, name, limits_w, batch=512, timed=("A40", "V100")):
+    """Import made-up rows: a job that is as slow as its power is low, and one that waits for its input."""
+    names, rows = TABLES["zeus"].names.split(", "), []
+    for gpu, limit_w in ((gpu, limit_w) for gpu, limits in limits_w.items() for limit_w in limits):
+        for model, dataset, power_w, epoch_s in (
+            ("shufflenetv2", "cifar100", 0.7 * limit_w, 2000 / limit_w),
+            ("ncf", "movielens-1m", 60, 900),
+        ):
+            job = dict(zip(names, (model, dataset, gpu, 1, batch, "fp32", "adam", limit_w), strict=False))
+            rows.append({**job, "what_was_measured": "average power", "value": power_w, "unit": "W"})
+            if gpu in timed:
+                rows.append({**job, "what_was_measured": "time per epoch", "value": epoch_s, "unit": "s"})
+    import_csv(data, data.parent / name, "zeus", [*names, "note"], rows)
+
+
+@pytest.fixture
+def power_folder(tmp_path):
+    write(tmp_path / "data", "power.csv", LIMITS)
+    return tmp_path / "data"
+
+
+@pytest.mark.slow
+def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(power_folder, monkeypatch):
+    monkeypatch.setattr(constants_fit, "_DESCENT", dataclasses.replace(constants_fit._DESCENT, iterations=5))
+    rows, _ = constants_fit.power_rows(power_folder, lambda *_: None)
+    section, scores = constants_fit.fit_power(rows, load_efficiencies(), lambda *_: None)
+    assert set(section) == {"sm", "fp32", "tensor", "dram", "exponent", "feed"}
+    judged = {(score.by, score.rows): score for score in scores}
+    assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from
+    assert judged["GPU models left out", "the board's own"].figures["power_median"] < 0.5

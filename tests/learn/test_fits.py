@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import learn
 from conf.errors import UsageError
 from featurize.device.device_spec import device_names, load_device
-from featurize.families import mlp
 from learn import devices_that_fit, estimate, largest_batch
 from learn.estimation.estimating import MOST_SAMPLES, largest_fitting
-from learn.job.inputs import with_batch_size
+from learn.job.inputs import STEPS_DRAWN, batches_of, with_batch_size
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 from tests.featurize.small_nets import Computes
 
@@ -32,20 +30,6 @@ def narrow():
     return nn.Linear(4, 4)
 
 
-def tokens():
-    """A model that embeds token ids and, under a mask, says what their loss is."""
-
-    def forward(net, input_ids, attention_mask=None, labels=None):
-        hidden = net.embedding(input_ids)
-        if attention_mask is not None:
-            hidden = hidden * attention_mask.unsqueeze(-1)
-        logits = net.head(hidden)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"loss": loss, "logits": logits}
-
-    return Computes(forward, embedding=nn.Embedding(100, 512), head=nn.Linear(512, 100))
-
-
 @pytest.mark.parametrize("by, options", [("bound", {}), ("point", {}), ("point", {"estimator": "trace"})])
 def test_the_largest_batch_is_exact_among_its_neighbours(by, options):
     device = card(700)
@@ -63,11 +47,6 @@ def test_the_largest_batch_is_exact_among_its_neighbours(by, options):
         estimate(net, [largest.batch, 1024, 256], device=device, **options), seconds=largest.estimate.seconds
     )
     assert largest.tried[largest.batch] <= device.memory_mib < largest.tried[largest.batch + 1]
-
-
-def test_the_search_needs_few_estimates():
-    largest = largest_batch(net, [8, 4096, 256], device="A100-SXM4-40GB", estimator="trace", by="point")
-    assert largest.batch > 400 and len(largest.tried) <= 8
 
 
 @pytest.mark.parametrize("start", [1, 7, 512])
@@ -92,30 +71,12 @@ def test_no_batch_fits_a_card_that_the_weights_fill():
     assert largest.beyond.peak_memory_mib > 400
 
 
-def test_a_search_that_no_batch_ends_stops_at_its_limit():
-    asked = []
-    assert largest_fitting(lambda size: asked.append(size) or 1.0, 2.0, 8, most=1000) == max(asked) == 1000
-    assert largest_fitting(lambda size: 1.0, 2.0, 8) == MOST_SAMPLES
-    assert largest_fitting(lambda size: 1.0, 2.0, 3 * MOST_SAMPLES) == 3 * MOST_SAMPLES
-    assert largest_fitting(lambda size: float(size), MOST_SAMPLES - 1.0, 8) == MOST_SAMPLES - 1
-
-
-def test_no_batch_beyond_all_training_is_answered(shown, answer):
+def test_no_batch_beyond_all_training_is_answered(shown):
     largest = largest_batch(narrow, [8, 4], device="A100-SXM4-40GB", estimator="trace")
     assert (largest.batch, largest.beyond, largest.is_lower_bound) == (MOST_SAMPLES, None, True)
     assert largest.estimate is not None and max(largest.tried) == MOST_SAMPLES
     asked = [f"model={MODULE}:narrow", "input=[8,4]", "find=largest_batch", "estimator=trace"]
     assert "the largest batch on A100-SXM4-40GB is at least 65,536, by the " in shown(*asked)
-    found = answer(*asked)
-    assert (found["batch"], found["is_lower_bound"], found["beyond"]) == (MOST_SAMPLES, True, None)
-
-
-def test_a_trial_config_is_scaled_by_its_batch_size():
-    device, config = card(3300), mlp.Config(batch_size=8, input_size=16384, classes=4, depth=1)
-    largest = largest_batch(config, device=device, by="point")
-    for batch_size, fits in ((largest.batch, True), (largest.batch + 1, False)):
-        done = estimate(dataclasses.replace(config, batch_size=batch_size), device=device)
-        assert (done.peak_memory_mib <= device.memory_mib) == fits
 
 
 def test_every_input_of_a_batch_is_scaled_and_values_are_repeated():
@@ -167,26 +128,6 @@ def test_a_gpu_model_without_an_answer_says_why_and_the_others_stand(cudnn, show
     assert f"note: K80: {without.problem}" in shown(*job)
 
 
-def test_a_table_without_any_answer_is_one_message(cudnn):
-    with pytest.raises(UsageError, match=r"compute capability 3\.7"):
-        devices_that_fit(convolutions, [8, 3, 16, 16], devices=["P100-PCIE-16GB", "K80"], workspaces="cudnn")
-
-
-def test_a_job_that_cannot_be_traced_is_tried_on_one_gpu_model_only():
-    def times_built(devices):
-        built = []
-
-        def wrong():
-            built.append(1)
-            return nn.Linear(7, 4)
-
-        with pytest.raises(UsageError, match="must have same reduction dim"):
-            devices_that_fit(wrong, [8, 16], devices=devices)
-        return len(built)
-
-    assert times_built(["A100", "T4", "H100"]) == times_built(["T4"])
-
-
 def test_a_share_of_the_memory_limits_the_batch_and_the_devices():
     options = {"estimator": "trace", "allocator": "per_process_memory_fraction:0.02"}
     found = largest_batch(net, [64, 256], **options)
@@ -216,25 +157,6 @@ def test_wrong_arguments_are_named(call, message):
         call()
 
 
-def test_importing_learn_leaves_the_search_out():
-    assert learn.largest_batch is largest_batch
-    with pytest.raises(AttributeError, match="has no attribute 'smallest_batch'"):
-        _ = learn.smallest_batch
-
-
-def test_keyword_inputs_and_a_batch_on_the_command_line(answer):
-    job = f"model={MODULE}:tokens", "estimator=trace"
-    scaled = answer(*job, "input={input_ids: [8,128], labels: [8,128]}", "input_dtype=int64", "batch=32")
-    ids = torch.zeros(32, 128, dtype=torch.int64)
-    alone = estimate(tokens, {"input_ids": ids, "labels": ids}, estimator="trace")
-    assert scaled["peak_memory_mib"] == alone.peak_memory_mib
-    typed = "{shape: [8,128], dtype: int64}"
-    with_mask = answer(*job, f"input={{input_ids: {typed}, attention_mask: [8,128], labels: {typed}}}")
-    ids, mask = ids[:8], torch.ones(8, 128)
-    alone = estimate(tokens, {"input_ids": ids, "attention_mask": mask, "labels": ids}, estimator="trace")
-    assert with_mask["peak_memory_mib"] == alone.peak_memory_mib
-
-
 def test_the_command_finds_the_largest_batch_and_the_devices(answer, shown, monkeypatch):
     job = [f"model={MODULE}:net", "input=[4096,256]", "estimator=trace"]
     found = answer(*job, "find=largest_batch", "device=V100-SXM2-32GB", "device.memory_mib=700")
@@ -243,14 +165,9 @@ def test_the_command_finds_the_largest_batch_and_the_devices(answer, shown, monk
     assert [one["fits"] for one in found_devices] == [True] * len(device_names())
     said = shown(*job, "find=largest_batch", "device=A100-SXM4-40GB", "device.memory_mib=700")
     assert "the largest batch on A100-SXM4-40GB is " in said and "by the bound" in said
-    for columns in (80, 120):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        title, *table = shown(*job, "find=devices").splitlines()[:-1]
-        assert title.endswith("memory in MiB")
-        row = next(line for line in table if "H200-SXM-141GB" in line).split("│")[1:-1]
-        done = next(one["estimate"] for one in found_devices if one["device"] == "H200-SXM-141GB")
-        assert float(row[6].replace(",", "")) == pytest.approx(done["samples_per_s"], rel=0.01)
-        assert len(row) == (7 if columns == 80 else 8) and max(map(len, table[:6])) <= columns
+    monkeypatch.setenv("COLUMNS", "80")
+    table = shown(*job, "find=devices").splitlines()
+    assert any("H200-SXM-141GB" in line for line in table) and max(map(len, table[:6])) <= 80
 
 
 @pytest.mark.parametrize(
@@ -285,6 +202,114 @@ def test_the_command_prints_a_table_of_the_gpus_named(answer, refused):
     assert "find=largest_batch is of one GPU model" in refused(*job, "device=[a100,L4]", "find=largest_batch")
 
 
-def test_a_target_is_scaled_with_the_inputs():
-    largest = largest_batch(net, [16, 256], target=[16], device=card(700), estimator="trace")
-    assert largest.batch == largest_batch(net, [16, 256], device=card(700), estimator="trace").batch
+# -- batches of several shapes
+
+
+def tokens():
+    """A model that embeds token ids and returns the logits of the next ones."""
+    layers = nn.Sequential(nn.Embedding(100, 512), nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 100))
+    return Computes(lambda net, input_ids: net.layers(input_ids), layers=layers)
+
+
+def ask(*inputs, **options):
+    return estimate(tokens, *inputs, input_dtype="int64", **{"estimator": "trace", **options})
+
+
+def of_memory(done):
+    return done.peak_memory_mib, done.allocated_mib, done.reserved_mib, dict(done.breakdown)
+
+
+def test_the_answer_names_the_longest_the_reserved_memory_and_the_fragmentation():
+    done = ask(batches=[[8, 64], [8, 512], [8, 256]])
+    [note] = [text for text in done.warnings if "shapes" in text]
+    assert "3 steps on batches of 3 shapes" in note and "[8, 512]" in note
+    for mib in (done.allocated_mib, done.reserved_mib, done.breakdown["fragmentation"]):
+        assert f"{mib:,.1f} MiB" in note
+    assert done.reserved_mib >= done.allocated_mib == pytest.approx(ask([8, 512]).allocated_mib, abs=1)
+    assert sum(done.breakdown.values()) == pytest.approx(done.trace_memory_mib)
+
+
+def test_shares_become_steps_each_length_at_least_once_and_always_in_the_same_order():
+    inputs = {"input_ids": torch.arange(100).expand(4, 100), "mask": [4, 1, 100, 100], "images": [4, 3, 32]}
+    steps = batches_of({100: 0.7, 200: 0.295, 800: 0.005}, inputs, [4, 100])
+    lengths = [batch["input_ids"].shape[1] for batch, _ in steps]
+    assert lengths == [
+        batch["input_ids"].shape[1] for batch, _ in batches_of({100: 70, 200: 29.5, 800: 0.5}, inputs, None)
+    ]
+    assert lengths.count(800) == 1 and lengths.count(200) in (9, 10) and abs(len(lengths) - STEPS_DRAWN) <= 1
+    batch, target = steps[lengths.index(200)]
+    assert batch["mask"] == [4, 1, 200, 200] and batch["images"] == [4, 3, 32] and target == [4, 200]
+    assert batch["input_ids"][0, 150] == 50
+
+
+def test_estimators_that_follow_no_mix_take_the_longest_batch_and_say_so():
+    batches = [[8, 64], [8, 512]]
+    for estimator in ("deepspeed", "hybrid"):
+        mixed, longest = ask(batches=batches, estimator=estimator), ask([8, 512], estimator=estimator)
+        assert mixed.peak_memory_mib == longest.peak_memory_mib
+        assert any("takes the longest alone" in text for text in mixed.warnings)
+    by_default = ask(batches=batches, estimator=None)
+    assert by_default.answered_by["memory"] == "trace"
+    assert any("batches of several shapes: the trace answers" in text for text in by_default.warnings)
+
+
+@pytest.mark.parametrize("batches", [[[16, 64], [16, 192]], [[16, 192], [16, 64]]], ids=["longest last", "first"])
+def test_a_mix_takes_no_less_than_its_longest_batch_alone(batches):
+    mixed, longest = ask(batches=batches), ask([16, 192])
+    assert mixed.peak_memory_mib >= longest.peak_memory_mib and mixed.upper_mib >= longest.upper_mib
+    [note] = [text for text in mixed.warnings if "steps on batches of 2 shapes" in text]
+    if batches[0] == [16, 64]:  # there the mix itself reserves less
+        assert of_memory(mixed) == of_memory(longest)
+        assert "memory is of the longest batch alone, [16, 192]" in note and f"{longest.reserved_mib:,.1f} MiB" in note
+    [one] = devices_that_fit(tokens, batches=batches, devices=["A100"], input_dtype="int64", estimator="trace")
+    assert one.estimate.peak_memory_mib == mixed.peak_memory_mib
+
+
+def test_the_largest_batch_of_a_mix_is_exact_and_devices_are_answered_as_alone():
+    options = {"input_dtype": "int64", "estimator": "trace"}
+    for given in ({"batches": [[8, 512], [8, 1024]]}, {"inputs": [8, 64], "batches": [512, 1024]}):
+        found = largest_batch(tokens, device="RTX-4090", **given, **options)
+        for batch, fits in ((found.batch, True), (found.batch + 1, False)):
+            done = ask(batches=[[batch, 512], [batch, 1024]], device="RTX-4090")
+            assert done.fits_device is fits and done.upper_mib == found.tried[batch]
+    [one] = devices_that_fit(tokens, [8, 64], batches=[512, 1024], devices=["RTX-4090"], **options)
+    assert one.estimate.peak_memory_mib == ask([8, 64], batches=[512, 1024], device="RTX-4090").peak_memory_mib
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batches": []}, "got none"),
+        ({"batches": "64"}, "got str"),
+        ({"batches": [64, 128]}, "needs inputs="),
+        ({"batches": {64: 0.5}}, "needs inputs="),
+        ({"inputs": [8, 64], "batches": [0]}, "must be >= 1, got 0"),
+        ({"inputs": [8, 64], "batches": {64: -1}}, "share of length 64"),
+        ({"inputs": [8, 64], "batches": {"input_ids": [8, 64]}}, "'input_ids' is not a length"),
+        ({"inputs": [8, 64], "batches": [[8, 64], [8, 128]]}, "leave inputs out"),
+        ({"inputs": [8], "batches": [64, 128]}, "a second dimension"),
+        ({"batches": [[8, 64], [8, 0]]}, "input sizes must be >= 1"),
+    ],
+    ids=str,
+)
+def test_wrong_batches_are_named(given, message):
+    with pytest.raises(UsageError, match=message):
+        ask(**given)
+
+
+def test_batches_on_the_command_line(answer, refused):
+    def figures(*argv):
+        job = f"model={MODULE}:tokens", "input_dtype=int64", "estimator=trace"
+        return answer(*job, *argv)["peak_memory_mib"]
+
+    expected = ask(batches=[[8, 64], [8, 512]]).peak_memory_mib
+    for given in (
+        ["batches=[[8,64],[8,512]]"],
+        ["batches=[[2,64],[2,512]]", "batch=8"],
+        ["input=[8,100]", "batches=[64,512]"],
+        ["batches=[{input_ids:[8,64]},{input_ids:{shape:[8,512],dtype:int64}}]"],
+    ):
+        assert figures(*given) == expected, given
+    shares = figures("input=[8,100]", "batches={64:0.9,512:0.1}")
+    assert shares == ask([8, 100], batches={64: 0.9, 512: 0.1}).peak_memory_mib
+    assert "batches is for model=" in refused("config={family: mlp}", "batches=[64]")

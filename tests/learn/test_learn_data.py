@@ -8,9 +8,7 @@ import pytest
 from conf.errors import UsageError
 from conf.units import MIB_PER_GIB
 from featurize.families.cnn import Config
-from learn.judging.evaluate import classes_of
-from learn.judging.scores import Scored, described, estimated_classes
-from learn.rows.data import load_rows, memory_bins
+from learn.rows.data import load_rows
 from learn.rows.step_store import StepStore, with_suspects
 from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch, write_runs
 
@@ -34,23 +32,6 @@ def test_labels_are_those_of_ok_runs_and_out_of_memory_is_a_bound(data):
     assert not load_rows(data, "drama").censored.any(), "out-of-memory says nothing of utilization"
 
 
-def test_host_memory_running_out_is_no_bound_on_the_devices(data):
-    configs = make_configs(40)
-    write_batch(data, configs, statuses=["ok"] * 35 + ["oom"] * 5, oom_kind="host")
-    assert len(load_rows(data, "memory")) == 35
-
-
-def test_out_of_memory_without_the_devices_memory_is_judged_by_its_description_or_counted(data):
-    configs = make_configs(40)
-    statuses = ["ok"] * 35 + ["oom"] * 5
-    write_batch(data, configs, statuses=statuses, device_memory_mib=None)
-    rows = load_rows(data, "memory")
-    assert rows.censored.sum() == 5 and set(rows.label[rows.censored]) == {40_326.0}
-    write_batch(data, configs, statuses=statuses, device_memory_mib=None, device_name="XYZ-9", job="other")
-    rows = load_rows(data, "memory", device_name="XYZ-9")
-    assert len(rows) == 35 and rows.counts["oom on a device of unknown memory"] == 5
-
-
 def test_mixed_sources_are_refused_with_counts_and_the_way_to_choose(data):
     configs = make_configs(80)
     write_batch(data, configs[:45], statuses=["ok"] * 45)
@@ -72,32 +53,6 @@ def test_sources_are_mixed_only_where_a_list_names_them(data):
     assert len(load_rows(data, "memory", source=["imported", "simulated"])) == 40
 
 
-def test_a_share_of_the_card_says_nothing_of_where_the_largest_class_begins(data):
-    configs = make_configs(60)
-    write_batch(data, configs[:50], statuses=["ok"] * 46 + ["oom"] * 4)
-    write_batch(data, configs[50:], statuses=["oom"] * 10, job="share", memory_fraction=0.25)
-    rows = load_rows(data, "memory")
-    assert set(rows.label[rows.censored]) == {40_326.0, 0.25 * 40_326.0}, "what a share did not hold needs at least it"
-    assert rows.ceiling_mib == 40_326.0 == rows.subset(rows.label < 12_000).ceiling_mib
-    bins = memory_bins(rows.exact.label, 8, rows.ceiling_mib)
-    share = rows.censored & (rows.label < 12_000)
-    assert bins.labels[-1] == "32+ GB" and set(classes_of(rows, bins)[rows.censored & ~share]) == {4}
-    said = np.zeros(len(rows), dtype=int)
-    said[np.flatnonzero(share)[:7]] = 3
-    answers = zip(said.tolist(), rows.records, strict=True)
-    scored = [Scored(estimate=1.0, classes={"ours": k}, **described(row, rows.target)) for k, row in answers]
-    classes, _ = estimated_classes(scored, "ours", bins)
-    assert classes[share].tolist() == [3] * 7 + [1] * 3, "10 GB or more: 24 GB may be right, below 8 GB is wrong"
-
-
-def test_spellings_of_one_device_are_learnt_from_together(data):
-    configs = make_configs(40)
-    write_batch(data, configs[:35], statuses=["ok"] * 35)
-    write_batch(data, configs[35:], statuses=["ok"] * 5, job="b", device="NVIDIA A100-SXM4-40GB")
-    assert len(load_rows(data, "memory")) == 40
-    assert len(load_rows(data, "memory", device_name="A100-SXM4-40GB")) == 35
-
-
 def test_family_is_chosen_and_an_absent_one_is_named(data):
     write_batch(data, make_configs(70), statuses=["ok"] * 70)
     assert set(load_rows(data, "memory", family="mlp").family) == {"mlp"}
@@ -112,13 +67,6 @@ def test_too_few_rows_are_refused_with_counts_by_status(data):
         load_rows(data, "memory")
     with pytest.raises(UsageError, match="ok without power_w: 12"):
         load_rows(data, "power")
-
-
-def test_unreadable_configs_are_counted(data):
-    write_batch(data, make_configs(40), statuses=["ok"] * 40)
-    write_batch(data, make_configs(3, seed=9), statuses=["ok"] * 3, job="old", config='{"family": "cnn", "depht": 3}')
-    rows = load_rows(data, "memory")
-    assert len(rows) == 40 and rows.counts["unreadable"] == 3
 
 
 @pytest.mark.parametrize(
@@ -152,11 +100,6 @@ def test_untrusted_runs_and_those_beside_others_are_left_out_and_counted_and_sus
         load_rows(data / "few", "memory")
 
 
-def test_unknown_target_lists_the_known(data):
-    with pytest.raises(UsageError, match=r"unknown target 'mem'; known: drama, .*memory"):
-        load_rows(data, "mem")
-
-
 def test_fingerprint_is_of_the_data_and_not_of_its_order(data):
     write_batch(data, make_configs(40), statuses=["ok"] * 40)
     rows = load_rows(data, "memory")
@@ -188,14 +131,11 @@ def test_described_devices_are_learnt_from_together(data):
     assert rows.count("device") == {"A100-SXM4-40GB": 16, "NVIDIA H200-SXM-141GB": 15}
     assert [case.device for case in rows.cases] == rows.device.tolist()
     assert len({case.spec.name for case in rows.cases}) == 2
-
     write_batch(data, configs[31:], statuses=["ok"] * 30, job="odd", device="NVIDIA XYZ-9")
     with pytest.raises(
         UsageError, match=r"several device names \(.*NVIDIA XYZ-9: 30.*which are not mixed.*device_name="
     ):
         load_rows(data, "memory")
-    with pytest.raises(UsageError, match="at least 30 usable rows, and there are 16"):
-        load_rows(data, "memory", device_name="A100-SXM4-40GB")
     chosen = load_rows(data, "memory", device_name="xyz-9")
     assert len(chosen) == 30 and {case.spec for case in chosen.cases} == {None}
 
@@ -274,10 +214,3 @@ def test_a_label_below_the_job_s_own_tensors_is_doubted_even_alone(steps):
     rows = make_rows("memory", [config], [2301.0])
     steps.record(rows.cases[0])
     assert with_suspects(rows, steps).doubt.tolist() == ["less than the job's tensors alone"]
-
-
-def test_rows_that_ran_out_of_memory_of_other_targets_or_without_a_trace_are_left_as_they_are(steps, traced_mib):
-    label = [mib + 200 for mib in traced_mib[:3]] + [40_960.0]
-    assert doubts_of(steps, label, censored=[False, False, False, True]) == [""] * 4
-    assert doubts_of(steps, [0.1, 0.9, 0.1, 0.9], target="smact") == [""] * 4
-    assert doubts_of(StepStore(), [90_000.0, 1.0, 2.0, 3.0]) == [""] * 4

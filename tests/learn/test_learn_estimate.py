@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,26 +14,19 @@ from torch import nn
 
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.features import FEATURES_STAMP
-from featurize.device.device_spec import describe_device
 from featurize.families import get_family, mlp
-from featurize.memory.allocator_settings import AllocatorSettings
-from featurize.trace.tracer import TraceError
+from featurize.training.training_step import Training
 from learn import FitSettings, estimate, fit
-from learn.estimators.protocol import TRAINING_FREE, get_estimator
 from learn.fitting.artifacts import DEFAULT_MODELS, find_latest, load_latest
-from learn.job.training_job import Case, of_configs, of_module
-from learn.peers.base import analyse
-from learn.rows.data import load_rows
-from learn.rows.step_store import StepStore
+from learn.job.training_job import of_configs
+from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 from tests.featurize.small_nets import Computes, linear_then
 from tests.learn.learn_rows import make_configs, restamp, run_estimate, write_batch
 from warehouse.files.folder import DataFolder
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "A100-SXM4-40GB"
 DEFAULT = "hybrid (default)"  # what comes with the project
 CONFIG = mlp.Config(batch_size=256, input_size=4096, classes=10, depth=4)
-MAPPING = "{family: mlp, batch_size: 256, input_size: 4096, classes: 10, depth: 4}"
 
 FACTORIES = """
 import torch
@@ -96,19 +88,6 @@ def data(tmp_path_factory):
 def peeking():
     """Its control flow depends on its data."""
     return nn.Sequential(Computes(lambda _, x: x + 1 if x.sum().item() > 0 else x), nn.Linear(64, 10))
-
-
-@torch.library.custom_op("gpufarm_test::twice", mutates_args=())
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-twice.register_autograd(lambda _context, gradient: gradient * 2)
-
-
-def doubling():
-    """It has an operator without a fake kernel."""
-    return linear_then(twice, 64, 10)
 
 
 def test_a_module_and_its_config_are_the_same_job(tmp_path):
@@ -179,20 +158,6 @@ def test_the_callers_random_numbers_and_gradient_mode_stay_and_have_no_part_in_i
             assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode) and not torch.is_grad_enabled()
 
 
-def test_tied_weights_are_counted_once_and_several_inputs_are_positional_arguments():
-    def tied():
-        embedding, out = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
-        out.weight = embedding.weight
-        return nn.Sequential(embedding, out)
-
-    assert estimate(tied(), torch.zeros(2, 16, dtype=torch.long)).parameters == 64_000
-    assert estimate(tied, (np.int64(2), 16), input_dtype="int64").parameters == 64_000  # sizes may be NumPy's
-    assert estimate(nn.Linear(3, 4), (2, 3), input_dtype="float").parameters == 16
-    by_shapes, by_tensors = [(4, 8), (4, 8)], (torch.zeros(4, 8), torch.zeros(4, 8))
-    two = [estimate(nn.Bilinear(8, 8, 3), inputs) for inputs in (by_shapes, by_tensors)]
-    assert two[0].peak_memory_mib == two[1].peak_memory_mib
-
-
 def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
     done = estimate(CONFIG, data=data)
     artifact = load_latest(data, "memory")
@@ -207,23 +172,10 @@ def test_fitted_models_answer_configs_and_the_trace_answers_the_rest(data):
     assert done.trace_memory_mib == estimate(CONFIG, estimator="trace").peak_memory_mib
 
 
-def test_a_fitted_graph_network_answers_configs_and_modules(tmp_path, few_epochs):
-    write_batch(tmp_path, make_configs(32, families=("mlp",)), source="imported", statuses=["ok"] * 32)
-    StepStore(tmp_path).prepare(load_rows(tmp_path, "memory").cases, workers=0)
-    fit(FitSettings(target="memory", estimator="gnn", bin_gb=1, data=str(tmp_path)))
-    new = mlp.Config(batch_size=48, input_size=80, classes=10, depth=2)
-    done = estimate(new, estimator="gnn", data=tmp_path)
-    prediction = load_latest(tmp_path, "memory").estimator.predict([Case(new, DEVICE, training_loop=True)])
-    assert done.answered_by["memory"].startswith("gnn ")
-    assert done.peak_memory_mib == prediction.point[0] > 0, "the graph is that of a trace of its own"
-    done = estimate(nn.Linear(64, 10), (32, 64), estimator="gnn", data=tmp_path)
-    assert done.answered_by["memory"].startswith("gnn ") and done.peak_memory_mib > 0
-
-
 @pytest.mark.parametrize(
     ("build", "allocator"),
-    [(lambda: nn.Linear(64, 10), None), (lambda: nn.Linear(64, 10), "expandable_segments:True"), (peeking, None)],
-    ids=["answered", "expandable", "not traced"],
+    [(lambda: nn.Linear(64, 10), "expandable_segments:True"), (peeking, None)],
+    ids=["answered", "not traced"],
 )
 def test_a_module_is_let_go_with_its_answer_or_its_error(build, allocator):
     model = build()
@@ -279,6 +231,24 @@ def test_a_model_of_other_features_does_not_answer_and_it_is_said(data, tmp_path
         (lambda: estimate(7), "got int"),
         (lambda: estimate({"family": "cmm"}), "unknown family 'cmm'"),
         (lambda: estimate(CONFIG, data="/nonexistent/folder"), "does not exist"),
+        (lambda: estimate(wide_net, SHAPE, accumulate=2), "unknown keyword 'accumulate'; known: .*accumulation"),
+        (lambda: estimate(wide_net, SHAPE, accumulation=0), "accumulation must be an integer >= 1, got 0"),
+        (
+            lambda: estimate(wide_net, SHAPE, settings=Training(), accumulation=2),
+            "accumulation and settings= exclude each other",
+        ),
+        (
+            lambda: estimate(wide_net, SHAPE, settings={"accumulation": 2}),
+            "settings must be a featurize.job.training_settings.Training, got dict",
+        ),
+        (
+            lambda: estimate(wide_net, SHAPE, accumulation=4, estimator="horus"),
+            "horus has no answer: it does not know accumulation=4",
+        ),
+        (
+            lambda: estimate(wide_net, SHAPE, torch_version="9.0"),
+            r"torch_version is a release of PyTorch as text, 2\.0 to 2\.14, got",
+        ),
     ],
 )
 def test_mistakes_are_named(call, said):
@@ -324,32 +294,6 @@ def test_what_a_model_prints_does_not_mix_with_the_json(factories, capsys):
     assert json.loads(said.out)["parameters"] == 314 and said.err == "building\n"
 
 
-def test_command_takes_allocator_settings_as_they_are_spelled_for_torch(factories, answer, refused):
-    job = f"model={factories}:net", "input=[64,3,256,256]"
-    default, expandable, _ = (
-        answer(*job, f"allocator={text}")["breakdown"]
-        for text in ("null", "expandable_segments:True,max_split_size_mb:128", "roundup_power2_divisions:[32:1,>:8]")
-    )
-    assert expandable["fragmentation"] < default["fragmentation"]
-    assert expandable["activations"] == default["activations"]
-    assert "expected True or False" in refused(*job, "allocator=expandable_segments:Maybe,max_split_size_mb:1")
-
-
-def test_command_gives_json_of_the_same_figures(answer, data):
-    by_mapping = answer(f"config={MAPPING}", f"data={json.dumps(str(data))}")
-    assert by_mapping["peak_memory_mib"] == estimate(CONFIG, data=data).peak_memory_mib < by_mapping["upper_mib"]
-    as_json = "'" + json.dumps(CONFIG.to_mapping()) + "'"  # what runs.config holds
-    by_json = answer(f"config={as_json}", f"data={json.dumps(str(data))}")
-    assert by_json["peak_memory_mib"] == by_mapping["peak_memory_mib"]
-
-
-def test_an_own_fit_says_how_often_its_bound_held(data):
-    meta = load_latest(DataFolder(data), "memory", estimator="lightgbm").meta
-    done = estimate(CONFIG, estimator="lightgbm", data=data)
-    assert done.bound_held_out == {"share": meta["metrics"]["coverage"]["test"], "rows": meta["rows"]["test"]}
-    assert "(machine" not in str(done).splitlines()[1], "it is of its rows' own machine"
-
-
 def test_command_shows_a_past_run_beside_its_estimate(answer, shown, refused, data):
     folder = f"data={json.dumps(str(data))}"
     beside = answer("run=job-000003", folder)
@@ -358,52 +302,17 @@ def test_command_shows_a_past_run_beside_its_estimate(answer, shown, refused, da
     said = shown("run=job-000003", folder)
     assert "difference" in said and "simulated" in said and "has been fitted on this very run" in said
     assert "no run 'job-999999'" in refused("run=job-999999", folder)
+    assert "known=runs cannot be combined with run=" in refused("run=job-000003", "known=runs")
 
 
-def blocks():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)], nn.Linear(256, 10))
-
-
-def test_an_estimate_names_what_takes_memory_at_the_peak():
-    done = estimate(blocks, (4096, 256), optimizer="sgd")
-    names = {name for name, _ in blocks().named_modules()}
-    assert done.peak_operator.startswith("aten::") and done.peak_module in names
-    assert done.peak_phase == "backward"
-    assert set(done.activations) <= names and 0 < len(done.activations) <= 10
-    sizes = list(done.activations.values())
-    assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= done.breakdown["activations"] * 1.001
-    assert sizes[0] == pytest.approx(4.0)  # a layer's output: 4096 x 256 of 4 bytes
-
-
-@pytest.mark.parametrize("name", sorted(TRAINING_FREE))
-def test_every_training_free_estimator_answers_modules(name):
-    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    job = of_module(module, [((128, 64), None)])
-    if name == "llmem":
-        with pytest.raises(UsageError, match="estimator=llmem has no answer: precision=fp32 is not covered"):
-            estimate(module, (128, 64), estimator=name)
-        return
-    done = estimate(module, (128, 64), estimator=name, machine="described")
-    expected = analyse(get_estimator(name)(), job, describe_device(DEVICE)).mib
-    assert done.peak_memory_mib == pytest.approx(expected, rel=0.02)
-    assert done.answered_by["memory"] == name and done.answered_by["step_time"] == "trace"
-    assert done.breakdown == estimate(module, (128, 64), machine="described").breakdown
-    without_context = any(f"{name} leaves the CUDA context out" in text for text in done.warnings)
-    assert without_context == (name in ("faketensor", "xmem"))
-    assert any("bound" in text for text in done.warnings)
-
-
-@pytest.mark.parametrize(
-    ("model", "operator", "module"),
-    [(peeking, "aten::_local_scalar_dense", "1.0"), (doubling, "gpufarm_test::twice", "1")],
-)
-def test_a_model_that_cannot_be_traced_names_operator_and_module_and_who_may_still_answer(model, operator, module):
+def test_a_model_that_cannot_be_traced_names_operator_and_module_and_who_may_still_answer():
     def nested():
-        return nn.Sequential(nn.Linear(64, 64), model())
+        return nn.Sequential(nn.Linear(64, 64), peeking())
 
-    with pytest.raises(UsageError, match=rf"{operator} of module '{module}'.*estimator=xmem runs it for real"):
+    refusal = r"aten::_local_scalar_dense of module '1\.0'.*estimator=xmem runs it for real"
+    with pytest.raises(UsageError, match=refusal):
         estimate(nested, (32, 64))
-    refusal = rf"faketensor has no answer: .*of module {module} .*estimator=xmem runs it for real"
+    refusal = r"faketensor has no answer: .*of module 1\.0 .*estimator=xmem runs it for real"
     with pytest.raises(UsageError, match=refusal):
         estimate(nested, (32, 64), estimator="faketensor")
     for name in ("xmem", "deepspeed"):
@@ -415,84 +324,10 @@ def test_a_model_that_cannot_be_traced_names_operator_and_module_and_who_may_sti
         assert any(text.startswith("smact, smocc, drama, step_time: not known, since") for text in done.warnings)
 
 
-def test_a_model_that_is_wrong_for_its_input_gets_no_advice_to_try_another_estimator():
-    with pytest.raises(UsageError, match="aten::addmm of module '0'") as caught:
-        estimate(lambda: nn.Sequential(nn.Linear(3, 4)), (32, 64))
-    assert "estimator=" not in str(caught.value)
-
-
-def test_what_only_the_trace_knows_is_missing_where_it_fails_and_the_rest_is_answered(data, monkeypatch):
-    def failing(*_args, **_settings):
-        raise TraceError("the model cannot be traced: it fails", "aten::odd", "layers.3", NotImplementedError("meta"))
-
-    monkeypatch.setattr("featurize.trace.tracer.trace_step", failing)
-    done = estimate(CONFIG, data=data)
-    assert done.answered_by["memory"].startswith("lightgbm ") and done.upper_mib > 0 and done.step_time_ms is None
-    said = " ".join(done.warnings)
-    assert "aten::odd of module 'layers.3'" in said and "answered by the trace" not in said
-    assert estimate(CONFIG, estimator="horus").answered_by == {"memory": "horus"}
-    new = mlp.Config(**{**vars(CONFIG), "depth": 7})  # no features of it are kept
-    for wanted in ({"estimator": "trace"}, {"data": data, "device": "H200-SXM-141GB"}):
-        with pytest.raises(UsageError, match=r"aten::odd of module 'layers\.3'"):
-            estimate(new, **wanted)
-
-
-def test_the_allocators_settings_reach_the_trace_and_nobody_else():
-    text, settings = "expandable_segments:True", AllocatorSettings(expandable_segments=True)
-    by_text, by_settings = (estimate(blocks, (4500, 256), estimator="trace", allocator=one) for one in (text, settings))
-    assert by_text.breakdown == by_settings.breakdown
-    for other in ("horus", None):
-        done = estimate(blocks, (4500, 256), estimator=other, allocator=text)
-        assert any("allocator= changes the trace's figures only" in warning for warning in done.warnings)
-
-
-def test_a_job_beyond_its_share_of_the_memory_does_not_fit():
-    def net():
-        return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
-
-    plain = estimate(net, [64, 2048], estimator="trace")
-    share = plain.reserved_mib / plain.device_memory_mib
-    fractions = [f"per_process_memory_fraction:{share * part:.6f}" for part in (0.7, 2)]
-    for estimator in ("trace", None):
-        below, above = (estimate(net, [64, 2048], estimator=estimator, allocator=text) for text in fractions)
-        assert not below.fits_device and not below.fits(below.device_memory_mib) and not below.to_mapping()["fits"]
-        assert any("of its share of A100-SXM4-40GB" in text for text in below.warnings)
-        assert above.fits_device and above.limit_mib < above.device_memory_mib
-    assert plain.limit_mib == plain.device_memory_mib
-
-
-def test_cudnn_benchmark_and_channels_last_are_the_modules_own_settings():
-    def stage(width):
-        return nn.Sequential(
-            nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width), nn.ReLU(), nn.MaxPool2d(2)
-        )
-
-    def net():
-        return nn.Sequential(*[stage(32 * 2**i) for i in range(4)], nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-    shape = (16, 32, 128, 128)
-    plain = estimate(net, shape)
-    assert estimate(net, shape, channels_last=True).breakdown["workspace"] < plain.breakdown["workspace"]
-    assert estimate(net, shape, cudnn_benchmark=True).peak_memory_mib != plain.peak_memory_mib
-
-
-class Output(dict):
-    """As published language models return it."""
-
-    @property
-    def logits(self):
-        return self["logits"]
-
-
-def test_models_that_return_objects_or_have_a_loss_of_their_own_are_estimated():
-    def model():
-        return nn.Sequential(nn.Embedding(100, 16), linear_then(lambda y: Output(logits=y), 16, 100))
-
+def test_models_may_have_a_loss_of_their_own():
     def pair():
         return linear_then(lambda y: {"mean": y}, 8, 8)
 
-    assert estimate(model, (4, 32), input_dtype="int64").parameters == 100 * 16 + 16 * 100 + 100
-    assert estimate(model, torch.ones(4, 32, dtype=torch.long), estimator="xmem").answered_by["memory"] == "xmem"
     with pytest.raises(UsageError, match="has no logits to take cross entropy of"):
         estimate(pair, (4, 8))
     for name in ("trace", "faketensor", "xmem"):
@@ -511,3 +346,60 @@ def test_an_estimator_fitted_to_compare_does_not_displace_the_hybrid(tmp_path):
     DataFolder.resolve(tmp_path).create()
     assert find_latest(tmp_path, "memory").meta["estimator"] == "hybrid"
     assert find_latest(tmp_path, "memory", estimator="lightgbm").version.startswith("20260102")
+
+
+# -- training settings
+
+
+SHAPE = (256, 512)
+
+
+def wide_net():
+    return nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512), nn.ReLU(), nn.Linear(512, 8))
+
+
+def test_settings_that_no_model_was_fitted_on_are_answered_by_the_trace_which_says_so():
+    answered = estimate(wide_net, SHAPE, ema=True, optimizer="sgd")
+    assert set(answered.answered_by.values()) == {"trace"}
+    assert any("no model was fitted on ema=True" in warning for warning in answered.warnings)
+
+
+def test_settings_are_keys_of_the_command(answer, refused):
+    settings = "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false"
+    job = "model=tests.learn.test_learn_estimate:wide_net", "input=[8,512]", *settings
+    assert any("accumulation=2, clip_norm=1" in warning for warning in answer(*job)["warnings"])
+    assert "quantize_skip needs quantize" in refused(*job, "quantize_skip=[head]")
+
+
+def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):
+    from featurize.memory.cudnn_workspaces import GUESSED
+
+    convolutions = nn.Sequential(
+        nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(64 * 64, 4)
+    )
+    answers = {}
+    for release in ("2.4", "2.13"):
+        with stand_in_for_cudnn(monkeypatch):
+            done = estimate(convolutions, (8, 64, 8, 8), workspaces="cudnn", torch_version=release)
+        answers[release] = " ".join(done.warnings)
+        assert f"torch_version={release}: only cuDNN's workspaces follow it" in answers[release]
+    assert "PyTorch 2.4 comes with cuDNN 9.1.0" in answers["2.4"] and f"stay {GUESSED}" in answers["2.4"]
+    assert f"stay {GUESSED}" not in answers["2.13"]
+
+
+@pytest.mark.parametrize(
+    "wrap, words",
+    [
+        (lambda module: nn.Sequential(torch.compile(module)), "is compiled"),
+        (lambda module: nn.DataParallel(module), "is an nn.DataParallel"),
+    ],
+    ids=["compiled_member", "data_parallel"],
+)
+def test_wrappers_around_modules_are_warned_of(wrap, words):
+    plain, wrapped = estimate(wide_net(), SHAPE), estimate(wrap(wide_net()), SHAPE)
+    assert any(words in warning for warning in wrapped.warnings)
+    assert not any(words in warning for warning in plain.warnings)
+    if "DataParallel" in words:  # which the trace does not follow
+        assert wrapped.trace_memory_mib == plain.trace_memory_mib
+    else:
+        assert wrapped.trace_memory_mib == pytest.approx(plain.trace_memory_mib, rel=0.05)

@@ -6,15 +6,12 @@ from datetime import UTC, datetime
 import pytest
 
 from conf.cli import command_line as cli
-from conf.cli.command_line import StepBar
-from conf.errors import UsageError
 from featurize.configs.features import FEATURES_STAMP
 from learn import FitSettings, fit
 from learn.commands import fit as fit_module
-from learn.estimators.protocol import default_estimator
-from learn.fitting.artifacts import find_latest, load_latest, versions
-from learn.rows.data import TARGETS, load_rows
-from tests.learn.learn_rows import make_configs, make_rows, write_batch
+from learn.fitting.artifacts import load_latest, versions
+from learn.rows.data import load_rows
+from tests.learn.learn_rows import make_configs, write_batch
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 
@@ -93,14 +90,6 @@ def test_it_learns_and_its_bound_holds(fitted):
     assert fitted.meta["metrics"]["accuracy"]["test"] == metrics["accuracy"]
 
 
-def test_no_model_is_said_with_what_there_is(data, fitted):
-    with pytest.raises(UsageError, match="no fitted model for target=power; there is none at all"):
-        load_latest(data, "power")
-    with pytest.raises(UsageError, match="no fitted model for target=memory with family=gpt; there are: lightgbm"):
-        load_latest(data, "memory", family="gpt")
-    assert find_latest(data, "memory", device="NVIDIA H200") is None
-
-
 def test_a_snapshots_rows_are_fitted_on_and_the_artifact_names_it(tmp_path, fitted, shown, refused):
     folder = DataFolder.resolve(tmp_path / "d")
     configs = make_configs(80, families=("mlp",))
@@ -129,58 +118,8 @@ def test_a_fit_that_fails_leaves_nothing_behind(data, monkeypatch):
     assert versions(data, "drama") == before and not list((data / "models" / "drama").glob(".*"))
 
 
-def test_rows_of_one_class_have_errors_and_no_accuracy(tmp_path, shown):
-    write_batch(tmp_path / "d", make_configs(40, families=("mlp",)), statuses=["ok"] * 40, step_time_ms=5.0)
-    printed = shown("target=step_time", f"data={json.dumps(str(tmp_path / 'd'))}", run=run)
-    assert "accuracy" in printed and "one class" in printed and "recall of" not in printed
-    assert "all 40 rows fall into one class, high (5 to 5 ms)" in printed and "mean absolute error [ms]" in printed
-
-
-def test_simulated_rows_are_fitted_from_configurations_by_default(tmp_path, shown):
-    write_batch(tmp_path / "d", make_configs(40, families=("mlp",)), statuses=["ok"] * 40)
-    printed = shown("target=drama", f"data={json.dumps(str(tmp_path / 'd'))}", run=run)
-    assert "drama by lightgbm: " in printed and "not informative" not in printed
-    (line,) = (line for line in printed.splitlines() if "estimator=NAME" in line)
-    assert line.startswith("note: estimator=lightgbm by default: ") and len(line) < 200
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_default_estimator_follows_the_rows_source(target):
-    configs = make_configs(4)
-    for source, name in (("simulated", "lightgbm"), ("measured", "hybrid"), ("imported", "hybrid")):
-        assert default_estimator(make_rows(target, configs, [0.5] * 4, source=source)) == name
-
-
-def test_copies_of_a_few_networks_are_refused(tmp_path):
-    few = make_configs(4)
-    copies = [type(c)(**{**vars(c), "batch_size": 2 + i}) for c in few for i in range(10)]
-    write_batch(tmp_path / "d", copies, statuses=["ok"] * 40)
-    with pytest.raises(UsageError, match="near-copies of 4 configurations"):
-        fit(FitSettings(target="smact", data=str(tmp_path / "d")))
-
-
 def test_every_bad_key_is_reported_together(refused, tmp_path):
     said = refused("target=mem", "estimator=xgb", "bin_gb=5", "seed=-1", f"data={tmp_path}", run=run)
     of_names = ("unknown target 'mem'", "unknown estimator 'xgb'; known: deepspeed", "unknown bin_gb 5; known: 1, 2, 8")
     for text in (*of_names, "seed must be"):
         assert text in said
-
-
-def test_progress_counts_the_jobs_that_are_traced_and_then_the_fits(data):
-    heard = []
-    fit(settings(data), progress=lambda step, done, of: heard.append((step, done, of)))
-    assert heard[0] == ("reading rows", 0, 0)
-    fits = [entry for entry in heard if entry[0] not in ("reading rows", "tracing jobs")]
-    assert [(done, of) for _, done, of in fits] == [(k, 6) for k in range(6)]
-    assert [step for step, _, _ in fits][-3:] == ["held-out test", "fit on all rows", "drawing the report"]
-
-
-def test_a_terminal_sees_a_bar_and_a_file_sees_none(monkeypatch, capsys):
-    with StepBar("memory") as bar:
-        bar.update("reading rows", 0, 0)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal
-    with StepBar("memory") as bar:
-        bar.update("tracing jobs", 3, 12)
-    said = capsys.readouterr()
-    assert said.out == "" and "memory: tracing jobs" in said.err and "3/12" in said.err

@@ -1,15 +1,14 @@
-"""The imports of an estimate; those left out come as soon as somebody needs them."""
+"""The imports of an estimate, and `from learn import ...`: those left out come as soon as somebody needs them."""
 
 import importlib
 import os
 import subprocess
 import sys
+import typing
 
 import pytest
 
-from featurize.trace.light_imports import _StandIn, without_compiler
-from learn import estimate_script
-from tests.learn.test_script_failures import LOOP
+import learn
 
 CONFIG = "config={family: mlp, batch_size: 8, input_size: 64, classes: 10, depth: 2}"
 
@@ -53,7 +52,7 @@ print(sorted({"lightgbm", "sklearn"} & set(sys.modules)))
     assert run(code, tmp_path).split() == ["[]", "[]"]
 
 
-def test_an_estimate_on_the_command_line_and_simulated_trials_need_no_compiler(tmp_path):
+def test_an_estimate_on_the_command_line_needs_no_compiler(tmp_path):
     printed = run(
         f"""
 import dataclasses, json, runpy, sys
@@ -65,48 +64,10 @@ except SystemExit as ended:
 heavy = ["lightgbm", "sklearn", "pandas", "scipy", "matplotlib", "duckdb", "ray", "torch_geometric",
          "torch._dynamo.convert_frame", "torch._inductor"]
 print("\\n" + json.dumps([name for name in heavy if name in sys.modules]))
-
-from featurize.training.training_step import preload
-preload()
-from featurize.configs.draws import sample_range
-from featurize.configs.dimensions import default_space
-from featurize.configs.space import parse_space
-from featurize.trace.tracer import trace_config
-for family in ("cnn", "gpt"):
-    (config,) = sample_range(parse_space(family, default_space(family)), 0, 0, 1)
-    config = dataclasses.replace(config, activation_checkpointing=False, optimizer="adamw", precision="bf16")
-    trace_config(config, device="A100-SXM4-40GB")
-print(json.dumps([name for name in ("torch._dynamo.convert_frame", "torch.distributed.tensor") if name in sys.modules]))
 """,
         tmp_path,
     )
-    assert printed.splitlines()[-2:] == ["[]", "[]"]
-
-
-def test_a_script_that_compiles_nothing_brings_no_compiler(tmp_path):
-    (tmp_path / "train.py").write_text(f"import sys\nassert 'torch._dynamo.convert_frame' not in sys.modules{LOOP}")
-    assert estimate_script(["python", str(tmp_path / "train.py")]).peak_memory_mib > 0
-
-
-def test_the_first_trace_of_a_process_holds_no_more_than_the_next_where_checkpoints_bring_the_compiler(tmp_path):
-    run(
-        """
-from featurize.families import loss_of, transformer
-from featurize.trace.tracer import trace_step
-
-config = transformer.Config(
-    batch_size=2, activation_checkpointing=True, vocabulary_size=50, sequence_length=16, embedding_size=32, heads=2,
-    depth=2, feed_forward=32, classes=3, topology="hybrid",
-)
-first, second = (
-    trace_step(lambda: transformer.build(config), lambda on: transformer.batch(config, on), loss=loss_of(config),
-               settings=config)
-    for _ in range(2)
-)
-assert first.events == second.events
-""",
-        tmp_path,
-    )
+    assert printed.splitlines()[-1] == "[]"
 
 
 USES = [
@@ -148,8 +109,15 @@ print("done")
     assert run(code, tmp_path) == "done\n"
 
 
-def test_it_leaves_alone_what_is_imported_already():
-    compiler = importlib.import_module("torch._dynamo")
-    assert not isinstance(compiler, _StandIn), "an earlier test has left a stand-in"
-    without_compiler()
-    assert sys.modules["torch._dynamo"] is compiler
+# -- the front door: functions, whatever was imported before
+
+
+@pytest.mark.parametrize("name", ["estimate", "fit"])
+def test_importing_the_command_module_is_refused_and_leaves_the_function_in_place(name):
+    function = getattr(learn, name)
+    with pytest.raises(ImportError, match=f"from learn import {name}"):
+        importlib.import_module(f"learn.{name}")
+    assert getattr(learn, name) is function
+    namespace: dict[str, typing.Any] = {}
+    exec(f"from learn import {name}", namespace)
+    assert namespace[name] is function

@@ -1,6 +1,5 @@
 """`learn.plan`: which layouts of a job on several GPUs fit, how quick they are, and how that is shown."""
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -14,11 +13,10 @@ from featurize.device.device_spec import describe_device
 from featurize.families import mlp
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
-from learn import LayoutPlan, PlanRow, estimate, plan
+from learn import estimate, plan
 from learn.commands.plan import entry
 from learn.planning import meshes, plans
-from learn.planning.plan_report import in_order, lines_of_others, plan_page, plan_svg
-from learn.planning.search import Findings, MicroBatches
+from learn.planning.plan_report import plan_page
 from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen
 from tests.featurize.small_nets import Block, Computes
@@ -92,22 +90,6 @@ def test_batches_double_until_they_do_not_fit_and_checkpointing_begins_at_the_la
     assert {row.mesh for row in eight.rows} == {"ddp=8"}
 
 
-def test_a_batch_that_does_not_fit_is_halved():
-    done = planned(batch=2**20, checkpointing="none")
-    fitting = [row.micro_batch for row in done.fitting]
-    assert len(fitting) == 1 and max(row.micro_batch for row in done.rows) == 2**20
-    beyond = estimate(net, [2 * fitting[0], WIDTH], device=CARD, parallel="ddp=8")
-    assert not beyond.fits_device
-    assert all(row.micro_batch > fitting[0] and row.why for row in done.rows if row.fits is False)
-
-
-def test_what_holds_too_much_with_any_batch_is_traced_once():
-    BUILT.clear()
-    done = planned(device=replace(CARD, memory_mib=900.0), batch=64)
-    assert [row.fits for row in done.rows] == [False]
-    assert len(BUILT) == 2  # once to look for experts
-
-
 def test_the_quickest_comes_first_and_what_does_not_fit_last(eight):
     rates = [row.samples_per_s for row in eight.fitting]
     assert rates == sorted(rates, reverse=True) and eight.best == eight.rows[0] == eight.fitting[0]
@@ -139,37 +121,10 @@ def test_a_layout_whose_replicas_do_not_divide_the_batch_cannot_be():
     assert {row.micro_batch for row in done.fitting} == {1}  # of 1,025 samples
 
 
-def test_replicas_share_their_traces_and_not_their_times():
-    BUILT.clear()
-    alone = planned(gpus=8, checkpointing="none")
-    once = len(BUILT)
-    several = planned(gpus=[8, 64], checkpointing="none")
-    assert len(BUILT) == 2 * once  # 64 GPUs took no trace of their own
-    largest = max(row.micro_batch for row in alone.fitting)
-    of_counts = [
-        next(row for row in several.fitting if (row.mesh, row.micro_batch) == (mesh, largest))
-        for mesh in ("ddp=8", "ddp=64")
-    ]
-    assert of_counts[0].peak_memory_mib == of_counts[1].peak_memory_mib
-    assert of_counts[0].exposed_ms < of_counts[1].exposed_ms
-    assert several.best == of_counts[1]
-
-
 def test_a_model_without_blocks_is_planned_without_checkpointing():
     done = planned(model=flat, batch=8, global_batch=64)
     assert {row.checkpointing for row in done.rows} == {None}
     assert any("checkpointing=full is left out" in note and "repeated blocks" in note for note in done.notes)
-
-
-def test_settings_may_come_all_at_once():
-    done = planned(batch=256, settings=Training(checkpointing="selective", optimizer="sgd"), global_batch=2048)
-    assert {row.checkpointing for row in done.rows} == {"selective"}
-
-
-def test_progress_names_each_layout():
-    heard = []
-    planned(gpus=[2, 4], model=flat, batch=8, global_batch=64, progress=lambda *call: heard.append(call))
-    assert heard == [("ddp=2", 0, 2), ("ddp=4", 1, 2)]
 
 
 deep = partial(net, 9)
@@ -237,20 +192,6 @@ def test_a_wrong_value_is_refused(options, problem):
 # -- what is tried
 
 
-def row_of(parallel, micro_batch=8, way=None, *, mib=100.0, rate=None, fits=True):
-    times = {"step_time_ms": 100.0, "exposed_ms": 20.0, "samples_per_s": rate} if rate else {}
-    return PlanRow(
-        parallel=parallel,
-        micro_batch=micro_batch,
-        accumulation=1,
-        checkpointing=way,
-        fits=fits,
-        peak_memory_mib=mib,
-        upper_mib=mib,
-        **times,
-    )
-
-
 @pytest.mark.needs_mode("pp")
 def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(all_modes):
     done = planned(gpus=2, modes=["pp"], batch=512, checkpointing="none")
@@ -261,8 +202,6 @@ def test_a_pipeline_is_planned_with_its_micro_batches_in_one_schedule(all_modes)
     assert (best.peak_memory_mib, best.upper_mib) == (again.peak_memory_mib, again.upper_mib)
     assert best.step_time_ms == pytest.approx(again.step_time_ms)
     assert best.samples_per_s == pytest.approx(again.samples_per_s)
-    whole = planned(gpus=2, modes="pp", batch=512, global_batch=4096, checkpointing="none")
-    assert all(row.micro_batch * row.accumulation == 4096 for row in whole.fitting)
 
 
 @pytest.mark.needs_mode("pp")
@@ -270,15 +209,6 @@ def test_a_pipeline_that_its_bubble_makes_slower_is_not_traced(all_modes):
     done = planned(gpus=4, modes=["ddp", "pp"], batch=4096, checkpointing="none")
     reasons = {row.mesh: row.why for row in done.rows if row.parallel.degrees.pp > 1 and not row.fits}
     assert "slower than the best without pp" in reasons["pp=4"] and done.best.mesh == "ddp=4"
-    findings, layout = Findings(limit_mib=1000.0), Parallel(pp=2, fsdp=32)
-    assert findings.bubble_too_long(layout, MicroBatches(given=1, pipelined=2)) is None  # nothing is known yet
-    findings.add(row_of(Parallel(fsdp=64), rate=6400.0))
-    assert findings.bubble_too_long(layout, MicroBatches(given=1, per_replica=2, pipelined=2))
-    assert findings.bubble_too_long(layout, MicroBatches(given=1, per_replica=64, pipelined=2)) is None
-
-
-def test_modes_are_those_that_are_named():
-    assert meshes.check_modes(["tp", "ep", "cp", "fsdp"]) == ("fsdp", "cp", "tp", "ep")
 
 
 @pytest.mark.parametrize(
@@ -314,37 +244,6 @@ def test_all_degrees_that_multiply_to_the_gpus_are_tried():
     assert layouts[-1] == Parallel(ddp=4, fsdp=2, tp=8)
 
 
-@pytest.mark.needs_mode("pp")
-def test_modes_that_nobody_names_are_tried_beside_shards_alone():
-    modes = meshes.modes_of(None, length=32_768, experts={8})
-    layouts, notes = meshes.meshes_of(64, {}, modes)
-    unasked = [
-        (one.degrees.ddp, one.degrees.fsdp, one.degrees.cp, one.degrees.tp, one.degrees.ep)
-        for one in layouts
-        if one.degrees.cp > 1 or one.degrees.ep > 1
-    ]
-    assert sorted(unasked) == sorted([(1, 64 // n, n, 1, 1) for n in (2, 4, 8)] + [(1, 64, 1, 1, n) for n in (2, 4, 8)])
-    assert "cp, ep: tried beside fsdp alone, within a node; with all other modes where modes= names it" in notes
-    assert meshes.modes_of(None, length=32_767) == meshes.Modes(("pp", "ddp", "fsdp", "tp"))
-
-
-@pytest.mark.needs_mode("fsdp")
-def test_named_experts_are_divided_over_ranks_that_divide_them():
-    layouts, notes = meshes.meshes_of(12, {"gpus_per_node": 12}, meshes.modes_of(["fsdp", "tp", "ep"], 0, {6}))
-    assert {(one.degrees.fsdp, one.degrees.tp, one.degrees.ep) for one in layouts if one.degrees.tp < 3} == {
-        (12, 1, 1),
-        (12, 1, 2),
-        (12, 1, 3),
-        (12, 1, 6),
-        (6, 2, 1),
-        (6, 2, 2),
-        (6, 2, 6),
-    }
-    assert meshes.mesh_text(layouts[-1]).endswith("ep=6") and notes
-    with pytest.raises(UsageError, match="modes: ep: the model has no experts of a known kind"):
-        meshes.modes_of(["fsdp", "ep"])
-
-
 @pytest.mark.needs_mode("fsdp")
 def test_a_model_with_experts_is_planned_with_ep(all_modes):
     def mix(net, x):
@@ -372,108 +271,7 @@ def test_layouts_of_replicas_run_without_zero_where_deepspeed_does_not_go_with_t
     assert any("tried without zero: parallel: zero=2 does not go with ema" in note for note in done.notes)
 
 
-@pytest.fixture
-def findings():
-    return Findings(limit_mib=1000.0)
-
-
-def test_what_outgrows_many_shards_is_not_tried_with_fewer(findings):
-    findings.add(row_of(Parallel(fsdp=8, tp=2), mib=2000.0, fits=False))
-    findings.add(row_of(Parallel(fsdp=8, tp=4), micro_batch=4, mib=1050.0, fits=False))  # near the limit
-    fewer, larger = Parallel(ddp=4, fsdp=4), "fsdp=8, tp=2 takes 2,000 MiB already"
-    assert findings.outgrown_by(fewer, 8, 1, None) == larger
-    assert findings.outgrown_by(fewer, 8, 4, None)
-    others = (Parallel(fsdp=16), 8, 1, None), (fewer, 8, 1, "full"), (Parallel(fsdp=8, tp=2), 4, 1, None)
-    assert [findings.outgrown_by(*asked) for asked in others] == [None] * 3
-
-
-def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer(findings):
-    findings.hopeless[Parallel(fsdp=8, tp=2)] = 1200.0
-    reason = "not tried: with any batch, fsdp=8, tp=2 holds 1,200 MiB"
-    assert findings.not_worth(Parallel(ddp=4, fsdp=4)) == reason == findings.not_worth(Parallel(fsdp=8, tp=2))
-    assert findings.not_worth(Parallel(fsdp=16)) is None and findings.not_worth(Parallel(fsdp=4, tp=4)) is None
-
-
-def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win(findings):
-    assert not findings.cannot_win(Parallel(ddp=64), "full")
-    findings.add(row_of(Parallel(ddp=64), rate=6400.0))
-    findings.add(row_of(Parallel(ddp=64), way="full", rate=4800.0))  # 6,000 if no rank waited
-    assert findings.cannot_win(Parallel(fsdp=32, tp=2), "full") is True
-    assert not findings.cannot_win(Parallel(ddp=8), "full")
-    findings.add(row_of(Parallel(ddp=64), way="full", rate=5000.0))
-    assert not findings.cannot_win(Parallel(ddp=64), "full")
-
-
-def test_a_mode_that_made_it_slower_is_not_widened(findings):
-    assert findings.not_worth(Parallel(ddp=16, tp=4)) is None
-    findings.add(row_of(Parallel(ddp=64), rate=6400.0))
-    findings.add(row_of(Parallel(ddp=32, tp=2), rate=6000.0))
-    assert findings.not_worth(Parallel(fsdp=16, tp=4)) == "not tried: tp=2 is slower than none of it"
-    assert findings.not_worth(Parallel(fsdp=32, tp=2)) is None and findings.not_worth(Parallel(ddp=4, tp=4)) is None
-    findings.add(row_of(Parallel(fsdp=32, tp=2), rate=6300.0))  # nearly as quick
-    assert findings.not_worth(Parallel(fsdp=16, tp=4)) is None
-
-
-def test_a_mode_that_fits_where_fewer_ranks_do_not_is_widened(findings):
-    findings.add(row_of(Parallel(ddp=64), mib=5000.0, fits=False))
-    findings.add(row_of(Parallel(ddp=32, tp=2), rate=6000.0))
-    assert findings.not_worth(Parallel(ddp=16, tp=4)) is None
-    findings.add(row_of(Parallel(ddp=16, tp=4), rate=5000.0))
-    assert findings.not_worth(Parallel(ddp=8, tp=8)) == "not tried: tp=4 is slower than tp=2"
-
-
 # -- what is shown
-
-
-def made_up(count=10):
-    """A plan of many meshes, some of them as good as the same."""
-    rows = [
-        row_of(Parallel(ddp=2**n), 8 << k, rate=1000.0 * (n + 1) + 10 * k, mib=20_000.0 + 6000 * (n % 4) + 500 * k)
-        for n in range(1, count + 1)
-        for k in range(3)
-    ]
-    worst = replace(row_of(Parallel(ddp=4096), mib=99_999.0, fits=False), why="takes 99,999 MiB")
-    return LayoutPlan(
-        name="<b>net</b>",
-        device="A100-SXM4-40GB",
-        limit_mib=40_000.0,
-        coverage=0.99,
-        global_batch=None,
-        rows=in_order([*rows, worst]),
-        notes=("a note",),
-        seconds=1.0,
-    )
-
-
-def test_the_picture_places_each_row_by_its_rate_and_its_memory():
-    done = made_up()
-    svg = str(plan_svg(done))
-    marks = [
-        (float(x), float(y), title)
-        for x, y, title in re.findall(r'<circle class="[^"]*" cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)', svg)
-    ]
-    assert len(marks) == len(done.fitting)
-    limit = float(re.search(r'class="limit" d="M[\d.]+ ([\d.]+)H', svg)[1])
-    at = {(title.partition(":")[0], title.split()[1]): (x, y) for x, y, title in marks}
-    places = [at[row.mesh, str(row.micro_batch)] for row in done.fitting]
-    assert [x for x, _y in places] == sorted((x for x, _y in places), reverse=True)
-    by_memory = sorted(zip(done.fitting, places, strict=True), key=lambda one: one[0].needed_mib)
-    assert [place[1] for _row, place in by_memory] == sorted((y for _x, y in places), reverse=True)
-    assert all(66 <= x <= 976 and limit <= y <= 394 for x, y in places)
-    assert svg.count('class="full') == len(done.best_of_meshes) == 10
-
-
-def test_names_in_the_picture_do_not_overlap():
-    svg = str(plan_svg(made_up(16)))
-    boxes = []
-    for x, y, anchor, name in re.findall(r'class="peak" x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)', svg):
-        width = 7.7 * len(name)
-        left = float(x) - (width if anchor == "end" else 0)
-        boxes.append((left, float(y) - 14, left + width, float(y)))
-    assert len(boxes) > 5 and min(box[0] for box in boxes) >= 66
-    for n, one in enumerate(boxes):
-        for other in boxes[n + 1 :]:
-            assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
 
 
 def test_the_page_has_the_picture_all_rows_and_what_was_left_out(eight, tmp_path):
@@ -493,14 +291,6 @@ def test_a_plan_in_which_nothing_fits_is_shown_without_a_picture(capsys, tmp_pat
     assert "svg" not in page.tags and "does not fit" in page.text
 
 
-def test_meshes_that_are_left_out_for_one_reason_are_one_line():
-    rows = [replace(row_of(Parallel(ddp=2**n), fits=None), why="no plan of it") for n in range(1, 6)]
-    done = replace(made_up(), rows=in_order([*rows, *made_up().rows[-1:]]))
-    lines = lines_of_others(done)
-    assert lines[0].startswith("ddp=4096 does not fit: 8 samples takes") and len(lines) == 2
-    assert lines[1] == "ddp=2 and 4 more: left out, no plan of it"
-
-
 # -- the command
 
 
@@ -509,12 +299,6 @@ def run(*argv):
 
 
 JOB = ("model=tests.learn.test_planning:net", f"input=[1024,{WIDTH}]", "device=T4")
-
-
-def test_the_command_prints_a_table_and_writes_the_page(shown, tmp_path):
-    path = tmp_path / "plan.html"
-    out = shown(*JOB, "gpus=8", f"report={path}", "checkpointing=none", run=run)
-    assert "on 8 x T4" in out and "ddp=8" in out and "planned in" in out and path.exists()
 
 
 def test_the_command_prints_json(answer, tmp_path):

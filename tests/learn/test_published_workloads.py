@@ -1,9 +1,6 @@
 """From published rows to training jobs: the models that the rows name, without their memory."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,21 +18,6 @@ needs = {
     for name in ("timm", "torchvision", "transformers")
 }
 LARGE = ("BERT_large", "xlnet_large", "gpt2_xl")
-
-DENSE = {
-    "family": "cnn",
-    "batch_size": 2,
-    "image_size": 64,
-    "channels": 3,
-    "classes": 5,
-    "base_filters": 16,
-    "depth": 48,
-    "topology": "dense",
-    "activation": "relu",
-    "batch_norm": True,
-    "dropout": 0.0,
-    "softmax": True,
-}
 
 
 def row(**values):
@@ -57,12 +39,6 @@ def step_on_meta(workload):
 
 def workload_of(published):
     return case_of(published, "A100-SXM4-40GB").job
-
-
-def test_a_configurations_workload_is_its_family():
-    workload = workload_of(row(family="cnn", config=DENSE, batch_size=2))
-    assert workload.config == config_of(row(family="cnn", config=DENSE)) and workload.batch_size == 2
-    assert workload.training_loop
 
 
 HEADS = {
@@ -136,14 +112,3 @@ def test_a_library_that_is_missing_is_told_with_how_to_get_it(monkeypatch):
     monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"timm is not installed.*pip install --no-deps timm"):
         workload_of(timm_row("resnet10t")).batch("meta")
-
-
-@pytest.mark.slow
-@needs["torchvision"]
-@pytest.mark.parametrize("factory", ["torchvision.models:resnet18", "nets:make"])
-def test_an_estimates_factory_may_come_from_torchvision_or_import_it(factory, tmp_path):
-    (tmp_path / "nets.py").write_text("import torchvision\nmake = torchvision.models.resnet18\n")
-    code = f"from learn.job.training_job import load_factory; print(type(load_factory({factory!r})()).__name__)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and done.stdout.strip() == "ResNet", done.stderr

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.configs.trial import UnreadableConfig, config_of_row, config_of_user, named_by_user, trusting
+from featurize.configs.trial import UnreadableConfig, config_of_row, config_of_user, trusting
 from featurize.families import zoo
 from featurize.job.code_names import CodeName, NotTrusted, TrustedName, library_problem
 from learn import estimate
@@ -182,11 +182,6 @@ def test_a_trusted_modules_own_classes_and_functions_are_built_and_the_user_may_
     assert type(zoo.build(config_of_user(linear.to_mapping()))).__name__ == "Linear"
 
 
-def test_a_library_that_is_trusted_still_makes_its_models_of_plain_data():
-    mapping = {**OWN, "model": "torchvision.models:resnet18", "inputs": "float32[3,32,32]"}
-    assert zoo.build(config_of_row(json.dumps(mapping), trust=["torchvision"])) is not None
-
-
 def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, tmp_path):
     data = tmp_path / "data"
     looped = Case(config_of_user(OWN), training_loop=True)
@@ -198,17 +193,6 @@ def test_the_stored_features_of_a_row_are_used_where_its_code_is_not_run(evil, t
     assert not evil.exists()
     assert found.answered_by["memory"] == "hybrid (default)" and found.peak_memory_mib > 0
     assert any("comes from stored data" in text for text in found.warnings)
-
-
-def test_a_refusal_is_not_stored_as_a_property_of_the_case(evil, tmp_path):
-    data = DataFolder.resolve(tmp_path / "data").create()
-    steps = StepStore(data)
-    assert steps.record(Case(own_config())).error is not None
-    steps.prepare([Case(own_config())], workers=0)
-    assert not list(data.features.rglob("*.sqlite")) and not evil.exists()
-    steps.prepare([Case(config_of_user(OWN))], workers=0)
-    assert steps.record(Case(config_of_user(OWN))).error is None
-    assert list(data.features.rglob("*.sqlite"))
 
 
 @pytest.mark.parametrize(
@@ -347,18 +331,6 @@ def test_labels_that_are_no_figures_and_names_that_are_none_cost_their_rows(tmp_
     rows = load_rows(data, "memory", device_name=None)
     assert len(rows) == 40 and rows.counts["absurd"] == 6
     assert any("makes no sense" in text and text.isprintable() for text in rows.left_out)
-
-
-def test_an_absurd_config_of_a_run_is_one_line(tmp_path, refused):
-    (run_id,) = write_odd(tmp_path / "data", ["[" * 100_000])
-    said = refused(f"run={run_id}", f"data={json.dumps(str(tmp_path / 'data'))}")
-    assert run_id in said and "is not JSON" in said
-
-
-def test_tasks_and_typed_fields_are_marked_and_unknown_families_are_left_alone():
-    assert isinstance(named_by_user("zoo", {"model": "a:b"})["model"], CodeName)
-    assert named_by_user("no such family", {"model": "a:b"}) == {"model": "a:b"}
-    assert named_by_user("timm", {"model": "resnet18"})["model"].__class__ is str
 
 
 def test_rows_of_several_gpus_are_left_out_and_named(tmp_path):

@@ -2,17 +2,21 @@
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
-from torch.utils.data import DataLoader
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from featurize.cudnn import oracle
 from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
@@ -22,10 +26,11 @@ from learn.estimation import answers
 from learn.estimation.known_runs import known_runs
 from learn.estimation.platforms import platform_of
 from learn.estimation.requests import AnswerOptions, Request
-from learn.script import containment, estimating
-from learn.script.containment import SilentLoggers
+from learn.script import estimating, records
+from learn.script.command_line import parse_command
 from learn.script.records import BadRecord, ScriptRecord, read_record, write_record
-from learn.script.run import explain
+from tests.conf.test_children import DAEMON, WAIT
+from tests.surroundings import ENDS_WITHIN_S, await_note
 
 LOOP = """
 import torch
@@ -44,6 +49,7 @@ def write_script(folder, text):
     return ["python", str(path)]
 
 
+@pytest.mark.usefixtures("prepared_scripts")
 def test_an_error_of_the_script_names_its_file_and_line(tmp_path):
     command = write_script(
         tmp_path, "import torch\nmodel = torch.nn.Linear(8, 4).cuda()\nmodel(torch.zeros(2, 9).cuda())\n"
@@ -227,35 +233,6 @@ def answered(settings, known=(), workspaces=None):
     return answers.make_estimate(request)[0], tuple(estimating._notes(record))
 
 
-def test_an_optimizer_that_nobody_knows_fails_no_answer():
-    settings = {"optimizer": "adadelta", "precision": "fp32", "implementation": "fused", "clip_norm": 1.0}
-    done, notes = answered(settings)
-    assert done.peak_memory_mib > 0 and done.answered_by["memory"] == "trace"
-    assert "no model was fitted on optimizer=adadelta, implementation=fused, clip_norm=1.0: the trace answers" in (
-        done.warnings
-    )
-    assert notes[1].text == "the script also chooses implementation=fused, clip_norm=1.0"
-
-
-def test_gradients_that_are_freed_after_the_forward_pass_leave_the_answer_to_the_fitted_models():
-    usual, _notes = answered({"optimizer": "adam", "precision": "fp32"})
-    late, notes = answered({"optimizer": "adam", "precision": "fp32", "zero_grad": "after_forward"})
-    assert late.answered_by == usual.answered_by and late.answered_by["memory"] != "trace"
-    assert late.loops == usual.loops
-    assert "the script also chooses zero_grad=after_forward" in [note.text for note in notes]
-
-
-def test_a_scripts_convolutions_are_asked_about_with_its_own_search(monkeypatch):
-    searches = []
-    asked = SimpleNamespace(
-        version="9", prepare=searches.append, answers=lambda _, search: searches.append(search) or {}
-    )
-    monkeypatch.setattr(oracle, "oracle_for", lambda device: asked)
-    settings = {"optimizer": "adam", "precision": "fp32", "cudnn_allow_tf32": False, "cudnn_deterministic": True}
-    answered(settings, workspaces="cudnn")
-    assert {search.to_text() for search in searches} == {"A deterministic"}
-
-
 def test_measured_runs_at_the_scripts_batch_move_its_estimate_and_others_are_refused():
     here, elsewhere = ([{"batch_size": size, "memory_mib": 700.0}] for size in (2, 8))
     runs = known_runs(here)
@@ -288,40 +265,98 @@ def test_every_key_of_the_command_is_passed_on_or_refused_beside_a_script(monkey
     assert not set(passed) & set(refusal)
 
 
-def test_data_loaders_start_no_processes(monkeypatch):
-    monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)  # which is put back
-    notes = []
-    containment._load_in_this_process(notes.append)
-    loader = DataLoader([1, 2], batch_size=2, num_workers=4, persistent_workers=True)
-    assert (loader.num_workers, loader.batch_size, len(notes)) == (0, 2, 1)
+# -- a script's own processes end with it; `tests/conf/test_children.py` has the limits
 
 
-def test_a_missing_variable_of_a_launcher_is_explained(tmp_path):
-    message = explain(KeyError("LOCAL_RANK"), str(tmp_path / "train.py"))
-    assert "estimate the command that starts it, such as torchrun --nproc-per-node 8" in message
+@pytest.mark.slow
+def test_a_scripts_daemon_ends_when_its_two_steps_are_done(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "train.py").write_text(DAEMON + LOOP)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    note = tmp_path / "daemon"
+    assert estimate_script(["python", str(tmp_path / "train.py"), str(note)]).peak_memory_mib > 0
+    assert not psutil.pid_exists(int(note.read_text()))
+    assert not list((tmp_path / "temporary").iterdir())
 
 
-def test_a_logger_that_is_not_installed_is_absent_where_the_script_is_ready_for_that(tmp_path, monkeypatch):
-    notes = []
-    monkeypatch.setattr(sys, "meta_path", [SilentLoggers(notes.append), *sys.meta_path])
-    monkeypatch.syspath_prepend(tmp_path)
-    program = tmp_path / "logging_script.py"
-    program.write_text(
-        "import importlib.util\n"
-        "try:\n    import swanlab\nexcept ImportError:\n    swanlab = None\n"
-        "try:\n    import aim\nexcept ImportError:\n    import tensorboardX\n    tensorboardX.SummaryWriter()\n"
-        "probe = importlib.util.find_spec('swanlab')\n"
-        "with open(__file__):\n    import clearml\nclearml.Task.init()\n"
-        "(__import__('pathlib').Path(__file__).parent / 'mlflow.py').write_text('1 / 0')\n"
-        "importlib.invalidate_caches()\n"
-        "try:\n    import mlflow\nexcept ImportError:\n    mlflow = None\n"
-    )
-    import logging_script
+@pytest.mark.slow
+def test_sigterm_of_the_command_ends_the_script_with_its_daemon_and_leaves_no_folder(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "train.py").write_text(DAEMON + WAIT)
+    note = tmp_path / "daemon"
+    command = [sys.executable, "-m", "learn.estimate", "--", "python", "train.py", str(note)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as estimating:
+        await_note(note, estimating)
+        processes = psutil.Process(estimating.pid).children(recursive=True)
+        estimating.terminate()
+    assert estimating.returncode == -signal.SIGTERM
+    assert int(note.read_text()) in [process.pid for process in processes]
+    assert not psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1]
+    assert not [path for path in (tmp_path / "temporary").iterdir() if path.name.startswith("gpufarm")]
 
-    try:
-        assert logging_script.swanlab is None and logging_script.probe is None
-        assert logging_script.mlflow.log_metric("loss", 1.0) is not None
-        assert notes == [f"{name} was kept from logging" for name in ("tensorboardX", "clearml", "mlflow")]
-    finally:
-        for name in ("tensorboardX", "clearml", "mlflow", "logging_script"):
-            sys.modules.pop(name, None)
+
+# -- a script that ran before is answered from disk, as long as all that it looked at is as it was
+
+
+TRAIN = "import os, widths\nwidth = widths.WIDTH + os.path.exists('more.txt')\n" + LOOP.replace("8", "width")
+
+
+@pytest.fixture
+def files_of_an_hour_ago(prepared_scripts, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUFARM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    write("train.py", TRAIN)
+    write("widths.py", "WIDTH = 8\n")
+
+
+def write(path, text):
+    with open(path, "w") as file:
+        file.write(text)
+    os.utime(path, (time.time() - 3600,) * 2)
+
+
+@pytest.mark.usefixtures("files_of_an_hour_ago")
+def test_a_script_runs_again_only_where_something_that_it_looked_at_has_changed(tmp_path, monkeypatch):
+    runs, recorded = [], estimating._record
+    monkeypatch.setattr(estimating, "_record", lambda *args: runs.append(args) or recorded(*args))
+
+    def parameters(**settings):
+        answers.clear()  # what this process remembers
+        return estimate_script(["python", "train.py"], estimator="trace", **settings).parameters
+
+    assert [parameters(), parameters()] == [36, 36] and len(runs) == 1
+    assert parameters(coverage=0.9) == parameters(report=tmp_path / "page.html") == 36 and len(runs) == 1
+    os.mkdir("more.txt")
+    assert parameters() == 40 and len(runs) == 2
+
+
+@pytest.mark.usefixtures("files_of_an_hour_ago")
+def test_a_run_is_kept_with_the_state_of_its_files():
+    key = records.key_of(parse_command(["python", "train.py"]), DEVICE)
+    record = dataclasses.replace(RECORD, files=("widths.py", "missing.txt"))
+    kept = records.keep(key, record, time.time_ns())
+    found = records.find(key)
+    assert records.with_trace(found) == dataclasses.replace(kept, files=None)
+    assert kept.key and found == dataclasses.replace(kept, files=None, trace=None)
+    for path in record.files:
+        write(path, "# changed")
+        assert records.find(key) is None
+    open("missing.txt", "w").close()  # since the run began
+    assert records.keep(key, record, time.time_ns() - 10**9).key is None
+
+
+@pytest.mark.usefixtures("files_of_an_hour_ago")
+@pytest.mark.parametrize("change", ["--lr 1", "-u", "env A=b", "other bytes", "other device"])
+def test_another_command_is_another_run(change):
+    def key(*words, device=DEVICE):
+        return records.key_of(parse_command(words), device)
+
+    first = key("python", "train.py")
+    if change == "other bytes":
+        write("train.py", TRAIN + "# more")
+    device = describe_device("L4") if change == "other device" else DEVICE
+    words = {"--lr 1": "python train.py --lr 1", "-u": "python -u train.py", "env A=b": "env A=b python train.py"}
+    again = key(*words.get(change, "python train.py").split(), device=device)
+    assert (again == first) == (change == "-u")

@@ -8,10 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from learn.script import saved_files
-from learn.script.saved_files import SavedFiles, write_safetensors
+from learn.script.saved_files import SavedFiles
 
 
 @pytest.fixture
@@ -85,24 +84,3 @@ def test_what_is_not_saved_is_written_where_it_says(work):
     Path("data/prepared/rows.txt").write_text("rows")
     os.rename("data/prepared/rows.txt", "data/prepared/all.txt")
     assert on_disk(work) == ["data/prepared/all.txt"]
-
-
-def test_a_link_to_a_checkpoint_is_followed(work):
-    save("step_1/weights.bin", "w")
-
-    def save_link():
-        os.symlink("step_1", "latest")
-
-    save_link()
-    assert Path("latest/weights.bin").read_text() == "w" and on_disk(work) == []
-
-
-def test_a_file_of_safetensors_has_the_shapes_and_the_small_values(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    tensors = {"weight": torch.empty(64, 32, device="meta", dtype=torch.bfloat16), "ids": torch.arange(5)}
-    with open(tmp_path / "model.safetensors", "wb") as target:
-        nbytes = write_safetensors(tensors, target, {"format": "pt"})
-    assert nbytes == (tmp_path / "model.safetensors").stat().st_size
-    read = safetensors.load_file(tmp_path / "model.safetensors")
-    assert read["weight"].shape == (64, 32) and read["weight"].dtype == torch.bfloat16
-    assert read["ids"].tolist() == [0, 1, 2, 3, 4]

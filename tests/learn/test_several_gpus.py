@@ -1,6 +1,8 @@
 """`estimate(..., parallel=...)`: what a job on several GPUs takes from each of them."""
 
+import functools
 import json
+import types
 from dataclasses import replace
 
 import pytest
@@ -10,11 +12,14 @@ from torch.distributed.tensor import distribute_module
 
 from conf.errors import UsageError
 from featurize.families import gpt, mlp, moe
+from featurize.job import layout
+from featurize.job.deepspeed_config import read_deepspeed
 from featurize.job.layout import Parallel
 from featurize.training.experts import pretended_mesh
-from learn import devices_that_fit, estimate
+from learn import estimate, plan
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import COMMUNICATION
+from tests.featurize.small_nets import Block, Computes, Stack
 
 CONFIG = mlp.Config(batch_size=64, input_size=1024, classes=10, depth=3)
 MIXTURES = moe.Config(
@@ -88,28 +93,10 @@ def test_more_gpus_never_make_a_step_shorter(plain):
     assert of_ranks[-1].step_time_upper_ms > of_ranks[-1].step_time_ms
 
 
-def test_a_slower_network_is_waited_for():
-    fast, slow = (of_net(Parallel(ddp=16, network_gb_s=rate)) for rate in (50, 1))
-    assert slow.exposed_ms > fast.exposed_ms and slow.peak_memory_mib == fast.peak_memory_mib
-    assert any("2 nodes" in note for note in slow.warnings)
-
-
-@pytest.mark.parametrize("loop", ["resident", "pipeline"])
-def test_a_trial_config_runs_on_several_gpus_in_either_loop(loop):
-    alone, several = (estimate(CONFIG, parallel=one, estimator="trace", loop=loop) for one in (None, "ddp=4"))
-    assert several.step_time_ms > alone.step_time_ms and several.ranks[0].count == 4
-
-
 def test_no_fitted_model_answers_for_several_gpus():
     done = estimate(CONFIG, parallel="ddp=4")
     assert set(done.answered_by.values()) == {"trace"}
     assert any("no model was fitted on several GPUs" in note for note in done.warnings)
-
-
-def test_devices_that_fit_are_asked_for_each_rank():
-    fits = devices_that_fit(net, INPUTS, devices=["A100-SXM4-40GB", "T4"], parallel="ddp=8")
-    assert [one.estimate.ranks[0].count for one in fits] == [8, 8]
-    assert fits[0].estimate.exposed_ms > fits[1].estimate.exposed_ms  # PCIe 3.0, NVLink
 
 
 def test_the_table_and_the_report_show_the_ranks(eight, capsys, tmp_path):
@@ -263,15 +250,6 @@ def test_ranks_that_share_a_sequence_hold_a_part_of_its_activations():
 
 
 @pytest.mark.needs_mode("fsdp")
-def test_replicas_of_experts_talk_in_a_group_of_their_own():
-    taken = [
-        estimate(MIXTURES, parallel=layout, estimator="trace").breakdown["communication"]
-        for layout in ("fsdp=4,ep=2", "ddp=2,fsdp=4,ep=2")
-    ]
-    assert taken == [3 * 576, 5 * 576]  # fsdp, ep and efsdp; besides replicas of experts, and of all else
-
-
-@pytest.mark.needs_mode("fsdp")
 def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
     shards, divided = (estimate(MIXTURES, parallel=one, estimator="trace") for one in ("fsdp=8", "fsdp=8,ep=4"))
     assert divided.breakdown["parameters"] == pytest.approx(shards.breakdown["parameters"], rel=0.01)
@@ -283,12 +261,7 @@ def test_divided_experts_are_gathered_by_fewer_ranks_and_exchange_tokens():
     assert any("routers use all experts alike" in note for note in divided.warnings)
 
 
-@pytest.mark.needs_mode("fsdp")
-def test_blocks_of_shards_are_compiled_one_by_one():
-    eager, compiled = (of_net("fsdp=4", compile=on) for on in (False, True))
-    assert compiled.step_time_ms < eager.step_time_ms
-
-
+@pytest.mark.wide
 def test_a_compiled_model_waits_less_where_buckets_cut_its_graph():
     whole, cut = (of_net(f"ddp=8,bucket_cap_mb={mib}", compile=True) for mib in (1000, 4))
     assert cut.exposed_ms < whole.exposed_ms
@@ -300,3 +273,206 @@ def test_one_gpu_overrides_the_layout_of_a_config(answer, given, counts):
     config = "{family: mlp, batch_size: 64, input_size: 1024, classes: 10, depth: 3, parallel: 'ddp=8'}"
     ranks = answer(f"config={config}", "estimator=trace", *given)["ranks"]
     assert [group["count"] for group in ranks] == counts
+
+
+# -- pipelines: what each rank takes, and how long a step of all is
+
+
+WIDTH, SAMPLES = 1024, 4096
+
+
+def staged_net(blocks=6):
+    return Stack((Block(WIDTH, norm=False) for _ in range(blocks)), nn.Linear(WIDTH, 10), first=nn.Linear(WIDTH, WIDTH))
+
+
+def of_stages(parallel=None, **options):
+    return estimate(
+        staged_net,
+        [SAMPLES, WIDTH],
+        parallel=parallel,
+        precision="bf16",
+        device="H100-SXM5-80GB",
+        **{"framework": "graphs", **options},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return of_stages()
+
+
+@pytest.fixture(scope="module")
+def four():
+    return of_stages("pp=4")
+
+
+@pytest.mark.needs_mode("pp")
+def test_all_ranks_are_told_and_the_figures_are_of_the_one_that_needs_the_most(alone, four):
+    assert sum(group.count for group in four.ranks) == 4 and four.ranks[0].first == 0
+    assert four.peak_memory_mib == max(group.peak_memory_mib for group in four.ranks)
+    for group in four.ranks:
+        assert sum(group.breakdown.values()) == pytest.approx(group.peak_memory_mib)
+    held_mib = [group.breakdown["parameters"] for group in four.ranks]
+    assert sum(mib * group.count for mib, group in zip(held_mib, four.ranks, strict=True)) == pytest.approx(
+        alone.breakdown["parameters"]
+    )
+    assert four.parameters == alone.parameters and four.peak_memory_mib < alone.peak_memory_mib
+    assert four.upper_mib > four.peak_memory_mib and four.breakdown["communication buffers"] > 0
+    assert json.loads(json.dumps(four.to_mapping()))["bubble_ms"] == four.bubble_ms
+
+
+@pytest.mark.needs_mode("pp")
+def test_the_batch_is_that_of_the_whole_pipeline(alone, four):
+    assert four.samples_per_s == pytest.approx(SAMPLES / (four.step_time_ms / 1e3))
+    assert alone.step_time_ms / 4 < four.step_time_ms < alone.step_time_ms
+    assert four.bubble_ms > 0 and 0 < four.bubble_share < 0.5 and alone.bubble_ms is None
+    assert four.sent_mib["send"] > 0 and four.mfu < alone.mfu
+
+
+@pytest.mark.needs_mode("pp")
+def test_other_schedules_trade_memory_for_the_bubble(four):
+    assert of_stages("pp=4,schedule=gpipe").allocated_mib > four.allocated_mib
+    once, twice = of_stages("pp=2,micro_batches=4"), of_stages("pp=2,micro_batches=4,schedule=interleaved")
+    assert twice.bubble_share < once.bubble_share and twice.sent_mib["send"] > once.sent_mib["send"]
+
+
+@pytest.mark.needs_mode("pp")
+def test_replicas_and_shards_of_stages_bring_batches_of_their_own(four):
+    replicas, shards = of_stages("pp=2,ddp=4"), of_stages("pp=2,fsdp=4")
+    for one in (replicas, shards):
+        assert sum(group.count for group in one.ranks) == 8
+        assert [group.first for group in one.ranks] == [0, 4]
+        assert one.samples_per_s == pytest.approx(4 * SAMPLES / (one.step_time_ms / 1e3))
+    assert "gradient buckets" in replicas.breakdown and "gathered parameters" in shards.breakdown
+    assert set(replicas.sent_mib) == {"send", "all_reduce"}
+    assert set(shards.sent_mib) == {"send", "all_gather", "reduce_scatter"}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"compile": True}, "compile with parallel=pp is not estimated yet"),
+        ({"offload_activations": True}, "offload_activations with parallel=pp"),
+        ({"parallel": "pp=4,micro_batches=3"}, "micro_batches must be at least pp .4. with schedule=1f1b, got 3"),
+        ({"parallel": "pp=2,schedule=zigzag"}, "schedule must be one of gpipe, 1f1b, interleaved, got 'zigzag'"),
+        ({"parallel": "pp=2,stages_per_rank=3"}, "stages_per_rank: of schedule=interleaved only"),
+        ({"parallel": "ddp=2,schedule=gpipe"}, "schedule: of pp only"),
+        ({"parallel": "pp=4,schedule=interleaved,micro_batches=9"}, "must divide into rounds of pp"),
+        ({"parallel": "pp=3,stage_starts=[blocks.1],gpus_per_node=3"}, "stage_starts must name 2 modules for 3 stages"),
+        ({"parallel": "pp=2,micro_batches=0"}, "micro_batches must be a whole number from 1"),
+    ],
+)
+def test_what_a_pipeline_does_not_go_with_is_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        of_stages(**{"parallel": "pp=2", **options})
+
+
+# -- DeepSpeed: what a job takes from each of its GPUs
+
+
+ZERO_INPUTS = [4, 2048]
+FILE = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+}
+
+
+def layers_net(layers=12):
+    return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(layers)))
+
+
+small_net = functools.partial(layers_net, 4)
+
+
+def of_zero(parallel, **options):
+    return estimate(layers_net, ZERO_INPUTS, parallel=parallel, **{"optimizer": "adamw", **options})
+
+
+def test_parts_of_each_stage_are_named():
+    of_third = ",stage3_max_reuse_distance=0,stage3_prefetch_bucket_size=0"
+    stages = [
+        of_zero(f"ddp=8,zero={stage},param_dtype=bf16,reduce_bucket_size=1e7{of_third if stage == 3 else ''}")
+        for stage in (1, 2, 3)
+    ]
+    parts = [set(one.breakdown) for one in stages]
+    assert all({"gradient buckets", "master weights"} <= one for one in parts)
+    assert "gathered parameters" in parts[2] and "gathered parameters" not in parts[0]
+    for one in stages:
+        assert sum(one.breakdown.values()) == pytest.approx(one.peak_memory_mib) and one.peak_memory_mib < one.upper_mib
+        assert 0 < one.exposed_ms <= one.communication_ms and one.ranks[0].count == 8
+        assert any("DeepSpeed 0.19 runs stage" in note for note in one.warnings)
+    assert set(stages[1].sent_mib) == {"all_reduce", "all_gather"} and "reduce_scatter" in stages[2].sent_mib
+    assert stages[0].allocated_mib > stages[1].allocated_mib > stages[2].allocated_mib
+    assert stages[2].parameters == sum(p.numel() for p in layers_net().parameters())
+
+
+def test_a_file_is_read_once_and_is_the_settings_that_it_has(tmp_path, monkeypatch):
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    calls = []
+    monkeypatch.setattr(
+        layout, "read_deepspeed", lambda *given, **more: calls.append(1) or read_deepspeed(*given, **more)
+    )
+    read = estimate(layers_net, ZERO_INPUTS, parallel=f"deepspeed={tmp_path}/ds.json,ddp=8")
+    assert calls == [1]
+    given = of_zero("ddp=8,zero=2,param_dtype=bf16", accumulation=2, implementation="fused")
+    assert read.breakdown == given.breakdown and read.step_time_ms == given.step_time_ms
+    assert any("auto in the DeepSpeed file" in note and "reduce_bucket_size" in note for note in read.warnings)
+
+
+@pytest.mark.spread(2)
+@pytest.mark.parametrize(
+    "sizes", [{"hidden_size": 1024}, {"text_config": types.SimpleNamespace(hidden_sizes=[8, 1024])}]
+)
+@pytest.mark.parametrize("is_made", [True, False])
+def test_buckets_that_are_auto_follow_the_width_of_the_model(sizes, is_made):
+    def model():
+        return Computes(
+            lambda layers_net, x: layers_net.layers(x), config=types.SimpleNamespace(**sizes), layers=layers_net()
+        )
+
+    auto = estimate(model() if is_made else model, ZERO_INPUTS, parallel={"deepspeed": FILE, "ddp": 8})
+    given = estimate(
+        model,
+        ZERO_INPUTS,
+        accumulation=2,
+        optimizer="adamw",
+        implementation="fused",
+        parallel=f"ddp=8,zero=2,param_dtype=bf16,reduce_bucket_size={1024**2}",
+    )
+    assert auto.breakdown == given.breakdown
+    assert not any("auto in the DeepSpeed file" in note for note in auto.warnings)
+
+
+def test_what_the_host_does_is_said_to_take_no_time():
+    on_host, on_gpu = (
+        of_zero(f"ddp=8,zero=2,param_dtype=bf16,cpu_offload={offloads}") for offloads in ("true", "false")
+    )
+    assert on_host.peak_memory_mib < on_gpu.peak_memory_mib
+    notes = [any("left out of the step time" in note for note in one.warnings) for one in (on_host, on_gpu)]
+    assert notes == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"accumulation": 4}, "the DeepSpeed file has accumulation=2, and the job accumulation=4; change either"),
+        ({"optimizer": "sgd"}, "the DeepSpeed file has optimizer=adamw, and the job optimizer=sgd"),
+        ({"inputs": [8, 2048]}, "train_micro_batch_size_per_gpu=4, and the inputs hold 8 samples"),
+    ],
+)
+def test_a_job_that_contradicts_its_file_is_refused(options, problem):
+    inputs = options.pop("inputs", ZERO_INPUTS)
+    with pytest.raises(UsageError, match=problem):
+        estimate(layers_net, inputs, parallel={"deepspeed": FILE, "ddp": 8}, **options)
+
+
+def test_a_plan_gives_its_stage_to_replicas():
+    options = {"modes": ["ddp", "fsdp"], "checkpointing": "none", "device": "T4", "optimizer": "adamw"}
+    done = plan(small_net, ZERO_INPUTS, gpus=4, parallel="zero=2,reduce_bucket_size=1e7,param_dtype=bf16", **options)
+    stages = {(row.parallel.degrees.ddp, row.parallel.degrees.fsdp): row.parallel.zero.stage for row in done.rows}
+    assert stages[4, 1] == 2 and stages[1, 4] is None
+    with pytest.raises(UsageError, match="give zero and its settings, not deepspeed"):
+        plan(layers_net, ZERO_INPUTS, gpus=4, parallel={"deepspeed": FILE})

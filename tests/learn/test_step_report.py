@@ -1,36 +1,31 @@
-"""The page that explains an estimate, and the snapshot beside it: what they hold, and when they are refused."""
+"""The page that explains an estimate, the snapshot beside it, and the throughput, FLOPs and energy of a step."""
 
 import pickle
 import re
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
-from conf.errors import UsageError
-from conf.reports.blocks import render_for_notebook
 from featurize.device.device_spec import describe_device
-from featurize.families import mlp, zoo
+from featurize.families import gpt, mlp
 from featurize.job.training_settings import Training
 from featurize.timing.step_time import input_ms, time_step
-from learn import estimate
+from featurize.timing.times import seconds_at_peak
+from learn import devices_that_fit, estimate
+from learn.estimation.notes import LOOPS
 from learn.estimation.step_report import (
-    BANDS,
     INPUT,
-    LAUNCH,
     OTHER,
-    columns_of,
-    module_tree,
     time_parts,
     time_text,
-    tree_of,
 )
 from learn.job.traced import step_of
-from learn.job.training_job import name_of, of_module
-from tests.featurize.small_nets import linear_then
+from learn.job.training_job import of_module
+from tests.featurize.small_nets import Computes, linear_then
 from tests.parsed_page import ParsedPage
-from warehouse.files.folder import DataFolder
 
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIG = mlp.Config(batch_size=256, input_size=1024, classes=10, depth=4)
@@ -125,26 +120,11 @@ def test_without_a_trace_the_page_says_why_and_shows_the_estimators_own_parts(tm
     assert all(part in page.text for part in done.breakdown) and "by xmem" in page.text
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_the_work(tmp_path):
-    built = []
-    with pytest.raises(UsageError, match=r"^report=.*there is no folder"):
-        estimate(lambda: built.append(1), (2, 3), report=tmp_path / "none" / "r.html")
-    assert not built and not list(tmp_path.iterdir())
-
-
-def test_a_report_never_takes_the_place_of_the_queue(tmp_path, monkeypatch):
-    data = DataFolder.resolve(tmp_path / "data").create()
-    data.queue.write_bytes(b"precious")
-    monkeypatch.setenv("GPUFARM_DATA", str(data.root))
-    with pytest.raises(UsageError, match="file of the data folder"):
-        estimate(net, (2, 3, 8, 8), report=data.queue)
-    assert data.queue.read_bytes() == b"precious"
-
-
 def test_command_writes_the_page_and_says_where(tmp_path, monkeypatch, shown, refused):
     monkeypatch.chdir(tmp_path)
     job = "model=torch.nn:Linear", "arguments={in_features: 64, out_features: 8}", "input=[32,64]", "trust=[torch]"
-    assert "report: out.html" in shown(*job, "report=out.html")
+    printed = shown(*job, "report=out.html", "snapshot=out.pickle")
+    assert "report: out.html" in printed and "snapshot: out.pickle" in printed
     page = (tmp_path / "out.html").read_text()
     assert page.startswith("<!doctype html>") and "torch.nn:Linear" in ParsedPage(page).text
     assert "report=. is a folder" in refused(*job, "report=.")
@@ -168,80 +148,6 @@ def test_the_page_shows_where_the_steps_time_goes(tmp_path):
         assert words in page.text
 
 
-@pytest.mark.parametrize("slowness", [1, 100])
-def test_bars_sum_to_the_step_time_with_its_small_parts_as_one(slowness):
-    def wide():
-        return nn.Sequential(nn.Conv2d(64, 256, 3), nn.BatchNorm2d(256), nn.ReLU(), nn.Conv2d(256, 64, 3, groups=4))
-
-    spec = replace(DEVICE, launch_overhead_us=slowness * DEVICE.launch_overhead_us)
-    timed = time_step(step_of(of_module(wide, [((64, 64, 64, 64), None)]), spec).trace, spec, Training())
-    parts = {part.name: part.ms for part in time_parts(timed)}
-    assert sum(parts.values()) == pytest.approx(timed.step_time_ms)
-    assert all(ms >= 0.01 * timed.step_time_ms for name, ms in parts.items() if name != OTHER)
-    assert (LAUNCH in parts) == (slowness == 100)
-    if slowness == 1:
-        kinds = {f"convolutions, {one}" for one in ("forward", "input gradient", "weight gradient")}
-        assert {*kinds, "normalizations", "elementwise"} <= set(parts)
-        of_kinds = [ms for kind, ms in timed.by_kind_ms.items() if kind.endswith("convolution_weight")]
-        assert len(of_kinds) == 2 and parts["convolutions, weight gradient"] == pytest.approx(sum(of_kinds))
-
-
-@pytest.mark.parametrize("most", [20, 300, 10**6])
-def test_columns_keep_the_peak_and_what_is_reserved_whatever_their_number(most):
-    traced = step_of(of_module(net, [((16, 3, 64, 64), None)]), DEVICE, timeline=True)
-    columns, timeline = columns_of(traced, most), traced.memory.timeline
-    assert sum(column.moments for column in columns) == len(timeline)
-    assert len(columns) <= most + 8  # phases end columns early
-    (peak,) = [column for column in columns if column.is_peak]
-    assert sum(peak.parts) == traced.memory.peak_allocated == max(sum(column.parts) for column in columns)
-    assert max(column.reserved for column in columns) == traced.memory.peak_reserved
-    assert all(min(column.parts) >= 0 and sum(column.parts) <= column.reserved for column in columns)
-    parameters = list(BANDS).index("parameters")
-    assert columns[-1].parts[parameters] == columns[len(columns) // 2].parts[parameters] > 0
-
-
-def test_modules_are_summed_up_the_tree_and_chains_are_joined():
-    sizes = {"model.layers.0.mlp": 4, "model.layers.10.mlp": 2, "model.layers.9.mlp": 2, "model.norm": 1, "": 3}
-    root = tree_of(sizes)
-    assert root.total == 12 and sorted(root.children) == ["model", "outside any module"]
-    layers = root.children["model"].children["layers"]
-    assert (layers.total, sorted(layers.children)) == (8, ["0.mlp", "10.mlp", "9.mlp"])
-    assert list(tree_of({"a.b.c": 1}).children) == ["a.b.c"] and tree_of({"a.b": 1, "a": 2}).children["a"].own == 2
-    page = ParsedPage(render_for_notebook(module_tree(sizes)))
-    shown = [text for text in page.texts if text.endswith("mlp")]
-    assert shown == ["0.mlp", "9.mlp", "10.mlp"]
-
-
-def test_notes_are_folded_before_the_chart_and_what_may_not_fit_is_seen(tmp_path):
-    estimate(CONFIG, estimator="trace", report=tmp_path / "fits.html")
-    page = (tmp_path / "fits.html").read_text()
-    small = replace(DEVICE, memory_mib=470.0)
-    done = estimate(CONFIG, estimator="trace", device=small, report=tmp_path / "over.html")
-    over = (tmp_path / "over.html").read_text()
-    assert any(text.startswith("out of memory") for text in done.warnings)
-    for text in (page, over):
-        before_the_chart = text[: text.index("<svg")]
-        outside = re.sub(r"<details.*?</details>", "", before_the_chart, flags=re.DOTALL)
-        assert all(note.startswith("out of memory") for note in re.findall(r'<p class="note[^"]*">([^<]*)', outside))
-    assert "out of memory" in re.sub(r"<details.*?</details>", "", over, flags=re.DOTALL)
-
-
-def test_a_page_of_a_librarys_model_names_the_model():
-    config = zoo.Config(model="torchvision.models:resnet18", inputs="float32[3,32,32]", batch_size=8)
-    assert name_of(config) == "zoo torchvision.models:resnet18"
-    tuned = zoo.Config(model="timm:create_model", inputs="float32[3,32,32]", batch_size=8, arguments='{"a": 1}')
-    assert name_of(tuned) == 'zoo timm:create_model {"a":1}'
-    assert name_of(CONFIG) == "mlp"
-
-
-@pytest.mark.needs_mode("fsdp")
-def test_a_page_of_mixed_precision_under_fsdp_says_what_the_products_are_in(tmp_path):
-    path = tmp_path / "page.html"
-    layers = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])  # noqa: E731
-    estimate(layers, [8, 64], parallel="fsdp=2,param_dtype=bf16", report=path)
-    assert "bf16 (weights in fp32)" in ParsedPage(path.read_text()).text
-
-
 def wide_net():
     return nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8))
 
@@ -259,13 +165,62 @@ def test_a_snapshot_and_a_report_are_of_the_same_step(tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
-def test_the_command_writes_the_snapshot_and_names_it(tmp_path, shown):
-    path = tmp_path / "snapshot.pickle"
-    argv = ["model=torch.nn:Linear", "arguments={in_features: 64, out_features: 8}", "input=[32,64]"]
-    assert f"snapshot: {path}" in shown(*argv, "trust=[torch]", f"snapshot={path}")
-    assert reserved_bytes(path) > 0
+# -- throughput, model FLOPs utilization and energy
 
 
-def test_a_snapshot_is_a_file(tmp_path):
-    with pytest.raises(UsageError, match=r"snapshot=.* is a folder; name a file, as in snapshot=snapshot\.pickle"):
-        estimate(wide_net, [32, 64], snapshot=tmp_path)
+A100 = describe_device("A100-SXM4-40GB")
+DERIVED = ("samples_per_s", "tokens_per_s", "mfu", "energy_j")
+MLP = mlp.Config(batch_size=256, input_size=1024, classes=10, depth=4)
+GPT = gpt.Config(
+    batch_size=4,
+    sequence_length=1024,
+    vocabulary_size=50_257,
+    embedding_size=768,
+    heads=12,
+    depth=2,
+    feed_forward=4 * 768,
+    precision="bf16",
+)
+
+
+def test_model_flops_are_those_of_the_paper_and_what_a_checkpoint_computes_again_counts_only_by_its_time():
+    """6 for each weight of a product, and 12 * layers * width * length for attention, per token."""
+    plain = estimate(GPT)
+    weights = GPT.depth * 12 * 768**2 + 50_257 * 768
+    per_token = 6 * weights + 12 * GPT.depth * 768 * 1024
+    assert plain.mfu == pytest.approx(per_token * plain.tokens_per_s / (A100.tflops("bf16") * 1e12), rel=1e-6)
+    assert plain.samples_per_s == pytest.approx(4 / (plain.step_time_ms / 1e3))
+    assert plain.tokens_per_s == pytest.approx(1024 * plain.samples_per_s)
+    assert {name: plain.to_mapping()[name] for name in DERIVED} == {name: getattr(plain, name) for name in DERIVED}
+    again = estimate(replace(GPT, activation_checkpointing=True))
+    assert again.step_time_ms > plain.step_time_ms
+    assert again.mfu * again.step_time_ms == pytest.approx(plain.mfu * plain.step_time_ms)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_energy_lies_between_idle_and_limit_over_the_step(loop):
+    done = estimate(MLP, loop=loop)
+    step_s = done.step_time_ms / 1e3
+    assert A100.idle_power_w * step_s < done.energy_j < A100.power_limit_w * step_s
+    assert done.samples_per_s == pytest.approx(MLP.batch_size / step_s) and done.tokens_per_s is None
+
+
+def test_each_type_counts_at_its_own_rate():
+    def net():
+        layers = {"conv": nn.Conv2d(3, 32, 3, bias=False), "linear": nn.Linear(32, 8, bias=False)}
+        return Computes(lambda net, x: net.linear(net.conv(x).mean((2, 3))), **layers)
+
+    traced = step_of(of_module(net, [((4, 3, 34, 34), None)]), A100)
+    # PyTorch's default lets convolutions take TF32, and no products. The first layer's input has no gradient.
+    conv, linear = 2 * 2 * 4 * 32 * 32 * 32 * 27, 3 * 2 * 4 * 32 * 8
+    expected_s = conv / (A100.tflops("tf32") * 1e12) + linear / (A100.tflops("fp32") * 1e12)
+    assert seconds_at_peak(traced.trace, A100, MLP) == pytest.approx(expected_s)
+
+
+def test_utilization_is_unknown_where_the_gpu_has_no_rate_for_the_type():
+    net = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10))
+    fits = devices_that_fit(net, (32, 64), devices=["T4", "A100-SXM4-40GB"], precision="bf16")
+    on = {one.device: one.estimate for one in fits}
+    assert on["T4"].mfu is None and on["T4"].energy_j is not None and on["T4"].samples_per_s is not None
+    assert on["A100-SXM4-40GB"].mfu is not None
+    assert estimate(net.double(), torch.zeros(32, 64, dtype=torch.float64)).mfu is None

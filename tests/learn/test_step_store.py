@@ -139,11 +139,6 @@ def test_what_is_damaged_is_computed_again_and_kept(data, steps, traced, harm):
     assert steps.prepare(CASES[:3], workers=0) == 0, "what was computed again is kept"
 
 
-def test_a_folder_in_the_files_place_keeps_nothing_and_stops_nobody(data, steps, traced):
-    kept_file(data).mkdir(parents=True)
-    assert steps.prepare(CASES[:2], workers=0) == 2 and steps.record(CASES[0]).error is None
-
-
 def test_a_case_that_cannot_be_traced_is_kept_with_its_reason_and_not_tried_again(data, steps, traced):
     unknown = Case(timm.Config(model="no_such_net", batch_size=2))
     undescribed = Case(MLPS[0], "GTX-9000")
@@ -165,29 +160,6 @@ def test_features_of_another_version_are_kept_in_another_file(data, steps, trace
     monkeypatch.setattr(step_store, "record_version", lambda: "0123456789ab")
     assert steps.prepare(CASES[:2], workers=0) == 2 and len(traced) == 4
     assert kept_file(data).read_bytes() == before, "what the other code reads is as it was"
-
-
-def test_without_a_folder_to_read_a_case_is_traced_when_it_is_asked_for(steps, traced):
-    record = steps.record(CASES[0])
-    assert steps.record(Case(MLPS[0])) is record and traced == [CASES[0]]
-
-
-def test_a_modules_features_are_at_hand_and_never_written(data, steps, traced):
-    from torch import nn
-
-    case = Case(module=of_module(nn.Linear(8, 3), [((4, 8), None)]))
-    assert steps.prepare([case], workers=0) == 0 and not data.exists()
-    assert steps.record(case) is steps.record(case) and len(traced) == 1
-
-
-def test_of_modules_the_newest_256_are_at_hand_beside_all_configs(steps):
-    from torch import nn
-
-    cases = [Case(module=of_module(nn.Linear(8, width), [((4, 8), None)])) for width in range(1, 259)]
-    for case in (CASES[0], *cases, cases[2]):
-        steps.keep(case, step_store.StepRecord(values={"rows": 1.0}))
-    assert [steps.features(case) is None for case in cases] == [True, True, *[False] * 256]
-    assert steps.features(CASES[0]) is not None
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
-"""The training-free memory estimators: formulas by hand on small models, what they refuse, what they leave alone."""
+"""Estimators of others: formulas by hand, ensembles, a graph network; what they refuse and leave alone."""
 
-import dataclasses
 from collections import OrderedDict
 
 import numpy as np
@@ -10,20 +9,21 @@ from torch import nn
 
 from conf.errors import UsageError
 from featurize.device.device_spec import describe_device
-from featurize.families import transformer
+from featurize.families import cnn, mlp, transformer
 from featurize.training.training_step import Training
-from learn import FitSettings, estimate, fit
-from learn.estimators.protocol import get_estimator
-from learn.job.training_job import TrainingJob, of_config
+from learn.estimators.protocol import make_estimator
+from learn.job.training_job import Case, TrainingJob, of_config, of_module
 from learn.judging.evaluate import evaluate
 from learn.peers.base import CannotEstimate, analyse
 from learn.peers.dnnmem import DNNMem
 from learn.peers.faketensor import FakeTensor
 from learn.peers.formulas import DeepSpeed, Horus, LLMem
-from learn.peers.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
+from learn.peers.gpumemnet import BinnedPrediction
+from learn.peers.xmem import XMem
 from learn.rows.data import make_bins
+from learn.rows.step_store import StepStore
 from tests.featurize.small_nets import Computes
-from tests.learn.learn_rows import labels_of, make_configs, make_rows, write_batch
+from tests.learn.learn_rows import labels_of, make_configs, make_rows
 
 MIB = 2**20
 DEVICE = describe_device("A100-SXM4-40GB")
@@ -51,24 +51,6 @@ def test_horus_is_800_and_parameters_and_batch_times_both():
     activations = WIDTH + WIDTH + CLASSES  # of one sample: linear, ReLU, linear
     by_hand = 800 + (PARAMETERS + B * (activations + PARAMETERS)) * 4 / MIB
     assert analyse(Horus(), workload(small_mlp), DEVICE).mib == pytest.approx(by_hand, rel=1e-9)
-
-
-def test_horus_counts_in_place_activations_and_no_pooling_or_dropout():
-    def net():
-        return nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Dropout(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(4, 2),
-        )
-
-    parts = Horus().parts_mib(workload(net, (2, 3, 8, 8)), DEVICE)
-    of_one = 3 * 4 * 8 * 8 + 4 + 2  # convolution, normalisation, ReLU; adaptive pooling; linear
-    assert parts["activations"] == pytest.approx(2 * of_one * 4 / MIB)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +81,6 @@ def test_deepspeed_refuses_by_name_what_it_does_not_cover(method, settings, name
     assert answer.mib is None and named in answer.reason
 
 
-@pytest.mark.parametrize("bad", [{"stage": 4}, {"gpus": 0}])
-def test_deepspeed_has_stages_and_gpus(bad):
-    with pytest.raises(UsageError, match=next(iter(bad))):
-        DeepSpeed(**bad)
-
-
 def test_dnnmem_by_hand():
     # Sizes are rounded up to 512 bytes, which changes the last bias (32 bytes) and nothing else.
     def rounded(nbytes):
@@ -128,22 +104,6 @@ def test_dnnmem_by_hand():
     assert not of_sgd.get("optimizer state")
 
 
-def test_dnnmem_counts_in_place_results_and_views_once_and_gives_convolutions_a_workspace():
-    def net(inplace):
-        return lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU(inplace), nn.Flatten(), nn.Linear(8 * 64 * 64, 2))
-
-    def convolution():
-        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-    one, two, only = (
-        DNNMem().parts_mib(workload(build, (samples, 8, 64, 64)), DEVICE)
-        for build, samples in ((net(True), 4), (net(False), 4), (convolution, 1))
-    )
-    image, unrolled = 4 * 4 * 8 * 64 * 64 / MIB, 4 * 8 * 9 * 64 * 64 / MIB
-    assert two["outputs"] - one["outputs"] == pytest.approx(image)
-    assert only["workspace"] == pytest.approx(unrolled)
-
-
 def test_faketensor_is_what_the_tracker_counts():
     parts = FakeTensor().parts_mib(workload(small_mlp), DEVICE)
     assert parts["parameter"] == pytest.approx(PARAMETERS * 4 / MIB, rel=1e-6)
@@ -151,20 +111,6 @@ def test_faketensor_is_what_the_tracker_counts():
     # temporaries of the largest weight; beside them the batch.
     by_hand = (4 * PARAMETERS + 2 * WIDTH * WIDTH + B * WIDTH) * 4 / MIB
     assert sum(parts.values()) == pytest.approx(by_hand, rel=0.01)
-
-
-class ReadsAFigure(nn.Sequential):
-    """As models with stochastic depth: rates are read from a tensor while the model is built."""
-
-    def __init__(self):
-        super().__init__(*small_mlp())
-        self.rates = torch.linspace(0, 0.5, 3, device="cpu").tolist()
-
-
-def test_faketensor_takes_models_that_read_figures_while_they_are_built():
-    assert analyse(FakeTensor(), workload(ReadsAFigure), DEVICE).mib == pytest.approx(
-        analyse(FakeTensor(), workload(small_mlp), DEVICE).mib
-    )
 
 
 def test_xmem_is_near_a_liveness_by_hand():
@@ -179,40 +125,6 @@ def test_xmem_is_near_a_liveness_by_hand():
     assert answer.parts["optimizer state"] == pytest.approx(2 * PARAMETERS * 4 / MIB, rel=0.01)
 
 
-def test_xmem_pairs_events_into_blocks_by_address_and_phase():
-    events = [
-        ProfilerEvent(1, 100, "forward", 0, True),
-        ProfilerEvent(9, 77, "forward", 0, False),  # taken by no operator
-        ProfilerEvent(2, 200, "backward", 0, True),
-        ProfilerEvent(3, 300, "backward", 0, True),
-        ProfilerEvent(3, -300, "backward", 0, True),
-        ProfilerEvent(1, -100, "backward", 0, True),
-        ProfilerEvent(8, -50, "backward", 0, True),  # from before the profile
-        ProfilerEvent(1, 400, "optimizer", 0, True),  # the address again: another block
-        ProfilerEvent(2, -200, "zero_grad", 1, False),
-        ProfilerEvent(5, 500, "forward", 1, True),
-    ]
-    assert pair(events) == [
-        ProfiledBlock(100, 0, 5, "activations"),
-        ProfiledBlock(200, 2, 8, "gradients"),
-        ProfiledBlock(300, 3, 4, "temporaries"),
-        ProfiledBlock(400, 7, None, "optimizer state"),
-        ProfiledBlock(500, 9, None, "activations"),
-    ]
-
-
-def test_xmem_replays_blocks_on_the_caching_allocator():
-    events = [
-        ProfilerEvent(1, 30 * MIB, "forward", 0, True),
-        ProfilerEvent(1, -30 * MIB, "backward", 0, True),
-        ProfilerEvent(2, 24 * MIB, "forward", 1, True),
-    ]
-    reserved, live = replay([12 * MIB], [MIB // 2], events, pair(events))
-    # 12 and 30 MiB segments of their own; two small batches share one of 2 MiB; 24 MiB fit in the cached 30.
-    assert reserved == (12 + 30 + 2) * MIB
-    assert live == {"parameters and buffers": 12 * MIB, "batch": MIB // 2, "activations": 30 * MIB}
-
-
 def test_xmem_refuses_with_the_figure_what_the_machine_has_no_memory_for(monkeypatch):
     import psutil
 
@@ -220,11 +132,6 @@ def test_xmem_refuses_with_the_figure_what_the_machine_has_no_memory_for(monkeyp
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     answer = analyse(XMem(), workload(small_mlp), DEVICE)
     assert answer.mib is None and "about 17 MiB of real memory" in answer.reason and "10 MiB are free" in answer.reason
-
-
-def test_xmem_refuses_a_model_that_has_no_memory():
-    model = small_mlp().to("meta")
-    assert "on the meta device" in analyse(XMem(), workload(lambda: model), DEVICE).reason
 
 
 def decoder(tied=False, checkpoints=True, vocabulary=50_000, hidden=64):
@@ -270,11 +177,6 @@ def test_llmem_by_hand(tied):
     assert parts["language-model head"] == pytest.approx(pages(tokens * v * 2) + 2 * pages((tokens - 4) * v * 2) + own)
 
 
-def test_estimate_takes_llmems_answer_of_a_language_model():
-    done = estimate(decoder, (4, 32), input_dtype="int64", precision="bf16", estimator="llmem")
-    assert done.answered_by["memory"] == "llmem" and done.peak_memory_mib > DEVICE.context_mib
-
-
 ENCODER = transformer.Config(
     batch_size=2,
     precision="bf16",
@@ -315,42 +217,6 @@ def test_a_model_that_fails_is_a_reason_that_names_operator_and_module(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_that_cannot_be_built_is_a_reason(method):
-    def build():
-        raise KeyError("no weights")
-
-    assert "building the model fails: KeyError: 'no weights'" in analyse(method(), workload(build), DEVICE).reason
-
-
-def state_of_torch():
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return (
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.get_num_threads(),
-        torch.is_grad_enabled(),
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cudnn.benchmark,
-        torch.autograd._profiler_enabled(),
-        torch.UntypedStorage.resize_,
-        torch.get_rng_state().tolist(),
-        len(_get_current_function_mode_stack()),
-        len(_get_current_dispatch_mode_stack()),
-    )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_torch_is_left_as_it_was_also_after_a_failure(method):
-    before = state_of_torch()
-    for build in (small_mlp, broken):
-        analyse(method(), workload(build), DEVICE)
-        assert state_of_torch() == before
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_the_callers_own_model_is_left_as_it_was(method):
     model = small_mlp().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -359,48 +225,6 @@ def test_the_callers_own_model_is_left_as_it_was(method):
     assert not model.training and all(p.grad is None for p in model.parameters())
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("method", [FakeTensor, XMem])
-def test_the_workloads_own_loss_is_taken(method):
-    shapes = []
-    job = dataclasses.replace(
-        workload(small_mlp), loss=lambda output, _: shapes.append(output.shape) or output.square().mean()
-    )
-    assert analyse(method(), job, DEVICE).mib > 0 and set(shapes) == {(B, CLASSES)}
-
-
-def test_xmem_refuses_while_another_profiler_runs():
-    with torch.profiler.profile():
-        assert "profiler is running" in analyse(XMem(), workload(small_mlp), DEVICE).reason
-    assert not torch.autograd._profiler_enabled()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("name", ["horus", "xmem"])
-def test_a_scripted_model_is_refused_as_such(name):
-    scripted = nn.Sequential(torch.jit.script(nn.Linear(8, 3)))
-    with pytest.raises(UsageError, match=r"no answer: 0 is a scripted module, .*: give what it was made of"):
-        estimate(scripted, (4, 8), estimator=name)
-
-
-@pytest.mark.parametrize("name", ["faketensor", "deepspeed"])
-def test_what_no_method_expects_of_a_model_is_a_reason_too(name):
-    said = analyse(get_estimator(name)(), workload(lambda: nn.LazyLinear(3), (4, 8)), DEVICE)
-    assert said.mib is None and "uninitialized parameter" in said.reason
-
-
-@pytest.mark.parametrize("name", ["horus", "faketensor", "xmem", "trace"])
-def test_a_model_that_has_run_and_keeps_its_result_is_estimated(name):
-    class Keeps(nn.Linear):
-        def forward(self, x):
-            self.last = super().forward(x)
-            return self.last
-
-    mine = Keeps(8, 3)
-    mine(torch.ones(4, 8))
-    last = mine.last
-    assert estimate(mine, (4, 8), estimator=name).parameters == 27 and mine.last is last
 
 
 def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
@@ -416,12 +240,119 @@ def test_a_fit_leaves_refused_rows_out_of_its_figures_and_says_so():
         evaluate("llmem", rows, bins)
 
 
-def test_fit_by_a_training_free_estimator_works_and_is_not_taken_for_a_fitted_model(tmp_path):
-    configs = make_configs(34, families=("mlp",))
-    write_batch(tmp_path, configs)
-    done = fit(FitSettings(target="memory", estimator="horus", bin_gb=1, data=str(tmp_path)))
-    assert done.meta["estimator"] == "horus" and done.meta["metrics"]["median_relative_error"]["test"] is not None
-    assert any("no bound" in text for text in done.meta["warnings"])
-    assert estimate(configs[0], data=tmp_path).answered_by["memory"] == "hybrid (default)"
-    with pytest.raises(UsageError, match="estimator=horus estimates target=memory only, got target=drama"):
-        fit(FitSettings(target="drama", estimator="horus", data=str(tmp_path)))
+# -- GPUMemNet's ensembles
+
+
+NAMES = ("gpumemnet_mlp", pytest.param("gpumemnet_transformer", marks=pytest.mark.wide))
+CEILING_MIB = 8000.0
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Two families; what needs more than the ceiling is out of memory."""
+    configs = make_configs(80)
+    need = labels_of(configs)["peak_memory_mib"]
+    censored = need > CEILING_MIB
+    return make_rows("memory", configs, np.where(censored, CEILING_MIB, need), censored=censored)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def fitted(request, rows):
+    return make_estimator(request.param, seed=1).fit(rows)
+
+
+def binned(edges, mass, scores=((),), **more):
+    n = len(mass)
+    kind = np.zeros(n, dtype=int)
+    return BinnedPrediction(
+        np.asarray(edges, float), np.asarray(mass, float), 1.0, [np.asarray(s) for s in scores], kind, **more
+    )
+
+
+def test_quantiles_and_masses_are_linear_inside_a_bin():
+    p = binned([[0, 10, 20, 40]], [[0.2, 0.3, 0.5]])
+    assert [p.quantile(q)[0] for q in (0.1, 0.2, 0.35, 0.75)] == pytest.approx([5, 10, 15, 30])
+    assert p.bin_probabilities(np.array([5.0, 15.0, 50.0]))[0] == pytest.approx([0.1, 0.25, 0.65, 0])
+    assert p.point[0] == 40
+
+
+def test_bound_is_the_quantile_at_the_rank_of_the_held_out_scores():
+    scores = np.arange(1, 100) / 100  # 99 of them: the 0.9 bound is the 90th, 0.90
+    p = binned([[0, 1, 2]], [[0.8, 0.2]], [scores])
+    assert p.upper(0.9)[0] == pytest.approx(1.5)
+    assert p.upper(0.5)[0] == 1, "never below the point"
+    assert binned([[0, 1]], [[1.0]]).upper() is None
+
+
+def test_classes_are_learnt_and_out_of_memory_is_the_top_bin(fitted, rows):
+    p = fitted.predict(rows.cases)
+    for family, width in (("mlp", 1024), ("cnn", 8192)):
+        of = rows.family == family
+        exact = of & ~rows.censored
+        right = np.floor((p.point - 1) / width)[exact] == np.floor(rows.label / width)[exact]
+        assert right.mean() > 0.8
+    top = rows.censored & (rows.family == "cnn")
+    assert (p.point[top] > CEILING_MIB).mean() > 0.8
+    assert p.bin_probabilities(np.array([CEILING_MIB]))[top, -1].mean() > 0.6
+
+
+def test_bound_covers_new_rows(fitted):
+    configs = [c for c in make_configs(160, seed=5) if labels_of([c])["peak_memory_mib"][0] < CEILING_MIB]
+    upper = fitted.predict([Case(c) for c in configs]).upper(0.9)
+    assert (labels_of(configs, seed=3)["peak_memory_mib"] <= upper).mean() > 0.8
+
+
+def test_an_unseen_family_and_a_module_are_refused_by_row(rows):
+    estimator = make_estimator("gpumemnet_mlp").fit(rows.subset(rows.family == "mlp"))
+    module = of_module(lambda: nn.Linear(8, 2), [((4, 8), None)])
+    unseen = cnn.Config(batch_size=2, image_size=32, channels=3, classes=10, base_filters=8, depth=2)
+    answer = estimator.predict([Case(unseen), rows.cases[1], Case(device=DEVICE.name, module=module)])
+    assert "mlp" in answer.refusals[0] and "module" in answer.refusals[2] and len(answer.refusals) == 2
+    assert np.isnan(answer.upper(0.9)[[0, 2]]).all() and answer.upper(0.9)[1] > 0
+
+
+# -- the graph network
+
+
+STEPS = StepStore()  # of the cases that the tests share
+BATCH, LAYER = 64, 512
+
+
+def graph_configs(n=48):
+    return [mlp.Config(batch_size=32 * (i + 1), input_size=256 + 64 * i, classes=10, depth=1 + i % 4) for i in range(n)]
+
+
+def need(cases):
+    """MiB: a context, and three times what the trace finds beyond."""
+    return np.array([400 + 3 * STEPS.record(case).values["job_allocated_mib"] for case in cases])
+
+
+@pytest.fixture(scope="module")
+def graph_rows():
+    bare = make_rows("memory", graph_configs(), np.ones(48), training_loop=True)
+    return make_rows("memory", graph_configs(), need(bare.cases), training_loop=True)
+
+
+@pytest.fixture(scope="module")
+def graph_fitted(graph_rows):
+    return make_estimator("gnn", seed=1).fit(graph_rows, STEPS)
+
+
+def module_case(depth=2):
+    def build():
+        inner = [part for _ in range(depth) for part in (nn.Linear(LAYER, LAYER), nn.ReLU())]
+        return nn.Sequential(*inner, nn.Linear(LAYER, 10))
+
+    return Case(device=DEVICE.name, training_loop=True, module=of_module(build, [((BATCH, LAYER), None)]))
+
+
+def test_sizes_are_learnt(graph_fitted, graph_rows):
+    error = np.abs(graph_fitted.predict(graph_rows.cases, STEPS).point / graph_rows.label - 1)
+    assert np.median(error) < 0.15
+
+
+def test_a_module_is_answered_like_the_configs(graph_fitted):
+    case = module_case()
+    answer = graph_fitted.predict([case], STEPS)
+    assert not answer.refusals
+    assert answer.point[0] == pytest.approx(need([case])[0], rel=0.4)

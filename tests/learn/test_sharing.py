@@ -1,5 +1,6 @@
-"""Slowdowns of jobs that share a GPU: learned from made-up pairs in Lucid's format, judged, kept and asked for."""
+"""Jobs that share a GPU: admission by memory and slowdowns, and the slowdowns themselves, learned and packaged."""
 
+import dataclasses
 import datetime
 import itertools
 import json
@@ -9,31 +10,142 @@ import numpy as np
 import pytest
 
 import learn
+from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
 from featurize.configs.trial import config_from_mapping
-from learn import JobProfile, fit_slowdowns, group_memory, slowdowns
+from learn import GpuState, JobProfile, admit, estimate, fit_slowdowns, group_memory, slowdowns
 from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
 from learn.commands.fit import FitSettings
 from learn.commands.fit import entry as fit_command
-from learn.commands.sharing import judge_slowdowns
-from learn.sharing.admitting import known, profile_of
+from learn.commands.sharing import admit_entry
+from learn.sharing.admitting import MemoryNeed, known, profile_of
 from learn.sharing.slowdowns import (
     ContentionFormula,
     MeasuredGroup,
     PointSlowdowns,
+    Slowdown,
     constant_slowdown,
     find_slowdowns,
     fitted_slowdowns,
     load_slowdowns,
     loads_of,
-    measured_groups,
     packaged_slowdowns,
 )
 from tests.learn.learn_rows import restamp, write_csv
 from warehouse.exchange.ingesting import IngestSettings, ingest
-from warehouse.files.folder import DataFolder
 from warehouse.tables.schema import NOT_TOGETHER
+
+MLP = {"family": "mlp", "batch_size": 64, "input_size": 784, "classes": 10, "depth": 3}
+
+
+def job(name="job", point=10_000.0, bound=12_000.0, smact=0.3, **figures):
+    return JobProfile(name, memory_mib=point, memory_bound_mib=bound, smact=smact, **figures)
+
+
+def gpu(*jobs, memory=40_000.0, used=None):
+    return GpuState(memory_mib=memory, jobs=jobs, used_mib=used)
+
+
+def test_jobs_whose_bounds_add_up_to_the_memory_run_no_risk():
+    answer = admit(job("new"), gpu(job("old"), memory=24_000))
+    assert answer.admitted and answer.risk == 0 and answer.coverage == 0.99
+    assert "99 % level" in answer.why and "24,000 of 24,000 MiB" in answer.why
+
+
+def test_risk_rises_as_the_memory_shrinks_and_the_limit_decides():
+    risks = [admit(job(), gpu(job(), memory=mib)).risk for mib in (24_000, 23_000, 22_000, 21_000, 20_500, 19_000)]
+    assert risks == sorted(risks) and risks[0] == 0 and risks[-1] == 1
+    some = admit(job(), gpu(job(), memory=22_000)).risk
+    assert 0.01 < some < 0.5
+    assert not admit(job(), gpu(job(), memory=22_000)).admitted
+    assert admit(job(), gpu(job(), memory=22_000), risk=some + 0.01).admitted
+
+
+def test_a_lone_job_s_risk_is_that_of_its_own_distribution():
+    assert admit(job(), gpu(memory=11_000)).risk == pytest.approx(1 - (0.5 + 0.49 * 0.5))
+
+
+def test_measured_memory_counts_where_it_is_more_than_the_jobs_figures():
+    free = admit(job(), gpu(job(), memory=30_000, used=11_000))
+    tight = admit(job(), gpu(job(), memory=30_000, used=19_000))
+    assert free.risk == 0 and 0 < tight.risk < 1 and tight.bound_mib == 31_000
+    assert admit(job(), gpu(memory=30_000, used=21_000)).risk == 1  # nobody knows the jobs, but their memory is taken
+
+
+def test_a_job_without_a_bound_is_refused_and_named():
+    unbounded = dataclasses.replace(estimate(MLP, method="fast"), upper_mib=None, distribution=())
+    jobs = [
+        (job("new", bound=None), job(), "new"),
+        (job(), job("old", bound=None), "old"),
+        (unbounded, job(), "new job"),
+    ]
+    for new, present, name in jobs:
+        with pytest.raises(UsageError, match=f"^'{name}': memory_bound_mib is missing"):
+            admit(new, gpu(present, memory=1e6))
+
+
+def test_a_slowdown_beyond_the_limit_is_refused_with_who_and_how_much():
+    answer = admit(job("new", smact=0.9), gpu(job("a", smact=0.9), job("b", smact=0.8)))
+    assert not answer.admitted and "2.61 (new;" in answer.why and "above the limit of 2" in answer.why
+    assert [name for name, _ in answer.slowdowns] == ["new", "a", "b"]
+    assert admit(job("new", smact=0.9), gpu(job("a", smact=0.9)), max_slowdown=None).admitted
+    assert admit(job(smact=0.99), gpu()).slowdowns == (("job", Slowdown(1.0, 1.0)),)
+
+
+def test_an_unknown_utilization_is_no_reason_to_let_a_job_in():
+    answer = admit(job("new", smact=None), gpu(job("old")))
+    assert not answer.admitted and answer.slowdowns == (("new", None), ("old", None))
+    assert "new: neither GPU utilization nor SMACT is known" in answer.why
+
+
+def test_an_estimate_and_a_trial_config_are_jobs():
+    estimated = estimate(MLP)
+    by_estimate, by_config = admit(estimated, gpu(MLP)), admit(MLP, gpu(estimated))
+    assert by_estimate.bound_mib == pytest.approx(2 * estimated.upper_mib) == by_config.bound_mib
+    assert by_estimate.admitted and by_estimate.coverage == 0.99
+    assert by_estimate.slowdowns[0][0] == "new job"
+
+
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        (lambda: admit(job(), gpu(), risk=1), "risk"),
+        (lambda: admit(job(), gpu(), max_slowdown=0.9), "max_slowdown"),
+        (lambda: admit(JobProfile("new"), gpu()), "new.*memory_bound_mib"),
+        (lambda: admit(job(bound=9000.0), gpu()), "below memory_mib"),
+        (lambda: admit(5, gpu()), "JobProfile"),
+        (lambda: gpu(memory=0), "memory_mib"),
+        (lambda: gpu(used=-1), "used_mib"),
+        (lambda: MemoryNeed(((0.9, 2.0), (0.5, 3.0))), "ascend"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(call, part):
+    with pytest.raises(UsageError, match=part):
+        call()
+
+
+def admitting(*argv):
+    return cli.run("admit", admit_entry, list(argv))
+
+
+def test_the_command_answers_in_a_table_and_in_json_and_names_every_bad_figure(shown, answer, refused):
+    asked = (
+        "job={memory_mib: 9000, memory_bound_mib: 10000, smact: 0.7}",
+        "used_mib=14000",
+        "jobs=[{name: old, memory_mib: 12000, memory_bound_mib: 13500, smact: 0.6}]",
+    )
+    out = shown(*asked, run=admitting)
+    assert out.startswith("yes: Memory fits at the 99 % level: 24,000 of 40,326 MiB") and "old" in out and "1.30" in out
+    found = answer(*asked, "max_slowdown=1.2", run=admitting)
+    old = found["slowdowns"][1]
+    assert found["admitted"] is False and old["name"] == "old" and 1.2 < old["median"] < old["p90"]
+    error = refused("job={speed: 1, smact: 2}", run=admitting)
+    assert "unknown 'speed'" in error and "smact must be" in error
+
+
+# -- slowdowns: learned from made-up pairs in Lucid's format, judged, kept and asked for
+
 
 TRUTH = ContentionFormula(own=0.9, others=0.8, sharpness=6.0, bandwidth=0.3)
 MODELS = ("Alpha", "Beta", "Gamma", "Delta", "Epsilon", "Zeta")
@@ -41,42 +153,38 @@ BUSY = JobProfile("busy", memory_mib=8000, memory_bound_mib=9000, gpu_util=0.95,
 LIGHT = JobProfile("light", memory_mib=2000, memory_bound_mib=2500, gpu_util=0.2, memory_util=0.1)
 
 
-def made_up_groups(noise=0.01, device="RTX-3090", count=2):
+@pytest.fixture(scope="module")
+def groups():
     """Pairs of jobs of six models, with the slowdowns of the true formula and noise."""
     rng = np.random.default_rng(5)
     jobs = [
         (model, JobProfile(f"{model} {number}", gpu_util=float(u), memory_util=float(m), memory_mib=1000.0))
         for model in MODELS
-        for number, (u, m) in enumerate(zip(rng.uniform(0.05, 1, count), rng.uniform(0, 0.8, count), strict=True))
+        for number, (u, m) in enumerate(zip(rng.uniform(0.05, 1, 2), rng.uniform(0, 0.8, 2), strict=True))
     ]
-    groups = []
+    pairs = []
     for number, pair in enumerate(itertools.combinations(jobs, 2)):
         profiles = tuple(job for _, job in pair)
         true = TRUTH.slowdown(loads_of([profiles]))
-        measured = true * np.exp(rng.normal(0, noise, 2))
-        groups.append(
+        measured = true * np.exp(rng.normal(0, 0.01, 2))
+        pairs.append(
             MeasuredGroup(
                 group_id=f"g{number:04d}",
                 title="made",
                 series="",
-                device=device,
+                device="RTX-3090",
                 jobs=profiles,
                 models=tuple(model for model, _ in pair),
                 slowdowns=tuple(measured.tolist()),
                 joint_memory_mib=2010.0,
             )
         )
-    return groups
+    return pairs
 
 
 @pytest.fixture(autouse=True)
 def few_trees_of_others(monkeypatch):
     monkeypatch.setattr("learn.commands.sharing._TREES", 10)
-
-
-@pytest.fixture(scope="module")
-def groups():
-    return made_up_groups()
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +231,6 @@ def pairs_folder(tmp_path, groups):
     return data
 
 
-# ---- the learned estimator
-
-
 def test_the_formula_behind_measured_pairs_is_found_again(groups, fitted):
     for group in groups:
         true = TRUTH.slowdown(loads_of([group.jobs]))
@@ -142,15 +247,6 @@ def test_the_90th_percentile_covers_nine_of_ten_members(groups, fitted):
     assert np.mean(below) >= 0.88
 
 
-def test_the_order_of_partners_changes_nothing(fitted):
-    middle = JobProfile("middle", gpu_util=0.5, memory_util=0.3)
-    for order in itertools.permutations((BUSY, LIGHT, middle)):
-        by_name = dict(zip((job.name for job in order), fitted.slowdowns(order), strict=True))
-        reference = dict(zip(("busy", "light", "middle"), fitted.slowdowns((BUSY, LIGHT, middle)), strict=True))
-        for name, one in by_name.items():
-            assert (one.median, one.p90) == pytest.approx((reference[name].median, reference[name].p90))
-
-
 def test_a_partner_more_never_speeds_a_job_up_and_no_slowdown_is_below_one(fitted):
     for busy in (0.0, 0.1, 0.6, 1.0):
         job = JobProfile("job", gpu_util=busy)
@@ -158,36 +254,6 @@ def test_a_partner_more_never_speeds_a_job_up_and_no_slowdown_is_below_one(fitte
             sizes = [fitted.slowdowns([job] + [partner] * count)[0] for count in range(4)]
             assert sizes[0].median == 1.0 and all(one.p90 >= one.median >= 1.0 for one in sizes)
             assert all(fewer.median <= more.median for fewer, more in itertools.pairwise(sizes))
-
-
-def test_smact_stands_in_for_an_unknown_utilization_and_a_job_of_which_nothing_is_known_is_typical(fitted):
-    by_smact = JobProfile("by smact", smact=0.95, drama=0.7)
-    assert fitted.slowdowns([by_smact, LIGHT])[0].median == fitted.slowdowns([BUSY, LIGHT])[0].median
-    unknown = fitted.slowdowns([JobProfile("unknown"), BUSY])
-    assert unknown[0].median == fitted.typical and unknown[0].p90 > fitted.typical
-
-
-def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
-    named = [
-        MeasuredGroup(
-            group_id=f"{device}{a}{b}",
-            title="made",
-            series="",
-            device=device,
-            jobs=(JobProfile(a), JobProfile(b)),
-            models=(a, b),
-            slowdowns=(1 + cost[b], 1 + cost[a]),
-        )
-        for cost in ({"a": 0.1, "b": 0.5, "c": 0.9, "d": 0.3, "e": 0.7},)
-        for device in ("K80", "P100")
-        for a, b in itertools.combinations("abcde", 2)
-    ]
-    scores = {figures.estimator: figures for figures in judge_slowdowns(named, "device")[0].figures}
-    assert scores["learned"].raw.mean < 0.01 < scores["constant"].raw.mean
-    answering = {name for name, figures in scores.items() if figures.answered_ok}
-    assert answering == {"learned", "constant"} and "is known" in next(iter(scores["trees"].refusals))
-    model = fitted_slowdowns(named)
-    assert model.slowdowns([JobProfile("c"), JobProfile("a")])[0].median == pytest.approx(1.1)
 
 
 def test_groups_that_were_not_together_are_never_learned_from(groups):
@@ -198,18 +264,6 @@ def test_groups_that_were_not_together_are_never_learned_from(groups):
     assert fitted_slowdowns([*groups, *wrong]) == fitted_slowdowns(groups)
     with pytest.raises(UsageError, match="0 groups are too few"):
         fitted_slowdowns(wrong)
-
-
-def test_models_that_were_left_out_are_answered_better_than_by_other_peoples_formulas(groups):
-    done, aucs = judge_slowdowns(groups[::2], "model")
-    scores = {of.estimator: of for of in done.figures}
-    assert set(scores) == {"learned", "trees", "horus_sum", "shared_time", "constant"}
-    assert scores["learned"].raw.mean == min(of.raw.mean for of in done.figures)
-    assert scores["learned"].raw.mean < 0.03 and aucs[scores["learned"].file, "learned"] > 0.95
-    assert scores["learned"].bound.coverage > 0.8 and scores["constant"].bound is None
-
-
-# ---- commands and artifacts
 
 
 def test_the_command_fits_to_imported_pairs_and_its_artifact_answers(pairs_folder, groups, capsys):
@@ -267,23 +321,7 @@ def test_keys_that_do_not_belong_to_slowdowns_are_one_clear_message(make, words)
         make()
 
 
-def test_a_folder_without_groups_names_what_brings_some(tmp_path):
-    folder = DataFolder(tmp_path / "data").create()
-    with pytest.raises(UsageError, match=r"collocations holds no groups; .*source=lucid"):
-        measured_groups(folder.root)
-
-
 # ---- the public calls
-
-
-def test_no_group_keeps_sms_active_for_more_than_all_of_the_time():
-    heavy, light = JobProfile("heavy", smact=0.95), JobProfile("light", smact=0.2)
-    for group in ([heavy, heavy], [heavy, light], [heavy, heavy, light], [light, light, heavy, heavy]):
-        answers = packaged_slowdowns().slowdowns(group)
-        active = sum(job.smact / one.median for job, one in zip(group, answers, strict=True))
-        assert active <= 1 + 1e-9 and all(one.median >= 1 for one in answers)
-    alike = [JobProfile("a", gpu_util=1.0), JobProfile("b", gpu_util=1.0)]
-    assert packaged_slowdowns().slowdowns(alike)[0].median < 1.9, "a busy GPU need not have busy SMs"
 
 
 def test_without_a_fit_the_packaged_figures_answer(tmp_path):

@@ -1,4 +1,4 @@
-"""Names of GPU models, in Python and on the command line, and the lines about the card."""
+"""GPU models: their names in Python and on the command line, and what is said, refused and widened on AMD's."""
 
 import json
 import re
@@ -11,15 +11,21 @@ from torch import nn
 import conf
 from conf.cli import command_line as cli
 from conf.errors import UsageError
-from conf.files.identity import version_of
+from farm.sampling.forecast import Forecaster
 from farm.serving.bodies import device_at
 from farm.serving.gate import Problem
 from farm.submit import entry as submit_entry
 from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import describe_device, device_names, load_device
-from featurize.families import zoo
-from learn import devices_that_fit, estimate
-from learn.job.training_job import Case, load_factory
+from featurize.families import cnn, mlp
+from learn import devices_that_fit, estimate, estimate_many, estimate_script
+from learn.estimation.job_estimate import (
+    CONTEXT,
+    KERNELS,
+    WORKSPACES,
+)
+from learn.job.training_job import Case
+from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
 from tests.learn.learn_rows import write_batch
 from warehouse.files.folder import DataFolder
 
@@ -76,18 +82,6 @@ def test_an_unknown_device_of_an_estimate_lists_gpu_models_only(refused):
         assert "an estimate is for a GPU model" in refused(f"device={backend}", config)
 
 
-def test_the_card_s_memory_and_whether_the_job_fits_stand_in_table_and_json(shown, answer, tmp_path, monkeypatch):
-    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
-    config = json.dumps(CONFIG)
-    table = " ".join(shown(f"config='{config}'", "device=h200").split())
-    assert "memory of the card │ 143,156 MiB" in table and "fits │ yes" in table
-    large = json.dumps(CONFIG | {"input_size": 65_536, "depth": 3, "topology": "uniform"})
-    for text, method, fits in ((config, "full", True), (large, "full", False), (config, "fast", True)):
-        said = answer(f"config='{text}'", "device=V100", f"method={method}")
-        assert said["device_memory_mib"] == load_device("V100-SXM2-32GB").memory_mib
-        assert said["fits"] is fits
-
-
 FACTORIES = """
 from torch import nn
 def net(width=4): return nn.Linear(8, width)
@@ -132,17 +126,6 @@ def test_a_model_on_the_command_line_takes_arguments(factories, answer, name, ar
 def test_arguments_that_are_wrong_are_told(factories, refused, job, arguments, message):
     inputs = ["input=[2,8]"] if job.startswith("model") else []
     assert message in refused(job, *inputs, f"arguments={arguments}")
-
-
-def test_transformers_models_are_estimated_from_their_configuration(answer, tmp_path, monkeypatch):
-    pytest.importorskip("transformers")
-    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
-    arguments = "arguments={n_layer: 1, n_embd: 64, n_head: 2, vocab_size: 1000}"
-    done = answer("model=transformers:GPT2LMHeadModel", arguments, "input=[2,16]", "input_dtype=int64")
-    assert done["parameters"] < 200_000
-    assert isinstance(
-        load_factory("transformers:GPT2LMHeadModel", {"n_layer": 1, "n_embd": 64, "n_head": 2})(), nn.Module
-    )
 
 
 @pytest.fixture
@@ -196,21 +179,89 @@ def test_a_client_of_the_service_and_a_row_name_no_file(own_device, tmp_path, re
     assert "unknown device" in refused("run=job-000000", f"data={json.dumps(str(data.root))}")
 
 
-SPELLINGS = {
-    "timm:resnet50": "write timm.models:resnet50 or timm:create_model with arguments {model_name: resnet50}",
-    "torchvision:resnet50": "write torchvision.models:resnet50",
-    "transformers:gpt2": "write transformers:GPT2LMHeadModel or transformers:GPT2Model",
-}
+# -- AMD's GPUs
 
 
-@pytest.mark.parametrize("model", SPELLINGS)
-def test_a_library_s_model_under_another_spelling_is_told_the_one_that_works(model):
-    if version_of(model.partition(":")[0]) is None:
-        pytest.skip("not installed")
-    advice = re.escape(SPELLINGS[model])
-    with pytest.raises(UsageError, match=advice):
-        load_factory(model)
-    with pytest.raises(UsageError, match=advice):
-        zoo.layers(zoo.Config(model=model, inputs="float32[3,8,8]", batch_size=1))
-    first = SPELLINGS[model].removeprefix("write ").partition(" ")[0]
-    assert callable(load_factory(first))
+CONVOLUTIONS = cnn.Config(batch_size=64, image_size=64, channels=3, classes=10, base_filters=64, depth=3)
+MLP = mlp.Config(batch_size=64, input_size=4096, classes=10, depth=4)
+NOTE = "on an AMD GPU: no AMD GPU was measured"
+MIOPEN = "MIOpen's memory is not known, and assumed to be what cuDNN takes"
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Flatten(), nn.Linear(64 * 28**2, 10))
+
+
+def test_an_answer_says_what_is_not_known_there():
+    done = estimate(net, (64, 3, 32, 32), device="MI300X")
+    (note,) = [text for text in done.warnings if text.startswith(NOTE)]
+    assert MIOPEN in note and done.device == "MI300X"
+    (note,) = [text for text in estimate(MLP, device="MI210").warnings if text.startswith(NOTE)]
+    assert MIOPEN not in note
+    assert not any(NOTE in text for text in estimate(MLP, device="H100").warnings)
+
+
+def test_the_bound_is_wider_by_what_is_not_known():
+    on_amd, on_nvidia = (estimate(net, (64, 3, 32, 32), device=name, estimator="trace") for name in ("MI210", "A30"))
+    assert on_amd.uncertain[WORKSPACES] > on_nvidia.uncertain[WORKSPACES]
+    assert on_amd.uncertain[CONTEXT] == pytest.approx(5 * on_nvidia.uncertain[CONTEXT])
+    assert on_amd.uncertain[KERNELS] - on_nvidia.uncertain[KERNELS] > 2 * 32
+    assert on_amd.upper_mib > on_amd.peak_memory_mib
+
+
+def test_method_fast_is_refused_and_the_choice_of_trials_does_without_it():
+    for answer in (
+        lambda: estimate(CONVOLUTIONS, device="MI300X", method="fast"),
+        lambda: estimate_many([CONVOLUTIONS, MLP], device="MI300X", method="fast"),
+    ):
+        with pytest.raises(UsageError, match="method=fast was fitted on NVIDIA GPUs, and MI300X is an AMD GPU"):
+            answer()
+    outlook = Forecaster(device=load_device("MI300X"), workers=0).look([CONVOLUTIONS, MLP])
+    assert "fast" not in set(outlook.ways) and (outlook.figures["memory"] > 0).all()
+
+
+def test_a_table_of_both_vendors_has_an_answer_or_a_reason_in_each_row(shown, monkeypatch):
+    names = ["A100-SXM4-80GB", "MI300X", "MI250-GCD", "MI100"]
+    rows = {row.device: row for row in devices_that_fit(net, (64, 3, 32, 32), devices=names)}
+    assert all(rows[name].fits for name in names)
+    with stand_in_for_cudnn(monkeypatch):
+        rows = {row.device: row for row in devices_that_fit(net, (64, 3, 32, 32), devices=names, workspaces="cudnn")}
+    assert rows["A100-SXM4-80GB"].fits and rows["MI300X"].fits is None
+    assert "cuDNN does not run on MI300X, an AMD GPU: pass workspaces=guessed" in rows["MI300X"].problem
+
+    monkeypatch.setenv("COLUMNS", "200")
+    job = "model=tests.learn.test_devices:net", "input=[8,3,32,32]"
+    printed = shown(*job, "device=[A100-SXM4-80GB,MI300X]")
+    assert "MI300X" in printed and printed.count(NOTE) == 1
+
+
+SCRIPT = """
+import torch
+properties = torch.cuda.get_device_properties(0)
+seen = (torch.version.hip is not None, torch.version.cuda, properties.gcnArchName, properties.warp_size,
+        torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.cuda.is_bf16_supported())
+assert seen == {expected}, seen
+model = torch.nn.Linear(64, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.randn(16, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "device, expected",
+    [
+        ("MI300X", (True, None, "gfx942:sramecc+:xnack-", 64, (9, 4), ["gfx942"], True)),
+        ("MI210", (True, None, "gfx90a:sramecc+:xnack-", 64, (9, 0), ["gfx90a"], True)),
+        ("T4", (False, "12.8", "", 32, (7, 5), ["sm_75"], False)),
+    ],
+)
+def test_a_script_sees_what_pytorch_reports_of_the_gpu(device, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.format(expected=expected))
+    done = estimate_script(["python", "train.py"], device=device, estimator="trace")
+    assert done.parameters == 64 * 8 + 8
+    assert any(text.startswith(NOTE) for text in done.warnings) == device.startswith("MI")

@@ -1,15 +1,18 @@
-"""Promises of the default estimator beyond the contract: growth with the batch, sane ends, honest width, reasons."""
+"""The default estimator beyond the contract, and trees as arrays: with LightGBM's and scikit-learn's very figures."""
 
 from dataclasses import replace
 
+import lightgbm
 import numpy as np
 import pytest
+from sklearn.ensemble import ExtraTreesRegressor
 
 from featurize.families import cnn, mlp, transformer
 from learn.estimators.hybrid import HybridEstimator
-from learn.job.training_job import Case, of_config, of_configs
+from learn.estimators.trees import Trees
+from learn.job.training_job import Case, of_configs
 from learn.rows.step_store import StepStore
-from tests.learn.learn_rows import make_rows
+from tests.learn.learn_rows import labels_of, make_configs, make_rows
 
 STEPS = StepStore()  # of the cases that the tests share
 
@@ -132,56 +135,6 @@ def test_rows_in_doubt_are_not_fitted_on():
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
-def test_an_easy_family_does_not_speak_for_what_is_of_no_family():
-    """Every tenth of 700 networks is a CNN, which are hard to tell; MLPs are not. A module may be like either."""
-    rng = np.random.default_rng(3)
-    configs = []
-    for i in range(700):
-        batch = int(2 ** rng.integers(3, 8))
-        if i % 10:
-            configs.append(mlp.Config(batch_size=batch, input_size=64 * (1 + i % 31), classes=10, depth=1 + i % 3))
-        else:
-            filters = 4 * (1 + i % 29)
-            configs.append(
-                cnn.Config(batch_size=batch, image_size=32, channels=3, classes=10, base_filters=filters, depth=2)
-            )
-    spread = np.where([c.family == "cnn" for c in configs], 0.3, 0.003)
-    labels = traced(configs) * np.exp(spread * rng.standard_normal(len(configs)))
-    fitted = HybridEstimator(0).fit(make_rows("memory", configs, labels), STEPS)
-    hard = [config for config in configs if config.family == "cnn"]
-    modules = fitted.predict([Case(module=of_config(config)) for config in hard], STEPS)
-    below = labels[[config.family == "cnn" for config in configs]] <= modules.upper()
-    assert below.mean() >= 0.95
-
-
-def test_what_is_unfamiliar_stretches_a_bound_to_four_times_the_point_at_most(fitted):
-    config = replace(ATTENTION, precision="bf16", optimizer="sgd")
-    found = fitted.predict([Case(config, "H200-SXM-141GB")], STEPS)
-    assert 1 < found.upper()[0] / found.point[0] <= 4.0001
-
-
-def test_another_release_of_pytorch_is_said(fitted):
-    same, other = (fitted.predict([Case(MLP, torch_version=version)], STEPS) for version in (None, "9.1.0+cu130"))
-    assert same.unfamiliar == {} and other.unfamiliar[0][0].startswith("PyTorch 9.1: measured under ")
-    assert other.upper()[0] == same.upper()[0]
-
-
-def test_utilization_in_a_loop_of_the_other_kind_is_said():
-    configs = configs_of(40)
-    rows = make_rows("smact", configs, np.linspace(0.2, 0.9, 40), training_loop=True)
-    fitted = HybridEstimator(0).fit(rows, STEPS)
-    said = fitted.predict(of_configs(configs[:1]), STEPS).unfamiliar[0]
-    assert any("a loop without an input pipeline" in text for text in said)
-    assert 0 not in fitted.predict(of_configs(configs[:1], training_loop=True), STEPS).unfamiliar
-
-
-def test_features_that_this_code_does_not_compute_are_a_refusal(fitted, monkeypatch):
-    monkeypatch.setattr(fitted, "_columns", (*fitted._columns, "net_of_another_time"))
-    said = fitted.predict([Case(MLP)], STEPS)
-    assert "net_of_another_time" in said.refusals[0] and np.isnan(said.point[0])
-
-
 def test_where_the_trace_is_nearer_to_a_familys_held_out_rows_it_answers(tmp_path):
     """MLPs take what was traced, but for every sixth, which anything may have happened to; CNNs take 20 % more."""
     configs = configs_of(90)
@@ -198,29 +151,6 @@ def test_where_the_trace_is_nearer_to_a_familys_held_out_rows_it_answers(tmp_pat
     np.testing.assert_array_equal(HybridEstimator.load(tmp_path).predict(of_configs(new), STEPS).point, answer.point)
 
 
-def of_optimizers(factors):
-    """Rows of CNNs with each optimizer, which take so many times what was traced."""
-    configs, labels = [], []
-    for optimizer, factor in factors.items():
-        of_one = [replace(config, optimizer=optimizer) for config in configs_of() if config.family == "cnn"]
-        configs += of_one
-        labels.append(traced(of_one) * factor)
-    return make_rows("memory", configs, np.concatenate(labels))
-
-
-ALIKE, UNLIKE = {"adam": 1.2, "momentum": 1.2}, {"adam": 1.2, "momentum": 1.0}
-
-
-@pytest.mark.parametrize(("seen", "least", "most"), [(ALIKE, 1.15, 1.25), (UNLIKE, 1.0, 1.02)], ids=["helps", "harms"])
-def test_a_new_optimizer_has_what_held_for_left_out_ones(seen, least, most, tmp_path):
-    fit = HybridEstimator(0).fit(of_optimizers(seen), STEPS)
-    new = [replace(CNN, optimizer="sgd")]
-    answer = fit.predict(of_configs(new), STEPS)
-    assert least <= answer.point[0] / traced(new)[0] <= most
-    fit.save(tmp_path)
-    assert HybridEstimator.load(tmp_path).predict(of_configs(new), STEPS).point == answer.point
-
-
 def test_without_evidence_the_traces_figure_stands_for_what_is_new(fitted):
     cases = of_configs([CNN, replace(CNN, precision="fp16"), replace(CNN, optimizer="sgd")])
     answer = fitted.predict(cases, STEPS)
@@ -228,32 +158,6 @@ def test_without_evidence_the_traces_figure_stands_for_what_is_new(fitted):
     assert ratio[0] > 1.08 and ratio[1:] == pytest.approx(1.0)
     assert "the trace's own figure stands" in answer.unfamiliar[1][-1]
     assert (answer.upper() > answer.point).all()
-
-
-def test_a_bound_never_falls_when_a_family_is_new(fitted):
-    """A module is of no family. Its bound lies as far above its estimate as that of any fitted family."""
-    configs = configs_of()[:6]
-    known = fitted.predict(of_configs(configs), STEPS)
-    new = fitted.predict([Case(module=of_config(config)) for config in configs], STEPS)
-    assert (new.upper() / new.point >= known.upper() / known.point * (1 - 1e-9)).all() and new.outside == frozenset(
-        range(6)
-    )
-    assert all(new.held_of(row) is None for row in range(6))
-
-
-def test_the_bound_of_a_fitted_family_says_what_held_on_left_out_configurations(tmp_path):
-    rng = np.random.default_rng(3)
-    configs = [mlp.Config(batch_size=8, input_size=8 * (i + 1), classes=10, depth=1 + i % 3) for i in range(310)]
-    labels = np.full(310, 1_500.0) * np.exp(0.01 * rng.standard_normal(310))
-    base = STEPS.record(*of_configs(configs[:1]))
-    steps = StepStore()
-    for i, case in enumerate(of_configs(configs)):  # one trace stands for all: what is judged is the bound
-        steps.keep(case, replace(base, values={**base.values, "net_log_parameters": 10 + i / 100}))
-    fit = HybridEstimator(0).fit(make_rows("memory", configs, labels), steps)
-    held = fit.predict(of_configs(configs[:1]), steps).held_of(0)
-    assert held.kind == "configurations" and held.rows == 310 and 0.96 < held.share <= 1.0
-    fit.save(tmp_path)
-    assert HybridEstimator.load(tmp_path).predict(of_configs(configs[:1]), steps).held_of(0) == held
 
 
 def test_jobs_that_ran_out_of_memory_lift_the_estimate_of_their_like_to_the_card():
@@ -269,3 +173,125 @@ def test_jobs_that_ran_out_of_memory_lift_the_estimate_of_their_like_to_the_card
     rows = make_rows("memory", sizes, np.where(censored, card, need), censored=censored)
     point = HybridEstimator(0).fit(rows, STEPS).predict(rows.cases, STEPS).point
     assert (point[need > 1.3 * card] > card).mean() > 0.9
+
+
+# -- trees as arrays
+
+
+QUIET = {"verbosity": -1, "num_threads": 1, "min_data_in_leaf": 2}
+
+
+def table_of(columns, rows=300, seed=0):
+    rng = np.random.default_rng(seed)
+    table = rng.normal(size=(rows, columns)) * 10.0 ** rng.uniform(-3, 5, size=(rows, columns))
+    table[rng.random(table.shape) < 0.1] = np.nan
+    table[rng.random(table.shape) < 0.2] = 0.0
+    table[rng.random(table.shape) < 0.02] = np.inf
+    return table
+
+
+def booster_of(seed=1, **about):
+    rows = table_of(6, seed=seed)
+    label = np.nan_to_num(rows[:, 0]) % 7 + np.isnan(rows[:, 1])
+    about = {**QUIET, "objective": "quantile", **about}
+    return lightgbm.train(about, lightgbm.Dataset(rows, label), num_boost_round=30)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {},
+        {"use_missing": False},
+        {"num_leaves": 2},
+        {"num_leaves": 63, "max_depth": 20},
+        {"objective": "regression"},
+        {"min_data_in_leaf": 10_000},  # no tree has a second leaf
+    ],
+)
+def test_trees_answer_as_lightgbm_does(about):
+    booster = booster_of(**about)
+    trees, table = Trees.of_lightgbm([booster]), table_of(6, rows=5000, seed=2)
+    assert np.array_equal(trees.predict(table), booster.predict(table))
+    table[:, 4], table[:, 5] = np.nan, np.where(np.arange(5000) % 2, np.nan, 5.0)
+    for rows in (table[:1], table[:8], table[:300]):
+        assert np.array_equal(trees.predict(rows), booster.predict(rows))
+
+
+@pytest.mark.parametrize("categories", [2, 5, 90])
+def test_splits_by_categories_answer_as_lightgbm_does(categories):
+    rng = np.random.default_rng(0)
+
+    def drawn(most):
+        table = rng.integers(0, most, size=(2000, 3)).astype(float)
+        table[rng.random(table.shape) < 0.1] = np.nan
+        return table
+
+    rows = drawn(categories)
+    about = {**QUIET, "min_data_per_group": 2, "cat_smooth": 0}
+    label = 5 * (np.nan_to_num(rows[:, 0]) % 2) + (rows[:, 1] % 3 == 1)
+    data = lightgbm.Dataset(rows, label, params=about, categorical_feature=[0, 1])
+    booster = lightgbm.train(about, data, num_boost_round=10)
+    assert "cat_threshold" in booster.model_to_string()
+    table = drawn(categories + 40)
+    assert np.array_equal(Trees.of_lightgbm([booster]).predict(table), booster.predict(table))
+
+
+def test_a_forest_answers_as_scikit_learn_does(tmp_path):
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((300, 6)).astype(np.float32)
+    table[rng.random(table.shape) < 0.2] = np.nan
+    table[:, 5] = np.float32(0.1)  # a threshold that float32 can't hold lies between equal values
+    table[::2, 5] = np.nextafter(np.float32(0.1), np.float32(1))
+    label = np.nansum(table[:, :5], axis=1) + 1e6 * (table[:, 5] > np.float32(0.1))
+    forest = ExtraTreesRegressor(20, random_state=0).fit(table, label)
+    Trees.of_scikit_learn(forest.estimators_).save(tmp_path, "forest")
+    asked = np.vstack([table, np.full((1, 6), np.nan), 100 * rng.standard_normal((200, 6))]).astype(np.float32)
+    assert np.array_equal(Trees.load(tmp_path, "forest").predict(asked), forest.predict(asked))
+
+
+def stored(tmp_path, **changed):
+    Trees.of_lightgbm([booster_of()]).save(tmp_path, "t")
+    with np.load(tmp_path / "t.npz") as arrays:
+        kept = {name: arrays[name] for name in arrays.files}
+    kept |= {name: change(kept[name]) for name, change in changed.items()}
+    np.savez_compressed(tmp_path / "t.npz", **{name: array for name, array in kept.items() if array is not None})
+
+
+def with_first(value):
+    def change(array):
+        array = array.copy()
+        array[0] = value
+        return array
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("children", with_first(10**6), "do not exist"),
+        ("children", with_first(-1), "do not exist"),
+        ("children", lambda array: np.where(array == np.arange(len(array))[:, None], len(array) - 1, array), "no end"),
+        ("children", lambda array: array[:, 0], "shapes"),
+        ("root", with_first(10**6), "do not exist"),
+        ("root", lambda array: array[:0], "do not exist"),
+        ("root", lambda array: np.append(array[1:], array[1]), "two trees"),
+        ("first", with_first(3), "no tree"),
+        ("feature", with_first(-1), "do not exist"),
+        ("feature", lambda array: array.astype(float), "type float64"),
+        ("threshold", with_first(np.nan), "not a number"),
+        ("value", with_first(np.inf), "not a number"),
+        ("value", lambda array: array[:-1], "shapes"),
+        ("start", lambda array: None, "instead of"),
+    ],
+)
+def test_arrays_that_make_no_trees_are_refused(tmp_path, name, change, message):
+    stored(tmp_path, **{name: change})
+    with pytest.raises(ValueError, match=message):
+        Trees.load(tmp_path, "t")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    configs = make_configs(80)
+    return make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])
