@@ -54,8 +54,8 @@ def main() -> None:
     compaction = bench_compaction.run(*((100_000, 100) if full else (3_000, 100)))
     print("\nthe dispatcher's memory over many tasks")
     soak = bench_soak.run(100_000 if full else 3_000)
-    print("\nrows for a given error, by policy, small pool (decision 3 has large ones); the cost of choosing")
-    choosing = bench_selection.run() | (bench_selection.cost(100_000) if full else {})
+    print("\nthe cost of choosing")
+    choosing = bench_selection.cost(100_000 if full else 5_000)
     print("\na growth cycle beside running and fitting")
     growing = bench_grow.run(*((100_000, 10_000) if full else (3_000, 2_000)))
 
@@ -153,14 +153,10 @@ def main() -> None:
 
 
 def _published(folder: str) -> None:
-    """The trace against published measurements: memory by `learn.benchmark`, utilization by the kernels."""
-    import utilization_check
-
+    """The trace against published measurements of memory, by `learn.benchmark`."""
     print("\npublished measurements: memory")
     command = ["-m", "learn.benchmark", f"published={folder}", "estimators=[trace]"]
     subprocess.run([sys.executable, *command], check=True)
-    print("\npublished measurements: utilization")
-    utilization_check.run(folder)
 
 
 if __name__ == "__main__":

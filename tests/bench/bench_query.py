@@ -103,10 +103,10 @@ def from_csv(runs_csv: Path, telemetry_csv: Path, only_needed: bool = False) -> 
     return [tuple(row) for row in joined.itertuples(index=False)]
 
 
-def synthetic_runs(rows: int) -> Iterator[tuple[str, pa.Table]]:
-    """(family, table of `RUN_SCHEMA`), with made-up figures and `source` simulated."""
-    generator = np.random.default_rng(0)
-    for family, first, count in _pieces(rows):
+def synthetic_runs(rows: int, begin: int = 0) -> Iterator[tuple[str, pa.Table]]:
+    """(family, table of `RUN_SCHEMA`), numbered from `begin`, with made-up figures and `source` simulated."""
+    generator = np.random.default_rng(begin)
+    for family, first, count in _pieces(rows, begin):
         ids = np.arange(first, first + count)
         memory = generator.gamma(2.0, 4000.0, count)
         values = {
@@ -136,12 +136,13 @@ def synthetic_runs(rows: int) -> Iterator[tuple[str, pa.Table]]:
         yield family, _table(values, RUN_SCHEMA, count)
 
 
-def synthetic_telemetry(runs: int, rows: int) -> Iterator[tuple[str, pa.Table]]:
-    """(family, table of `TELEMETRY_SCHEMA`): consecutive samples of made-up runs."""
-    generator = np.random.default_rng(1)
+def synthetic_telemetry(runs: int, rows: int, begin: int = 0) -> Iterator[tuple[str, pa.Table]]:
+    """(family, table of `TELEMETRY_SCHEMA`): consecutive samples of made-up runs, numbered from `begin`."""
+    generator = np.random.default_rng(begin + 1)
     per_run = max(1, rows // runs)
-    for family, first, count in _pieces(rows):
-        ids = np.arange(first, first + count)
+    for family, first, of_runs in _pieces(runs, begin, FILE_ROWS // per_run):
+        count = of_runs * per_run
+        ids = np.arange(first * per_run, first * per_run + count)
         at = ids % per_run
         names = pa.array([f"synthetic-{family}-{i:08d}" for i in range(ids[0] // per_run, ids[-1] // per_run + 1)])
         values = {
@@ -161,12 +162,12 @@ def synthetic_telemetry(runs: int, rows: int) -> Iterator[tuple[str, pa.Table]]:
         yield family, _table(values, TELEMETRY_SCHEMA, count)
 
 
-def _pieces(rows: int) -> Iterator[tuple[str, int, int]]:
-    """(family, first index, count): the rows in even shares, in pieces of at most FILE_ROWS."""
+def _pieces(rows: int, begin: int, largest: int = FILE_ROWS) -> Iterator[tuple[str, int, int]]:
+    """(family, first index, count): the rows in even shares, numbered from `begin`, in pieces of at most `largest`."""
     for number, family in enumerate(FAMILIES):
         share = rows // len(FAMILIES) + (number < rows % len(FAMILIES))
-        for first in range(0, share, FILE_ROWS):
-            yield family, first, min(FILE_ROWS, share - first)
+        for first in range(0, share, largest):
+            yield family, begin + first, min(largest, share - first)
 
 
 def _table(values: dict, schema: pa.Schema, rows: int) -> pa.Table:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from featurize.families import get_family
@@ -143,7 +142,7 @@ def _cpu_s() -> float:
 
 @contextlib.contextmanager
 def exporter() -> Iterator[str]:
-    """A page of eight GPUs, renewed at every scrape, in a process of its own; its URL."""
+    """A page of eight GPUs, renewed twice a period, in a process of its own; its URL."""
     process = subprocess.Popen([sys.executable, __file__, "serve"], stdout=subprocess.PIPE, text=True)
     try:
         yield process.stdout.readline().strip()
@@ -154,7 +153,7 @@ def exporter() -> Iterator[str]:
 
 def serve() -> None:
     """Until killed. Prints the URL."""
-    from dcgm_server import PAGE
+    from dcgm_server import PAGE, DcgmServer
     from recorded_nvml import A100_UUID
 
     lines = []
@@ -164,28 +163,11 @@ def serve() -> None:
         elif A100_UUID in line:
             lines += [line.replace(A100_UUID, _uuid(gpu)).replace('gpu="0"', f'gpu="{gpu}"') for gpu in range(_GPUS)]
     page = "\n".join(lines) + "\n"
-    scrapes = 0
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def do_GET(self) -> None:
-            nonlocal scrapes
-            scrapes += 1
-            body = page.replace(" 312.480000", f" {300 + scrapes % 50}.480000").encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    print(f"http://127.0.0.1:{server.server_address[1]}/metrics", flush=True)
-    server.serve_forever()
+    with DcgmServer() as server:
+        print(server.url, flush=True)
+        for number in itertools.count():
+            server.page = page.replace(" 312.480000", f" {300 + number % 50}.480000")
+            time.sleep(_PERIOD_S / 2)
 
 
 if __name__ == "__main__":

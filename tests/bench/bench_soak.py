@@ -1,6 +1,6 @@
 """The dispatcher's memory over many tasks: a scripted executor, everything else real (queue, landing, metrics, log).
 
-python -m tests.bench.bench_soak [TASKS=100000] [CURVE.csv] [PICTURE.png]      start reading at `run`
+python -m tests.bench.bench_soak [TASKS=100000]      start reading at `run`
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FourWorkers(ScriptedExecutor):
         return dict(self._tasks)
 
 
-def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
+def run(tasks: int = 100_000) -> dict[str, float]:
     """`rss_mib` after a tenth of the tasks and at the end, their difference, and tasks a second."""
     process = psutil.Process()
     points: list[tuple[int, float]] = []
@@ -85,8 +85,6 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
             points.append((done, process.memory_info().rss / 2**20))
             if len(points) % (POINTS // 10) == 1:
                 print(f"{done:>9,} tasks  {points[-1][1]:7.1f} MiB", flush=True)
-            if curve is not None:
-                curve.write_text("tasks,rss_mib\n" + "".join(f"{count},{rss:.1f}\n" for count, rss in points))
             list(metrics.registry.collect())  # as a scrape would
 
     with tempfile.TemporaryDirectory(prefix="gpufarm-soak-") as folder:
@@ -120,36 +118,5 @@ def run(tasks: int = 100_000, curve: Path | None = None) -> dict[str, float]:
     return figures
 
 
-def draw(curve: Path, picture: Path) -> None:
-    """The resident set over the tasks done, from zero, so that what looks flat is flat."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import numpy as np
-    from matplotlib import pyplot
-
-    tasks, rss_mib = np.loadtxt(curve, delimiter=",", skiprows=1, ndmin=2).T
-    figure, panel = pyplot.subplots(figsize=(7, 3.2))
-    panel.plot(tasks, rss_mib, marker=".", color="#0072B2")
-    panel.set(
-        xlabel="tasks done", ylabel="resident set, MiB", xlim=(0, tasks[-1] * 1.02), ylim=(0, rss_mib.max() * 1.25)
-    )
-    panel.xaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
-    panel.annotate(
-        f"{rss_mib[-1]:.1f} MiB after {tasks[-1]:,.0f}",
-        (tasks[-1], rss_mib[-1]),
-        xytext=(0, -18),
-        textcoords="offset points",
-        ha="right",
-    )
-    panel.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=110)
-    pyplot.close(figure)
-
-
 if __name__ == "__main__":
-    paths = [Path(argument) for argument in sys.argv[2:4]]
-    run(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000, *paths[:1])
-    if len(paths) == 2:
-        draw(*paths)
+    run(*map(int, sys.argv[1:2]))
