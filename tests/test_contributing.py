@@ -68,16 +68,6 @@ def test_the_sensor_of_the_page_keeps_the_contract_and_its_readings_land(project
 
 
 @pytest.mark.slow
-def test_the_gpu_model_of_the_page_is_taken_as_a_file_and_by_its_name(project, tmp_path):
-    (description,), commands = section("Add a GPU model")
-    (project / "half.yaml").write_text(description)
-    run(project, commands[:2], tmp_path)
-    shutil.move(project / "half.yaml", project / "conf" / "device" / "Half-A100.yaml")
-    run(project, commands[2:], tmp_path)
-    assert "20,163 MiB" in run(project, [commands[0].replace("half.yaml", "half-a100")], tmp_path)
-
-
-@pytest.mark.slow
 def test_the_optimizer_of_the_page_trains_and_is_simulated(project, tmp_path):
     (known, made), commands = section("Add an optimizer")
     add_row(project / "featurize" / "job" / "training_settings.py", "OPTIMIZERS", known)

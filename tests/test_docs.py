@@ -13,8 +13,6 @@ import pyarrow as pa
 import pytest
 
 import warehouse
-from conf.cli.commands import COMMANDS
-from conf.cli.overrides import documented_keys
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
@@ -42,36 +40,6 @@ def anchor(heading):
 def test_generated_documents_are_fresh():
     done = generate("--check")
     assert done.returncode == 0, done.stderr
-
-
-def test_the_page_of_commands_describes_each_key_of_each_command_once():
-    page = [" ".join(line.split()) for line in (ROOT / "docs" / "commands.md").read_text("utf-8").splitlines()]
-    for name in COMMANDS:
-        for key, default, text in documented_keys(name):
-            begin = f"{key}={'(required)' if default == '???' else default}"
-            meaning = re.sub(r"^\[.*?\]", "", text).strip().removeprefix("for model: ")
-            meanings = [line[len(begin) + 1 :] for line in page if line.startswith(begin)]
-            described = [other for other in meanings if other == meaning or other.startswith(f"{meaning} (")]
-            assert len(described) == 1 if meaning else meanings, key
-
-
-def test_a_stale_document_is_told_with_what_to_do(tmp_path):
-    copy = tmp_path / "a'; echo foo"
-    for folder in ("conf", "farm", "warehouse", "learn", "infra", "docs"):
-        for path in (ROOT / folder).rglob("*"):
-            if path.is_file() and path.suffix in (".py", ".yaml", ".md"):
-                target = copy / path.relative_to(ROOT)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(path.read_bytes())
-    script = copy / "infra" / "generate_docs.py"
-    status = copy / "farm" / "status.py"
-    data = "    data: str | None = data_key()\n"
-    status.write_text(status.read_text().replace(data, f'{data}    colour: bool = key(True, "a new key")\n'))
-    stale = generate("--check", script=script)
-    assert stale.returncode == 1
-    assert "make docs" in stale.stderr and re.search(r"^\+ *colour=true +a new key$", stale.stderr, re.MULTILINE)
-    assert generate(script=script).returncode == 0
-    assert "colour=true" in (copy / "docs" / "commands.md").read_text("utf-8")
 
 
 @pages
@@ -185,8 +153,3 @@ def test_code_of_the_documents_runs(code):
     assert "H200-SXM-141GB" in printed.getvalue() and "no, by the bound" in printed.getvalue()
     readme = (ROOT / "README.md").read_text("utf-8")
     assert [line for line in printed.getvalue().splitlines() if line not in readme] == [], "make readme"
-
-
-def test_the_help_of_make_fits_a_screen():
-    lines = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert 10 < len(lines) <= 24 and max(map(len, lines)) <= 100

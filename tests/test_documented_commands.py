@@ -1,7 +1,5 @@
 """Every command line of the documents and of `--help`: all compose, and what is cheap and safe is run, small."""
 
-import contextlib
-import json
 import os
 import runpy
 import shutil
@@ -187,15 +185,3 @@ def test_a_documented_command_runs(command, here, monkeypatch, capsys, tmp_path)
         monkeypatch.setenv("GPUFARM_DATA", str(DataFolder.resolve(tmp_path / "data").create().root))
     code = call(command.module, small(command, tmp_path), monkeypatch)
     assert code == 0, capsys.readouterr().err
-
-
-def test_a_job_of_a_documented_submission_is_what_it_says(here, monkeypatch, tmp_path, capsys):
-    (text,) = {c for c in COMMANDS if "arch.space.batch_size=[8,16,32]" in c.text}
-    monkeypatch.setenv("GPUFARM_DATA", str(tmp_path))
-    assert call("farm.submit", [*text.arguments, "n=40", "detach=true"], monkeypatch) == 0
-    import sqlite3
-
-    with contextlib.closing(sqlite3.connect(tmp_path / "queue.sqlite")) as queue:
-        configs = [json.loads(config) for (config,) in queue.execute("SELECT config_json FROM configs")]
-    assert {config["batch_size"] for config in configs} == {8, 16, 32}
-    assert {config["optimizer"] for config in configs} == {"adam", "sgd"}

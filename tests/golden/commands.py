@@ -5,7 +5,6 @@ Start reading at `invoked`. The tables are those of the tests, which say what ea
 
 import contextlib
 import io
-import os
 import runpy
 import shutil
 import sys
@@ -16,9 +15,7 @@ from unittest import mock
 
 from conf.cli.commands import COMMANDS
 from conf.cli.overrides import documented_keys, flat, groups, load_config, plain_values
-from tests import test_documented_commands as documented_tests
 from tests.conf import test_hostile_arguments as hostile_tests
-from warehouse.files.folder import DataFolder
 
 HOSTILE = (5, 4)  # of each command: spellings and arguments
 
@@ -46,34 +43,6 @@ def help_texts():
     """Yield the help of each command, and of all together."""
     for module in ("gpufarm", *COMMANDS.values()):
         yield module, lambda module=module: invoked(module, ["--help"])
-
-
-def documented():
-    """Yield what each documented command line prints: small where it is safe to run, else its settings."""
-    documented_tests.fill_place(template := Path.cwd() / "template")
-    for command in documented_tests.COMMANDS:
-        yield command.text, lambda command=command: _of_document(command, template)
-
-
-def _of_document(command, template):
-    """Run a command in a copy of the documents' folder, so that none finds what another one left."""
-    here, written = Path.cwd() / "here", Path.cwd() / "written"
-    for folder in (here, written):
-        shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(template, here)
-    written.mkdir()
-    composed = documented_tests.why_not_run(command) is not None
-    arguments = documented_tests.composed(command) if composed else documented_tests.small(command, written)
-    data = written if command.module in ("farm.submit", "farm.work", "farm.grow") else here
-    if data is written:
-        DataFolder.resolve(data / "data").create()
-    environment = {"GPUFARM_DATA": str(data / "data"), "PYTHONPATH": f"{here}:{os.environ['PYTHONPATH']}"}
-    with (
-        contextlib.chdir(here),
-        mock.patch.dict(os.environ, environment),
-        mock.patch.object(sys, "path", [str(here), *sys.path]),
-    ):
-        return invoked(command.module, arguments)
 
 
 def hostile():
