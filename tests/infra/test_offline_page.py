@@ -125,6 +125,7 @@ def test_what_is_off_is_listed_with_its_command(shown, planted):
     findings = refit.partition("by their verdict.")[2]  # below the rules
     assert "power" not in findings, "it is off by 5 %"
     assert "cnn" not in findings, "one run says nothing"
+    assert "corrected model of" not in findings, "it is as far off as the trace"
 
 
 def test_probes_without_runs_are_judged_for_the_gpu_that_made_them(probed):
