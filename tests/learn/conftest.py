@@ -22,15 +22,6 @@ def few_trees():
 
 
 @pytest.fixture
-def few_epochs(monkeypatch):
-    """Graph networks are trained for a moment: they answer, and not well."""
-    from learn.peers import gnn
-
-    train = gnn.train
-    monkeypatch.setattr(gnn, "train", lambda *arguments, **settings: train(*arguments, **{**settings, "epochs": 2}))
-
-
-@pytest.fixture
 def shown(capsys):
     """Run a command that ends well, `learn.estimate` or `run`, and return what it prints."""
 

@@ -17,6 +17,7 @@ from learn.benchmark import BenchmarkSettings, benchmark, entry
 from learn.estimators import protocol as estimators
 from learn.judging import benchmark_view
 from learn.judging.evaluate import classes_of, hold_out
+from learn.judging.scores import sample
 from learn.rows.data import load_rows, make_bins
 from tests.learn.learn_rows import make_configs, published_mlp, write_batch, write_published
 from tests.surroundings import ENDS_WITHIN_S
@@ -87,6 +88,14 @@ def test_a_process_that_dies_hangs_or_hoards_costs_its_row_only(tmp_path, monkey
     assert figures.answered_ok == 1, "who takes over from a dead process answers"
     (figures,) = benchmark(settings(path, workers=1, estimators=("endless",), limit_s=0.2)).figures
     assert figures.refusals == {"took longer than limit_s=0.2": 2}
+
+
+def test_rows_are_drawn_alike_for_a_seed_and_from_every_group_in_proportion():
+    groups = ["a"] * 80 + ["b"] * 15 + ["c"] * 5
+    drawn = sample(groups, 20, 3)
+    assert drawn == sample(groups, 20, 3) != sample(groups, 20, 4) and set(drawn) < set(sample(groups, 40, 3))
+    counts = {group: sum(groups[i] == group for i in drawn) for group in "abc"}
+    assert abs(counts["a"] - 16) <= 1 and abs(counts["b"] - 3) <= 1 and abs(counts["c"] - 1) <= 1
 
 
 WAITING = """

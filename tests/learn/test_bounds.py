@@ -91,6 +91,12 @@ def test_a_neighbour_says_less_than_the_job_itself_and_two_say_more_than_one():
     assert 1.01 < near.upper_mib / near.peak_memory_mib <= 1.07 + 1e-9
 
 
+def test_of_runs_of_one_batch_that_differ_the_median_counts_and_none_lies_above_the_bound():
+    runs = [{"batch_size": 64, "memory_mib": mib} for mib in (2600, 2000)]
+    done = estimate(net, images(64), known=runs, loop="pipeline")
+    assert done.process_mib is not None and done.peak_memory_mib == pytest.approx(2300, abs=1) and done.upper_mib > 2600
+
+
 def test_the_data_folders_own_runs_of_the_configuration_serve_too(tmp_path):
     at = {size: estimate(dataclasses.replace(MLP, batch_size=size)) for size in (32, 64)}
     half, other = dataclasses.replace(MLP, batch_size=32), dataclasses.replace(MLP, depth=5, batch_size=32)

@@ -12,7 +12,7 @@ from learn.estimators.hybrid import HybridEstimator
 from learn.estimators.trees import Trees
 from learn.job.training_job import Case, of_configs
 from learn.rows.step_store import StepStore
-from tests.learn.learn_rows import labels_of, make_configs, make_rows
+from tests.learn.learn_rows import make_rows
 
 STEPS = StepStore()  # of the cases that the tests share
 
@@ -149,6 +149,17 @@ def test_where_the_trace_is_nearer_to_a_familys_held_out_rows_it_answers(tmp_pat
     assert answer.unfamiliar == {}
     fit.save(tmp_path)
     np.testing.assert_array_equal(HybridEstimator.load(tmp_path).predict(of_configs(new), STEPS).point, answer.point)
+
+
+def test_the_bound_of_a_fitted_family_says_what_held_on_left_out_configurations():
+    configs = [mlp.Config(batch_size=8, input_size=8 * (i + 1), classes=10, depth=1 + i % 3) for i in range(310)]
+    cases, steps = of_configs(configs), StepStore()
+    base = STEPS.record(cases[0])
+    for i, case in enumerate(cases):  # one trace stands for all: what is judged is the bound
+        steps.keep(case, replace(base, values={**base.values, "net_log_parameters": 10 + i / 100}))
+    labels = 1_500.0 * np.exp(0.01 * np.random.default_rng(3).standard_normal(310))
+    held = HybridEstimator(0).fit(make_rows("memory", configs, labels), steps).predict(cases[:1], steps).held_of(0)
+    assert held.kind == "configurations" and held.rows == 310 and 0.96 < held.share <= 1.0
 
 
 def test_without_evidence_the_traces_figure_stands_for_what_is_new(fitted):
@@ -289,9 +300,3 @@ def test_arrays_that_make_no_trees_are_refused(tmp_path, name, change, message):
     stored(tmp_path, **{name: change})
     with pytest.raises(ValueError, match=message):
         Trees.load(tmp_path, "t")
-
-
-@pytest.fixture(scope="module")
-def rows():
-    configs = make_configs(80)
-    return make_rows("memory", configs, labels_of(configs)["peak_memory_mib"])

@@ -17,6 +17,8 @@ from featurize.configs.features import FEATURES_STAMP
 from featurize.families import get_family, mlp
 from featurize.training.training_step import Training
 from learn import FitSettings, estimate, fit
+from learn.estimation import platforms
+from learn.estimation.requests import job_of
 from learn.fitting.artifacts import DEFAULT_MODELS, find_latest, load_latest
 from learn.job.training_job import of_configs
 from tests.featurize.asking_cudnn.cudnn_library import stand_in_for_cudnn
@@ -385,6 +387,11 @@ def test_a_release_of_torch_chooses_the_cudnn_of_the_workspaces(monkeypatch):
         assert f"torch_version={release}: only cuDNN's workspaces follow it" in answers[release]
     assert "PyTorch 2.4 comes with cuDNN 9.1.0" in answers["2.4"] and f"stay {GUESSED}" in answers["2.4"]
     assert f"stay {GUESSED}" not in answers["2.13"]
+
+
+def test_a_jobs_convolutions_may_use_tf32_whatever_the_estimating_process_has_set(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert platforms._search_of(job_of(CONFIG)).allow_tf32
 
 
 @pytest.mark.parametrize(

@@ -283,14 +283,6 @@ def test_the_page_has_the_picture_all_rows_and_what_was_left_out(eight, tmp_path
     assert [section.key for section in plan_page(eight).sections] == ["picture", "fits", "left"]
 
 
-def test_a_plan_in_which_nothing_fits_is_shown_without_a_picture(capsys, tmp_path):
-    small = replace(CARD, memory_mib=900.0)
-    done = planned(device=small, batch=2, report=tmp_path / "plan.html")
-    assert done.best is None and {row.fits for row in done.rows} == {False}
-    page = ParsedPage((tmp_path / "plan.html").read_text("utf-8"))
-    assert "svg" not in page.tags and "does not fit" in page.text
-
-
 # -- the command
 
 

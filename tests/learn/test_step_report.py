@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
@@ -14,7 +13,7 @@ from featurize.families import gpt, mlp
 from featurize.job.training_settings import Training
 from featurize.timing.step_time import input_ms, time_step
 from featurize.timing.times import seconds_at_peak
-from learn import devices_that_fit, estimate
+from learn import estimate
 from learn.estimation.notes import LOOPS
 from learn.estimation.step_report import (
     INPUT,
@@ -215,12 +214,3 @@ def test_each_type_counts_at_its_own_rate():
     conv, linear = 2 * 2 * 4 * 32 * 32 * 32 * 27, 3 * 2 * 4 * 32 * 8
     expected_s = conv / (A100.tflops("tf32") * 1e12) + linear / (A100.tflops("fp32") * 1e12)
     assert seconds_at_peak(traced.trace, A100, MLP) == pytest.approx(expected_s)
-
-
-def test_utilization_is_unknown_where_the_gpu_has_no_rate_for_the_type():
-    net = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10))
-    fits = devices_that_fit(net, (32, 64), devices=["T4", "A100-SXM4-40GB"], precision="bf16")
-    on = {one.device: one.estimate for one in fits}
-    assert on["T4"].mfu is None and on["T4"].energy_j is not None and on["T4"].samples_per_s is not None
-    assert on["A100-SXM4-40GB"].mfu is not None
-    assert estimate(net.double(), torch.zeros(32, 64, dtype=torch.float64)).mfu is None

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch import nn
 
 from conf.files.disk_cache import DiskCache
 from featurize.families import cnn, mlp, timm
@@ -162,6 +163,13 @@ def test_features_of_another_version_are_kept_in_another_file(data, steps, trace
     assert kept_file(data).read_bytes() == before, "what the other code reads is as it was"
 
 
+def test_of_modules_the_newest_256_are_at_hand_beside_all_configs(steps):
+    cases = [Case(module=of_module(nn.Linear(8, width), [((4, 8), None)])) for width in range(1, 259)]
+    for case in (CASES[0], *cases):
+        steps.keep(case, step_store.StepRecord(values={"rows": 1.0}))
+    assert [steps.features(case) is None for case in (CASES[0], *cases)] == [False, True, True, *[False] * 256]
+
+
 @pytest.mark.slow
 def test_other_processes_compute_the_same(data, steps):
     many = of_configs(
@@ -178,7 +186,6 @@ def test_other_processes_compute_the_same(data, steps):
 
 def test_a_module_is_known_by_itself_and_let_go_after_an_override(steps, traced):
     """The workload of another module may take the place in memory of one that is gone, and so have its `id`."""
-    from torch import nn
 
     def case(width):
         return Case(module=of_module(nn.Linear(8, width), [((4, 8), None)]))
