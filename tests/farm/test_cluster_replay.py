@@ -75,14 +75,15 @@ def test_the_exclusive_baseline_is_the_schedule_worked_out_by_hand():
 
 @pytest.mark.parametrize("policy", COLLOCATING)
 def test_jobs_that_share_a_gpu_are_slowed_by_the_contention_of_their_group(policy):
-    trace = trace_of((0, 1000, 1, 0), (0, 1000, 1, 0), (50, 1000, 1, 0))
+    trace = trace_of((0, 1000, 1, 0), (0, 1000, 1, 0), (1, 1000, 1, 0))
     done = run(trace, policy)
     speed = Contention(trace.types, seed=3).speeds((0, 0))[0]
     assert 0.5 < speed < 1
-    assert done.collocated == 1 and list(done.waiting_s) == [0, 0, 0]
-    # The first is alone for 50 s; then two share a GPU until it ends; the third goes on alone.
-    ends = 50 + 950 / speed
-    assert list(done.completion_s) == pytest.approx([ends, 1000, ends - 50 + 1000 - 950])
+    # The first is alone while its GPU is watched; then two share it until the first ends; the third goes on alone.
+    watched_s = RULES.window_s
+    assert done.collocated == 1 and list(done.waiting_s) == [0, 0, watched_s - 1]
+    ends = watched_s + (1000 - watched_s) / speed
+    assert list(done.completion_s) == pytest.approx([ends, 1000, ends - 1 + watched_s])
 
 
 def test_a_newcomer_that_finds_too_little_memory_crashes_and_runs_again_alone():

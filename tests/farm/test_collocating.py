@@ -5,12 +5,13 @@ import itertools
 import json
 
 import pytest
+from test_dispatch import Clock, Quiet, ScriptedExecutor
 
 from conf.cli import command_line as cli
 from conf.cli.overrides import load_settings
 from conf.errors import UsageError
 from farm import submit as submit_module
-from farm.dispatch.dispatcher import RunsAlone, accept, lost_run
+from farm.dispatch.dispatcher import Dispatcher, accept, lost_run
 from farm.dispatch.executors import Completion
 from farm.dispatch.working import reconcile
 from farm.grow import entry as grow_entry
@@ -108,16 +109,16 @@ def worker():
     worker.close()
 
 
-def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(queue, worker):
+def test_what_a_worker_brings_of_a_group_is_accepted_run_by_run(folder, queue, worker):
     task = leased(queue)
     result = worker.run(task)
     done = accept(Completion(worker="w", task=task, result=result), task).result
     assert [one.run.run_id[14:] for one in done.others] == ["-alone-0", "-alone-1", "-with-1"]
     assert [one.collocations is not None for one in (done, *done.others)] == [True, False, False, True]
-    known = RunsAlone()
-    known.landed(task, "w", done.others)
-    assert [one.run_id[14:] for one in known.of(task, "w")] == ["-alone-0", "-alone-1"]
-    assert known.of(task, "another") == (None, None), "another GPU differs"
+    dispatcher = Dispatcher(folder, queue, ScriptedExecutor(Clock()), device_key(SIMULATED), Quiet())
+    dispatcher._land_run(task, done, "w")
+    assert [one.run_id[14:] for one in dispatcher._alone.of(task, "w")] == ["-alone-0", "-alone-1"]
+    assert dispatcher._alone.of(task, "another") == (None, None), "another GPU differs"
     stranger = dataclasses.replace(result.others[0].run, run_id="elsewhere-000001")
     forged = dataclasses.replace(result, others=(dataclasses.replace(result.others[0], run=stranger),))
     refused = accept(Completion(worker="w", task=task, result=forged), task).result

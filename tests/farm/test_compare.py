@@ -145,7 +145,7 @@ def test_a_side_is_a_data_folder_or_a_snapshot_of_one(before, tmp_path):
     text = f"{before.root}@night"
     assert side_of("before", text, tmp_path) == RunSet(text=text, folder=before, snapshot="night")
     with pytest.raises(UsageError, match="neither an environment nor a data folder; name a Python"):
-        side_of("after", str(tmp_path / "nothing"), tmp_path)
+        side_of("after", str(tmp_path / "nothing@night"), tmp_path)
 
 
 def test_an_environment_that_cannot_run_a_trial_says_what_it_lacks(tmp_path):
