@@ -224,6 +224,7 @@ def test_samples_count_once_after_a_repair_that_follows_compactions(ran, queue):
     assert is_well_after_compactions(ran, queue)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("step", range(1, 12))
 def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, monkeypatch, step):
     lose_one_run(ran)
@@ -246,6 +247,7 @@ def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran
     assert is_well_after_compactions(ran, queue)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("at", [(0, 0.5), (0.5, 0)], ids=["", "clock set back"])
 @pytest.mark.parametrize("mend", [repair, lambda folder: compact_at(folder, 1, 2, 4)], ids=["repair", "compaction"])
 def test_a_damaged_file_that_was_merged_again_doubles_nothing(ran, queue, mend, at):

@@ -32,6 +32,7 @@ def ids(indices):
     return [f"J-{index:06d}" for index in indices]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_with_a_flipped_bit_is_named_and_neither_merged_nor_deleted(folder, kind):
     fill(folder, range(4))
@@ -162,6 +163,7 @@ def _identity(path):
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("name", [None, "merged-planted.parquet"])
 def test_a_planted_merged_file_neither_hides_nor_deletes_runs(folder, name, sealed):
@@ -247,6 +249,7 @@ def test_a_batch_that_was_killed_before_its_listing_goes_once_its_rows_landed_ag
     assert not left.exists() and run_ids(folder) == ids(range(3))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_that_is_no_file_is_named_and_stops_no_compaction(folder, kind):
     fill(folder, range(4))

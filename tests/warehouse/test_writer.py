@@ -157,6 +157,7 @@ for index in itertools.count():
 """
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("rounds", [3, 8, 17])
 def test_a_killed_writer_leaves_readable_files_only(folder, rounds):
     process = subprocess.Popen(

@@ -110,11 +110,12 @@ def flip(path) -> None:
     path.write_bytes(content)
 
 
-def fill(folder, indices, rows: int = 3, **changes) -> RunWriter:
-    """Land runs with rows in every table, `rows` samples each."""
+def fill(folder, indices, rows: int = 3, has_details: bool = True, **changes) -> RunWriter:
+    """Land runs with rows in every table, or in `runs` and `telemetry` alone, `rows` samples each."""
     writer = RunWriter(folder)
     for index in indices:
-        writer.write(run_row(index, **changes), samples(rows), kernels(), ranks(), collocations())
+        details = (kernels(), ranks(), collocations()) if has_details else ()
+        writer.write(run_row(index, **changes), samples(rows), *details)
     return writer
 
 
@@ -161,7 +162,7 @@ def take_no_files(monkeypatch) -> None:
 
 
 class Steps:
-    """Calls `act` before and after every `os.replace` and `os.unlink`: each change that another process can see."""
+    """Calls `act` after every `os.replace` and `os.unlink`: each change that another process can see."""
 
     def __init__(self, monkeypatch, act):
         self.count = 0
@@ -170,7 +171,6 @@ class Steps:
 
     def _wrapped(self, call, act):
         def wrapped(*arguments, **keywords):
-            act()
             result = call(*arguments, **keywords)
             self.count += 1
             act()
