@@ -1,5 +1,6 @@
 """A child process and everything below it: ended at its end, at its limits, and when its caller is gone."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,9 +10,9 @@ import sys
 import psutil
 import pytest
 
-from conf.children import running
+from conf.children import containment, running
 from conf.children.keeper import MEMORY, TIME
-from conf.children.running import ChildRunner
+from conf.children.running import ChildRunner, ChildServer, ServerLost
 from conf.errors import EnvironmentProblem
 from tests.surroundings import ENDS_WITHIN_S, await_note
 
@@ -119,12 +120,6 @@ def test_a_program_has_the_given_environment_and_no_input(base, tmp_path):
     assert json.loads(ended.output) == [str(tmp_path), ""]
 
 
-def test_a_place_without_room_for_a_folder_is_a_problem_of_the_machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(running.tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(EnvironmentProblem, match=r"no child process can be run: .*absent"), ChildRunner():
-        pass
-
-
 def test_a_keeper_that_is_killed_is_a_problem_of_the_machine_too_and_leaves_no_daemon(monkeypatch, tmp_path):
     monkeypatch.setattr(running.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EnvironmentProblem, match="a child process was lost: its keeper was killed"):
@@ -162,3 +157,18 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
     )
     with pytest.raises(EnvironmentProblem, match="no process can be started: Resource temporarily unavailable"):
         run("pass", environment={**os.environ, "PYTHONPATH": str(site)})
+
+
+def test_what_a_server_said_before_it_died_is_in_the_message():
+    server = ChildServer([sys.executable, "-c", "raise SystemExit('no room')"], keeps_output=True)
+    with contextlib.closing(server), pytest.raises(ServerLost, match="no room"):
+        server.hello()
+
+
+def test_a_child_runs_in_a_control_group_of_its_own_where_one_can_be_made(base):
+    group = containment._own_group()
+    if group is None or subprocess.run(["mkdir", group / "probe"], capture_output=True).returncode:
+        pytest.skip("control groups cannot be written to here")
+    can_be_killed = (group / "probe" / "cgroup.kill").exists()
+    (group / "probe").rmdir()
+    assert ("/gpufarm-" in run("print(open('/proc/self/cgroup').read())").output) == can_be_killed

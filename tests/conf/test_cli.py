@@ -86,12 +86,6 @@ def test_a_range_given_drops_the_scale_that_stood_there():
     assert _space("arch.space={depth: {low: 4, high: 12}}", family="gpt")["depth"] == {"low": 4, "high": 12}
 
 
-def test_one_end_of_a_range_can_be_given_alone_also_after_the_range():
-    assert _space("arch.space.depth.high=40", family="gpt")["depth"] == {"low": 2, "high": 40, "scale": "log"}
-    both = _space("arch.space.depth={low: 4, high: 12}", "arch.space.depth.high=20", family="gpt")
-    assert both["depth"] == {"low": 4, "high": 20}
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_what_the_machine_refuses_is_one_line_and_not_a_traceback(number, capsys):
     def entry(cfg):

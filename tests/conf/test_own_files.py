@@ -71,7 +71,3 @@ def test_a_number_that_another_process_has_now_is_not_alive():
     pid, _, rest = identity(os.getpid()).partition("@")
     start, _, where = rest.partition("@")
     assert not alive(f"{pid}@{int(start) - 1}@{where}")
-
-
-def test_a_process_of_elsewhere_counts_as_alive():
-    assert alive("1@1@00000000.1")

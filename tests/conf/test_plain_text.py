@@ -6,7 +6,7 @@ import traceback
 import pytest
 
 from conf.errors import UsageError
-from conf.plain_text import OUTPUT_STARTS, error_line, first_few
+from conf.plain_text import OUTPUT_STARTS, error_line
 
 
 def traced(raising):
@@ -62,8 +62,3 @@ def test_hostile_text_is_read_in_linear_time():
         AllocatorSettings.parse("," * 100_000)
     assert scrub("see http://host17:9400/x and (ftp://a)") == "see http://ADDRESS/x and (ftp://ADDRESS)"
     assert time.process_time() - began < 5
-
-
-def test_the_first_few_texts_say_how_many_more_there_are():
-    assert first_few(["a", "b"], 2) == "a; b"
-    assert first_few([str(k) for k in range(1_003)], 2, ", ") == "0, 1, 1,001 more"

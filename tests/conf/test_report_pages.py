@@ -7,7 +7,7 @@ import pytest
 from conf.plain_text import clean_text
 from conf.reports import blocks as b
 from conf.reports.blocks import print_blocks, render_for_notebook, render_page
-from conf.reports.charts import Axis, Drawing, nice_step
+from conf.reports.charts import Drawing
 from tests.parsed_page import ParsedPage
 
 EVIL = "</title></style><script>alert('x')</script>\"><img src=x onerror=alert(1)>&amp;{{ 7 * 7 }}"
@@ -99,30 +99,3 @@ def test_text_of_a_terminal_is_cleaned_and_too_long_text_keeps_its_end():
         "x" * 30_000 + "end"
     )
     assert clean_text(None) == "–"
-
-
-def test_figures_get_separators_and_missing_ones_a_dash():
-    text = render_for_notebook(b.table(("name", "rows", "ratio", "yes"), [("a", 12345, None, True)]))
-    assert "12,345" in text and "–" in text and "True" in text
-
-
-@pytest.mark.parametrize("least, step", [(1, 1), (1.01, 2), (2.4, 2.5), (0.26, 0.5), (5.1, 10), (10, 10), (999, 1000)])
-def test_axis_steps_are_round(least, step):
-    assert nice_step(least) == pytest.approx(step)
-
-
-@pytest.mark.parametrize(
-    ("axis", "ticks"),
-    [
-        (Axis.of(0.0, 109.0), [0, 50, 100, 150]),
-        (Axis.of(-3.0, 7.0, 5), [-4, -2, 0, 2, 4, 6, 8]),
-        (Axis.within(0.0, 1.34, 6), [0, 0.25, 0.5, 0.75, 1, 1.25]),
-        (Axis.log(1.0, 90.0), [1, 2, 5, 10, 20, 50]),
-        (Axis.log(1.0, 1e5), [1, 10, 100, 1e3, 1e4, 1e5]),
-        (Axis.log(3.57, 4.48), [3.6, 4.5]),
-        (Axis.decades(0.01, 100.0), [0.01, 0.1, 1, 10, 100]),
-    ],
-)
-def test_an_axis_has_round_ticks_and_never_none(axis, ticks):
-    assert list(axis.ticks) == pytest.approx(ticks)
-    assert (axis.share(axis.low), axis.share(axis.high)) == pytest.approx((0.0, 1.0))

@@ -81,10 +81,3 @@ def test_arguments_of_a_command_of_no_table_are_held_against_their_kinds_as_well
     with pytest.raises(UsageError) as mistake:
         load_settings(OwnSettings, "own", [argument])
     assert expected_text in str(mistake.value)
-
-
-@pytest.mark.parametrize("values", [{"n": 0}, {"n": True}, {"names": ["c"]}, {"data": ""}])
-def test_an_object_of_settings_holds_what_its_keys_may_hold_whoever_makes_it(values):
-    assert OwnSettings(data="a", names=["a"]).names == ("a",)
-    with pytest.raises(UsageError):
-        OwnSettings(**{"data": "a"} | values)

@@ -3,12 +3,10 @@
 import pytest
 
 from conf.errors import UsageError
-from farm.queue.jobs import Queue
 from featurize.families import family_names
 from infra import collect
 from tests.warehouse.warehouse_rows import ask
 from warehouse.exchange.dataset import find_parts
-from warehouse.files.folder import DataFolder
 
 
 def settings(tmp_path, **changes):
@@ -52,14 +50,6 @@ def test_every_family_has_its_jobs_with_every_training_setting_sampled(tmp_path,
     varied = {dimension.name for dimension in jobs[1.0].space.varied}
     assert set(collect.TRAINING) <= varied
     assert len(jobs["pairs"].batch_sizes) > 1
-
-
-def test_the_first_round_is_one_run_of_each_family(tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "work", lambda *arguments, **keys: 0)
-    made = settings(tmp_path, families=["mlp", "cnn"], n=10)
-    assert not collect.collect(made, lambda line: None)
-    with Queue.open(DataFolder.resolve(made.data).queue) as queue:
-        assert sorted(job.family for job in queue.jobs()) == ["cnn", "mlp"] and queue.pending() == 2
 
 
 def test_what_no_gpu_measured_does_not_go_into_the_project_s_data_set(tmp_path):

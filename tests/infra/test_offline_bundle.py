@@ -332,6 +332,7 @@ def test_the_script_knows_the_steps_of_the_plan():
     assert tuple(steps.STEPS) == launch.STEPS
 
 
+@pytest.mark.wide
 def test_a_wheel_that_is_missing_for_the_machine_is_named(index, tmp_path):
     with pytest.raises(EnvironmentProblem, match=r"there is no wheel of duckdb>=1.1 for Python 3\.10 on x86_64"):
         needed_wheels([Requirement("duckdb>=1.1")], "3.10", {}, {}, tmp_path)

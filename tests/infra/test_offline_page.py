@@ -122,6 +122,7 @@ def test_what_is_off_is_listed_with_its_command(shown, planted):
     assert f"python -m learn.calibrate measured={planted}/probes/numbers.csv device=H100-SXM5-80GB" in refit
     assert "- step time, ms: mlp -33.3% (7 runs)" in refit
     assert f"python -m learn.fit_kernels data={planted}/data out=parameters.json" in refit
+    assert "- kernels, modelled over measured: aten::addmm 0.71" in refit
     findings = refit.partition("by their verdict.")[2]  # below the rules
     assert "power" not in findings, "it is off by 5 %"
     assert "cnn" not in findings, "one run says nothing"

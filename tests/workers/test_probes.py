@@ -192,24 +192,6 @@ def test_a_calls_results_are_told_from_its_workspaces():
 
 
 @pytest.mark.parametrize(
-    ("smacts", "expected"),
-    [
-        (
-            [0.0, 0.97, 0.98, 0.98],
-            "not usable: it gives 0.000 where later ones give 0.980; the first above 0 came after 20",
-        ),
-        ([0.98, 0.97, 0.98, 0.98], "is usable: it gives 0.980"),
-        ([None, 0.97, 0.98, 0.98], "not usable: it gives nothing"),
-        ([0.0, 0.0], "no SM activity above 0 in 2 readings"),
-        ([None], "no SM activity above 0 in 1 reading."),
-    ],
-)
-def test_gpms_first_reading_is_judged_by_the_later_ones(smacts, expected):
-    rows = [{"after_ms": 10.0 * (i + 1), "smact": smact} for i, smact in enumerate(smacts)]
-    assert expected in questions.answer_gpm(rows)
-
-
-@pytest.mark.parametrize(
     ("process_mib", "listed", "expected"),
     [
         ((1500.0, 2500.0), {"1 python": 1500.0, "2 python": 2500.0}, "each client its own memory"),

@@ -357,6 +357,14 @@ MEANS = {
     "the first value stands for the time since the window's start": (samples_of((50, 0.4)), 0, 100, 0.4),
     "a sample on the window's last instant is its mean": (samples_of((100, 0.3)), 10, 100, 0.3),
     "a window without a length has the sample of its instant": (samples_of((10, 0.3)), 10, 10, 0.3),
+    "an average stands for the interval that it names and for no more": (
+        [Sample(50, {"smact": 1.0}, since_ns=40), Sample(90, {"smact": 0.0}, since_ns=80)],
+        40,
+        100,
+        0.5,
+    ),
+    "a reading around a short window counts": ([Sample(110, {"smact": 0.7}, since_ns=10)], 15, 100, 0.7),
+    "but where the window is least of its time": ([Sample(110, {"smact": 0.7}, since_ns=10)], 60, 100, None),
     "a reading that failed leaves its time to the next one": (
         [Sample(10, {"smact": 1.0}), Sample(20, {}, "unavailable", ("nvml_error",)), Sample(30, {"smact": 0.0})],
         0,
@@ -370,4 +378,5 @@ MEANS = {
 def test_a_reading_stands_for_the_time_up_to_it(name):
     samples, start, end, mean = MEANS[name]
     within = 0.005 if name == WHOLE else 1e-9
-    assert window_mean(samples, "smact", start, end).mean == pytest.approx(mean, rel=0, abs=within)
+    expected = None if mean is None else pytest.approx(mean, rel=0, abs=within)
+    assert window_mean(samples, "smact", start, end).mean == expected

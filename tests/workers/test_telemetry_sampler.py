@@ -67,12 +67,6 @@ def test_every_sensor_is_read_and_closed_and_the_second_stop_is_empty():
     assert first.closed == second.closed == 1
 
 
-def test_a_last_reading_is_taken_at_stop():
-    sensor = Scripted("nvml", reading, nth=1)
-    sensor.period_s = 3600.0
-    assert len(started(sensor).stop()) == 2
-
-
 def test_sensor_that_ends_mid_trial_is_reported_once_and_the_others_go_on():
     def gone(call):
         if call > 1:
@@ -208,19 +202,6 @@ def test_table_has_phases_units_and_nulls():
         ("a'; echo foo", 4.5, None, 60.0, None, "measured", None),
     ]
     assert all(rows[0][metric] is None for metric in METRICS if metric not in ("power_w", "throttle_reasons"))
-
-
-@pytest.mark.parametrize(
-    ("marks", "phases"),
-    [
-        ((None, None, None), [None, None, None]),
-        ((15, None, None), [None, "warmup", "warmup"]),
-        ((15, 25, None), [None, "warmup", "window"]),
-    ],
-)
-def test_phase_of_a_trial_that_died_early_is_the_last_it_reached(marks, phases):
-    samples = [("nvml", Sample(t_ns, {"power_w": 1.0})) for t_ns in (10, 20, 30)]
-    assert to_table("run", samples, 0, *marks)["phase"].to_pylist() == phases
 
 
 @pytest.fixture

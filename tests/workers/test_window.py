@@ -65,6 +65,9 @@ def test_warm_up_ends_at_its_limit_when_nothing_gets_steady():
     script = Script([50], reserved=range(100, 10_000, 10))
     script.warm_up()
     assert script.now_ns == pytest.approx(20e9, abs=60e6)
+    for steps in (0, 1):
+        at_once = WindowSettings(kind="fixed", seconds=1.0, warmup_steps=steps, warmup_max_seconds=0)
+        assert Script([50]).warm_up(at_once) == steps
 
 
 def test_a_loss_scale_that_skips_optimizer_steps_is_waited_for_but_not_for_ever():
@@ -270,9 +273,3 @@ def test_half_width_of_independent_blocks_is_students():
     assert held >= 0.93 * 400
     assert (student_t(1), student_t(20)) == (12.706, 2.086)
     assert student_t(30) == pytest.approx(2.042, rel=3e-3) and student_t(1000) == pytest.approx(1.962, rel=3e-3)
-
-
-def test_blocks_that_resemble_their_neighbours_widen_the_interval():
-    mixed, sorted_ = [1, 4, 2, 5, 3, 6], [1, 2, 3, 4, 5, 6]
-    assert mean_half_width(sorted_, [1.0] * 6) > 1.3 * mean_half_width(mixed, [1.0] * 6)
-    assert mean_half_width([1.0], [1.0]) == math.inf
