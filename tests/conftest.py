@@ -79,8 +79,8 @@ TOGETHER = {
         ("farm", "services", "explorer explorer_browser kubernetes serving slurm"),
         ("featurize", "real ranks", "data_parallel flat_ranks float8 pipelines sharded_ranks"),
         ("featurize", "real ranks", "compiled compiled_time"),  # real ranks import the compiler, too
-        ("featurize", "libraries", "divided_sequences families family_images family_tokens family_zoo features"),
-        ("featurize", "libraries", "parameter_efficient published_models step_mix timm_family training"),
+        ("featurize", "libraries", "families family_networks family_tokens family_zoo features"),
+        ("featurize", "libraries", "published_models quantized step_mix training"),
         ("featurize", "libraries", "training_settings"),
         ("learn", "scripts", "script_deepspeed script_failures script_kinds script_ranks"),
         ("workers", "workers", "groups hostile_trials prepared profiling ranks worker"),

@@ -11,12 +11,11 @@ from conf.errors import UsageError
 from featurize.families import mlp
 from learn.estimators.protocol import ESTIMATORS, TRAINING_FREE, Estimator, Prediction, get_estimator, make_estimator
 from learn.rows import step_store
-from learn.rows.data import TARGETS
 from learn.rows.step_store import StepStore
 from tests.learn.conftest import few_trees as few_trees
 from tests.learn.learn_rows import make_rows
 
-FITTED_ROWS, TRAINING_FREE_ROWS = 32, 4  # a row of the latter takes a whole analysis, and none learns from others
+FITTED_ROWS, TRAINING_FREE_ROWS = 24, 4  # a row of the latter takes a whole analysis, and none learns from others
 STEPS = StepStore()  # of the cases that the tests share
 # They have a use for "at least this much": as members of the top bin, or as errors on one side.
 USE_OUT_OF_MEMORY_ROWS = [name for name in sorted(ESTIMATORS) if get_estimator(name).uses_out_of_memory]
@@ -64,11 +63,6 @@ def rows(case):
 
 def rows_of(name, target):
     return make(target, TRAINING_FREE_ROWS if name in TRAINING_FREE else FITTED_ROWS)
-
-
-@pytest.fixture(params=sorted(ESTIMATORS))
-def any_name(request):
-    return request.param
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -126,8 +120,6 @@ def test_predicts_a_distribution_whose_parts_agree(name, fitted, predicted, rows
     assert isinstance(prediction, Prediction) and prediction.point.shape == (len(rows),)
     known = answered(prediction)
     assert np.isfinite(prediction.point[known]).all() and (prediction.point[known] >= 0).all()
-    assert all(isinstance(text, str) for text in prediction.warnings)
-
     stack = np.array([prediction.quantile(q) for q in np.linspace(0.01, 0.99, 25)])
     assert stack.shape == (25, len(rows)) and (np.diff(stack, axis=0)[:, known] >= 0).all()
     if rows.target.space == "ratio":
@@ -135,9 +127,8 @@ def test_predicts_a_distribution_whose_parts_agree(name, fitted, predicted, rows
 
     edges = np.quantile(rows.label, [0.25, 0.5, 0.75])
     mass = prediction.bin_probabilities(edges)
-    assert mass.shape == (len(rows), 4) and (mass[known] >= 0).all()
+    assert (mass[known] >= 0).all()
     np.testing.assert_allclose(mass[known].sum(axis=1), 1)
-    np.testing.assert_array_equal(mass, prediction.bin_probabilities(np.tile(edges, (len(rows), 1))))
     low, high = prediction.quantile(0.02), prediction.quantile(0.98)
     assert (mass[high < edges[0], 0] > 0.9).all() and (mass[low >= edges[-1], -1] > 0.9).all()
 
@@ -147,22 +138,11 @@ def test_predicts_a_distribution_whose_parts_agree(name, fitted, predicted, rows
     )
 
 
-def test_a_target_that_it_has_no_answer_for_is_refused_when_fitted(any_name):
-    targets = get_estimator(any_name).targets
-    if targets is None:
-        return
-    other = next(target for target in TARGETS if target not in targets)
-    with pytest.raises(UsageError, match=f"estimator={any_name} estimates target={', '.join(targets)} only"):
-        make_estimator(any_name).fit(make(other), STEPS)
-
-
-def test_bound_is_never_below_the_point_and_grows_with_its_level(predicted, rows):
-    upper = predicted.upper()
-    if upper is None:
+def test_bound_is_never_below_the_point_and_grows_with_its_level(predicted):
+    if (upper := predicted.upper()) is None:
         assert any("bound" in text for text in predicted.warnings), "no bound has to be said in the warnings"
-        return
-    assert upper.shape == (len(rows),) and (upper >= predicted.point).all()
-    assert (predicted.upper(0.5) <= upper).all()
+    else:
+        assert (upper >= predicted.point).all() and (predicted.upper(0.5) <= upper).all()
 
 
 @pytest.mark.spread(4)
@@ -213,8 +193,3 @@ def test_empty_data_is_refused_and_predicting_unfitted_is_an_error_of_ours(name,
         make_estimator(name).fit(rows.subset(np.array([], dtype=int)), STEPS)
     with pytest.raises(RuntimeError, match="fit"):
         make_estimator(name).predict(rows.cases, STEPS)
-
-
-def test_unknown_name_lists_the_known():
-    with pytest.raises(UsageError, match=r"unknown estimator 'lgbm'; known: .*lightgbm.*trace"):
-        make_estimator("lgbm")

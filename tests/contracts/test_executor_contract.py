@@ -46,19 +46,17 @@ def await_idle(executor):
     return await_(idle, "an idle worker")[0]
 
 
-def test_it_is_an_executor(executor):
-    assert isinstance(executor, Executor)
+def await_completions(executor):
+    return await_(lambda: executor.wait(0.2), "a result")
 
 
 def test_a_task_comes_back_once_with_its_run(executor):
+    assert isinstance(executor, Executor)
     worker = await_idle(executor)
     executor.submit(worker, task(7))
     assert executor.running() == {worker: task(7)}
     assert worker not in executor.idle()
-    completions = []
-    while not completions:
-        completions = executor.wait(0.2)
-    (completion,) = completions
+    (completion,) = await_completions(executor)
     assert (completion.worker, completion.task, completion.lost) == (worker, task(7), None)
     assert completion.result.run.status == "ok"
     assert completion.result.run.source == "simulated"
@@ -67,19 +65,11 @@ def test_a_task_comes_back_once_with_its_run(executor):
     assert worker in executor.idle()
 
 
-def test_waiting_with_nothing_handed_out_returns_nothing(executor):
-    await_idle(executor)
-    assert executor.wait(0.01) == []
-
-
 def test_a_trials_failure_is_a_result_and_not_an_exception(executor):
     nobodys = get_family("zoo").Config(model="no_such_module:build", inputs="float32[4]", batch_size=2)
     spec = dataclasses.replace(task(8), config=nobodys)
     executor.submit(await_idle(executor), spec)
-    completions = []
-    while not completions:
-        completions = executor.wait(0.2)
-    assert completions[0].result.run.status == "invalid"
+    assert await_completions(executor)[0].result.run.status == "invalid"
 
 
 def test_everything_listens_on_loopback_only(executor):

@@ -1,6 +1,6 @@
 """Promises of each family with a plan of its own: its plan, a training step, recomputing, and what it refuses.
 
-Start reading at `FAMILY`; `test_family_promises.py` asks it.
+Start reading at `FAMILY`; `test_families.py` asks it.
 """
 
 import itertools

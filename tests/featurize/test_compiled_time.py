@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_compiled import ROWS, WIDTH, Chain, Net, Reading, traced, traced_net
+from test_compiled import ROWS, WIDTH, Chain, Net, traced, traced_net
 from torch import nn
 
 from conf.errors import UsageError
@@ -16,7 +16,6 @@ from featurize.timing.times import packaged_hosts
 from featurize.training.training_step import Training
 from learn import estimate
 from learn.estimation.job_estimate import GRAPHS
-from tests.featurize.small_nets import Computes
 
 DEVICE = load_device("A100-SXM4-40GB")
 
@@ -52,15 +51,6 @@ def test_modes_without_graphs_give_the_figures_of_true():
         assert (AUTOTUNED in trace.notes) == mode.startswith("max-autotune")
     assert {GRAPHED, AUTOTUNED} <= set(traced(Chain(), compile="max-autotune").notes)
     assert plain.graph_pool_bytes == 0
-
-
-def test_a_model_that_cannot_be_captured_runs_no_graph():
-    opaque = Computes(lambda net, x: net.line(x) if bool(x.isfinite().all()) else x, line=nn.Linear(WIDTH, WIDTH))
-    trace = traced(opaque, compile="reduce-overhead")
-    assert GRAPHED not in trace.notes and not any(op.graphed for op in trace.operators)
-    # The repeated blocks of this one are captured, each as a graph.
-    trace = traced(Reading(), compile="reduce-overhead")
-    assert GRAPHED in trace.notes and launched(trace, "forward").count("aten::var_mean") == 2
 
 
 def test_the_pool_of_the_graphs_widens_the_bound_and_not_the_figure():

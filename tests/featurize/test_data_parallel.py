@@ -13,18 +13,14 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from conf.errors import UsageError
-from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.recording.compiled import in_pieces
 from featurize.recording.step_trace import Collective
-from featurize.timing.collectives import ALL_REDUCE, BROADCAST, communicator_mib, fabric_of
-from featurize.timing.overlap import communication_of
+from featurize.timing.collectives import ALL_REDUCE, BROADCAST
 from featurize.timing.step_time import delays_ms
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Block, Computes, Stack
-
-A100, RTX = load_device("A100-SXM4-40GB"), load_device("RTX-3090")
 
 WIDTH = 96
 
@@ -151,21 +147,6 @@ def test_waiting_is_what_computation_does_not_hide(sent, takes_ms, late_ms):
     assert delays_ms(sent, takes_ms, [0.0, 2.0, 4.0, 6.0, 8.0])[-1][1] == late_ms
 
 
-def test_a_step_waits_longer_over_pcie_and_across_nodes():
-    trace = traced()
-    waits = [
-        communication_of(trace, spec, Training(), Parallel(ddp=ranks)).exposed_ms
-        for spec, ranks in ((A100, 8), (RTX, 8), (RTX, 64))
-    ]
-    assert waits == sorted(waits) and 0 < waits[0] < waits[1] < waits[2]
-    assert communicator_mib(fabric_of(A100, Parallel(ddp=8))) == 576
-
-
-def test_a_gpu_without_an_interconnect_is_refused():
-    with pytest.raises(UsageError, match=r"MIG 3g\.20gb has no interconnect"):
-        fabric_of(load_device("A100-SXM4-40GB:3g.20gb"), Parallel(ddp=2))
-
-
 def decoder(width: int = 32, blocks: int = 3, embed: nn.Module | None = None) -> nn.Module:
     head = nn.Linear(width, 100, bias=False)
     return Stack((Block(width) for _ in range(blocks)), head, first=embed or nn.Embedding(100, width))
@@ -210,18 +191,12 @@ def test_pieces_hold_the_parameters_that_dynamo_gives_them(limits):
 
 
 def test_a_bucket_is_reduced_while_the_pieces_before_it_run_backwards():
-    batch = torch.zeros(2, 12, dtype=torch.long)
-    traces = {
-        cap: trace_step(
-            lambda: decoder(256),
-            batch,
-            loss=lambda output, _: output.sum(),
-            settings=Training(compile=True),
-            parallel=Parallel(ddp=2, bucket_cap_mb=cap),
-        )
-        for cap in (1.0, 100.0)
-    }
-    ready = {cap: [one.after for one in trace.collectives] for cap, trace in traces.items()}
-    assert len(ready[100.0]) == 1
-    assert len(ready[1.0]) > 4
-    assert ready[1.0] == sorted(set(ready[1.0])), "each after a piece of its own"
+    trace = trace_step(
+        lambda: decoder(256),
+        torch.zeros(2, 12, dtype=torch.long),
+        loss=lambda output, _: output.sum(),
+        settings=Training(compile=True),
+        parallel=Parallel(ddp=2, bucket_cap_mb=1.0),
+    )
+    ready = [one.after for one in trace.collectives]
+    assert len(ready) > 4 and ready == sorted(set(ready)), "each after a piece of its own"

@@ -7,7 +7,7 @@ from torch import nn
 from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
 from featurize.memory.replay import replay
-from featurize.recording.deeper import CannotDeepen, alike_blocks, built_to_shorten, deeper, with_blocks
+from featurize.recording.deeper import alike_blocks, built_to_shorten, deeper, with_blocks
 from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
@@ -55,14 +55,6 @@ def assert_extended(model, layout, inputs, **training):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_deep_trace_is_that_of_the_whole_model(layout, way):
     assert_extended(built_to_shorten(net), LAYOUTS[layout], torch.zeros(2, 32, dtype=torch.long), **WAYS[way])
-
-
-def test_what_does_not_repeat_is_refused():
-    tokens = torch.zeros(2, 32, dtype=torch.long)
-    shallow, _ = traced(lambda: net(3), {"fsdp": 4}, tokens)
-    wider, _ = traced(lambda: net(4), {"fsdp": 2}, tokens)
-    with pytest.raises(CannotDeepen):
-        deeper(shallow, wider, 5)
 
 
 def test_blocks_that_differ_or_share_are_not_alike():

@@ -1,12 +1,21 @@
-"""Families: spaces build, plans tell the truth about the modules, modules train. Runs over the family table."""
+"""Families: spaces build, plans tell the truth, modules train, mistakes have words. Runs over the family table."""
 
 import dataclasses
 from collections import Counter
 
 import pytest
+import torch
 from family_table import FAMILY
-from plan_checks import on_meta, parameters_of
+from plan_checks import (
+    assert_plan_tells_the_truth,
+    assert_recomputing_keeps_gradients,
+    assert_trains,
+    gradients,
+    on_meta,
+    parameters_of,
+)
 
+from conf.errors import UsageError
 from featurize.configs.draws import sample_range
 from featurize.configs.trial import config_from_mapping
 from featurize.families import cnn, family_names, get_family, layers_of, mlp
@@ -18,6 +27,7 @@ def small(family, **changes):
     return dataclasses.replace(FAMILY[family].small, **changes)
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 over_families = pytest.mark.parametrize("family", family_names())
 
 
@@ -69,26 +79,84 @@ def test_cnn_widths_follow_each_topology_and_stay_within_2048_filters():
     assert widths("bottleneck", depth=5) == [256, 128, 256, 512, 1024]
     assert widths("hourglass", depth=8) == [128, 256, 512, 1024, 1024, 512, 256, 128]
     assert widths("residual", depth=8, base=8) == [8, 16, 32, 64]
-    for topology in cnn.PLAIN:
-        found = widths(topology, depth=29, base=511)
-        assert len(found) == 29 and min(found) >= 1 and max(found) <= 2048
+    assert all(1 <= width <= 2048 for topology in cnn.PLAIN for width in widths(topology, depth=29, base=511))
 
 
-def test_cnn_blocks_shrink_by_strides_transitions_and_pools_but_not_below_7():
-    def maps(**changes):
-        return [(b.kind, b.map_out) for b in cnn.blocks(small("cnn", image_size=64, **changes))[:-1]]
-
-    assert {side for _, side in maps(topology="pyramid", depth=9)} == {64}
-    pooled = maps(topology="pyramid", depth=29, pooling=True, pool_interval=1)
-    assert [side for kind, side in pooled if kind == "pool"] == [32, 16, 8, 4]
-    residual = maps(topology="residual", depth=20)
-    assert residual == [("residual", s) for s in (64, 32, 32, 16, 16, 8, 8, 4)]
-    dense = maps(topology="dense", depth=16, pool_interval=2)
-    assert dense == [
-        ("dense", 64),
-        ("transition", 32),
-        ("dense", 32),
-        ("dense", 32),
-        ("transition", 16),
-        ("dense", 16),
+def over(field, n=1):
+    """Parametrize a test with each family's changes of a field of the table, of which `make test` runs each n-th."""
+    cases = [
+        pytest.param(name, changes, marks=pytest.mark.spread(n, name))
+        for name, family in FAMILY.items()
+        for changes in getattr(family, field)
     ]
+    return pytest.mark.parametrize(("family", "changes"), cases, ids=str)
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Convolutions grow to 64 filters in place of 2048, which train for seconds."""
+    monkeypatch.setattr(cnn, "MAX_FILTERS", 64)
+
+
+def test_each_family_is_in_the_table():
+    assert set(FAMILY) == set(family_names()) - {"zoo"}, "zoo's models are any library's"
+
+
+@over("plans", 8)
+def test_the_plan_tells_the_truth(family, changes):
+    assert_plan_tells_the_truth(small(family, **changes), FAMILY[family].functional, FAMILY[family].kinds)
+
+
+@over("steps", 8)
+def test_a_step_has_finite_gradients(narrow, family, changes):
+    gradients(small(family, **changes))
+
+
+@over("trains", 4)
+def test_a_model_trains(family, changes):
+    assert_trains(small(family, **changes))
+
+
+@over("recomputes", 4)
+def test_recomputing_keeps_the_gradients(narrow, family, changes):
+    assert_recomputing_keeps_gradients(small(family, **changes))
+
+
+@over("refused")
+def test_impossible_configs_are_refused_in_words(family, changes):
+    change, message = changes
+    with pytest.raises(UsageError, match=message):
+        small(family, **change)
+
+
+@over("causal")
+def test_a_token_sees_only_those_before_it(family, changes):
+    config, module = small(family, **changes), get_family(family)
+    torch.manual_seed(0)
+    model = module.build(config).eval()
+    (tokens,), targets = module.batch(config, "cpu")
+
+    def logits():
+        output = model(tokens)
+        return output[0] if isinstance(output, tuple) else output
+
+    before = logits()
+    tokens[:, 4] = (tokens[:, 4] + 1) % config.vocabulary_size
+    differs = (logits() - before).abs().amax(dim=(0, 2)) > 1e-6
+    assert differs.tolist() == [position >= 4 for position in range(config.sequence_length)]
+    assert before.shape == (*targets.shape, config.vocabulary_size) and targets.shape == tokens.shape
+
+
+@over("repaired")
+def test_sampled_values_become_fields_that_fit(family, changes):
+    values, draw, fields = changes
+    before = dict(values)
+    assert get_family(family).repair(values, draw.__getitem__ if isinstance(draw, dict) else lambda _: draw) == fields
+    assert values == before
+
+
+@over("published")
+def test_a_network_has_its_published_parameters(family, changes):
+    change, parameters = changes
+    config = small(family, **change)
+    assert totals(layers_of(config)).parameters == parameters_of(on_meta(config)) == parameters

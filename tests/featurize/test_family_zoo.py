@@ -1,4 +1,4 @@
-"""Models by `module:factory`: what a config's texts mean, which batches and plans follow, what is refused in words."""
+"""Models of libraries: `zoo`, by `module:factory`, and `timm`: what a config means, plans, what is refused in words."""
 
 import importlib.util
 import sys
@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from conf.errors import EnvironmentProblem, UsageError
@@ -16,8 +17,10 @@ from featurize.configs.trial import named_by_user
 from featurize.families import timm, zoo
 from featurize.job.layers import totals
 from featurize.nets import vision
+from featurize.recording.skeleton import plan_of_module
 from featurize.training.training_step import TrainingStep
 from tests.featurize.small_configs import scalar_features
+from tests.featurize.small_nets import Computes
 
 OWN = """
 import torch
@@ -220,7 +223,6 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch):
 def test_transformers_are_made_of_the_fields_of_their_configurations(text, target):
     one = entry(text)
     assert zoo._reading(one).target == target
-    torch.manual_seed(0)
     model = zoo.build(one)
     assert totals(zoo.layers(one)).parameters == sum(p.numel() for p in model.parameters())
     assert torch.isfinite(TrainingStep(model, one, "cpu")(*zoo.batch(one, "cpu")))
@@ -252,7 +254,6 @@ def test_image_models_have_plans_and_train(text):
         module(*zoo.batch(one, "meta")[0])
     assert 2 * totals(zoo.layers(one)).flops == counter.get_total_flops()
     assert torch.isfinite(TrainingStep(zoo.build(one), one, "cpu")(*zoo.batch(one, "cpu")))
-    assert list(dict(module.named_modules()))[1] in ("features", "backbone", "conv_stem")  # the library's own names
 
 
 @installed("timm", "torchvision", "transformers")
@@ -290,3 +291,61 @@ def test_the_group_key_needs_no_model_and_features_have_the_same_columns(nets):
         config(f"{nets}:Pair", "float32[4] int64[5]<10", arguments={"width": 4}),
     )
     assert list(scalar_features(plain)) == list(scalar_features(changed))
+
+
+@installed("timm")
+@pytest.mark.spread(7)
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        ("resnet10t", 64),
+        ("mobilenetv3_small_050", 64),
+        ("vit_tiny_patch16_224", None),
+        ("vit_tiny_patch16_224", 64),
+        ("levit_128s", None),
+        ("beit_base_patch16_224", None),
+        ("swin_tiny_patch4_window7_224", None),
+    ],
+)
+def test_a_plan_has_timms_models_parameters_and_flops(model, size):
+    one = timm.Config(model=model, batch_size=2, image_size=size)
+    with torch.device("meta"):
+        module = timm.build(one)
+    inputs, targets = timm.batch(one, "meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        assert module(*inputs).shape == (2, 1000) and targets.shape == (2,)
+    sums = totals(timm.layers(one))
+    assert sums.parameters == sum(p.numel() for p in module.parameters())
+    assert 2 * sums.flops == counter.get_total_flops()
+
+
+def test_parameters_that_no_layer_holds_are_positions_and_shared_ones_count_once():
+    with torch.device("meta"):
+        layers = {"token": nn.Parameter(torch.zeros(4)), "a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+        layers["b"].weight = layers["a"].weight
+        plan = plan_of_module(Computes(lambda net, x: net.b(net.a(x + net.token)), **layers), (4,))
+    assert [(x.kind, x.output_elements, x.parameters, x.flops) for x in plan] == [
+        ("position", 4, 4, 0),
+        ("linear", 4, 20, 32),
+        ("linear", 4, 4, 32),
+    ]
+
+
+@installed("timm")
+@pytest.mark.parametrize(
+    ("ask", "model", "changes", "message"),
+    [
+        (timm.build, "resnet5O", {}, r"timm 1\S* has no model 'resnet5O'; near names: .*resnet50"),
+        (timm.layers, "levit_128s", {"image_size": 100}, "'levit_128s' does not run on images of 100x100"),
+        (
+            timm.layers,
+            "xcit_nano_12_p16_224",
+            {"image_size": 100},
+            "'xcit_nano_12_p16_224' takes images of 224 pixels only",
+        ),
+        (timm.build, "vgg11", {"activation_checkpointing": True}, "'vgg11' has no activation_checkpointing"),
+    ],
+)
+def test_an_unknown_model_of_timms_is_told_with_near_names_and_a_size_that_does_not_fit(ask, model, changes, message):
+    with pytest.raises(UsageError, match=message), torch.device("meta"):
+        ask(timm.Config(model=model, batch_size=2, **changes))

@@ -96,7 +96,10 @@ def traced(name, rank=0):
     "name",
     with_wide(
         CASES,
-        ("two", "three", "kept", "halves", "kept halves", "checkpointed", "accumulated apart", "adapted", "hybrid"),
+        (
+            *("two", "three", "kept", "halves", "true halves", "kept halves", "checkpointed", "not ahead"),
+            *("accumulated", "accumulated apart", "kept apart", "adapted", "hybrid"),
+        ),
     ),
 )
 def test_bytes_and_collectives_are_those_of_real_flat_ranks(measured, name):

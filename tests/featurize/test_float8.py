@@ -105,28 +105,17 @@ def test_a_converted_module_is_taken_as_it_is_and_the_setting_converts_what_torc
         config = Float8LinearConfig.from_recipe_name("rowwise")
         return convert_to_float8_training(net(), config=config, module_filter_fn=lambda _, name: name != "head")
 
-    by_setting = traced(float8="rowwise")
-    for factory in (converted, converted()):
-        own = traced(factory)
-        assert own.operators == by_setting.operators and own.events == by_setting.events
+    by_setting, own = traced(float8="rowwise"), traced(converted)
+    assert own.operators == by_setting.operators and own.events == by_setting.events
     with pytest.raises(UsageError, match="torchao converted already: leave float8 out"):
         traced(converted, float8="rowwise")
 
 
 def test_products_are_scaled_but_for_the_output_layer_what_is_skipped_and_odd_sizes():
-    def layers(**more):
-        def odd():
-            model = net()
-            model.blocks[2] = Block(WIDTH, 24, norm=False, bias=False)
-            model.blocks.append(nn.Linear(WIDTH, WIDTH))
-            return model
-
-        trace = traced(odd, float8="tensorwise", **more)
-        return {op.module for op in trace.operators if op.name == SCALED_PRODUCT}
-
-    everywhere = {"blocks.0.wide", "blocks.0.narrow", "blocks.1.wide", "blocks.1.narrow", "blocks.3"}
-    assert layers() == everywhere
-    assert layers(float8_skip=("narrow", "blocks.3")) == {"blocks.0.wide", "blocks.1.wide"}
+    odd = net()
+    odd.blocks[2] = Block(WIDTH, 24, norm=False, bias=False)
+    trace = traced(odd, float8="tensorwise", float8_skip=("narrow",))
+    assert {op.module for op in trace.operators if op.name == SCALED_PRODUCT} == {"blocks.0.wide", "blocks.1.wide"}
 
 
 def seconds(device, pipe, size=4096):
@@ -182,10 +171,6 @@ def test_tokens_that_are_no_multiple_of_16_are_refused_with_the_choices(settings
     with pytest.raises(UsageError, match=rf"blocks.0.wide' is given {tokens} tokens .*rowwise_with_gw_hp") as raised:
         traced(batch=24, **settings)
     assert "\n" not in str(raised.value)
-
-
-def test_tokens_may_be_any_number_where_no_8_bit_product_sums_over_them():
-    assert traced(batch=20, float8="rowwise_with_gw_hp").operators
 
 
 def test_without_torchao_the_message_says_what_to_install(monkeypatch):

@@ -61,14 +61,6 @@ def test_a_config_on_one_gpu_keeps_the_hash_that_it_had_before_there_were_others
     assert config_hash(config(parallel="ddp=2")) != config_hash(config())
 
 
-def test_a_wrong_layout_is_a_problem_of_the_config():
-    with pytest.raises(
-        UsageError,
-        match=r"parallel cannot be 'pp=2,ep=2': .*ep divides .* of which there are 1: 2 does not.*; depth must be",
-    ):
-        config(parallel="pp=2,ep=2", depth=0)
-
-
 def test_a_row_of_several_gpus_is_no_label_of_its_config_alone():
     text = canonical_json(config(parallel="ddp=2").to_mapping())
     assert config_of_row(text).ranks == 2

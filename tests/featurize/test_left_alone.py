@@ -17,12 +17,10 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _fully_shard, fully_shard
 from torch.nn.modules import module as hooks
-from torch.optim import optimizer as torch_optimizer
 
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import TraceError, trace_step
-from featurize.training.optimizers import run_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes, linear_then, stops_in_backward
 
@@ -103,24 +101,6 @@ def test_what_a_trace_replaces_is_back_after_it(name, monkeypatch):
     added = [key for key in after.keys() - before.keys() if not isinstance(after[key], ModuleType)]
     assert added == [] and "matmul" not in vars(torch.Tensor)
     assert others_after == others and not dist.is_initialized()
-
-
-@pytest.mark.parametrize("device, replaces", [("cpu", False), ("meta", True)])
-def test_real_training_runs_pytorch_as_it_is(device, replaces):
-    """Another thread may train at the same time."""
-    of_adam, of_all = sys.modules["torch.optim.adam"], torch_optimizer
-    names = ((of_adam, "_get_value"), (of_all, "_get_fused_kernels_supported_devices"))
-    before = [getattr(module, name) for module, name in names]
-    parameter, seen = nn.Parameter(torch.ones(3, device=device)), []
-
-    class Watched(torch.optim.Adam):
-        def step(self, closure=None):
-            seen.extend(getattr(module, name) for module, name in names)
-
-    Watched.__module__ = "torch.optim.adam"
-    run_step(Watched([parameter], foreach=True))
-    assert [one is not other for one, other in zip(seen, before, strict=True)] == [replaces, replaces]
-    assert [getattr(module, name) for module, name in names] == before
 
 
 @pytest.fixture

@@ -120,8 +120,7 @@ def test_each_kind_of_rank_is_traced_and_the_one_that_needs_the_most_stands_for_
     assert {one.parameters for one in alone} == {whole.parameters}
     assert together.pipeline.starts == ("blocks.2", "blocks.4")  # Megatron's
     assert traced(pp=4).pipeline.starts == ("blocks.1", "blocks.3", "blocks.5")  # torchtitan's
-    starts = tuple(f"blocks.{at}" for at in (2, 3, 4))
-    alike = traced(pp=4, stage_starts=starts).pipeline.groups
+    alike = traced(pp=4, stage_starts=("blocks.2", "blocks.3", "blocks.4")).pipeline.groups
     assert [group.ranks for group in alike] == [(0,), (1, 2), (3,)]
 
 

@@ -69,12 +69,6 @@ def test_every_gpu_model_keeps_below_the_least_limit_that_it_takes(name):
     assert (watts <= 1.001 * device.least_limit_w).all() and (longer > 1).all()
 
 
-def test_a_limit_of_a_slice_is_set_on_its_board():
-    board, part = load_device(BOARD), load_device(f"{BOARD}:3g.20gb")
-    half = device_of_user(f"{BOARD}:3g.20gb", board.power_limit_w / 2)
-    assert half.power_cap_w == pytest.approx(part.power_limit_w / 2)
-
-
 @pytest.mark.parametrize(
     "describe, message",
     [

@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from published_models import BATCH, MODELS
-from torch import nn
 
 from featurize.nets.vision import mend_torchvision
 from featurize.operators import cuda_policy
 from featurize.operators.replacing import replaced
 from featurize.recording.values import arguments, call, own_loss, tensors_of
 from featurize.trace.tracer import trace_step
-from tests.featurize.small_nets import Computes
 from tests.featurize.trace_sums import bytes_of
 
 PACKAGES = {"unet2d": "diffusers", "faster_rcnn": "torchvision", "mask_rcnn": "torchvision"}
@@ -113,17 +111,3 @@ def test_a_detectors_samples_reach_their_limits(name):
     if name == "mask_rcnn":
         assert heads["roi_heads.mask_head.0.0"] == BATCH * 128  # the quarter that matches an object
     assert {cuda_policy.PROPOSALS, cuda_policy.MATCHES} <= set(trace.assumed)
-
-
-@pytest.mark.parametrize("length", [16, 20])
-def test_a_masked_fused_attention_is_the_memory_efficient_one_with_an_aligned_bias(length):
-    def attend(net, x, mask):
-        heads = net.line(x).unflatten(-1, (2, 8)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None, :].bool())
-
-    batch = {"x": torch.ones(2, length, 16), "mask": torch.ones(2, length, dtype=torch.long)}
-    model = Computes(attend, line=nn.Linear(16, 16))
-    trace = trace_step(model, batch, loss=lambda y, _: y.float().mean(), precision="bf16")
-    names = [op.name for op in trace.operators if op.phase == "forward"]
-    assert "aten::_scaled_dot_product_efficient_attention" in names
-    assert ("aten::constant_pad_nd" in names) == (length % 8 != 0)

@@ -1,10 +1,13 @@
-"""Linear layers with 4- and 8-bit weights: bytes counted on paper, and the layers that take part."""
+"""Linear layers with 4- and 8-bit weights: bytes counted on paper, the layers that take part, and peft's methods."""
+
+import importlib
 
 import pytest
 import torch
 from torch import nn
 
 from conf.errors import UsageError
+from featurize.nets.vision import import_library
 from featurize.operators.own_operators import Linear4Bit, Linear8Bit, quantize
 from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
@@ -114,3 +117,92 @@ def test_a_model_without_adapters_is_frozen_where_it_is_quantized():
 def test_mistakes_are_named(build, settings, message):
     with pytest.raises(UsageError, match=message):
         trace_step(build, batch, settings=Training(**settings))
+
+
+BLOCKS, HIDDEN, INNER, VOCABULARY, TOKENS = 2, 128, 256, 500, 32
+
+
+def base():
+    transformers = import_library("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def traced_llama(build, **settings):
+    tokens = torch.zeros((2, TOKENS), dtype=torch.long, device="meta")
+    return trace_step(
+        lambda: Computes(lambda net, x: net.model(input_ids=x, labels=x), model=build()),
+        tokens,
+        torch.zeros((), device="meta"),
+        lambda out, _target: out.loss,
+        settings=Training(optimizer="adamw", **settings),
+        training_loop=False,
+    )
+
+
+METHODS = {
+    "lora": ("LoraConfig", {"r": 8, "target_modules": ["q_proj", "v_proj"]}),
+    "dora": ("LoraConfig", {"r": 8, "target_modules": ["q_proj", "v_proj"], "use_dora": True}),
+    "ia3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 8}),
+    "prefix": ("PrefixTuningConfig", {"num_virtual_tokens": 8}),
+    "adapter": ("AdaptionPromptConfig", {"adapter_len": 8, "adapter_layers": 2}),
+}
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_of_peft_has_state_for_what_it_trains_and_takes_quantized_weights(method):
+    peft = pytest.importorskip("peft")
+    name, arguments = METHODS[method]
+
+    def build():
+        return peft.get_peft_model(base(), getattr(peft, name)(task_type="CAUSAL_LM", **arguments))
+
+    trained = sum(p.numel() * p.element_size() for p in build().parameters() if p.requires_grad)
+    plain, quantized = traced_llama(build), traced_llama(build, quantize="nf4-dq")
+    assert bytes_of(plain, "optimizer_state") == bytes_of(quantized, "optimizer_state") == 2 * trained
+    linear = BLOCKS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * INNER)
+    assert bytes_of(plain, "parameter") - bytes_of(quantized, "parameter") == 2 * linear - linear // 2
+
+
+def test_prefix_tuning_with_checkpointing_is_refused_in_one_message():
+    """peft refuses it where checkpointing is on before `get_peft_model`; switched on after, the model itself fails."""
+    peft = pytest.importorskip("peft")
+
+    def build():
+        return peft.get_peft_model(base(), peft.PrefixTuningConfig(num_virtual_tokens=8, task_type="CAUSAL_LM"))
+
+    with pytest.raises(UsageError, match="prefix tuning does not work with checkpointing"):
+        traced_llama(build, checkpointing="full")
+
+
+@pytest.mark.parametrize(
+    ("settings", "runs"),
+    [({"checkpointing": "full"}, 2 * BLOCKS), ({"checkpointing": "full", "checkpoint_every": 2}, BLOCKS + 1)],
+)
+def test_transformers_models_are_checkpointed_by_their_switch_and_by_their_blocks(settings, runs):
+    attention = [op for op in traced_llama(base, **settings).operators if "flash_attention" in op.name]
+    assert sum(not op.name.endswith("_backward") for op in attention) == runs
+
+
+def test_layers_of_the_real_bitsandbytes_are_traced_on_meta():
+    pytest.importorskip("bitsandbytes")
+    layers = importlib.import_module("bitsandbytes.nn")
+
+    def of(frozen):
+        return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), frozen, nn.Linear(HIDDEN, 4))
+
+    inputs = torch.empty(8, HIDDEN, device="meta")
+    by_package = trace_step(lambda: of(layers.LinearNF4(HIDDEN, HIDDEN, bias=False)), inputs, settings=Training())
+    plain = nn.Linear(HIDDEN, HIDDEN, bias=False).requires_grad_(False)
+    by_setting = trace_step(lambda: of(plain), inputs, settings=Training(quantize="nf4-dq"))
+    assert by_package.events == by_setting.events

@@ -87,30 +87,6 @@ class CountsInHook(Plain):
         self.line.register_forward_hook(lambda _module, _args, y: y if calls[-1] % 2 else y * 2)
 
 
-class Goes(Plain):
-    """An iterator cannot be looked into."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = None
-
-    def forward(self, x):
-        self.numbers = self.numbers or (number for number in range(1, 10))
-        return self.more(x, next(self.numbers))
-
-
-class Grows(Plain):
-    """Each step finds, and leaves, one more row."""
-
-    rows = None
-
-    def forward(self, x):
-        y = super().forward(x)
-        row = y[:1].detach().clone()
-        self.rows = row if self.rows is None else torch.cat([self.rows, row])
-        return y
-
-
 class KeepsOutput(Plain):
     def __init__(self):
         super().__init__()
@@ -128,8 +104,6 @@ KEEP = (
     CountsInGlobal,
     CountsOnHost,
     CountsInHook,
-    Goes,
-    Grows,
     KeepsOutput,
 )
 
@@ -168,13 +142,6 @@ def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_lo
 def test_that_no_target_is_given_changes_nothing(model):
     """A first call of the model, which shows its output, is none of the job's."""
     assert in_order(traced(model, True)) == in_order(traced(model, True, target=None))
-
-
-def test_lazy_parameters_are_made_before_the_first_step():
-    def lazy():
-        return nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
-
-    assert traced(lazy, True).parameters == traced(lazy, True, target=None).parameters == 3 * 64 * 5 + 5
 
 
 @pytest.mark.parametrize("model, passes", [(Plain, 1), *((model, 2) for model in KEEP)])

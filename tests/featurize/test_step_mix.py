@@ -88,11 +88,3 @@ def test_the_peak_of_a_mix_is_that_of_the_longest_alone_and_the_mix_reserves_at_
 
 def test_batches_of_one_shape_are_the_plain_trace():
     assert mix([64] * 5) == alone(64)
-
-
-def test_masks_that_are_all_ones_and_others_are_different_batches():
-    padded = tokens(64)
-    padded["attention_mask"][0, -1] = 0
-    ids = {**tokens(64), "input_ids": torch.full((4, 64), 7)}
-    trace = trace_step(gpt, None, batches=[tokens(64), padded, ids])
-    assert trace.mix.shapes == 2 and trace.mix.order[:3] == (0, 1, 0)

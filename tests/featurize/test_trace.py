@@ -79,17 +79,6 @@ def test_sgd_peaks_in_the_backward_pass_with_the_activations_it_still_needs():
     assert trace.breakdown["temporary"] == hidden + 4
 
 
-def test_forward_and_backward_flops_are_those_of_the_matrix_products():
-    trace = trace_step(mlp, vectors)
-    products = {
-        phase: sum(op.flops for op in trace.operators if op.phase == phase and op.name in ("aten::mm", "aten::addmm"))
-        for phase in ("forward", "backward")
-    }
-    layers = [2 * BATCH * WIDTH * HIDDEN, 2 * BATCH * HIDDEN * CLASSES]
-    assert products["forward"] == sum(layers)
-    assert products["backward"] == layers[0] + 2 * layers[1]  # the batch needs no gradient
-
-
 @pytest.mark.parametrize(
     ("precision", "device", "mask", "kernel"),
     [
@@ -171,9 +160,6 @@ def test_cublas_takes_a_workspace_once_in_each_of_its_two_threads():
 def test_in_a_training_loop_the_next_batch_is_there_before_the_last_is_given_back():
     batch = BATCH * (WIDTH * 4 + 8)
     loop, single = (trace_step(mlp, vectors, training_loop=loop) for loop in (True, False))
-    of_batches = [(e.step, e.nbytes) for e in loop.events if loop.blocks[e.block].kind == "batch"]
-    inputs, targets = BATCH * WIDTH * 4, BATCH * 8
-    assert of_batches == [(1, inputs), (1, targets), (2, inputs), (2, targets), (2, -inputs), (2, -targets)]
     assert max(alive(loop, i)["batch"] for i in range(len(loop.events))) == 2 * batch
     assert bytes_of(single, "batch") == batch
 

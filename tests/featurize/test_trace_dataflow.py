@@ -107,22 +107,6 @@ def test_sources_are_the_operators_that_made_the_inputs():
     ]
 
 
-def test_views_hand_their_source_on_and_an_in_place_operator_becomes_the_source():
-    def forward(lin, x):
-        y = lin(x)  # 0
-        y.mul_(2.0)  # 1: reads 0
-        y[:2].add_(1.0)  # 2: of a part of it
-        return y.t() * y.view(WIDTH, N)  # 3
-
-    trace = summed(forward)
-    assert [(op.name, op.sources) for op in trace.operators[:4]] == [
-        ("aten::mm", (BATCH, -1)),
-        ("aten::mul_", (0,)),
-        ("aten::add_", (1,)),
-        ("aten::mul", (2, 2)),
-    ]
-
-
 # What the same nets do on the CPU, which adds gradients up as a GPU does (counted with torch.profiler).
 @pytest.mark.parametrize(
     "function, additions",

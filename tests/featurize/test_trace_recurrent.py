@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from featurize.device.device_spec import load_device
 from featurize.operators.library_calls import workspace_bytes
@@ -84,18 +83,6 @@ def test_autocast_runs_cudnn_in_fp16(precision):
     assert {op.dtype for op in trace.operators if "rnn" in op.name} == {"float16"}
     assert blocks(trace, "aten::_cudnn_rnn")[-1] == 736_000_000 // 2
     assert bytes_of(trace, "gradient") == 2 * trace.parameter_bytes  # wide again
-
-
-def test_packed_sequences_take_what_their_steps_need():
-    def packed(net, x):
-        return net.head(net.rnn(PackedSequence(x, torch.tensor([3, 2, 1])))[0].data.mean(0, keepdim=True))
-
-    def model():
-        return Computes(packed, rnn=nn.GRU(INPUT, HIDDEN, LAYERS), head=nn.Linear(HIDDEN, 10))
-
-    trace = trace_step(model, (torch.empty(6, INPUT, device="meta"),), optimizer="sgd")
-    output, *_, reserve = blocks(trace, "aten::_cudnn_rnn")
-    assert (output, reserve) == (4 * 6 * HIDDEN, 4 * 6 * HIDDEN * (6 * LAYERS + LAYERS - 1))
 
 
 def test_layers_in_bfloat16_are_none_of_cudnns():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from conf.errors import UsageError
-from featurize.cudnn.signature import EnginePlan, OracleAnswer, SearchSettings, require_signature
+from featurize.cudnn.signature import EnginePlan, OracleAnswer, SearchSettings
 from featurize.device.device_spec import load_device
 from featurize.memory.cudnn_workspaces import (
     convolution_workspaces,
@@ -65,15 +65,6 @@ def test_a_transposed_convolution_is_the_gradient_of_its_mirror():
     assert [s.operation for s in of_transposed] == ["data_gradient", "forward", "weight_gradient"]
     assert {s.image for s in of_transposed} == {(2, 32, 32, 32)}
     assert {s.response for s in of_transposed} == {(2, 64, 16, 16)}
-
-
-def test_depthwise_layers_in_fp32_are_not_cudnns_and_grouped_ones_are():
-    depthwise, _ = calls_of(nn.Conv2d(64, 64, 3, groups=64))
-    assert depthwise[0].convolution is None
-    half, _ = calls_of(nn.Conv2d(64, 64, 3, padding=1, groups=64), precision="fp16")
-    assert half[0].convolution.groups == 64
-    grouped, _ = calls_of(nn.Conv2d(64, 64, 3, groups=4))
-    assert grouped[0].convolution.groups == 4 and require_signature(grouped[0].convolution)
 
 
 def test_answers_take_the_place_of_guesses_and_say_so():

@@ -1,4 +1,4 @@
-"""Families that look rows up: the tables of `dlrm` and the graphs of `gnn`, on the CPU and in the trace."""
+"""What families compute: tables of `dlrm`, graphs of `gnn`, images of `diffusion`, `unet` and `vit`."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -6,9 +6,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 from family_table import FAMILY
+from plan_checks import (
+    on_meta,
+)
 
 from featurize.device.device_spec import load_device
-from featurize.families import dlrm, gnn
+from featurize.families import diffusion, dlrm, gnn, layers_of, loss_of, timm, unet, vit
 from featurize.nets.modules import AttentionConvolution, GraphConvolution, SampleConvolution
 from featurize.timing.overlap import simulate
 from featurize.trace.tracer import trace_config
@@ -42,13 +45,6 @@ def test_the_top_layers_read_the_dot_product_of_every_pair():
     vectors = [module.bottom(dense), *(t.weight[i].sum(1) for t, i in zip(module.tables, indices, strict=True))]
     pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(4) for j in range(i)]
     torch.testing.assert_close(seen[0], torch.cat([vectors[0], torch.stack(pairs, 1)], 1))
-
-
-def test_the_traced_loss_is_the_binary_cross_entropy_of_the_logits():
-    assert "aten::binary_cross_entropy_with_logits" in {op.name for op in trace_config(DLRM).operators}
-    logits, targets = torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0])
-    torch.testing.assert_close(dlrm.loss(DLRM)(logits, targets), -logits.sigmoid().log().mean())
-    assert dlrm.batch(DLRM, "cpu")[1].unique().tolist() in ([0.0], [1.0], [0.0, 1.0])
 
 
 def test_sparse_gradients_train_to_the_same_weights():
@@ -88,20 +84,6 @@ over_operators = pytest.mark.parametrize("operator", gnn.OPERATORS)
 over_published = pytest.mark.skipif(find_spec("torch_geometric") is None, reason="torch_geometric is not installed")
 
 
-@over_operators
-def test_graphs_of_a_batch_are_joined_without_an_edge_between_them(operator):
-    config = replace(GNN, operator=operator, heads=2, dropout=0.0)
-    torch.manual_seed(0)
-    module = gnn.build(config)
-    (features, edges), targets = gnn.batch(config, "cpu")
-    assert features.shape == (40, 6) and edges.shape == (2, 120) and targets.shape == (40,)
-    assert edges.min() >= 0 and edges.max() < 40 and torch.equal(edges[0] // 20, edges[1] // 20)
-    before = module(features, edges)
-    features[:20] += 1
-    after = module(features, edges)
-    assert torch.equal(before[20:], after[20:]) and not torch.equal(before[:20], after[:20])
-
-
 @over_published
 @over_operators
 def test_convolutions_compute_what_pytorch_geometrics_do(operator):
@@ -120,3 +102,65 @@ def test_convolutions_compute_what_pytorch_geometrics_do(operator):
         theirs, own = GATConv(6, 4, heads=2), AttentionConvolution(6, 8, 2)
         own.project, own.as_source, own.as_target, own.bias = theirs.lin, theirs.att_src, theirs.att_dst, theirs.bias
     torch.testing.assert_close(own(features, edges), theirs(features, edges))
+
+
+DIFFUSION, UNET = (FAMILY[name].small for name in ("diffusion", "unet"))
+
+
+# -- diffusion
+
+
+def test_the_noise_depends_on_the_timestep_and_every_place_on_every_other():
+    torch.manual_seed(0)
+    module = diffusion.build(DIFFUSION).eval()
+    (images, steps), noise = diffusion.batch(DIFFUSION, "cpu")
+    assert noise.shape == images.shape == module(images, steps).shape and noise.is_floating_point()
+    assert steps.dtype == torch.int64 and steps.shape == (2,) and steps.max() < diffusion.TIMESTEPS
+    assert not torch.allclose(module(images, steps), module(images, steps + 100))
+    images.requires_grad_()
+    (grad,) = torch.autograd.grad(module(images, steps)[0, :, 0, 0].sum(), images)
+    assert (grad[0].abs().sum(0) > 0).all() and not grad[1].any()
+
+
+# -- unet
+
+
+def test_the_decoder_reads_the_encoders_map_of_the_same_size():
+    module, joined = on_meta(replace(UNET, depth=3)), []
+    for level in module.decoder:
+        level.register_forward_pre_hook(lambda _, args: joined.append(tuple(args[0].shape[1:])))
+    module(*unet.batch(UNET, "meta")[0])
+    assert joined == [(32, 4, 4), (16, 8, 8), (8, 16, 16)]
+
+
+def test_the_classes_are_the_second_dimension_also_where_there_are_as_many_as_pixels_a_side():
+    config = replace(UNET, classes=16)
+    logits, targets = torch.randn(2, 16, 16, 16), torch.zeros(2, 16, 16, dtype=torch.long)
+    expected = -logits.log_softmax(dim=1)[:, 0].mean()
+    torch.testing.assert_close(loss_of(config)(logits, targets), expected)
+    assert any(op.name == "aten::nll_loss2d_forward" for op in trace_config(config).operators)
+
+
+# -- vit
+
+
+BASE = vit.Config(
+    batch_size=2,
+    image_size=224,
+    patch_size=16,
+    classes=1000,
+    embedding_size=768,
+    heads=12,
+    depth=12,
+    feed_forward=3072,
+)
+
+
+@pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
+def test_plan_and_trace_are_those_of_timms_model():
+    tiny = replace(BASE, embedding_size=192, heads=3, feed_forward=768, precision="bf16")
+    theirs = timm.Config(batch_size=2, model="vit_tiny_patch16_224", precision="bf16")
+    assert layers_of(tiny) == timm.layers(theirs)
+    own, other = trace_config(tiny), trace_config(theirs)
+    assert own.breakdown == pytest.approx(other.breakdown, rel=1e-3, abs=2**17)
+    assert own.flops == pytest.approx(other.flops, rel=1e-3)
