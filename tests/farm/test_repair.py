@@ -99,6 +99,7 @@ def is_well_after(folder, queue, indexes):
     return is_well(folder, queue)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("torn", [b"", b"garbage", None])
 def test_a_damaged_run_goes_aside_and_its_task_runs_again(ran, queue, torn):
     path = one(ran, "runs", f"{JOB}-000003.parquet")
@@ -224,7 +225,7 @@ def test_samples_count_once_after_a_repair_that_follows_compactions(ran, queue):
     assert is_well_after_compactions(ran, queue)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("step", range(1, 12))
 def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran, queue, monkeypatch, step):
     lose_one_run(ran)

@@ -247,7 +247,7 @@ def settle(folder, runs, families=("cnn",)):
     assert {len(files(folder, kind, family)) for kind in KINDS for family in families} == {1}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("families", "runs", "compactions", "step"),
     [

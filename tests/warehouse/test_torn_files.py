@@ -82,7 +82,7 @@ def plant(folder, kind, name, hidden, table=None):
     Listing(listing_file(folder, kind, name), f"family=cnn/{name}", tuple(hidden), 1.0).write()
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("how", ["empty", "cut", "garbage", "flipped"])
 @pytest.mark.parametrize(
     ("kind", "counts"), [("runs", (9, 20, 9)), ("telemetry", (10, 18, 10)), ("jobs", (10, 20, None))]

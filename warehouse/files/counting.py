@@ -17,7 +17,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,10 +67,10 @@ class Judgement:
     lost: tuple[str, ...] = ()  # a line for each unreadable listing: rows may be missing or duplicated
 
     @classmethod
-    def of(cls, listings: Iterable[Listing], hides: Callable[[Listing], bool] = lambda listing: True) -> Judgement:
-        """Return the judgement with every listing valid; a listing for which `hides` is false hides nothing."""
-        listed = {listing.merged: listing for listing in listings}
-        return cls(listed, frozenset().union(*(listing.hidden for listing in listed.values() if hides(listing))))
+    def of(cls, listings: Sequence[Listing], hiding: Sequence[Listing] | None = None) -> Judgement:
+        """Return the judgement with every listing valid; those of `hiding`, by default all, hide files."""
+        names = (listing.hidden for listing in (listings if hiding is None else hiding))
+        return cls({listing.merged: listing for listing in listings}, frozenset().union(*names))
 
 
 def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None = None) -> Judgement:
@@ -82,7 +82,8 @@ def judge(folder: DataFolder, kind: str, left_out: Callable[[Path], bool] | None
     believed, lost = _find_valid(folder, kind)
     root = folder.root / kind
     is_left_out = _is_damaged if left_out is None else left_out
-    judgement = Judgement.of(believed, lambda listing: holder_of(root, listing, believed, is_left_out) is not None)
+    hiding = [listing for listing in believed if listing.hidden and holder_of(root, listing, believed, is_left_out)]
+    judgement = Judgement.of(believed, hiding)
     return dataclasses.replace(judgement, lost=_lost_listing_lines(lost, judgement)) if lost else judgement
 
 
@@ -94,7 +95,7 @@ def counting_merged_names(folder: DataFolder, kind: str, family: str) -> frozens
     """
     root = folder.root / kind
     listings = [listing for listing in _find_valid(folder, kind, family)[0] if (root / listing.merged).exists()]
-    intact = Judgement.of(listing for listing in listings if _merged_damage(root / listing.merged) is None)
+    intact = Judgement.of([listing for listing in listings if _merged_damage(root / listing.merged) is None])
     return frozenset(map(os.path.basename, intact.listed.keys() - intact.hidden))
 
 
@@ -123,11 +124,9 @@ def lost_merged_files(folder: DataFolder, kind: str) -> list[Listing]:
 
     Safe beside a compaction, which removes the listing of a merged file before it forgets what replaced that file.
     """
-    lost = _listed_and_gone(folder, kind)
-    if lost:  # look again: a compaction may have run between reading listings and files
-        again = {(listing.file, listing.merged) for listing in _listed_and_gone(folder, kind)}
-        lost = [listing for listing in lost if (listing.file, listing.merged) in again]
-    return lost
+    lost = {listing.merged for listing in _listed_and_gone(folder, kind)}
+    # Look again: a compaction may have run between reading listings and files.
+    return [listing for listing in _listed_and_gone(folder, kind) if listing.merged in lost] if lost else []
 
 
 def lost_line(folder: DataFolder, kind: str, listing: Listing) -> str:
@@ -236,7 +235,7 @@ def _known_sources(merged: Path) -> tuple[str, ...]:
 
 
 def _is_sound(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> bool:
-    not_held = _hidden_and_not_held(folder.root / kind, listing, listings)
+    not_held = _hidden_and_not_held(folder.root / kind, listing, listings) if listing.hidden else ()
     if not_held:
         others = f" and {len(not_held) - 1} more files" if len(not_held) > 1 else ""
         warn_once(
@@ -273,7 +272,7 @@ def _foreign(listing: Listing) -> tuple[str, ...]:
 
 def _doubtful(merged: Path, listing: Listing) -> tuple[str, ...]:
     """Return the hidden names whose content must be read to decide whether the merged file holds their run."""
-    held = _ids(merged) if listing.hidden else frozenset()
+    held = _ids(merged)
     return tuple(name for name in listing.hidden if os.path.basename(name).removesuffix(".parquet") not in held)
 
 
@@ -443,18 +442,13 @@ def _unheld_ids(
     return unheld
 
 
-@dataclass
-class Unproven:
-    """Files that a listing hides and that must not be deleted, with the reasons by name."""
-
-    unheld: dict[str, str] = field(default_factory=dict)  # no file that counts holds their runs
-    unreadable: dict[str, str] = field(default_factory=dict)
-
-
-def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> Unproven:
+def unproven_sources(
+    folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return the files that a listing hides without proof that its merged file, or one that replaced that, holds them.
 
-    Deleted files need no proof. Raises `Unreadable` for a damaged merged file that no intact one replaced,
+    Those whose runs no file that counts holds, and those that cannot be read, each with the reason by name. Deleted
+    files need no proof. Raises `Unreadable` for a damaged merged file that no intact one replaced,
     `FileNotFoundError` for a missing one.
     """
     root = folder.root / kind
@@ -462,7 +456,8 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
     family = path.parent.name.removeprefix("family=")
     partition = path.parent.name + "/"
     existing = {f"{partition}{name}" for name in os.listdir(path.parent)}
-    unproven = Unproven(dict.fromkeys(_foreign(listing), "it is of another family"))
+    unheld = dict.fromkeys(_foreign(listing), "it is of another family")
+    unreadable: dict[str, str] = {}
     for name in listing.hidden:
         if name not in existing or Path(name).stem in held:
             continue
@@ -472,13 +467,13 @@ def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: 
             continue
         except Unreadable as error:
             if name not in _known_sources(path):  # else it was intact when it was merged
-                unproven.unreadable[name] = str(error)
+                unreadable[name] = str(error)
             continue
         if missing:
             missing = _unheld_ids(folder, kind, family, missing, listings)
         if missing:
-            unproven.unheld[name] = f"{len(missing):,} of its runs are not there"
-    return unproven
+            unheld[name] = f"{len(missing):,} of its runs are not there"
+    return unheld, unreadable
 
 
 def _proof(root: Path, listing: Listing, listings: Sequence[Listing]) -> tuple[Path, set[str]]:
@@ -526,19 +521,19 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
             settled.append(listing)
             continue
         try:
-            unproven = unproven_sources(folder, kind, listing, listings)
+            unheld, unreadable = unproven_sources(folder, kind, listing, listings)
         except (Unreadable, FileNotFoundError) as error:
             report.left_alone(merged, f"{error}; the files that it replaced stay")
             continue
-        for name, why in unproven.unreadable.items():
+        for name, why in unreadable.items():
             report.left_alone(folder.root / kind / name, why)
-        if unproven.unheld:
-            example, why = next(iter(unproven.unheld.items()))
+        if unheld:
+            example, why = next(iter(unheld.items()))
             report.problems.append(
-                f"{listing.file} hides {len(unproven.unheld):,} files whose runs {listing.merged} "
+                f"{listing.file} hides {len(unheld):,} files whose runs {listing.merged} "
                 f"does not hold, as {example} ({why}); they count again"
             )
-            hidden_now = tuple(name for name in listing.hidden if name not in unproven.unheld)
+            hidden_now = tuple(name for name in listing.hidden if name not in unheld)
             listing = dataclasses.replace(listing, hidden=hidden_now)
             listing.write()
         settled.append(listing)
