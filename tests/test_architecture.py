@@ -178,6 +178,7 @@ def test_nothing_imports_the_modules_that_are_commands_only():
         f"{path.relative_to(ROOT)} imports {name}"
         for folder in (*ALLOWED, "infra", "tests")
         for path in modules(folder)
+        if any(name in path.read_text("utf-8") for name in COMMANDS_ONLY)  # parsing all tests takes seconds
         for name in imports(path)
         if name in COMMANDS_ONLY
     ]
