@@ -251,8 +251,8 @@ def test_nodes_and_edges_of_a_small_net():
     assert first["log_readers"] == pytest.approx(math.log2(3))
     assert (first["in_forward"], first["in_backward"], last["in_backward"]) == (1, 0, 1)
     assert (first["dtype_bytes"], last["dtype_bytes"]) == (4, 2)
-    depths = [row(graph, place)["depth"] for place in range(4)]
-    assert depths == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    for name in ("depth", "position"):
+        assert [row(graph, place)[name] for place in range(4)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert [2 ** first[f"log_{name}"] - 1 for name in ("batch", "m", "n", "k")] == pytest.approx([1, 4, 3, 8])
     assert last["has_dims"] == last["log_m"] == 0
 
