@@ -195,13 +195,20 @@ def _is_used(path: Path) -> bool:
 
 
 def _empty(folder: int) -> None:
-    """Delete everything in a folder through its descriptor, which no link can redirect."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == OWNER_FILE):  # the owner file last
+    """Delete everything in a folder through its descriptor, which no link can redirect.
+
+    The owner file goes last, and stays beside what a process that still ends has written meanwhile: without it, the
+    next sweep would leave the folder alone for a day.
+    """
+    for entry in os.scandir(folder):
         with contextlib.suppress(OSError):
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.name, ignore_errors=True, dir_fd=folder)
-            else:
+            elif entry.name != OWNER_FILE:
                 os.unlink(entry.name, dir_fd=folder)
+    if os.listdir(folder) == [OWNER_FILE]:
+        with contextlib.suppress(OSError):
+            os.unlink(OWNER_FILE, dir_fd=folder)
 
 
 SESSION_VARIABLE = "GPUFARM_SESSION"  # its value: the identity of the dispatcher, as `conf.files.identity` makes it

@@ -219,6 +219,15 @@ def test_a_folder_without_an_owner_or_of_an_earlier_boot_stays_for_a_day(base, o
     assert sweep_folders([base], now=made + DAY_S + 60) == [path]
 
 
+def test_a_folder_that_a_process_still_writes_into_goes_with_the_next_sweep(base, dead, monkeypatch):
+    path = folder_of(base, dead, "gpufarm-ray-1")
+    (path / "session").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda name, **options: (path / name / "agent.log").write_text("ending"))
+        assert sweep_folders([base], now=0.0) == []
+    assert sweep_folders([base], now=0.0) == [path] and not path.exists()
+
+
 def test_no_link_is_followed(base, dead, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
