@@ -8,6 +8,7 @@ import json
 import pytest
 
 from learn.estimators import hybrid, protocol, tabular
+from learn.rows import step_store
 from tests.learn.learn_rows import run_estimate
 from tests.learn.script_server import PreparedRunner, script_server
 
@@ -18,6 +19,7 @@ def few_trees():
         patch.setattr(tabular.LightGBMEstimator, "rounds", 50)
         for name in ("_MEMORY", "_OTHERS"):
             patch.setattr(hybrid, name, dataclasses.replace(getattr(hybrid, name), rounds=60))
+        patch.setattr(step_store, "_START_S", 1e6)  # a few dozen jobs are traced here, also on a busy machine
         yield
 
 

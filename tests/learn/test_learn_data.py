@@ -30,6 +30,11 @@ def test_labels_are_those_of_ok_runs_and_out_of_memory_is_a_bound(data):
     assert dict(rows.counts) == {"ok": 40, "oom": 6, "crashed": 2, "timeout": 1, "invalid": 1}
     assert len(rows.exact) == 40
     assert not load_rows(data, "drama").censored.any(), "out-of-memory says nothing of utilization"
+    write_batch(data, configs[:5], statuses=["oom"] * 5, job="host", oom_kind="host")
+    write_batch(data, configs[:3], statuses=["oom"] * 3, job="share", memory_fraction=0.25)
+    again = load_rows(data, "memory")
+    assert len(again) == 46 + 3, "the host's memory is no bound on the device's"
+    assert set(again.label[again.censored]) == {40_326.0, 0.25 * 40_326.0} and again.ceiling_mib == 40_326.0
 
 
 def test_mixed_sources_are_refused_with_counts_and_the_way_to_choose(data):

@@ -5,9 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from conf.errors import EnvironmentProblem, UsageError
-from featurize.families import timm
-from featurize.nets import vision
+from conf.errors import UsageError
 from featurize.recording.skeleton import build_on_meta
 from featurize.training.training_step import cross_entropy
 from learn.fitting.published_jobs import KNOWN_MODELS, case_of, config_of, known_workload
@@ -105,10 +103,3 @@ def test_every_known_model_trains_a_step(name):
     step_on_meta(workload)
     (inputs,), _ = workload.batch("meta")
     assert inputs.dtype != torch.int64 or inputs.shape == (2, 512), "tokens as long as published"
-
-
-def test_a_library_that_is_missing_is_told_with_how_to_get_it(monkeypatch):
-    timm.defaults.cache_clear()
-    monkeypatch.setattr(vision.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentProblem, match=r"timm is not installed.*pip install --no-deps timm"):
-        workload_of(timm_row("resnet10t")).batch("meta")

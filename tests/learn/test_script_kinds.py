@@ -134,6 +134,7 @@ def check_same(command, make, inputs, settings):
     return script
 
 
+@pytest.mark.wide
 def test_a_plain_loop_with_a_gradient_scaler_is_estimated_as_its_module(tmp_path):
     script = check_same("plain_amp --amp fp16", RESNET18, IMAGES, {"precision": "fp16"})
     assert script.warnings[0] == "the script trains with adam, fp16, 8 samples in a forward pass"
@@ -224,6 +225,7 @@ def test_a_module_of_a_package_runs_with_its_arguments(tmp_path):
     assert estimate_script(["python", "-m", "mine.train", "16"], estimator="trace").parameters == 16 * 4 + 4
 
 
+@pytest.mark.wide
 def test_a_hydra_application_imports_its_own_packages_of_this_projects_names():
     command = ["python", str(SCRIPTS / "hydra_app" / "train.py"), "batch=16"]
     script = estimate_script(command, estimator="trace")
