@@ -81,6 +81,7 @@ def test_a_convolution_is_a_product_for_each_result_and_the_first_layer_has_no_i
     assert kernels["depthwise_convolution_data"] == kernels["depthwise_convolution_weight"] == 1
     assert kernels["grouped_general_convolution_data"] == 1
     assert kernels["batch_norm"] == kernels["batch_norm_backward"] == 1
+    assert 2 * 4 * 8 * 64 * 32 * 32 in kernel_calls(small_cnn.operators).nbytes  # a bias reads and writes the output
 
 
 def test_the_units_follow_the_type_and_the_settings(small_cnn):
