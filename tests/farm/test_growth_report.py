@@ -242,14 +242,6 @@ def test_an_earlier_night_whose_records_cannot_be_read_is_noted_and_left_out(nig
     assert "2026-11-19" in note and "held_out must be" in note and note in page.text
 
 
-def test_a_folder_without_runs_has_a_report(nights):
-    nights.begin()
-    report, page = written(nights)
-    assert report["rows"]["counts"] == [] and report["rows"]["source"] == "" and report["changed"] is None
-    shown = ("There is no run yet", "No canary was compared", "No dry run")
-    assert [text for text in shown if text not in page.text] == []
-
-
 def test_errors_on_labels_that_the_model_s_own_trace_simulated_are_not_figures(nights):
     own = learned("first", error=0.0)
     own["figures"] = {"current": None, "candidate": {**own["figures"]["candidate"], "own_labels": True}}

@@ -156,13 +156,6 @@ def test_one_job_in_detail_shows_its_space_settings_and_errors(call, queue):
     assert "task 0, attempt 1 (crashed): [red]boom[/red]" in out
 
 
-@pytest.mark.parametrize("module", [status, cancel])
-def test_an_unknown_job_exits_with_2_and_the_known_ones(call, queue, module):
-    submit(queue)
-    code, _, err = call(module, "job=cnn-1")
-    assert (code, err) == (2, "error: unknown job 'cnn-1'; known: mlp-00c0ffee\n")
-
-
 def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, queue, dispatcher):
     submit(queue)
     submit(queue, "mlp-0badcafe")

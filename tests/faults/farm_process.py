@@ -9,6 +9,7 @@ import sys
 
 import psutil
 
+from conf.files.identity import identity
 from farm.queue.leftovers import SESSION_VARIABLE
 from tests.surroundings import PATIENCE_S, await_
 from warehouse.reading.connection import connect
@@ -39,12 +40,7 @@ class Farm:
             text=True,
             start_new_session=True,
         )
-
-    @property
-    def marker(self):
-        from conf.files.identity import identity
-
-        return identity(self.process.pid)
+        self.marker = identity(self.process.pid)
 
     def wait(self):
         """(exit code, everything it printed)."""
@@ -71,14 +67,9 @@ class Farm:
         marked = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(SESSION_VARIABLE) == self._marker and process.pid != self.process.pid:
+                if process.environ().get(SESSION_VARIABLE) == self.marker and process.pid != self.process.pid:
                     marked.append(process)
         return marked
-
-    def remember(self):
-        """Note the marker while the dispatcher lives."""
-        self._marker = self.marker
-        return self
 
     def trials(self):
         """The trials that run now: each is the child of a keeper, and this of a trial server."""
@@ -128,23 +119,14 @@ def kill(processes):
             process.send_signal(signal.SIGKILL)
 
 
-def check_jobs(data, tasks):
-    """Every task of every job has exactly one visible run; `tasks`: of each job, in any order. Runs by status."""
+def check_jobs(data, *tasks):
+    """Every task of every job has exactly one visible run, and telemetry belongs to visible runs; `tasks`: of each job,
+    in any order. Runs by status."""
     with contextlib.closing(connect(data)) as connection:
         rows = connection.execute(
             "SELECT count(*), count(DISTINCT run_id), count(DISTINCT task_index) FROM runs GROUP BY job_id"
         ).fetchall()
         assert sorted(rows) == sorted((count, count, count) for count in tasks)
-        return dict(connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall())
-
-
-def check_complete(data, tasks):
-    """Every task has exactly one visible run, every file is readable, telemetry belongs to visible runs."""
-    with contextlib.closing(connect(data)) as connection:
-        rows = connection.execute("SELECT task_index, count(*) FROM runs GROUP BY ALL ORDER BY ALL").fetchall()
-        assert rows == [(index, 1) for index in range(tasks)]
-        orphans = connection.execute(
-            "SELECT count(*) FROM telemetry WHERE run_id NOT IN (SELECT run_id FROM runs)"
-        ).fetchone()[0]
-        assert orphans == 0
+        orphans = "SELECT count(*) FROM telemetry WHERE run_id NOT IN (SELECT run_id FROM runs)"
+        assert connection.execute(orphans).fetchone() == (0,)
         return dict(connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL").fetchall())

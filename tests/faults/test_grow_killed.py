@@ -72,7 +72,7 @@ def undisturbed(tmp_path_factory):
 def test_killed_at_every_line(tmp_path, undisturbed):
     root = tmp_path / "data"
     for count in range(1, 2 + 2 * len(STEPS)):
-        farm = Farm(root, *GROW, "cluster=inline").remember()
+        farm = Farm(root, *GROW, "cluster=inline")
         await_(lambda farm=farm, count=count: lines(root) >= count or farm._ended(), f"line {count}")
         farm.process.kill()
         farm.wait()
@@ -80,34 +80,18 @@ def test_killed_at_every_line(tmp_path, undisturbed):
     assert outcome(root) == undisturbed
 
 
-def test_killed_in_the_middle_of_its_runs_under_ray(tmp_path):
+def test_killed_and_interrupted_in_the_middle_of_its_runs_under_ray(tmp_path):
     root = tmp_path / "data"
-    for count in (3, 20, 40):  # with two GPUs, the first 16 are canaries
-        farm = Farm(root, *GROW).remember()
+    for count, number in ((3, signal.SIGKILL), (20, signal.SIGKILL), (40, signal.SIGINT)):  # 16 canaries come first
+        farm = Farm(root, *GROW)
         await_(lambda farm=farm, count=count: landed(root) >= count or farm._ended(), f"{count} runs")
-        farm.process.kill()
-        farm.wait()
-    check_whole_night(root)
-
-
-def test_ctrl_c_in_the_middle_of_its_runs_under_ray_leaves_nothing_running(tmp_path):
-    root = tmp_path / "data"
-    farm = Farm(root, *GROW).remember()
-    await_(lambda: landed(root) >= 20 or farm._ended(), "20 runs")
-    farm.process.send_signal(signal.SIGINT)
-    code, output = farm.wait()
+        farm.process.send_signal(number)
+        code, output = farm.wait()
     assert code == 130 and "is unfinished at its step run" in output and "Traceback" not in output
     await_(lambda: not farm.processes(), "the end of its processes", ENDS_WITHIN_S)
-    check_whole_night(root)
-
-
-def check_whole_night(root):
-    """The same command once more ends the only cycle: all of its plan has run, once."""
     Farm(root, *GROW).ends_with(0)
-    night = outcome(root)
-    (cycle,) = Journal.open(DataFolder.resolve(root)).cycles()
-    planned = sorted(
-        config_hash(entry.config) for entry in read_plan(DataFolder.resolve(root), cycle.done("choose")["plan"])
-    )
+    night, folder = outcome(root), DataFolder.resolve(root)
+    (cycle,) = Journal.open(folder).cycles()
+    planned = sorted(config_hash(entry.config) for entry in read_plan(folder, cycle.done("choose")["plan"]))
     assert [row[0] for row in night["runs"]] == planned and len(planned) == 40
     assert sum(night["jobs"]["canary"].values()) == 16 and night["snapshot"] == (56, 56)

@@ -27,15 +27,7 @@ def cycles(root):
     return Journal.open(DataFolder.resolve(root)).cycles()
 
 
-def hashes(root):
-    return {name for (name,) in ask(root, "SELECT config_hash FROM runs")}
-
-
-def verdicts(root):
-    return [cycle.done("canaries")["verdict"] for cycle in cycles(root)]
-
-
-def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_word(tmp_path, monkeypatch, capsys):
+def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_word(tmp_path, monkeypatch):
     """The simulated GPU stands for a real one: slower memory with other settings is drift, without them a sickness."""
     root = tmp_path / "data"
 
@@ -43,7 +35,6 @@ def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_
         return run("grow", entry, [*SMALL, f"data={root}", *arguments])
 
     assert night() == 0
-    before = hashes(root)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # part of a run's environment
     assert night("device.bandwidth_gb_s=700") == 0
     second = cycles(root)[1]
@@ -51,15 +42,7 @@ def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_
     assert "drama" in drift["operators"] and 0 < drift["remeasure"] <= drift["stale_rows"] and drift["moved"]
     plan = json.loads((root / second.done("choose")["plan"]).read_text())
     assert 0 < second.done("choose")["remeasured"] == sum(entry["why"] == "stale" for entry in plan) <= 6
-    marked = ask(root, "SELECT count(DISTINCT run_id) FROM stale")[0][0]
-    assert marked == drift["stale_rows"]
-
-    next_plan = json.loads((root / "reports" / "latest.json").read_text())["next_plan"]
-    capsys.readouterr()
-    assert night("device.bandwidth_gb_s=700", "dry_run=true") == 0
-    again = drift["remeasure"] - second.done("choose")["remeasured"]
-    assert next_plan["remeasured"] == min(again, 6)
-    assert (f"simulated again first, as stale: {min(again, 6)}" in capsys.readouterr().out) == (again > 0)
+    assert ask(root, "SELECT count(DISTINCT run_id) FROM stale") == [(drift["stale_rows"],)]
 
     assert night("device.bandwidth_gb_s=300") == 1
     sick = cycles(root)[2]
@@ -71,5 +54,5 @@ def test_drift_is_measured_again_a_sick_machine_stops_and_the_user_has_the_last_
     assert night("device.bandwidth_gb_s=700") == 0  # mended
     assert night("device.bandwidth_gb_s=300", "canaries=accept") == 0
     assert night("device.bandwidth_gb_s=300") == 0
-    assert verdicts(root) == ["first", "drift", "sick", "steady", "first", "steady"]
-    assert before < hashes(root)
+    verdicts = [cycle.done("canaries")["verdict"] for cycle in cycles(root)]
+    assert verdicts == ["first", "drift", "sick", "steady", "first", "steady"]

@@ -5,12 +5,12 @@ import signal
 
 import psutil
 import pytest
-from farm_process import SUBMIT, Farm, check_complete, kill, queue_rows
+from farm_process import SUBMIT, Farm, check_jobs, kill, queue_rows
 
 from farm.dispatch.ray_cluster import own_session_environment
 from tests.surroundings import ENDS_WITHIN_S, await_
 
-TASKS = 120
+TASKS = 100
 NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 # The head calls a node dead after two seconds without a heartbeat, not after some ten.
 SOON_DEAD = {
@@ -38,7 +38,7 @@ def cluster(monkeypatch):
 def start(tmp_path, *extra):
     data = tmp_path / "a'; echo foo"
     where = ("cluster.address=auto", "device=simulated", "device.count=1", *extra)
-    return Farm(data, *SUBMIT, f"n={TASKS}", *where).remember()
+    return Farm(data, *SUBMIT, f"n={TASKS}", *where)
 
 
 def workers_seen(data):
@@ -46,38 +46,22 @@ def workers_seen(data):
     return {name for (name,) in queue_rows(data, "SELECT DISTINCT worker FROM tasks WHERE state = 'done'")}
 
 
-def states(data, state):
-    return queue_rows(data, "SELECT count(*) FROM tasks WHERE state = ?", state)[0][0]
-
-
-def test_a_node_that_dies_in_the_middle_of_a_job_loses_nothing_and_the_job_ends(tmp_path, cluster):
-    second = cluster.add_node(**NODE)
-    farm = start(tmp_path)
-    farm.await_runs(1)
-    await_(lambda: len(workers_seen(farm.data)) == 2, "runs of both nodes")
-    raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
-    kill([*raylet.children(recursive=True), raylet])
-    output = farm.ends_with(0)
-    assert "left the cluster with 1 workers" in output, output
-    assert check_complete(farm.data, TASKS) == {"ok": TASKS}
-    await_(lambda: not farm.servers(), "the end of every trial server", ENDS_WITHIN_S)
-
-
-def test_a_node_that_joins_gets_work(tmp_path, cluster):
-    farm = start(tmp_path)
-    farm.await_runs(5)
-    cluster.add_node(**NODE)
-    output = farm.ends_with(0)
-    assert "joined; 1 workers start there" in output
-    assert len(workers_seen(farm.data)) == 2
-    assert check_complete(farm.data, TASKS) == {"ok": TASKS}
-
-
-def test_sigterm_leaves_the_cluster_as_it_was_and_the_same_command_goes_on(tmp_path, cluster):
+def test_sigterm_leaves_the_cluster_as_it_was_a_node_that_joins_gets_work_and_one_that_dies_loses_nothing(
+    tmp_path, cluster
+):
     farm = start(tmp_path)
     farm.await_runs(5)
     farm.process.send_signal(signal.SIGTERM)
     farm.ends_with(130)
-    assert states(farm.data, "leased") == 0
-    start(tmp_path).ends_with(0)
-    assert check_complete(farm.data, TASKS) == {"ok": TASKS}
+    assert queue_rows(farm.data, "SELECT count(*) FROM tasks WHERE state = 'leased'") == [(0,)]
+    farm = start(tmp_path)
+    farm.await_runs(10)
+    before = len(workers_seen(farm.data))
+    second = cluster.add_node(**NODE)
+    await_(lambda: len(workers_seen(farm.data)) > before, "runs of the second node")
+    raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
+    kill([*raylet.children(recursive=True), raylet])
+    output = farm.ends_with(0)
+    assert "joined; 1 workers start there" in output and "left the cluster with 1 workers" in output, output
+    assert check_jobs(farm.data, TASKS) == {"ok": TASKS}
+    await_(lambda: not farm.servers(), "the end of every trial server", ENDS_WITHIN_S)

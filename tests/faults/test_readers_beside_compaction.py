@@ -1,4 +1,4 @@
-"""Readers beside compaction for minutes, at no grace and forced; GPUFARM_READER_LOOP_S=600 loops for ten minutes."""
+"""Readers beside compaction, at no grace and forced; GPUFARM_READER_LOOP_S=600 loops for ten minutes."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from tests.warehouse.warehouse_rows import collocations, kernels, ranks, run_row
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 
-SECONDS = float(os.environ.get("GPUFARM_READER_LOOP_S", "60"))
+SECONDS = float(os.environ.get("GPUFARM_READER_LOOP_S", "15"))
 LOOP = """
 import sys, time
 from warehouse.files.compaction import CompactionSettings, compact

@@ -84,17 +84,16 @@ def busy_s(service, for_s):
     return seconds() - before
 
 
-@pytest.mark.parametrize("depth", [128, 10_000])
-def test_batches_of_a_thousand_deep_models_leave_answers_to_others_and_end_with_their_client(service, depth):
+def test_batches_of_a_thousand_deep_models_leave_answers_to_others_and_end_with_their_client(service):
     def jobs(place):
         sizes = range(1000 * place + 1, 1000 * place + 1001)
-        return {"jobs": [{"config": {**MLP, "depth": depth, "batch_size": size}, "method": "auto"} for size in sizes]}
+        return {"jobs": [{"config": {**MLP, "depth": 10_000, "batch_size": size}, "method": "auto"} for size in sizes]}
 
     with flood(service, 2, "/v1/estimate:batch", jobs, AS[GREEDY]):
         longest = require_answers(service, 8.0)
     require_answers(service, 1.0)
     spent_s = busy_s(service, 2.0)
-    print(f"depth {depth}: the longest answer to others took {longest:.2f} s; afterwards {spent_s:.2f} CPU s in 2 s")
+    print(f"the longest answer to others took {longest:.2f} s; afterwards {spent_s:.2f} CPU s in 2 s")
     assert spent_s < 1.0
 
 
