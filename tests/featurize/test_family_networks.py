@@ -1,4 +1,4 @@
-"""What families compute: tables of `dlrm`, graphs of `gnn`, images of `diffusion`, `unet` and `vit`."""
+"""Networks of families: tables of `dlrm`, graphs of `gnn`, images of `diffusion`, `unet` and `vit`."""
 
 from dataclasses import replace
 from importlib.util import find_spec

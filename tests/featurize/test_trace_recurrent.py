@@ -42,7 +42,7 @@ def blocks(trace, operator):
     [("LSTM", 3_038_090, 736_000_000, 17_730_560), ("GRU", 2_279_370, 864_000_000, 13_169_920)],
 )
 def test_reserve_and_workspaces_are_what_cudnn_was_seen_to_take(kind, parameters, reserve, workspace):
-    """Of pytorch issue 2895: 25,000 time steps of all samples together."""
+    """Figures of pytorch issue 2895: 25,000 time steps of all samples together."""
     trace = traced(kind)
     assert trace.parameters == parameters and reserve in blocks(trace, "aten::_cudnn_rnn")
     calls = [block.call for block in trace.blocks if block.call is not None and block.call.kind == "recurrent"]
