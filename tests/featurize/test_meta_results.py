@@ -53,6 +53,47 @@ def test_a_varied_model_is_traced_the_same(monkeypatch, precision):
     same(again, trace_step(Varied, torch.empty(2, 3, 8, 8, device="meta"), precision=precision))
 
 
+def _of_sizes(a, b, c):
+    """Return calls of operators whose results have sizes of their tensors, 0 or 1."""
+    aten = torch.ops.aten
+
+    def laid_out(*sizes, dtype=torch.float32):
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    image, channels, logits = laid_out(a, b, c, c), [laid_out(b) for _ in range(4)], laid_out(a, b)
+    target, zero = laid_out(a, dtype=torch.int64), laid_out()
+    for training in (True, False):
+        yield aten.native_batch_norm.default, (image, *channels, training, 0.1, 1e-5)
+        saved = [*channels, laid_out(b), laid_out(b)][1:6]
+        yield aten.native_batch_norm_backward.default, (image, image, *saved, training, 1e-5, [True, training, True])
+    yield aten.native_batch_norm.default, (image.to(memory_format=torch.channels_last), *channels, True, 0.1, 1e-5)
+    yield aten.native_batch_norm.default, (image.half(), *channels, True, 0.1, 1e-5)
+    yield aten.mm.default, (laid_out(a, b), laid_out(b, c))
+    yield aten.mm.default, (laid_out(b, a).t(), laid_out(c, b).t())
+    yield aten.mm.default, (laid_out(a, 2 * b)[:, :b], laid_out(b, c))
+    yield aten.addmm.default, (laid_out(c), laid_out(a, b), laid_out(c, b).t())
+    yield aten.bmm.default, (laid_out(a, b, c), laid_out(a, c, b))
+    yield aten.sum.dim_IntList, (logits, [0], True)
+    yield aten.sum.dim_IntList, (logits, [1])
+    yield aten.nll_loss_forward.default, (logits, target, None, 1, -100)
+    yield aten.nll_loss_backward.default, (zero, logits, target, None, 1, -100, zero)
+
+
+def test_results_with_sizes_of_the_arguments_are_those_of_running_the_operator(monkeypatch):
+    monkeypatch.setattr(recorder, "_known", {})
+    known = []
+    for sizes in ((3, 4, 5), (6, 7, 8), (4, 4, 5), (5, 5, 9), (3, 1, 5), (2, 2, 2), (1, 9, 2), (5, 9, 5), (4, 1, 1)):
+        for func, args in _of_sizes(*sizes):
+            made, computed = meta_result(func, func._schema.name, args, {}), func(*args)
+            pairs = [(out,) if isinstance(out, torch.Tensor) else out for out in (made, computed)]
+            for one, other in zip(*pairs, strict=True):
+                assert (one is None) == (other is None)
+                if other is not None:
+                    assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        known.append(len(recorder._known))
+    assert known[1] - known[0] == 2, "only those on another layout run again on other sizes"
+
+
 def test_a_product_with_a_bias_is_that_of_its_parts():
     x, weight = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
     with fused_kernels():
