@@ -21,12 +21,13 @@ from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.repair import repair
 from farm.status import entry as status_entry
 from farm.status import presence_of
-from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, unreadable
+from tests.warehouse.warehouse_rows import ask, compact_at, copy_into, flip, kernels, unreadable
 from warehouse.check import entry as check_entry
 from warehouse.compact import entry as compact_entry
 from warehouse.files import plain_file
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.counting import counting_files
+from warehouse.files.damage import set_aside
 from warehouse.files.folder import DataFolder, write_sealed
 from warehouse.files.integrity import compare, examine, landed_tasks
 from warehouse.files.merged import Listing, listing_file
@@ -246,6 +247,29 @@ def test_a_repair_that_was_killed_continues_and_no_sample_is_lost_or_doubled(ran
     assert samples == distinct and runs >= N - 1
     assert is_well_after(ran, queue, [2])
     assert is_well_after_compactions(ran, queue)
+
+
+def test_kernels_count_once_after_a_repair_that_was_killed_before_the_old_ones_went_aside(ran, monkeypatch):
+    for path in sorted(ran.partition("runs", "mlp").iterdir()):
+        RunWriter(ran).write(pq.ParquetFile(path).read().to_pylist()[0], pa.table({"t_ms": [0.0, 1.0]}), kernels())
+    lose_one_run(ran)
+
+    def die(folder, path, reason, really=set_aside):
+        if "kernels" in path.parts:
+            raise KeyboardInterrupt
+        return really(folder, path, reason)
+
+    with monkeypatch.context() as dying, contextlib.suppress(KeyboardInterrupt):
+        dying.setattr("farm.queue.repair.set_aside", die)
+        repair(ran)
+    repair(ran)
+    with contextlib.closing(duckdb.connect()) as connection:
+        for statement in view_statements(ran):
+            connection.execute(statement)
+        assert connection.execute("SELECT count(*), count(DISTINCT (run_id, kernel_row)) FROM kernels").fetchone() == (
+            2 * N,
+            2 * N,
+        )
 
 
 @pytest.mark.spread(2)

@@ -14,16 +14,17 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, compact_at, run_row, samples, take_no_files
+from warehouse_rows import ask, compact_at, flip, run_row, samples, take_no_files
 
 import warehouse
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
 from warehouse.diff import entry as diff_entry
 from warehouse.diff import named_arguments
+from warehouse.files import merged
 from warehouse.files.compaction import compaction_lock
 from warehouse.files.damage import damage_of
-from warehouse.files.folder import DataFolder
+from warehouse.files.folder import LISTING_SCHEMA, DataFolder, write_parquet
 from warehouse.files.integrity import examine
 from warehouse.files.snapshots import MANIFEST, find_snapshot, snapshot_names, take_snapshot
 from warehouse.files.views import VIEWS
@@ -87,15 +88,44 @@ def test_a_copied_snapshot_is_a_data_folder_that_loses_and_doubles_nothing(folde
     assert [len(list((copy.root / kind / "family=cnn").iterdir())) for kind in ("runs", "telemetry")] == [1, 1]
 
 
-def test_a_copied_snapshot_whose_listing_is_torn_is_an_error(folder, tmp_path):
+def naming_a_folder(path):
+    write_parquet(path, pa.table([["family=cnn/"], [False]], schema=LISTING_SCHEMA))
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b"torn"), flip, naming_a_folder])
+def test_a_copied_snapshot_whose_listing_is_damaged_is_an_error(folder, tmp_path, harm):
     a_full_folder(folder)
     copy = DataFolder(shutil.copytree(take_snapshot(folder).folder.root, tmp_path / "copy")).create()
     path = copy.listings("runs") / "snapshot.parquet"
-    path.write_bytes(b"torn")
+    harm(path)
     with pytest.raises(EnvironmentProblem, match=r"snapshot.parquet is damaged"):
         rows(copy)
     assert any(str(path) in line for line in compact_at(copy, 0).problems)
     assert any(str(path) in line for line in examine(copy).lines(copy.root)) and path.exists()
+
+
+def test_a_reader_beside_the_first_compaction_of_a_copied_snapshot_finds_all_rows(folder, tmp_path, monkeypatch):
+    a_full_folder(folder)
+    before = rows(folder)
+    copy = DataFolder(shutil.copytree(take_snapshot(folder).folder.root, tmp_path / "copy")).create()
+
+    def list_and_compact(path, really=merged.names_in):
+        names = really(path)
+        if path == copy.listings("runs"):
+            monkeypatch.undo()
+            compact_at(copy, 0)
+        return names
+
+    monkeypatch.setattr(merged, "names_in", list_and_compact)
+    assert rows(copy) == before
+
+
+def test_a_snapshot_that_is_copied_over_its_folder_doubles_nothing(folder, tmp_path):
+    a_full_folder(folder)
+    taken = take_snapshot(folder)
+    shutil.copytree(shutil.copytree(taken.folder.root, tmp_path / "copy"), folder.root, dirs_exist_ok=True)
+    compact_at(folder, 0)
+    assert take_snapshot(folder, "again").rows == taken.rows
 
 
 def test_nothing_is_stored_twice_and_links_that_cannot_be_are_copies(folder, monkeypatch):
@@ -186,7 +216,7 @@ def test_a_damaged_manifest_is_named(folder):
 
 KILLED = """
 import os, signal, sys
-from warehouse.files.folder import DataFolder
+from warehouse.files.folder import LISTING_SCHEMA, DataFolder, write_parquet
 from warehouse.snapshot import take_snapshot
 calls = 0
 def dying(call):

@@ -47,7 +47,7 @@ from warehouse.files.merged import (
     sources_of,
 )
 from warehouse.files.plain_file import file_key, is_out_of_descriptors, names_in, plain, remember, remember_by
-from warehouse.tables.schema import KINDS
+from warehouse.tables.schema import KINDS, OF_RUNS
 
 if TYPE_CHECKING:
     from warehouse.files.compaction import CompactionReport
@@ -421,7 +421,7 @@ def _unheld_ids(
 ) -> set[str]:
     """Return those of `ids` that no intact file of the partition holds, among files that count.
 
-    For telemetry, only samples of landed runs are reported: others belong to no visible run.
+    Of samples, kernels and other rows of runs, only those of landed runs are reported: others belong to no visible run.
     """
     unheld = set(ids)
     merged: list[Path] = []
@@ -437,7 +437,7 @@ def _unheld_ids(
             unheld -= run_ids_of(path)
         except (Unreadable, FileNotFoundError):
             continue
-    if unheld and kind == "telemetry":
+    if unheld and kind in OF_RUNS:
         unheld -= _unheld_ids(folder, "runs", family, unheld, read_listings(folder, "runs"))
     return unheld
 

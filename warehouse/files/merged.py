@@ -198,9 +198,8 @@ def holders(listing: Listing, listings: Sequence[Listing]) -> Iterator[Listing]:
 
 def listed_names(folder: DataFolder, kind: str) -> list[str]:
     """Return the names of the merged files that have a listing. Only a snapshot's listing is read."""
-    names = names_in(folder.listings(kind))
-    if SNAPSHOT_LISTING in names:
-        names += [read.file.name for read in _read_snapshot(folder, kind) if isinstance(read, Listing)]
+    names, of_snapshot = _names_and_snapshot(folder, kind)
+    names += [read.file.name for read in of_snapshot if isinstance(read, Listing)]
     return [name for name in names if is_merged_name(name)]
 
 
@@ -243,12 +242,10 @@ def read_listings(
     If that fails too, `on_damage` is called (default: a line on stderr), and the merged file does not count. Of a
     snapshot, also a copied one, each merged file has a listing of its own here, though all are in one file.
     """
-    reads: list[Listing | DamagedListing] = []
-    for name in names_in(folder.listings(kind)):
-        with contextlib.suppress(FileNotFoundError):  # a compaction has removed it
-            if name == SNAPSHOT_LISTING:
-                reads += _read_snapshot(folder, kind)
-            elif is_merged_name(name) and name.endswith(".parquet"):
+    names, reads = _names_and_snapshot(folder, kind)
+    for name in names:
+        if is_merged_name(name) and name.endswith(".parquet"):
+            with contextlib.suppress(FileNotFoundError):  # a compaction has removed it
                 reads.append(_read(folder, kind, folder.listings(kind) / name))
     for read in reads:
         if isinstance(read, DamagedListing):
@@ -257,18 +254,42 @@ def read_listings(
     return sorted(listings, key=lambda listing: (listing.published_at_s, listing.merged))
 
 
-def _read_snapshot(folder: DataFolder, kind: str) -> Sequence[Listing | DamagedListing]:
-    """Return a listing for each merged file of a snapshot; they hide nothing. Raises `OSError` if it may pass."""
+def _names_and_snapshot(folder: DataFolder, kind: str) -> tuple[list[str], list[Listing | DamagedListing]]:
+    """Return the names of the listings, and the listings that a snapshot's one stands for, if any."""
+    while True:
+        names = names_in(folder.listings(kind))
+        if SNAPSHOT_LISTING not in names:
+            return names, []
+        with contextlib.suppress(FileNotFoundError):  # its merged files have listings of their own by now
+            return names, _read_snapshot(folder, kind, names)
+
+
+def _read_snapshot(folder: DataFolder, kind: str, names: Sequence[str]) -> list[Listing | DamagedListing]:
+    """Return a listing for each merged file of a snapshot but those of `names`, whose own listings may hide files.
+
+    They hide nothing. Raises `OSError` if it may pass.
+    """
     path = folder.listings(kind) / SNAPSHOT_LISTING
     try:
-        rows = remember(path, lambda: pq.ParquetFile(plain(path)).read().to_pylist(), "snapshot")
-        merged = [str(row["path"]) for row in rows if not row["hidden"]]
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        listed = remember(path, lambda: _listed_by_snapshot(path), "snapshot")
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, FileNotFoundError) or is_passing(error):
             raise
         return [DamagedListing(path, first_line(error), folder.root / kind)]
-    files = [listing_file(folder, kind, os.path.basename(name)) for name in merged]
-    return [Listing(file, name, (), 0.0, is_whole=False) for file, name in zip(files, merged, strict=True)]
+    merged = {listing_file(folder, kind, os.path.basename(name)): name for name in listed}
+    return [Listing(file, name, (), 0.0, is_whole=False) for file, name in merged.items() if file.name not in names]
+
+
+def _listed_by_snapshot(path: Path) -> list[str]:
+    """Return the merged files of a snapshot's listing. Raises `ValueError` for one that no snapshot wrote."""
+    problem = checksum_problem(path)
+    if problem is not None:
+        raise ValueError(problem)
+    merged = [str(row["path"]) for row in pq.ParquetFile(path).read().to_pylist() if not row["hidden"]]
+    for name in merged:
+        if not name.startswith(PARTITION) or _OWN_NAME.fullmatch(name.partition("/")[2]) is None:
+            raise ValueError(f"it names {name!r}, which is not a merged file")
+    return merged
 
 
 def recover_listing(folder: DataFolder, kind: str, file: Path) -> Listing | None:
