@@ -67,17 +67,18 @@ class Grouped(Chosen):
 
 
 class Mixture(nn.Module):
-    """A router and its experts, which it likes all alike."""
+    """A router and its experts, which it likes all alike where it is balanced."""
 
-    def __init__(self, kind=Chosen, experts=EXPERTS):
+    def __init__(self, kind=Chosen, experts=EXPERTS, balanced=True):
         super().__init__()
         self.router, self.experts = nn.Linear(WIDTH, experts), kind(experts)
-        self.count, self.grouped = experts, kind is Grouped
+        self.count, self.grouped, self.balanced = experts, kind is Grouped, balanced
 
     def forward(self, x):
         tokens = x.reshape(-1, WIDTH)
-        weights, _ = self.router(tokens).softmax(-1).topk(CHOICES)
-        index = torch.arange(len(tokens) * CHOICES, device=x.device).view(-1, CHOICES) % self.count
+        weights, index = self.router(tokens).softmax(-1).topk(CHOICES)
+        if self.balanced:
+            index = torch.arange(len(tokens) * CHOICES, device=x.device).view(-1, CHOICES) % self.count
         if not self.grouped:
             return self.experts(tokens, index, weights).view_as(x)
         order = torch.argsort(index.view(-1))

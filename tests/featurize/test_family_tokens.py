@@ -18,7 +18,7 @@ from featurize.configs.features import group_key
 from featurize.families import gpt, layers_of, loss_of, moe, rnn
 from featurize.job.layers import totals
 from featurize.nets import vision
-from featurize.nets.prenorm import Conv1D, GeluNew
+from featurize.nets.prenorm import Conv1D, GeluNew, RoutedExperts
 from featurize.trace.tracer import trace_config, trace_step
 from featurize.training.training_step import cross_entropy
 from tests.featurize.trace_sums import bytes_of
@@ -27,6 +27,30 @@ MOE, RNN = (FAMILY[name].small for name in ("moe", "rnn"))
 
 
 # -- moe
+
+
+def one_by_one(routed, x):
+    """The same by a loop over samples, choices and tokens."""
+    result, odds = torch.zeros_like(x), routed.router(x).softmax(-1)
+    for n in range(len(x)):
+        room = [routed.capacity] * routed.experts
+        best = odds[n].topk(routed.choices, dim=-1)
+        for k, t in itertools.product(range(routed.choices), range(x.shape[1])):
+            expert = int(best.indices[t, k])
+            weight = best.values[t, k] / (best.values[t].sum() if routed.choices > 1 else 1.0)
+            room[expert] -= 1
+            if room[expert] >= 0:
+                hidden = routed.activation(x[n, t] @ routed.rise.weight[expert] + routed.rise.bias[expert, 0])
+                result[n, t] += weight * (hidden @ routed.fall.weight[expert] + routed.fall.bias[expert, 0])
+    return result
+
+
+@pytest.mark.parametrize(("choices", "capacity"), [(1, 3), (2, 1), (2, 3), (2, 8)])
+def test_tokens_go_to_their_experts_as_long_as_there_is_room(choices, capacity):
+    routed = RoutedExperts(16, 24, experts=4, choices=choices, capacity=capacity, activation_name="gelu")
+    x = torch.randn(3, 8, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(routed(x)[0], one_by_one(routed, x))
 
 
 def test_the_auxiliary_loss_reaches_every_router():

@@ -17,7 +17,7 @@ from uneven_net import BATCH, WIDTH, Net
 from conf.errors import UsageError
 from featurize.job.layout import Parallel
 from featurize.trace.tracer import trace_step
-from featurize.training.experts import expert_mesh
+from featurize.training.experts import divide_experts, expert_mesh
 from featurize.training.sharded_rank import part_of_sequence, ring_attention, sequence_mesh
 from featurize.training.sharding import shard
 from featurize.training.training_step import Training
@@ -89,6 +89,13 @@ PLAIN_PARTS = (  # others have all that these have, and all their dimensions tog
     "split and experts",
     "split, shards and experts",
 )
+# Routed as it comes, so that some experts get more than others; whether all ranks have the same tokens.
+DIVIDED = [
+    (lambda: Mixture(balanced=False), False),
+    (lambda: Mixture(balanced=False), True),
+    (lambda: Mixture(Grouped, balanced=False), False),
+    (routed, False),
+]
 CLIPPED = ("sequence and shards", "replicas of experts", "split and shards of experts")
 
 
@@ -117,7 +124,25 @@ def train_real(rank, names):
         for name in [name for name in names if name in PARTS_CASES]:
             options, make = PARTS_CASES[name]
             measured[name] = train_part(make, Parallel(**options), training(name))
+    measured["divided"] = [difference_of_divided(rank, *case) for case in DIVIDED]
     return measured
+
+
+def difference_of_divided(rank, make, shared):
+    """Return how far outputs and gradients of divided experts are from those of whole ones."""
+    torch.manual_seed(0)
+    whole, divided = make(), make()
+    divided.load_state_dict(whole.state_dict())
+    mesh = init_device_mesh("cpu", (4,))
+    divide_experts(nn.ModuleDict({"part": divided}), mesh, mesh if shared else None)
+    batch, results = torch.randn(4, 2, LENGTH, ATTENTION_WIDTH)[0 if shared else rank], []
+    for model in (whole, divided):
+        x = batch.clone().requires_grad_()
+        out = model(x)
+        out = out[0] if isinstance(out, tuple) else out
+        out.sum().backward()
+        results.append((out, x.grad))
+    return max(((one - other).abs().max() / one.abs().max()).item() for one, other in zip(*results, strict=True))
 
 
 def train_part(make, parallel, settings):
@@ -185,6 +210,10 @@ def test_bytes_and_collectives_of_shared_sequences_and_experts_are_those_of_real
     options, make = PARTS_CASES[name]
     for rank in (0, 3):
         assert_like_real(traced(options, make, rank, SEQUENCES, name), measured[rank][name])
+
+
+def test_divided_experts_compute_what_whole_ones_do(measured):
+    assert all(difference < 1e-5 for rank in measured for difference in rank["divided"])
 
 
 def own_shards():
