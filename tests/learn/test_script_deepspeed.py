@@ -8,6 +8,7 @@ import pytest
 
 from conf.errors import UsageError
 from learn import estimate, estimate_script
+from tests.learn import test_script_kinds as kinds
 from tests.learn.test_script_ranks import launched, names_of
 
 pytestmark = pytest.mark.usefixtures("prepared_scripts")
@@ -79,6 +80,35 @@ def test_every_stage_is_followed_under_each_launcher(tmp_path, monkeypatch, stag
     check_loop(tmp_path, monkeypatch, stage=stage, **more)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "own"), [(DEEPSPEED, False), (("torchrun", "--nproc_per_node"), True)])
+def test_hf_trainer_fills_in_what_is_auto(tmp_path, launcher, own):
+    pytest.importorskip("transformers")
+    settings = write_settings(tmp_path / "ds.json", 3, micro_steps="auto", bf16="auto", gradient_clipping="auto")
+    settings["train_micro_batch_size_per_gpu"] = "auto"
+    of_width = {"reduce_bucket_size": 256**2, "stage3_prefetch_bucket_size": int(0.9 * 256**2)}
+    of_width["stage3_param_persistence_threshold"] = 2560
+    settings["zero_optimization"] |= dict.fromkeys(of_width, "auto")
+    if own:  # Trainer's, with two groups of parameters
+        del settings["optimizer"]
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    script = launched("hf_trainer", "--bf16 --deepspeed ds.json", ranks=4, launcher=launcher)
+    module = estimate(
+        kinds.llama,
+        [[8, 64]],
+        parallel={"ddp": 4, "zero": 3, "param_dtype": "bf16", **of_width},
+        clip_norm=1.0,
+        estimator="trace",
+        implementation=None if own else "fused",
+        **kinds.TRAINER,
+    )
+    assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
+    for part in ("parameters", "gradients", "gradient buckets", "master weights", "optimizer state"):
+        assert script.breakdown[part] == pytest.approx(module.breakdown[part], rel=1e-5), part
+    assert script.sent_mib["reduce_scatter"] == module.sent_mib["reduce_scatter"]
+    assert ("assumed: all groups of the optimizer's parameters are updated as one" in script.warnings) == own
+
+
 REFUSED = """
 import json, torch, deepspeed
 from deepspeed.moe.layer import MoE
@@ -144,3 +174,22 @@ def test_what_is_not_followed_of_deepspeed_is_said_in_one_line(tmp_path):
     }
     assert {name: text in reasons.get(name, "") for name, text in wanted.items()} == dict.fromkeys(wanted, True)
     assert not any("\n" in reason for reason in reasons.values())
+
+
+ALONE = """
+import torch
+try:
+    import deepspeed
+except ImportError:
+    deepspeed = None
+assert deepspeed is None
+import deepspeed
+deepspeed.initialize(model=torch.nn.Linear(8, 8), config={"train_batch_size": 8})
+"""
+
+
+@pytest.mark.slow
+def test_one_process_is_told_to_start_several(tmp_path):
+    (tmp_path / "train.py").write_text(ALONE)
+    with pytest.raises(UsageError, match=r"train.py:9: RuntimeError: DeepSpeed on one GPU is not estimated; start"):
+        estimate_script(["python", "train.py"], estimator="trace")
