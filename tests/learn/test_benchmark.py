@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 import numpy as np
 import psutil
@@ -15,6 +16,7 @@ from conf.cli import command_line as cli
 from conf.errors import UsageError
 from learn.benchmark import BenchmarkSettings, benchmark, entry
 from learn.estimators import protocol as estimators
+from learn.estimators.protocol import Estimator
 from learn.judging import benchmark_view
 from learn.judging.evaluate import classes_of, hold_out
 from learn.judging.scores import sample
@@ -362,3 +364,91 @@ def test_the_papers_tables_hold_ours_beside_theirs(paper_folder, tmp_path, capsy
 )
 def test_mistakes_name_what_paper_takes(argv, message, refused):
     assert message in refused(*argv, run=run)
+
+
+def write_networks(path, names):
+    """Configurations of 900 MiB, 1000 MiB, ... into a published file."""
+    return write_published(path, [(name, 900 + 100 * i, "SUCCESSFUL", -1) for i, name in enumerate(names)])
+
+
+def published_folder(tmp_path):
+    """50 MLP rows of 10 networks in `some.csv`, two named models in `known.csv`."""
+    names = [published_mlp(batch, depth=depth) for depth in range(1, 11) for batch in (8, 16, 32, 64, 128)]
+    write_networks(tmp_path / "some.csv", names)
+    (tmp_path / "known.csv").write_text("model,batch_size,actual_mib,horus_mib\nlenet,2,1000,1500\nlenet,4,2000,2500\n")
+    return tmp_path
+
+
+class Watcher(Estimator):
+    """Answers 500 MiB, below a bound of 1 GB, and notes what it was fitted on."""
+
+    name = "watcher"
+    targets = None
+    seen: ClassVar[list] = []
+
+    def __init__(self, seed=0):
+        pass
+
+    def fit(self, rows, steps=None):
+        Watcher.seen.append(rows)
+        return self
+
+    def predict(self, cases, steps=None):
+        centre = np.full(len(cases), np.log(500.0))
+        return estimators.ResidualPrediction(centre, np.linspace(0, np.log(2), 200), "log", ("it only watches",))
+
+
+@pytest.fixture
+def watcher(monkeypatch):
+    monkeypatch.setitem(estimators.ESTIMATORS, "watcher", f"{__name__}:Watcher")
+    Watcher.seen.clear()
+    return Watcher.seen
+
+
+def test_named_models_are_never_fitted_on(tmp_path, watcher):
+    done = benchmark(settings(published_folder(tmp_path), estimators=("watcher",)))
+    assert len(watcher) == 4, "three folds, and one fit for what is never fitted on"
+    for rows in watcher:
+        assert set(rows.family) == {"mlp"} and all(name.startswith("some:") for name in rows.run_ids)
+    assert len(watcher[-1]) == 50
+    given = answers_of(done, "watcher")
+    assert len(given) == 52 and list(given.values()) == pytest.approx([500] * 52)
+    assert any("known: never fitted on" in note for note in done.notes) and "watcher: it only watches" in done.notes
+    figures = next(f for f in done.figures if (f.file, f.estimator) == ("known", "watcher"))
+    assert figures.raw.mean == pytest.approx((0.5 + 0.75) / 2) and figures.bound.coverage == 0.0
+    assert figures.fit_right_bound == 1.0 and figures.reliability["0.99"] == 0.0
+
+
+def test_doubtful_rows_can_be_left_out(tmp_path):
+    path = tmp_path / "timm.csv"
+    lines = [f"net,nets,{b},{m},100" for b, m in ((8, 4900), (16, 3500), (32, 5000))]
+    path.write_text("\n".join(["model,module,batch_size,max_gpu_memory_mib,faketensor_peak_mib", *lines]) + "\n")
+    chosen = {doubtful: benchmark(settings(path, doubtful=doubtful)) for doubtful in ("keep", "drop")}
+    kept, dropped = (next(f for f in done.figures if f.estimator == "hundreds") for done in chosen.values())
+    assert (kept.ok, dropped.ok) == (3, 2)
+    assert any(
+        "1 of its 3 rows are in doubt (judged, never fitted on): 1 more than" in note for note in chosen["keep"].notes
+    )
+
+
+def test_of_several_devices_each_is_left_out_in_turn(tmp_path):
+    configs = make_configs(60)
+    for device, half in (("A100-SXM4-40GB", configs[:30]), ("H200-SXM-141GB", configs[30:])):
+        write_batch(tmp_path, half, statuses=["ok"] * 30, job=device, device=device)
+    chosen = {"data": str(tmp_path), "estimators": ("lightgbm",), "workers": 0}
+    done = benchmark(BenchmarkSettings(**chosen, split="leave_one_out", by="device"))
+    given = answers_of(done, "lightgbm")
+    assert len(given) == 60 and None not in given.values()
+    assert {row.group for rows in done.scored.values() for row in rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}
+
+
+def test_by_cross_validation_every_row_has_one_answer(warehouse_folder):
+    done = benchmark(BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0))
+    asked = [row.name for (_, name), rows in done.scored.items() if name == "lightgbm" for row in rows]
+    assert sorted(asked) == sorted(load_rows(str(warehouse_folder), "memory").run_ids)
+    own = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "lightgbm"))
+    assert own.fits == 3 and own.fit_seconds > 0 and own.median_seconds > 0 and own.constant is None
+    assert 0.5 < own.bound.coverage <= 1 and own.bound.above == pytest.approx(1 - own.bound.coverage)
+    assert list(own.reliability)[-1] == "0.99" and set(own.classes) == {"published", "ours"}
+    free = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "hundreds"))
+    assert free.fits == 0 and free.bound is None and free.constant is not None and set(free.classes_shifted)

@@ -10,20 +10,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conf.cli import command_line as cli
 from featurize.families import mlp
 from learn import build_defaults, estimate, estimate_many
-from learn.build_defaults import TARGETS, WHERE, entry
+from learn.build_defaults import TARGETS, WHERE, BuildSettings, build, entry
 from learn.commands.fit import FitSettings, fit
 from learn.estimation.fast_estimates import BOUND, FAST_LOOPS
 from learn.estimators import hybrid
 from learn.estimators.protocol import get_estimator
 from learn.fitting.artifacts import default_artifact
+from learn.fitting.config_models import fit_config_model, labelled_rows
 from learn.job.training_job import of_configs
 from learn.rows.data import Rows, get_target
-from tests.learn.learn_rows import make_configs, write_batch, write_csv
+from learn.rows.step_store import StepRecord, StepStore
+from tests.learn.learn_rows import make_configs, make_rows, write_batch, write_csv
 from tests.warehouse.warehouse_rows import GPUMEMNET_HEADER as HEADER
 from warehouse.exchange import dataset
 
@@ -198,3 +201,56 @@ def test_a_model_of_ones_own_folder_answers_in_place_of_the_one_that_comes_along
     assert estimate(configs[0], method="fast", data=data, device="H200-SXM-141GB").answered_by["memory"] == (
         "lightgbm (default)"
     ), "another GPU model than that of the folder's rows"
+
+
+def test_a_set_of_the_project_that_cannot_be_read_stops_the_build(tmp_path, monkeypatch, capsys):
+    (tmp_path / "set" / "h100").mkdir(parents=True)
+    (tmp_path / "set" / "h100" / "h100-2026-01-02-runs.parquet").write_bytes(b"no parquet")
+    monkeypatch.setattr(dataset, "repository_folder", lambda: tmp_path / "set")
+    assert run(f"path={published(tmp_path / 'files')}", f"out={tmp_path / 'models'}") == 2
+    assert "runs.parquet" in capsys.readouterr().err and not (tmp_path / "models").exists()
+
+
+def test_models_that_are_too_large_to_come_along_are_refused(tmp_path, monkeypatch):
+    large = Text("0" * (11 * 2**20))
+    monkeypatch.setattr(build_defaults, "CASES", 0)
+    monkeypatch.setattr(build_defaults, "labelled_rows", lambda *_: {"memory": Rows(get_target("memory"), ())})
+    monkeypatch.setattr(build_defaults, "fit_config_model", lambda *_: (large, {}))
+    with pytest.raises(cli.UsageError, match=r"the models take 11\.0 MiB, more than the 10 MiB that are packaged"):
+        build(BuildSettings(out=str(tmp_path / "models")), print)
+    assert not list(tmp_path.iterdir())
+
+
+@dataclasses.dataclass
+class Figures:
+    """A model that predicts 1 for every case, and its own prediction."""
+
+    bound: float | None
+
+    def predict(self, cases, _steps):
+        self.point = np.ones(len(cases))
+        return self
+
+    def upper(self, _level):
+        return None if self.bound is None else np.full(len(self.point), self.bound)
+
+
+@pytest.mark.parametrize(("targets", "bound", "missing"), [(TARGETS, None, BOUND), (TARGETS[:-1], 2.0, TARGETS[-1])])
+def test_models_without_a_figure_that_method_fast_learns_are_refused(targets, bound, missing):
+    cases, steps = of_configs(make_configs(1)), StepStore()
+    values = {"job_step_time_ms": 2.0, "job_input_share": 0.5, "job_priced_drama": 0.25}
+    steps.keep(cases[0], StepRecord(values=values))
+    names = (*FAST_LOOPS, BOUND)
+    labels = labelled_rows(cases, steps, {target: Figures(2.0) for target in TARGETS}, names)
+    assert {name: rows.label.tolist() for name, rows in labels.items()} == {
+        **{target: [1.0] for target in TARGETS},
+        **{BOUND: [2.0], "drama": [0.5], "step_time": [1.0]},
+    }
+    with pytest.raises(KeyError, match=f"^'{missing}'$"):
+        labelled_rows(cases, steps, {target: Figures(bound) for target in targets}, names)
+
+
+def test_a_family_without_held_out_rows_is_refused_since_its_errors_are_unknown():
+    rows = make_rows("memory", make_configs(20, families=("mlp",)), range(1000, 1020))
+    with pytest.raises(cli.UsageError, match="no rows of cnn, transformer are held out, so the errors of memory are"):
+        fit_config_model("memory", rows, 0)

@@ -202,3 +202,28 @@ def test_an_imported_run_is_of_a_plain_loop(tmp_path, answer):
     write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], source="imported")
     done = answer("run=job-000000", f"data={tmp_path / 'd'}")
     assert done["run"]["loop"] == PIPELINE and {done["loops"][target] for target in TARGETS} == {PIPELINE}
+
+
+@pytest.fixture
+def lines(shown, monkeypatch):
+    """The table of a run beside its estimate, as a function from words of a line to that line."""
+    monkeypatch.setenv("COLUMNS", "140")
+
+    def of_run(*argv):
+        text = shown(*argv)
+        return text, lambda words: next(line for line in text.splitlines() if words in line and "│" in line)
+
+    return of_run
+
+
+def test_a_run_that_other_code_simulated_shows_its_difference(tmp_path, lines):
+    labels = {name: [0.9 * value for value in values] for name, values in simulated_labels(CONFIGS[:1]).items()}
+    write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
+    text, line_of = lines("run=job-000000", f"data={tmp_path / 'd'}")
+    assert "+11.1%" in line_of("│ step time ") and "by construction" not in text
+
+
+def test_figures_of_different_loops_are_not_subtracted(data, lines):
+    _, line_of = lines("run=job-000001", "loop=pipeline", f"data={data}")
+    assert "other loop" in line_of("smact") and PIPELINE in line_of("smact")
+    assert "other loop" not in line_of("peak memory") and "%" in line_of("peak memory")  # which hardly knows of loops

@@ -10,7 +10,7 @@ from sklearn.ensemble import ExtraTreesRegressor
 from featurize.families import cnn, mlp, transformer
 from learn.estimators.hybrid import HybridEstimator
 from learn.estimators.trees import Trees
-from learn.job.training_job import Case, of_configs
+from learn.job.training_job import Case, of_config, of_configs
 from learn.rows.step_store import StepStore
 from tests.learn.learn_rows import make_rows
 
@@ -300,3 +300,43 @@ def test_arrays_that_make_no_trees_are_refused(tmp_path, name, change, message):
     stored(tmp_path, **{name: change})
     with pytest.raises(ValueError, match=message):
         Trees.load(tmp_path, "t")
+
+
+def of_optimizers(factors):
+    """Rows of CNNs with each optimizer, which take so many times what was traced."""
+    configs, labels = [], []
+    for optimizer, factor in factors.items():
+        of_one = [replace(config, optimizer=optimizer) for config in configs_of() if config.family == "cnn"]
+        configs += of_one
+        labels.append(traced(of_one) * factor)
+    return make_rows("memory", configs, np.concatenate(labels))
+
+
+ALIKE, UNLIKE = {"adam": 1.2, "momentum": 1.2}, {"adam": 1.2, "momentum": 1.0}
+
+
+@pytest.mark.parametrize(("seen", "least", "most"), [(ALIKE, 1.15, 1.25), (UNLIKE, 1.0, 1.02)], ids=["helps", "harms"])
+def test_a_new_optimizer_has_what_held_for_left_out_ones(seen, least, most, tmp_path):
+    fit = HybridEstimator(0).fit(of_optimizers(seen), STEPS)
+    new = [replace(CNN, optimizer="sgd")]
+    answer = fit.predict(of_configs(new), STEPS)
+    assert least <= answer.point[0] / traced(new)[0] <= most
+    fit.save(tmp_path)
+    assert HybridEstimator.load(tmp_path).predict(of_configs(new), STEPS).point == answer.point
+
+
+def test_a_bound_never_falls_when_a_family_is_new(fitted):
+    """A module is of no family. Its bound lies as far above its estimate as that of any fitted family."""
+    configs = configs_of()[:6]
+    known = fitted.predict(of_configs(configs), STEPS)
+    new = fitted.predict([Case(module=of_config(config)) for config in configs], STEPS)
+    assert (new.upper() / new.point >= known.upper() / known.point * (1 - 1e-9)).all() and new.outside == frozenset(
+        range(6)
+    )
+    assert all(new.held_of(row) is None for row in range(6))
+
+
+def test_features_that_this_code_does_not_compute_are_a_refusal(fitted, monkeypatch):
+    monkeypatch.setattr(fitted, "_columns", (*fitted._columns, "net_of_another_time"))
+    said = fitted.predict([Case(MLP)], STEPS)
+    assert "net_of_another_time" in said.refusals[0] and np.isnan(said.point[0])

@@ -16,13 +16,13 @@ from featurize.job.training_settings import EAGER, MEGATRON
 from featurize.timing.calls import FP32, TENSOR, as_calls, kernel_calls, product, stream
 from featurize.timing.collectives import ALL_REDUCE, LinkConstants, collective_s, fabric_of_axis, packaged_links
 from featurize.timing.step_time import efficiencies_text, load_efficiencies, overlap_times, read_efficiencies, time_step
-from featurize.timing.times import HostTime
+from featurize.timing.times import HostTime, clock_ghz
 from featurize.trace.tracer import trace_config
 from learn.estimators.kernel_fitting import KERNELS, MeasuredTime, TimeFit
 from learn.fit_kernels import FitKernelsSettings, fit_kernels
 from learn.fitting import constants_fit
 from learn.fitting.constants_fit import ActivityFit, fit_hosts, fit_links
-from learn.fitting.kernel_formulas import FORMULAS, roofline_by_kind
+from learn.fitting.kernel_formulas import FORMULAS, roofline_by_kind, wave_scaling
 from learn.fitting.kernel_rows import MeasuredActivity, kernel_times, measured_activity, measured_times
 from tests.learn.learn_rows import import_csv, import_llm_foundry, make_configs, write_batch
 from warehouse.exchange.ingesting import IngestSettings, ingest
@@ -395,3 +395,22 @@ def test_values_are_fitted_and_judged_with_each_gpu_model_left_out(power_folder,
     judged = {(score.by, score.rows): score for score in scores}
     assert judged["learned from", "lower"].count == 4  # the job that waits for its input is not learned from
     assert judged["GPU models left out", "the board's own"].figures["power_median"] < 0.5
+
+
+def test_a_kernel_bound_by_memory_scales_with_the_bandwidth_and_one_bound_by_arithmetic_with_clock_and_sms():
+    rows = [row({moved(8000): 3}, V100, 10.0), row({moved(8000): 3}, A100, 1.0)]
+    rows += [row({square(65_536): 1}, V100, 10.0), row({square(65_536): 1}, A100, 1.0)]
+    fit = TimeFit(rows, {})
+    estimated = np.exp(wave_scaling(fit)(np.array([True, False, True, False])))
+    assert estimated[1] == pytest.approx(10 * V100.bandwidth_gb_s / A100.bandwidth_gb_s, rel=0.01)
+    by_clock = V100.sm_count * clock_ghz(V100) / (A100.sm_count * clock_ghz(A100))
+    assert estimated[3] == pytest.approx(10 * by_clock, rel=0.01)
+    assert clock_ghz(A100) == pytest.approx(1.41, abs=0.01)
+
+
+def test_wave_scaling_has_no_answer_without_the_same_kernels_on_another_gpu_model():
+    rows = [row({moved(8): 1}, V100, 1.0), row({moved(8): 1}, A100, 1.0), row({moved(9): 1}, A100, 1.0)]
+    answers = wave_scaling(TimeFit(rows, {}))(np.array([True, True, True]))
+    assert np.isfinite(answers).tolist() == [True, True, False]
+    answers = wave_scaling(TimeFit(rows, {}))(np.array([False, True, True]))
+    assert np.isfinite(answers).tolist() == [True, False, False]

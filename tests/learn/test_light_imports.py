@@ -9,6 +9,8 @@ import typing
 import pytest
 
 import learn
+from learn import estimate_script
+from tests.learn.test_script_failures import LOOP
 
 CONFIG = "config={family: mlp, batch_size: 8, input_size: 64, classes: 10, depth: 2}"
 
@@ -121,3 +123,9 @@ def test_importing_the_command_module_is_refused_and_leaves_the_function_in_plac
     namespace: dict[str, typing.Any] = {}
     exec(f"from learn import {name}", namespace)
     assert namespace[name] is function
+
+
+@pytest.mark.wide
+def test_a_script_that_compiles_nothing_brings_no_compiler(tmp_path):
+    (tmp_path / "train.py").write_text(f"import sys\nassert 'torch._dynamo.convert_frame' not in sys.modules{LOOP}")
+    assert estimate_script(["python", str(tmp_path / "train.py")]).peak_memory_mib > 0

@@ -18,8 +18,8 @@ from learn.peers.base import CannotEstimate, analyse
 from learn.peers.dnnmem import DNNMem
 from learn.peers.faketensor import FakeTensor
 from learn.peers.formulas import DeepSpeed, Horus, LLMem
-from learn.peers.gpumemnet import BinnedPrediction
-from learn.peers.xmem import XMem
+from learn.peers.gpumemnet import BinnedPrediction, bin_edges, classes_of
+from learn.peers.xmem import ProfiledBlock, ProfilerEvent, XMem, pair, replay
 from learn.rows.data import make_bins
 from learn.rows.step_store import StepStore
 from tests.featurize.small_nets import Computes
@@ -356,3 +356,95 @@ def test_a_module_is_answered_like_the_configs(graph_fitted):
     answer = graph_fitted.predict([case], STEPS)
     assert not answer.refusals
     assert answer.point[0] == pytest.approx(need([case])[0], rel=0.4)
+
+
+def test_xmem_pairs_events_into_blocks_by_address_and_phase():
+    events = [
+        ProfilerEvent(1, 100, "forward", 0, True),
+        ProfilerEvent(9, 77, "forward", 0, False),  # taken by no operator
+        ProfilerEvent(2, 200, "backward", 0, True),
+        ProfilerEvent(3, 300, "backward", 0, True),
+        ProfilerEvent(3, -300, "backward", 0, True),
+        ProfilerEvent(1, -100, "backward", 0, True),
+        ProfilerEvent(8, -50, "backward", 0, True),  # from before the profile
+        ProfilerEvent(1, 400, "optimizer", 0, True),  # the address again: another block
+        ProfilerEvent(2, -200, "zero_grad", 1, False),
+        ProfilerEvent(5, 500, "forward", 1, True),
+    ]
+    assert pair(events) == [
+        ProfiledBlock(100, 0, 5, "activations"),
+        ProfiledBlock(200, 2, 8, "gradients"),
+        ProfiledBlock(300, 3, 4, "temporaries"),
+        ProfiledBlock(400, 7, None, "optimizer state"),
+        ProfiledBlock(500, 9, None, "activations"),
+    ]
+
+
+def test_xmem_replays_blocks_on_the_caching_allocator():
+    events = [
+        ProfilerEvent(1, 30 * MIB, "forward", 0, True),
+        ProfilerEvent(1, -30 * MIB, "backward", 0, True),
+        ProfilerEvent(2, 24 * MIB, "forward", 1, True),
+    ]
+    reserved, live = replay([12 * MIB], [MIB // 2], events, pair(events))
+    # 12 and 30 MiB segments of their own; two small batches share one of 2 MiB; 24 MiB fit in the cached 30.
+    assert reserved == (12 + 30 + 2) * MIB
+    assert live == {"parameters and buffers": 12 * MIB, "batch": MIB // 2, "activations": 30 * MIB}
+
+
+def state_of_torch():
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        torch.autograd._profiler_enabled(),
+        torch.UntypedStorage.resize_,
+        torch.get_rng_state().tolist(),
+        len(_get_current_function_mode_stack()),
+        len(_get_current_dispatch_mode_stack()),
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_torch_is_left_as_it_was_also_after_a_failure(method):
+    before = state_of_torch()
+    for build in (small_mlp, broken):
+        analyse(method(), workload(build), DEVICE)
+        assert state_of_torch() == before
+
+
+CARDS_MIB = 24_000.0, 80_000.0
+
+
+def of_two_cards(most_mib=20_000.0, cards=CARDS_MIB, n=60):
+    """MLPs that need the more the larger their batch, up to `most_mib`; the last are out of either card's memory."""
+    configs = [mlp.Config(batch_size=8 * (i + 1), input_size=64, classes=10, depth=2) for i in range(n)]
+    label = np.linspace(500, most_mib, n)
+    censored = np.zeros(n, dtype=bool)
+    for k, card in enumerate(cards):
+        of_card = slice(n - 10 * (len(cards) - k), n - 10 * (len(cards) - k) + 10)
+        label[of_card], censored[of_card] = card, True
+    return make_rows("memory", configs, label, censored=censored)
+
+
+def test_out_of_memory_is_the_top_bin_on_the_largest_card_and_at_least_its_own_bin_on_others():
+    rows = of_two_cards()
+    edges = bin_edges(rows)
+    assert list(edges[-2:]) == [80_000, 81_024] and edges[-3] < 24_000
+    classes, or_above = classes_of(rows, edges)
+    small, large = rows.label == 24_000, rows.label == 80_000
+    assert set(classes[large]) == {len(edges) - 2} and set(classes[small]) == {len(edges) - 3}
+    assert or_above[small].all() and not or_above[~small].any()
+
+    rows = of_two_cards(most_mib=66_000.0, cards=CARDS_MIB[:1])  # others need more than the card that ran out has
+    edges = bin_edges(rows)
+    classes, or_above = classes_of(rows, edges)
+    assert edges[-2] <= rows.exact.label.max() < edges[-1], "no bin above the largest need"
+    assert set(classes[rows.censored]) == {23} and (or_above == rows.censored).all()

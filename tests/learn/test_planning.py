@@ -13,10 +13,11 @@ from featurize.device.device_spec import describe_device
 from featurize.families import mlp
 from featurize.job.layout import Parallel
 from featurize.job.training_settings import Training
-from learn import estimate, plan
+from learn import PlanRow, estimate, plan
 from learn.commands.plan import entry
 from learn.planning import meshes, plans
 from learn.planning.plan_report import plan_page
+from learn.planning.search import Findings
 from tests.featurize.rank_nets import WIDTH as EXPERTS_WIDTH
 from tests.featurize.rank_nets import Chosen
 from tests.featurize.small_nets import Block, Computes
@@ -335,3 +336,114 @@ def test_settings_of_a_mode_go_to_the_layouts_that_have_it():
         (1, 4, 2),
         (1, 1, 8),
     }
+
+
+def test_what_holds_too_much_with_any_batch_is_traced_once():
+    BUILT.clear()
+    done = planned(device=replace(CARD, memory_mib=900.0), batch=64)
+    assert [row.fits for row in done.rows] == [False]
+    assert len(BUILT) == 2  # once to look for experts
+
+
+def test_a_batch_that_does_not_fit_is_halved():
+    done = planned(batch=2**20, checkpointing="none")
+    fitting = [row.micro_batch for row in done.fitting]
+    assert len(fitting) == 1 and max(row.micro_batch for row in done.rows) == 2**20
+    beyond = estimate(net, [2 * fitting[0], WIDTH], device=CARD, parallel="ddp=8")
+    assert not beyond.fits_device
+    assert all(row.micro_batch > fitting[0] and row.why for row in done.rows if row.fits is False)
+
+
+@pytest.mark.needs_mode("pp")
+def test_modes_that_nobody_names_are_tried_beside_shards_alone():
+    modes = meshes.modes_of(None, length=32_768, experts={8})
+    layouts, notes = meshes.meshes_of(64, {}, modes)
+    unasked = [
+        (one.degrees.ddp, one.degrees.fsdp, one.degrees.cp, one.degrees.tp, one.degrees.ep)
+        for one in layouts
+        if one.degrees.cp > 1 or one.degrees.ep > 1
+    ]
+    assert sorted(unasked) == sorted([(1, 64 // n, n, 1, 1) for n in (2, 4, 8)] + [(1, 64, 1, 1, n) for n in (2, 4, 8)])
+    assert "cp, ep: tried beside fsdp alone, within a node; with all other modes where modes= names it" in notes
+    assert meshes.modes_of(None, length=32_767) == meshes.Modes(("pp", "ddp", "fsdp", "tp"))
+
+
+@pytest.mark.needs_mode("fsdp")
+def test_named_experts_are_divided_over_ranks_that_divide_them():
+    layouts, notes = meshes.meshes_of(12, {"gpus_per_node": 12}, meshes.modes_of(["fsdp", "tp", "ep"], 0, {6}))
+    assert {(one.degrees.fsdp, one.degrees.tp, one.degrees.ep) for one in layouts if one.degrees.tp < 3} == {
+        (12, 1, 1),
+        (12, 1, 2),
+        (12, 1, 3),
+        (12, 1, 6),
+        (6, 2, 1),
+        (6, 2, 2),
+        (6, 2, 6),
+    }
+    assert meshes.mesh_text(layouts[-1]).endswith("ep=6") and notes
+    with pytest.raises(UsageError, match="modes: ep: the model has no experts of a known kind"):
+        meshes.modes_of(["fsdp", "ep"])
+
+
+def row_of(parallel, micro_batch=8, way=None, *, mib=100.0, rate=None, fits=True):
+    times = {"step_time_ms": 100.0, "exposed_ms": 20.0, "samples_per_s": rate} if rate else {}
+    return PlanRow(
+        parallel=parallel,
+        micro_batch=micro_batch,
+        accumulation=1,
+        checkpointing=way,
+        fits=fits,
+        peak_memory_mib=mib,
+        upper_mib=mib,
+        **times,
+    )
+
+
+@pytest.fixture
+def findings():
+    return Findings(limit_mib=1000.0)
+
+
+def test_what_outgrows_many_shards_is_not_tried_with_fewer(findings):
+    findings.add(row_of(Parallel(fsdp=8, tp=2), mib=2000.0, fits=False))
+    findings.add(row_of(Parallel(fsdp=8, tp=4), micro_batch=4, mib=1050.0, fits=False))  # near the limit
+    fewer, larger = Parallel(ddp=4, fsdp=4), "fsdp=8, tp=2 takes 2,000 MiB already"
+    assert findings.outgrown_by(fewer, 8, 1, None) == larger
+    assert findings.outgrown_by(fewer, 8, 4, None)
+    others = (Parallel(fsdp=16), 8, 1, None), (fewer, 8, 1, "full"), (Parallel(fsdp=8, tp=2), 4, 1, None)
+    assert [findings.outgrown_by(*asked) for asked in others] == [None] * 3
+
+
+def test_what_is_hopeless_with_many_shards_is_not_tried_with_fewer(findings):
+    findings.hopeless[Parallel(fsdp=8, tp=2)] = 1200.0
+    reason = "not tried: with any batch, fsdp=8, tp=2 holds 1,200 MiB"
+    assert findings.not_worth(Parallel(ddp=4, fsdp=4)) == reason == findings.not_worth(Parallel(fsdp=8, tp=2))
+    assert findings.not_worth(Parallel(fsdp=16)) is None and findings.not_worth(Parallel(fsdp=4, tp=4)) is None
+
+
+def test_checkpointing_that_computes_longer_than_the_best_layout_takes_cannot_win(findings):
+    assert not findings.cannot_win(Parallel(ddp=64), "full")
+    findings.add(row_of(Parallel(ddp=64), rate=6400.0))
+    findings.add(row_of(Parallel(ddp=64), way="full", rate=4800.0))  # 6,000 if no rank waited
+    assert findings.cannot_win(Parallel(fsdp=32, tp=2), "full") is True
+    assert not findings.cannot_win(Parallel(ddp=8), "full")
+    findings.add(row_of(Parallel(ddp=64), way="full", rate=5000.0))
+    assert not findings.cannot_win(Parallel(ddp=64), "full")
+
+
+def test_a_mode_that_made_it_slower_is_not_widened(findings):
+    assert findings.not_worth(Parallel(ddp=16, tp=4)) is None
+    findings.add(row_of(Parallel(ddp=64), rate=6400.0))
+    findings.add(row_of(Parallel(ddp=32, tp=2), rate=6000.0))
+    assert findings.not_worth(Parallel(fsdp=16, tp=4)) == "not tried: tp=2 is slower than none of it"
+    assert findings.not_worth(Parallel(fsdp=32, tp=2)) is None and findings.not_worth(Parallel(ddp=4, tp=4)) is None
+    findings.add(row_of(Parallel(fsdp=32, tp=2), rate=6300.0))  # nearly as quick
+    assert findings.not_worth(Parallel(fsdp=16, tp=4)) is None
+
+
+def test_a_mode_that_fits_where_fewer_ranks_do_not_is_widened(findings):
+    findings.add(row_of(Parallel(ddp=64), mib=5000.0, fits=False))
+    findings.add(row_of(Parallel(ddp=32, tp=2), rate=6000.0))
+    assert findings.not_worth(Parallel(ddp=16, tp=4)) is None
+    findings.add(row_of(Parallel(ddp=16, tp=4), rate=5000.0))
+    assert findings.not_worth(Parallel(ddp=8, tp=8)) == "not tried: tp=4 is slower than tp=2"

@@ -1,6 +1,8 @@
 """Models that a refit keeps or leaves, on folders of real runs: better, worse, too few to tell, killed, outdated."""
 
+import json
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -12,7 +14,7 @@ from learn import FitSettings, fit
 from learn.estimators.protocol import ResidualPrediction
 from learn.fitting.artifacts import find_latest, versions
 from learn.fitting.promotion import compare as compare_evaluations
-from learn.fitting.promotion import is_held_out, refit
+from learn.fitting.promotion import is_held_out, limits, refit
 from learn.judging.evaluate import judged
 from learn.rows.data import make_bins
 from tests.learn.learn_rows import labels_of, make_configs, make_rows, restamp, write_batch
@@ -222,3 +224,67 @@ def test_a_bound_that_is_exceeded_more_often_keeps_the_candidate_behind():
         tight.worse and "50.0% of labels are above its bound, 0.0% above the other's: significantly more" in tight.why
     )
     assert not compare(ROWS, BINS, off_by(0.10, bound=0.05), off_by(0.08, bound=0.05)).worse
+
+
+def test_copies_of_rows_that_no_longer_count_are_still_seen(fitted):
+    data, old = fitted
+    write_batch(data, FRESH[:40], job="away", source="measured", statuses=["ok"] * 40)
+    report = json.loads((old / "report.json").read_text())  # as if it had been fitted on those as well
+    away = [f"away-{i:06d}" for i in range(20)]
+    (old / "report.json").write_text(json.dumps(report | {"train_run_ids": report["train_run_ids"] + away}))
+    restamp(old)
+    write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
+    assert night(data, 1, "smact", source="simulated").held_out == 20
+
+
+def test_rows_of_a_snapshot_are_fitted_on_whatever_came_later(fitted):
+    from warehouse.files.folder import DataFolder
+    from warehouse.files.snapshots import take_snapshot
+
+    data, old = fitted
+    take_snapshot(DataFolder.resolve(data), "2026-11-21")
+    write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
+    assert night(data, 1, "smact", snapshot="2026-11-21").held_out == 0
+    outdate(old)
+    assert night(data, 1, "smact", snapshot="2026-11-21").decision == "promoted"
+    meta = find_latest(data, "smact").meta
+    assert meta["snapshot"] == "2026-11-21" and meta["rows"]["train"] + meta["rows"]["test"] == 90
+
+
+def test_rows_that_only_the_current_model_answers_keep_the_candidate_behind(fitted, monkeypatch):
+    from learn.estimators import tabular
+
+    data, _ = fitted
+    write_batch(data, FRESH[:40], job="n1", statuses=["ok"] * 40)
+    predict = tabular.TabularEstimator.predict
+
+    def forgetful(self, cases, steps=None):
+        """Has no answer for large batches, once it was fitted on more than the 90 rows."""
+        answer = predict(self, cases, steps)
+        large = {i: "too large" for i, case in enumerate(cases) if case.config.batch_size > 64}
+        return answer if len(self._residuals) == 90 else replace(answer, refusals=large)
+
+    monkeypatch.setattr(tabular.TabularEstimator, "predict", forgetful)
+    found = night(data, 1, "smact")
+    assert found.decision == "kept" and "has no answer for" in found.why and "too large" in found.why
+
+
+def test_out_of_memory_rows_count_for_bound_and_bin_but_have_no_error():
+    censored = np.arange(60) < 20
+    label = np.where(censored, 40_960.0, ROWS.label)
+    rows = make_rows("memory", CONFIGS, label, censored=censored)
+    bins = make_bins(rows.target, rows.exact.label, rows.family, ceiling_mib=rows.ceiling_mib)
+    far = np.where(censored, np.log(10_000.0), np.log(label))
+    blind = ResidualPrediction(far, np.array([0.01]), "log")
+    knowing = ResidualPrediction(np.log(label), np.array([0.01]), "log")
+    found = compare(rows, bins, knowing, blind)
+    assert found.worse and found.candidate["above_bound"] == pytest.approx(1 / 3)
+    assert found.candidate["mean_abs_error"] == found.current["mean_abs_error"] == pytest.approx(0, abs=1e-9)
+    assert found.current["accuracy"] == 1.0 and found.candidate["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_near_copies_count_as_one_witness():
+    values = np.repeat([0.0, 1.0] * 10, 10)
+    alone, together = limits(values, np.arange(200)), limits(values, np.arange(200) // 10)
+    assert together[1] - together[0] > 2 * (alone[1] - alone[0])
+    assert limits(values, np.arange(200)) == alone

@@ -18,7 +18,7 @@ from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
 from learn.commands.fit import FitSettings
 from learn.commands.fit import entry as fit_command
-from learn.commands.sharing import admit_entry
+from learn.commands.sharing import admit_entry, judge_slowdowns
 from learn.sharing.admitting import MemoryNeed, known, profile_of
 from learn.sharing.slowdowns import (
     ContentionFormula,
@@ -356,3 +356,36 @@ def test_memory_and_bounds_of_a_group_add_up():
     assert unbound.bound_mib is None and unbound.fits(8_500)
     with pytest.raises(UsageError, match="memory of bare is not known"):
         group_memory([BUSY, JobProfile("bare")])
+
+
+def test_jobs_known_by_name_are_answered_by_what_was_measured_on_another_gpu():
+    named = [
+        MeasuredGroup(
+            group_id=f"{device}{a}{b}",
+            title="made",
+            series="",
+            device=device,
+            jobs=(JobProfile(a), JobProfile(b)),
+            models=(a, b),
+            slowdowns=(1 + cost[b], 1 + cost[a]),
+        )
+        for cost in ({"a": 0.1, "b": 0.5, "c": 0.9, "d": 0.3, "e": 0.7},)
+        for device in ("K80", "P100")
+        for a, b in itertools.combinations("abcde", 2)
+    ]
+    scores = {figures.estimator: figures for figures in judge_slowdowns(named, "device")[0].figures}
+    assert scores["learned"].raw.mean < 0.01 < scores["constant"].raw.mean
+    answering = {name for name, figures in scores.items() if figures.answered_ok}
+    assert answering == {"learned", "constant"} and "is known" in next(iter(scores["trees"].refusals))
+    model = fitted_slowdowns(named)
+    assert model.slowdowns([JobProfile("c"), JobProfile("a")])[0].median == pytest.approx(1.1)
+
+
+def test_no_group_keeps_sms_active_for_more_than_all_of_the_time():
+    heavy, light = JobProfile("heavy", smact=0.95), JobProfile("light", smact=0.2)
+    for group in ([heavy, heavy], [heavy, light], [heavy, heavy, light], [light, light, heavy, heavy]):
+        answers = packaged_slowdowns().slowdowns(group)
+        active = sum(job.smact / one.median for job, one in zip(group, answers, strict=True))
+        assert active <= 1 + 1e-9 and all(one.median >= 1 for one in answers)
+    alike = [JobProfile("a", gpu_util=1.0), JobProfile("b", gpu_util=1.0)]
+    assert packaged_slowdowns().slowdowns(alike)[0].median < 1.9, "a busy GPU need not have busy SMs"

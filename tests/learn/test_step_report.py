@@ -5,26 +5,32 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
+from conf.errors import UsageError
+from conf.reports.blocks import render_for_notebook
 from featurize.device.device_spec import describe_device
 from featurize.families import gpt, mlp
 from featurize.job.training_settings import Training
 from featurize.timing.step_time import input_ms, time_step
 from featurize.timing.times import seconds_at_peak
-from learn import estimate
+from learn import devices_that_fit, estimate
 from learn.estimation.notes import LOOPS
 from learn.estimation.step_report import (
     INPUT,
     OTHER,
+    module_tree,
     time_parts,
     time_text,
+    tree_of,
 )
 from learn.job.traced import step_of
 from learn.job.training_job import of_module
 from tests.featurize.small_nets import Computes, linear_then
 from tests.parsed_page import ParsedPage
+from warehouse.files.folder import DataFolder
 
 DEVICE = describe_device("A100-SXM4-40GB")
 CONFIG = mlp.Config(batch_size=256, input_size=1024, classes=10, depth=4)
@@ -214,3 +220,38 @@ def test_each_type_counts_at_its_own_rate():
     conv, linear = 2 * 2 * 4 * 32 * 32 * 32 * 27, 3 * 2 * 4 * 32 * 8
     expected_s = conv / (A100.tflops("tf32") * 1e12) + linear / (A100.tflops("fp32") * 1e12)
     assert seconds_at_peak(traced.trace, A100, MLP) == pytest.approx(expected_s)
+
+
+def test_a_report_never_takes_the_place_of_the_queue(tmp_path, monkeypatch):
+    data = DataFolder.resolve(tmp_path / "data").create()
+    data.queue.write_bytes(b"precious")
+    monkeypatch.setenv("GPUFARM_DATA", str(data.root))
+    with pytest.raises(UsageError, match="file of the data folder"):
+        estimate(net, (2, 3, 8, 8), report=data.queue)
+    assert data.queue.read_bytes() == b"precious"
+
+
+def test_modules_are_summed_up_the_tree_and_chains_are_joined():
+    sizes = {"model.layers.0.mlp": 4, "model.layers.10.mlp": 2, "model.layers.9.mlp": 2, "model.norm": 1, "": 3}
+    root = tree_of(sizes)
+    assert root.total == 12 and sorted(root.children) == ["model", "outside any module"]
+    layers = root.children["model"].children["layers"]
+    assert (layers.total, sorted(layers.children)) == (8, ["0.mlp", "10.mlp", "9.mlp"])
+    assert list(tree_of({"a.b.c": 1}).children) == ["a.b.c"] and tree_of({"a.b": 1, "a": 2}).children["a"].own == 2
+    page = ParsedPage(render_for_notebook(module_tree(sizes)))
+    shown = [text for text in page.texts if text.endswith("mlp")]
+    assert shown == ["0.mlp", "9.mlp", "10.mlp"]
+
+
+def test_a_gpu_that_waits_for_input_draws_less_power():
+    watts = {loop: done.energy_j / done.step_time_ms for loop in LOOPS for done in [estimate(MLP, loop=loop)]}
+    assert watts["pipeline"] < watts["resident"]
+
+
+def test_utilization_is_unknown_where_the_gpu_has_no_rate_for_the_type():
+    net = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 10))
+    fits = devices_that_fit(net, (32, 64), devices=["T4", "A100-SXM4-40GB"], precision="bf16")
+    on = {one.device: one.estimate for one in fits}
+    assert on["T4"].mfu is None and on["T4"].energy_j is not None and on["T4"].samples_per_s is not None
+    assert on["A100-SXM4-40GB"].mfu is not None
+    assert estimate(net.double(), torch.zeros(32, 64, dtype=torch.float64)).mfu is None
