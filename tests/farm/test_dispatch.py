@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from conf.errors import EnvironmentProblem
-from farm.dispatch.dispatcher import LEASE_S, Dispatcher, lost_run, make_executor
+from farm.dispatch.dispatcher import LEASE_S, Dispatcher, StopRequest, lost_run, make_executor
 from farm.dispatch.executors import Completion
+from farm.dispatch.monitoring import Service
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.working import reconcile
+from farm.dispatch.working import reconcile, run_job
 from farm.queue.leftovers import DispatcherBusy, hold_dispatcher_lock
 from farm.queue.queue_values import Job, text_of_settings
 from featurize.configs.trial import canonical_json
@@ -285,12 +286,35 @@ def test_a_run_that_cannot_land_for_a_moment_is_kept_and_else_given_back_without
 def test_a_run_that_landed_before_its_dispatcher_died_is_done_and_not_repeated(folder, queue):
     submit(queue, 3)
     task, _ = queue.lease("w", 2, now=10.0, lease_s=1e9)
-    landed = dataclasses.replace(lost_run(task, "for the test").run, status="ok")
+    suspect = {"quality": "suspect", "quality_reasons": {"throttled": "for the test"}}
+    landed = dataclasses.replace(lost_run(task, "for the test").run, status="ok", **suspect)
     RunWriter(folder).write(landed, TELEMETRY_SCHEMA.empty_table())
     assert reconcile(folder, queue) == 1
+    assert queue.doubts() == {"mlp-00000001": {"suspect": {"": 1, "throttled": 1}}}, "counted as it was judged"
     executor, _ = work(folder, queue)
     handed_out = [(index, attempt) for _, index, attempt in executor.handed_out]
     assert handed_out == [(1, 2), (2, 1)], "its other lease is void at once"
+
+
+def test_a_result_that_comes_after_the_task_was_done_by_another_is_dropped(folder, queue):
+    submit(queue, 1)
+    (task,) = queue.lease("w", 1, now=0.0, lease_s=1e9)
+    queue.finish(task, "timeout", 1.0)
+    dispatcher = Dispatcher(folder, queue, ScriptedExecutor(Clock()), DEVICE, Quiet(), clock=Clock())
+    dispatcher._land_run(task, result_of(task, "ok"))
+    assert runs(folder) == [] and queue.counts().by_status == {"timeout": 1}
+
+
+def test_a_job_that_another_dispatcher_runs_is_waited_for(folder, queue, monkeypatch):
+    submit(queue, 1)
+
+    def let_the_other_work(_seconds):
+        (task,) = queue.lease("another", 1, 0.0, 60.0)
+        queue.finish(task, "ok", 1.0)
+
+    monkeypatch.setattr("farm.dispatch.working.time.sleep", let_the_other_work)
+    with hold_dispatcher_lock(folder.dispatcher_lock):
+        assert run_job(folder, queue, ClusterSettings(kind="inline"), "mlp-00000001", StopRequest(), Service())
 
 
 def test_one_dispatcher_at_a_time(folder):

@@ -114,6 +114,36 @@ def test_ctrl_c_leaves_a_job_that_was_there_as_it_was(queue, cancelled):
     assert contents(queue) == before
 
 
+@pytest.mark.parametrize(("held", "next_index"), [(slice(500), 500), (slice(700, None, 3), 0)])
+def test_ctrl_c_takes_out_what_was_added_among_tasks_that_were_there(queue, held, next_index):
+    assert queue.submit(a_job(n=5000), list(configs(5000))[held], 1000.0) == len(range(5000)[held])
+    assert queue.next_index("cnn-1") == next_index, "a submission goes on at the first index that is missing"
+    before = contents(queue)
+    interrupted(queue, a_job(n=9000), until(KeyboardInterrupt(), 8000))
+    assert contents(queue) == before
+
+
+def test_ctrl_c_leaves_what_another_command_added_since(queue, path):
+    def joined_by_another():
+        yield from itertools.islice(configs(9000), 4001)
+        with Queue.open(path) as other:
+            assert other.submit(a_job(n=9000), configs(9000), 1000.0) == 5000
+        raise KeyboardInterrupt
+
+    interrupted(queue, a_job(n=9000), joined_by_another())
+    assert (queue.counts("cnn-1").queued, queue.job("cnn-1").n) == (5000, 9000)
+
+
+def test_a_removed_job_keeps_its_number_for_those_who_have_the_queue_open(queue, path):
+    with Queue.open(path) as other:
+        interrupted(queue, a_job("cnn-2", n=9000), until(KeyboardInterrupt(), 4000))
+        submit(queue, "cnn-3", n=2)
+        submit(queue, "cnn-2", n=1)
+        (task,) = other.lease("w", 9, 1000.0, LEASE_S, job_id="cnn-2")
+        assert other.finish(task, "ok", 1000.0)
+        assert (other.counts("cnn-3").queued, other.counts("cnn-2").done) == (2, 1)
+
+
 def test_what_was_started_while_it_was_queued_stays_after_ctrl_c(queue, path):
     def worked_on():
         yield from configs(4000)
@@ -207,6 +237,7 @@ def test_a_late_holder_finishes_and_the_second_drops_its_result(queue):
     (late,) = queue.lease("slow", 1, 0.0, LEASE_S)
     (second,) = queue.lease("w", 1, 100.0, LEASE_S)
     assert queue.retry(late, 105.0, "lost") and queue.release([late]) == 0, "the present holder is not disturbed"
+    assert not queue.repeat(late, 105.0, "labels not trusted")
     assert queue.counts().leased == 1 and queue.finish(late, "ok", 110.0)
     assert not queue.finish(second, "ok", 120.0)
     assert queue.retry(second, 120.0, "lost"), "nothing left to do: the task is done"
@@ -224,6 +255,7 @@ def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(qu
     (task,) = queue.lease("w", 1, now, LEASE_S)
     assert not queue.retry(task, now, "third time")
     assert queue.lease("w", 1, now + 1, LEASE_S) == [] and queue.expired(now + 1) == []
+    assert queue.expired(now + LEASE_S + 1) == [task], "unless that one has died too"
     assert queue.finish(task, "crashed", now + 2)
     (error,) = queue.errors("cnn-1")
     assert (error.error, error.status, error.attempt) == ("third time", "crashed", 3)
@@ -244,18 +276,30 @@ def test_mark_done_takes_runs_that_are_durable_already(queue):
 
 def test_cancel_takes_waiting_tasks_and_a_later_submission_revives_them(queue):
     submit(queue, n=5)
-    running, failed, released = queue.lease("w", 3, 0.0, LEASE_S)
-    assert queue.cancel("cnn-1", 1.0) == 2
+    running, failed, released, _ = queue.lease("w", 4, 0.0, LEASE_S)
+    assert queue.cancel("cnn-1", 1.0) == 1
     assert queue.lease("w", 9, 1.0, LEASE_S) == []
     assert queue.progress(1.0)[0].state == "cancelling"
     assert queue.retry(failed, 2.0, "lost"), "not tried again, nothing to land"
     queue.release([released])
-    assert queue.finish(running, "ok", 2.0)
+    assert not queue.may_repeat(running) and queue.finish(running, "ok", 2.0)
+    assert queue.lease("w", 9, 100.0, LEASE_S) == [] == queue.expired(100.0), "nor is an expired lease"
     counts = queue.counts("cnn-1")
     assert (counts.done, counts.cancelled, counts.pending) == (1, 4, 0)
     assert queue.progress(2.0)[0].state == "cancelled"
     assert submit(queue, n=5) == 0
     assert [task.attempt for task in queue.lease("w", 9, 3.0, LEASE_S)] == [1, 1, 1, 1]
+
+
+def test_a_job_cancelled_while_it_is_submitted_stays_cancelled(queue, path):
+    def cancelled_in_the_middle():
+        yield from configs(2000)
+        with Queue.open(path) as other:
+            other.cancel("cnn-1", 1.0)
+        yield from configs(3000, start=2000)
+
+    queue.submit(a_job(n=3000), cancelled_in_the_middle(), 0.0)
+    assert (queue.counts().pending, queue.counts().cancelled) == (0, 3000)
 
 
 @pytest.mark.parametrize("method", ["counts", "job", "errors", "pending"])
@@ -419,6 +463,9 @@ def test_any_order_of_operations_keeps_every_task_and_ends(tmp_path_factory, ste
                 queue.renew(held, now, LEASE_S)
             counts = queue.counts()
             assert counts.total == n and counts.done == len(finished)
+            counted = queue._file.all("SELECT state, coalesce(status, ''), count(*) FROM tasks GROUP BY 1, 2")
+            kept = queue._file.all("SELECT state, status, count FROM tallies WHERE count != 0")
+            assert sorted(counted) == sorted(kept)
         submit(queue, n=n)  # revives what was cancelled
         for _ in range(n * (max_attempts + 1) + 1):
             now += 10_000.0  # every lease and every backoff is over

@@ -206,6 +206,8 @@ def test_folders_of_living_processes_and_other_folders_and_files_stay_whatever_t
     folder_of(base, dead, "gpufarm-data")
     folder_of(base, dead, "mine")
     (base / "gpufarm-trial-file").write_text("x")
+    pid, start, where = dead.split("@")
+    folder_of(base, f"{pid}@{start}@{where.partition('.')[0]}.1", "gpufarm-trial-namespace")
     path = make_folder("gpufarm-ray-", base)
     assert sweep_folders([base], now=LATER) == []
     assert path.exists() and path.stat().st_mode & 0o777 == 0o700
@@ -216,6 +218,8 @@ def test_a_folder_without_an_owner_or_of_an_earlier_boot_stays_for_a_day(base, o
     path = folder_of(base, owner)
     made = path.stat().st_mtime
     assert sweep_folders([base], now=made + DAY_S - 60) == []
+    with open(path / "server.log"):
+        assert sweep_folders([base], now=LATER) == [], "a process uses it"
     assert sweep_folders([base], now=made + DAY_S + 60) == [path]
 
 

@@ -8,6 +8,8 @@ from test_dispatch import submit, submit_texts, text_of_mlp, work
 
 from conf.cli.command_line import run
 from farm import status
+from farm.dispatch import working
+from farm.dispatch.ray_cluster import ClusterSettings
 from farm.dispatch.working import reconcile
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import MIXED_FAMILY
@@ -46,6 +48,52 @@ def test_after_the_queue_was_lost_the_same_job_is_done_without_running_again(fol
         assert [index for _, index, _ in executor.handed_out] == [6, 7]
         assert fresh.counts().by_status == {"ok": 8}
     assert rows(folder) == (8, 8)
+
+
+def test_a_job_that_landed_before_the_queue_was_lost_and_arrives_beside_a_dispatcher_runs_no_more(
+    folder, queue, monkeypatch
+):
+    submit(queue, 6)
+    work(folder, queue)
+    asked = []
+    with lose(folder, queue) as fresh:
+        submit(fresh, 1, job_id="mlp-00000002")
+
+        def next_device(job_id):
+            asked.append(job_id)
+            if len(asked) == 2:  # the other job has been reconciled
+                fresh.cancel("mlp-00000002", 0.0)
+                submit(fresh, 6)
+            return Queue.next_device(fresh, job_id)
+
+        monkeypatch.setattr(fresh, "next_device", next_device)
+        monkeypatch.setattr(working, "make_executor", None)
+        assert working.work(folder, fresh, ClusterSettings(kind="inline")) == 0
+        assert fresh.counts().by_status == {"ok": 6}
+
+
+def test_rows_that_nobody_can_read_land_once_and_a_lost_queue_knows_them(folder, queue):
+    texts = ["no json", "{}", '{"family": 3}', '{"family": "mlp", "batch_size": 0}', '{"family": "../up"}']
+    submit_texts(queue, texts, family=MIXED_FAMILY)
+    work(folder, queue)
+    assert queue.counts().by_status == {"invalid": 5}
+    families = [family for (family,) in ask(folder, "SELECT family FROM runs ORDER BY task_index")]
+    assert families == ["mixed", "mixed", "mixed", "mlp", "mixed"]
+    with lose(folder, queue) as fresh:
+        submit_texts(fresh, texts, family=MIXED_FAMILY)
+        assert reconcile(folder, fresh) == 5
+
+
+def test_lost_runs_are_queued_again_with_all_attempts_unless_their_job_was_cancelled(folder, queue):
+    submit(queue, 4)
+    work(folder, queue)
+    assert (queue.requeue(JOB, [1, 3, 99]), queue.requeue(JOB, [1, 3])) == (2, 0)
+    executor, _ = work(folder, queue)
+    assert executor.handed_out == [(JOB, 1, 1), (JOB, 3, 1)]
+    queue.cancel(JOB, 0.0)
+    assert (queue.requeue(JOB, [1]), queue.counts().cancelled) == (1, 1)
+    submit(queue, 4)
+    assert queue.counts().queued == 1
 
 
 def test_a_first_attempt_of_a_run_that_was_merged_lands_without_effect(folder, queue):
