@@ -13,7 +13,7 @@ from conf.cli import command_line as cli
 from conf.errors import UsageError
 from farm import compare as compare_module
 from farm.comparison.pairs import Environment, RunSet, code_folder, compare_runs, side_of
-from farm.comparison.run import traced
+from farm.comparison.run import compare_operators, traced
 from farm.comparison.traced_operators import summary_of
 from featurize.configs.trial import config_from_mapping, config_hash
 from featurize.device.device_spec import load_device
@@ -128,6 +128,16 @@ def test_the_operator_family_that_differs_stands_first(before, after):
     assert second.memory == 0.0
 
 
+def test_only_the_first_n_tasks_of_a_job_are_compared(before, after):
+    for index, config in enumerate(CONFIGS):
+        for folder in (before, after):
+            land(folder, index, config)
+    land(after, 0, CONFIGS[0], run_id="other-000000", job_id="other", peak_memory_mib=1.0)
+    done = compare_runs(*(RunSet(folder=folder, job_id="J", n=2) for folder in (before, after)), 0.01)
+    assert {pair.key["config_hash"] for pair in done.pairs} == set(HASHES[:2])
+    assert all(shift.largest == 0 for shift in done.shifts)
+
+
 # ---- sides
 
 
@@ -173,6 +183,23 @@ def test_a_traced_step_is_summed_by_operator_and_module_and_the_peak_is_whole():
     assert any("batch_norm" in name for name in operators)
     live = sum(mib for kind, mib in summary["peak_mib"].items() if kind != "workspace")
     assert sum(figures["peak_mib"] for figures in operators.values()) == pytest.approx(live)
+
+
+def record(**operators):
+    none = {"calls": 1.0, "launches": 1.0, "moved_mib": 0.0, "gflops": 0.0, "peak_mib": 0.0}
+    figures = {f"aten::{name}": {**none, "ms": ms} for name, ms in operators.items()}
+    return {"operators": figures, "modules": {}, "classes": dict.fromkeys(operators, ""), "dtypes": {}, "peak_mib": {}}
+
+
+def test_operators_that_came_went_or_got_slower_are_told_and_failed_traces_are_not_compared():
+    old = {"a": record(relu=1.0, add=2.0), "b": record(add=2.0), "c": {"error": "no convolution"}}
+    new = {"a": record(clamp=1.5, add=2.0), "b": record(add=2.0 + 1e-12), "c": record(add=9.0)}
+    comparison = compare_operators(old, new, DEVICE)
+    assert [(c.name, c.before["ms"], c.after["ms"]) for c in comparison.operators if c.changed] == [
+        ("aten::clamp", 0.0, 1.5),
+        ("aten::relu", 1.0, 0.0),
+    ]
+    assert comparison.compared == 2 and comparison.failed == {"c": ("no convolution", None)}
 
 
 @pytest.fixture

@@ -22,6 +22,10 @@ from farm.grow import _cycle_lock, entry
 from farm.nights.cycle import NightStop, notify
 from farm.nights.journal import STEPS, Journal
 from farm.queue.jobs import Queue
+from featurize.configs.dimensions import default_space
+from featurize.configs.draws import sample_range
+from featurize.configs.space import parse_space
+from featurize.configs.trial import canonical_json
 from tests.surroundings import PATIENCE_S, await_
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
@@ -121,6 +125,23 @@ def test_a_mistake_is_one_line_with_the_choices_and_nothing_is_written(root, cap
     assert grow(root, *needed, argument) == 2
     error = capsys.readouterr().err
     assert expected_text in error and error.count("\n") == 1 and not root.exists()
+
+
+@pytest.mark.slow
+def test_a_night_whose_time_is_up_takes_the_rest_out_and_the_next_one_leaves_out_what_waits(root):
+    assert grow(root, "hours=0.00000001", "n=5") == 0
+    (cycle,) = cycles(root)
+    with Queue.open(root / "queue.sqlite") as queue:
+        counts = queue.counts(cycle.done("run")["job_id"])
+        assert cycle.done("run")["ended"] == "time" and counts.pending == 0 and counts.cancelled
+        assert len(runs(root)) == counts.done == 5 - counts.cancelled
+        waiting = sample_range(parse_space("mlp", default_space("mlp")), 0, counts.done, counts.done + 2)
+        other = dataclasses.replace(queue.jobs()[0], job_id="mlp-waiting", n=2)
+        queue.submit(other, enumerate(canonical_json(config.to_mapping()) for config in waiting), 0.0)
+        assert grow(root, "n=3") == 0
+        assert queue.counts("mlp-waiting").queued == 2, "another's job is not this night's"
+    plan = json.loads((root / cycles(root)[1].done("choose")["plan"]).read_text())
+    assert [entry["place"][1] - counts.done for entry in plan] == [2, 3, 4]
 
 
 def command(root, *arguments, **options):

@@ -45,6 +45,17 @@ def test_a_cycle_is_read_back_as_it_was_written(journal):
     assert not ended.open and journal.cycles() == [ended]
 
 
+def test_what_json_cannot_say_is_refused_and_a_clock_that_is_put_back_gives_no_time_away(journal):
+    name = journal.begin({}, "a").name
+    journal.start(name, "run")
+    before = journal.path.read_bytes()
+    with pytest.raises(ValueError):
+        journal.done(name, "run", {"wall_s": float("nan")})
+    assert journal.path.read_bytes() == before
+    journal._clock.now -= datetime.timedelta(hours=2)
+    assert journal.done(name, "run", {}).seconds("run") == 0.0
+
+
 def test_a_name_is_the_days_first_that_nobody_has(journal):
     assert journal.begin({}, "a", ["2026-11-20"]).name == "2026-11-20.2"
     assert journal.begin({}, "b").name == "2026-11-20"

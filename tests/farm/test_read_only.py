@@ -71,7 +71,7 @@ def test_a_dry_run_of_growth_answers_on_a_read_only_disk(disk, capfd):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_status_answers_where_the_user_may_only_read(tmp_path, capfd):
+def test_status_answers_where_the_user_may_only_read(tmp_path, capfd, monkeypatch):
     folder, queue = make(tmp_path / "data")
     queue.close()
     for path in (tmp_path, *tmp_path.parents):
@@ -80,6 +80,10 @@ def test_status_answers_where_the_user_may_only_read(tmp_path, capfd):
     arguments = [f'data="{folder.root}"', "format=json"]
     assert run("status", status.entry, arguments) == 0  # what it imports, nobody else may be able to read
     whole, before = json.loads(capfd.readouterr().out), files_of(folder.root)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    scratch.chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
     os.seteuid(65534)
     try:
         code = run("status", status.entry, arguments)
@@ -88,7 +92,7 @@ def test_status_answers_where_the_user_may_only_read(tmp_path, capfd):
     out, err = capfd.readouterr()
     assert code == 0, err
     assert json.loads(out)["jobs"] == whole["jobs"] and "reading a copy of the queue" in err
-    assert files_of(folder.root) == before
+    assert files_of(folder.root) == before and not list(scratch.iterdir())
 
 
 def fill(disk, left):

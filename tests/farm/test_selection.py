@@ -22,11 +22,11 @@ from farm.sampling.selection import (
     choose,
     merge_pools,
 )
-from featurize.configs.draws import sample
+from featurize.configs.draws import Limits, sample
 from featurize.configs.space import parse_space
 from featurize.configs.trial import canonical_json, code_problem, config_hash, config_of_row
 from featurize.device.device_spec import load_device
-from featurize.families import get_family, mlp, zoo
+from featurize.families import get_family, layers_of, mlp, zoo
 from featurize.job.code_names import CodeName
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -70,6 +70,11 @@ def measured(configs):
     """Rows whose memory is the forecast's own, with wall times."""
     figures = FORECASTER.look(list(configs)).figures["memory"]
     return known_of(configs, figures, seconds=[30.0] * len(figures))
+
+
+def test_candidates_respect_limits():
+    small = candidates(MLP, "active", 0, 0, 30, Limits(max_parameters=50_000)).configs
+    assert small and all(sum(layer.parameters for layer in layers_of(config)) <= 50_000 for config in small)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

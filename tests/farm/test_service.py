@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_dispatch import Clock, ScriptedExecutor, run_with, submit
 
 from conf.errors import UsageError
+from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.metrics_server import LIMITS, MetricsServer
 from farm.dispatch.monitoring import Events, FarmMetrics, LogSettings, MetricsSettings, Pulse, Service
 from farm.dispatch.ray_cluster import ClusterSettings
@@ -194,6 +195,26 @@ def test_sigterm_leaves_an_idle_service_with_130_and_its_standard_output_is_all_
     assert process.returncode == 130, error_text
     assert [json.loads(line)["event"] for line in rest.splitlines()] == ["left"]
     assert "metrics: http://127.0.0.1:" in error_text
+
+
+def test_a_service_that_has_run_something_still_hears_sigterm(folder, queue):
+    submit(queue, 1)
+
+    class LikeRay(ScriptedExecutor):
+        """Ray puts handlers of its own in place, and none when it ends."""
+
+        def start(self):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+        def close(self):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    with StopRequest(0.0).installed() as stop:
+        assert not run_with(folder, queue, LikeRay(Clock()), stop) and stop.requested, "its time is up"
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_second_service_stands_by_until_the_first_has_ended(folder, queue, tmp_path):

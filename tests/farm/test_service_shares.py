@@ -91,6 +91,7 @@ def test_a_question_that_nobody_asks_for_any_more_is_dropped(store, clock):
 
 
 TOKENS = ("first-token-of-someone", "second-token-of-another")
+WEBHOOK = "/v1/kubernetes/mutate"
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,18 @@ def test_a_token_or_an_address_beyond_its_share_is_refused_while_others_are_answ
 
     asyncio.run(attack(TOKENS, {"token": TOKENS[0]}, {"token": TOKENS[1]}))
     asyncio.run(attack((), {"address": "10.0.0.1"}, {"address": "10.0.0.2"}))
+
+
+def test_the_webhook_without_a_token_has_few_places_and_a_wrong_token_none(metrics):
+    async def attack():
+        work = Work(Gate, metrics)
+        flood = [Asked(work.gate, path=WEBHOOK, address=f"10.0.0.{n}") for n in range(20)]
+        statuses = await work.statuses(*flood)
+        assert (statuses.count(None), statuses.count(429)) == (4, 16)
+        known, wrong = Asked(work.gate, TOKENS[0], WEBHOOK), Asked(work.gate, "not-a-token", WEBHOOK)
+        assert await work.statuses(known, wrong, Asked(work.gate)) == [None, 401, 401]
+
+    asyncio.run(attack())
 
 
 def test_work_ends_when_its_client_leaves_and_its_place_is_free(metrics):

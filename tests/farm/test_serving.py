@@ -12,14 +12,17 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from conf.children.running import ServerLost
 from conf.cli import command_line as cli
 from farm import serve
+from farm.serving import trace_pool
 from farm.serving.bodies import EstimateRequest, Policy, estimate_question
 from farm.serving.gate import Problem
 from farm.serving.trace_pool import TraceLimits, TracePool, _reply
@@ -213,6 +216,12 @@ def test_what_is_no_json_too_large_or_not_there(service):
     assert problem_of(service.send("POST", "/v1/estimate", b"{"))[0] == 400
     assert problem_of(service.send("POST", "/v1/estimate", b"{}", {"content-type": "text/plain"}))[0] == 415
     assert problem_of(service.send("POST", "/v1/estimate", b" " * 2_000_000))[0] == 413
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    with contextlib.closing(connection):
+        with contextlib.suppress(ConnectionError):  # the service may close before all is sent
+            headers = {"content-type": JSON}
+            connection.request("POST", "/v1/estimate", iter([b"x" * 100_000] * 30), headers, encode_chunked=True)
+        assert connection.getresponse().status == 413
     assert problem_of(service.send("GET", "/v1/estimates/nope"))[0] == 404
     assert problem_of(service.send("GET", "/v1/devices", headers={"host": "evil.example"}))[0] == 421
 
@@ -271,6 +280,23 @@ def test_a_trace_that_takes_more_memory_than_the_limit_is_ended_and_says_so(fold
         await_(lambda: asyncio.run(store.get("k")).is_finished, "the end of the trace")
         asked = asyncio.run(store.get("k"))
         assert asked.problem == "the trace took more memory than the limit of 0.05 GiB"
+
+
+def test_a_question_leased_just_as_the_service_ends_is_given_back(folder):
+    problems = []
+    store = types.SimpleNamespace(interrupted=lambda _, problem: problems.append(problem))
+    pool = TracePool(store, TraceLimits(str(folder.root), (), 60, 2**33), 1)
+    pool._ended.set()
+    assert pool._run_question("key", "{}") == "given back" and len(problems) == 1
+
+
+def test_a_lost_server_of_children_is_no_fault_of_the_job(monkeypatch):
+    def lose(*_):
+        raise ServerLost("a child process was lost: its keeper was killed")
+
+    monkeypatch.setattr(trace_pool, "_estimate", lose)
+    with pytest.raises(ServerLost):
+        _reply({"kind": "estimate"}, TraceLimits("/data", (), 60, 2**33))
 
 
 @pytest.mark.slow
