@@ -17,7 +17,7 @@ from farm.nights.canaries import canaries_to_confirm, compare, tolerance_of
 from farm.nights.journal import Journal, plain
 from farm.nights.plan import Machine
 from farm.nights.settings import NEED_LIBRARIES
-from farm.nights.watch import OPERATORS, OTHER, drift_of, operator_of_kind, operators_of, remeasure, watch
+from farm.nights.watch import EVERYTHING, OPERATORS, OTHER, drift_of, operator_of_kind, operators_of, remeasure, watch
 from featurize.configs.dimensions import default_space
 from featurize.configs.draws import Limits, sample
 from featurize.configs.space import parse_space
@@ -180,6 +180,16 @@ def test_a_hot_gpu_is_sick_and_the_cause_is_named(lab):
     assert "the SM clock was lower: 1100 MHz, 1410 before" in verdict.causes
 
 
+def test_a_dead_sensor_is_sick_and_a_label_that_came_and_went_is_not(lab):
+    lab.night(of(2, power_w=None))
+    lab.night()
+    dead = {"smact": None, "telemetry_missing": json.dumps({"dcgm": "connection refused"})}
+    verdict = lab.verdict(lab.night(of(0, 2, power_w=None, **dead)))
+    assert verdict.verdict == "sick"
+    assert labels(verdict) == {("mlp", "smact"), ("cnn", "smact"), ("mlp", "power_w")}
+    assert "a sensor gave nothing" in verdict.causes[0] and "dcgm: connection refused" in verdict.causes[0]
+
+
 @pytest.mark.parametrize("status", ["crashed", "oom"])
 def test_a_canary_that_ends_otherwise_is_sick_in_any_environment(lab, status):
     lab.night()
@@ -201,6 +211,28 @@ def test_what_moved_once_is_run_again_and_the_median_counts(lab):
     assert verdict.verdict == "sick" and labels(verdict) == {("gpt", "smact")}
     assert len(verdict.moved[0].run_ids) == 3 and canaries_to_confirm(verdict) == ()
     assert verdict.causes[0].startswith("unknown")
+
+
+def test_untrusted_and_forgotten_nights_and_attempts_that_were_run_again_do_not_count(lab):
+    lab.night()
+    lab.night(of(*range(8), smact=0.1, quality="untrusted"))
+    sick = lab.night(of(*range(8), smact=0.1))
+    steady = lab.night()
+    bad = where("linear", quality="untrusted", smact=0.9, final=False)
+    for attempt in ("-a1", "-a2"):  # which the median would follow
+        lab.run(steady + attempt, CANARIES, lambda config: {**bad(config), "job_id": steady})
+    assert lab.verdict(steady, forget={sick}).verdict == "steady"
+    assert lab.verdict(steady).moved  # of two, neither is the right one
+
+
+def test_a_rolled_back_driver_is_compared_with_its_own_nights(lab):
+    lab.night()
+    lab.environment = dict(NEW)
+    lab.night(of(*range(8), smact=0.3))
+    lab.environment = dict(OLD)
+    verdict = lab.verdict(lab.night())
+    assert (verdict.verdict, verdict.before) == ("steady", OLD)
+    assert lab.verdict(lab.night(of(0, smact=0.3))).verdict == "sick"
 
 
 def test_figures_that_move_with_the_environment_are_drift(lab):
@@ -236,6 +268,9 @@ def test_one_sick_gpu_of_four_is_found_and_named(lab):
     assert set(map(config_hash, canaries_to_confirm(verdict))) == set(map(config_hash, CANARIES))
     again = lab.night(on_gpus(*({},) * 4), only=[config for config in CANARIES for _ in range(8)])
     assert compare(lab.folder, DEVICE, "measured", [slow, again]).verdict == "steady"
+    lab.environment = dict(NEW)
+    slow = on_four(lab, on_gpus({}, {"step_time_ms": 9.0}, {}, {}))
+    assert compare(lab.folder, DEVICE, "measured", [slow]).verdict == "sick", "no drift, whatever was installed"
 
 
 def test_times_of_a_device_that_others_use_too_say_nothing_of_it(lab):
@@ -320,6 +355,9 @@ def test_stale_rows_are_not_learned_from_until_the_old_environment_is_back(grown
     # the new night's canaries came, eight of them
     assert rows.counts["stale"] == 12 and len(rows) == whole + 8 - 12
     assert "stale" not in usable(grown, "smact").counts
+    third = drift_with(grown, where("convolution", peak_memory_mib=1700.0), NEW | {"driver_version": "570.1"}, "b")
+    assert len(third.families) == 12, "those of two drivers ago stay stale, although the last one moved nothing"
+    assert set(usable(grown).run_ids) - set(rows.run_ids) == {f"canary-00000003-{at:06d}" for at in range(8)}
 
 
 def test_after_a_rollback_old_rows_count_again_and_those_of_the_new_driver_do_not(grown, configs):
@@ -344,3 +382,15 @@ def test_what_is_measured_again_covers_every_cell_twice_and_no_more(grown, confi
     grown.run("grow-2", chosen[:2])
     left = again(grown)
     assert len(left) == 3 and not set(chosen[:2]) & set(left), "what was measured since is not measured again"
+
+
+def test_everything_is_stale_where_no_canary_stayed(grown, configs):
+    drift = drift_with(grown, of(*range(8), power_w=260.0))
+    assert drift.payload.operators == {"power_w": (EVERYTHING,)}
+    assert len(drift.families) == len(configs) + len(CANARIES) and again(grown)
+
+
+def test_what_ran_out_of_memory_is_stale_with_the_memory_label(grown, configs):
+    (run_id,) = grown.run("grow-2", configs[1:2], lambda _: {"status": "oom", "oom_kind": "device"})
+    drift = drift_with(grown, where("convolution", peak_memory_mib=1700.0, smact=0.9))
+    assert [mark.label for mark in drift.marks if mark.run_id == run_id] == ["peak_memory_mib"]

@@ -72,6 +72,13 @@ def test_the_pages_of_a_list_hold_each_run_once_in_order(explorer, explored):
     assert shown == known
 
 
+def test_the_sql_that_a_page_shows_gives_its_rows(explorer, explored):
+    sql = Filters.of([("family", "mlp"), ("order", "parameters")]).rows_sql()
+    content = explorer.send("GET", "/runs.parquet?family=mlp&order=parameters")[2]
+    listed = pq.read_table(io.BytesIO(content)).column("run_id").to_pylist()
+    assert listed and listed == [run_id for run_id, *_ in ask(explored, sql)]
+
+
 def test_a_run_shows_its_labels_its_telemetry_and_its_estimate(explorer, explored):
     ((run_id, mib),) = ask(explored, "SELECT run_id, peak_memory_mib FROM runs WHERE family = 'mlp' LIMIT 1")
     parsed = page(explorer, f"/runs/{run_id}")
@@ -223,6 +230,11 @@ def test_a_query_beyond_its_memory_ends_and_the_next_one_runs(explored, sql):
     with pytest.raises(UsageError, match=r"more memory than the limit of 0\.25 GiB"):
         run_limited(explored, sql, PAGE, LIMITS, [])
     assert run_limited(explored, "SELECT 42 AS answer", PAGE, LIMITS, [])[0].to_pylist() == [{"answer": 42}]
+
+
+def test_rows_are_bounded_by_their_bytes(explored):
+    table, has_more = run_limited(explored, "SELECT repeat('x', 9000) AS text FROM range(5000)", PAGE, LIMITS, [])
+    assert has_more and 2**23 < table.nbytes <= 2**24
 
 
 def test_a_download_beyond_the_limits_is_refused_rather_than_cut(explorer):

@@ -305,6 +305,16 @@ def test_workloads_are_admitted_where_their_job_fits(service, decided):
     assert (active["type"], active["status"], active["observedGeneration"]) == ("Active", "True", 2)
 
 
+def test_a_workload_waits_until_its_trace_is_done(service, decided):
+    job = {"model": "torchvision.models:resnet34", "inputs": [4, 3, 64, 64]}
+    waiting = workload("traced", {"gpufarm.io/job": json.dumps(job)})
+    with service.traces_held():
+        assert "traced" not in decided(waiting)
+    with service.client() as client:
+        client.estimate(**job)
+    assert decided(waiting)["traced"]["status"]["admissionChecks"][0]["state"] == "Ready"
+
+
 def test_kueue_is_asked_in_the_version_that_the_server_prefers(decided):
     assert decided(workload("small", {"gpufarm.io/job": JOB}), version="v1beta2").keys() == {"small", "memory"}
 
