@@ -262,32 +262,90 @@ def check(simulated, capacity, live):
         assert simulated.peak_reserved_bytes <= int(capacity * fraction)
 
 
-def take(simulated, live, nbytes, stream):
-    """Allocate so many bytes, which `live` holds from then on where they fit."""
-    with contextlib.suppress(OutOfMemory):
-        if (handle := simulated.allocate(nbytes, stream)) is not None:
-            live[handle] = nbytes
+def best_fit(simulated, nbytes, stream):
+    """Return where the request must go, looked up the slow way; None where new memory is needed or pages are mapped."""
+    conf = simulated.settings
+    if conf.expandable_segments or nbytes == 0:
+        return None
+    size = conf.size_rounding()(nbytes)
+    fitting = [
+        (block.size, block.address)
+        for segment in simulated.snapshot()
+        if (segment.stream, segment.pool) == (stream, "small" if size <= MIB else "large")
+        for block in segment.blocks
+        if block.state == "inactive" and block.size >= size
+    ]
+    found, address = min(fitting, default=(0, None))
+    oversize = (conf.max_split_size_mb or 1 << 40) * MIB
+    rounding = (conf.max_non_split_rounding_mb or conf.large_segment_size_mb) * MIB
+    refused = found >= oversize if size < oversize else found >= size + rounding
+    return None if refused else address
+
+
+class History:
+    """What PyTorch records of an allocator's work."""
+
+    def __init__(self, simulated):
+        self.simulated, self.entries, self.noted = simulated, [], 0
+
+    def note(self, action, **values):
+        events = self.simulated.segment_events[self.noted :]
+        self.entries += [{"action": e.action, "size": e.size, "stream": e.stream, "addr": e.address} for e in events]
+        self.entries.append({"action": action, **values})
+        self.noted += len(events)
+
+
+def run_steps(steps, simulated, history):
+    """Run the steps. After each, yield what is live: handle -> requested bytes."""
+    live = {}
+    for step in steps:
+        if step is None:
+            simulated.empty_cache()
+        elif isinstance(step, tuple):
+            (nbytes, stream), expected = step, best_fit(simulated, *step)
+            with contextlib.suppress(OutOfMemory):
+                if (handle := simulated.allocate(nbytes, stream)) is not None:
+                    live[handle], address = nbytes, simulated.address_of(handle)
+                    assert expected in (None, address)
+                    history.note("alloc", addr=address, size=nbytes, stream=stream)
+        elif live:
+            handle = list(live)[int(step * (len(live) - 1))]
+            address = simulated.address_of(handle)
+            simulated.free(handle)
+            history.note("free_completed", addr=address, size=live.pop(handle))
+        yield live
 
 
 @settings(max_examples=60, deadline=None)
 @given(STEPS, st.sampled_from(CONFS), CAPACITIES)
 def test_blocks_never_overlap_accounts_add_up_and_everything_comes_back(steps, conf, capacity):
     simulated, live = CachingAllocator(capacity, AllocatorSettings.parse(conf)), {}
-    for step in steps:
-        if step is None:
-            simulated.empty_cache()
-        elif isinstance(step, tuple):
-            take(simulated, live, *step)
-        elif live:
-            handle = list(live)[int(step * (len(live) - 1))]
-            simulated.free(handle)
-            del live[handle]
+    history = History(simulated)
+    for live in run_steps(steps, simulated, history):
         check(simulated, capacity, live)
+    history.note("snapshot")
+    again = replay_history(history.entries, AllocatorSettings.parse(conf), capacity_bytes=capacity)
+    assert again.first_difference() is None and again.unmatched_frees == 0
+    assert again.allocator.snapshot() == simulated.snapshot()
     for handle in live:
         simulated.free(handle)
     check(simulated, capacity, {})
     simulated.empty_cache()
     assert (simulated.allocated_bytes, simulated.reserved_bytes, simulated.snapshot()) == (0, 0, ())
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.sampled_from(CONFS), CAPACITIES)
+def test_a_touched_block_is_one_that_is_allocated_and_freed(steps, conf, capacity):
+    touched, freed = (CachingAllocator(capacity, AllocatorSettings.parse(conf)) for _ in range(2))
+    for nbytes, stream in (step for step in steps if isinstance(step, tuple)):
+        with contextlib.suppress(OutOfMemory):
+            touched.touch(nbytes, stream) if nbytes % 2 else touched.allocate(nbytes, stream)
+        with contextlib.suppress(OutOfMemory):
+            handle = freed.allocate(nbytes, stream)
+            freed.free(handle if nbytes % 2 else None)
+        assert touched.peak_allocated_bytes == freed.peak_allocated_bytes
+    assert touched.snapshot() == freed.snapshot()
 
 
 def test_a_history_that_the_rules_do_not_explain_shows_the_first_difference():

@@ -11,7 +11,7 @@ from conf.errors import UsageError
 from featurize.device.device_spec import AMD, device_from_mapping, device_names, load_device, machine
 from featurize.job.training_settings import Training
 from featurize.memory.replay import replay
-from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
+from featurize.operators.library_calls import CUBLAS, LibraryCall, guesses_of, workspace_bytes
 from featurize.timing.step_time import time_step
 from featurize.trace.tracer import trace_step
 from tests.featurize.small_nets import Computes
@@ -153,6 +153,41 @@ def test_products_keep_the_workspace_of_the_library_that_pytorch_prefers(spec, m
 def test_fp32_products_run_on_the_matrix_units():
     vectors_only = dataclasses.replace(MI210, peak_tflops=dataclasses.replace(MI210.peak_tflops, fp32_matrix=None))
     assert busy_ms(products, (4096, 2048), MI210) < 0.8 * busy_ms(products, (4096, 2048), vectors_only)
+
+
+def test_backward_passes_of_attention_take_aotritons_row_sums():
+    for precision, values in (("fp16", 2), ("fp32", 1)):
+        trace = attention_on(MI300X, precision)
+        (call,) = {b.call for b in trace.blocks if b.call is not None and b.call.kind.endswith("_backward")}
+        assert workspace_bytes(call, MI300X) == 4 * values * 2 * 4 * 128 < workspace_bytes(call, A100)
+
+
+def test_gpus_of_two_vendors_never_share_guesses():
+    alike = dataclasses.replace(A100, compute_capability=None, llvm_target="gfx908", name="odd")
+    assert guesses_of(alike) != guesses_of(A100)
+
+
+def test_tf32_speeds_up_products_of_an_mi300x_and_no_convolution():
+    without = dataclasses.replace(MI300X, peak_tflops=dataclasses.replace(MI300X.peak_tflops, tf32=None))
+    convolutions = lambda: nn.Sequential(nn.Conv2d(64, 64, 3), nn.Flatten(1), nn.AdaptiveAvgPool1d(10))  # noqa: E731
+    for precision in ("fp32", "tf32"):
+        shape = (64, 64, 32, 32)
+        assert busy_ms(convolutions, shape, MI300X, precision) == busy_ms(convolutions, shape, without, precision)
+    assert busy_ms(products, (4096, 2048), MI300X, "tf32") < busy_ms(products, (4096, 2048), without, "tf32")
+    assert busy_ms(products, (4096, 2048), MI300X) == busy_ms(products, (4096, 2048), without)
+
+
+def test_tf32_changes_nothing_on_a_gpu_without_it():
+    odd = lambda: nn.Linear(1001, 1001)  # noqa: E731 -- as many columns as TF32 would slow down
+    for device in (MI100, MI210, load_device("V100-SXM2-16GB")):
+        assert busy_ms(odd, (4096, 1001), device, "tf32") == busy_ms(odd, (4096, 1001), device)
+
+
+def test_an_mi100_computes_bf16_at_half_the_rate_of_fp16():
+    def bf16_over_fp16(device):
+        return busy_ms(products, (8192, 2048), device, "bf16") / busy_ms(products, (8192, 2048), device, "fp16")
+
+    assert bf16_over_fp16(MI100) > 1.2 > 1 > bf16_over_fp16(MI210)  # which only lacks the scaling of gradients
 
 
 def test_a_stack_of_cuda_is_refused():

@@ -66,6 +66,8 @@ def test_sparse_gradients_hold_the_rows_that_were_looked_up(precision):
     dense, sparse = (trace_config(large(sparse_gradients=s, precision=precision)) for s in (False, True))
     tables = 4 * sum(LARGE.rows) * LARGE.embedding_size
     assert dense.peak_live_bytes - sparse.peak_live_bytes > 0.9 * tables
+    summed = [b.call for b in dense.blocks if b.operator == "aten::_embedding_bag_backward" and b.call]
+    assert len(summed) == 4 and all(call.nbytes > VALUES for call in summed)
     made = [b for b in sparse.blocks if b.operator == "aten::_embedding_bag_backward" and not b.call]
     # of both steps; the indices are the batch's own
     assert [(b.kind, b.nbytes) for b in made] == [("gradient", VALUES)] * 4

@@ -16,6 +16,7 @@ from pipelined_ranks import (
     WIDTH,
     Block,
     Net,
+    attending,
     loss_of,
     train_real,
     training,
@@ -266,3 +267,15 @@ def test_members_of_a_plain_sequence_are_shared_out_and_send_what_the_last_one_g
 def test_what_cannot_be_cut_is_refused_with_what_can(model, options, message):
     with pytest.raises(UsageError, match=message):
         traced(model=model, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fsdp": 2, "cp": 2}, {"cp": 2, "tp": 2, "tp_plan": {"blocks.*.part": "replicate"}}]
+)
+def test_shared_sequences_attend_in_the_type_that_shards_compute_in(options):
+    """LENGTH - 32 tokens: a part of 56 suits flash attention, and no fused kernel of fp32."""
+    layout = {"pp": 2, "param_dtype": "bf16", **options}
+    case = attending(layout)
+    shape = (case.shape[0], 224, case.shape[-1])
+    trace = traced(model=lambda: case.net(), shape=shape, **layout)
+    assert "aten::_scaled_dot_product_flash_attention" in {one.name for one in trace.operators}

@@ -6,12 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from published_models import BATCH, MODELS
+from torch import nn
 
 from featurize.nets.vision import mend_torchvision
 from featurize.operators import cuda_policy
+from featurize.operators.library_calls import LIBRARY_CALLS
 from featurize.operators.replacing import replaced
 from featurize.recording.values import arguments, call, own_loss, tensors_of
 from featurize.trace.tracer import trace_step
+from tests.featurize.small_nets import Computes
 from tests.featurize.trace_sums import bytes_of
 
 PACKAGES = {"unet2d": "diffusers", "faster_rcnn": "torchvision", "mask_rcnn": "torchvision"}
@@ -111,3 +114,40 @@ def test_a_detectors_samples_reach_their_limits(name):
     if name == "mask_rcnn":
         assert heads["roi_heads.mask_head.0.0"] == BATCH * 128  # the quarter that matches an object
     assert {cuda_policy.PROPOSALS, cuda_policy.MATCHES} <= set(trace.assumed)
+
+
+@pytest.mark.parametrize("length", [16, 20])
+def test_a_masked_fused_attention_is_the_memory_efficient_one_with_an_aligned_bias(length):
+    def attend(net, x, mask):
+        heads = net.line(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None, :].bool())
+
+    batch = {"x": torch.ones(2, length, 16), "mask": torch.ones(2, length, dtype=torch.long)}
+    model = Computes(attend, line=nn.Linear(16, 16))
+    trace = trace_step(model, batch, loss=lambda y, _: y.float().mean(), precision="bf16")
+    names = [op.name for op in trace.operators if op.phase == "forward"]
+    assert "aten::_scaled_dot_product_efficient_attention" in names
+    assert ("aten::constant_pad_nd" in names) == (length % 8 != 0)
+
+
+def test_keys_that_several_queries_share_have_their_gradients_expanded():
+    def call_of(groups):
+        batch, heads, length, width = 2, 4, 128, 32
+        q = torch.empty(batch, heads, length, width, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(batch, heads // groups, length, width, dtype=torch.bfloat16, device="meta")
+        (call,) = LIBRARY_CALLS["aten::_scaled_dot_product_flash_attention_backward"]((q, q, k, k), (q, k, k))
+        return call.nbytes
+
+    assert call_of(2) - call_of(1) == 2 * 2 * 4 * 128 * 32 * 2
+
+
+def test_grouped_products_are_counted_and_padded_as_on_cuda():
+    def experts(net, x, ends):
+        return {"loss": F.grouped_mm(x, net.weight, offs=ends).sum()}
+
+    batch = {"x": torch.ones(10, 8), "ends": torch.tensor([3, 5, 8, 10], dtype=torch.int32)}
+    trace = trace_step(Computes(experts, weight=nn.Parameter(torch.ones(4, 8, 6))), batch)
+    products = [op for op in trace.operators if op.name == "aten::_grouped_mm"]
+    assert [op.flops for op in products] == [2 * 10 * 8 * 6] * len(products) and len(products) == 2
+    made = {block.nbytes for block in trace.blocks if block.operator == "aten::_grouped_mm"}
+    assert made >= {4 * (9 * 8 + 6), 4 * (31 * 8 + 6)}  # rows of six numbers begin at multiples of 16 bytes

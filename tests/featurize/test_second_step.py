@@ -3,6 +3,8 @@
 A trace without a loop's variables shows how the step goes in a usual loop.
 """
 
+import itertools
+import random
 from collections import deque
 from types import SimpleNamespace
 
@@ -98,22 +100,96 @@ class KeepsOutput(Plain):
         return y
 
 
-KEEP = (
-    Counts,
-    CountsInObject,
-    CountsInGlobal,
-    CountsOnHost,
-    CountsInHook,
-    KeepsOutput,
-)
+class CountsInBackward(Plain):
+    """A hook of the backward pass counts."""
+
+    calls = 1
+
+    def __init__(self):
+        super().__init__()
+        self.line.register_full_backward_hook(self.count)
+
+    def count(self, *_):
+        self.calls += 1
+
+    def forward(self, x):
+        return self.more(x, self.calls)
 
 
-def traced(model, training_loop, target=TARGET, **settings):
+class Draws(Plain):
+    """A layer runs in some steps."""
+
+    def forward(self, x):
+        return self.more(x, 2 if random.random() < 0.5 else 1)
+
+
+class Goes(Plain):
+    """An iterator cannot be looked into."""
+
+    numbers = None
+
+    def forward(self, x):
+        self.numbers = self.numbers or (number for number in range(1, 10))
+        return self.more(x, next(self.numbers))
+
+
+class Grows(Plain):
+    """Each step finds, and leaves, one more row."""
+
+    rows = ()
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.rows = torch.cat([*self.rows, y[:1].detach()]).split(1)
+        return y
+
+
+class Reads(Plain):
+    """The second step's decision is known, as the buffer's value is."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.step += 1
+        return self.more(x, self.step.item())
+
+
+class MakesMask(Plain):
+    """The first call makes what later ones read."""
+
+    mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(1024, 1024, device=x.device)
+        return super().forward(x) + self.mask.sum()
+
+
+class CountingLoss(nn.CrossEntropyLoss):
+    """Every second loss is a sum of two."""
+
+    calls = 0
+
+    def forward(self, y, target):
+        self.calls += 1
+        return sum(super(CountingLoss, self).forward(y, target) for _ in range(self.calls))
+
+
+OFTEN = (Counts, CountsInObject, CountsInGlobal, CountsOnHost, CountsInHook, KeepsOutput)
+KEEP = (*OFTEN, CountsInBackward, Draws, Goes, Grows, Reads, MakesMask)
+SETTINGS = ({}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd"})
+CASES = [*itertools.product((Plain, *OFTEN), SETTINGS), *((model, {}) for model in KEEP[len(OFTEN) :])]
+
+
+def traced(model, training_loop, target=TARGET, loss=None, **settings):
     global calls_of_all
     calls_of_all = 0
     torch.manual_seed(0)
+    random.seed(1)  # which draws a number above one half, and then one below
     batch = torch.empty(4, 3, 8, 8, device="meta")
-    return trace_step(model, batch, target, settings=Training(**settings), training_loop=training_loop)
+    return trace_step(model, batch, target, loss and loss(), settings=Training(**settings), training_loop=training_loop)
 
 
 def in_order(trace):
@@ -128,8 +204,7 @@ def in_order(trace):
 
 @pytest.mark.spread(5)
 @pytest.mark.parametrize("training_loop", [True, False])
-@pytest.mark.parametrize("model", [Plain, *KEEP])
-@pytest.mark.parametrize("settings", [{}, {"precision": "fp16", "clip_norm": 1.0, "ema": True}, {"optimizer": "sgd"}])
+@pytest.mark.parametrize(("model", "settings"), [*CASES, (Plain, {"loss": CountingLoss})])
 def test_the_trace_is_that_of_two_steps_that_run(monkeypatch, model, training_loop, settings):
     quick = traced(model, training_loop, **settings)
     monkeypatch.setattr(tracer.SecondStep, "goes_alike", lambda _: False)

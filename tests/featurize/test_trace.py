@@ -113,6 +113,24 @@ def cnn():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
+def test_without_tensor_cores_for_fp32_plain_3x3_convolutions_take_winograds_transforms():
+    layers = {
+        "plain": nn.Conv2d(3, 8, 3),
+        "dilated": nn.Conv2d(3, 8, 3, dilation=2),
+        "stride 2": nn.Conv2d(3, 8, 3, stride=2),
+        "5x5": nn.Conv2d(3, 8, 5),
+        "grouped": nn.Conv2d(3, 9, 3, groups=3),
+    }
+    taken = {}
+    for name, layer in layers.items():
+        trace = trace_step(nn.Sequential(layer, nn.AdaptiveAvgPool2d(1), nn.Flatten()), images)
+        calls = [block.call for block in trace.blocks if block.call and block.call.kind == "conv_forward"]
+        taken[name] = workspace_bytes(calls[0], load_device("V100-SXM2-16GB"))
+    tiles = 4 * 4 * 4  # images, and tiles of 4 x 4 in an output of 14 x 14
+    values = 36 * (tiles * (3 + 8) + 3 * 8)
+    assert taken == {"plain": 4 * values, "dilated": 0, "stride 2": 0, "5x5": 0, "grouped": 0}
+
+
 def test_convolutions_copy_their_tensors_unless_channels_last():
     trace = trace_step(cnn, images, settings=Training(channels_last=True))
     calls = [block.call for block in trace.blocks if block.call and block.call.kind.startswith("conv")]

@@ -145,6 +145,16 @@ def test_gradients_live_through_the_forward_pass_where_zero_grad_follows_it():
     assert most_of(late, "gradient") == most_of(traced(), "gradient") == weights()
     peaks = [most_of(trace, None, phases=("forward",)) for trace in (late, traced())]
     assert peaks[0] - peaks[1] == weights()
+    filled_with_zeros = traced(set_to_none=False)
+    assert alive_after(filled_with_zeros, 2, "forward")["gradient"] == weights()
+
+
+def test_an_output_that_is_not_held_ends_with_its_step():
+    held, freed = (
+        trace_step(Net, batch, settings=Training(holds_output=holds), training_loop=True) for holds in (True, False)
+    )
+    outputs = 4 * BATCH * CLASSES
+    assert sum(alive_after(held, 1, "optimizer").values()) - sum(alive_after(freed, 1, "optimizer").values()) >= outputs
 
 
 def test_clipping_by_norm_and_by_value_does_what_torch_does():

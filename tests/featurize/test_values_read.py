@@ -120,6 +120,22 @@ def test_numbers_that_the_step_computes_are_assumed_finite_spread_evenly_and_all
     assert number == 1 and trace.assumed == (assumed,)
 
 
+def test_random_draws_are_the_same_in_every_trace_and_leave_the_callers_alone():
+    def ask(self, ids, mask, x):
+        draws.append(torch.randint(1000, (4,), device=x.device).tolist())
+        return False
+
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    draws = []
+    layers(ask)
+    half = len(draws)
+    layers(ask)
+    assert draws[:half] == draws[half:] and draws[0] != draws[1]
+    assert torch.rand(1) == expected
+
+
 def test_whole_numbers_without_values_count_as_one_and_the_trace_says_so_where_they_are_read():
     empty = torch.empty(2, 3, dtype=torch.long, device="meta")
     number, trace = layers(lambda self, ids, mask, x: mask.all(), ids=empty, mask=empty)

@@ -80,6 +80,30 @@ def test_an_interrupted_query_ends_the_process_and_its_answer_is_no_other_querys
     assert oracle.answers([signature(7)], SEARCH)[signature(7)].plans[0].engine == "eng7"
 
 
+def test_a_process_that_was_killed_while_it_waited_costs_no_query(oracle_of):
+    oracle = oracle_of()
+    oracle.answers([signature(3)], SEARCH)
+    child = oracle._process._process
+    child.kill()
+    child.wait()
+    assert oracle.answers([signature(5)], SEARCH)[signature(5)].problem == ""
+
+
+def test_a_table_of_gpu_models_leaves_no_process_behind(oracle_of, monkeypatch):
+    from torch import nn
+
+    from learn import devices_that_fit
+
+    oracle, devices = oracle_of(), ["A100-SXM4-40GB", "A100-SXM4-80GB"]
+    started, real = [], module._CudnnProcess
+    monkeypatch.setattr(module, "_CudnnProcess", lambda *given: started.append(real(*given)) or started[-1])
+    monkeypatch.setattr(module, "oracle_for", lambda device: oracle)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14**2, 4))
+    fits = devices_that_fit(net, [8, 3, 16, 16], devices=devices, workspaces="auto")
+    assert all("cuDNN 9.28.0 for" in " ".join(one.estimate.warnings) for one in fits)
+    assert len(started) == 2 and all(one._process.poll() is not None for one in started)
+
+
 def test_a_library_that_ends_again_and_again_is_left_alone(oracle_of):
     crashing = [signature(CRASHES, padding=(n, n)) for n in range(5)]
     problems = [answer.problem for answer in oracle_of().answers(crashing, SEARCH).values()]

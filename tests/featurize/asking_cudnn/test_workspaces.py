@@ -67,6 +67,28 @@ def test_a_transposed_convolution_is_the_gradient_of_its_mirror():
     assert {s.response for s in of_transposed} == {(2, 64, 16, 16)}
 
 
+def test_one_spatial_dimension_becomes_two_and_three_stay_three():
+    line, _ = calls_of(nn.Conv1d(64, 32, 3, dilation=2), shape=(2, 64, 100))
+    assert line[0].convolution.image == (2, 64, 1, 100) and line[0].convolution.dilation == (1, 2)
+    volume, _ = calls_of(nn.Conv3d(64, 32, 3), shape=(2, 64, 8, 8, 8))
+    assert volume[0].convolution.layout == "ncdhw"
+
+
+def test_channels_last_and_half_precision_are_asked_as_such():
+    calls, _ = calls_of(nn.Conv2d(64, 32, 3).to(memory_format=torch.channels_last), precision="bf16")
+    first = calls[0].convolution
+    assert (first.dtype, first.layout, first.strides_of((2, 3, 5, 7))) == ("bfloat16", "nhwc", (105, 1, 21, 3))
+
+
+def test_depthwise_layers_in_fp32_are_not_cudnns_and_grouped_ones_are():
+    depthwise, _ = calls_of(nn.Conv2d(64, 64, 3, groups=64))
+    assert depthwise[0].convolution is None
+    half, _ = calls_of(nn.Conv2d(64, 64, 3, padding=1, groups=64), precision="fp16")
+    assert half[0].convolution.groups == 64
+    grouped, _ = calls_of(nn.Conv2d(64, 64, 3, groups=4))
+    assert grouped[0].convolution.groups == 4
+
+
 def test_answers_take_the_place_of_guesses_and_say_so():
     _, trace = calls_of(nn.Conv2d(64, 64, 3, padding=1))
     guessed = replay(trace, A100)
