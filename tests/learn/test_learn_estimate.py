@@ -366,6 +366,21 @@ def test_settings_that_no_model_was_fitted_on_are_answered_by_the_trace_which_sa
     assert any("no model was fitted on ema=True" in warning for warning in answered.warnings)
 
 
+def test_an_accumulated_step_waits_for_the_input_of_every_micro_step():
+    one, four = (estimate(wide_net, SHAPE, accumulation=n, ema=True, loop="pipeline") for n in (1, 4))
+    assert four.step_time_ms > 3.5 * one.step_time_ms
+
+
+def test_channels_last_and_the_search_of_cudnn_change_the_memory_of_convolutions():
+    def net():
+        return nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Conv2d(64, 128, 3), nn.Flatten())
+
+    shape = (16, 32, 64, 64)
+    plain = estimate(net, shape)
+    assert estimate(net, shape, channels_last=True).breakdown["workspace"] < plain.breakdown["workspace"]
+    assert estimate(net, shape, cudnn_benchmark=True).peak_memory_mib != plain.peak_memory_mib
+
+
 def test_settings_are_keys_of_the_command(answer, refused):
     settings = "accumulation=2", "clip_norm=1", "optimizer=lion", "set_to_none=false"
     job = "model=tests.learn.test_learn_estimate:wide_net", "input=[8,512]", *settings

@@ -106,6 +106,14 @@ def test_fast_answers_of_many_are_those_of_one_by_one_in_order():
     assert estimate_many([], method="fast") == []
 
 
+def test_full_answers_of_many_are_those_of_one_by_one_in_order():
+    given = [CONFIGS[0], CONFIGS[3].to_mapping(), CONFIGS[1]]
+    together, alone = estimate_many(given), [estimate(config) for config in given]
+    assert [dataclasses.replace(one, seconds=0) for one in together] == [
+        dataclasses.replace(one, seconds=0) for one in alone
+    ]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_fast_memory_holds_at_least_the_parameters_and_what_the_optimizer_keeps(optimizer):
     configs = [dataclasses.replace(config, optimizer=optimizer) for config in (*LARGE, *sampled_configs(45, seed=9))]

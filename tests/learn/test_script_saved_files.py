@@ -84,3 +84,13 @@ def test_what_is_not_saved_is_written_where_it_says(work):
     Path("data/prepared/rows.txt").write_text("rows")
     os.rename("data/prepared/rows.txt", "data/prepared/all.txt")
     assert on_disk(work) == ["data/prepared/all.txt"]
+
+
+def test_a_link_to_a_checkpoint_is_followed(work):
+    save("step_1/weights.bin", "w")
+
+    def save_link():
+        os.symlink("step_1", "latest")
+
+    save_link()
+    assert Path("latest/weights.bin").read_text() == "w" and on_disk(work) == []

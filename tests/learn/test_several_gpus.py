@@ -11,12 +11,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
 from conf.errors import UsageError
+from featurize.device.device_spec import load_device
 from featurize.families import gpt, mlp, moe
 from featurize.job import layout
 from featurize.job.deepspeed_config import read_deepspeed
 from featurize.job.layout import Parallel
 from featurize.training.experts import pretended_mesh
-from learn import estimate, plan
+from learn import estimate, largest_batch, plan
 from learn.estimation.estimate_view import print_table
 from learn.estimation.job_estimate import COMMUNICATION
 from tests.featurize.small_nets import Block, Computes, Stack
@@ -91,6 +92,12 @@ def test_more_gpus_never_make_a_step_shorter(plain):
     gradients_mib = of_ranks[-1].breakdown["gradient buckets"]
     assert of_ranks[-1].sent_mib["all_reduce"] == pytest.approx(2 * 63 / 64 * gradients_mib)
     assert of_ranks[-1].step_time_upper_ms > of_ranks[-1].step_time_ms
+
+
+@pytest.mark.parametrize("loop", ["resident", "pipeline"])
+def test_a_trial_config_runs_on_several_gpus_in_either_loop(loop):
+    alone, several = (estimate(CONFIG, parallel=one, estimator="trace", loop=loop) for one in (None, "ddp=4"))
+    assert several.step_time_ms > alone.step_time_ms and several.ranks[0].count == 4
 
 
 def test_no_fitted_model_answers_for_several_gpus():
@@ -334,6 +341,24 @@ def test_other_schedules_trade_memory_for_the_bubble(four):
     assert of_stages("pp=4,schedule=gpipe").allocated_mib > four.allocated_mib
     once, twice = of_stages("pp=2,micro_batches=4"), of_stages("pp=2,micro_batches=4,schedule=interleaved")
     assert twice.bubble_share < once.bubble_share and twice.sent_mib["send"] > once.sent_mib["send"]
+
+
+@pytest.mark.needs_mode("pp")
+def test_accumulated_steps_run_the_schedule_again_and_checkpointed_stages_keep_less(four):
+    once, twice = of_stages("pp=2"), of_stages("pp=2", accumulation=2)
+    assert twice.sent_mib["send"] == 2 * once.sent_mib["send"]
+    assert once.step_time_ms < twice.step_time_ms < 2.1 * once.step_time_ms
+    assert twice.samples_per_s > once.samples_per_s
+    kept_mib = of_stages("pp=4", checkpointing="full").breakdown["activations"]
+    assert kept_mib < max(group.breakdown["activations"] for group in four.ranks)
+
+
+@pytest.mark.needs_mode("pp")
+def test_the_largest_batch_divides_into_micro_batches():
+    options = {"parallel": "pp=2,micro_batches=6", "precision": "bf16"}
+    device = replace(load_device("H100-SXM5-80GB"), memory_mib=2_000)
+    largest = largest_batch(functools.partial(staged_net, 2), [SAMPLES, WIDTH], device=device, **options)
+    assert largest.batch % 6 == 0 and largest.estimate.fits_device and not largest.beyond.fits_device
 
 
 @pytest.mark.needs_mode("pp")
