@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from conf.children import containment, running
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner, ChildServer, ServerLost
 from conf.errors import EnvironmentProblem
-from tests.surroundings import ENDS_WITHIN_S, await_note
+from tests.surroundings import ENDS_WITHIN_S, PATIENCE_S, await_, await_note
 
 GIB = 2**30
 WAIT = "import signal; signal.pause()"
@@ -157,6 +158,29 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
     )
     with pytest.raises(EnvironmentProblem, match="no process can be started: Resource temporarily unavailable"):
         run("pass", environment={**os.environ, "PYTHONPATH": str(site)})
+
+
+def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
+    (tmp_path / "answering.py").write_text(
+        "import socket\ndef early(_, channel):\n    with socket.socket(fileno=channel) as ours:\n"
+        "        ours.recv(1, socket.MSG_PEEK)\n        ours.sendall(b'done')\n"
+    )
+    with contextlib.closing(running.local_server("", {**os.environ, "PYTHONPATH": str(tmp_path)})) as server:
+        written, ended = server.ask("answering:early", None, b"question")
+    assert (written, ended.code) == (b"done", 0)
+
+
+def test_a_server_is_closed_while_another_thread_waits_for_its_hello(tmp_path, monkeypatch):
+    (tmp_path / "endless.py").write_text("import signal\n\ndef prepare():\n    signal.pause()\n")
+    monkeypatch.setattr(running, "_CLOSE_TIMEOUT_S", 2 * PATIENCE_S)
+    server = running.local_server("endless:prepare", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    with ThreadPoolExecutor(1) as threads:
+        hello = threads.submit(server.hello)
+        await_(hello.running, "the other thread")
+        server.close()
+        with pytest.raises(ServerLost):
+            hello.result()
+    assert not server.lives()
 
 
 def test_what_a_server_said_before_it_died_is_in_the_message():

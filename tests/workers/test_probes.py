@@ -2,18 +2,25 @@
 
 import json
 import lzma
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import probed
 import pytest
+import torch
+from recorded_nvml import A100_UUID, FakeGpmNvml, RecordedNvml
+from standing_in_gpu import standing_in
 
+from featurize.configs.trial import config_from_mapping
 from featurize.device.device_spec import load_device
+from infra.offline.block_comparison import compare_blocks
 from learn.calibrate import calibrate, measured_in_csv
 from workers.devices import Slot
 from workers.probes import children, contexts, histories, questions, workspaces
-from workers.probes.children import Measured, Measurement, measure_all, measured_in
+from workers.probes.children import Measured, Measurement, measure_all, measured_in, trial_step
 
 PROBES = (contexts, workspaces, histories, questions)
 HERE = str(Path(__file__).parent)
@@ -168,7 +175,47 @@ def test_the_numbers_calibrate_a_machine(tmp_path):
     assert not (tmp_path / "numbers_eager.csv").exists()
 
 
+def as_nvml(monkeypatch, nvml):
+    """Make the probes read this NVML; return it."""
+    monkeypatch.setattr("workers.telemetry.nvml.open_nvml", lambda *_: nvml.nvmlInit() or nvml)
+    return nvml
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_stage_reads_what_nvml_charges_its_own_process_or_says_why_it_does_not(monkeypatch, is_listed):
+    recorded = as_nvml(monkeypatch, RecordedNvml(pids={"trial": os.getpid()}))
+    if is_listed:
+        recorded.advance()
+    with standing_in():
+        (row,) = contexts.stage(A100_UUID, "cublas", "lazy")
+    assert row["stage"] == "cublas" and not row["cudnn"] and row["module_loading"] == "lazy"
+    assert ((row["process_mib"] or 0) > 0, row["reason"] is None) == (is_listed, is_listed)
+    (idle,) = contexts.idle(A100_UUID)
+    assert idle["card_mib"] == idle["card_before_mib"] == row["card_mib"] > 0 and recorded.initialised == 0
+
+
 # ---- workspaces
+
+
+def test_each_case_of_a_layer_is_measured_in_both_phases(monkeypatch):
+    case = ({"in_channels": 8, "out_channels": 8, "kernel_size": 3, "padding": 1}, (2, 8, 16, 16))
+    monkeypatch.setattr(workspaces, "CASES", {"conv2d": [case]})
+    monkeypatch.setattr(workspaces, "PRECISIONS", {"tf32": "float32", "bf16-true": "bfloat16"})
+    with standing_in():
+        rows = list(workspaces.layers("GPU-1", "conv2d", False))
+    assert [(row["dtype"], row["phase"]) for row in rows] == [
+        (precision, phase) for precision in workspaces.PRECISIONS for phase in ("forward", "backward")
+    ]
+    assert all(row["measured_bytes"] == 0 < row["assumed_bytes"] for row in rows)  # the CPU takes none
+    assert rows[0]["requests"] == [[2 * 8 * 16 * 16 * 4, True]]  # and not the one of the gradient that is given
+    assert all(len(row["requests"]) == 3 for row in rows[1::2])  # for the input, the weight and the bias
+
+
+@pytest.mark.parametrize("layer", ["linear", "attention", pytest.param("lstm", marks=pytest.mark.wide)])
+def test_the_trace_knows_every_probed_layer(layer):
+    case = workspaces.CASES[layer][0]
+    assumed = workspaces.assumed_bytes(layer, *case, "fp16-true", load_device("H100-SXM5-80GB"))
+    assert assumed["backward"]["assumed_bytes"] > 0 or assumed["backward"]["assumed_kept_bytes"] > 0
 
 
 def test_a_calls_results_are_told_from_its_workspaces():
@@ -188,7 +235,98 @@ def test_a_calls_results_are_told_from_its_workspaces():
     assert beside["requests"] == [[1000, True], [300, False], [500, False], [400, False], [7, True]]
 
 
+# ---- histories
+
+SMALL = {"family": "cnn", "image_size": 32, "channels": 3, "classes": 10, "base_filters": 16, "depth": 3}
+SMALL |= {"batch_size": 4, "batch_norm": True}
+
+
+def test_a_recorded_job_is_compared_with_its_trace(monkeypatch):
+    """On the CPU: no library's workspaces, and an optimizer that goes parameter by parameter; all else as traced."""
+
+    def with_a_copy(*arguments):  # the CPU's batch is where it is used already
+        model, step = trial_step(*arguments)
+        return model, lambda: (torch.ones(77), step())
+
+    monkeypatch.setattr(histories, "trial_step", with_a_copy)
+    with standing_in():
+        two, three = histories.record("GPU-1", SMALL, "")
+    assert len(two["marks"]) == 3 and two["trace"] == three["trace"][: len(two["trace"])]
+    in_steps = [entry for entry in three["trace"][three["marks"][0] :] if entry["action"] == "alloc"]
+    assert {entry["where"].split()[0] for entry in in_steps} == {"batch", "forward", "backward", "optimizer"}
+    assert [entry["where"] for entry in in_steps if entry["size"] == 4 * 77] == ["batch"] * 3
+    compared = compare_blocks({"name": "cnn", **json.loads(json.dumps(three))})
+    assert compared.allocator_difference is None and compared.first_reordered is None
+    unlike = {one.where.split()[0] for one in compared.in_step.only_traced if one.nbytes > 4096}
+    assert unlike <= {"workspace", "batch"}
+    assert {one.where for one in compared.in_step.only_measured} <= {"optimizer", "batch"}
+
+
+def test_a_history_is_kept_and_its_job_is_not_recorded_again(on_a_gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(histories, "JOBS", {"small": (SMALL, ""), "other": (SMALL, "")})
+    rows = [{"marks": [0, 1]}, {"marks": [0, 1, 2]}]
+    answers = iter([(rows, None), ([], "out of memory"), (rows, "it took more than 60 s")])
+    monkeypatch.setattr(children, "run_child", lambda *arguments: next(answers))
+    assert histories.measure(tmp_path, "cuda", forever).failed == {"other": "out of memory"}
+    again = histories.measure(tmp_path, "cuda", forever)
+    assert again.kept == ["small"] and again.measured == ["other"] and not again.failed
+    other = Measured("other", rows[1:], cut_off="it took more than 60 s")
+    assert measured_in(tmp_path / "histories") == [other, Measured("small", rows[1:])]
+
+
+def test_each_of_the_jobs_is_a_valid_trial():
+    assert len({config_from_mapping(config).family for config, _ in histories.JOBS.values()}) >= 10
+
+
 # ---- questions
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [(probed.fails_to_hold, "CUDA out of memory"), (probed.dies_holding, "the process ended")],
+)
+def test_a_process_that_cannot_hold_its_memory_is_the_reason(function, problem, monkeypatch):
+    monkeypatch.setattr(questions, "hold", function)
+    with pytest.raises(RuntimeError, match=problem), questions._holding("GPU-1", [1]):
+        pass
+
+
+def test_processes_hold_their_memory_together_and_how_long_a_killed_one_s_stays_is_read(monkeypatch):
+    nvml = as_nvml(monkeypatch, RecordedNvml())
+    monkeypatch.setattr(questions, "hold", probed.holds)
+    with questions._holding("GPU-1", [1, 2]) as answers:
+        assert [answer["held_mib"] for answer in answers] == [1, 2]
+        assert all(Path(f"/proc/{answer['pid']}").exists() for answer in answers)
+    (row,) = questions.nvml_process_and_card(A100_UUID)
+    assert row["card_before_mib"] == row["card_after_mib"] and row["freed_after_ms"] is not None
+    assert not any(Path(f"/proc/{held['pid']}").exists() for held in (*answers, row)) and nvml.initialised == 0
+
+
+def test_gpm_is_read_while_the_gpu_is_busy(monkeypatch):
+    monkeypatch.setattr(questions, "_BUSY_S", 0.0)
+    monkeypatch.setattr(questions, "_GPM_S", 0.4)
+    small, threads_before = torch.ones(2, 2), threading.active_count()
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: small)
+    nvml = as_nvml(monkeypatch, FakeGpmNvml())
+    with standing_in():
+        rows = list(questions.gpm_first_sample(A100_UUID))
+    assert rows and all(row["smact"] == 0.8125 and row["problem"] is None for row in rows)
+    assert "is usable: it gives 0.812" in questions.answer_gpm(rows)
+    assert "not usable: it gives 0.000" in questions.answer_gpm([{**rows[0], "smact": 0.0}, *rows])
+    assert nvml.allocated == nvml.initialised == 0 and threading.active_count() == threads_before
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
+    monkeypatch.setattr(questions, "_TIMED", 1)
+    monkeypatch.setattr(questions, "_kernels", lambda call: ["kernel"])
+    shapes = {4: (1, 128, 2, 2), 2: (4, 4)}
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: torch.ones(shapes[len(shape)]))
+    monkeypatch.setattr("featurize.operators.torch_releases.allow_tf32", lambda **allowed: None)
+    with standing_in():
+        rows = list(questions.tf32_under_half("GPU-1"))
+    assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16
+    assert "float32 mm takes 1.000 ms, the same without TF32" in questions.answer_tf32(rows)
 
 
 @pytest.mark.parametrize(

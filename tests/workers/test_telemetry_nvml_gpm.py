@@ -23,7 +23,7 @@ from tests.surroundings import waiting_process
 from workers.devices import cuda
 from workers.telemetry import nvml as nvml_module
 from workers.telemetry.base import SensorUnavailable, WatchTarget
-from workers.telemetry.nvml import GpmSensor, NvmlSensor
+from workers.telemetry.nvml import GpmSensor, NvmlSensor, belongs_to
 
 STRANGER = 999_999_999  # in the recording: a process that is not the trial's
 MIB = 2**20
@@ -83,6 +83,28 @@ def test_process_memory_is_the_trials_tree_only_and_absent_while_it_has_no_conte
         assert seen == [None, 423.0, 8701.0, 9001.0, None, None]
 
 
+@pytest.mark.parametrize(("on_a_host", "reason"), [(True, "virtual machine"), (False, "--pid=host")])
+def test_others_are_not_counted_before_the_trials_own_process_was_listed_so_that_a_hosts_pids_are_no_alarm(
+    monkeypatch, on_a_host, reason
+):
+    monkeypatch.setattr(nvml_module, "in_initial_pid_namespace", lambda: on_a_host)
+    nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
+    sensor = watched(nvml)
+    (alone,) = sensor.sample()
+    assert alone.values.get("other_processes") == (0 if on_a_host else None), "none is listed"
+    nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": STRANGER, "usedGpuMemory": MIB}]
+    (before,) = sensor.sample()  # this number is here, but the driver may be another host's
+    assert "other_processes" not in before.values and reason in sensor.dropped["other_processes"]
+    nvml.advance()
+    (after,) = sensor.sample()
+    assert (after.values["other_processes"], after.values["other_memory_mib"]) == (1, 64)
+    assert after.values["process_memory_mib"] == 423
+    assert {"other_processes", "process_memory_mib"}.isdisjoint(sensor.dropped)
+    nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": 999_999_998, "usedGpuMemory": MIB}]
+    (unknown,) = sensor.sample()  # on a host, it has just ended
+    assert unknown.values.get("other_processes") == (0 if on_a_host else None)
+
+
 def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monkeypatch):
     nvml, clock = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()}), Clock()
     with waiting_process(start_new_session=True) as draws:
@@ -98,9 +120,11 @@ def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monke
         assert sample.values["process_memory_mib"] == 423
         nvml.answers[0]["nvmlDeviceGetGraphicsRunningProcesses"] = []
         clock.pass_s(0.1)
-        assert sensor.sample()[0].values["other_processes"] == 2  # asked once a second
+        values = sensor.sample()[0].values
+        assert values["other_processes"] == 2 and "ecc_uncorrected" not in values  # asked once a second
         clock.pass_s(1)
-        assert sensor.sample()[0].values["other_processes"] == 1
+        values = sensor.sample()[0].values
+        assert (values["other_processes"], values["ecc_uncorrected"]) == (1, 0)
         sensor.ignore([os.getppid()])  # processes of the farm are not others
         assert sensor.sample()[0].values["other_processes"] == 0
 
@@ -158,6 +182,21 @@ def test_query_that_a_device_lacks_is_asked_once_and_reported():
     assert nvml.calls["nvmlDeviceGetTotalEnergyConsumption"] == 1
 
 
+def test_passing_error_costs_one_reading_of_one_metric():
+    nvml = RecordedNvml(pids={"trial": os.getpid()})
+    sensor = watched(nvml)
+    for _ in range(3):
+        nvml.advance()
+    (during,) = sensor.sample()
+    nvml.advance()
+    (after,) = sensor.sample()
+    assert "power_w" not in during.values and "energy_j" in during.values
+    assert after.values["power_w"] == 331.007 and "power_w" not in sensor.dropped
+    nvml.answers[0] = {query: {"error": 999} for query in nvml.answers[0]}
+    (none,) = sensor.sample()
+    assert (none.values, none.quality, none.reasons) == ({}, "unavailable", ("nvml_error",))
+
+
 def test_lost_gpu_ends_the_sensor_with_its_reason():
     nvml = RecordedNvml()
     sensor = watched(nvml)
@@ -182,6 +221,11 @@ def test_pcie_traffic_comes_from_counters_and_a_counter_that_wrapped_says_nothin
         nvml.advance()
         clock.pass_s(0.1)
         assert rates() == expected
+
+
+def test_session_members_and_descendants_belong_to_a_trial_and_strangers_do_not():
+    with waiting_process(start_new_session=True) as child:
+        assert belongs_to(child.pid, os.getpid()) and not belongs_to(os.getpid(), child.pid)
 
 
 def test_gpm_percentages_become_ratios_of_the_interval_between_two_samples():
@@ -227,6 +271,16 @@ def test_gpm_that_is_gone_or_never_comes_back_ends_the_sensor(code, times):
         clock.pass_s(0.1)
     with pytest.raises(SensorUnavailable, match="GPM"):
         sensor.sample()
+
+
+def test_the_reading_after_a_failed_gpm_sample_spans_it():
+    nvml = FakeGpmNvml()
+    sensor, clock = gpm_watched(nvml)
+    start_ns = clock.now_ns
+    for nvml.failing, expected in ((999, (None, "unavailable")), (None, (start_ns, "measured"))):
+        clock.pass_s(0.1)
+        (sample,) = sensor.sample()
+        assert (sample.since_ns, sample.quality) == expected
 
 
 def test_gpm_of_a_mig_slice_samples_its_gpu_instance():

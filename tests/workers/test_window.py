@@ -264,6 +264,51 @@ def test_a_source_that_never_answers_or_every_30_s_is_not_waited_for():
     assert seconds <= 1.2
 
 
+def test_a_source_that_ends_is_not_waited_for_and_keeps_what_it_told():
+    signal = Signal(0, 0.13)
+    follower, seconds, ended = follow(signal, Source(signal, 0, ends=3.0))
+    assert ended and 3.0 < seconds < 4.5 and follower.half_widths()["smact"] > ADAPTIVE.utilization_tolerance
+
+
+def test_gpm_comes_before_dcgm_and_the_energy_counter_before_power_and_the_second_stands_in():
+    signal, other = Signal(0, 0.01, low=0.3), Signal(0, 0.01, high=0.5)
+    first = Source(signal, 0), Source(signal, 0, **COUNTER, counter_s=0.02)
+    second = Source(other, 0, sensor="dcgm"), Source(other, 0, sensor="nvml", metric="power_w")
+    watched = {"sensors": ("gpm", "dcgm", "nvml"), "targets": ("smact", "power_w")}
+    means = follow(signal, *first, *second, **watched)[0].means()
+    assert means == {"smact": pytest.approx(signal.mean, 0.02), "power_w": pytest.approx(300 * signal.mean, 0.02)}
+    assert follow(signal, *second, **watched)[0].means() == pytest.approx(dict.fromkeys(means, other.mean), 0.05)
+
+
+def test_an_average_that_looks_back_to_before_the_first_step_does_not_hold_a_trial():
+    follower = TargetFollower(ADAPTIVE, ("nvml",), 0.1, {"gpu_util": TARGETS["gpu_util"]})
+    follower.begin(ns(0), ns(-0.3))
+    for tick in range(-10, 20):
+        busy = min(1.0, max(0.0, tick * 0.1 + 0.3))  # the first step began at -0.3 s, readings average the last second
+        follower.add([("nvml", Sample(ns(tick * 0.1), {"gpu_util": 0.97 * busy}))])
+        follower.mark_step(ns(tick * 0.1))
+    assert follower.steady(ns(1.9)) and follower.means()["gpu_util"] == pytest.approx(0.97)
+
+
+@pytest.mark.parametrize(
+    ("odd", "mean"),
+    [
+        ({"quality": "repeated"}, 0.5),
+        ({"quality": "unavailable"}, 0.5),
+        ({"quality": "suspect", "reasons": ("profiling_zero",)}, 0.5),
+        ({"quality": "suspect", "reasons": ("power_cap",)}, 0.25),
+    ],
+)
+def test_what_is_no_reading_does_not_count_and_other_doubts_leave_one_in(odd, mean):
+    follower = TargetFollower(ADAPTIVE, ("gpm",), 0.1)
+    follower.begin(ns(0))
+    for tick in range(1, 30):
+        follower.add([("gpm", Sample(ns(0.1 * tick), {"smact": 0.5}))])
+        follower.add([("gpm", Sample(ns(0.1 * tick + 0.05), {"smact": 0.0}, **odd))])
+        follower.mark_step(ns(0.1 * tick))
+    assert follower.means()["smact"] == pytest.approx(mean, abs=0.01)
+
+
 def test_half_width_of_independent_blocks_is_students():
     draw = random.Random(0)
     held = 0
