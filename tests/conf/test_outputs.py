@@ -104,6 +104,9 @@ def test_no_file_of_a_data_folder_is_overwritten(whole):
     for own in files:
         with pytest.raises(UsageError, match=r"out=.* it is a file of the data folder"):
             checked_output(own)
+    (whole.root / "format.json").write_text("[" * 100_000)  # and not where the folder is damaged
+    with pytest.raises(UsageError, match=r"out=.* it is a file of the data folder"):
+        checked_output(whole.queue)
 
 
 @pytest.mark.parametrize("name", ["service.sqlite", "machines/precious", "runs/precious"])
@@ -126,7 +129,9 @@ def test_a_data_folders_own_files_are_refused_however_they_are_named(place, whol
 def test_a_users_file_beside_the_data_is_written(place):
     data = DataFolder.resolve(place / "data").create()
     write_output(data.root / "mine.csv", b"x")
-    assert (data.root / "mine.csv").read_bytes() == b"x"
+    os.link(data.root / "mine.csv", place / "hard")
+    write_output(place / "hard", b"y")
+    assert (data.root / "mine.csv").read_bytes() == b"x", "the other name of a file keeps its content"
 
 
 @pytest.mark.parametrize(("out", "why"), [("", ""), ("~", "it is a folder"), ("a\0b", ""), ("/none/a", "")])

@@ -1,5 +1,6 @@
 """Steps on a lent machine: what comes back survives a kill at any moment, continues, and refuses to be mixed."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,17 +9,20 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import duckdb
 import pyarrow as pa
 import pytest
 
-from conf.errors import EnvironmentProblem
+from conf.errors import EnvironmentProblem, UsageError
 from farm.queue.jobs import Queue
 from farm.queue.queue_values import Job
 from infra.offline import results, steps
 from infra.offline.results import Series, outcomes_of
 from infra.offline.steps import STEPS, CallStop
 from tests.gpu.conftest import Recorder
+from tests.surroundings import PATIENCE_S
 from tests.warehouse.warehouse_rows import ask
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
@@ -180,6 +184,12 @@ def test_results_and_work_of_different_calls_are_not_mixed(work, packed, tmp_pat
     results.unpack(results.newest(packed), old)
     results.pack(work, packed, {})
     assert "is older than results=" in refused(capsys, *call, f"work={old}", f"results={packed}")
+    (torn,) = results.newest(packed).slices
+    torn.write_bytes(torn.read_bytes()[:-1])
+    for path, words in ((other, "different series"), (old, "is older than")):
+        with pytest.raises(UsageError, match=words):
+            results.prepare(path, packed)
+    assert torn.exists(), "torn results of others are theirs all the same"
 
 
 @pytest.mark.parametrize(
@@ -259,6 +269,22 @@ def test_a_program_that_fails_says_why_and_only_a_probe_s_exit_code_that_time_is
     assert (row["outcome"], row["reason"]) == (outcome, reason)
 
 
+def test_a_failed_packing_ends_nothing_and_a_second_one_does_and_runs_that_cannot_be_counted_are_packed(
+    work, packed, monkeypatch
+):
+    call = steps.Call(place=steps.Place(work=work, device="simulated", gpus=1), results=packed, rows=[])
+    (work / "noise").write_bytes(os.urandom(100_000))
+    monkeypatch.setattr(results, "SLICE_BYTES", 2**10)
+    for is_full in (False, True):
+        call.pack()
+        assert "more than 6 files" in call.problem and call.is_full == is_full
+    monkeypatch.undo()
+    monkeypatch.setattr(steps, "run_counts", mock.Mock(side_effect=duckdb.IOException("No magic bytes found")))
+    call.pack()
+    assert "No magic bytes" in call.problem and not call.is_full
+    assert call.archive == results.newest(packed)
+
+
 def test_a_damaged_queue_is_the_row_s_reason_and_not_the_end_of_the_call(work, tmp_path, capsys):
     (work / "data" / "queue.sqlite").write_bytes(b"not a database, but long enough to be read as one" * 100)
     argv = ["calibrate,collect", f"results={tmp_path / 'results'}", f"work={work}", "device=simulated"]
@@ -274,3 +300,41 @@ RECORDS = [
     {"test": "c::n", "outcome": "passed", "reason": ""},
     {"test": "c::m", "outcome": "failed", "reason": "no samples"},
 ]
+
+
+@pytest.mark.slow
+def test_killed_told_to_stop_and_emptied_it_loses_nothing_and_runs_nothing_twice(tmp_path):
+    folder = tmp_path / "results"
+
+    def begin(steps_text, name, runs):
+        """Start a call in its own empty work folder; return it when that holds this many runs, or when it has ended."""
+        keys = (f"results={folder}", f"work={tmp_path / name}", "device=simulated", "families=[mlp]", "n=2")
+        command = [sys.executable, "-m", "infra.offline.steps", steps_text, "minutes=4", *keys]
+        call = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        while call.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                call.wait(0.2)  # the machine is the call's, not this loop's
+            with contextlib.suppress(EnvironmentProblem, UsageError):
+                data = DataFolder.resolve(tmp_path / name / "data").open()
+                if ask(data, "SELECT count(*) FROM runs") >= [(runs,)]:
+                    break
+        return call
+
+    killed = begin("collect", "first", 2)
+    killed.kill()
+    killed.communicate()
+    stopped = begin("kernels", "second", 1)
+    stopped.send_signal(signal.SIGTERM)
+    output, _ = stopped.communicate(timeout=PATIENCE_S)
+    assert stopped.returncode == 130 and output.splitlines()[-1].startswith("still to do: test, "), output
+    kept = ask(tmp_path / "second" / "data", "SELECT run_id, started_at FROM runs")
+
+    last = begin("kernels,collect", "third", 1000)
+    assert last.returncode == 0, last.communicate()
+    results.unpack(results.newest(folder), tmp_path / "home")
+    data = tmp_path / "home" / "data"
+    counts = "count(*), count(DISTINCT (job_id, task_index)), count(*) FILTER (kernel_rows > 0)"
+    assert ask(data, f"SELECT {counts} FROM runs") == [(7, 7, 2)]
+    assert kept and set(kept) <= set(ask(data, "SELECT run_id, started_at FROM runs"))
+    calls = [json.loads(line) for line in (tmp_path / "home" / "calls.jsonl").read_text().splitlines()]
+    assert [row["outcome"] for row in calls] == ["killed", "stopped", "done", "done"]

@@ -144,6 +144,3 @@ def test_the_daemon_reads_the_key_that_the_plugin_notes_and_the_plugin_finds_its
     slurm_daemon.write_table(loaded.table, {noted: row})
     assert slurm_daemon.read_table(loaded.table) == {noted: row}
     assert loaded.submit(script=text)[1]["comment"] == "gpufarm: known"
-
-
-# ---- a real slurmctld

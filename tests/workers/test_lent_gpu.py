@@ -113,3 +113,4 @@ def test_a_device_whose_memory_does_not_show_the_trial_gives_no_label():
     card = Card(None)
     card.show = lambda: None
     assert card.run()["peak_memory_mib"] is None
+    assert Card(None).run(reserved=False)["peak_memory_mib"] is None, "the trial never reached the device"

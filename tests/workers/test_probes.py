@@ -197,6 +197,7 @@ def test_a_stage_reads_what_nvml_charges_its_own_process_or_says_why_it_does_not
 # ---- workspaces
 
 
+@pytest.mark.wide
 def test_each_case_of_a_layer_is_measured_in_both_phases(monkeypatch):
     case = ({"in_channels": 8, "out_channels": 8, "kernel_size": 3, "padding": 1}, (2, 8, 16, 16))
     monkeypatch.setattr(workspaces, "CASES", {"conv2d": [case]})

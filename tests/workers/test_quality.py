@@ -365,6 +365,12 @@ MEANS = {
     ),
     "a reading around a short window counts": ([Sample(110, {"smact": 0.7}, since_ns=10)], 15, 100, 0.7),
     "but where the window is least of its time": ([Sample(110, {"smact": 0.7}, since_ns=10)], 60, 100, None),
+    "what two readings average is the earlier one's": (
+        [Sample(50, {"smact": 1.0}, since_ns=0), Sample(100, {"smact": 0.0}, since_ns=0)],
+        0,
+        100,
+        0.5,
+    ),
     "a reading that failed leaves its time to the next one": (
         [Sample(10, {"smact": 1.0}), Sample(20, {}, "unavailable", ("nvml_error",)), Sample(30, {"smact": 0.0})],
         0,

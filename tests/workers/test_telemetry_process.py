@@ -129,7 +129,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def tree(request):
-    """A process with 200 MiB and its forked children, each with so many bytes of its own."""
+    """A process with 60 MiB and its forked children, each with so many bytes of its own."""
     children, own = request.param
     with subprocess.Popen(
         [sys.executable, "-c", FORKS, str(children), str(own)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

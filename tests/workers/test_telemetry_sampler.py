@@ -7,11 +7,12 @@ import threading
 import time
 
 import pytest
-from recorded_nvml import A100_UUID
+from recorded_nvml import A100_UUID, RecordedNvml
 
 from conf.errors import UsageError
 from warehouse.tables.schema import METRICS, TELEMETRY_SCHEMA
 from workers.telemetry.base import Sample, Sensor, SensorUnavailable, WatchTarget
+from workers.telemetry.nvml import NvmlSensor
 from workers.telemetry.sampler import (
     TelemetrySampler,
     TelemetrySettings,
@@ -65,6 +66,15 @@ def test_every_sensor_is_read_and_closed_and_the_second_stop_is_empty():
     assert len(samples) == first.calls + second.calls
     assert (sampler.stop(), sampler.missing) == ([], {})
     assert first.closed == second.closed == 1
+
+
+def test_a_last_reading_is_taken_at_stop_and_a_metric_that_a_device_lacks_is_reported_by_name():
+    sensor, nvml = Scripted("process", reading, nth=1), RecordedNvml()
+    nvml.answers[0]["nvmlDeviceGetTotalEnergyConsumption"] = {"error": 3}
+    sensor.period_s = 3600.0
+    sampler = started(sensor, NvmlSensor(TARGET, nvml))
+    assert [name for name, _ in sampler.stop()].count("process") == 2
+    assert sampler.missing == {"nvml.energy_j": "not supported by this device"} and nvml.initialised == 0
 
 
 def test_sensor_that_ends_mid_trial_is_reported_once_and_the_others_go_on():
@@ -202,6 +212,19 @@ def test_table_has_phases_units_and_nulls():
         ("a'; echo foo", 4.5, None, 60.0, None, "measured", None),
     ]
     assert all(rows[0][metric] is None for metric in METRICS if metric not in ("power_w", "throttle_reasons"))
+
+
+@pytest.mark.parametrize(
+    ("marks", "phases"),
+    [
+        ((None, None, None), [None, None, None]),
+        ((15, None, None), [None, "warmup", "warmup"]),
+        ((15, 25, None), [None, "warmup", "window"]),
+    ],
+)
+def test_phase_of_a_trial_that_died_early_is_the_last_it_reached(marks, phases):
+    samples = [("nvml", Sample(t_ns, {"power_w": 1.0})) for t_ns in (10, 20, 30)]
+    assert to_table("run", samples, 0, *marks)["phase"].to_pylist() == phases
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A worker on the CPU: whatever happens to a trial becomes one run with a status, and the worker goes on."""
 
+import dataclasses
 import datetime
 import os
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from recorded_nvml import A100_UUID, RecordedNvml
 
 import workers
 from featurize.configs.trial import config_from_mapping
@@ -73,6 +75,13 @@ def test_a_trial_that_trains_becomes_an_ok_run_with_labels_and_telemetry(worker)
     assert "nvml" in run.telemetry_missing
     assert run.quality in ("trusted", "suspect"), "a machine that is busy may sample late, and no GPU is here"
     assert set(run.quality_reasons or {}) <= {"sampler_gap", "host_clock"} and not result.repeat
+
+
+def test_the_devices_memory_before_the_trial_is_read_as_what_its_growth_is_measured_against(worker, monkeypatch):
+    monkeypatch.setattr(worker, "slots", [dataclasses.replace(worker.slots[0], device_uuid=A100_UUID)])
+    monkeypatch.setattr(worker, "_nvml", RecordedNvml())
+    first, *_ = worker.run(task(mlp())).telemetry.to_pylist()
+    assert (first["sensor"], first["memory_used_mib"], first["phase"]) == ("nvml", 450.0, None)
 
 
 def test_a_config_that_cannot_be_built_is_invalid(worker):
