@@ -13,7 +13,7 @@ from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import load_device
 from featurize.job.layout import Parallel
 from featurize.operators.table import SCALED_PRODUCT
-from featurize.timing.calls import FP8, as_calls, product
+from featurize.timing.calls import FP8, TENSOR, as_calls, product
 from featurize.timing.step_time import load_efficiencies, timed_kernels
 from featurize.trace.tracer import trace_step
 from featurize.training.sharding import shard
@@ -123,6 +123,13 @@ def seconds(device, pipe, size=4096):
     return timed_kernels(calls, device, Training(precision="bf16"), load_efficiencies()).seconds[0]
 
 
+@pytest.mark.parametrize("name", [H100, "L40S", "MI300X", "RTX-5090"])
+def test_a_product_of_8_bits_reaches_the_share_of_the_peak_that_one_of_bf16_does(name):
+    device = load_device(name)
+    ratio = device.tflops("fp8") / device.tflops("bf16")
+    assert seconds(device, TENSOR) / seconds(device, FP8) == pytest.approx(ratio, rel=0.02)
+
+
 def test_a_product_of_8_bits_on_an_h100_takes_as_long_as_it_did():
     assert seconds(load_device(H100), FP8) * 1e6 == pytest.approx(PRODUCT_US, rel=1e-3)
 
@@ -188,3 +195,32 @@ def test_a_compiled_step_fuses_the_casts_and_saves_no_more(recipe):
     assert len(compiled.operators) < len(eager.operators) / 2
     assert compiled.peak_live_bytes <= eager.peak_live_bytes
     assert not any("not captured" in note for note in compiled.notes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank"),
+    [
+        ("1f1b", 2),
+        pytest.param("1f1b", 0, marks=pytest.mark.wide),
+        pytest.param("interleaved", 0, marks=pytest.mark.wide),
+        pytest.param("interleaved", 2, marks=pytest.mark.wide),
+    ],
+)
+def test_stages_of_a_pipeline_that_gather_8_bit_weights_take_what_they_take_where_each_pass_runs(schedule, rank):
+    options = {"pp": 2, "fsdp": 2, "schedule": schedule, "micro_batches": 4}
+    settings = {"float8": "tensorwise", "float8_all_gather": True}
+    whole, first = (
+        traced(four_blocks, parallel=options, batch=4 * 16, rank=rank, every_pass=every, **settings)
+        for every in (True, None)
+    )
+    assert (first.peak_live_bytes, first.collectives) == (whole.peak_live_bytes, whole.collectives)
+    assert first.blocks == whole.blocks
+
+
+def test_compiled_blocks_take_gathered_8_bit_weights_as_inputs():
+    options = {"fsdp": 2, "param_dtype": "bf16"}
+    trace = traced(two_blocks, parallel=options, float8="tensorwise", float8_all_gather=True, compile=True)
+    assert not any("not captured" in note for note in trace.notes)
+    # Of a block: its two weights, and the bias in bf16; one element a byte.
+    block = 2 * WIDTH * HIDDEN + 2 * WIDTH
+    assert block in {one.nbytes for one in trace.collectives if one.kind == "all_gather"}

@@ -1,6 +1,7 @@
 """Linear layers with 4- and 8-bit weights: bytes counted on paper, the layers that take part, and peft's methods."""
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -206,3 +207,10 @@ def test_layers_of_the_real_bitsandbytes_are_traced_on_meta():
     plain = nn.Linear(HIDDEN, HIDDEN, bias=False).requires_grad_(False)
     by_setting = trace_step(lambda: of(plain), inputs, settings=Training(quantize="nf4-dq"))
     assert by_package.events == by_setting.events
+
+
+@pytest.mark.parametrize("width", [3, 65])
+def test_odd_sizes_are_rounded_up_to_whole_bytes_and_blocks(width):
+    layer = Linear4Bit(nn.Linear(width, width, bias=False, device="meta"), double=True)
+    assert layer.weight.numel() == math.ceil(width * width / 2)
+    assert layer.scales.numel() == math.ceil(width * width / 64)

@@ -1,6 +1,7 @@
 """Replays that can be worked out by hand, of real traces, and as memory snapshots that PyTorch's own tools read."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from featurize.device.device_spec import load_device
+from featurize.memory.allocator import CachingAllocator
 from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.memory.cudnn_workspaces import reserved_by_scenario
 from featurize.memory.replay import MIB, MemoryProfile, outside_mib, replay, replay_history
 from featurize.operators.library_calls import CUBLAS, LibraryCall, workspace_bytes
 from featurize.recording.step_trace import BLOCK_KINDS, Block, Event, StepTrace
@@ -222,3 +225,27 @@ def test_a_job_that_does_not_fit_ends_with_its_out_of_memory(trace: StepTrace) -
     last = profile.snapshot["device_traces"][0][-1]
     assert last["action"] == "oom"
     assert 0 <= last["device_free"] < last["size"]
+
+
+def deep_cnn():
+    layers = [layer for _ in range(30) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    return trace_step(lambda: nn.Sequential(*layers, nn.Flatten()), (torch.empty(64, 8, 32, 32, device="meta"),))
+
+
+@pytest.mark.parametrize("after", [1, 200])
+def test_scenarios_that_were_interrupted_are_answered_as_if_they_were_not(after, monkeypatch):
+    trace = deep_cnn()
+    memory = replay(trace, A100)
+    left, take = itertools.count(after, -1), CachingAllocator.allocate
+
+    def interrupted(self, *args, **kwargs):
+        if not next(left):
+            raise KeyboardInterrupt
+        return take(self, *args, **kwargs)
+
+    with monkeypatch.context() as context:
+        context.setattr(CachingAllocator, "allocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reserved_by_scenario(trace, A100)
+    assert reserved_by_scenario(trace, A100) == reserved_by_scenario(deep_cnn(), A100)
+    assert replay(trace, A100) == memory
