@@ -1,6 +1,9 @@
 """Traces and answers that are found again: by whom, for which GPU models, and what makes another job of one."""
 
+import contextlib
 import dataclasses
+import multiprocessing
+import sqlite3
 import sys
 import threading
 import types
@@ -11,7 +14,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import featurize.trace.tracer
-from featurize.device.device_spec import load_device
+from conf.files.disk_cache import DiskCache
+from featurize.device.device_spec import device_names, load_device
 from featurize.families import cnn
 from featurize.trace import trace_cache
 from featurize.trace.tracer import trace_step
@@ -182,3 +186,54 @@ def test_a_table_has_the_figures_of_single_answers(precision):
         alone = estimate(Block, device=row.device, **job)
         assert figures(row.estimate) == figures(alone)
         assert row.room_mib == alone.device_memory_mib - alone.upper_mib and row.fits == alone.fits_device
+
+
+def check_tensors_without_memory():
+    small = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    whole = estimate(small, torch.randn(2, 8)).peak_memory_mib
+    for parameter in small.parameters():
+        parameter.untyped_storage().resize_(0)
+    assert whole == estimate(small, torch.randn(2, 8)).peak_memory_mib
+
+
+def test_tensors_without_memory_are_not_read():
+    child = multiprocessing.get_context("fork").Process(target=check_tensors_without_memory)
+    child.start()  # a process of its own, which reading them would end
+    child.join()
+    assert child.exitcode == 0
+
+
+def test_entries_of_others_are_traced_anew(cache, traced):
+    first = estimate(CONFIG)
+    with contextlib.closing(sqlite3.connect(cache / "traces.sqlite")) as database:
+        keys = [name for (name,) in database.execute("SELECT key FROM entries")]
+    DiskCache(cache / "traces.sqlite").write((name, b'{"trace": [1]}') for name in keys)
+    as_another_process()
+    assert figures(estimate(CONFIG)) == figures(first) and len(traced) == 2
+
+
+def test_hooks_of_parameters_are_in_the_key():
+    def build(hook):
+        model = net()
+        if hook is not None:
+            model[0].weight.register_post_accumulate_grad_hook(hook)
+        return model
+
+    def keeps(parameter):
+        parameter.kept = parameter.grad
+
+    def frees(parameter):
+        parameter.grad = None
+
+    keys = [key(lambda hook=hook: build(hook)) for hook in (None, keeps, frees)]
+    require_different(keys)
+    assert key(lambda: build(frees)) == keys[2]
+
+
+def test_gpus_share_a_trace_where_none_can_differ(traced):
+    devices_that_fit(Block, (16, 3, 32, 32), devices=device_names())
+    assert len(traced) == 2  # an MI100 alone has no fused attention
+    devices_that_fit(Block, (16, 3, 32, 32), devices=(*NAMES, "MI210", "MI300X"), precision="fp16")
+    assert len(traced) == 4  # with flash attention, and without
+    devices_that_fit(stem, (16, 3, 32, 32), devices=device_names(), precision="fp16")
+    assert len(traced) == 5

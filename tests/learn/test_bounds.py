@@ -154,11 +154,19 @@ def test_measured_runs_of_the_data_folder_leave_other_questions_alone(measured_f
         assert done.peak_memory_mib == alone.peak_memory_mib and done.upper_mib == alone.upper_mib, options
 
 
-def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folder, answer):
+def test_a_run_beside_its_own_estimate_does_not_answer_for_itself(measured_folder, answer, refused):
+    assert "known=runs cannot be combined with run=" in refused("run=a-000000", "known=runs")
     beside = answer("run=a-000000", f"data={measured_folder}")
     assert "measured" not in beside["answered_by"]["memory"]
     alone = answer(MAPPING.replace("64", "32"), f"data={measured_folder}")
     assert "1 measured run" in alone["answered_by"]["memory"]
+
+
+def test_a_run_that_lands_after_an_estimate_moves_the_next_one(tmp_path):
+    write_batch(tmp_path / "d", [MLP], job="simulated")
+    assert "measured" not in estimate(MLP, data=tmp_path / "d").answered_by["memory"]
+    measured(tmp_path / "d", MLP)
+    assert estimate(MLP, data=tmp_path / "d").answered_by["memory"] == "trace with 1 measured run"
 
 
 def test_a_data_folder_that_nobody_named_and_that_cannot_be_read_is_a_note(tmp_path, monkeypatch):

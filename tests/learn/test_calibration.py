@@ -59,6 +59,12 @@ def test_current_software_takes_a_gigabyte_less_than_the_machine_of_the_a100_row
     assert machine(EAGER, A100).outside_mib(True) == machine(DESCRIBED, A100).outside_mib(True)
 
 
+def test_configs_without_a_trace_move_with_the_machine_too():
+    config = {"family": "mlp", "batch_size": 64, "input_size": 256, "classes": 10, "depth": 3}
+    current, described = (estimate(config, method="fast", machine=name) for name in (CURRENT, DESCRIBED))
+    assert described.peak_memory_mib - current.peak_memory_mib == pytest.approx(A100.context_mib - 450)
+
+
 @pytest.mark.parametrize(
     "jobs",
     [

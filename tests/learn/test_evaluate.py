@@ -175,6 +175,13 @@ def traced(tmp_path_factory):
     return again
 
 
+def test_a_job_that_ran_out_of_memory_is_above_a_bound_below_the_card():
+    label, censored = np.array([10.0, 20.0, 40.0, 40.0]), np.array([False, False, True, True])
+    found = bound_scores(label, np.array([11.0, 25.0, 39.0, 80.0]), censored, "log")
+    assert (found.n, found.coverage, found.above) == (4, 0.75, 0.25)
+    assert found.excess == pytest.approx(0.175)
+
+
 def test_a_label_exceeds_a_bound_by_more_than_rounding_only():
     label = np.array([1000.0, 1000.0, 0.3, 0.3, 0.0, 1e-17])
     bound = np.array([1000.0 - 1e-10, 999.9, 0.1 + 0.2 - 2e-16, 0.2999, 0.0, 0.0])

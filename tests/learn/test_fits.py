@@ -202,6 +202,11 @@ def test_the_command_prints_a_table_of_the_gpus_named(answer, refused):
     assert "find=largest_batch is of one GPU model" in refused(*job, "device=[a100,L4]", "find=largest_batch")
 
 
+def test_a_target_is_scaled_with_the_inputs():
+    largest = largest_batch(net, [16, 256], target=[16], device=card(700), estimator="trace")
+    assert largest.batch == largest_batch(net, [16, 256], device=card(700), estimator="trace").batch
+
+
 # -- batches of several shapes
 
 
@@ -257,6 +262,7 @@ def test_estimators_that_follow_no_mix_take_the_longest_batch_and_say_so():
 def test_a_mix_takes_no_less_than_its_longest_batch_alone(batches):
     mixed, longest = ask(batches=batches), ask([16, 192])
     assert mixed.peak_memory_mib >= longest.peak_memory_mib and mixed.upper_mib >= longest.upper_mib
+    assert (mixed.step_time_ms, mixed.smact) == (longest.step_time_ms, longest.smact)
     [note] = [text for text in mixed.warnings if "steps on batches of 2 shapes" in text]
     if batches[0] == [16, 64]:  # there the mix itself reserves less
         assert of_memory(mixed) == of_memory(longest)

@@ -128,6 +128,12 @@ def test_an_imported_activity_of_nothing_is_no_label_and_a_farm_runs_is_and_a_me
     assert len(load_rows(data / "imported", "memory")) == len(load_rows(data / "measured", "memory")) == 30
 
 
+def test_out_of_memory_without_the_devices_memory_is_judged_by_its_description(data):
+    write_batch(data, make_configs(40), statuses=["ok"] * 35 + ["oom"] * 5, device_memory_mib=None)
+    rows = load_rows(data, "memory")
+    assert rows.censored.sum() == 5 and set(rows.label[rows.censored]) == {40_326.0}
+
+
 def test_described_devices_are_learnt_from_together(data):
     configs = make_configs(61)
     write_batch(data, configs[:16], statuses=["ok"] * 16)

@@ -17,6 +17,7 @@ import pytest
 
 from conf.cli import command_line as cli
 from conf.errors import UsageError
+from featurize.cudnn import oracle
 from featurize.device.device_spec import describe_device
 from featurize.job.layout import Parallel
 from featurize.recording.step_trace import Block, Collective, Event, Operator, StepTrace
@@ -360,3 +361,24 @@ def test_another_command_is_another_run(change):
     words = {"--lr 1": "python train.py --lr 1", "-u": "python -u train.py", "env A=b": "env A=b python train.py"}
     again = key(*words.get(change, "python train.py").split(), device=device)
     assert (again == first) == (change == "-u")
+
+
+def test_an_optimizer_that_nobody_knows_fails_no_answer():
+    settings = {"optimizer": "adadelta", "precision": "fp32", "implementation": "fused", "clip_norm": 1.0}
+    done, notes = answered(settings)
+    assert done.peak_memory_mib > 0 and done.answered_by["memory"] == "trace"
+    assert "no model was fitted on optimizer=adadelta, implementation=fused, clip_norm=1.0: the trace answers" in (
+        done.warnings
+    )
+    assert notes[1].text == "the script also chooses implementation=fused, clip_norm=1.0"
+
+
+def test_a_scripts_convolutions_are_asked_about_with_its_own_search(monkeypatch):
+    searches = []
+    asked = SimpleNamespace(
+        version="9", prepare=searches.append, answers=lambda _, search: searches.append(search) or {}
+    )
+    monkeypatch.setattr(oracle, "oracle_for", lambda device: asked)
+    settings = {"optimizer": "adam", "precision": "fp32", "cudnn_allow_tf32": False, "cudnn_deterministic": True}
+    answered(settings, workspaces="cudnn")
+    assert {search.to_text() for search in searches} == {"A deterministic"}
