@@ -5,13 +5,14 @@ import json
 import math
 import random
 import re
+import time
 
 import pytest
 
 from conf.cli.command_line import run as run_command
 from conf.errors import UsageError
-from farm.replay import entry
-from farm.replaying.crossing import POLICIES, make_policy
+from farm.replay import entry, lines
+from farm.replaying.crossing import NO_ESTIMATOR, POLICIES, CrossedReplays, ReplaySettings, Standing, make_policy
 from farm.replaying.simulator import ClusterRules, Contention, replay
 from farm.replaying.traces import (
     ClusterTrace,
@@ -115,6 +116,31 @@ def test_every_policy_ends_every_job_with_every_estimator(policy, estimator):
     assert 0 < done.smact <= 1 and 0 < done.used <= 1
     if estimator == "oracle":
         assert done.crashes == 0
+
+
+def test_ours_lets_jobs_pass_a_head_that_waits_for_gpus_of_its_own_but_does_not_starve_it():
+    types = (kind("small", memory=1000.0, busy=0.1, smact=0.1),)
+    waiting = [(10 * place, 3000, 1, 0) for place in range(1, 7)]
+    trace = trace_of(*[(0, 3000, 1, 0)] * 3, (1, 1000, 2, 0), *waiting, types=types)
+    rules = dataclasses.replace(RULES, gpus=3)
+    in_order, ahead = run(trace, "ours", "oracle", rules, lookahead=1), run(trace, "ours", "oracle", rules)
+    assert max(ahead.waiting_s[4:7]) < 100 < min(in_order.waiting_s[4:])  # three join the GPU that is not kept free
+    assert ahead.waiting_s[3] == in_order.waiting_s[3] == 2999
+
+
+def test_a_slowdown_limit_keeps_jobs_apart():
+    trace = trace_of(*((0, 1000, 1, 0) for _ in range(4)), types=(kind(busy=0.8, smact=0.7),))
+    limited = run(trace, "ours", "oracle", most_slowdown=1.3)
+    assert run(trace, "ours", "oracle").collocated > 0 == limited.collocated
+
+
+@pytest.mark.parametrize("line", ["--task " * 30_000, "--task x.rad" + " " * 60_000 + "x"])
+def test_a_long_line_of_a_submission_script_is_read_at_once(tmp_path, line):
+    (tmp_path / "trace.sh").write_text(f"{line}\n")
+    began = time.process_time()
+    with pytest.raises(UsageError, match="no job"):
+        read_trace(str(tmp_path / "trace.sh"), None, seed=0)
+    assert time.process_time() - began < 5
 
 
 def test_philly_s_job_log_is_read(tmp_path):
@@ -300,3 +326,25 @@ def test_the_command_prints_a_table_or_json_and_writes_a_page(capsys, tmp_path):
     assert [one["policy"] for one in figures["replays"]] == ["exclusive", "ours", "ours"]
     assert figures["replays"][0]["makespan_over_exclusive"]["mean"] == 1
     assert figures["source"] == "simulated" and len(figures["replays"][1]["by_seed"]) == 2
+
+
+BEST = "shortest makespan: {}ours · ours_bound (0 out of memory)"
+
+
+@pytest.mark.parametrize(
+    ("magm", "verdict"),
+    [
+        ((5, (0.8, 0.81, 0.79)), BEST.format("")),
+        ((0, (0.51, 0.6, 0.4)), BEST.format("none stands out: ") + ", magm · ours_bound (0 out of memory)"),
+    ],
+)
+def test_the_headline_names_a_policy_only_where_its_interval_is_apart(magm, verdict):
+    alone = run(trace_of((0, 3600, 1, 0)))
+    standings = [Standing(policy="exclusive", estimator=NO_ESTIMATOR, results=(alone,) * 3, over_exclusive=(1, 1, 1))]
+    for policy, (crashes, hours) in (("ours", (0, (0.5, 0.51, 0.49))), ("magm", magm)):
+        results = tuple(dataclasses.replace(alone, makespan_s=3600 * one, crashes=crashes) for one in hours)
+        standings.append(Standing(policy=policy, estimator="ours_bound", results=results, over_exclusive=hours))
+    named = {"trace_name": "mine", "jobs": 1, "left_out": 0}
+    assert verdict in lines(
+        CrossedReplays(settings=ReplaySettings(seeds=(0, 1, 2)), standings=tuple(standings), **named)
+    )

@@ -75,6 +75,17 @@ def test_one_trial_that_measured_something_is_enough(queue, run, capsys, status)
     assert "error" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("asked_for", "code"), [(None, 1), ("mlp-00000001", 0)])
+def test_a_failed_job_beside_another_is_reported_and_counts_unless_the_other_is_asked_for(
+    queue, run, capsys, asked_for, code
+):
+    submit(queue, 2, "mlp-00000001")
+    submit(queue, 1, "mlp-00000002")
+    assert run({"mlp-00000001": ["ok"], "mlp-00000002": ["crashed"]}, job_id=asked_for) == code
+    error = capsys.readouterr().err
+    assert "mlp-00000002: the only trial that ran failed" in error and "error: mlp-00000001" not in error
+
+
 def test_a_job_that_has_measured_something_before_is_no_failed_one(queue, run, capsys):
     submit(queue, 2)
     assert run({"mlp-00000001": ["ok"]}, job_id="mlp-00000001") == 0
