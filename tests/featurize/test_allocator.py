@@ -334,18 +334,15 @@ def test_blocks_never_overlap_accounts_add_up_and_everything_comes_back(steps, c
     assert (simulated.allocated_bytes, simulated.reserved_bytes, simulated.snapshot()) == (0, 0, ())
 
 
-@settings(max_examples=60, deadline=None)
-@given(STEPS, st.sampled_from(CONFS), CAPACITIES)
-def test_a_touched_block_is_one_that_is_allocated_and_freed(steps, conf, capacity):
-    touched, freed = (CachingAllocator(capacity, AllocatorSettings.parse(conf)) for _ in range(2))
-    for nbytes, stream in (step for step in steps if isinstance(step, tuple)):
-        with contextlib.suppress(OutOfMemory):
-            touched.touch(nbytes, stream) if nbytes % 2 else touched.allocate(nbytes, stream)
-        with contextlib.suppress(OutOfMemory):
-            handle = freed.allocate(nbytes, stream)
-            freed.free(handle if nbytes % 2 else None)
-        assert touched.peak_allocated_bytes == freed.peak_allocated_bytes
-    assert touched.snapshot() == freed.snapshot()
+@pytest.mark.parametrize(
+    ("conf", "cached", "touched", "allocated", "reserved"),
+    [("", 22, 20, 20, 22), ("", 22, 21, 22, 22), ("max_split_size_mb:20", 40, 10, 10, 50), (GROWS, 40, 30, 30, 40)],
+)
+def test_a_touched_block_counts_as_one_that_is_allocated_and_freed(conf, cached, touched, allocated, reserved):
+    simulated = allocator(conf)
+    play(simulated, f"{cached}=a free a")
+    assert simulated.touch(touched * MIB) == allocated * MIB
+    assert (simulated.allocated_bytes, simulated.reserved_bytes) == (0, reserved * MIB)
 
 
 def test_a_history_that_the_rules_do_not_explain_shows_the_first_difference():

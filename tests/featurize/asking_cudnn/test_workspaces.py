@@ -70,6 +70,7 @@ def test_a_transposed_convolution_is_the_gradient_of_its_mirror():
 def test_one_spatial_dimension_becomes_two_and_three_stay_three():
     line, _ = calls_of(nn.Conv1d(64, 32, 3, dilation=2), shape=(2, 64, 100))
     assert line[0].convolution.image == (2, 64, 1, 100) and line[0].convolution.dilation == (1, 2)
+    assert line[0].convolution.padding == (0, 0) and line[0].convolution.stride == (1, 1)
     volume, _ = calls_of(nn.Conv3d(64, 32, 3), shape=(2, 64, 8, 8, 8))
     assert volume[0].convolution.layout == "ncdhw"
 
