@@ -160,6 +160,26 @@ def test_a_server_that_cannot_fork_says_why(base, monkeypatch, tmp_path):
         run("pass", environment={**os.environ, "PYTHONPATH": str(site)})
 
 
+@pytest.mark.parametrize(("end", "code"), [(4, 4), (2**40, 0), ("why", 1)])
+def test_a_function_that_exits_ends_its_child_with_that_code(end, code):
+    with contextlib.closing(running.local_server("")) as server:
+        ended = server.start("sys:exit", end).wait()
+    assert (ended.code, ended.output) == (code, "why\n" if end == "why" else "")
+
+
+def test_a_process_forked_from_the_caller_does_not_keep_the_server(base):
+    with ChildRunner() as child:
+        folder = child.folder
+        ready, go = os.pipe()
+        forked = os.fork()
+        if not forked:
+            os.read(ready, 1)
+            os._exit(0)
+    assert not folder.exists()
+    os.write(go, b".")
+    assert os.waitpid(forked, 0)[1] == 0
+
+
 def test_an_answer_is_kept_where_the_question_was_not_read(tmp_path):
     (tmp_path / "answering.py").write_text(
         "import socket\ndef early(_, channel):\n    with socket.socket(fileno=channel) as ours:\n"

@@ -33,16 +33,6 @@ def holds(pipe, device_uuid, size_mib):
     pipe.recv()
 
 
-def fails_to_hold(pipe, device_uuid, size_mib):
-    pipe.recv()
-    pipe.send({"problem": "CUDA out of memory"})
-
-
-def dies_holding(pipe, device_uuid, size_mib):
-    pipe.recv()
-    os.kill(os.getpid(), 9)
-
-
 def environment(device_uuid):
     yield {
         "stage": device_uuid,

@@ -95,7 +95,6 @@ def standing_in(conf=""):
             "num_ooms": 0,
             "allocation.all.allocated": sum(entry["action"] == "alloc" for entry in history.entries),
         },
-        "Event": mock.Mock(**{"return_value.elapsed_time.return_value": 1.0}),  # a CUDA event that takes no time
     }
     with contextlib.ExitStack() as stack:
         for probe in (contexts, histories, workspaces, questions):

@@ -263,33 +263,11 @@ def test_a_recorded_job_is_compared_with_its_trace(monkeypatch):
     assert {one.where for one in compared.in_step.only_measured} <= {"optimizer", "batch"}
 
 
-def test_a_history_is_kept_and_its_job_is_not_recorded_again(on_a_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(histories, "JOBS", {"small": (SMALL, ""), "other": (SMALL, "")})
-    rows = [{"marks": [0, 1]}, {"marks": [0, 1, 2]}]
-    answers = iter([(rows, None), ([], "out of memory"), (rows, "it took more than 60 s")])
-    monkeypatch.setattr(children, "run_child", lambda *arguments: next(answers))
-    assert histories.measure(tmp_path, "cuda", forever).failed == {"other": "out of memory"}
-    again = histories.measure(tmp_path, "cuda", forever)
-    assert again.kept == ["small"] and again.measured == ["other"] and not again.failed
-    other = Measured("other", rows[1:], cut_off="it took more than 60 s")
-    assert measured_in(tmp_path / "histories") == [other, Measured("small", rows[1:])]
-
-
 def test_each_of_the_jobs_is_a_valid_trial():
     assert len({config_from_mapping(config).family for config, _ in histories.JOBS.values()}) >= 10
 
 
 # ---- questions
-
-
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [(probed.fails_to_hold, "CUDA out of memory"), (probed.dies_holding, "the process ended")],
-)
-def test_a_process_that_cannot_hold_its_memory_is_the_reason(function, problem, monkeypatch):
-    monkeypatch.setattr(questions, "hold", function)
-    with pytest.raises(RuntimeError, match=problem), questions._holding("GPU-1", [1]):
-        pass
 
 
 def test_processes_hold_their_memory_together_and_how_long_a_killed_one_s_stays_is_read(monkeypatch):
@@ -315,19 +293,6 @@ def test_gpm_is_read_while_the_gpu_is_busy(monkeypatch):
     assert "is usable: it gives 0.812" in questions.answer_gpm(rows)
     assert "not usable: it gives 0.000" in questions.answer_gpm([{**rows[0], "smact": 0.0}, *rows])
     assert nvml.allocated == nvml.initialised == 0 and threading.active_count() == threads_before
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_each_operator_is_timed_with_and_without_tf32(monkeypatch):
-    monkeypatch.setattr(questions, "_TIMED", 1)
-    monkeypatch.setattr(questions, "_kernels", lambda call: ["kernel"])
-    shapes = {4: (1, 128, 2, 2), 2: (4, 4)}
-    monkeypatch.setattr(torch, "randn", lambda *shape, **options: torch.ones(shapes[len(shape)]))
-    monkeypatch.setattr("featurize.operators.torch_releases.allow_tf32", lambda **allowed: None)
-    with standing_in():
-        rows = list(questions.tf32_under_half("GPU-1"))
-    assert len(rows) == 16 and len({tuple(map(str, list(row.values())[:4])) for row in rows}) == 16
-    assert "float32 mm takes 1.000 ms, the same without TF32" in questions.answer_tf32(rows)
 
 
 @pytest.mark.parametrize(

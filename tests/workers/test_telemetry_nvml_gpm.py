@@ -83,28 +83,6 @@ def test_process_memory_is_the_trials_tree_only_and_absent_while_it_has_no_conte
         assert seen == [None, 423.0, 8701.0, 9001.0, None, None]
 
 
-@pytest.mark.parametrize(("on_a_host", "reason"), [(True, "virtual machine"), (False, "--pid=host")])
-def test_others_are_not_counted_before_the_trials_own_process_was_listed_so_that_a_hosts_pids_are_no_alarm(
-    monkeypatch, on_a_host, reason
-):
-    monkeypatch.setattr(nvml_module, "in_initial_pid_namespace", lambda: on_a_host)
-    nvml = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()})
-    sensor = watched(nvml)
-    (alone,) = sensor.sample()
-    assert alone.values.get("other_processes") == (0 if on_a_host else None), "none is listed"
-    nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": STRANGER, "usedGpuMemory": MIB}]
-    (before,) = sensor.sample()  # this number is here, but the driver may be another host's
-    assert "other_processes" not in before.values and reason in sensor.dropped["other_processes"]
-    nvml.advance()
-    (after,) = sensor.sample()
-    assert (after.values["other_processes"], after.values["other_memory_mib"]) == (1, 64)
-    assert after.values["process_memory_mib"] == 423
-    assert {"other_processes", "process_memory_mib"}.isdisjoint(sensor.dropped)
-    nvml.answers[0]["nvmlDeviceGetComputeRunningProcesses"] = [{"pid": 999_999_998, "usedGpuMemory": MIB}]
-    (unknown,) = sensor.sample()  # on a host, it has just ended
-    assert unknown.values.get("other_processes") == (0 if on_a_host else None)
-
-
 def test_other_processes_and_their_memory_are_counted_compute_and_graphics(monkeypatch):
     nvml, clock = RecordedNvml(pids={"trial": os.getpid(), STRANGER: os.getppid()}), Clock()
     with waiting_process(start_new_session=True) as draws:

@@ -266,8 +266,9 @@ def test_a_source_that_never_answers_or_every_30_s_is_not_waited_for():
 
 def test_a_source_that_ends_is_not_waited_for_and_keeps_what_it_told():
     signal = Signal(0, 0.13)
-    follower, seconds, ended = follow(signal, Source(signal, 0, ends=3.0))
-    assert ended and 3.0 < seconds < 4.5 and follower.half_widths()["smact"] > ADAPTIVE.utilization_tolerance
+    for others in ((), (Source(signal, 0, sensor="dcgm"),)):
+        follower, seconds, ended = follow(signal, Source(signal, 0, ends=3.0), *others, sensors=("gpm", "dcgm"))
+        assert ended and 3.0 < seconds < 4.5 and follower.half_widths()["smact"] > ADAPTIVE.utilization_tolerance
 
 
 def test_gpm_comes_before_dcgm_and_the_energy_counter_before_power_and_the_second_stands_in():
