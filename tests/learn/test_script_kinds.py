@@ -3,15 +3,19 @@
 import importlib.util
 import os
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+from conf.errors import UsageError
 from featurize.nets.vision import mend_torchvision
+from featurize.recording.block_record import GRAPHED
 from featurize.recording.compiled import MODELLED
 from learn import estimate, estimate_script
 from learn.script import saved_files
+from tests.featurize.published_models import detections
 from tests.featurize.small_nets import Computes
 from tests.learn.test_step_report import reserved_bytes
 
@@ -89,19 +93,38 @@ class Recurrent(nn.Module):
         return self.decoder(self.drop(output))
 
 
+def detector():
+    import torchvision
+
+    make = torchvision.models.detection.fasterrcnn_resnet50_fpn
+    return make(weights=None, weights_backbone=None, num_classes=5, min_size=64, max_size=64)
+
+
+def two_losses(output, target):
+    losses = (nn.functional.cross_entropy(output[name], target) for name in ("out", "aux"))
+    return next(losses) + 0.5 * next(losses)
+
+
 TOKENS = {"input_dtype": "int64"}
 RESNET18 = torchvision_model("resnet18", num_classes=10)
 RESNET34 = torchvision_model("resnet34", num_classes=10)
+MOBILENET = torchvision_model("mobilenet_v2", num_classes=10)
+FCN = torchvision_model("fcn_resnet50", weights=None, weights_backbone=None, aux_loss=True, num_classes=5)
 IMAGES = [8, 3, 64, 64]
 LLAMA = {"optimizer": "adamw", "loss": own_loss, **TOKENS}
 TRAINER = {**LLAMA, "holds_output": False}
 MOMENTUM = {"optimizer": "momentum", "cudnn_benchmark": True, "zero_grad": "after_forward"}
+LIGHTNING = {"optimizer": "adamw", "precision": "bf16", "holds_output": False, "zero_grad": "after_forward"}
+SEGMENTATION = {"optimizer": "adamw", "target": [2, 64, 64], "loss": two_losses}
 JOBS = {  # what a script trains: a factory, its input shapes, and keyword arguments of `estimate`
     "plain_amp --amp none": (RESNET18, IMAGES, {}),
     "hf_trainer --bf16": (llama, [[8, 64]], {**TRAINER, "precision": "bf16"}),
     "accelerate_loop": (bert, [[8, 64], [8]], {**LLAMA, "precision": "bf16"}),
     "timm_like": (vit, [8, 3, 224, 224], {"optimizer": "adamw", "precision": "fp16", "cudnn_benchmark": True}),
     "torchvision_like --wd 0 --amp": (RESNET34, IMAGES, {**MOMENTUM, "precision": "fp16"}),
+    "lightning_fit": (MOBILENET, [16, 3, 64, 64], LIGHTNING),
+    "segmentation_loop": (FCN, [2, 3, 64, 64], SEGMENTATION),
+    "detection_loop": (detector, [*detections(masks=False)], {"optimizer": "momentum"}),
     "rnn_loop": (Recurrent, [16, 64], {"optimizer": "sgd", **TOKENS}),
 }
 NEEDS = {
@@ -110,6 +133,11 @@ NEEDS = {
     "accelerate_loop": ("transformers", "accelerate"),
     "timm_like": ("timm",),
     "torchvision_like": ("torchvision",),
+    "lightning_fit": ("torchvision", "lightning"),
+    "segmentation_loop": ("torchvision",),
+    "detection_loop": ("torchvision",),
+    "mask_rcnn_evaluated": ("torchvision",),
+    "pretrained_folder": ("transformers",),
     "trainer_saves": ("transformers", "accelerate"),
 }
 
@@ -162,6 +190,58 @@ def test_a_compiled_gpt_with_a_fused_optimizer_and_clipping_is_estimated_as_its_
 @pytest.mark.parametrize("command", JOBS)
 def test_a_script_is_estimated_as_its_module(command):
     check_same(command, *JOBS[command])
+
+
+@pytest.mark.slow
+def test_gradients_are_accumulated_over_a_scripts_backward_passes():
+    once, four = (run(f"nanogpt_like {times}", estimator="trace") for times in (1, 4))
+    assert "4 backward passes in a step" in four.warnings[0]
+    assert four.step_time_ms > 2 * once.step_time_ms
+    assert four.peak_memory_mib >= once.peak_memory_mib
+
+
+CHECKPOINTED = """
+import queue, threading, torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+blocks = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)])
+model = nn.DataParallel(blocks).cuda()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+batches = queue.Queue(2)
+
+
+def load():
+    while True:
+        batches.put(torch.randn(32, 64).cuda(non_blocking=True))
+
+
+threading.Thread(target=load, daemon=True).start()
+stream = torch.cuda.Stream()
+while True:
+    nn.Flatten()(torch.zeros(2, 3))  # on the host, as transforms of images are
+    optimizer.zero_grad()
+    for _ in range(2):
+        x = batches.get()
+        x.record_stream(stream)
+        loss = checkpoint(model, x, use_reentrant=False).square().mean()
+        loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.isfinite(norm) and torch.tensor([3], device="cuda").item() == 3
+    optimizer.step()
+"""
+
+
+@pytest.mark.wide
+def test_a_checkpoint_recomputes_in_the_backward_pass_and_a_thread_may_load_ahead(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(CHECKPOINTED)
+    script = estimate_script(["python", str(path)], estimator="trace", time_limit_s=300)
+    assert script.warnings[0] == (
+        "the script trains with adam, fp32, 32 samples in a forward pass, 2 backward passes in a step"
+    )
+    assert script.warnings[1] == "the script also chooses clip_norm=1.0, checkpointing=full"
+    assert script.breakdown["gradients"] == pytest.approx(script.breakdown["parameters"], rel=0.01)
 
 
 VALUES = """
@@ -250,3 +330,68 @@ def test_a_script_reads_its_checkpoints_back_and_leaves_the_users_files_alone(tm
 def test_a_trainers_checkpoints_are_saved_and_read_back_without_a_file(tmp_path):
     assert run("trainer_saves", estimator="trace").peak_memory_mib > 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.slow
+def test_a_model_is_read_from_a_local_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = bert().model
+    model.save_pretrained(tmp_path / "model")
+    script = run(f"pretrained_folder {tmp_path / 'model'}", estimator="trace")
+    module = estimate(bert, [[4, 32], [4]], optimizer="adamw", loss=own_loss, estimator="trace", **TOKENS)
+    assert isinstance(model, transformers.BertForSequenceClassification)
+    assert script.parameters == module.parameters
+    assert script.peak_memory_mib == pytest.approx(module.peak_memory_mib, rel=0.01)
+
+
+GRAPHED_SCRIPT = """
+import torch
+from torch import nn
+
+model = torch.compile(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 10)).cuda()MODE)
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(3):
+    x, y = torch.randn(32, 64).cuda(), torch.randint(10, (32,)).cuda()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_cuda_graphs_of_a_script_cost_one_launch_each(tmp_path):
+    def script(mode):
+        (tmp_path / "train.py").write_text(GRAPHED_SCRIPT.replace("MODE", mode))
+        return estimate_script(["python", "train.py"], estimator="trace")
+
+    plain = script("")
+    by_mode, by_option = script(', mode="reduce-overhead"'), script(', options={"triton.cudagraphs": True}')
+    assert by_mode.step_time_ms < plain.step_time_ms and by_mode.peak_memory_mib == plain.peak_memory_mib
+    assert by_option.step_time_ms == by_mode.step_time_ms
+    assert [GRAPHED in one.warnings for one in (plain, by_mode, by_option)] == [False, True, True]
+
+
+@pytest.mark.slow
+def test_what_fails_within_hydra_is_named_at_the_applications_line(tmp_path):
+    shutil.copytree(SCRIPTS / "hydra_app", tmp_path / "app")
+    (tmp_path / "app" / "learn" / "sizes.py").write_text("OUTPUTS = 'sixteen'\n")
+    with pytest.raises(UsageError, match=r"exits with 1 after .*models\.py:9: TypeError"):
+        estimate_script(["python", "app/train.py"])
+
+
+@pytest.mark.wide
+def test_evaluations_torchscript_and_an_optimizer_of_its_own_are_followed(tmp_path):
+    script = run("many_habits", estimator="trace")
+    samples = "32 samples in a forward pass, 2 backward passes in a step"
+    assert script.warnings[0] == f"the script trains with an optimizer of its own, fp32, {samples}"
+    assert "TorchScript was left out: its functions and modules run as they are written" in script.warnings
+    parts = script.breakdown
+    trained = (1024 * 2048 + 2048 + 2048 * 10 + 10) * 4 / 2**20  # a layer is never used
+    assert parts["gradients"] == pytest.approx(trained, rel=0.01)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_detector_may_be_evaluated_before_it_trains():
+    script = run("mask_rcnn_evaluated", estimator="trace")
+    assert script.warnings[0] == "the script trains with momentum, fp32, 2 samples in a forward pass"
