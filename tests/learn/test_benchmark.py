@@ -440,15 +440,3 @@ def test_of_several_devices_each_is_left_out_in_turn(tmp_path):
     given = answers_of(done, "lightgbm")
     assert len(given) == 60 and None not in given.values()
     assert {row.group for rows in done.scored.values() for row in rows} == {"a100-sxm4-40gb", "h200-sxm-141gb"}
-
-
-def test_by_cross_validation_every_row_has_one_answer(warehouse_folder):
-    done = benchmark(BenchmarkSettings(data=str(warehouse_folder), estimators=("lightgbm", "hundreds"), workers=0))
-    asked = [row.name for (_, name), rows in done.scored.items() if name == "lightgbm" for row in rows]
-    assert sorted(asked) == sorted(load_rows(str(warehouse_folder), "memory").run_ids)
-    own = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "lightgbm"))
-    assert own.fits == 3 and own.fit_seconds > 0 and own.median_seconds > 0 and own.constant is None
-    assert 0.5 < own.bound.coverage <= 1 and own.bound.above == pytest.approx(1 - own.bound.coverage)
-    assert list(own.reliability)[-1] == "0.99" and set(own.classes) == {"published", "ours"}
-    free = next(f for f in done.figures if (f.file, f.estimator) == ("mlp", "hundreds"))
-    assert free.fits == 0 and free.bound is None and free.constant is not None and set(free.classes_shifted)

@@ -216,13 +216,6 @@ def lines(shown, monkeypatch):
     return of_run
 
 
-def test_a_run_that_other_code_simulated_shows_its_difference(tmp_path, lines):
-    labels = {name: [0.9 * value for value in values] for name, values in simulated_labels(CONFIGS[:1]).items()}
-    write_batch(tmp_path / "d", CONFIGS[:1], statuses=["ok"], labels=labels)
-    text, line_of = lines("run=job-000000", f"data={tmp_path / 'd'}")
-    assert "+11.1%" in line_of("│ step time ") and "by construction" not in text
-
-
 def test_figures_of_different_loops_are_not_subtracted(data, lines):
     _, line_of = lines("run=job-000001", "loop=pipeline", f"data={data}")
     assert "other loop" in line_of("smact") and PIPELINE in line_of("smact")

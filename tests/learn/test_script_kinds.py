@@ -136,7 +136,6 @@ NEEDS = {
     "lightning_fit": ("torchvision", "lightning"),
     "segmentation_loop": ("torchvision",),
     "detection_loop": ("torchvision",),
-    "mask_rcnn_evaluated": ("torchvision",),
     "pretrained_folder": ("transformers",),
     "trainer_saves": ("transformers", "accelerate"),
 }
@@ -389,9 +388,3 @@ def test_evaluations_torchscript_and_an_optimizer_of_its_own_are_followed(tmp_pa
     trained = (1024 * 2048 + 2048 + 2048 * 10 + 10) * 4 / 2**20  # a layer is never used
     assert parts["gradients"] == pytest.approx(trained, rel=0.01)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_detector_may_be_evaluated_before_it_trains():
-    script = run("mask_rcnn_evaluated", estimator="trace")
-    assert script.warnings[0] == "the script trains with momentum, fp32, 2 samples in a forward pass"
