@@ -1,30 +1,38 @@
 """Every command against hostile arguments: one `error: ...` line, exit code 2, nothing written.
 
-Values that their kinds refuse, spellings that Hydra or OmegaConf would choke on or take in silence, and what only the
-command itself can refuse.
+500 command lines with a fixed seed, made of the commands' own keys, values that their kinds refuse, and spellings that
+Hydra or OmegaConf would choke on or take in silence.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
+import os
+import random
 import runpy
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from conf.cli.commands import COMMANDS, settings_class
 from conf.cli.overrides import (
     documented_choice,
     documented_keys,
+    flat,
     group_options,
     groups,
+    load_config,
+    plain_values,
 )
-from conf.cli.settings import kinds_of
+from conf.cli.settings import groups_of, kinds_of
 
+SEED, CASES = 11, 500
 LONGEST_LINE = 6000
 # What a command needs, so that nothing but the hostile argument is wrong. None of it starts a trial.
 NEEDED = {
@@ -53,6 +61,7 @@ WITHOUT_A_FOLDER = ("slurm", "sbatch", "kueue", "fit_bound")
 MAKE_THEIR_FOLDER = ("submit", "grow", "ingest", "compare", "build_defaults")
 MLP = "{family: mlp, batch_size: 8, input_size: 8, classes: 2, depth: 1}"
 
+TOO_LARGE = ("99999999999999999999", "-99999999999999999999", "1e400", "-1e400")
 NO_NUMBER = (
     "nan",
     "inf",
@@ -85,11 +94,35 @@ NO_NUMBER = (
     "[" * 3000,
     "(" * 3000,
     "1" * 30_000,
-    "99999999999999999999",
-    "1e400",
-    "1.5",
-    "null",
 )
+REFUSED = {
+    "int": (*NO_NUMBER, *TOO_LARGE, "1.5", "1e3", "null"),
+    "number": (*NO_NUMBER, "1e400", "-1e400", "null"),
+    "bool": ("2", "maybe", "nan", "null", "[true]", "{a: 1}", "''", "", "true,false", "${nope}", "'true'", "tru\x00e"),
+    "text": ("", "''", "null", "[a]", "{a:1}", "[a", "{", "'", '"a', "'a'b", "\udcff", "a\x00b", "x" * 1_000_001),
+    "path": ("", "''", "null", "[a]", "{a:1}", "'", "a\udcff", "a\x00b", "x" * 1_000_001),
+    "new path": ("", "''", "null", "[a]", "{a:1}", "'", "${nope}", "${oc.env:GPUFARM_NOT_SET}", "a/${b}", "a\udcff"),
+    "any text": ("", "''", "null", "'", "a\udcff", "a\x00b"),
+    "mapping": ("5", "[a]", "nan", "null", "true", "''", "", "{a", "{a:{", "${nope}", "a,b"),
+    "list": ("5", "{a:1}", "nan", "null", "true", "''", "", "[", "[1,", "${nope}", "[a]]"),
+    "list of text": (
+        "5",
+        "{a:1}",
+        "nan",
+        "null",
+        "true",
+        "''",
+        "",
+        "[1]",
+        "[null]",
+        "[[a]]",
+        "[a",
+        "${nope}",
+        "[${nope}]",
+    ),
+    "list of int": ("5", "{a:1}", "nan", "null", "a", "[a]", "[1.5]", "[null]", "[true]", "[[1]]", "[1", "1,2"),
+}
+NO_GROUP_CHOICE = ("[a,b]", "nope", "{a:1}", "5", "../x", "", "''", "a,b", "${nope}", "nan", "choice(a,b)")
 # Whatever the key is: deletions, additions, packages, lists, options of Hydra's own.
 SPELLINGS = (
     "~{key}",
@@ -180,6 +213,62 @@ class Case(NamedTuple):
     command: str
     arguments: tuple[str, ...]
     named: str  # what the message has to name
+
+
+def defaults_of_groups(name: str) -> dict[str, str]:
+    chosen = groups_of(settings_class(name))
+    return {group: one.default or "null" for group, one in chosen.items() if not one.added}
+
+
+def known_keys(name: str) -> tuple[str, ...]:
+    documented = [key for key, _default, _text in documented_keys(name)]
+    there = [key for key, _value in flat(plain_values(load_config(name, [])))]
+    return tuple(dict.fromkeys([*documented, *there]))
+
+
+def refused_values(name: str) -> Iterator[Case]:
+    """A value that its kind refuses, for every key of a command; and of groups what is no choice."""
+    defaults, known = defaults_of_groups(name), known_keys(name)
+    for key, kind in kinds_of(settings_class(name)).items():
+        if key not in known:
+            continue
+        refused = [set(REFUSED[alternative]) for alternative in kind.names if alternative != "null"]
+        for value in sorted(set.intersection(*refused) - ({"null"} if "null" in kind.names else set())):
+            yield Case(name, (f"{key}={value}",), key)
+    for group, default in defaults.items():
+        for value in (*NO_GROUP_CHOICE, *(() if default == "null" else ("null",))):
+            yield Case(name, (f"{group}={value}",), group)
+    parents = {key.partition(".")[0] for key, _default, _text in documented_keys(name) if "." in key}
+    for parent in sorted(parents):
+        for value in ("null", "5", "[1]", "text", "nan", "''", "{nope: 1}", "${nope}", "true", "1,2"):
+            yield Case(name, (f"{parent}={value}",), parent)
+
+
+def refused_spellings(name: str) -> Iterator[Case]:
+    for key in known_keys(name):
+        for spelling in SPELLINGS:
+            argument = spelling.format(key=key, deep=".a" * 200)
+            if not (key in groups() and spelling in ("+{key}=1", "++{key}=1")):
+                yield Case(name, (argument,), "")
+
+
+def refused_arguments(name: str) -> Iterator[Case]:
+    for argument in ARGUMENTS:
+        if argument not in ("+arch=cnn",) and not (name == "diff" and "=" not in argument):
+            yield Case(name, (argument,), "")
+
+
+def cases() -> list[Case]:
+    """The same 500 at every run, and as many of each command."""
+    chance, of_commands = random.Random(SEED), []
+    each = -(-CASES // len(COMMANDS))
+    for name in sorted(COMMANDS):
+        chosen: list[Case] = []
+        kinds_of_case = [list(refused_values(name)), list(refused_spellings(name)), list(refused_arguments(name))]
+        for count, several in zip((each - 2 * (each // 4), each // 4, each // 4), kinds_of_case, strict=True):
+            chosen += chance.sample(several, min(count, len(several)))
+        of_commands.append(chosen)
+    return [case for turn in itertools.zip_longest(*of_commands) for case in turn if case is not None][:CASES]
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -422,6 +511,14 @@ def refusal_problems(invoke, tried: Iterable[Case]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
+def test_500_hostile_command_lines_are_one_line_each_and_change_nothing(invoke):
+    tried = cases()
+    assert len(tried) == CASES and {case.command for case in tried} == set(COMMANDS)
+    wrong = refusal_problems(invoke, tried)
+    assert not wrong, f"{len(wrong)} of {len(tried)}\n" + "\n".join(wrong[:40])
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_command_that_reads_refuses_what_is_no_data_folder_in_one_line(invoke, exists):
     data = invoke.place / "a'; echo foo"
@@ -436,16 +533,6 @@ def test_a_command_that_reads_refuses_what_is_no_data_folder_in_one_line(invoke,
         if code != 2 or err.count("\n") != 1 or f"{data} {problem}" not in err or (out and name != "doctor"):
             wrong.append(f"{name}: {code} {out[:200]!r} {err!r}")
     assert not wrong and contents(invoke.place) == before, "\n".join(wrong)
-
-
-def test_whatever_hydra_would_take_or_choke_on_is_one_line_each_and_changes_nothing(invoke):
-    lines = [*ARGUMENTS, *(one.format(key="format", deep=".a" * 200) for one in SPELLINGS)]
-    lines += [
-        f"{group}={choice}" for group in ("device", "window", "cluster") for choice in ("nope", "[a,b]", "../x", "5")
-    ]
-    values = [Case("submit", (f"n={value}",), "n") for value in NO_NUMBER]
-    wrong = refusal_problems(invoke, [*values, *(Case("submit", (line,), "") for line in lines)])
-    assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:40])
 
 
 def test_every_command_has_lines_that_only_it_can_refuse():
@@ -537,6 +624,9 @@ def test_an_odd_spelling_that_is_right_is_taken(invoke, monkeypatch, name, argum
     for part in key.split("."):
         node = node.get(part)
     assert node == value
+    code, out, err = invoke(name, *arguments, "--cfg", "job")
+    assert (code, err) == (0, "") and yaml.safe_load(out)
+    assert not list(invoke.place.iterdir())
 
 
 @pytest.mark.parametrize("arguments", [("--cfg",), ("--cfg", "all"), ("--cfg", "n=1"), ("--cfg", "--multirun")])
@@ -550,13 +640,36 @@ def test_help_is_shown_whatever_stands_beside_it(invoke, name):
     assert (code, err) == (0, "") and "Keys (KEY=VALUE" in out
 
 
-def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch):
+@pytest.mark.parametrize("name", COMMANDS)
+def test_output_that_the_encoding_lacks_is_escaped(invoke, monkeypatch, name):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", terminal)
-        assert invoke("status", "data=grün\u2028", "--cfg", "job")[0] == 0
+    folder_key = {"sbatch": "sbatch=", "slurm": "table=", "kueue": "server=", "fit_bound": "rows="}.get(name, "data=")
+    needed = [one for one in NEEDED.get(name, []) if not one.startswith(folder_key)]
+    for arguments in (["--help"], [f"{folder_key}grün\u2028", *needed, "--cfg", "job"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal)
+            assert invoke(name, *arguments)[0] == 0
     written = terminal.buffer.getvalue()
     assert written.isascii() and b"gr\\xfcn" in written
+
+
+def test_a_folder_is_named_as_it_is_typed(invoke):
+    names = ("a, b", "x=y", "{a", "a'; echo foo", "ü")
+    for name in names:
+        arguments = ["+arch=mlp", "n=1", "detach=true", "device=simulated", f"data={name}"]
+        assert invoke("submit", *arguments)[0] == 0
+        assert invoke("query", "SELECT count(*) AS n FROM jobs", "format=csv", f"data={name}")[1].split() == ["n", "1"]
+    assert sorted(os.listdir(invoke.place)) == sorted(names)
+
+
+def test_a_backslash_is_part_of_a_files_name_and_refused_of_a_data_folders(invoke):
+    """DuckDB takes it for a separator: it finds nothing below such a folder."""
+    for name in ("submit", "query", "status", "fit"):
+        assert r"a\b holds a backslash" in refusal(invoke, name, *NEEDED.get(name, []), r"data=a\b")
+    assert not list(invoke.place.iterdir())
+    assert invoke("submit", *NEEDED["submit"], "device=simulated")[0] == 0
+    assert invoke("query", "SELECT 1 AS n", "format=csv", r"out=a\b.csv")[0] == 0
+    assert (invoke.place / r"a\b.csv").read_text().split() == ["n", "1"]
 
 
 @pytest.mark.parametrize(
@@ -585,20 +698,32 @@ def test_a_place_that_takes_no_files_is_refused_in_one_line(invoke, name, argume
     assert contents(invoke.place) == before
 
 
+def test_a_log_file_that_cannot_be_written_is_refused_before_the_data_folder_is_made(invoke):
+    for place in ("/", "/proc/x", "/proc/x/y", "file/x"):
+        (invoke.place / "file").write_text("mine")
+        arguments = [*NEEDED["submit"], "device=simulated", f"log.file={place}", "data=new"]
+        assert "log.file" in refusal(invoke, "submit", *arguments)
+        assert [path.name for path in invoke.place.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("name", ["estimate", "largest_batch", "devices", "plan"])
 def test_a_shape_that_no_tensor_has_is_one_line(invoke, name):
     (invoke.place / "own_nets.py").write_text("from torch import nn\ndef net(): return nn.Linear(4, 4)\n")
     find = {"largest_batch": ["find=largest_batch"], "devices": ["find=devices"], "plan": ["gpus=2"]}.get(name, [])
-    shapes = (
-        "[99999999999999999999]",
-        "[3037000500,3037000500]",
-        "[-1,4]",
-        "[0,4]",
-        "[]",
-        "{x: {shape: [0], dtype: x}}",
+    sizes = (
+        "99999999999999999999",
+        "9223372036854775807,4",
+        "3037000500,3037000500",
+        "-1,4",
+        "0,4",
+        "2,-4",
+        "1e30",
+        "",
     )
+    shapes = [f"[{one}]" for one in sizes] + ["[[2,4],[99999999999999999999]]", "{x: [99999999999999999999]}"]
+    shapes += ["{x: {shape: [99999999999999999999], dtype: int64}}", "[nan,4]", "[[[]]]", "{x: {shape: [0], dtype: x}}"]
     command = "plan" if name == "plan" else "estimate"
-    for shape in shapes if name == "estimate" else shapes[:3]:
+    for shape in shapes if name == "estimate" else shapes[:5]:
         assert refusal(invoke, command, "model=own_nets:net", *find, f"input={shape}")
 
 

@@ -5,6 +5,7 @@ Start reading at `invoked`. The tables are those of the tests, which say what ea
 
 import contextlib
 import io
+import os
 import runpy
 import shutil
 import sys
@@ -14,10 +15,11 @@ from pathlib import Path
 from unittest import mock
 
 from conf.cli.commands import COMMANDS
-from conf.cli.overrides import documented_keys, flat, groups, load_config, plain_values
+from tests import test_documented_commands as documented_tests
 from tests.conf import test_hostile_arguments as hostile_tests
+from warehouse.files.folder import DataFolder
 
-HOSTILE = (5, 4)  # of each command: spellings and arguments
+HOSTILE = (10, 5, 4)  # of each command: refused values, spellings and arguments
 
 
 def invoked(module, arguments):
@@ -45,25 +47,45 @@ def help_texts():
         yield module, lambda module=module: invoked(module, ["--help"])
 
 
+def documented():
+    """Yield what each documented command line prints: small where it is safe to run, else its settings."""
+    documented_tests.fill_place(template := Path.cwd() / "template")
+    for command in documented_tests.COMMANDS:
+        yield command.text, lambda command=command: _of_document(command, template)
+
+
+def _of_document(command, template):
+    """Run a command in a copy of the documents' folder, so that none finds what another one left."""
+    here, written = Path.cwd() / "here", Path.cwd() / "written"
+    for folder in (here, written):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(template, here)
+    written.mkdir()
+    composed = documented_tests.why_not_run(command) is not None
+    arguments = documented_tests.composed(command) if composed else documented_tests.small(command, written)
+    data = written if command.module in ("farm.submit", "farm.work", "farm.grow") else here
+    if data is written:
+        DataFolder.resolve(data / "data").create()
+    environment = {"GPUFARM_DATA": str(data / "data"), "PYTHONPATH": f"{here}:{os.environ['PYTHONPATH']}"}
+    with (
+        contextlib.chdir(here),
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "path", [str(here), *sys.path]),
+    ):
+        return invoked(command.module, arguments)
+
+
 def hostile():
     """Yield what each hostile command line is answered, and what it leaves in an empty folder."""
     for name, module in sorted(COMMANDS.items()):
+        tables = (hostile_tests.refused_values, hostile_tests.refused_spellings, hostile_tests.refused_arguments)
         lines = [tuple(line.split(" ")) for line in hostile_tests.REFUSED_BY_THE_COMMAND[name]]
-        words = {(word,) for word in hostile_tests.ARGUMENTS if name != "diff" or "=" in word}
-        for table, count in zip((set(_misspelt(name)), words), HOSTILE, strict=True):
+        for table, count in zip(tables, HOSTILE, strict=True):
             # By a hash of its own: a key that goes takes its own cases along and moves no other.
-            lines += sorted(table, key=lambda line: zlib.crc32(repr(line).encode()))[:count]
+            drawn = sorted({case.arguments for case in table(name)}, key=lambda line: zlib.crc32(repr(line).encode()))
+            lines += drawn[:count]
         for line in dict.fromkeys(lines):
             yield f"{name} {_shown(line)}", lambda n=name, m=module, a=line: _refusal(n, m, a)
-
-
-def _misspelt(name):
-    """Yield command lines that name a key of a command as Hydra or another program would have it."""
-    there = [key for key, _value in flat(plain_values(load_config(name, [])))]
-    for key in [*(key for key, *_ in documented_keys(name)), *there]:
-        for spelling in hostile_tests.SPELLINGS:
-            if key not in groups() or spelling not in ("+{key}=1", "++{key}=1"):
-                yield (spelling.format(key=key, deep=".a" * 200),)
 
 
 def _shown(line):

@@ -3,11 +3,15 @@
 Start reading at `nights`, `comparisons` and `publication`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
 from pathlib import Path
 
+import warehouse
+from farm.nights.journal import Journal
 from tests.farm.canary_nights import Lab, of, usual, where
 from tests.farm.test_compare import CONFIGS, land
 from tests.golden.commands import invoked
@@ -17,6 +21,40 @@ from tests.warehouse.warehouse_rows import run_row, samples
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
+
+NIGHT = (
+    "device=A100-SXM4-40GB",
+    "cluster=inline",
+    "families=[mlp,cnn]",
+    "pool=60",
+    "data=grown",
+    "learn.targets=[memory]",
+    "learn.estimator=lightgbm",
+)
+
+NOT_KEPT = ("config", "node", "worker", "device_uuid", "started_at", "finished_at", "host_load")  # of a row
+
+
+def nights():
+    """Yield two nights of growth on a simulated device: output, payload of each step, report, and the rows.
+
+    policy=active is left out: it weighs what a run takes on this machine's clock.
+    """
+    for night, arguments in (("first", ("n=14", "policy=stratified")), ("second", ("n=8", "policy=coverage"))):
+        yield f"{night}: output", invoked("farm.grow", [*NIGHT, *arguments])
+        folder = DataFolder.resolve("grown")
+        cycle = Journal.open(folder).cycles()[-1]
+        yield f"{night}: outcome", {"outcome": cycle.outcome, "said": cycle.said, "settings": cycle.settings}
+        for name, step in cycle.steps.items():
+            yield f"{night}: {name}", step.payload
+        report = json.loads((folder.reports / "latest.json").read_text(encoding="utf-8"))
+        del report["settings"]  # the cycle's
+        for name, value in report.items():
+            yield f"{night}: report, {name}", value
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        rows = connection.execute("SELECT * FROM runs ORDER BY config_hash, finished_at").to_arrow_table().to_pylist()
+    for number, row in enumerate(rows):
+        yield f"row {number:02}", {key: cell for key, cell in row.items() if cell is not None and key not in NOT_KEPT}
 
 
 def comparisons():

@@ -30,6 +30,7 @@ DEVICES = (
     "RTX-3060",
 )
 OF_FAMILIES = ({}, {"loop": "pipeline"}, {"parallel": "ddp=8"}, {"estimator": "trace"}, {"parallel": "fsdp=4"})
+FAST = ("mlp", "cnn", "transformer")
 MIXTURE = {
     "family": "moe",
     "batch_size": 4,
@@ -229,6 +230,18 @@ def estimates():
     mend_torchvision()
     for name, asked in cases().items():
         yield name, lambda asked=asked: answer(asked)
+
+
+def fast_estimates():
+    """Yield the answers of method=fast beside the full ones, whose place they take."""
+    for family, index, device in itertools.product(FAST, range(3), DEVICES[:2]):
+        for method in ("fast", "full"):
+            yield (
+                f"{family} {index} on {device}, {method}",
+                lambda f=family, i=index, d=device, m=method: answer(
+                    lambda: estimate(small_config(f, i), device=d, method=m)
+                ),
+            )
 
 
 def allocator_events():

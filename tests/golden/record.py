@@ -30,12 +30,15 @@ RECORDED = Path(__file__).with_name("recorded")
 SECTIONS = {
     "libraries": "tests.golden.record:versions",
     "estimates": "tests.golden.estimates:estimates",
+    "fast": "tests.golden.estimates:fast_estimates",
     "allocator": "tests.golden.estimates:allocator_events",
     "predictions": "tests.golden.learned:predictions",
     "benchmark": "tests.golden.learned:benchmarks",
     "published": "tests.golden.learned:published",  # nothing without published=
     "help": "tests.golden.commands:help_texts",
+    "documented": "tests.golden.commands:documented",
     "hostile": "tests.golden.commands:hostile",
+    "nights": "tests.golden.data:nights",
     "comparisons": "tests.golden.data:comparisons",
     "publication": "tests.golden.data:publication",
 }

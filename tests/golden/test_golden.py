@@ -31,6 +31,12 @@ def test_a_planted_change_is_one_line_with_its_place_and_both_values(tmp_path, c
     ]
 
 
+def test_the_same_difference_of_several_entries_is_one_line():
+    before, after = ({name: {"rows": [{"n": 1}, {"n": n}]} for name in "abcdef"} for n in (2, 3))
+    (line,) = compare.lines("nights", before, after)
+    assert line == "nights, a, rows[1].n: 2 -> 3 (+50.00%) (and 5 more: b; c; d; ...)"
+
+
 def test_a_record_holds_no_clock_no_place_and_no_last_digits(tmp_path):
     text = f"{tmp_path}/x at {datetime.datetime.now(datetime.UTC)}"
     assert record.steady({"seconds": 1.5, "text": text, "n": (1 / 3, float("nan"))}, tmp_path) == {
