@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,39 +32,32 @@ from featurize.recording.values import NONZERO, READ, Values
 _FOREACH = frozenset(
     f"aten::_foreach_{name}" for name in ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sqrt")
 )
-_Layout: TypeAlias = tuple[torch.Size, tuple[int, ...]]  # size and stride
-# Operators whose results have their tensors' layout where these all have the same contiguous one. As for pointwise
-# operators, the size decides nothing else.
-_KEEP_LAYOUT = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty_like",
-        "ones_like",
-        "zeros_like",
-        "_softmax",
-        "_softmax_backward_data",
-        "_log_softmax",
-        "_log_softmax_backward_data",
-    )
-)
-# Operators whose results have sizes of their tensors, 0 or 1, in the layout of new tensors.
+# Operators whose results have sizes of their tensors, 0 or 1, in the layout of new tensors, as pointwise ones do.
 _OF_SIZES = frozenset(
     f"aten::{name}"
     for name in (
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_softmax",
+        "_softmax_backward_data",
         "addmm",
         "bmm",
+        "empty_like",
         "mm",
         "native_batch_norm",
         "native_batch_norm_backward",
         "nll_loss_backward",
         "nll_loss_forward",
+        "ones_like",
         "sum",
+        "zeros_like",
     )
 )
+# Of these, the ones whose matrices may be transposed, as products of matrices have them.
+_OF_MATRICES = frozenset(("aten::addmm", "aten::mm"))
 _UNKNOWN = object()
 _ITSELF = object()  # the first argument, of which only the values change
 _PLAIN = frozenset({type(None), bool, str, int, float})
-_FORMATS = _PLAIN | {torch.dtype, torch.device, torch.layout}
 _NUMBERS = frozenset({bool, int, float})
 _META = torch.device("meta")
 
@@ -90,11 +83,11 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
             _make(_Spec((t.shape, t.stride(), t.dtype))) if t.is_contiguous() else torch.empty_like(t) for t in args[0]
         ]
     given = (*args, *kwargs.values())
-    keeps = (torch.Tag.pointwise in func.tags or name in _KEEP_LAYOUT) and not name.endswith("_")
-    layout = _common_layout(given) if keeps else _sizes_of(given) if name in _OF_SIZES else None
+    of_sizes = name in _OF_SIZES or (torch.Tag.pointwise in func.tags and not name.endswith("_"))
+    numbered = _number_sizes(given, name in _OF_MATRICES) if of_sizes else None
     try:
         # The default type decides where a call specifies none.
-        key = (func, torch.get_default_dtype(), _key(args, layout), *kwargs, *_key(kwargs.values()))
+        key = (func, torch.get_default_dtype(), _key(args, numbered), *kwargs, *_key(kwargs.values()))
     except _Uncached:
         if name == "aten::add_" and args[0].is_meta and isinstance(args[1], Tensor) and args[1].is_sparse:
             return args[0]  # rows of a sparse gradient are added: there is no meta kernel for it
@@ -104,29 +97,11 @@ def meta_result(func: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict
         out = func(*args, **kwargs)
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, given, layout)
+        _known[key] = _ITSELF if _is_first(out, func, args, key[2]) else _recipe(out, given, numbered)
         return out
     if known is _ITSELF:
         return args[0]
-    return func(*args, **kwargs) if known is None else _make(known, layout)
-
-
-def _common_layout(args: tuple[Any, ...]) -> _Layout | None:
-    """Return the size and stride that all tensors of a call have; None where they differ, or are not contiguous."""
-    layout: _Layout | None = None
-    for value in args:
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided or not value.is_meta:
-                return None
-            own_layout = value.shape, value.stride()
-            if layout not in (None, own_layout):
-                return None
-            layout = own_layout
-        elif type(value) not in _FORMATS and value is not torch.preserve_format:
-            return None
-    if layout is None or not layout[0] or 0 in layout[0]:  # numbers promote a tensor of no dimensions
-        return None
-    return layout if layout[1] == _contiguous_strides(layout[0]) else None
+    return func(*args, **kwargs) if known is None else _make(known, numbered)
 
 
 @functools.lru_cache(_MOST_KNOWN)
@@ -135,22 +110,36 @@ def _contiguous_strides(size: torch.Size) -> tuple[int, ...]:
     return tuple(itertools.accumulate(lengths, operator.mul, initial=1))[::-1] if size else ()
 
 
-class _Sizes(dict[int, int]):
-    """Sizes of a call's tensors, and 0 and 1 -> their numbers in order."""
+class _Numbered(NamedTuple):
+    """Sizes of a call's tensors in the order of their numbers, after 0 and 1; the tensors' layouts in these numbers."""
+
+    sizes: tuple[int, ...]
+    layouts: tuple[tuple[int, ...], ...]  # whether it is transposed, and its sizes
 
 
-def _sizes_of(args: tuple[Any, ...]) -> _Sizes | None:
-    """Return the sizes of a call's tensors; None if one is neither contiguous nor a transposed matrix."""
-    sizes = _Sizes({0: 0, 1: 1})
+def _number_sizes(args: tuple[Any, ...], may_transpose: bool) -> _Numbered | None:
+    """Return the sizes of a call's tensors; None if one is not contiguous, nor, where it may, a transposed matrix."""
+    layouts = []
     for value in args:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided or not value.is_meta:
                 return None
-            if value.stride() not in (_contiguous_strides(value.shape), (1, *value.shape[:1])):
-                return None
-            for size in value.shape:
-                sizes.setdefault(size, len(sizes))
-    return sizes
+            layouts.append((value.shape, value.stride()))
+        elif value is torch.channels_last or value is torch.channels_last_3d:
+            return None
+    return _numbered(tuple(layouts), may_transpose)
+
+
+@functools.lru_cache(_MOST_KNOWN)
+def _numbered(layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...], may_transpose: bool) -> _Numbered | None:
+    numbers = {0: 0, 1: 1}
+    numbered = []
+    for size, stride in layouts:
+        transposed = stride != _contiguous_strides(size)
+        if transposed and not (may_transpose and stride == (1, *size[:1])):
+            return None
+        numbered.append((int(transposed), *(numbers.setdefault(length, len(numbers)) for length in size)))
+    return _Numbered(tuple(numbers), tuple(numbered))
 
 
 def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
@@ -161,22 +150,19 @@ def _is_first(out: object, func: OpOverload, args: tuple[Any, ...], before: tupl
     return torch.Tag.inplace_view not in func.tags and _key(args)[:2] == before[:2]
 
 
-def _key(values: Iterable[Any], layout: _Layout | _Sizes | None = None) -> tuple[Any, ...]:
+def _key(values: Iterable[Any], numbered: _Numbered | None = None) -> tuple[Any, ...]:
     """Return the arguments that decide the result's shape. Numbers carry their type: 1 and 1.0 promote differently.
-    If all tensors have `layout`, only its number of dimensions counts; of the sizes, which of them are equal."""
-    parts: list[Hashable] = []
+    Of numbered sizes, only which of them are equal counts."""
+    parts: list[Hashable] = [] if numbered is None else [numbered.layouts]
     for value in values:
         kind = type(value)
         if isinstance(value, Tensor):
             if value.is_sparse or (not value.is_meta and value.dim()):  # its values may matter
                 raise _Uncached
-            if layout is None:
+            if numbered is None:
                 parts += (value.shape, value.stride(), value.dtype, value.is_meta)
-            elif isinstance(layout, _Sizes):
-                transposed = value.stride() != _contiguous_strides(value.shape)
-                parts += (tuple(map(layout.__getitem__, value.shape)), transposed, value.dtype)
             else:
-                parts += (len(layout[0]), value.dtype)
+                parts.append(value.dtype)
         elif kind in _PLAIN:
             parts.append((kind, value))
         elif kind is tuple or kind is list:
@@ -190,11 +176,10 @@ def _key(values: Iterable[Any], layout: _Layout | _Sizes | None = None) -> tuple
 
 
 class _Spec(tuple[Any, ...]):
-    """Size, stride and type of a new tensor; if it has the layout of all tensors of the call, its type alone; if it has
-    sizes of theirs, the numbers of these and its type."""
+    """Size, stride and type of a new tensor; if it has sizes of the call's tensors, their numbers and its type."""
 
 
-def _recipe(out: object, given: Iterable[Any], layout: _Layout | _Sizes | None) -> object:
+def _recipe(out: object, given: Iterable[Any], numbered: _Numbered | None) -> object:
     """Return how to make such a result again; None where the operator must run again."""
     if not isinstance(out, Tensor | tuple | list):  # a value that was read, not a tensor
         return None
@@ -212,15 +197,11 @@ def _recipe(out: object, given: Iterable[Any], layout: _Layout | _Sizes | None) 
             if value.storage_offset() or storage.nbytes() != _span(value) * value.element_size():
                 raise _Uncached
             storages.add(storage._cdata)
-            if layout is None:
+            if numbered is None:
                 return _Spec((tuple(value.shape), value.stride(), value.dtype))
-            if isinstance(layout, _Sizes):
-                if value.stride() != _contiguous_strides(value.shape) or not layout.keys() >= {*value.shape}:
-                    raise _Uncached
-                return _Spec((tuple(map(layout.__getitem__, value.shape)), value.dtype))
-            if layout != (value.shape, value.stride()):
+            if value.stride() != _contiguous_strides(value.shape) or not {*numbered.sizes} >= {*value.shape}:
                 raise _Uncached
-            return _Spec((value.dtype,))
+            return _Spec((tuple(map(numbered.sizes.index, value.shape)), value.dtype))
         if type(value) in (tuple, list):
             return type(value)(map(recipe_of, value))
         if value is None or (shapes_decide and isinstance(value, bool | int | float)):
@@ -233,15 +214,14 @@ def _recipe(out: object, given: Iterable[Any], layout: _Layout | _Sizes | None) 
         return None
 
 
-def _make(recipe: Any, layout: _Layout | _Sizes | None = None) -> Any:
+def _make(recipe: Any, numbered: _Numbered | None = None) -> Any:
     if type(recipe) is _Spec:
-        if isinstance(layout, _Sizes):
-            sizes = list(layout)
-            return torch.empty([sizes[number] for number in recipe[0]], dtype=recipe[1], device=_META)
-        size, stride, dtype = recipe if layout is None else (*layout, *recipe)
-        return torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        if numbered is None:
+            size, stride, dtype = recipe
+            return torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        return torch.empty([numbered.sizes[number] for number in recipe[0]], dtype=recipe[1], device=_META)
     if type(recipe) in (tuple, list):
-        return type(recipe)(_make(part, layout) for part in recipe)
+        return type(recipe)(_make(part, numbered) for part in recipe)
     return recipe
 
 
