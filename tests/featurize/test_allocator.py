@@ -283,7 +283,7 @@ def best_fit(simulated, nbytes, stream):
 
 
 class History:
-    """What PyTorch records of an allocator's work."""
+    """A recording of an allocator, as PyTorch makes it."""
 
     def __init__(self, simulated):
         self.simulated, self.entries, self.noted = simulated, [], 0

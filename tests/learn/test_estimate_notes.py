@@ -1,4 +1,4 @@
-"""What an estimate says of itself: `print`, a notebook, the command, JSON, its notes, and the loop of each figure."""
+"""Statements of an estimate on itself: `print`, a notebook, the command, JSON, notes, and the loop of each figure."""
 
 import json
 import re
