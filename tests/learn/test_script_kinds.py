@@ -143,11 +143,11 @@ NEEDS = {
 
 def run(command, **settings):
     name, *arguments = command.split()
+    if name in NEEDS:  # transformers and timm import torchvision where it is installed
+        mend_torchvision()
     for package in NEEDS.get(name, ()):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    if name in NEEDS:  # transformers and timm import torchvision where it is installed
-        mend_torchvision()
     return estimate_script(["python", str(SCRIPTS / f"{name}.py"), *arguments], **settings)
 
 
