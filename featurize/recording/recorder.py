@@ -118,7 +118,7 @@ class _Numbered(NamedTuple):
 
 
 def _number_sizes(args: tuple[Any, ...], may_transpose: bool) -> _Numbered | None:
-    """Return the sizes of a call's tensors; None if one is not contiguous, nor, where it may, a transposed matrix."""
+    """Number the sizes of a call's tensors; return None if one is not contiguous, nor, where it may, transposed."""
     layouts = []
     for value in args:
         if isinstance(value, Tensor):
@@ -127,11 +127,11 @@ def _number_sizes(args: tuple[Any, ...], may_transpose: bool) -> _Numbered | Non
             layouts.append((value.shape, value.stride()))
         elif value is torch.channels_last or value is torch.channels_last_3d:
             return None
-    return _numbered(tuple(layouts), may_transpose)
+    return _number_layouts(tuple(layouts), may_transpose)
 
 
 @functools.lru_cache(_MOST_KNOWN)
-def _numbered(layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...], may_transpose: bool) -> _Numbered | None:
+def _number_layouts(layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...], may_transpose: bool) -> _Numbered | None:
     numbers = {0: 0, 1: 1}
     numbered = []
     for size, stride in layouts:

@@ -17,7 +17,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -442,13 +442,18 @@ def _unheld_ids(
     return unheld
 
 
-def unproven_sources(
-    folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]
-) -> tuple[dict[str, str], dict[str, str]]:
+@dataclass
+class Unproven:
+    """Files that a listing hides and that must not be deleted, with the reasons by name."""
+
+    unheld: dict[str, str] = field(default_factory=dict)  # no file that counts holds their runs
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+
+def unproven_sources(folder: DataFolder, kind: str, listing: Listing, listings: Sequence[Listing]) -> Unproven:
     """Return the files that a listing hides without proof that its merged file, or one that replaced that, holds them.
 
-    Those whose runs no file that counts holds, and those that cannot be read, each with the reason by name. Deleted
-    files need no proof. Raises `Unreadable` for a damaged merged file that no intact one replaced,
+    Deleted files need no proof. Raises `Unreadable` for a damaged merged file that no intact one replaced,
     `FileNotFoundError` for a missing one.
     """
     root = folder.root / kind
@@ -456,8 +461,7 @@ def unproven_sources(
     family = path.parent.name.removeprefix("family=")
     partition = path.parent.name + "/"
     existing = {f"{partition}{name}" for name in os.listdir(path.parent)}
-    unheld = dict.fromkeys(_foreign(listing), "it is of another family")
-    unreadable: dict[str, str] = {}
+    unproven = Unproven(dict.fromkeys(_foreign(listing), "it is of another family"))
     for name in listing.hidden:
         if name not in existing or Path(name).stem in held:
             continue
@@ -467,13 +471,13 @@ def unproven_sources(
             continue
         except Unreadable as error:
             if name not in _known_sources(path):  # else it was intact when it was merged
-                unreadable[name] = str(error)
+                unproven.unreadable[name] = str(error)
             continue
         if missing:
             missing = _unheld_ids(folder, kind, family, missing, listings)
         if missing:
-            unheld[name] = f"{len(missing):,} of its runs are not there"
-    return unheld, unreadable
+            unproven.unheld[name] = f"{len(missing):,} of its runs are not there"
+    return unproven
 
 
 def _proof(root: Path, listing: Listing, listings: Sequence[Listing]) -> tuple[Path, set[str]]:
@@ -521,19 +525,19 @@ def settle_listings(folder: DataFolder, kind: str, report: CompactionReport) -> 
             settled.append(listing)
             continue
         try:
-            unheld, unreadable = unproven_sources(folder, kind, listing, listings)
+            unproven = unproven_sources(folder, kind, listing, listings)
         except (Unreadable, FileNotFoundError) as error:
             report.left_alone(merged, f"{error}; the files that it replaced stay")
             continue
-        for name, why in unreadable.items():
+        for name, why in unproven.unreadable.items():
             report.left_alone(folder.root / kind / name, why)
-        if unheld:
-            example, why = next(iter(unheld.items()))
+        if unproven.unheld:
+            example, why = next(iter(unproven.unheld.items()))
             report.problems.append(
-                f"{listing.file} hides {len(unheld):,} files whose runs {listing.merged} "
+                f"{listing.file} hides {len(unproven.unheld):,} files whose runs {listing.merged} "
                 f"does not hold, as {example} ({why}); they count again"
             )
-            hidden_now = tuple(name for name in listing.hidden if name not in unheld)
+            hidden_now = tuple(name for name in listing.hidden if name not in unproven.unheld)
             listing = dataclasses.replace(listing, hidden=hidden_now)
             listing.write()
         settled.append(listing)

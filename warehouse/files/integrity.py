@@ -261,14 +261,14 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
             try:
                 if listing.checksum is not None and recorded_checksum(merged) != listing.checksum:
                     add(merged, f"it is another file than {listing.file} names")
-                unheld = unproven_sources(folder, kind, listing, listings)[0] if listing.hidden else {}
+                unproven = unproven_sources(folder, kind, listing, listings) if listing.hidden else None
             except (OSError, Unreadable, ValueError):
                 continue  # damaged or lost, as reported above
-            if unheld:
-                name, why = next(iter(unheld.items()))
+            if unproven is not None and unproven.unheld:
+                name, why = next(iter(unproven.unheld.items()))
                 add(
                     listing.file,
-                    f"it hides {len(unheld):,} files without holding their runs, as {name} ({why})",
+                    f"it hides {len(unproven.unheld):,} files without holding their runs, as {name} ({why})",
                 )
         for family in folder.families(kind):
             for path in folder.partition(kind, family).glob("merged-*.parquet"):
