@@ -7,6 +7,10 @@ BIN    := $(VENV)/bin
 TORCH  ?= torch==2.13.0
 TORCH_OPTIONS ?=
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# On all cores, where pip would compile one file after the other; not what few tests import, if any, nor what is moved.
+COMPILE = $(BIN)/python -m compileall -q -q -j 0 \
+  -x '/(tests?|diffusers|fontTools|mypyc?|torchvision|transformers/models|ray/(data|llm|rllib|train|tune))/' \
+  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1 || true
 # Processes that share the tests, a file at a time; twice the cores of a small CI machine, as many tests wait
 TEST_WORKERS ?= 4
 
@@ -47,14 +51,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed; name one with PYTHON=python3.12"; exit 2; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 	  { rm -rf $(VENV); echo "no virtual environment can be made; on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
+	$(PIP_INSTALL) --upgrade pip  # the one that Python brings takes twice as long to choose releases
 	$(PIP_INSTALL) $(TORCH_OPTIONS) "$(TORCH)"
-	$(PIP_INSTALL) --constraint constraints.txt --editable ".[dev]"
+	# pip keeps one core busy: the other compiles what is there. setuptools takes folders of data for unlisted packages.
+	@echo "installing packages"; $(COMPILE) & PYTHONWARNINGS=ignore $(PIP_INSTALL) --constraint constraints.txt --editable ".[dev]" && wait
 	# Models and layers to check estimates on. What these ask for themselves may bring another build of torch.
-	$(PIP_INSTALL) --constraint constraints.txt --no-deps timm peft accelerate bitsandbytes diffusers torchao
-	$(BIN)/python infra/install_torchvision.py $(TORCH_OPTIONS)
-	# On all cores, where pip would compile one file after the other; not what few tests import, if any.
-	-@$(BIN)/python -m compileall -q -q -j 0 -x '/(tests?|diffusers|fontTools|mypyc?|transformers/models|ray/(data|llm|rllib|train|tune))/' \
-	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1
+	@echo "installing models and layers"; $(COMPILE) & \
+	  $(PIP_INSTALL) --constraint constraints.txt --no-deps timm peft accelerate bitsandbytes diffusers torchao && \
+	  $(BIN)/python infra/install_torchvision.py $(TORCH_OPTIONS) && wait
+	@$(COMPILE)
 	touch $@
 
 demo: venv

@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
@@ -37,6 +36,8 @@ class FakeTensor(Peer):
     warning: ClassVar[str] = f"{Peer.warning}; faketensor leaves the CUDA context out"
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
+        from torch.distributed._tools.mem_tracker import MemTracker  # takes seconds
+
         # The mode logs a traceback for each operator that fails; the raised reason repeats it.
         logger, quiet = logging.getLogger("torch._subclasses.fake_tensor"), contextlib.ExitStack()
         quiet.callback(setattr, logger, "disabled", logger.disabled)

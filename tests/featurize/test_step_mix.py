@@ -13,7 +13,6 @@ from featurize.trace.tracer import trace_step
 from featurize.training.training_step import Training
 from tests.featurize.small_nets import Computes
 
-transformers = import_library("transformers")
 A100 = load_device("A100-SXM4-40GB")
 LENGTHS = (48, 128, 80, 128)
 
@@ -35,6 +34,7 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 def gpt(width=64):
+    transformers = import_library("transformers")
     sizes = {"n_layer": 2, "n_embd": width, "n_head": 2, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-import lightgbm
 import numpy as np
 import pytest
-from sklearn.ensemble import ExtraTreesRegressor
 
 from featurize.families import cnn, mlp, transformer
 from learn.estimators.hybrid import HybridEstimator
@@ -202,6 +200,8 @@ def table_of(columns, rows=300, seed=0):
 
 
 def booster_of(seed=1, **about):
+    import lightgbm  # takes seconds, in each process that collects the tests
+
     rows = table_of(6, seed=seed)
     label = np.nan_to_num(rows[:, 0]) % 7 + np.isnan(rows[:, 1])
     about = {**QUIET, "objective": "quantile", **about}
@@ -230,6 +230,8 @@ def test_trees_answer_as_lightgbm_does(about):
 
 @pytest.mark.parametrize("categories", [2, 5, 90])
 def test_splits_by_categories_answer_as_lightgbm_does(categories):
+    import lightgbm
+
     rng = np.random.default_rng(0)
 
     def drawn(most):
@@ -248,6 +250,8 @@ def test_splits_by_categories_answer_as_lightgbm_does(categories):
 
 
 def test_a_forest_answers_as_scikit_learn_does(tmp_path):
+    from sklearn.ensemble import ExtraTreesRegressor
+
     rng = np.random.default_rng(0)
     table = rng.standard_normal((300, 6)).astype(np.float32)
     table[rng.random(table.shape) < 0.2] = np.nan

@@ -21,10 +21,11 @@ from tests.learn.learn_rows import labels_of, make_configs, make_rows, restamp, 
 
 NIGHT = datetime(2026, 11, 20, 2, tzinfo=UTC)
 POOL = make_configs(500)
+FIRST_KEYS = {group_key(config) for config in POOL[:90]}
 HELD_OUT = [config for config in POOL if is_held_out([group_key(config)])[0]]
 OTHERS = [config for config in POOL if not is_held_out([group_key(config)])[0]]
 SEEN = [config for config in HELD_OUT if config in POOL[:90]]
-FRESH = [config for config in HELD_OUT if group_key(config) not in {group_key(other) for other in POOL[:90]}]
+FRESH = [config for config in HELD_OUT if group_key(config) not in FIRST_KEYS]
 
 
 def night(data, n, target="memory", estimator="lightgbm", **changes):
