@@ -99,7 +99,6 @@ OURS = {
 }
 RELEASES = {
     "dcgm_exporter_2.0.txt": COMMON,
-    "dcgm_exporter_2.4_1x_names.txt": COMMON,
     "dcgm_exporter_3.1_kubernetes.txt": COMMON | PIPES,
     "dcgm_exporter_3.3.txt": COMMON | PIPES,
     "dcgm_exporter_4_kubernetes.txt": COMMON | PIPES | OURS,
@@ -205,7 +204,7 @@ def test_mig_slice_is_read_off_its_instances_rows(clock):
     with DcgmServer(DATA / "dcgm_exporter_3.3_mig.txt") as server:
         energy = Energy(server)
         figures = {}
-        for uuid in (SLICE_UUID, SMALL_SLICE_UUID, f"MIG-{A100_UUID}/1/0"):
+        for uuid in (SLICE_UUID, SMALL_SLICE_UUID):
             sensor = watched(server, clock, uuid, nvml=RecordedNvml(MIG_SESSION))
             energy.grow()
             clock.pass_s(0.1)
@@ -213,13 +212,7 @@ def test_mig_slice_is_read_off_its_instances_rows(clock):
             figures[uuid] = (sample.values["smact"], sample.values["memory_used_mib"])
             assert {"gpu_util", "power_w", "energy_j", "pcie_tx_mib_s"}.isdisjoint(sample.values)
             assert "not of a MIG slice" in sensor.dropped["power_w"]
-        assert figures == {
-            SLICE_UUID: (0.7, 2048),
-            SMALL_SLICE_UUID: (0.812045, 9215),
-            f"MIG-{A100_UUID}/1/0": (0.7, 2048),
-        }
-        with pytest.raises(SensorUnavailable, match="MIG instance 5"):
-            watched(server, clock, f"MIG-{A100_UUID}/5/0")
+        assert figures == {SLICE_UUID: (0.7, 2048), SMALL_SLICE_UUID: (0.812045, 9215)}
         with pytest.raises(SensorUnavailable, match="split by MIG"):
             watched(server, clock, A100_UUID)
 
@@ -261,33 +254,6 @@ def test_failed_scrapes_are_unavailable_and_an_exporter_gone_for_seconds_ends_th
         clock.pass_s(0.1)
     with pytest.raises(SensorUnavailable, match="500"):
         sensor.sample()
-
-
-def dripping(server, monkeypatch):
-    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 0.3)
-    server.dripping = True
-
-
-def endless(server, monkeypatch):
-    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_LIMIT_BYTES", 100_000)
-    server.page += "# a'; echo foo\n" * 10_000
-
-
-@pytest.mark.parametrize(("harm", "reason"), [(dripping, "exporter_timeout"), (endless, "exporter_error")])
-def test_an_exporter_that_drips_or_never_ends_is_given_up_and_asked_again(server, clock, monkeypatch, harm, reason):
-    sensor, page = watched(server, clock), server.page
-    harm(server, monkeypatch)
-    (sample,) = sensor.sample()
-    assert (sample.quality, sample.reasons) == ("unavailable", (reason,))
-    server.page, server.dripping = page, False
-    monkeypatch.setattr("workers.telemetry.dcgm._PAGE_TIMEOUT_S", 30.0)
-    assert qualities(sensor.sample()) == ["repeated"]  # and a late answer is not taken for this one's
-
-
-def test_a_connection_that_the_exporter_closed_is_opened_again(server, clock):
-    sensor = watched(server, clock)
-    server.hang_up = True
-    assert [qualities(sensor.sample()) for _ in range(3)] == [["repeated"]] * 3
 
 
 def read(page: str):

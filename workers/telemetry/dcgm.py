@@ -7,10 +7,8 @@ node. `FIELDS` maps its fields to columns of `telemetry`. infra/dcgm-exporter/ d
 from __future__ import annotations
 
 import http.client
-import io
 import math
 import re
-import socket
 import time
 import urllib.parse
 from collections import deque
@@ -33,11 +31,7 @@ DEFAULT_URL = "http://localhost:9400/metrics"
 EXPORTER_INTERVAL_S = 30.0  # dcgm-exporter's default (-c 30000)
 LAG_S = 0.3  # age of DCGM's figures when they are served, as measured in NVIDIA's issue tracker and by users
 _TIMEOUT_S = 0.5  # without a byte
-_PAGE_TIMEOUT_S = 1.0  # for a whole page
-_PAGE_LIMIT_BYTES = 16 * 1024**2
 _BUSY = 0.9
-# A slice's name in drivers before R470: GPU, GPU instance and compute instance.
-_OLD_SLICE = re.compile(r"MIG-(GPU-[0-9A-Fa-f-]+)/(\d+)/\d+")
 
 
 def _share(value: float) -> float | None:
@@ -102,19 +96,6 @@ WHOLE_GPU = frozenset(
     }
 )
 
-# Names of the exporter's 1.x compatibility file; its profiling fields are today's in small letters.
-_OLD_NAMES = {
-    "DCGM_FB_USED": "DCGM_FI_DEV_FB_USED",
-    "DCGM_GPU_UTILIZATION": "DCGM_FI_DEV_GPU_UTIL",
-    "DCGM_MEM_COPY_UTILIZATION": "DCGM_FI_DEV_MEM_COPY_UTIL",
-    "DCGM_POWER_USAGE": "DCGM_FI_DEV_POWER_USAGE",
-    "DCGM_TOTAL_ENERGY_CONSUMPTION": "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
-    "DCGM_SM_CLOCK": "DCGM_FI_DEV_SM_CLOCK",
-    "DCGM_MEMORY_CLOCK": "DCGM_FI_DEV_MEM_CLOCK",
-    "DCGM_GPU_TEMP": "DCGM_FI_DEV_GPU_TEMP",
-    "DCGM_ECC_DBE_VOLATILE_TOTAL": "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
-}
-
 
 class PageReader:
     """Reads the rows of one GPU or MIG slice from a page with every GPU of the node.
@@ -130,7 +111,7 @@ class PageReader:
         self.seen = self.sliced = False
 
     def read(self, page: str) -> dict[str, float]:
-        """Return the device's fields by today's names, as the exporter prints them. Skips torn and other lines."""
+        """Return the device's fields as the exporter prints them. Skips torn and other lines."""
         fields: dict[str, float] = {}
         self.seen = self.sliced = False
         for line in page.split("\n"):
@@ -146,8 +127,7 @@ class PageReader:
                     self.seen = self.sliced = True
                 continue
             self.seen = True
-            name = name.strip().upper()
-            field, number = _OLD_NAMES.get(name, name), _number(tail)
+            field, number = name.strip(), _number(tail)
             if field in FIELDS and number is not None:
                 fields[field] = number
         return fields
@@ -186,7 +166,7 @@ class DcgmSensor(Sensor):
     The exporter renews its values at its own interval (30 s by default, 0.1 s with `-c 100`), so scrapes may repeat
     earlier values. If no field of this GPU changed, the sample is `repeated`. Once the exporter's interval has passed
     since the last reading, unchanged values are a new reading. The sensor learns the interval from the changes that it
-    sees; before two changes it takes `interval_s`.
+    sees; before two changes it takes the exporter's default.
 
     DCGM computes profiling figures over the last interval and has them some 0.3 s later. A sample's time is therefore
     the time of its scrape minus `lag_s`. A reading averages the time from `since_ns`, one interval earlier (None while
@@ -204,14 +184,13 @@ class DcgmSensor(Sensor):
     metrics = tuple(name for name, _ in FIELDS.values())
     period_s = 0.1  # DCGM's figures are wrong below it
     slow = True  # waits for the network
+    lag_s = LAG_S
 
     def __init__(
         self,
         target: WatchTarget,
         url: str = DEFAULT_URL,
         *,
-        lag_s: float = LAG_S,
-        interval_s: float = EXPORTER_INTERVAL_S,
         nvml: Nvml | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -219,9 +198,6 @@ class DcgmSensor(Sensor):
         if target.device_uuid is None:
             raise SensorUnavailable("this worker has no GPU")
         self._url = url
-        self.lag_s = lag_s
-        self._connection = _connection(url)
-        self._default_interval_s = interval_s
         self._nvml = nvml
         self._clock_ns = clock_ns
         self._closed = False
@@ -286,7 +262,7 @@ class DcgmSensor(Sensor):
 
     def _interval_ns(self) -> int:
         if not self._gaps_ns:
-            return int(self._default_interval_s * 1e9)
+            return int(EXPORTER_INTERVAL_S * 1e9)
         # A longer gap contains missed changes; the other gaps vary because scrapes come a little early or late.
         shortest = min(self._gaps_ns)
         single = [gap for gap in self._gaps_ns if gap < 1.5 * shortest]
@@ -311,8 +287,6 @@ class DcgmSensor(Sensor):
         """Return the page reader of a device. The exporter names a slice by its GPU's UUID and its GPU instance."""
         if not uuid.startswith("MIG-"):
             return PageReader(uuid)
-        if old := _OLD_SLICE.fullmatch(uuid):
-            return PageReader(old[1], int(old[2]))
         nvml = open_nvml(self._nvml)
         try:
             handles = find_gpu(nvml, uuid)
@@ -343,83 +317,28 @@ class DcgmSensor(Sensor):
         return fields
 
     def _scrape(self) -> str:
-        """Return the page; reuse the connection if it is open. Raises `ScrapeFailed`."""
-        reuses_connection = self._connection.sock is not None
+        """Return the page. Raises `ScrapeFailed`."""
+        parts = urllib.parse.urlsplit(self._url)
+        # No proxy: the exporter runs on this machine or near it.
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
         try:
-            try:
-                status, reason, body = self._get()
-            except (http.client.RemoteDisconnected, ConnectionError):
-                self._connection.close()
-                if not reuses_connection:  # only a kept connection may have been closed since
-                    raise
-                status, reason, body = self._get()
+            connection.request("GET", urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, "")))
+            answer = connection.getresponse()
+            body = answer.read()
         except TimeoutError as error:
-            self._connection.close()
             message = f"the dcgm-exporter at {self._url} does not answer within {_TIMEOUT_S:g} s"
             raise ScrapeFailed(message, "exporter_timeout") from error
         except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
             raise ScrapeFailed(f"no dcgm-exporter answers at {self._url}: {error}") from error
-        if len(body) > _PAGE_LIMIT_BYTES:
-            raise ScrapeFailed(
-                f"{self._url} answers with more than {_PAGE_LIMIT_BYTES // 2**20} MiB: no page of metrics"
-            )
-        if status != 200:
-            raise ScrapeFailed(f"{self._url} answers {status} {reason}")
+        finally:
+            connection.close()
+        if answer.status != 200:
+            raise ScrapeFailed(f"{self._url} answers {answer.status} {answer.reason}")
         return body.decode("utf-8", "replace")
-
-    def _get(self) -> tuple[int, str, bytes]:
-        """Return (status, reason phrase, body)."""
-        parts = urllib.parse.urlsplit(self._url)
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        self._connection.request("GET", path, headers={"Accept": "text/plain"})
-        answer = self._connection.getresponse()
-        body = answer.read(_PAGE_LIMIT_BYTES + 1)
-        if not answer.isclosed():  # longer than any page: the rest must not be taken for the next answer
-            self._connection.close()
-        return answer.status, answer.reason, body
 
     def close(self) -> None:
         self._closed = True
-        self._connection.close()
-
-
-def _connection(url: str) -> http.client.HTTPConnection:
-    # no proxy: the exporter runs on this machine or near it
-    parts = urllib.parse.urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
-    connection.response_class = _TimedResponse
-    return connection
-
-
-class _TimedResponse(http.client.HTTPResponse):
-    """A response that must arrive in time as a whole, because a socket timeout restarts with each byte."""
-
-    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
-        super().__init__(sock, *arguments, **options)
-        self.fp = io.BufferedReader(_TimedReader(self.fp.detach(), sock))
-
-
-class _TimedReader(io.RawIOBase):
-    def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
-        self._raw = raw
-        self._sock = sock
-        self._give_up_ns = time.monotonic_ns() + int(_PAGE_TIMEOUT_S * 1e9)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left_s = (self._give_up_ns - time.monotonic_ns()) / 1e9
-        if left_s <= 0:
-            raise TimeoutError
-        self._sock.settimeout(min(left_s, _TIMEOUT_S))
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
 
 def checked_url(url: str) -> str:

@@ -100,10 +100,7 @@ class GpuProcesses:
 
 def in_initial_pid_namespace() -> bool:
     """Return whether this process sees the pids that the driver reports."""
-    try:
-        return os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
-    except OSError:  # no /proc: other systems than Linux have no such namespaces
-        return os.name == "nt"
+    return os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
 
 
 def belongs_to(pid: int, root: int) -> bool:
@@ -236,7 +233,6 @@ class NvmlSensor(Sensor):
 
     name = "nvml"
     period_s = 0.1  # the counters of memory and energy change about this often
-    lag_s = 0.0
     metrics: tuple[str, ...] = (
         "memory_used_mib",
         "process_memory_mib",
@@ -408,7 +404,6 @@ def _charges(listed: Iterable[Any]) -> dict[int, int | None]:
 
 
 _GPM_INTERVAL_NS = 100_000_000  # by NVIDIA, figures from samples closer than 100 ms are unreliable
-_GPM_FAILURES = 10  # failures in a row before GPM counts as gone
 
 # GPM metric id (nvmlGpmMetricId_t in nvml.h) -> column; the percentages become ratios
 _GPM_METRICS = {
@@ -450,7 +445,6 @@ class GpmSensor(Sensor):
         self._nvml = open_nvml(nvml)
         self._buffers: list[Any] = []  # two GPM samples, the older one first; they swap
         self._older_ns: int | None = None
-        self._failures = 0
         self._question: Any = None  # one struct for all readings: it has room for hundreds of metrics
         self._entries: list[tuple[str, bool, Any]] = []  # (column, whether a percentage, its place in the struct)
         self.dropped: dict[str, str] = {}  # metric -> why this device does not read it
@@ -498,11 +492,9 @@ class GpmSensor(Sensor):
             self._take()
             values = self._values() if since_ns is not None else {}
         except self._nvml.NVMLError as error:
-            self._failures += 1
-            if getattr(error, "value", None) in GONE or self._failures >= _GPM_FAILURES:
+            if getattr(error, "value", None) in GONE:
                 raise SensorUnavailable(f"GPM: {error}") from error
             return [Sample(now_ns, {}, "unavailable", ("nvml_error",))]
-        self._failures = 0
         self._buffers.reverse()
         self._older_ns = now_ns
         if since_ns is None:

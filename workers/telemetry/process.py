@@ -27,7 +27,6 @@ class ProcessSensor(Sensor):
     name = "process"
     metrics = ("cpu_cores", "rss_mib")
     period_s = 0.1
-    lag_s = 0.0
 
     def __init__(self, target: WatchTarget, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns

@@ -46,8 +46,6 @@ class CallInThread(threading.Thread):
     def __init__(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
         super().__init__(name=name, daemon=True)
         self._call, self._arguments = function, arguments
-        self._lock = threading.Lock()
-        self._given_up = False
         self.answer: Any = None
         self.error: BaseException | None = None
         self.is_back = False
@@ -57,30 +55,21 @@ class CallInThread(threading.Thread):
             self.answer = self._call(*self._arguments)
         except BaseException as raised:
             self.error = raised
-        with self._lock:
-            self.is_back = True
-        if self._given_up and hasattr(self.answer, "close"):
-            self.answer.close()
-
-    def give_up(self) -> bool:
-        """Stop waiting: a late answer will be closed. Return False if the answer has just come."""
-        with self._lock:
-            self._given_up = not self.is_back
-        return self._given_up
+        self.is_back = True
 
 
 def call_within(name: str, timeout_s: float, function: Callable[..., Answer], *arguments: Any) -> Answer:
     """Return or raise the result of `function`. Raises `SensorUnavailable` after `timeout_s` seconds.
 
     A call that hangs in a driver cannot be ended. Its thread stays, and other calls with the same name fail at once
-    until it returns. A late result is closed if it has `close`.
+    until it returns.
     """
     if (earlier := _hanging.get(name)) is not None and earlier.is_alive():
         raise SensorUnavailable(f"{name} has not returned from an earlier call")
     call = CallInThread("telemetry-call", function, *arguments)
     call.start()
     call.join(timeout_s)
-    if not call.is_back and call.give_up():
+    if not call.is_back:
         _hanging[name] = call
         raise SensorUnavailable(f"{name} does not answer within {timeout_s:g} s")
     if call.error is not None:
