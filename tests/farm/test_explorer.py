@@ -89,7 +89,7 @@ def test_a_run_shows_its_labels_its_telemetry_and_its_estimate(explorer, explore
     assert HOSTILE in parsed.text
 
 
-@pytest.mark.parametrize("of_a_kind", [10, pytest.param(40, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("of_a_kind", [4, pytest.param(40, marks=pytest.mark.wide)])
 def test_every_kind_of_link_leads_to_a_page(explorer, of_a_kind):
     """Links of one kind have the same folder and as many keys in their query."""
     followed, waiting = {}, ["/"]
