@@ -30,11 +30,10 @@ def entry(settings: CancelSettings) -> None:
     with Queue.open(existing_queue(DataFolder.resolve(settings.data), job_id)) as queue:
         cancelled = queue.cancel(job_id, time.time())
         counts = queue.counts(job_id)
-    parts = [f"{cancelled:,} waiting tasks cancelled" if cancelled else "no task was waiting"]
-    if counts.leased:
-        parts.append(f"{counts.leased:,} running ones will finish")
-    parts.append(f"{counts.done:,} are done and stay")
-    print(f"{job_id}: {', '.join(parts)}. Submit the same job again to go on.")
+    print(
+        f"{job_id}: {cancelled:,} waiting tasks cancelled; {counts.leased:,} running ones will finish, {counts.done:,} "
+        "are done and stay. Submit the same job again to go on."
+    )
 
 
 if __name__ == "__main__":

@@ -30,11 +30,9 @@ from farm.dispatch.ray_executor import RayExecutor
 from farm.dispatch.submitted_code import SubmittedCode
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import SESSION_VARIABLE
-from farm.queue.queue_file import QueueError
-from farm.queue.queue_values import RunDoubt, UnreadableTask, device_from_key
+from farm.queue.queue_values import UnreadableTask, device_from_key
 from featurize.configs.trial import TrialConfig, config_hash, mapping_hash
 from warehouse.files.folder import DataFolder
-from warehouse.files.plain_file import is_passing
 from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import JSON_COLUMNS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA, Run
 from workers.devices import DeviceChoice
@@ -48,7 +46,6 @@ LEASE_S = 60.0
 _RENEW_EVERY_S = LEASE_S / 3
 _WAIT_S = 0.2
 _REFUSED_AT_ONCE = 20  # tasks that land as refused before the dispatcher looks after its workers again
-_LAND_WITHIN_S = 60.0  # retries of a landing that failed with an error that may pass
 _STUCK_AFTER_S = 240.0  # past its trial's deadline: starting a server takes up to 120 s, ending a trial up to 30 s
 
 
@@ -107,8 +104,6 @@ class Dispatcher:
         self._leased: dict[str, Task | UnreadableTask] = {}  # run_id -> task; an unreadable one is about to land
         self._upcoming: dict[str, Task] = {}  # worker -> its next task, leased already so it can prepare
         self._alone = RunsAlone()
-        # Completions to land, and when (by `steady`) retries end; None before a first failure.
-        self._returned: list[tuple[Completion, float | None]] = []
         self._stuck_at: dict[str, float] = {}  # run_id -> deadline of its completion, by `steady`
         self._renewed_at = steady()
 
@@ -126,14 +121,14 @@ class Dispatcher:
             while True:
                 if not stop.requested:
                     self._hand_out()
-                is_busy = self._returned or self._executor.running()
-                if not is_busy and (stop.requested or not self._waits_for_work()):
+                if not self._executor.running() and (stop.requested or not self._waits_for_work()):
                     return not stop.requested
                 completions = self._executor.wait(_WAIT_S)
                 self._renew()  # first: a completed task must not be handed out again because its lease ran out
                 if completions and not stop.requested:
                     self._hand_out()  # before landing, so the workers do not stand idle
-                self._land_returned(completions)
+                for completion in completions:
+                    self._land(completion)
                 self._restart_stuck_workers()
                 for notice in self._executor.notices():
                     events.emit("notice", message=notice)
@@ -224,21 +219,6 @@ class Dispatcher:
         """Return whether tasks of this device are left that become due later (backoff)."""
         return self._queue.pending(self._job_id, None if self._job_id else self._device_key) > 0
 
-    def _land_returned(self, completions: Iterable[Completion]) -> None:
-        """Land completions, new and kept ones. After an error that may pass, a completion is kept for the next turn."""
-        self._returned += ((completion, None) for completion in completions)
-        returned, self._returned = self._returned, []
-        for completion, until_s in returned:
-            try:
-                self._land(completion)
-            except OSError as error:
-                now_s = self._steady()
-                if not is_passing(error) or isinstance(error, QueueError) or now_s > (until_s or now_s):
-                    raise
-                if until_s is None:
-                    self._progress.say(f"{completion.task.run_id} cannot land now, and is kept: {error}")
-                self._returned.append((completion, until_s or now_s + _LAND_WITHIN_S))
-
     def _land(self, completion: Completion) -> None:
         task = self._leased.get(completion.task.run_id)
         if not isinstance(task, Task):  # its task has landed or was given back
@@ -281,9 +261,8 @@ class Dispatcher:
             raise
         except Exception:
             return False  # a bug of ours, which `_land_run` reports
-        why = "; ".join(reason_lines(run))
-        doubt = doubt_of(run.quality, run.quality_reasons or ())
-        return self._queue.repeat(task, self._now(), f"labels not trusted: {why}", doubt.reasons if doubt else ())
+        why = "; ".join(f"{name} ({words})" for name, words in (run.quality_reasons or {}).items())
+        return self._queue.repeat(task, self._now(), safe_text(f"labels not trusted: {why}"))
 
     def _land_run(self, task: Task | UnreadableTask, result: RunResult, worker: str | None = None) -> None:
         """Write the run, then mark its task as done; `reconcile` repairs a kill in between."""
@@ -301,8 +280,7 @@ class Dispatcher:
         if isinstance(task, Task) and worker is not None:
             self._alone.landed(task, worker, result.others)
         run = result.run
-        doubt = doubt_of(run.quality, run.quality_reasons or ())
-        self._queue.finish(task, run.status, self._clock(), error=run.error, doubt=doubt)
+        self._queue.finish(task, run.status, self._clock(), error=run.error)
         self._progress.landed(run)
         self._ran.setdefault(task.job_id)
         self._service.samples(run, result.telemetry)
@@ -510,19 +488,6 @@ def _truncate(values: object) -> Mapping[str, Any] | None:
         return values if len(json.dumps(values, sort_keys=True)) <= _JSON_CHARACTERS else None
     except (TypeError, ValueError, RecursionError):
         return None
-
-
-def doubt_of(quality: str | None, reasons: Iterable[str]) -> RunDoubt | None:
-    """Return a run's doubt; None for a trusted run, and for one that was not judged."""
-    if quality in (None, "trusted"):
-        return None
-    return RunDoubt(quality=quality, reasons=tuple(safe_text(reason) for reason in reasons))
-
-
-def reason_lines(run: Run) -> list[str]:
-    """Return the reasons why an accepted run is not trusted, each as `reason (in words)`."""
-    reasons = run.quality_reasons or {}
-    return [f"{safe_text(name)} ({safe_text(str(words))})" for name, words in reasons.items()]
 
 
 def lost_run(

@@ -7,8 +7,8 @@ a failure.
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import datetime
 import os
 import re
 import sys
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 from conf.cli.command_line import EXIT_INTERRUPTED, start_bar
 from conf.errors import UsageError
 from conf.plain_text import error_line, one_line, print_lines
-from farm.dispatch.dispatcher import Dispatcher, StopRequest, doubt_of, make_executor
+from farm.dispatch.dispatcher import Dispatcher, StopRequest, make_executor
 from farm.dispatch.monitoring import PATIENCE_S, Service
 from farm.dispatch.ray_cluster import EXIT_CLUSTER_LOST, ClusterLost, ClusterSettings, lost_words
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import DispatcherBusy, dispatcher_of, hold_dispatcher_lock
-from farm.queue.queue_values import MIXED_FAMILY, Job, RunDoubt, device_from_key, settings_of_text
+from farm.queue.queue_values import Job, device_from_key, settings_of_text
 from warehouse.files.folder import DataFolder
-from warehouse.tables.schema import STATUSES, Run, reasons_of
+from warehouse.tables.schema import STATUSES, Run
 from workers.task import run_id_of
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ def work(
         ran.setdefault(job_id)
     failures = failed_jobs(queue, ran)
     _report_failures(failures, service)
-    return EXIT_ALL_FAILED if any(job_id in (None, failure.job_id) for failure in failures) else 0
+    return EXIT_ALL_FAILED if (failures if job_id is None else job_id in failures) else 0
 
 
-def _report_failures(failures: Sequence[FailedJob], service: Service) -> None:
-    for failure in failures:
-        service.events.emit("job_failed", job=failure.job_id, message=str(failure))
+def _report_failures(failures: Mapping[str, str], service: Service) -> None:
+    for job_id, failure in failures.items():
+        service.events.emit("job_failed", job=job_id, message=failure)
         print_lines([f"error: {failure}"], sys.stderr)
 
 
@@ -296,18 +296,13 @@ def reconcile(folder: DataFolder, queue: Queue) -> int:
 
     with contextlib.closing(connect(folder.root)) as connection:
         connection.register("wanted", pa.table({"run_id": list(tasks)}))
-        rows = connection.execute(
-            "SELECT run_id, status, quality, quality_reasons FROM runs JOIN wanted USING (run_id)"
-        ).fetchall()
+        rows = connection.execute("SELECT run_id, status FROM runs JOIN wanted USING (run_id)").fetchall()
     landed: dict[str, dict[int, str]] = {}
-    doubts: dict[str, dict[int, RunDoubt]] = {}
-    for run_id, status, quality, reasons in rows:
+    for run_id, status in rows:
         job_id, index = tasks[run_id]
         landed.setdefault(job_id, {})[index] = status
-        if (doubt := doubt_of(quality, reasons_of(reasons))) is not None:
-            doubts.setdefault(job_id, {})[index] = doubt
     for job_id, statuses in landed.items():
-        queue.mark_done(job_id, statuses, doubts.get(job_id))
+        queue.mark_done(job_id, statuses)
     queue.void_leases()
     return len(rows)
 
@@ -316,24 +311,17 @@ def _find_landed(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]
     """Return (job_id, index) by run_id of tasks that are open in the queue but have landed in the warehouse."""
     from warehouse.files.integrity import landed_tasks
 
-    families: set[str] = set()
-    for job in queue.jobs():
-        if queue.counts(job.job_id).queued:
-            families |= {job.family} if job.family != MIXED_FAMILY else set(queue.families(job.job_id).values())
-    if not families:
+    if not queue.pending():
         return {}
     waiting = queue.indexes("queued", "waiting")
     return {
         run_id_of(job_id, index): (job_id, index)
-        for job_id, indexes in landed_tasks(folder, families).items()
+        for job_id, indexes in landed_tasks(folder).items()
         for index in waiting.get(job_id, set()).intersection(indexes.tolist())
     }
 
 
-_RATE_WINDOW_S = 60.0  # the rate is that of the last minute: trials differ in length by orders of magnitude
 _PLAIN_EVERY_S = 10.0
-
-_STYLES = {"ok": "green", "oom": "yellow", "timeout": "magenta", "crashed": "red", "invalid": "red"}
 
 
 class Progress:
@@ -356,8 +344,8 @@ class Progress:
         self._totals = totals
         self._clock = clock
         self._console = Console(stderr=True, highlight=False, quiet=quiet)
-        self._landed: collections.deque[float] = collections.deque()
-        self._any_landed = False
+        self._landed = 0
+        self._first_landed_at = 0.0
         self._printed_at = clock()
         self._bar: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
@@ -376,7 +364,7 @@ class Progress:
         if self._bar is not None:
             self._refresh()
             self._bar.stop()
-        elif self._any_landed:
+        elif self._landed:
             self._say_state()
 
     def say(self, text: str) -> None:
@@ -385,56 +373,44 @@ class Progress:
 
     def landed(self, _run: Run) -> None:
         """Count one run that has landed."""
-        self._any_landed = True
-        self._landed.append(self._clock())
+        if not self._landed:
+            self._first_landed_at = self._clock()
+        self._landed += 1
 
     def update(self) -> None:
         """Redraw the bar; cheap enough for every turn of the dispatcher's loop."""
         if self._bar is not None:
             self._refresh()
-        elif self._clock() - self._printed_at >= _PLAIN_EVERY_S and self._any_landed:
+        elif self._clock() - self._printed_at >= _PLAIN_EVERY_S and self._landed:
             self._say_state()
 
     def rate_per_s(self) -> float | None:
-        """Return the runs landed per second over the last minute; None before the second run."""
-        now = self._clock()
-        while self._landed and self._landed[0] < now - _RATE_WINDOW_S:
-            self._landed.popleft()
-        if len(self._landed) < 2:
+        """Return the runs landed per second since the first, so without the start-up; None before the second run."""
+        if self._landed < 2:
             return None
-        return (len(self._landed) - 1) / max(now - self._landed[0], 1e-3)  # since the first run, without the start-up
+        return (self._landed - 1) / max(self._clock() - self._first_landed_at, 1e-3)
 
-    def _state(self, styled: bool) -> tuple[int, int, str]:
+    def _state(self) -> tuple[int, int, str]:
         by_status, total = self._totals()
         completed = sum(by_status.values())
-        if not self._any_landed:
+        if not self._landed:
             return completed, total, "starting workers"
-        parts = []
-        for status in STATUSES:
-            if count := by_status.get(status, 0):
-                text = f"{status} {count}"
-                parts.append(f"[{_STYLES[status]}]{text}[/]" if styled else text)
+        parts = [f"{status} {by_status[status]}" for status in STATUSES if by_status.get(status)]
         rate = self.rate_per_s()
         if rate:
             parts.append(f"{rate:.1f}/s" if rate >= 1 else f"{rate * 60:.1f}/min")
-            parts.append(f"{_duration((total - completed) / rate)} left")
+            parts.append(f"{datetime.timedelta(seconds=round((total - completed) / rate))} left")
         return completed, total, "  ".join(parts)
 
     def _refresh(self) -> None:
         assert self._bar is not None and self._task is not None
-        completed, total, note = self._state(styled=True)
+        completed, total, note = self._state()
         self._bar.update(self._task, completed=completed, total=total, note=note)
 
     def _say_state(self) -> None:
         self._printed_at = self._clock()
-        completed, total, note = self._state(styled=False)
+        completed, total, note = self._state()
         self.say(f"{self._label}: {completed}/{total}  {note}")
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 EXIT_ALL_FAILED = 1
@@ -443,36 +419,17 @@ _ERRORS_READ = 10_000  # latest errors of a job
 _CHARACTERS = 300  # characters of a reason to show
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailedJob:
-    """A job without a single measured trial.
+def failed_jobs(queue: Queue, job_ids: Iterable[str]) -> dict[str, str]:
+    """Return the failure, in words, of each of these jobs whose every ended trial failed, in the given order."""
+    failures = {job_id: failed_job(queue, job_id) for job_id in job_ids}
+    return {job_id: failure for job_id, failure in failures.items() if failure is not None}
 
-    by_status  the job's ended trials
-    reason     the most common one, of `count` among the `of` trials examined
+
+def failed_job(queue: Queue, job_id: str) -> str | None:
+    """Return the failure of a job, in words, if every ended trial failed, else None. Only its latest errors are read.
+
+    It names the most common reason. The queue has none of runs that it knows from the warehouse.
     """
-
-    job_id: str
-    by_status: Mapping[str, int]
-    reason: str
-    count: int
-    of: int
-
-    def __str__(self) -> str:
-        trials = sum(self.by_status.values())
-        statuses = ", ".join(f"{status} {count:,}" for status, count in self.by_status.items())
-        which = "the only trial" if trials == 1 else f"all {trials:,} trials"
-        reason = "reason" if trials == 1 else f"most common reason ({self.count:,} of {self.of:,})"
-        return f"{self.job_id}: {which} that ran failed ({statuses}); {reason}: {self.reason}"
-
-
-def failed_jobs(queue: Queue, job_ids: Iterable[str]) -> list[FailedJob]:
-    """Return the failures of the jobs whose every ended trial failed, in the given order."""
-    failures = (failed_job(queue, job_id) for job_id in job_ids)
-    return [failure for failure in failures if failure is not None]
-
-
-def failed_job(queue: Queue, job_id: str) -> FailedJob | None:
-    """Return the failure of a job if every ended trial failed, else None. Only its latest errors are read."""
     counts = sorted(queue.counts(job_id).by_status.items(), key=lambda pair: -pair[1])
     by_status = {status: count for status, count in counts if count}
     if not by_status or any(status in MEASURED for status in by_status):
@@ -480,17 +437,17 @@ def failed_job(queue: Queue, job_id: str) -> FailedJob | None:
     reasons: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for error in queue.errors(job_id, _ERRORS_READ):
-        if error.status is not None:
-            reason = reason_of(error.error)
+        if error["status"] is not None:
+            reason = reason_of(error["error"])
             key = re.sub(r"\d+", "0", reason)  # sizes and addresses differ from trial to trial
             reasons[key] += 1
             examples[key] = reason
-    if not reasons:  # the runs came from the warehouse: the queue has no errors of them
-        trials = sum(by_status.values())
-        reason = "see the column error of the view runs"
-        return FailedJob(job_id=job_id, by_status=by_status, reason=reason, count=trials, of=trials)
+    statuses = ", ".join(f"{status} {count:,}" for status, count in by_status.items())
+    failure = f"{job_id}: every trial that ran failed ({statuses})"
+    if not reasons:
+        return failure
     ((key, count),) = reasons.most_common(1)
-    return FailedJob(job_id=job_id, by_status=by_status, reason=examples[key], count=count, of=reasons.total())
+    return f"{failure}; most common reason ({count:,} of {reasons.total():,}): {examples[key]}"
 
 
 def reason_of(error: str | None) -> str:

@@ -283,14 +283,14 @@ class NightWork:
             self._cancel_job(job_id)
         failure = failed_job(self.queue, job_id) if self._queued(job_id) else None
         if failure is not None:
-            self.service.events.emit("job_failed", job=job_id, message=str(failure))
+            self.service.events.emit("job_failed", job=job_id, message=failure)
         next_index = {} if ended == "all" else skipped(planned, tasks_run(self.folder, job_id), self.settings.policy)
         return dataclasses.replace(
             job_figures(self.folder, job_id),
             ended=ended,
             next_index=next_index,
             wall_s=round(time.monotonic() - began, 3),
-            failed=None if failure is None else str(failure),
+            failed=failure,
             pairs=pair_figures(self.folder, self.cycle.job("pairs")) if self.settings.collocate else None,
         )
 

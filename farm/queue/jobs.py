@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 from conf.errors import UsageError, unknown_name
 from conf.plain_text import OUTPUT_STARTS
-from farm.queue.queue_file import QUALITIES_TABLE, QueueError, QueueFile, Submission, prepare_queue
+from farm.queue.queue_file import QueueError, QueueFile, Submission, prepare_queue
 from farm.queue.queue_values import (
     JOB_COLUMNS,
     MIXED_FAMILY,
@@ -26,8 +27,6 @@ from farm.queue.queue_values import (
     Counts,
     Job,
     JobProgress,
-    RunDoubt,
-    TaskError,
     UnreadableTask,
     config_hash_of_text,
     counts_of,
@@ -96,8 +95,6 @@ class Queue:
 
         Raises `UsageError` for a file that is not a queue, or one written by a newer version.
         """
-        if max_attempts < 1:
-            raise UsageError(f"max_attempts must be >= 1, got {max_attempts}")
         return cls(QueueFile(Path(path), busy_timeout_s, prepare_queue), max_attempts, backoff_s)
 
     def close(self) -> None:
@@ -173,7 +170,8 @@ class Queue:
         )
         defined = (job.family, job.space_json, job.seed, job.policy, job.settings_json, job.device)
         if row is None:
-            seq = self._new_seq(job.job_id)
+            # A job that was removed and is submitted again must not get another number: open queues remember it.
+            seq = int(hashlib.sha256(job.job_id.encode()).hexdigest()[:12], 16)
             self._file.change(
                 "INSERT INTO jobs (family, space_json, seed, policy, settings_json, device, "
                 "seq, job_id, n, priority, submitted_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -187,15 +185,6 @@ class Queue:
             (job.n, job.n, job.priority, row[0]),
         )
         return int(row[0])
-
-    def _new_seq(self, job_id: str) -> int:
-        """Return a number for a new job that no other has or had; a removed job gets its own number again."""
-        (highest,) = self._file.only("SELECT coalesce(max(seq), 0) FROM jobs")
-        if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'removed_jobs'") is None:
-            return int(highest) + 1
-        former = self._file.one("SELECT seq FROM removed_jobs WHERE job_id = ?", (job_id,))
-        (removed,) = self._file.only("SELECT coalesce(max(seq), 0) FROM removed_jobs")
-        return max(highest, removed) + 1 if former is None else int(former[0])
 
     def next_index(self, job_id: str) -> int:
         """Return the index from which a submission continues: one past the job's highest, 0 for a new job.
@@ -286,22 +275,13 @@ class Queue:
                 self._file.change("UPDATE jobs SET ready = cancelled_at IS NULL WHERE seq = ?", (seq,))
         return released
 
-    def finish(
-        self, task: Lease, status: str, now: float, error: str | None = None, doubt: RunDoubt | None = None
-    ) -> bool:
+    def finish(self, task: Lease, status: str, now: float, error: str | None = None) -> bool:
         """Mark a task whose run is durable as done. Returns False if it was done already.
 
-        A holder whose lease has expired may finish it too. `doubt`: how the run was judged, unless it is trusted.
+        A holder whose lease has expired may finish it too.
         """
-        seq = self._seq(task.job_id)
-        values = (status, now, *_error_values(error, now), seq, task.task_index)
-        if doubt is None:
-            return self._file.change(_FINISH, values) == 1
-        with self._file.transaction():
-            changed = self._file.change(_FINISH, values)
-            if changed:
-                self._tally(seq, doubt)
-        return changed == 1
+        values = (status, now, *_error_values(error, now), self._seq(task.job_id), task.task_index)
+        return self._file.change(_FINISH, values) == 1
 
     def retry(self, task: Lease, now: float, error: str) -> bool:
         """Retry a task whose attempt failed through no fault of the trial; return whether the caller can drop it.
@@ -330,11 +310,11 @@ class Queue:
         """Return whether `repeat` would queue the task again: held, with an attempt left, its job not cancelled."""
         return task.attempt < self.max_attempts and self._file.one(_REPEATABLE, self._held(task)) is not None
 
-    def repeat(self, task: Lease, now: float, why: str, reasons: Sequence[str] = ()) -> bool:
+    def repeat(self, task: Lease, now: float, why: str) -> bool:
         """Queue a task whose labels cannot be trusted again, after a backoff, if `may_repeat`; return whether it was.
 
         It counts as an attempt, as a retry does. False: nothing has changed; finish the task with this result.
-        `reasons` are counted; `errors` shows `why`.
+        `errors` shows `why`.
         """
         with self._file.transaction():
             if not self.may_repeat(task):
@@ -343,15 +323,7 @@ class Queue:
                 f"UPDATE tasks SET state = 'waiting', due = ?, error = ?, error_at = ?, worker = NULL WHERE {_HELD}",
                 (now + self._backoff_s(task), *_error_values(why, now), *self._held(task)),
             )
-            self._tally(self._seq(task.job_id), RunDoubt(quality="repeated", reasons=tuple(reasons)))
             return True
-
-    def _tally(self, seq: int, doubt: RunDoubt) -> None:
-        self._file.change(QUALITIES_TABLE)
-        self._file.many(
-            "INSERT INTO qualities VALUES (?, ?, ?, 1) ON CONFLICT DO UPDATE SET count = count + 1",
-            [(seq, doubt.quality, reason) for reason in ("", *doubt.reasons)],
-        )
 
     def _backoff_s(self, task: Lease) -> float:
         return min(self.backoff_s * 2.0 ** (task.attempt - 1), MAX_BACKOFF_S)
@@ -387,16 +359,13 @@ class Queue:
         row = self._file.one(f"SELECT state FROM tasks WHERE {_AT}", self._held(task)[:2])
         return row == ("done",)
 
-    def mark_done(self, job_id: str, statuses: Mapping[int, str], doubts: Mapping[int, RunDoubt] | None = None) -> int:
+    def mark_done(self, job_id: str, statuses: Mapping[int, str]) -> int:
         """Mark tasks done whose runs are durable in the warehouse (index -> status); return how many were not done."""
-        seq, marked = self._seq(job_id), 0
+        seq = self._seq(job_id)
         with self._file.transaction():
-            for index, status in statuses.items():
-                changed = self._file.change(_FINISH, (status, None, None, None, seq, index))
-                if changed and doubts and index in doubts:
-                    self._tally(seq, doubts[index])
-                marked += changed
-        return marked
+            return self._file.many(
+                _FINISH, [(status, None, None, None, seq, index) for index, status in statuses.items()]
+            )
 
     def cap_waits(self, now: float) -> int:
         """Queue tasks that wait longer than any backoff, as after the clock was set back; return their number.
@@ -545,26 +514,15 @@ class Queue:
             (seq, device),
         )
 
-    def errors(self, job_id: str, limit: int = 10) -> list[TaskError]:
-        """Return the latest failed attempts of the job's tasks, newest first."""
+    def errors(self, job_id: str, limit: int = 10) -> list[dict[str, Any]]:
+        """Return the latest failed attempts of the job's tasks, newest first, by column of `tasks`."""
         rows = self._file.all(
             "SELECT task_index, attempt, state, status, error, error_at FROM tasks "
             "WHERE job_seq = ? AND error IS NOT NULL ORDER BY error_at DESC, task_index DESC LIMIT ?",
             (self._seq(job_id), limit),
         )
         names = ("task_index", "attempt", "state", "status", "error", "error_at")
-        return [TaskError(**dict(zip(names, (*row, time_of(at)), strict=True))) for *row, at in rows]
-
-    def doubts(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return counts of untrusted runs: job id -> suspect, untrusted or repeated -> reason (empty: all) -> runs."""
-        if self._file.one("SELECT 1 FROM sqlite_master WHERE name = 'qualities'") is None:
-            return {}
-        counts: dict[str, dict[str, dict[str, int]]] = {}
-        for job_id, quality, reason, count in self._file.all(
-            "SELECT job_id, quality, reason, count FROM qualities JOIN jobs ON seq = job_seq ORDER BY 1, 2, 4 DESC, 3"
-        ):
-            counts.setdefault(job_id, {}).setdefault(quality, {})[reason] = count
-        return counts
+        return [dict(zip(names, (*row, time_of(at)), strict=True)) for *row, at in rows]
 
     def _seq(self, job_id: str) -> int:
         if job_id not in self._seqs:  # a job keeps its number, so this never goes stale

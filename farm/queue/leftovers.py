@@ -117,8 +117,7 @@ def sweep_folders(bases: Iterable[str | os.PathLike[str]] | None = None, now: fl
     """Delete the temporary folders of ended processes; return their paths.
 
     Only folders of this user are deleted, never links or their targets. A folder without an `owner`, or whose owner ran
-    before the last boot, is deleted when it is older than a day and no process of this user uses it. `now` is in
-    seconds since the epoch.
+    before the last boot, is deleted when it is older than a day. `now` is in seconds since the epoch.
     """
     now = time.time() if now is None else now
     folders = _folders(temporary_folders() if bases is None else bases)
@@ -169,7 +168,7 @@ def _delete_if_abandoned(path: Path, now: float) -> bool:
     if marker is not None and ours is not None and marker.boot == ours.boot:
         abandoned = has_ended(owner)
     else:
-        abandoned = age_s > _UNOWNED_AFTER_S and not _is_used(path)
+        abandoned = age_s > _UNOWNED_AFTER_S
     return abandoned and delete_folder(path)
 
 
@@ -179,19 +178,6 @@ def _owner_of(folder: int) -> str | None:
             return file.read(_OWNER_BYTES).decode("ascii").strip()
     except (OSError, ValueError):
         return None
-
-
-def _is_used(path: Path) -> bool:
-    """Return whether a process of this user has a file of the folder open, or works in it."""
-    for process in psutil.process_iter():
-        names = [f"/proc/{process.pid}/cwd"]
-        with contextlib.suppress(OSError):
-            names += [f"/proc/{process.pid}/fd/{number}" for number in os.listdir(f"/proc/{process.pid}/fd")]
-        for name in names:
-            with contextlib.suppress(OSError):
-                if Path(os.readlink(name)).is_relative_to(path):
-                    return True
-    return False
 
 
 def _empty(folder: int) -> None:

@@ -35,7 +35,7 @@ _FULL_BYTES = 1 << 20  # SQLite treats a disk with less room as full
 # tasks. Statements are separated by blank lines.
 SCHEMA = """
 CREATE TABLE jobs (
-    seq INTEGER PRIMARY KEY,
+    seq INTEGER PRIMARY KEY,              -- follows from job_id; 1, 2, ... in older files
     job_id TEXT NOT NULL UNIQUE,
     family TEXT NOT NULL,
     space_json TEXT NOT NULL,
@@ -104,29 +104,6 @@ END;
 """
 
 
-# Doubtful runs of each job: `quality` is suspect, untrusted, or repeated for runs that were repeated; `reason` is one
-# of the run's reasons, or empty for the number of runs. Created on first use, so older files work.
-QUALITIES_TABLE = """
-CREATE TABLE IF NOT EXISTS qualities (
-    job_seq INTEGER NOT NULL REFERENCES jobs (seq),
-    quality TEXT NOT NULL,
-    reason TEXT NOT NULL,
-    count INTEGER NOT NULL,
-    PRIMARY KEY (job_seq, quality, reason)
-) WITHOUT ROWID
-"""
-
-
-# Jobs whose submission was interrupted before any task started. They get their number again, and no other job gets it:
-# processes that have the queue open remember it. Also created on first use.
-REMOVED_JOBS_TABLE = """
-CREATE TABLE IF NOT EXISTS removed_jobs (
-    job_id TEXT PRIMARY KEY,
-    seq INTEGER NOT NULL
-) WITHOUT ROWID
-"""
-
-
 class QueueError(OSError):
     """SQLite failed under the queue: disk full, file read-only or damaged, locked for too long."""
 
@@ -192,9 +169,7 @@ class QueueFile:
 
     def only(self, sql: str, values: Sequence[Any] = ()) -> tuple[Any, ...]:
         """Return the row of a statement that always returns one."""
-        rows = self.all(sql, values)
-        assert rows, sql
-        return rows[0]
+        return self.all(sql, values)[0]
 
     def change(self, sql: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> int:
         """Run a statement; return how many rows it changed."""
@@ -314,11 +289,7 @@ class Submission:
     def _restore(self, seq: int) -> None:
         if self._job_before is None:
             if self._file.one("SELECT 1 FROM tasks WHERE job_seq = ?", (seq,)) is None:
-                self._file.change(QUALITIES_TABLE)
-                self._file.change(REMOVED_JOBS_TABLE)
-                self._file.change("INSERT INTO removed_jobs VALUES (?, ?) ON CONFLICT DO NOTHING", (self._job_id, seq))
-                for table in ("tallies", "qualities"):
-                    self._file.change(f"DELETE FROM {table} WHERE job_seq = ?", (seq,))
+                self._file.change("DELETE FROM tallies WHERE job_seq = ?", (seq,))
                 self._file.change("DELETE FROM jobs WHERE seq = ?", (seq,))
             return
         self._file.change(

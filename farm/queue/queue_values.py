@@ -89,26 +89,6 @@ class JobProgress:
     eta_s: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskError:
-    """The last failed attempt of a task."""
-
-    task_index: int
-    attempt: int
-    state: str
-    status: str | None
-    error: str
-    error_at: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunDoubt:
-    """Judgement of a run that is not trusted: `quality` is suspect, untrusted, or repeated if it was run again."""
-
-    quality: str
-    reasons: tuple[str, ...] = ()
-
-
 def job_id_for(
     family: str,
     space: Mapping[str, Any],
@@ -207,7 +187,7 @@ def task_of_row(row: Sequence[Any]) -> Task | UnreadableTask:
             family=_family_of(mapping, family),
             problem=str(error),
             config=mapping,
-            simulated=_is_simulated(device),
+            simulated='"simulated"' in str(device),
         )
 
 
@@ -284,13 +264,6 @@ def _refusing(text: str, reason: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(f"{shown(text)} {reason}: {type(error).__name__}: {error}") from error
-
-
-def _is_simulated(device: str) -> bool:
-    try:
-        return device_from_key(device).backend == "simulated"
-    except UsageError:
-        return False
 
 
 def _family_of(mapping: Mapping[str, Any] | None, of_job: str) -> str:

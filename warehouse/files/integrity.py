@@ -293,17 +293,16 @@ def compare(folder: DataFolder) -> Presence:
     return Presence(gone=gone, unknown=unknown)
 
 
-def landed_tasks(folder: DataFolder, families: set[str] | None = None) -> dict[str, np.ndarray]:
-    """Return the tasks whose runs are in files that count, by job; only those of `families` if given.
+def landed_tasks(folder: DataFolder) -> dict[str, np.ndarray]:
+    """Return the tasks whose runs are in files that count, by job.
 
     File names decide, so damaged files count; damaged merged files hold no runs. Raises `OSError` where a merged file
     cannot be read now.
     """
     indexes: dict[str, list[np.ndarray]] = {}
     for family in folder.families("runs"):
-        if families is None or family in families:
-            for job_id, tasks in _landed_of(folder, family).items():
-                indexes.setdefault(job_id, []).append(tasks)
+        for job_id, tasks in _landed_of(folder, family).items():
+            indexes.setdefault(job_id, []).append(tasks)
     return {job_id: np.unique(np.concatenate(tasks)) for job_id, tasks in sorted(indexes.items())}
 
 
