@@ -13,38 +13,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.cli.command_line import EXIT_INTERRUPTED, StepBar, command
+from conf.cli.command_line import StepBar, command
 from conf.files.outputs import checked_report, write_output
 from conf.plain_text import MISSING, count_of
 from conf.reports.blocks import (
     Block,
     Callout,
     Cell,
-    Chart,
-    Charts,
-    Fold,
     Heading,
     Lead,
-    Legend,
     Page,
-    Preformatted,
     Section,
-    Tile,
-    Tiles,
     keep_page,
     linked,
     page_bytes,
     print_page,
     table,
 )
-from conf.reports.charts import Axis, Margins, Plot, Svg
 from farm.comparison.pairs import LABELS, MEMORY, STEP_TIME, Comparison, Environment, RunSet, Side, error_of
-from farm.comparison.run import Change, CompareSettings, Interrupted, Operators, Result, run_comparison
+from farm.comparison.run import Change, CompareSettings, Operators, Result, run_comparison
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift
 from warehouse.tables.schema import ENVIRONMENT
 
-_MAIN = {MEMORY: "peak memory", STEP_TIME: "step time"}  # labels in the headline, tiles and charts
+_MAIN = {MEMORY: "peak memory", STEP_TIME: "step time"}  # labels of the headline and of the largest differences
 
 
 def headline(result: Result) -> str:
@@ -59,6 +51,8 @@ def headline(result: Result) -> str:
             parts.append(f"{_MAIN[shift.label]} {'equal in all' if shift.equal == shift.pairs else moved}")
     if comparison.ended_otherwise:
         parts.append(f"{comparison.ended_otherwise:,} ended otherwise")
+    if alone := sum(map(len, comparison.alone)):
+        parts.append(f"{alone:,} on one side only")
     return ", ".join(parts)
 
 
@@ -133,9 +127,7 @@ def as_json(result: Result) -> str:
             "tolerance": comparison.tolerance,
             "labels": [shift.to_mapping() | {"unit": LABELS[shift.label]} for shift in comparison.shifts],
             "statuses": [vars(status) for status in comparison.statuses],
-            "operator_families": [vars(family) for family in comparison.families],
             "alone": dict(zip(("before", "after"), comparison.alone, strict=True)),
-            "rows_without_configuration": dict(zip(("before", "after"), comparison.unhashed, strict=True)),
             "operators": None if operators is None else _operators_mapping(operators),
             "no_operators": result.no_operators,
             "pairs": [_pair_mapping(pair) for pair in comparison.pairs],
@@ -207,10 +199,8 @@ def comparison_page(result: Result) -> Page:
         "Labels": _labels(result.comparison),
         "Statuses": _statuses(result.comparison),
         "Configurations": _largest(result.comparison),
-        "Operator families": _families(result.comparison),
         "Operators": _operators(result),
         "Modules": _modules(result.operators),
-        "Without a partner": _alone(result),
         "Environments": _sides(result),
     }
     title = f"{result.before.label} → {result.after.label}"
@@ -220,78 +210,26 @@ def comparison_page(result: Result) -> Page:
 def _head(result: Result) -> tuple[Block, ...]:
     comparison = result.comparison
     where = ", ".join(comparison.devices) + (f" ({', '.join(comparison.sources)})" if comparison.sources else "")
-    tiles = [Tile("pairs", f"{len(comparison.pairs):,}", "configurations on both sides")]
-    tiles += [
-        Tile(_MAIN[shift.label], percent(shift.median), f"median; largest {percent(shift.largest)}")
-        for shift in comparison.shifts
-        if shift.label in _MAIN
-    ]
-    tiles.append(Tile("ended otherwise", f"{comparison.ended_otherwise:,}", "ok → oom, ok → crashed, ..."))
-    tiles.append(Tile("without a partner", f"{sum(map(len, comparison.alone)):,}", "on one side only"))
-    return (
-        Lead(where or "no pairs"),
-        Lead(headline(result)),
-        Tiles(tuple(tiles)),
-        Callout(result.caveat),
-    )
+    return Lead(where or "no pairs"), Lead(headline(result)), Callout(result.caveat)
 
 
 def _labels(comparison: Comparison) -> Section:
     if not comparison.shifts:
         return Section("labels", "Memory and step time", (Lead("No configuration has figures on both sides."),))
-    families = list(dict.fromkeys(pair.before["family"] for pair in comparison.pairs))
-    css = {family: f"k{k % 7 + 1}" for k, family in enumerate(families)}
-    drawn: list[Chart] = []
-    for label, name in _MAIN.items():
-        svg = shift_chart(comparison.pairs, label, css, comparison.tolerance)
-        if svg is not None:
-            drawn.append(Chart(f"{name.capitalize()}: difference of each configuration by its size before", svg))
     heads = ("label", "pairs", "median", "p90", "largest", f"beyond {share(comparison.tolerance)}", "equal")
-    blocks: list[Block] = [
+    blocks = (
         Lead("Differences are relative to before; p90 is of their sizes."),
         table(heads, map(shift_row, comparison.shifts)),
-    ]
-    if len(css) > 1:
-        blocks.append(Legend(css))
-    return Section("labels", "Memory and step time", (*blocks, Charts(tuple(drawn))))
-
-
-def shift_chart(pairs: Sequence[Pair], label: str, css: Mapping[str, str], tolerance: float) -> Svg | None:
-    """Draw the shift of each pair over its label before; None if no pair has figures.
-
-    Args:
-        pairs: configurations of both sides.
-        label: the column that is compared.
-        css: family -> class of its dots.
-        tolerance: relative; dashed lines show it.
-    """
-    dots = [(pair, pair.before[label], shift) for pair in pairs if (shift := pair.shift(label)) is not None]
-    if not dots:
-        return None
-    sizes = [size for _, size, _ in dots]
-    reach = 1.15 * max([abs(shift) for _, _, shift in dots] + [1.3 * tolerance, 1e-4])
-    y_axis = Axis.within(-reach, reach)
-    plot = Plot(Axis.log(min(sizes) / 1.12, max(sizes) * 1.12), y_axis, Margins(height=250.0, left=66.0, bottom=40.0))
-    plot.grid([f"{100 * tick:+.4g} %" if tick else "0" for tick in y_axis.ticks])
-    plot.across("zero", 0.0)
-    plot.across("limit", tolerance)
-    plot.across("limit", -tolerance)
-    plot.ticks_below(f"before, {LABELS[label]}")
-    for pair, size, shift in dots:
-        family = pair.before["family"]
-        title = f"{pair.key['config_hash']} ({family}): {figure(size)} {LABELS[label]}, {percent(shift)}"
-        plot.dot(f"dot {css[family]}", size, shift, 3.6, title)
-    return plot.picture(f"Relative difference of {label} over its size before, {len(dots):,} configurations")
+    )
+    return Section("labels", "Memory and step time", blocks)
 
 
 def _statuses(comparison: Comparison) -> Section:
     if not comparison.statuses:
         return Section("statuses", "Statuses", (Lead("Every pair ended ok on both sides."),))
-    rows = [(s.before, s.after, s.configurations, ", ".join(s.examples), s.error) for s in comparison.statuses]
-    changed = [k for k, status in enumerate(comparison.statuses) if status.before != status.after]
-    heads = ("before", "after", "configurations", "*config hashes", "*error")
-    ended = table(heads, rows, words=2, marked=changed)
-    return Section("statuses", "Configurations that failed, or ended otherwise", (ended,))
+    rows = [(s.before, s.after, s.configurations, s.error) for s in comparison.statuses]
+    heads = ("before", "after", "configurations", "*error")
+    return Section("statuses", "Configurations that failed, or ended otherwise", (table(heads, rows, words=2),))
 
 
 def _largest(comparison: Comparison) -> Section:
@@ -301,36 +239,11 @@ def _largest(comparison: Comparison) -> Section:
         if not largest:
             continue
         rows = [(*pair_row(pair, label), config_words(json.loads(pair.before["config"]))) for pair in largest]
-        beyond = [k for k, pair in enumerate(largest) if abs(pair.shift(label) or 0) > comparison.tolerance]
         heads = ("config hash", "family", "before", "after", "difference", "*configuration")
-        parts += [
-            Heading(f"Largest differences of {name} [{LABELS[label]}]"),
-            table(heads, rows, words=2, marked=beyond),
-        ]
+        parts += [Heading(f"Largest differences of {name} [{LABELS[label]}]"), table(heads, rows, words=2)]
     if not parts:
         return Section("largest", "Configurations", (Lead("No configuration differs."),))
     return Section("largest", "Configurations that differ most", tuple(parts))
-
-
-def _families(comparison: Comparison) -> Section | None:
-    if not comparison.families:
-        return None
-    rows = [
-        (f.name.replace("_", " "), f.pairs, percent(f.memory), percent(f.step_time), percent(f.largest))
-        for f in comparison.families
-    ]
-    heads = ("operator family", "pairs", "peak memory", "step time", "largest")
-    return Section(
-        "families",
-        "By operator family of the layers",
-        (
-            Lead(
-                "Medians over the pairs whose configuration has layers of that family. A configuration has several: a "
-                "family stands out where its neighbours do not."
-            ),
-            table(heads, rows),
-        ),
-    )
 
 
 def _operators(result: Result) -> Section:
@@ -346,16 +259,10 @@ def _operators(result: Result) -> Section:
     if operators.failed:
         failed = [(key, before or "traced", after or "traced") for key, (before, after) in operators.failed.items()]
         parts.append(Callout(f"{count_of(len(operators.failed), 'configuration')} cannot be traced on a side."))
-        inside = table(("config hash", "*before", "*after"), failed[:_ROWS_OF_PAGE])
-        parts.append(Fold("Configurations and errors", (inside,)))
+        parts.append(table(("config hash", "*before", "*after"), failed[:_ROWS_OF_PAGE]))
     if not operators.compared:
         return Section("operators", "By operator", tuple(parts))
     parts += _changes("operator", operators.operators)
-    moved = [
-        (k, figure(a), figure(b), percent(b / a - 1 if a else None)) for k, (a, b) in operators.peak.items() if a or b
-    ]
-    parts.append(Heading("What the peak consists of, MiB"))
-    parts.append(table(("kind", "before", "after", "difference"), [(k.replace("_", " "), *mib) for k, *mib in moved]))
     counts = [(name, int(old), int(new)) for name, (old, new) in operators.dtypes.items() if old != new]
     if counts:
         parts += [Heading("Operators by dtype"), table(("dtype", "before", "after"), counts)]
@@ -370,39 +277,17 @@ def _modules(operators: Operators | None) -> Section | None:
 
 
 def _changes(noun: str, entries: tuple[Change, ...]) -> list[Block]:
-    changed = [change for change in entries if change.changed]
-    same = [change for change in entries if not change.changed]
-    parts: list[Block] = []
-    if changed:
-        heads = (noun, "class", "in", *_COLUMNS.values(), "*config hashes")
-        rows: list[tuple[Cell, ...]] = [
-            (c.name, c.kind.replace("_", " "), c.configurations, *change_row(c, tuple(_COLUMNS)), ", ".join(c.examples))
-            for c in changed[:_ROWS_OF_PAGE]
-        ]
-        parts.append(table(heads, rows, words=2))
-        if len(changed) > _ROWS_OF_PAGE:
-            parts.append(
-                Lead(f"And {count_of(len(changed) - _ROWS_OF_PAGE, noun)} more, in the JSON beside this page.")
-            )
-    else:
-        parts.append(Lead(f"No {noun} differs."))
-    if same:
-        unchanged = [(c.name, c.kind.replace("_", " "), *change_row(c, tuple(_COLUMNS))) for c in same]
-        inside = table((noun, "class", *_COLUMNS.values()), unchanged, words=2)
-        parts.append(Fold(f"{count_of(len(same), noun)} without a difference", (inside,)))
+    changed = [change for change in entries if change.configurations]
+    if not changed:
+        return [Lead(f"No {noun} differs.")]
+    heads = (noun, "in", *_COLUMNS.values())
+    rows: list[tuple[Cell, ...]] = [
+        (c.name, c.configurations, *change_row(c, tuple(_COLUMNS))) for c in changed[:_ROWS_OF_PAGE]
+    ]
+    parts: list[Block] = [table(heads, rows, words=1)]
+    if len(changed) > _ROWS_OF_PAGE:
+        parts.append(Lead(f"And {count_of(len(changed) - _ROWS_OF_PAGE, noun)} more, in the JSON beside this page."))
     return parts
-
-
-def _alone(result: Result) -> Section | None:
-    parts: list[Block] = []
-    for side, alone in zip((result.before, result.after), result.comparison.alone, strict=True):
-        if alone:
-            summary = f"{count_of(len(alone), 'configuration')} of {side.label} only"
-            parts.append(Fold(summary, (Preformatted(" ".join(alone[:500])),)))
-    for side, count in zip((result.before, result.after), result.comparison.unhashed, strict=True):
-        if count:
-            parts.append(Lead(f"{count_of(count, 'row')} of {side.label} name no configuration and are left out."))
-    return Section("alone", "Without a partner", tuple(parts)) if parts else None
 
 
 def _sides(result: Result) -> Section:
@@ -413,25 +298,20 @@ def _sides(result: Result) -> Section:
     for name in ENVIRONMENT:
         values = [", ".join(versions.get(name, ())) or MISSING for versions in result.comparison.versions]
         rows.append((name.replace("_", " "), *values))
-    differing = [k for k, (_, old, new) in enumerate(rows) if k > 1 and old != new]
-    return Section("sides", "Environments", (table(("", "*before", "*after"), rows, marked=differing),))
+    return Section("sides", "Environments", (table(("", "*before", "*after"), rows),))
 
 
 def entry(settings: CompareSettings) -> int:
     """Compare two sides: a table or JSON, and a page.
 
-    Returns 1 where no configuration has figures on both sides, 130 when interrupted.
+    Returns 1 where no configuration has figures on both sides.
     """
     if settings.report is not None:  # fail before anything runs if it is not writable
         checked_report(settings.report, key="report", like="compare.html", data=[DataFolder.resolve().root])
     # Progress messages are for people; with format=json standard output holds the result only.
     with contextlib.redirect_stdout(sys.stderr) if settings.format == "json" else contextlib.nullcontext():
-        try:
-            with StepBar("compare") as bar:
-                result = run_comparison(settings, bar.update)
-        except Interrupted:
-            print("left; run the same command again to continue", file=sys.stderr)
-            return EXIT_INTERRUPTED
+        with StepBar("compare") as bar:
+            result = run_comparison(settings, bar.update)
         page = comparison_page(result)
         path = write_comparison(DataFolder.resolve(settings.data), result, page, settings.report)
     if settings.format == "json":

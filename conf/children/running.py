@@ -313,8 +313,6 @@ def local_server(
     environment: Mapping[str, str] | None = None,
     *,
     folder_base: str = "",
-    python: str = sys.executable,
-    code: Path | None = None,
 ) -> ChildServer:
     """Return a server that runs from this project's own files.
 
@@ -322,8 +320,5 @@ def local_server(
         prepare: `module:function` that imports modules for children; empty for none.
         environment: Environment of the server and its children; None: this process's.
         folder_base: Where to make a folder that lives as long as the server; empty for none.
-        python: Path of the Python that runs it.
-        code: Folder of this project's packages; None: where they are installed. Other packages there then hide those
-            of `python`.
     """
-    return ChildServer([python, str((code or _ROOT) / "conf/children/__main__.py"), prepare, folder_base], environment)
+    return ChildServer([sys.executable, str(_ROOT / "conf/children/__main__.py"), prepare, folder_base], environment)

@@ -26,12 +26,9 @@ from conf.cli.own_packages import PACKAGES
 from conf.errors import UsageError
 from conf.files.identity import canonical_json
 from conf.plain_text import error_line
-from farm.nights.watch import operators_of
-from featurize.configs.trial import config_from_mapping
 from warehouse.files.folder import DataFolder
 from warehouse.reading.pairing import Pair, Shift, paired, summed_up
 from warehouse.tables.schema import ENVIRONMENT
-from workers.trial.server_client import PYTHON_VARIABLE
 
 _PROBE_TIMEOUT_S = 180.0  # importing torch from a cold disk takes long
 # What a trial server imports, and what a comparison records of the environment. The newest file of torch identifies a
@@ -146,11 +143,6 @@ def code_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def trial_environment(environment: Environment, code: Path) -> dict[str, str]:
-    """Variables under which a trial server runs in this environment, on this project's code."""
-    return {PYTHON_VARIABLE: str(environment.python), "PYTHONPATH": str(code)}
-
-
 def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
     try:
         completed = subprocess.run(
@@ -169,9 +161,7 @@ def _environment(key: str, text: str, python: Path, code: Path) -> Environment:
     line = next((line for line in completed.stdout.splitlines() if line.startswith("PROBE")), None)
     if completed.returncode or line is None:
         error_lines = completed.stderr.strip().splitlines() or [f"it ended with exit code {completed.returncode}"]
-        missing = error_lines[-1].partition("No module named ")[2].strip("'").partition(".")[0]
-        hint = f"; install it there: {python} -m pip install {missing}" if missing else ""
-        raise UsageError(f"{key}={text}: {python} cannot run a trial: {error_lines[-1]}{hint}")
+        raise UsageError(f"{key}={text}: {python} cannot run a trial: {error_lines[-1]}")
     answer = json.loads(line.removeprefix("PROBE"))
     identity = {**answer, "python": str(python), "code": _trial_code(code)}
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:8]
@@ -209,7 +199,6 @@ _OF_A_SIDE = {
     "coalesce(nullif(error, ''), error_type) IS NOT NULL)",
     "runs": "count(*)",
 }
-_EXAMPLES = 3
 _ERROR_CHARACTERS = 300
 
 
@@ -220,19 +209,7 @@ class StatusChange:
     before: str
     after: str
     configurations: int
-    examples: tuple[str, ...]  # config hashes
     error: str | None  # the error of the side that failed, the first one's
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperatorFamily:
-    """The pairs whose configuration has layers of an operator family: median relative differences."""
-
-    name: str
-    pairs: int
-    memory: float | None
-    step_time: float | None
-    largest: float  # by its absolute value, of either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,19 +220,16 @@ class Comparison:
     statuses    every combination but ok on both sides, the commonest first
     alone       config hashes that only one side has: (before, after)
     versions    for each side: column of `runs` -> its values, the commonest first
-    unhashed    rows (before, after) that name no configuration, as imported ones may
     """
 
     pairs: tuple[Pair, ...]
     shifts: tuple[Shift, ...]
     tolerance: float
     statuses: tuple[StatusChange, ...]
-    families: tuple[OperatorFamily, ...]
     alone: tuple[tuple[str, ...], tuple[str, ...]]
     sources: tuple[str, ...]
     devices: tuple[str, ...]
     versions: tuple[Mapping[str, tuple[str, ...]], Mapping[str, tuple[str, ...]]]
-    unhashed: tuple[int, int]
 
     @property
     def ended_otherwise(self) -> int:
@@ -282,17 +256,12 @@ def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> Comparison:
         labels = {label: _TRUSTED.format(label) for label in LABELS}
         keys = paired(connection, *sides, _KEY, labels, _OF_A_SIDE, alone=True)
         versions = tuple(_versions(connection, relation) for relation in sides)
-        unhashed = [
-            connection.execute(f"SELECT count(*) FROM {side} WHERE config_hash IS NULL OR config IS NULL").fetchall()
-            for side in ("before", "after")
-        ]
     pairs = tuple(pair for pair in keys if pair.before and pair.after)
     return Comparison(
         pairs=pairs,
         shifts=tuple(shift for label in LABELS for shift in summed_up(pairs, label, tolerance)),
         tolerance=tolerance,
         statuses=_statuses(pairs),
-        families=_families(pairs, tolerance),
         alone=(
             tuple(sorted({pair.key["config_hash"] for pair in keys if not pair.after})),
             tuple(sorted({pair.key["config_hash"] for pair in keys if not pair.before})),
@@ -300,7 +269,6 @@ def compare_runs(before: RunSet, after: RunSet, tolerance: float) -> Comparison:
         sources=tuple(sorted({pair.key["source"] for pair in pairs})),
         devices=tuple(sorted({pair.key["device_name"] or "unknown" for pair in pairs})),
         versions=(versions[0], versions[1]),
-        unhashed=(unhashed[0][0][0], unhashed[1][0][0]),
     )
 
 
@@ -339,7 +307,6 @@ def _statuses(pairs: Sequence[Pair]) -> tuple[StatusChange, ...]:
             before=before,
             after=after,
             configurations=len(of),
-            examples=tuple(p.key["config_hash"] for p in of[:_EXAMPLES]),
             error=next((error for p in of for side in (p.after, p.before) if (error := error_of(side))), None),
         )
         for (before, after), of in sorted(pairs_by_statuses.items(), key=lambda item: (-len(item[1]), item[0]))
@@ -351,28 +318,3 @@ def error_of(side: Mapping[str, Any]) -> str | None:
     if side["status"] == "ok" or side["error"] is None:
         return None
     return error_line(side["error"])[:_ERROR_CHARACTERS]
-
-
-def _families(pairs: Sequence[Pair], tolerance: float) -> tuple[OperatorFamily, ...]:
-    """Return the operator families of the configurations' layers, the largest differences first."""
-    pairs_of: dict[str, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        if pair.shift(MEMORY) is None and pair.shift(STEP_TIME) is None:
-            continue
-        try:
-            names = operators_of(config_from_mapping(json.loads(pair.before["config"])))
-        except UsageError:  # a configuration of another version of the code
-            continue
-        for name in names:
-            pairs_of[name].append(pair)
-    families = []
-    for name, pairs_of_family in pairs_of.items():
-        shifts = {
-            label: shift for label in (MEMORY, STEP_TIME) for shift in summed_up(pairs_of_family, label, tolerance)
-        }
-        memory, step_time = (shifts[label].median if label in shifts else None for label in (MEMORY, STEP_TIME))
-        largest = max((shift.largest for shift in shifts.values()), key=abs)
-        families.append(
-            OperatorFamily(name=name, pairs=len(pairs_of_family), memory=memory, step_time=step_time, largest=largest)
-        )
-    return tuple(sorted(families, key=lambda f: (-max(abs(f.memory or 0), abs(f.step_time or 0)), f.name)))

@@ -23,7 +23,6 @@ from typing import Any
 from conf.cli.settings import format_key, key
 from conf.errors import CommandError, UsageError
 from conf.files.identity import mapping_hash
-from conf.files.outputs import json_lines
 from farm.comparison.pairs import (
     Comparison,
     Environment,
@@ -32,25 +31,22 @@ from farm.comparison.pairs import (
     code_folder,
     compare_runs,
     side_of,
-    trial_environment,
 )
 from farm.comparison.traced_operators import FIGURES
 from farm.dispatch.dispatcher import StopRequest
 from farm.dispatch.monitoring import Service
 from farm.dispatch.working import run_job
 from farm.queue.jobs import Queue
-from farm.submission.model_check import require_models_in_any
 from farm.submission.settings import SampledSettings, SubmitSettings
 from farm.submission.submitting import submit
-from featurize.configs.features import FEATURES_STAMP
 from featurize.device.device_spec import DEFAULT_DEVICE, DeviceSpec, known_device, load_device
 from featurize.families import family_names
 from warehouse.files.folder import DataFolder, check_name
 from workers.devices import choose_device, core_count
+from workers.trial.server_client import PYTHON_VARIABLE
 
 _A_PROCESS = 16  # configurations that one more process is started for
 _SAME = 1e-6  # relative difference of two sums that is rounding
-_EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +54,13 @@ class Change:
     """One operator or module over all compared steps, figure by figure; sums of one step of each configuration.
 
     before, after  calls, launches, moved_mib, gflops, ms, peak_mib, as `farm.comparison.traced_operators` has them
-    configurations those in which any figure differs; examples: config hashes, the largest difference in time first
+    configurations  number of those in which any figure differs
     """
 
     name: str
-    kind: str  # operator category; for a module empty
     before: Mapping[str, float]
     after: Mapping[str, float]
     configurations: int
-    examples: tuple[str, ...]
-
-    @property
-    def changed(self) -> bool:
-        return self.configurations > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +68,7 @@ class Operators:
     """Result of comparing the traces of both sides.
 
     compared   configurations traced on both sides; failed: config hash -> (error before, error after)
-    dtypes     dtype -> operators (before, after); peak: kind of memory -> MiB at the peak (before, after), summed
+    dtypes     dtype -> operators (before, after)
     """
 
     device: str
@@ -86,7 +76,6 @@ class Operators:
     operators: tuple[Change, ...]
     modules: tuple[Change, ...]
     dtypes: Mapping[str, tuple[float, float]]
-    peak: Mapping[str, tuple[float, float]]
     failed: Mapping[str, tuple[str | None, str | None]]
 
 
@@ -95,39 +84,26 @@ def traced(
     code: Path,
     configs: Mapping[str, Mapping[str, Any]],
     spec: DeviceSpec,
-    kept: Path,
     progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> dict[str, dict[str, Any]]:
-    """Config hash -> `summary_of` its step under the environment's torch; what `kept` holds is not traced again.
+    """Config hash -> `summary_of` its step under the environment's torch.
 
-    `kept` is a file of JSON lines that grows as configurations are traced, so an interrupted call continues there.
     Raises `UsageError` where the environment's Python fails.
     """
-    tag = mapping_hash({"code": FEATURES_STAMP, "device": spec.to_mapping()})
-    records = {record.pop("key", None): record for record in json_lines(kept) if record.pop("tag", None) == tag}
-    known = {config_hash: record for config_hash, record in records.items() if config_hash in configs}
-    missing = {key: config for key, config in configs.items() if key not in known}
-    if not missing:
-        return known
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    count = max(1, min(core_count(), len(missing) // _A_PROCESS))
-    total, lock = len(missing), threading.Lock()
-    progress(0, total)
-    with open(kept, "a", encoding="utf-8") as file, ThreadPoolExecutor(count) as pool:
-        file.write("\n")  # ends a line that a kill may have cut off
+    records: dict[str, dict[str, Any]] = {}
+    lock = threading.Lock()
 
-        def keep(record: dict[str, Any]) -> None:
-            with lock:
-                file.write(json.dumps({"tag": tag, **record}) + "\n")
-                file.flush()
-                missing.pop(record["key"], None)
-                known[record.pop("key")] = record
-                progress(total - len(missing), total)
+    def keep(record: dict[str, Any]) -> None:
+        with lock:
+            records[record.pop("key")] = record
+            progress(len(records), len(configs))
 
-        parts = [dict(list(missing.items())[k::count]) for k in range(count)]
+    count = max(1, min(core_count(), len(configs) // _A_PROCESS))
+    parts = [dict(list(configs.items())[k::count]) for k in range(count)]
+    with ThreadPoolExecutor(count) as pool:
         for _ in pool.map(lambda part: _trace(environment, code, part, spec, keep), parts):
             pass  # waits for all, and raises what one has raised
-    return known
+    return records
 
 
 def _trace(
@@ -179,28 +155,23 @@ def compare_operators(
         if "error" in before[key] or "error" in after[key]
     }
     compared = {key: (before[key], after[key]) for key in both if key not in failed}
-    classes = {name: kind for pair in compared.values() for side in pair for name, kind in side["classes"].items()}
     return Operators(
         device=device,
         compared=len(compared),
-        operators=_changes(compared, "operators", lambda name: name, classes),
-        modules=_changes(compared, "modules", lambda name: re.sub(r"\d+", "*", name), {}),
-        dtypes=_sums(compared, "dtypes"),
-        peak=_sums(compared, "peak_mib"),
+        operators=_changes(compared, "operators", lambda name: name),
+        modules=_changes(compared, "modules", lambda name: re.sub(r"\d+", "*", name)),
+        dtypes=_dtypes(compared),
         failed=failed,
     )
 
 
 def _changes(
-    compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]],
-    part: str,
-    named: Callable[[str], str],
-    kinds: Mapping[str, str],
+    compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]], part: str, named: Callable[[str], str]
 ) -> tuple[Change, ...]:
     """Return every operator or module, changed ones first, sorted by difference in time and then in memory moved."""
     totals: dict[str, tuple[Counter[str], Counter[str]]] = defaultdict(_none)
-    differing: dict[str, list[tuple[float, str]]] = defaultdict(list)
-    for config_hash, pair in compared.items():
+    differing: Counter[str] = Counter()
+    for pair in compared.values():
         figures_by_name: dict[str, tuple[Counter[str], Counter[str]]] = defaultdict(_none)
         for side, record in enumerate(pair):
             for name, figures in record[part].items():
@@ -208,28 +179,16 @@ def _changes(
         for name, (old, new) in figures_by_name.items():
             totals[name][0].update(old)
             totals[name][1].update(new)
-            if any(_differ(old[figure], new[figure]) for figure in FIGURES):
-                differing[name].append((abs(new["ms"] - old["ms"]), config_hash))
-    changes = []
-    for name, (old, new) in totals.items():
-        largest = sorted(differing[name], key=lambda item: (-item[0], item[1]))
-        examples = tuple(config_hash for _, config_hash in largest[:_EXAMPLES])
-        changes.append(
-            Change(
-                name=name,
-                kind=kinds.get(name, ""),
-                before=old,
-                after=new,
-                configurations=len(largest),
-                examples=examples,
-            )
-        )
+            differing[name] += any(_differ(old[figure], new[figure]) for figure in FIGURES)
+    changes = [
+        Change(name=name, before=old, after=new, configurations=differing[name]) for name, (old, new) in totals.items()
+    ]
     return tuple(sorted(changes, key=_largest_first))
 
 
 def _largest_first(change: Change) -> tuple[Any, ...]:
     differences = [abs(change.after[figure] - change.before[figure]) for figure in ("ms", "peak_mib", "moved_mib")]
-    return (not change.changed, *(-value for value in differences), change.name)
+    return (not change.configurations, *(-value for value in differences), change.name)
 
 
 def _differ(old: float, new: float) -> bool:
@@ -241,14 +200,15 @@ def _none() -> tuple[Counter[str], Counter[str]]:
     return Counter(dict.fromkeys(FIGURES, 0)), Counter(dict.fromkeys(FIGURES, 0))
 
 
-def _sums(
-    compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]], part: str
+def _dtypes(
+    compared: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]],
 ) -> dict[str, tuple[float, float]]:
-    sums: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    for pair in compared.values():
-        for total, record in zip(sums, pair, strict=True):
-            total.update(record[part])
-    return {name: (sums[0][name], sums[1][name]) for name in sorted(set(sums[0]) | set(sums[1]))}
+    before: Counter[str] = Counter()
+    after: Counter[str] = Counter()
+    for old, new in compared.values():
+        before.update(old["dtypes"])
+        after.update(new["dtypes"])
+    return {name: (before[name], after[name]) for name in sorted(before | after)}
 
 
 SIMULATED = (
@@ -262,10 +222,6 @@ MEASURED = (
     "traced steps, priced by this project's model of the GPU: they say what changed, not what a kernel takes. One "
     "side ran after the other: compare clocks and temperatures (telemetry) before blaming a release for a few per cent."
 )
-
-
-class Interrupted(Exception):
-    """The comparison was interrupted; the same command continues it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,17 +291,17 @@ def run_comparison(
 ) -> Result:
     """Run the missing trials and compare. `progress(label, completed, total)` is called while operators are traced.
 
-    Raises `UsageError` for user mistakes, before anything is written, and `Interrupted`.
+    Raises `UsageError` for user mistakes, before anything is written, and `KeyboardInterrupt`.
     """
     home = DataFolder.resolve(settings.data)
     with code_folder() as code:
         sides = _sides(settings, code)
         if any(isinstance(side, Environment) for side in sides):
-            settings = _ready(settings, sides, code)
+            settings = _ready(settings)
             home.create()
         run_sets = _run_set(sides[0], settings, home, code), _run_set(sides[1], settings, home, code)
         comparison = compare_runs(*run_sets, tolerance=settings.tolerance)
-        operators, no_operators = _operators(settings, sides, run_sets, comparison, code, progress)
+        operators, no_operators = _operators(settings, sides, comparison, code, progress)
     job_id = next((where.job_id for where in run_sets if where.job_id is not None), None)
     caveat = MEASURED if "measured" in comparison.sources else SIMULATED
     return Result(
@@ -378,16 +334,14 @@ def _sides(settings: CompareSettings, code: Path) -> tuple[Side, Side]:
     return before, after
 
 
-def _ready(settings: CompareSettings, sides: tuple[Side, Side], code: Path) -> CompareSettings:
+def _ready(settings: CompareSettings) -> CompareSettings:
     """Return the settings with the device chosen.
 
-    Raises `UsageError` where the settings do not say what the environments run, or no environment can run it.
+    Raises `UsageError` where the settings do not say what the environments run.
     """
     submission = _submission(settings)
     device, device_line = choose_device(submission.device)
     submission.cluster.check_address()
-    environments = [side for side in sides if isinstance(side, Environment)]
-    require_models_in_any([submission.space], [(str(side.python), code) for side in environments])
     print(device_line)
     return dataclasses.replace(settings, device=device)
 
@@ -405,13 +359,15 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
         return dataclasses.replace(side, family=settings.family)
     folder = DataFolder(home.environments / check_name("environment", side.folder_name)).create()
     submission = _submission(settings)
-    cluster = dataclasses.replace(submission.cluster, environment=trial_environment(side, code))
+    cluster = dataclasses.replace(
+        submission.cluster, environment={PYTHON_VARIABLE: str(side.python), "PYTHONPATH": str(code)}
+    )
     print(f"{side.label}: {side.python}, runs in {folder.root}")
     with Queue.open(folder.queue) as queue:
         job_id = submit(folder, queue, submission)
         if queue.pending(job_id):
             if not run_job(folder, queue, cluster, job_id, StopRequest(), Service()):
-                raise Interrupted
+                raise KeyboardInterrupt
             from warehouse.files.compaction import compact
 
             compact(folder)
@@ -421,7 +377,6 @@ def _run_set(side: Side, settings: CompareSettings, home: DataFolder, code: Path
 def _operators(
     settings: CompareSettings,
     sides: tuple[Side, Side],
-    run_sets: tuple[RunSet, RunSet],
     comparison: Comparison,
     code: Path,
     progress: Callable[[str, int, int], None],
@@ -442,13 +397,13 @@ def _operators(
         pair.key["config_hash"]: json.loads(pair.before["config"]) for pair in comparison.pairs
     }
 
-    def records(side: Environment, where: RunSet) -> dict[str, dict[str, Any]]:
+    def records(side: Environment) -> dict[str, dict[str, Any]]:
         def report_progress(completed: int, total: int) -> None:
             progress(f"tracing operators, {side.label}", completed, total)
 
-        return traced(side, code, configs, spec, where.folder.root / "operators.jsonl", report_progress)
+        return traced(side, code, configs, spec, report_progress)
 
-    return compare_operators(records(before, run_sets[0]), records(after, run_sets[1]), spec.name), None
+    return compare_operators(records(before), records(after), spec.name), None
 
 
 def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec:
@@ -463,16 +418,9 @@ def _spec_of(submission: SubmitSettings, devices: tuple[str, ...]) -> DeviceSpec
 
 def _name(sides: tuple[Side, Side], settings: CompareSettings, job_id: str | None) -> str:
     """Return a readable file name, equal for equal comparisons."""
-    identity = [side.folder_name if isinstance(side, Environment) else _record(side) for side in sides]
-    parts: dict[str, Any] = {"sides": identity, "job": job_id, "family": settings.family}
-    if settings.submission is not None:
-        parts["n"] = settings.submission.n
+    asked = {"sides": [side.text for side in sides], "job": job_id, "family": settings.family, "n": settings.n}
     words = "-".join(_word(side) for side in sides)
-    return f"{settings.family or 'all'}-{words}-{mapping_hash(parts)[:6]}"
-
-
-def _record(side: RunSet) -> str:
-    return f"{side.folder.root}@{side.snapshot or ''}"
+    return f"{settings.family or 'all'}-{words}-{mapping_hash(asked)[:6]}"
 
 
 def _word(side: Side) -> str:

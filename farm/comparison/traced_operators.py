@@ -25,13 +25,12 @@ FIGURES = ("calls", "launches", "moved_mib", "gflops", "ms", "peak_mib")
 
 
 def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
-    """Trace one step; return figures by operator and by module, operators by dtype, the peak by kind in MiB.
+    """Trace one step; return figures by operator and by module, and operators by dtype.
 
     A step that cannot be traced yields `{"error": why}`.
     """
     from featurize.configs.trial import config_from_mapping
     from featurize.memory.replay import replay
-    from featurize.operators.table import category
     from featurize.timing.step_time import operator_costs
     from featurize.trace.tracer import TraceError, trace_config
 
@@ -57,9 +56,7 @@ def summary_of(config: Mapping[str, Any], spec: DeviceSpec) -> dict[str, Any]:
     return {
         "operators": operators,
         "modules": modules,
-        "classes": {name: category(name) for name in operators if not name.startswith("(")},
         "dtypes": Counter(operator.dtype for operator in trace.operators),
-        "peak_mib": {kind: nbytes / MIB for kind, nbytes in memory.peak_parts.items()},
     }
 
 

@@ -1,20 +1,16 @@
 """Refuses submissions whose models do not exist: mistyped factories, modules that cannot be imported here.
 
 Start reading at `require_models`, which asks a child process (`conf.children`). Only the child imports torch, libraries
-and the user's modules. Models of the family's default search space are checked only if their library is missing, or if
-the space changes their `arguments` or `image_size`.
+and the user's modules. The models of a family's default search space are checked only if a library is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from conf.children.keeper import TIME, Ended
@@ -22,7 +18,7 @@ from conf.children.running import local_server
 from conf.cli.own_packages import search_working_folder
 from conf.errors import CommandError, EnvironmentProblem, UsageError
 from conf.files.identity import version_of
-from conf.plain_text import exception_line, first_few, one_line, shown
+from conf.plain_text import exception_line, first_few, shown
 from featurize.configs.dimensions import Choice, Constant, Space, own_space
 from featurize.configs.trial import (
     TrialConfig,
@@ -36,13 +32,11 @@ from featurize.families import get_family
 from featurize.trace.light_imports import without_compiler
 
 PATIENCE_S = 300.0  # time for all models of a submission; models not checked by then are queued
-_QUIET_S = 1.0  # a check that takes longer prints a message
 _TRIED_ON = 3  # configs to build a model with
 _SHOWN = 3  # problems in a message
 _CHARACTERS = 400  # characters of a problem
-_FIELD, _ARGUMENTS = "model", "arguments"
-
-Environment = tuple[str, Path]  # a Python, and a folder with only this project's packages
+_FIELD = "model"
+_DIMENSIONS = (_FIELD, "arguments", "image_size")  # those that decide whether a model can be built
 
 
 def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> None:
@@ -52,32 +46,8 @@ def require_models(spaces: Iterable[Space], patience_s: float = PATIENCE_S) -> N
     factory looked up.
     """
     models = [model for space in spaces for model in _models_of(space)]
-    if models:
-        _refuse(models, _ask(models, patience_s))
-
-
-def require_models_in_any(
-    spaces: Iterable[Space], environments: Iterable[Environment], patience_s: float = PATIENCE_S
-) -> None:
-    """Raise `UsageError` that names each model of the spaces that no environment has.
-
-    A model that only some environments lack is not a mistake: a comparison shows it.
-    """
-    models = [model for space in spaces for model in _models_of(space)]
-    answers: Sequence[str | None] = []
-    for environment in environments:
-        if not models:
-            return
-        answers = _ask(models, patience_s, environment)
-        missing = [(model, problem) for model, problem in zip(models, answers, strict=True) if problem is not None]
-        models, answers = [model for model, _ in missing], [problem for _, problem in missing]
-    if answers:
-        _refuse(models, answers)
-
-
-def _refuse(models: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> None:
     problems: dict[str, None] = {}
-    for model, problem in zip(models, answers, strict=True):
+    for model, problem in zip(models, _ask(models, patience_s) if models else (), strict=True):
         if problem is not None:
             problems.setdefault(problem or f"importing {shown(model['name'])} ends the process")
     if problems:
@@ -92,12 +62,11 @@ def _models_of(space: Space) -> Iterator[dict[str, Any]]:
     values = [value for value in _models(space) if isinstance(value, str)]
     if not values:
         return
-    known = set(_models(own_space(space.family))) if _has_own_arguments(space) else set()
-    libraries = {_library(space.family, value) for value in values}
-    missing = {library for library in libraries if version_of(library) is None}
+    own = own_space(space.family).dimensions
+    is_own = all(dimension in own for dimension in space.dimensions if dimension.name in _DIMENSIONS)
+    if is_own and all(version_of(_library(space.family, value)) for value in values):
+        return
     for value in values:
-        if value in known and _library(space.family, value) not in missing:
-            continue
         configs = [config.to_mapping() for config in _configs_with(space, value)]
         if configs:  # otherwise sampling reports the problem
             yield {"name": value, "configs": configs}
@@ -109,16 +78,6 @@ def _models(space: Space) -> tuple[Any, ...]:
     if isinstance(dimension, Constant):
         return (dimension.fixed,)
     return tuple(dict.fromkeys(dimension.choices)) if isinstance(dimension, Choice) else ()
-
-
-def _has_own_arguments(space: Space) -> bool:
-    """Return whether the models' arguments are those of the family's default space."""
-    own_dimensions = {dimension.name: dimension for dimension in own_space(space.family).dimensions}
-    return all(
-        dimension == own_dimensions.get(dimension.name)
-        for dimension in space.dimensions
-        if dimension.name in ("arguments", "image_size")
-    )
 
 
 def _library(family: str, model: str) -> str:
@@ -139,39 +98,20 @@ def _configs_with(space: Space, model: str) -> Iterator[TrialConfig]:
 # ---- the child process
 
 
-def _ask(
-    models: Sequence[Mapping[str, Any]], patience_s: float, environment: Environment | None = None
-) -> list[str | None]:
+def _ask(models: Sequence[Mapping[str, Any]], patience_s: float) -> list[str | None]:
     """Return each model's problem: None if it has none or was not checked in time, "" if it ended the child."""
-    python, code = environment or (sys.executable, None)
-    variables = None if code is None else {**os.environ, "PYTHONPATH": str(code)}
     answers: list[str | None] = []
     ended: Ended | None = None
-    long = "checking that the models exist; this imports what they name"
-    note = threading.Timer(_QUIET_S, print, [long], {"file": sys.stderr})
-    if sys.stderr.isatty():
-        note.start()
     asked = "".join(json.dumps(model) + "\n" for model in models).encode()
-    try:
-        with (
-            contextlib.suppress(EnvironmentProblem),
-            contextlib.closing(local_server("", variables, python=python, code=code)) as server,
-        ):
-            written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=patience_s)
-            answers = [json.loads(line) for line in written.split(b"\n")[:-1]]
-    finally:
-        note.cancel()
+    with contextlib.suppress(EnvironmentProblem), contextlib.closing(local_server("")) as server:
+        written, ended = server.ask(f"{__name__}:answer", None, asked, time_limit_s=patience_s)
+        answers = [json.loads(line) for line in written.split(b"\n")[:-1]]
     started, answers = bool(answers), answers[1:]
     unchecked = len(models) - len(answers)
-    which = f"{unchecked} of {len(models)} {'is' if unchecked == 1 else 'are'} queued unchecked"
-    if ended is not None and ended.limit == TIME:
-        print(f"checking the models took more than {patience_s:g} s; {which}", file=sys.stderr)
-    elif not started:  # no model's fault: the trials will report what is missing
-        print(f"{one_line(python)} cannot check models; {which}", file=sys.stderr)
-    elif unchecked and ended is None:  # no model's fault either
-        print(f"the process that checks models was killed; {which}", file=sys.stderr)
-    elif unchecked:
+    if unchecked and started and ended is not None and ended.limit != TIME:
         answers.append("")
+    elif unchecked:  # no model's fault: the trials will report what is missing
+        print(f"{unchecked} of {len(models)} models cannot be checked now, and are queued unchecked", file=sys.stderr)
     return [*answers, *[None] * (len(models) - len(answers))]
 
 
@@ -194,30 +134,18 @@ def _try(config: TrialConfig) -> None:
 
     named = [getattr(config, name) for name in code_fields(config.family)]
     if named and data_refusal(config) is not None:  # the user's code is built only where it runs
-        try:
-            from learn.job.training_job import load_factory
-        except ImportError:  # a compared environment may lack imports of estimates
-            return
+        from learn.job.training_job import load_factory
+
         for name in named:
             load_factory(name)
         return
     try:
-        if (timm_name := _name_in_timm(config)) is not None:
-            get_family("timm").defaults(timm_name)
         with torch.device("meta"):
             get_family(config.family).build(config)
     except CommandError:
         raise
     except Exception as error:  # a library may raise anything for an unknown name
         raise UsageError(f"{getattr(config, _FIELD)} makes no model: {exception_line(error)}") from error
-
-
-def _name_in_timm(config: TrialConfig) -> str | None:
-    """Return the name given to `timm:create_model`, or None; timm does not suggest similar names."""
-    if not getattr(config, _FIELD).startswith("timm:"):
-        return None
-    name: str | None = json.loads(getattr(config, _ARGUMENTS)).get("model_name")
-    return name
 
 
 def answer(_: None, channel: int) -> None:
