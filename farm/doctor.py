@@ -5,39 +5,34 @@ Start reading at `examine`, which collects; `print_tables` prints. torch and Ray
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires
-from pathlib import Path
 from typing import Any
 
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key, section
 from conf.device_names import profiles_of
-from conf.errors import CommandError, EnvironmentProblem
+from conf.errors import CommandError
 from conf.files.identity import version_of
 from conf.plain_text import print_lines
 from farm.submission.settings import DeviceKeys, device_choice
+from farm.submission.submitting import existing_folder
 from featurize.device.device_spec import device_from_mapping
 from warehouse.files.folder import DataFolder
-from workers.devices import DeviceChoice, DeviceUnavailable, choose_device, core_count, host_memory_mib
+from workers.devices import DeviceChoice, DeviceUnavailable, choose_device, core_count
 from workers.devices.cuda import Discovery, discover_gpus, torch_cuda_build
 from workers.telemetry.base import Sensor, SensorUnavailable, WatchTarget
 from workers.telemetry.sampler import SENSORS, DcgmAddress, TelemetrySettings, make_sensors
 
 _BYTES_PER_MIB = 1024**2
 _RATES = ("fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8")
-TESTED_TORCH = ("2.6.0", "2.15.0")  # oldest and newest release with golden traces
 _LISTEN_S = 1.5  # longest time to read a sensor; shows an exporter that renews its values each second
-_SLOW_EXPORTER_S = 0.5  # a window of 1 s holds at most one reading of a slower one
-_EXPORTER_HINT = "infra/dcgm-exporter/README.md starts one with our counter file every 100 ms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +117,7 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
         "device": {**device_state(choice), "description": described_device(choice.spec)},
         "telemetry": telemetry_state(gpus, dcgm_url),
         "torch": {"version": version_of("torch"), "cuda": torch_cuda_build()},
-        "ray": {"version": version_of("ray"), "importable": ray_importable()},
+        "ray": {"version": version_of("ray")},
         "packages": packages(),
         "machine": machine_state(),
         "data": data_state(data),
@@ -130,10 +125,7 @@ def examine(data: str | None, choice: DeviceChoice, dcgm_url: str) -> dict[str, 
 
 
 def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a GPU model's figures, with `ridge_flop_per_byte` for each of its rates; None without a description.
-
-    Below its ridge a kernel is bound by memory, above it by arithmetic.
-    """
+    """Return a GPU model's figures; None without a description."""
     if spec is None:
         return None
     device = device_from_mapping(dict(spec))
@@ -143,7 +135,6 @@ def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "architecture": device.architecture.title,
         "warp_size": device.architecture.warp_size,
         "peak_tflops": rates,
-        "ridge_flop_per_byte": {name: rate * 1e3 / device.bandwidth_gb_s for name, rate in rates.items()},
         "mig_slices": list(profiles_of(device.name)),
     }
 
@@ -151,14 +142,12 @@ def described_device(spec: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def device_rows(described: Mapping[str, Any]) -> list[tuple[str, bool | None, str]]:
     """Return the figures as rows of the report: name, None (a fact, not a verdict), text."""
     rates = ", ".join(f"{name} {rate:g}" for name, rate in described["peak_tflops"].items())
-    ridge = ", ".join(f"{name} {value:.0f}" for name, value in described["ridge_flop_per_byte"].items())
     texts = {
         "model": f"{described['name']}, {described['architecture']}",
         "usable memory": f"{described['memory_mib']:,.0f} MiB, of which a process's context takes "
         f"{described['context_mib']:,.0f}",
         "bandwidth": f"{described['bandwidth_gb_s']:,.0f} GB/s, L2 cache {described['l2_mib']:g} MiB",
         "TFLOP/s": rates,
-        "ridge, FLOP/byte": ridge,
         "multiprocessors": f"{described['sm_count']}, each of {described['warps_per_sm']} warps of "
         f"{described['warp_size']} threads",
         "power": f"{described['idle_power_w']:g} W idle, at most {described['power_limit_w']:g} W",
@@ -182,7 +171,7 @@ def telemetry_state(gpus: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]
     """Return each telemetry source's state for the first usable GPU: whether it works, why not, and its metrics.
 
     `metrics` lists what the source delivers, `not_given` maps each other metric to the reason. `interval_s` is the
-    time between new figures (None: unknown), `note` a possible improvement.
+    time between new figures (None: unknown).
     """
     uuid = gpus.usable[0].uuid if gpus.usable else None
     settings = TelemetrySettings(sources=tuple(SENSORS), dcgm_url=dcgm_url)
@@ -194,8 +183,6 @@ def telemetry_state(gpus: Discovery, dcgm_url: str) -> dict[str, dict[str, Any]]
     torch_missing = None if version_of("torch") else "the package torch is not installed"
     reported = ["allocated_mib", "reserved_mib", "step_time_ms"]  # by the trial itself, not by a sensor
     state["torch"] = _source(reason=torch_missing, metrics=[] if torch_missing else reported)
-    if not state["dcgm"]["available"] and uuid is not None:
-        state["dcgm"]["note"] = _EXPORTER_HINT
     return {name: state[name] for name in (*SENSORS, "torch")}
 
 
@@ -205,7 +192,6 @@ def _source(
     metrics: list[str] | None = None,
     not_given: dict[str, str] | None = None,
     interval_s: float | None = None,
-    note: str | None = None,
 ) -> dict[str, Any]:
     return {
         "available": reason is None,
@@ -213,7 +199,6 @@ def _source(
         "metrics": metrics or [],
         "not_given": not_given or {},
         "interval_s": interval_s,
-        "note": note,
     }
 
 
@@ -234,18 +219,10 @@ def _read_sensor(sensor: Sensor) -> dict[str, Any]:
     except SensorUnavailable as reason:
         return _source(reason=str(reason))
     dropped = dict(sensor.dropped)
-    interval_s = None if exporter is None else exporter.interval_s
-    note: str | None = None
-    if exporter and (interval_s is None or interval_s > _SLOW_EXPORTER_S):
-        pace = f"about every {interval_s:.1f} s" if interval_s else f"less often than every {_LISTEN_S:g} s"
-        note = f"renews its figures {pace}, too rarely for short windows; {_EXPORTER_HINT}"
-    elif exporter and any("counter file" in reason for reason in dropped.values()):
-        note = _EXPORTER_HINT
     return _source(
         metrics=[name for name in sensor.metrics if name not in dropped],
         not_given=dropped,
-        interval_s=interval_s,
-        note=note,
+        interval_s=None if exporter is None else exporter.interval_s,
     )
 
 
@@ -260,48 +237,30 @@ def packages() -> dict[str, str | None]:
     return {name: version_of(name) for name in {"gpufarm": None, **names}}
 
 
-def ray_importable() -> bool:
-    """Return whether Ray and its compiled core are installed. Importing Ray takes longer than the whole report."""
-    spec = importlib.util.find_spec("ray")
-    if spec is None or spec.origin is None:
-        return False
-    return any(Path(spec.origin).parent.glob("_raylet*"))
-
-
 def machine_state() -> dict[str, Any]:
-    """Return the CPU cores that this process may use, and memory and shared memory in MiB (None if unknown)."""
+    """Return the system, the CPU cores that this process may use, and the memory in MiB."""
     import psutil
 
-    try:
-        shm = shutil.disk_usage("/dev/shm")
-    except OSError:
-        shm = None
-    memory, limit_mib = psutil.virtual_memory(), host_memory_mib()
+    memory = psutil.virtual_memory()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python_version": platform.python_version(),
         "cpu_cores": core_count(),
         "memory_mib": round(memory.total / _BYTES_PER_MIB),
         "memory_available_mib": round(memory.available / _BYTES_PER_MIB),
-        "memory_limit_mib": None if limit_mib >= memory.total / _BYTES_PER_MIB else round(limit_mib),
-        "shm_mib": None if shm is None else round(shm.total / _BYTES_PER_MIB),
-        "shm_free_mib": None if shm is None else round(shm.free / _BYTES_PER_MIB),
     }
 
 
 def data_state(data: str | None) -> dict[str, Any]:
-    """Return the data folder's path, whether it exists and is writable, its schema version and its contents."""
+    """Return the data folder's path, whether it exists and is writable, its schema version and its lost runs."""
     from warehouse.files.integrity import compare
 
     folder = DataFolder.resolve(data)
     state: dict[str, Any] = {
         "path": str(folder.root),
         "exists": folder.root.is_dir(),
-        "writable": _writable(folder.root),
+        "writable": os.access(existing_folder(folder.root), os.W_OK | os.X_OK),
         "schema_version": None,
-        "jobs": None,
-        "tasks": None,
-        "runs": None,
         "runs_gone": None,
         "runs_unknown": None,
         "reason": None,
@@ -309,70 +268,19 @@ def data_state(data: str | None) -> dict[str, Any]:
     try:
         folder.open()
         state["schema_version"] = json.loads(folder.format_marker.read_text())["schema_version"]
-        state["jobs"], state["tasks"] = _queue_counts(folder.queue)
         presence = compare(folder)
         state["runs_gone"] = sum(map(len, presence.gone.values()))
         state["runs_unknown"] = sum(map(len, presence.unknown.values()))
-        state["runs"] = _run_counts(folder)
     except (CommandError, OSError) as error:
         state["reason"] = str(error)
     return state
 
 
-def _writable(path: Path) -> bool:
-    """Return whether the folder, or its nearest existing parent, is writable."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
-
-
-def _queue_counts(path: Path) -> tuple[int, dict[str, int]]:
-    """Return the number of jobs, and of tasks by state. Never creates a queue."""
-    from farm.queue.jobs import Queue
-
-    if not path.exists():
-        return 0, {}
-    with Queue.open(path, busy_timeout_s=1.0) as queue:
-        jobs, counts = queue.jobs(), queue.counts()
-    tasks = {state: getattr(counts, state) for state in ("queued", "leased", "done", "cancelled")}
-    return len(jobs), {state: count for state, count in tasks.items() if count}
-
-
-def _run_counts(folder: DataFolder) -> dict[str, int]:
-    """Return the number of runs by status, each run counted once."""
-    import duckdb
-
-    from warehouse.reading.connection import connect
-
-    try:
-        with connect(folder) as connection:
-            rows = connection.execute("SELECT status, count(*) FROM runs GROUP BY ALL ORDER BY ALL").fetchall()
-    except duckdb.Error as error:
-        raise EnvironmentProblem(f"the runs in {folder.root} cannot be read: {error}") from error
-    return dict(rows)
-
-
 def print_tables(report: dict[str, Any]) -> None:
     """Print the report to standard output."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    marks = {True: "yes", False: "no", None: ""}
     for heading, rows in _sections(report):
-        for place, (name, good, text) in enumerate(rows):
-            mark = Text(
-                {True: "yes  ", False: "no   ", None: "     "}[good],
-                {True: "green", False: "yellow", None: ""}[good],
-            )
-            table.add_row(Text(heading if place == 0 else "", "bold"), Text(name), mark + Text(text))
-        table.add_section()
-    console.print(table)
+        print_lines([heading, *(f"  {name:28} {marks[good]:3} {text}" for name, good, text in rows)])
 
 
 def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | None, str]]]]:
@@ -404,9 +312,9 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         (
             "torch",
             torch["version"] is not None,
-            f"{torch['version']}, {build}{_untested(torch['version'])}" if torch["version"] else "not installed",
+            f"{torch['version']}, {build}" if torch["version"] else "not installed",
         ),
-        ("ray", ray["importable"], ray["version"] or "not installed"),
+        ("ray", ray["version"] is not None, ray["version"] or "not installed"),
         *(
             (name, installed is not None, installed or "not installed")
             for name, installed in report["packages"].items()
@@ -414,21 +322,10 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
         ),
     ]
     machine = report["machine"]
-    limit = machine["memory_limit_mib"]
     host = [
         ("system", None, f"{machine['system']}, Python {machine['python_version']}"),
         ("CPU cores", None, str(machine["cpu_cores"])),
-        (
-            "memory",
-            None,
-            f"{machine['memory_mib']} MiB, {machine['memory_available_mib']} available"
-            + (f", limited to {limit} MiB" if limit else ""),
-        ),
-        (
-            "/dev/shm",
-            None,
-            "none" if machine["shm_mib"] is None else f"{machine['shm_mib']} MiB, {machine['shm_free_mib']} free",
-        ),
+        ("memory", None, f"{machine['memory_mib']} MiB, {machine['memory_available_mib']} available"),
     ]
     return [
         ("GPUs", [*gpus, ("driver", None, report["driver_version"] or "none")]),
@@ -446,15 +343,6 @@ def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | 
     ]
 
 
-def _untested(torch_version: str) -> str:
-    """Return a note if this torch release is outside the tested range, else an empty text."""
-    oldest, newest, release = (
-        tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:2])
-        for text in (*TESTED_TORCH, torch_version)
-    )
-    return "" if oldest <= release <= newest else f"; not tested: {TESTED_TORCH[0]} to {TESTED_TORCH[1]} are"
-
-
 def _telemetry_rows(name: str, source: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
     pace = f" (renewed every {source['interval_s']:.2g} s)" if source["interval_s"] else ""
     rows: list[tuple[str, bool | None, str]] = [
@@ -464,8 +352,6 @@ def _telemetry_rows(name: str, source: dict[str, Any]) -> list[tuple[str, bool |
     for metric, reason in source["not_given"].items():
         by_reason.setdefault(reason, []).append(metric)
     rows += [("", None, f"without {', '.join(metrics)}: {reason}") for reason, metrics in by_reason.items()]
-    if source["note"]:
-        rows.append(("", None, source["note"]))
     return rows
 
 
@@ -480,11 +366,6 @@ def _data_rows(data: dict[str, Any]) -> list[tuple[str, bool | None, str]]:
     ]
     if data["schema_version"] is not None:
         rows.append(("schema version", None, str(data["schema_version"])))
-    for name in ("tasks", "runs"):
-        if data[name] is not None:
-            states = ", ".join(f"{count} {state}" for state, count in data[name].items())
-            jobs = f" of {data['jobs']} jobs" if name == "tasks" else ""
-            rows.append((name, None, f"{sum(data[name].values())}{jobs}" + (f": {states}" if states else "")))
     for name, text in (
         ("runs_gone", "{:,} runs marked done in the queue have no file; repair=true queues them again"),
         ("runs_unknown", "{:,} runs are not known to the queue; submitting their jobs again runs what is missing"),

@@ -41,9 +41,7 @@ def entry(settings: GrowSettings) -> int:
     folder = DataFolder.resolve(settings.data)
     with _sigterm_interrupts(), _notify_if_not_begun(folder, settings):  # report a missing device before any write
         machine_of(settings.device, settings.cluster)
-        is_new_cycle = not any(cycle.open for cycle in Journal.open(folder).cycles()[-1:])
-        if is_new_cycle:
-            require_models(settings.spaces)
+        require_models(settings.spaces)
     folder.create()
     with contextlib.ExitStack() as stack:
         try:
@@ -55,7 +53,7 @@ def entry(settings: GrowSettings) -> int:
         service = stack.enter_context(Service.open(folder, settings.log, settings.metrics))
         queue = stack.enter_context(Queue.open(folder.queue))
         status = stack.enter_context(contextlib.closing(_StatusLine(service.quiet)))
-        night = _night(folder, queue, settings, service, status, models_checked=is_new_cycle)
+        night = _night(folder, queue, settings, service, status)
         return _run_cycle(night, status)
 
 
@@ -65,7 +63,6 @@ def _night(
     settings: GrowSettings,
     service: Service,
     status: _StatusLine,
-    models_checked: bool,
 ) -> NightWork:
     """Return the unfinished cycle with the settings that it began with, or a new one; print which."""
     journal = Journal.open(folder)
@@ -80,8 +77,6 @@ def _night(
             headline += f"\ncycle {cycle.name} is unfinished; it goes on as it was begun, not as asked now: "
             headline += _budget(settings)
         else:
-            if not models_checked:  # the unfinished cycle was given up, or has ended since `entry` looked
-                require_models(settings.spaces)
             machine, headline = machine_of(settings.device, settings.cluster, cycles)
             cycle = begin_cycle(folder, journal, settings, machine)
             headline += f"\ncycle {cycle.name}: {_budget(settings)}, policy {settings.policy}"
@@ -117,12 +112,8 @@ def _run_cycle(night: NightWork, status: _StatusLine) -> int:
 
 
 def _progress_text(night: NightWork) -> str:
-    """Return text such as `cycle 2026-11-20 is unfinished at its step run, 12 of 500 configurations`."""
+    """Return text such as `cycle 2026-11-20 is unfinished at its step run`."""
     where = next((f" at its step {name}" for name in STEPS if night.cycle.done(name) is None), "")
-    if night.cycle.done("choose") is not None and night.cycle.done("run") is None:
-        with contextlib.suppress(CommandError):  # its job is not queued yet
-            counts = night.queue.counts(night.cycle.job("grow"))
-            where += f", {counts.done:,} of {counts.total:,} configurations"
     return f"cycle {night.cycle.name} is unfinished{where}"
 
 
@@ -196,18 +187,11 @@ def _dry_run(settings: GrowSettings) -> int:
         print("\n".join(choice_lines(plan.choice, machine.source)))
     elif settings.singles is None or again < settings.singles:
         print("nothing new is left in these search spaces; the night after looks at the candidates behind them")
-    if settings.collocate:
-        print(f"pairs of trials on one device: {_pairs(settings)}")
     for name, cells in plan.choice.gained.items():
         new = sorted(cells.items(), key=lambda item: (item[1][0], -item[1][1], item[0]))[:_CELLS_SHOWN]
         print(f"{name}: " + "; ".join(f"{cell} {before}+{gained}" for cell, (before, gained) in new))
     print("nothing was run or written: dry_run=true")
     return 0
-
-
-def _pairs(settings: GrowSettings) -> str:
-    share = f"{settings.collocate:.0%} of the time"
-    return share if settings.pairs is None else f"{settings.pairs:,}"
 
 
 def _budget(settings: GrowSettings) -> str:
@@ -222,9 +206,6 @@ def _lines(cycle: Cycle, report: str | None) -> Iterator[str]:
     landed = cycle.payload(LandPayload)
     if canaries is not None and cycle.outcome != "sick":
         yield f"canaries: {canaries.said}"
-        if drift := canaries.drift:
-            moved = ", ".join(drift.operators) or "nothing"
-            yield f"drift: {moved} moved; {drift.stale_rows:,} rows are stale, {drift.remeasure:,} bring them back"
     for result in () if learnt is None else learnt.results:
         yield f"{result.target}: {result.decision}: {error_line(result.why)}"
     for finding in () if landed is None else landed.findings:

@@ -174,13 +174,12 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
     from learn.estimation.job_estimate import Estimate
 
     messages: list[str] = []
-    unknown_shapes: list[str] = []
-    for pods in value_at(workload, "spec.podSets", list, unknown_shapes):
-        template = value_at(pods, "template", dict, unknown_shapes)
-        text = value_at(template, "metadata.annotations", dict, unknown_shapes).get(JOB)
+    for pods in value_at(workload, "spec.podSets", list):
+        template = value_at(pods, "template", dict)
+        text = value_at(template, "metadata.annotations", dict).get(JOB)
         if text is None:
             continue
-        name = value_at(pods, "name", str, unknown_shapes) or "main"
+        name = value_at(pods, "name", str) or "main"
         try:
             job = {"device": device_of(template), **job_of_text(text, JOB)}
             (result,) = service.ask("POST", "/v1/estimate:batch", {"jobs": [job]})["results"]
@@ -197,8 +196,7 @@ def _decision(workload: Mapping[str, Any], service: Client) -> Decision | None:
         if estimate.fits_device is False:
             return REJECTED, f"{figures}, which does not fit"
         messages.append(figures)
-    messages = messages or ["no pod says which job it runs"]
-    return READY, "; ".join([*messages, *(f"{path} has an unknown shape" for path in unknown_shapes)])
+    return READY, "; ".join(messages or ["no pod says which job it runs"])
 
 
 def _mark_active(api: KueueApi, check: Mapping[str, Any], name: str) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,6 @@ from conf.reports.blocks import (
     Legend,
     Page,
     Section,
-    Tile,
-    Tiles,
     keep_page,
     table,
     write_page,
@@ -257,48 +255,17 @@ def replay_page(replays: CrossedReplays) -> Page:
     """Return the page's contents."""
     return Page(
         title=f"Replay of {replays.trace_name}",
-        head=(Lead(title(replays)), *_tiles(replays), *(Callout(text) for text in notes(replays))),
+        head=(
+            Lead(title(replays)),
+            Lead(f"shortest makespan: {verdict(replays)}"),
+            *(Callout(text) for text in notes(replays)),
+        ),
         sections=(
             Section("makespan", "Makespan", _makespans(replays), name="makespan"),
             Section("jobs", "Waiting and completion of the jobs", _distributions(replays), name="jobs"),
             Section("all", "All figures", (_all(replays),), name="figures"),
         ),
     )
-
-
-def _tiles(replays: CrossedReplays) -> list[Block]:
-    candidates = leading(replays)
-    if not candidates:
-        return []
-    best = candidates[0]
-    if len(candidates) > 1:
-        return [
-            Tiles(
-                (
-                    Tile("shortest makespan", "none stands out", verdict(replays)),
-                    Tile(
-                        "out of memory", _from_to(candidates, FIGURES["out_of_memory"], 1), "crashes a seed, of these"
-                    ),
-                    Tile("SM activity", _from_to(candidates, FIGURES["smact"], 2), "mean of all GPUs, of these"),
-                )
-            )
-        ]
-    ratio, energy = Interval.of(best.over_exclusive), best.interval(FIGURES["energy_kwh"])
-    return [
-        Tiles(
-            (
-                Tile("shortest makespan", best.name, f"{100 * (1 - ratio.mean):.1f} % below exclusive"),
-                Tile("out of memory", f"{best.crashes}", "crashes of that policy, all seeds"),
-                Tile("SM activity", f"{best.interval(FIGURES['smact']).mean:.2f}", "mean of all GPUs"),
-                Tile("energy", f"{energy.mean:,.1f} kWh", "of all GPUs, idle ones too"),
-            )
-        )
-    ]
-
-
-def _from_to(standings: Sequence[Standing], figure: Callable[[ReplayResult], float], digits: int) -> str:
-    means = [standing.interval(figure).mean for standing in standings]
-    return f"{min(means):.{digits}f} to {max(means):.{digits}f}"
 
 
 def _makespans(replays: CrossedReplays) -> tuple[Block, ...]:

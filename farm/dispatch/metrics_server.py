@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI, Header, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse
 from prometheus_client.exposition import choose_encoder
 
 from farm.serving.connections import GuardedServer, listen, url_of
@@ -69,9 +69,5 @@ def _application(metrics: FarmMetrics, pulse: Pulse) -> FastAPI:
     @app.get("/readyz")
     def is_ready() -> Response:
         return JSONResponse(pulse.report(), 200 if pulse.ready else 503)
-
-    @app.exception_handler(404)
-    def not_found(_request: object, _error: object) -> Response:
-        return PlainTextResponse("there are /metrics, /healthz and /readyz\n", 404)
 
     return app

@@ -203,30 +203,25 @@ class HeadWatch:
         self._clean_up = clean_up
         self._leave = leave
         self._patience_s = _PATIENCE_AT_START_S
-        self._reason: str | None = None
+        self.reason: str | None = None  # a sentence about the process that ended
         self._stopped = threading.Event()
         self._noticed = threading.Event()  # by the main thread
         self._thread = threading.Thread(target=self._run, name="ray-head", daemon=True)
         self._thread.start()
 
-    @property
-    def reason(self) -> str | None:
-        """Return a sentence about the process that ended; None while all run."""
-        return self._reason
-
     def check(self) -> None:
         """Raise `ClusterLost` once the head is lost."""
-        if self._reason is not None:
+        if self.reason is not None:
             self._noticed.set()
-            raise ClusterLost(self._reason)
+            raise ClusterLost(self.reason)
 
     def check_now(self) -> None:
         """Look at the head now, then do what `check` does.
 
         While `ray.init` waits for its GCS it holds the interpreter's lock, so the thread cannot look (Ray 2.60).
         """
-        if self._reason is None:
-            self._reason = self._head.lost()
+        if self.reason is None:
+            self.reason = self._head.lost()
         self.check()
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -255,12 +250,12 @@ class HeadWatch:
         self._stopped.set()
 
     def _run(self) -> None:
-        while self._reason is None:
+        while self.reason is None:
             if self._stopped.wait(_LOOK_EVERY_S):
                 return
-            self._reason = self._head.lost()
+            self.reason = self._head.lost()
         if not self._noticed.wait(self._patience_s) and not self._stopped.is_set():
-            print(f"error: {lost_words(self._reason)}", file=sys.stderr, flush=True)
+            print(f"error: {lost_words(self.reason)}", file=sys.stderr, flush=True)
             try:
                 self._clean_up()
             finally:

@@ -29,7 +29,6 @@ class SubmittedCode:
     def __init__(self, trust: Sequence[str] = ()):
         self._trust = tuple(trust)
         self._recorded: frozenset[str] = frozenset()
-        self._read_at: tuple[int, ...] | None = None
 
     def decide(self, config: TrialConfig) -> tuple[TrialConfig, str | None]:
         """Return a task's config, with its permitted code names marked, and why the task must not run, or None.
@@ -64,7 +63,7 @@ class SubmittedCode:
         return entry in self._recorded
 
     def _read_again(self) -> None:
-        """Reread the record if it has changed, since others may submit while this dispatcher runs."""
+        """Reread the record, since the user may submit while this dispatcher runs."""
         with _state_folder() as folder:
             if folder is None:
                 return
@@ -72,11 +71,7 @@ class SubmittedCode:
                 contextlib.suppress(OSError),
                 os.fdopen(open_own_file(folder, _FILE, private=True), "rb") as file,
             ):
-                status = os.fstat(file.fileno())
-                version = (status.st_ino, status.st_size, status.st_mtime_ns)
-                if version != self._read_at:
-                    self._recorded = frozenset(_entries(file.read(_LIMIT_BYTES)))
-                    self._read_at = version
+                self._recorded = frozenset(_entries(file.read(_LIMIT_BYTES)))
 
 
 def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:
@@ -87,12 +82,6 @@ def record_submitted(configs: Iterable[TrialConfig]) -> Iterator[TrialConfig]:
     for config in configs:
         record_code(entry for name, entry in code_entries(config).items() if isinstance(name, CodeName))
         yield config
-
-
-def record_code_of(configs: Iterable[TrialConfig]) -> None:
-    """Record the code of configs that the user queues."""
-    for _ in record_submitted(configs):
-        pass
 
 
 def record_code(entries: Iterable[str]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.outputs import read_json, write_file
 from farm.dispatch.ray_cluster import ClusterSettings
-from farm.dispatch.submitted_code import record_code_of
+from farm.dispatch.submitted_code import record_submitted
 from farm.nights.journal import ChoicePayload, Cycle, PairsPayload, RunPayload
 from farm.nights.settings import GrowSettings
 from farm.queue.jobs import Queue
@@ -128,7 +128,7 @@ def submit_listed(
         settings_json=text_of_settings(trial),
         submitted_at=time.time(),
     )
-    record_code_of(configs)
+    list(record_submitted(configs))
     texts = ((index, text_of_task(members)) for index, members in tasks)
     queue.submit(job, texts, time.time())
     recorded = {"device": machine.choice.to_mapping(), "trial": trial.to_mapping(), "data": str(folder.root)}
@@ -236,10 +236,9 @@ _TRIED = 200  # sample of candidates whose expected times show how many runs fit
 
 @dataclass(frozen=True)
 class Planned:
-    """One configuration of a plan, and why it was chosen. `place`: its (sequence, index); None if measured again."""
+    """One configuration of a plan. `place`: its (sequence, index); None if measured again."""
 
     config: TrialConfig
-    why: str
     place: tuple[str, int] | None
 
 
@@ -271,7 +270,6 @@ def read_plan(folder: DataFolder, path: str | None, spaces: Sequence[Space] = ()
     return [
         Planned(
             trusting(config_from_mapping(entry["config"]), names),
-            entry["why"],
             tuple(entry["place"]) if entry["place"] else None,
         )
         for entry in entries
@@ -317,7 +315,7 @@ def make_plan(
     known = _known(folder, queue, settings, machine, environment)
     where, at_most = (folder, machine.device_name, machine.source), settings.singles
     stale_configs = () if environment is None else remeasure(*where, environment, at_most=at_most)
-    stale = tuple(Planned(config, "stale", None) for config in stale_configs)
+    stale = tuple(Planned(config, None) for config in stale_configs)
     known = dataclasses.replace(known, measured=known.measured | {config_hash(entry.config) for entry in stale})
     remaining = None if settings.singles is None else settings.singles - len(stale)
     only_stale = ChoicePayload(runs=len(stale), remeasured=len(stale))
@@ -336,7 +334,7 @@ def make_plan(
         n = min(remaining, len(pool))
     keys = {space.family: _key(settings, space) for space in settings.spaces}
     choice = choose(settings.policy, pool, known, n, forecaster, settings.seed, progress)
-    chosen = [Planned(new.config, new.why, (keys[new.config.family], new.index)) for new in choice.chosen]
+    chosen = [Planned(new.config, (keys[new.config.family], new.index)) for new in choice.chosen]
     return Plan(
         (*stale, *chosen),
         dataclasses.replace(

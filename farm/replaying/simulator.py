@@ -162,11 +162,9 @@ class PlacementPolicy(Protocol):
 
     def gpu_for(self, kind: int, pool: GpuPool, now_s: float, among: Sequence[int] | None = None) -> int | None:
         """Return the GPU that a job of this type joins now, only of `among` if given; None if it has to wait."""
-        ...
 
     def may_join(self, kind: int) -> bool:
         """Return True if a job of this type can ever join others."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

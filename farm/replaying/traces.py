@@ -211,9 +211,7 @@ def read_trace(path: str, n: int | None, seed: int) -> ClusterTrace:
         raise UsageError(f"trace={shown(path)} cannot be read: {error.strerror or error}") from error
     except UsageError:
         raise
-    except RecursionError as error:
-        raise UsageError(f"trace={shown(path)} is not a trace: it is nested too deeply") from error
-    except (ValueError, csv.Error) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise UsageError(f"trace={shown(path)} is not a trace: {error}") from error
     if not rows:
         raise UsageError(f"trace={shown(path)} has no job that ran on a GPU")

@@ -62,19 +62,15 @@ def known_runs(
     *,
     source: str = "measured",
     environment: Mapping[str, str | None] | None = None,
-    families: Sequence[str] | None = None,
 ) -> Known:
     """Read the device's runs from the warehouse at `data` (None: the default folder), sorted by `run_id`.
 
     `environment`: columns of `ENVIRONMENT` -> tonight's values; runs of another environment may be measured again, but
-    count as rows. None: any environment. `families`: only of these. Untrusted runs count as measured, but have no
-    labels. Raises `UsageError` for an unknown column.
+    count as rows. None: any environment. Untrusted runs count as measured, but have no labels.
     """
     from warehouse.reading.connection import select
 
-    environment = dict(environment or {})
-    if unknown := sorted(set(environment) - set(ENVIRONMENT)):
-        raise UsageError(f"environment: unknown {', '.join(unknown)}; known: {', '.join(ENVIRONMENT)}")
+    environment = environment or {}
     labels = {name: target.column for name, target in TARGETS.items()}
     about = (
         "run_id",
@@ -92,8 +88,6 @@ def known_runs(
     query = f"SELECT {', '.join(columns)} FROM runs WHERE source = ? AND group_id IS NULL ORDER BY run_id"
     device_rows = select(data, query, [source])
     device_rows = [row for row in device_rows if row["device_name"] and same_device(row["device_name"], device_name)]
-    if families is not None:
-        device_rows = [row for row in device_rows if row["family"] in families]
     measured = {row["config_hash"] for row in device_rows if all(row[name] == v for name, v in environment.items())}
     configs, labelled_rows = [], []
     left_out: dict[str, list[str]] = {}
@@ -196,11 +190,6 @@ class Map:
             names[dimension] = tuple(known.tolist())
             codes.append(code)
         return cls(np.stack(codes, axis=1), names)
-
-    def cell(self, row: int, dimension: str) -> str:
-        """Return a cell's name, such as `cnn 8-16 GB`."""
-        column = DIMENSIONS.index(dimension)
-        return self.names[dimension][int(self.codes[row, column])]
 
     def counts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the number of rows in each cell, by dimension."""

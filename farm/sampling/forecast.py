@@ -51,9 +51,6 @@ class Outlook:
     table: np.ndarray
     ways: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.table)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Forecaster:
@@ -74,9 +71,7 @@ class Forecaster:
     def look(
         self, configs: Sequence[TrialConfig], progress: Callable[[int, int], None] = lambda completed, total: None
     ) -> Outlook:
-        """Return the outlook on the configs; tables of two calls are not comparable. Raises `UsageError` for none."""
-        if not configs:
-            raise UsageError("there are no configs to forecast")
+        """Return the outlook on one config or more; tables of two calls are not comparable."""
         families: dict[str, list[int]] = {}
         for place, config in enumerate(configs):
             families.setdefault(config.family, []).append(place)
@@ -104,10 +99,6 @@ class Forecaster:
         for name in sorted(traced):
             self._trace([configs[i] for i in families[name]], np.array(families[name]), figures, ways)
         return Outlook(figures, parameters, _table(*_columns(n, features)), ways)
-
-    @property
-    def capacity_mib(self) -> float:
-        return self.device.memory_mib
 
     def _knows(self, config: TrialConfig) -> bool:
         from learn.estimation.fast_estimates import fast_problem

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conf.errors import CommandError, UsageError
+from conf.plain_text import count_of
 from farm.sampling.coverage import DIMENSIONS, Known, Map, fill
 from farm.sampling.forecast import Forecaster, Outlook
 from featurize.configs.dimensions import Space
@@ -47,31 +48,17 @@ class CandidatePool:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """One candidate to run, with the reasons.
+    """One candidate to run.
 
     index         index in its family's sequence
-    bins          dimension -> its probable cell (`farm.sampling.coverage.DIMENSIONS`)
-    rows          dimension -> rows known in that cell before this choice
-    uncertainty   for `active`: 1 is the candidates' mean
-    disagreement  of the committee on its memory, as a standard deviation of the logarithm
+    disagreement  for `active`: of the committee on its memory, as a standard deviation of the logarithm
     figures       target -> expected value, in the target's unit
     """
 
     index: int
     config: TrialConfig
-    config_hash: str
-    bins: Mapping[str, str]
-    rows: Mapping[str, int]
     figures: Mapping[str, float]
-    uncertainty: float | None = None
     disagreement: float | None = None
-
-    @property
-    def why(self) -> str:
-        """Return the reason in words: the cell with the fewest rows, the region, and any uncertainty."""
-        emptiest = min((name for name in self.rows if name != "region"), key=lambda name: self.rows[name])
-        reason = f"{self.bins[emptiest]}: {self.rows[emptiest]} rows; {self.bins['region']}: {self.rows['region']} rows"
-        return reason if self.uncertainty is None else f"{reason}; {self.uncertainty:.1f} x as uncertain as the mean"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +89,6 @@ def candidates(
     start: int,
     count: int,
     limits: Limits = NO_LIMITS,
-    rejections: Counter[str] | None = None,
 ) -> CandidatePool:
     """Return `count` configs of the space's sequence from index `start` on, where the last night ended.
 
@@ -110,7 +96,7 @@ def candidates(
     `featurize.configs.draws.sample_range`.
     """
     points = "uniform" if policy == "uniform" else "stratified"
-    configs = tuple(sample_range(space, seed, start, start + count, points, limits, rejections))
+    configs = tuple(sample_range(space, seed, start, start + count, points, limits))
     hashes = tuple(map(config_hash, configs))
     return CandidatePool(configs, hashes, tuple(range(start, start + count)), {space.family: start + count})
 
@@ -137,7 +123,7 @@ def choose(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Selection:
-    """Choose the `n` candidates to measure next (fewer if the pool has no more), in order, with reasons.
+    """Choose the `n` candidates to measure next (fewer if the pool has no more), in order.
 
     uniform, stratified  the first candidates of the sequence
     coverage  those whose label bins and feature regions have the fewest rows (`farm.sampling.coverage.fill`)
@@ -168,18 +154,19 @@ def choose(
         if not doubts:
             notes.append("too few rows are known to tell where the estimator is unsure: chosen by coverage")
         for target, doubt in doubts.items():
-            figures[target][candidate_rows] = _shift(outlook.figures[target][candidate_rows], doubt.shift, target)
-    cells = Map.of([*fresh_configs, *known.configs], figures, outlook.parameters, estimator.capacity_mib)
+            unit = get_target(target).space
+            shifted = to_space(outlook.figures[target][candidate_rows], unit) + doubt.shift
+            figures[target][candidate_rows] = from_space(shifted, unit)
+    cells = Map.of([*fresh_configs, *known.configs], figures, outlook.parameters, estimator.device.memory_mib)
     if doubts:
-        places = _draw_places(cells, doubts, figures["memory"], candidate_rows, n, estimator.capacity_mib, seed)
+        places = _draw_places(cells, doubts, figures["memory"], candidate_rows, n, estimator.device.memory_mib, seed)
     elif policy in _LOOKING:
         places = fill(cells, known_rows, candidate_rows, n, seed)
     else:
         places = candidate_rows[:n]
-    chosen = _list_chosen(pool, fresh.places, places, cells, known_rows, figures, doubts)
     return Selection(
         policy=policy,
-        chosen=chosen,
+        chosen=_list_chosen(pool, fresh.places, places, figures, doubts),
         pool=len(pool),
         measured=fresh.measured,
         repeated=fresh.repeated,
@@ -206,9 +193,7 @@ class _Fresh:
     def cannot_be_built(self) -> str:
         """Return the number of unbuildable candidates and the most common reason, in one line."""
         ((reason, _),) = self.unbuildable.most_common(1)
-        count, others = self.unbuildable.total(), len(self.unbuildable) - 1
-        more = f"; and {others:,} other reason{'s' if others > 1 else ''}" if others else ""
-        return f"{count:,} candidate{'s' if count > 1 else ''} whose model cannot be built: {reason}{more}"
+        return f"{count_of(self.unbuildable.total(), 'candidate')} whose model cannot be built: {reason}"
 
 
 def _fresh(pool: CandidatePool, known: Known, at_most: int | None, networks: Networks | None = None) -> _Fresh:
@@ -284,11 +269,6 @@ def _doubts(outlook: Outlook, known: Known, new: np.ndarray, old: np.ndarray, se
     return by_target
 
 
-def _shift(figures: np.ndarray, shift: np.ndarray, target: str) -> np.ndarray:
-    space = get_target(target).space
-    return from_space(to_space(figures, space) + shift, space)
-
-
 def _draw_places(
     cells: Map,
     doubts: Mapping[str, Doubts],
@@ -310,30 +290,19 @@ def _list_chosen(
     pool: CandidatePool,
     fresh: Sequence[int],
     places: np.ndarray,
-    cells: Map,
-    old: np.ndarray,
     figures: Mapping[str, np.ndarray],
     doubts: Mapping[str, Doubts],
 ) -> tuple[Chosen, ...]:
-    before = cells.counts(old)
-    score = np.mean([doubt.score for doubt in doubts.values()], axis=0) if doubts else None
     memory = doubts.get("memory")
-    chosen = []
-    for place in places.tolist():
-        candidate = fresh[place]
-        chosen.append(
-            Chosen(
-                index=pool.indices[candidate],
-                config=pool.configs[candidate],
-                config_hash=pool.hashes[candidate],
-                bins={name: cells.cell(place, name) for name in DIMENSIONS},
-                rows={name: int(before[k][cells.codes[place, k]]) for k, name in enumerate(DIMENSIONS)},
-                figures={name: float(column[place]) for name, column in figures.items()},
-                uncertainty=None if score is None else float(score[place]),
-                disagreement=None if memory is None else float(memory.disagreement[place]),
-            )
+    return tuple(
+        Chosen(
+            index=pool.indices[fresh[place]],
+            config=pool.configs[fresh[place]],
+            figures={name: float(column[place]) for name, column in figures.items()},
+            disagreement=None if memory is None else float(memory.disagreement[place]),
         )
-    return tuple(chosen)
+        for place in places.tolist()
+    )
 
 
 def _count_gained(cells: Map, old: np.ndarray, places: np.ndarray) -> dict[str, dict[str, tuple[int, int]]]:

@@ -106,21 +106,9 @@ def device_of(pod: Mapping[str, Any]) -> str:
     return known_device(plain) or known_device(plain.replace("-", " ")) or product
 
 
-def value_at(owner: object, path: str, kind: type[Shape], unknown_shapes: list[str] | None = None) -> Shape:
-    """Return an API object's value at a dotted path; an empty `kind` if it is absent, null or of another type.
-
-    Appends the path of a value of another type to `unknown_shapes`.
-    """
+def value_at(owner: object, path: str, kind: type[Shape]) -> Shape:
+    """Return an API object's value at a dotted path; an empty `kind` if it is absent, null or of another type."""
     value = owner
     for name in path.split("."):
-        if not isinstance(value, dict):
-            break
-        value = value.get(name)
-        if value is None:
-            return kind()
-    else:
-        if isinstance(value, kind):
-            return value
-    if unknown_shapes is not None:
-        unknown_shapes.append(path)
-    return kind()
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, kind) else kind()

@@ -192,12 +192,6 @@ class SubmitSettings(SampledSettings):
         return tuple(parse_space(name, default_space(name) or {}) for name in self.families or ())
 
     @property
-    def space(self) -> Space:
-        """Return the search space of a submission of single trials."""
-        assert self.arch is not None
-        return self.arch
-
-    @property
     def trial_settings(self) -> TrialSettings:
         """The settings of trials that a worker needs."""
         return dataclasses.replace(super().trial_settings, sharing=self.sharing)
@@ -207,7 +201,7 @@ class SubmitSettings(SampledSettings):
         # Absent without batch sizes: jobs older than the key keep their ids.
         pairs = {} if self.batch_sizes is None else {"batch_sizes": list(self.batch_sizes)}
         space = (
-            self.space.to_mapping()
+            self.spaces[0].to_mapping()
             if self.collocate is None
             else {
                 "together": SIZES[self.collocate],

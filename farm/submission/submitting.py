@@ -137,7 +137,7 @@ def task_texts(
     """Yield the tasks of the indices `start` <= i < `stop` as the queue holds them, after recording their code."""
     if settings.collocate is None:
         sampled = sample_range(
-            settings.space,
+            settings.spaces[0],
             settings.seed,
             start,
             stop,
@@ -173,7 +173,7 @@ def require_consent(folder: DataFolder, settings: SubmitSettings) -> None:
     if settings.n <= ASK_ABOVE or (trials := settings.n - _count_queued(folder, settings)) <= ASK_ABOVE:
         return
     needed_bytes = queue_bytes(trials, task_texts(settings, 0, _EXAMPLES))
-    free_bytes = shutil.disk_usage(_existing(folder.root)).free
+    free_bytes = shutil.disk_usage(existing_folder(folder.root)).free
     asked = (
         f"this queues {trials:,} trials, about {_size(needed_bytes)} in {folder.queue} ({_size(free_bytes)} are free)"
     )
@@ -194,7 +194,7 @@ def queue_bytes(trials: int, example_texts: Iterable[str]) -> int:
     return round(trials * (sum(lengths) / max(1, len(lengths)) + _BYTES_BESIDE))
 
 
-def _existing(path: Path) -> Path:
+def existing_folder(path: Path) -> Path:
     """Return the folder itself, or its nearest existing parent."""
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 

@@ -19,7 +19,7 @@ def test_overrides_reach_the_command():
     seen = []
     assert _run(["+arch=cnn", "n=7", "window=fixed", "window.seconds=3"], seen.append) == 0
     (settings,) = seen
-    assert (settings.space.family, settings.n, settings.window.seconds) == ("cnn", 7, 3)
+    assert (settings.arch.family, settings.n, settings.window.seconds) == ("cnn", 7, 3)
 
 
 def test_every_bad_key_is_reported_together(capsys):

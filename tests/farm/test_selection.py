@@ -82,8 +82,8 @@ def test_nothing_is_measured_twice_and_the_same_call_makes_the_same_choice(pool,
     known = measured(pool.configs[:120])
     twice = CandidatePool(pool.configs * 2, pool.hashes * 2, pool.indices * 2, pool.next_index)
     choice = choose(policy, twice, known, 180, FORECASTER, seed=3)
-    assert choice == choose(policy, twice, known, 180, FORECASTER, seed=3) and all(one.why for one in choice.chosen)
-    chosen = [one.config_hash for one in choice.chosen]
+    assert choice == choose(policy, twice, known, 180, FORECASTER, seed=3)
+    chosen = [config_hash(one.config) for one in choice.chosen]
     assert len(chosen) == len(set(chosen)) == 180
     assert not set(chosen) & known.measured
     assert choice.measured >= 120
@@ -173,7 +173,6 @@ def test_active_asks_where_the_known_rows_disagree_with_the_rough_figures(pool):
     choice = choose("active", pool, known, 40, FORECASTER)
     share = np.mean([one.config.topology == "uniform" and one.config.batch_norm for one in choice.chosen])
     assert share > 1.5 * erratic[100:].mean()
-    assert all(one.uncertainty > 0 for one in choice.chosen)
 
 
 def test_what_will_probably_not_fit_is_rarely_worth_a_run(pool):

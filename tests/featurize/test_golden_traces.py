@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from golden_traces import expected, figures_of, golden, release
 
-from farm.doctor import TESTED_TORCH
 from featurize.families import family_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +29,6 @@ def test_the_tested_releases_are_those_that_the_project_declares():
     tested = golden()["tested"]
     assert tested == sorted(tested, key=lambda text: [int(part) for part in text.split(".")]) and len(tested) >= 3
     assert f'"torch>={tested[0]}"' in (ROOT / "pyproject.toml").read_text()
-    assert (tested[0], tested[-1]) == TESTED_TORCH
     pinned = re.search(r"^TORCH +\?= torch==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     assert pinned in tested
     for name in DECLARED:
