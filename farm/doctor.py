@@ -280,7 +280,7 @@ def print_tables(report: dict[str, Any]) -> None:
     """Print the report to standard output."""
     marks = {True: "yes", False: "no", None: ""}
     for heading, rows in _sections(report):
-        print_lines([heading, *(f"  {name:28} {marks[good]:3} {text}" for name, good, text in rows)])
+        print_lines([heading, *(f"  {name:28} {marks[good]:3} {text}".rstrip() for name, good, text in rows)])
 
 
 def _sections(report: dict[str, Any]) -> list[tuple[str, list[tuple[str, bool | None, str]]]]:

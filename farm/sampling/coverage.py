@@ -191,6 +191,11 @@ class Map:
             codes.append(code)
         return cls(np.stack(codes, axis=1), names)
 
+    def cell(self, row: int, dimension: str) -> str:
+        """Return a cell's name, such as `cnn 8-16 GB`."""
+        column = DIMENSIONS.index(dimension)
+        return self.names[dimension][int(self.codes[row, column])]
+
     def counts(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the number of rows in each cell, by dimension."""
         return [
