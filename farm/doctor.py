@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import sqlite3
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -273,6 +274,8 @@ def data_state(data: str | None) -> dict[str, Any]:
         state["runs_unknown"] = sum(map(len, presence.unknown.values()))
     except (CommandError, OSError) as error:
         state["reason"] = str(error)
+    except sqlite3.Error as error:
+        state["reason"] = f"{folder.queue}: {error}"
     return state
 
 

@@ -59,7 +59,7 @@ def submit(queue, job_id="mlp-00c0ffee", n=10, given=None):
         seed=0,
         policy="stratified",
         settings_json='{"timeout_s":300}',
-        submitted_at=1_000_000_000.0,
+        submitted_at=1_000_000_000.0 + len(queue.jobs()),
     )
     queue.submit(job, ((i, "{}") for i in range(n if given is None else given)), 1_000_000_000.0)
 
