@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from conf.errors import UsageError
@@ -31,6 +31,7 @@ WITHOUT_EFFECT = frozenset(
         "pinned_max_cached_size_mb",
         "pinned_free_catch_all",
         "graph_capture_record_stream_reuse",
+        "throw_on_cudamalloc_oom",
     }
 )
 
@@ -61,23 +62,24 @@ class AllocatorSettings:
     per_process_memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
-        if not self.large_segment_size_mb > 10:
-            wrong.append(f"large_segment_size_mb must be > 10, got {self.large_segment_size_mb}")
-        for key in ("max_split_size_mb", "max_non_split_rounding_mb"):
-            value = getattr(self, key)
-            if value is not None and value < self.large_segment_size_mb:
-                wrong.append(f"{key} must be >= large_segment_size_mb = {self.large_segment_size_mb}, got {value}")
-        if len(self.roundup_power2_divisions) not in (0, INTERVALS):
-            wrong.append(f"roundup_power2_divisions must have {INTERVALS} values, got {self.roundup_power2_divisions}")
-        if not all(value == 0 or _is_power_of_2(value) for value in self.roundup_power2_divisions):
-            wrong.append(f"roundup_power2_divisions must be powers of 2, or 0, got {self.roundup_power2_divisions}")
+        segment, divisions = self.large_segment_size_mb, self.roundup_power2_divisions
+        split, rounding = self.max_split_size_mb, self.max_non_split_rounding_mb
         threshold, fraction = self.garbage_collection_threshold, self.per_process_memory_fraction
-        if threshold is not None and not 0 < threshold < 1:
-            wrong.append(f"garbage_collection_threshold must lie in (0, 1), got {threshold}")
-        if fraction is not None and not 0 < fraction <= 1:
-            wrong.append(f"per_process_memory_fraction must lie in (0, 1], got {fraction}")
-        if wrong:
+        at_least = f"must be >= large_segment_size_mb = {segment}"
+        rules = (
+            ("large_segment_size_mb", "must be > 10", segment > 10),
+            ("max_split_size_mb", at_least, split is None or split >= segment),
+            ("max_non_split_rounding_mb", at_least, rounding is None or rounding >= segment),
+            ("roundup_power2_divisions", f"must have {INTERVALS} values", len(divisions) in (0, INTERVALS)),
+            (
+                "roundup_power2_divisions",
+                "must be powers of 2, or 0",
+                all(d == 0 or _is_power_of_2(d) for d in divisions),
+            ),
+            ("garbage_collection_threshold", "must lie in (0, 1)", threshold is None or 0 < threshold < 1),
+            ("per_process_memory_fraction", "must lie in (0, 1]", fraction is None or 0 < fraction <= 1),
+        )
+        if wrong := [f"{key} {rule}, got {getattr(self, key)}" for key, rule, holds in rules if not holds]:
             raise UsageError("allocator settings: " + "; ".join(wrong))
 
     @classmethod
@@ -105,8 +107,6 @@ class AllocatorSettings:
                 elif key == "backend":
                     if value != "native":
                         raise ValueError("only the native backend is modelled")
-                elif key == "throw_on_cudamalloc_oom":
-                    _boolean(value)
                 elif not colon or not value:
                     raise ValueError("needs a value")
             except ValueError as problem:
@@ -114,18 +114,6 @@ class AllocatorSettings:
         if wrong:
             raise UsageError("allocator settings: " + "; ".join(wrong))
         return cls(**values)
-
-    def to_text(self) -> str:
-        """Return the shortest text that `parse` accepts: settings at their defaults are left out."""
-        items = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default:
-                continue
-            if field.name == "roundup_power2_divisions":
-                value = "[" + ",".join(f"{1 << i}:{division}" for i, division in enumerate(value)) + "]"
-            items.append(f"{field.name}:{value}")
-        return ",".join(items)
 
     def size_rounding(self) -> Callable[[int], int]:
         """Return a function from requested bytes, at least 1, to the size of the block."""
@@ -179,8 +167,6 @@ def _divisions(text: str) -> tuple[int, ...]:
     for entry in filter(None, text[1:-1].split(",")):
         boundary, _, spelled = entry.partition(":")
         value = _integer(spelled)
-        if value != 0 and not _is_power_of_2(value):
-            raise ValueError("divisions must be powers of 2, or 0")
         if boundary == ">":
             divisions[last + 1 :] = [value] * (INTERVALS - last - 1)
             continue
@@ -194,20 +180,13 @@ def _divisions(text: str) -> tuple[int, ...]:
     return tuple(divisions)
 
 
-def _share(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError("expected a number" if text else "needs a value, a number") from error
-
-
 _READERS: dict[str, Callable[[str], object]] = {
     "max_split_size_mb": _integer,
     "max_non_split_rounding_mb": _integer,
     "large_segment_size_mb": _integer,
     "roundup_power2_divisions": _divisions,
-    "garbage_collection_threshold": _share,
+    "garbage_collection_threshold": float,
     "expandable_segments": _boolean,
-    "per_process_memory_fraction": _share,
+    "per_process_memory_fraction": float,
 }
-_KNOWN = {*_READERS, "backend", "throw_on_cudamalloc_oom", *WITHOUT_EFFECT}
+_KNOWN = {*_READERS, "backend", *WITHOUT_EFFECT}

@@ -48,6 +48,7 @@ from conf.reports.charts import Axis, Drawing, Margins, Plot, Svg
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of
+from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
 from featurize.timing.overlap import SimulatedStep
@@ -354,8 +355,9 @@ def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: Sim
         settings |= dict(setting.split("=", 1) for setting in training_of(job.settings).beyond_trials())
     if traced is not None:
         settings["precision"] = precision_in_words(traced.trace, job.settings.precision)
-    spelled = allocator.to_text() if allocator is not None else ""
-    settings["allocator"] = spelled.replace(",", ", ") or "defaults"
+    chosen = vars(allocator).items() if allocator is not None else ()
+    changed = [f"{name}:{value}" for name, value in chosen if value != getattr(AllocatorSettings, name)]
+    settings["allocator"] = ", ".join(changed) or "defaults"
     settings["loop"] = (
         "each batch copied to the device, output and loss kept until the next ones"
         if job.training_loop
