@@ -16,8 +16,8 @@ import numpy as np
 
 from featurize.device.device_spec import DeviceSpec
 from featurize.operators.table import FOREACH_CHUNK
-from featurize.timing.calls import ATTENTION, DEPTHWISE, GROUPS, STREAM, Calls
-from featurize.timing.packaged import packaged_section
+from featurize.timing.calls import ATTENTION, DEPTHWISE, GROUPS, PRODUCT, STREAM, Calls
+from featurize.timing.packaged import packaged_parameters
 from featurize.timing.times import CORNER, Kernels, per_device, places_of
 
 INSTRUCTIONS_PER_ELEMENT = 15  # FP32 pipe slots of a pointwise kernel: its own, conversions, index arithmetic
@@ -173,8 +173,8 @@ def under_limit(
 
 @functools.cache
 def load_power() -> PowerParameters:
-    """Return the packaged parameters. Raises `EnvironmentProblem` for a damaged file."""
-    return packaged_section("power", lambda fitted: PowerParameters(**fitted))
+    """Return the packaged parameters."""
+    return PowerParameters(**packaged_parameters()["power"])
 
 
 # Assumptions about kernels, independent of model and GPU. Fitted once, together, to run means of SM activity, occupancy
@@ -442,11 +442,9 @@ def _class_place(kind: str, group: int, tensor: bool) -> int:
 
 
 def _class_of(kind: str, group: str, tensor: bool) -> str:
-    if group == ATTENTION:
-        return "attention"
-    if group == DEPTHWISE:
-        return "depthwise"
-    if group == "product":
+    if group in (ATTENTION, DEPTHWISE):
+        return group
+    if group == PRODUCT:
         return "product_tensor" if tensor else "product"
     if group != STREAM:
         direction = kind.removeprefix("grouped_general_").removeprefix("grouped_")

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from conf.errors import UsageError
 from featurize.device.device_spec import DeviceSpec, Interconnect
 from featurize.job.layout import OWN, Parallel
-from featurize.timing.packaged import packaged_section
+from featurize.timing.packaged import packaged_parameters
 
 # Kinds, by their names in traces.
 ALL_REDUCE, BROADCAST, ALL_GATHER = "all_reduce", "broadcast", "all_gather"
 REDUCE_SCATTER, ALL_TO_ALL, SEND = "reduce_scatter", "all_to_all", "send"
 LINK, PCIE, NETWORK = "link", "pcie", "network"
-RING, TREE = "ring", "tree"
+RING, TREE = 0, 1  # places in the tables below
 # NCCL's estimates of bandwidth (topo.h): 12 of the 15.75 GB/s of PCIe 3.0, assumed of other generations, and 20 of
 # NVLink's 25: measured on H100 with 2 to 8 GPUs alike (NVIDIA/nccl issue 1455), assumed of later GPUs and of Infinity
 # Fabric. Earlier GPUs have fitted constants. On a network, 24 of 25 GB/s with GPUDirect RDMA (NVIDIA/nccl issue 412).
@@ -73,8 +73,8 @@ class LinkConstants:
 
 @functools.cache
 def packaged_links() -> LinkConstants:
-    """Return the packaged constants. Raises `EnvironmentProblem` for a damaged file."""
-    return packaged_section("links", lambda fitted: LinkConstants(**fitted))
+    """Return the packaged constants."""
+    return LinkConstants(**packaged_parameters()["links"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,18 +110,6 @@ class Fabric:
     def protocols(self) -> list[str]:
         """NCCL's protocols; LL128 needs NVLink."""
         return [protocol for protocol in _SHARE if protocol in _HOP_US[self.kind]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveKind:
-    """One kind of collective, or a message between two ranks.
-
-    seconds   `seconds(nbytes, fabric)`, for several ranks
-    sent      mean over the ranks of the bytes sent for each byte of the tensor, as a function of their number
-    """
-
-    seconds: Callable[[float, Fabric], float]
-    sent: Callable[[int], float]
 
 
 def fabric_of(spec: DeviceSpec, parallel: Parallel) -> Fabric:
@@ -263,13 +251,15 @@ def collective_s(kind: str, nbytes: float, fabric: Fabric) -> float:
             `reduce_scatter`: of the input; `all_to_all`: of a rank's tensor; `send`: of the message.
         fabric: The links between the ranks.
     """
-    return KINDS[kind].seconds(nbytes, fabric) if fabric.ranks > 1 else 0.0
+    return KINDS[kind](nbytes, fabric) if fabric.ranks > 1 else 0.0
 
 
 def sent_bytes(kind: str, nbytes: float, ranks: int) -> float:
     """Return the mean over all ranks of the bytes sent for a collective, which do not depend on the algorithm, except
     in switches. Args as in `collective_s`."""
-    return nbytes * KINDS[kind].sent(ranks) if ranks > 1 else 0.0
+    if kind == SEND:
+        return nbytes if ranks > 1 else 0.0
+    return nbytes * ((2 if kind == ALL_REDUCE else 1) * ((ranks - 1) / ranks))
 
 
 def communicator_mib(fabric: Fabric) -> float:
@@ -351,16 +341,14 @@ def _send_s(nbytes: float, fabric: Fabric) -> float:
     return min(map(taken_s, fabric.protocols))
 
 
-def _hops_us(fabric: Fabric, protocol: str, way: str) -> tuple[float, float]:
+def _hops_us(fabric: Fabric, protocol: str, way: int) -> tuple[float, float]:
     """Return the microseconds of a hop within a node, and between two."""
-    column = (RING, TREE).index(way)
-    return _HOP_US[fabric.kind][protocol][column], _HOP_US[NETWORK][protocol][column]
+    return _HOP_US[fabric.kind][protocol][way], _HOP_US[NETWORK][protocol][way]
 
 
-def _seconds(moved: float, copied: float, fabric: Fabric, protocol: str, way: str, latency_us: float) -> float:
-    column = (RING, TREE).index(way)
-    moves_s = _around_s(moved / _SHARE[protocol][column], copied, fabric)
-    return _latency_s(_BASE_US[protocol][column] + latency_us, fabric) + moves_s
+def _seconds(moved: float, copied: float, fabric: Fabric, protocol: str, way: int, latency_us: float) -> float:
+    moves_s = _around_s(moved / _SHARE[protocol][way], copied, fabric)
+    return _latency_s(_BASE_US[protocol][way] + latency_us, fabric) + moves_s
 
 
 def _latency_s(own_us: float, fabric: Fabric) -> float:
@@ -377,18 +365,12 @@ def _around_s(moved: float, copied: float, fabric: Fabric) -> float:
     return max(within_s, moved * fabric.nodes / (fabric.across_gb_s * fabric.ranks * 1e9))
 
 
-def _all_but_own(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-_one_round = functools.partial(_reduction_s, rounds=1)
-KINDS: Mapping[str, CollectiveKind] = {
-    ALL_REDUCE: CollectiveKind(
-        seconds=functools.partial(_reduction_s, rounds=2), sent=lambda ranks: 2 * _all_but_own(ranks)
-    ),
-    BROADCAST: CollectiveKind(seconds=_broadcast_s, sent=_all_but_own),
-    ALL_GATHER: CollectiveKind(seconds=_one_round, sent=_all_but_own),
-    REDUCE_SCATTER: CollectiveKind(seconds=_one_round, sent=_all_but_own),
-    ALL_TO_ALL: CollectiveKind(seconds=_all_to_all_s, sent=_all_but_own),
-    SEND: CollectiveKind(seconds=_send_s, sent=lambda _ranks: 1.0),
+# Kinds of collectives, and a message between two ranks -> the seconds for a tensor, over the links of several ranks.
+KINDS: Mapping[str, Callable[[float, Fabric], float]] = {
+    ALL_REDUCE: functools.partial(_reduction_s, rounds=2),
+    BROADCAST: _broadcast_s,
+    ALL_GATHER: functools.partial(_reduction_s, rounds=1),
+    REDUCE_SCATTER: functools.partial(_reduction_s, rounds=1),
+    ALL_TO_ALL: _all_to_all_s,
+    SEND: _send_s,
 }

@@ -12,12 +12,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from conf.errors import EnvironmentProblem, UsageError
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import MEGATRON, TrainingSettings, uses_tf32
 from featurize.recording.step_trace import GATHERED, Collective, StepTrace
@@ -46,7 +44,7 @@ from featurize.timing.calls import (
     kernel_calls,
     operator_kernels,
 )
-from featurize.timing.packaged import FILE, damage_named, packaged_text
+from featurize.timing.packaged import packaged_parameters
 from featurize.timing.times import (
     GROUP_VALUES,
     SINGLE_VALUES,
@@ -64,7 +62,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 VERSION = 2
-_NORMAL = NormalDist()
 OVERLAP = 6  # sharpness of the maximum of GPU and host time
 
 
@@ -125,19 +122,10 @@ class TimedStep:
             return "input"
         return "host" if self.host_ms > self.busy_ms else "gpu"
 
-    def upper_ms(self, coverage: float = 0.9) -> float:
-        """Return the time in ms that the step stays below with this probability, given the kernels' error or slower
-        hosts.
-
-        Raises:
-            UsageError: A coverage that was not measured.
-        """
-        if coverage not in self.error_quantiles:
-            known = ", ".join(f"{quantile:g}" for quantile in self.error_quantiles)
-            raise UsageError(f"coverage of a step's time is one of {known}, got {coverage!r}")
-        slower = self.machines ** (_NORMAL.inv_cdf(coverage) / _NORMAL.inv_cdf(0.9))
-        slow_ms = self.input_ms + overlap_times(self.busy_ms, self.host_ms * slower)
-        return max(self.step_time_ms * self.error_quantiles[coverage], slow_ms)
+    def upper_ms(self) -> float:
+        """Return the time in ms that 9 of 10 steps stay below, given the kernels' error or slower hosts."""
+        slow_ms = self.input_ms + overlap_times(self.busy_ms, self.host_ms * self.machines)
+        return max(self.step_time_ms * self.error_quantiles[0.9], slow_ms)
 
 
 def time_step(
@@ -160,9 +148,6 @@ def time_step(
         input_ms: The input pipeline's time, which overlaps nothing.
         learned: The efficiencies; None: the packaged ones.
         beside: Further GPU models of the same question: the kernels are timed on all of them in one pass.
-
-    Raises:
-        EnvironmentProblem: The file of efficiencies is missing or damaged.
     """
     framework, efficiencies = framework_of(trace, settings), learned or load_efficiencies()
     gathers = trace.remembered("gathers", lambda: any(block.kind == GATHERED for block in trace.blocks))
@@ -280,40 +265,31 @@ def overlap_times(busy_ms: float, host_ms: float) -> float:
 
 @functools.cache
 def load_efficiencies() -> LearnedEfficiencies:
-    """Return the packaged efficiencies. Raises `EnvironmentProblem` for a damaged file."""
-    return read_efficiencies(packaged_text())
+    """Return the packaged efficiencies."""
+    return read_efficiencies(packaged_parameters())
 
 
-def read_efficiencies(text: str) -> LearnedEfficiencies:
-    """Return the content of a file of efficiencies.
-
-    Raises:
-        EnvironmentProblem: The file is damaged or of another version.
-    """
-    with damage_named():
-        content = json.loads(text)
-        if content["version"] != VERSION:
-            raise EnvironmentProblem(f"{FILE} has version {content['version']}, and this release reads {VERSION}")
-        compute, bandwidth = content["compute"], content["bandwidth"]
-        parameters = Parameters(
-            names=(tuple(compute), tuple(bandwidth)),
-            compute=np.array(list(compute.values())),
-            bandwidth=np.array(list(bandwidth.values())),
-            by_group={name: np.array(content["by_group"][name]) for name in GROUP_VALUES},
-            by_units={name: np.array(content["by_units"][name]) for name in UNIT_VALUES},
-            single={name: float(content["single"][name]) for name in SINGLE_VALUES},
-        )
-        of_activity = content["activity"]
-        activity = ActivityParameters(
-            by_class={
-                name: np.array([float(of_activity[name][class_name]) for class_name in CLASSES])
-                for name in CLASS_VALUES
-            },
-            single={name: float(of_activity[name]) for name in STEP_VALUES},
-        )
-        quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
-        sharded = float(content["sharded"])
-        fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
+def read_efficiencies(content: Any) -> LearnedEfficiencies:
+    """Return the efficiencies in the content of a file that `efficiencies_text` wrote."""
+    compute, bandwidth = content["compute"], content["bandwidth"]
+    parameters = Parameters(
+        names=(tuple(compute), tuple(bandwidth)),
+        compute=np.array(list(compute.values())),
+        bandwidth=np.array(list(bandwidth.values())),
+        by_group={name: np.array(content["by_group"][name]) for name in GROUP_VALUES},
+        by_units={name: np.array(content["by_units"][name]) for name in UNIT_VALUES},
+        single={name: float(content["single"][name]) for name in SINGLE_VALUES},
+    )
+    of_activity = content["activity"]
+    activity = ActivityParameters(
+        by_class={
+            name: np.array([float(of_activity[name][class_name]) for class_name in CLASSES]) for name in CLASS_VALUES
+        },
+        single={name: float(of_activity[name]) for name in STEP_VALUES},
+    )
+    quantiles = {float(coverage): float(factor) for coverage, factor in content["error_quantiles"].items()}
+    sharded = float(content["sharded"])
+    fitted_on = {str(source): int(rows) for source, rows in content["fitted_on"].items()}
     return LearnedEfficiencies(
         parameters=parameters, activity=activity, error_quantiles=quantiles, fitted_on=fitted_on, sharded=sharded
     )

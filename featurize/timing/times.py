@@ -34,7 +34,7 @@ from featurize.timing.calls import (
     Calls,
     model_flops,
 )
-from featurize.timing.packaged import packaged_section
+from featurize.timing.packaged import packaged_parameters
 
 if TYPE_CHECKING:
     from featurize.recording.step_trace import StepTrace
@@ -308,10 +308,8 @@ class HostTime:
 
 @functools.cache
 def packaged_hosts() -> Mapping[str, HostTime]:
-    """Return framework -> the packaged constants. Raises `EnvironmentProblem` for a damaged file."""
-    return packaged_section(
-        "host", lambda hosts: {name: HostTime(**hosts[name]) for name in (EAGER, COMPILED, MEGATRON)}
-    )
+    """Return framework -> the packaged constants."""
+    return {name: HostTime(**constants) for name, constants in packaged_parameters()["host"].items()}
 
 
 def framework_of(trace: StepTrace, settings: TrainingSettings) -> str:

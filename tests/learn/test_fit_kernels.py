@@ -149,7 +149,7 @@ def test_the_command_writes_a_file_that_estimates_read(folder, tmp_path, monkeyp
     monkeypatch.setattr(TimeFit, "fitted", partialmethod(TimeFit.fitted, **QUICK))
     settings = FitKernelsSettings(data=str(folder), out=str(tmp_path / "parameters.json"))
     fitted = fit_kernels(settings, silent)
-    learned = read_efficiencies(settings.path.read_text(encoding="utf-8"))
+    learned = read_efficiencies(json.loads(settings.path.read_text(encoding="utf-8")))
     assert learned.fitted_on == {"farm": 22, "llm_foundry": 1}
     assert fitted.times and fitted.left_out and not fitted.activity
     assert efficiencies_text(learned).count("most_warps") == 1  # what comes along stands without measured activity
