@@ -224,7 +224,7 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
 def to_mapping(calibration: Calibration, device: DeviceSpec) -> dict[str, Any]:
     """Return the content of the profile's file: the machine, the device and the measured numbers."""
     return {
-        "machine": calibration.profile.to_mapping(),
+        "machine": dict(vars(calibration.profile)),
         "device": device.name,
         "measured": [
             {

@@ -55,7 +55,7 @@ def device_choice(values: Mapping[str, Any]) -> DeviceChoice:
     if unknown := sorted(set(values) - set(known)):
         raise UsageError(f"device: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     model = values.pop("model", None)
-    return DeviceChoice(**values, spec=None if model is None else _describe(load_device(model)))
+    return DeviceChoice(**values, spec=None if model is None else _describe(load_device(str(model))))
 
 
 def _describe(spec: DeviceSpec) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from conf.device_names import is_device_file, profiles_of, read_device_file, resolve_device, slice_values, split_slice
 from conf.device_names import plain_device as plain_device
@@ -115,13 +115,10 @@ def architecture_of(compute_capability: tuple[int, int] | None, llvm_target: str
     if llvm_target is not None:
         return _TARGETS[llvm_target]
     assert compute_capability is not None, "a description has either"
-    return _of_nvidia(compute_capability)
-
-
-def _of_nvidia(capability: tuple[int, int]) -> Architecture:
-    """Return an NVIDIA GPU's architecture. Sources: ATen/cuda/CublasHandlePool.cpp (4096 KiB x 2 + 16 KiB x 8, on
-    Hopper 4096 KiB x 8; cuBLASLt shares it from PyTorch 2.8 on, and took 1 MiB more for single calls before, which is
-    left out) and sdp_utils.cpp (flash attention from compute capability 8.0 on, heads up to 256)."""
+    capability = compute_capability
+    # ATen/cuda/CublasHandlePool.cpp: 4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8; cuBLASLt shares it from PyTorch
+    # 2.8 on, and took 1 MiB more for single calls before, which is left out. sdp_utils.cpp: flash attention from
+    # compute capability 8.0 on, heads up to 256.
     return Architecture(
         title=f"compute capability {capability[0]}.{capability[1]}",
         vendor=NVIDIA,
@@ -177,7 +174,7 @@ class Interconnect:
 
     pcie_gb_s: float
     link_gb_s: float | None = None
-    mesh: tuple[tuple[int, ...], ...] | None = None
+    mesh: Sequence[Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,17 +286,13 @@ def device_names() -> tuple[str, ...]:
     return tuple(sorted(_descriptions()))
 
 
+@functools.lru_cache(maxsize=1024)
 def load_device(name: str) -> DeviceSpec:
     """Return the description of one GPU model, by a name as `conf.device_names.resolve_device` takes it.
 
     A MIG slice is named by its GPU and profile, as in `conf.device_names`. Raises `UsageError` for an unknown name,
     with the known ones, and for an ambiguous prefix, with its candidates.
     """
-    return _load_device(name) if isinstance(name, str) else _load_device.__wrapped__(name)
-
-
-@functools.lru_cache(maxsize=1024)
-def _load_device(name: str) -> DeviceSpec:
     known = _descriptions()
     if (parts := split_slice(name)) is not None:
         parent = known[resolve_device(parts[0], known)]
@@ -379,10 +372,7 @@ def device_from_mapping(mapping: Mapping[str, Any]) -> DeviceSpec:
     if problems or not isinstance(rates, Mapping):
         raise UsageError(f"device {label}: " + "; ".join(problems))
     values["peak_tflops"] = PeakTflops(**{"fp8": _described_fp8(str(label)), **rates})
-    if isinstance(joined, Mapping):
-        mesh = joined.get("mesh")
-        joined = Interconnect(**{**joined, "mesh": None if mesh is None else tuple(map(tuple, mesh))})
-    values["interconnect"] = joined
+    values["interconnect"] = Interconnect(**joined) if isinstance(joined, Mapping) else None
     return DeviceSpec(**values)
 
 
@@ -404,7 +394,7 @@ def same_device(name: str | None, other: str | None) -> bool:
 
 def device_features(spec: DeviceSpec) -> dict[str, float]:
     """Return a GPU model's features for learners."""
-    rates = spec.peak_tflops
+    rates, (major, minor) = spec.peak_tflops, spec.compute_capability or (0, 0)  # AMD's GPUs have none
     return {
         "gpu_memory_mib": spec.memory_mib,
         "gpu_bandwidth_gb_s": spec.bandwidth_gb_s,
@@ -413,16 +403,10 @@ def device_features(spec: DeviceSpec) -> dict[str, float]:
         "gpu_half_tflops": rates.bf16 or rates.fp16 or rates.fp32,
         "gpu_sms": float(spec.sm_count),
         "gpu_l2_mib": spec.l2_mib,
-        "gpu_compute_capability": capability_feature(spec.compute_capability),
+        "gpu_compute_capability": major + minor / 10,
         "gpu_power_limit_w": spec.power_limit_w,
         "gpu_context_mib": spec.context_mib,
     }
-
-
-def capability_feature(compute_capability: tuple[int, int] | None) -> float:
-    """Return a compute capability as a number, 8.6; 0 for AMD's GPUs, which have none."""
-    major, minor = compute_capability or (0, 0)
-    return major + minor / 10
 
 
 def _capability(text: object) -> tuple[int, int]:
@@ -441,13 +425,13 @@ def _joins(joined: object) -> bool:
 
 def _is_mesh(mesh: object) -> bool:
     """Return whether the value is a matrix of the number of links between each two GPUs."""
-    if not isinstance(mesh, list | tuple) or len(mesh) < 2 or not all(isinstance(row, list | tuple) for row in mesh):
+    if not isinstance(mesh, list) or len(mesh) < 2 or not all(isinstance(row, list) for row in mesh):
         return False
-    counts = [count for row in mesh for count in row]
-    if not all(isinstance(count, int) and not isinstance(count, bool) and 0 <= count < _LARGEST for count in counts):
-        return False
-    return [list(row) for row in mesh] == [list(row) for row in zip(*mesh, strict=False)] and all(
-        mesh[rank][rank] == 0 < sum(mesh[rank]) for rank in range(len(mesh))
+    whole = all(isinstance(count, int) and count >= 0 for row in mesh for count in row)
+    return (
+        whole
+        and mesh == [list(row) for row in zip(*mesh, strict=False)]
+        and all(mesh[rank][rank] == 0 < sum(mesh[rank]) for rank in range(len(mesh)))
     )
 
 
@@ -525,20 +509,6 @@ class MachineProfile:
         """Return the process's memory in MiB outside the allocator."""
         return self.context_mib + self.kernels_mib + (self.cudnn_mib if loads_cudnn else 0.0)
 
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the profile as a mapping for `from_mapping`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Return the profile that a mapping describes. Raises `UsageError` with all missing and unknown keys."""
-        wanted = {"name", *PARTS}
-        problems = [f"missing {key}" for key in sorted(wanted - set(mapping))]
-        problems += [f"unknown {key}" for key in sorted(map(str, set(mapping) - wanted))]
-        if problems:
-            raise UsageError(f"machine {mapping.get('name', '?')}: " + "; ".join(problems))
-        return cls(**mapping)
-
 
 PARTS = ("context_mib", "kernels_mib", "cudnn_mib", "other_mib")
 
@@ -574,6 +544,6 @@ def machine(name: str, spec: DeviceSpec) -> MachineProfile:
 def read_machine(path: Path) -> MachineProfile:
     """Return the profile in a JSON file. Raises `EnvironmentProblem` where it cannot be read as a profile."""
     try:
-        return MachineProfile.from_mapping(json.loads(path.read_text(encoding="utf-8"))["machine"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return MachineProfile(**json.loads(path.read_text(encoding="utf-8"))["machine"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise EnvironmentProblem(f"{path} is not a machine profile: {exception_line(error)}") from error
