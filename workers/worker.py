@@ -22,7 +22,6 @@ from featurize.configs.trial import code_marks, config_hash
 from warehouse.tables.schema import KERNEL_SCHEMA, SCHEMA_VERSION, Run
 from workers.devices import DeviceChoice, MemberAlone, Slot, Together, core_count, host_memory_share_mib, make_device
 from workers.labels.run_labels import EndedMember, label_ranks, label_run, labelled_group, table_of_rows
-from workers.settings import TrialSettings
 from workers.task import RunAlone, RunClock, RunResult, Task
 from workers.telemetry.base import SensorUnavailable
 from workers.telemetry.nvml import memory_before, open_nvml
@@ -137,15 +136,14 @@ class Worker:
         if task.partners:
             return run_group(self, task)
         self.set_sharing(task.settings.sharing)
-        observed = self.observed(task.settings)
+        observed = self.observed()
         lost, clock = _run_all(self, [task], [observed], upcoming=upcoming)
         return self.conclude(task, observed, lost, clock)
 
-    def observed(self, settings: TrialSettings, *, shared: bool = False) -> Observed:
+    def observed(self, *, shared: bool = False) -> Observed:
         """Return the record of a trial that begins."""
         return Observed(
             backend=self.device.backend,
-            period_s=settings.telemetry.period_s,
             device_memory_mib=self._slot.device_memory_mib,
             shared=shared,
         )
@@ -355,7 +353,7 @@ def run_group(worker: Worker, task: Task) -> RunResult:
     problem = worker.set_sharing(task.settings.sharing)
     alone, runs_alone = _alone(worker, task, specs) if problem is None else ([None] * len(specs), [])
     lost_alone = next((result for result in runs_alone if result.retryable), None)
-    records = [worker.observed(spec.settings, shared=True) for spec in specs]
+    records = [worker.observed(shared=True) for _ in specs]
     lost, clock = None, RunClock.started()
     if problem is not None:
         for observed in records:

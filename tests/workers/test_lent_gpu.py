@@ -72,7 +72,6 @@ class Card:
                 warmup_ns=self.t0_ns + 6 * S // 10 if reserved else None,
                 window_ns=self.t0_ns + 15 * S // 10 if reserved else None,
                 window_end_ns=self.now_ns if reserved else None,
-                period_s=0.1,
                 device_memory_mib=CARD_MIB,
             )
         )

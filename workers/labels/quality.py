@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from warehouse.tables.schema import SAMPLE_QUALITIES
-from workers.telemetry.base import REACH, Sample, WindowMean, share, usual_interval_ns
+from workers.telemetry.base import Sample, WindowMean, share, usual_interval_ns
 from workers.trial.reports import Observed
 
 Samples = Sequence[tuple[str, Sample]]  # (sensor, sample)
@@ -43,7 +43,6 @@ _MIN_PERIODS = 3  # periods of a source; a shorter window may hold no reading
 _MIN_READINGS = 5  # readings that each of two sources needs before their means are compared
 _ENERGY_TOLERANCE = 0.10
 _POWER_CHECK_S = 5.0  # in shorter windows the power sensor, which averages up to 1 s, shows too much of the time before
-_MEMORY_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,6 @@ REASONS: dict[str, Reason] = {
         meaning="device memory was in use that neither the trial nor the driver accounts for", untrusted_from=0.0
     ),
     "ecc_errors": Reason(meaning="uncorrected memory errors were counted", untrusted_from=0.0),
-    "sampler_gap": Reason(meaning=f"nothing was sampled for more than {REACH} periods"),
     "host_clock": Reason(meaning="the host's clock was set, or the host slept"),
     "partner_ended": Reason(meaning="a trial that ran beside it ended before its window did"),
     "processes_left": Reason(meaning="the trial left processes behind, which ran beside it"),
@@ -102,12 +100,10 @@ SPOILS = {name: reason.spoils for name, reason in REASONS.items() if reason.spoi
 _POWER_CAP, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE = 0x4, 0x8, 0x20, 0x40, 0x80
 
 
-def judge(
-    samples: Samples, window_ns: int | None, window_end_ns: int | None, period_s: float
-) -> list[tuple[str, Sample]]:
+def judge(samples: Samples, window_ns: int | None, window_end_ns: int | None) -> list[tuple[str, Sample]]:
     """Return the samples, doubtful ones marked as `suspect` with their reasons.
 
-    Values, and a sensor's own verdicts, stay as they are. `period_s` is the intended sampling period.
+    Values, and a sensor's own verdicts, stay as they are.
     """
     by_sensor = split_by_sensor(samples)
     usage = _Usage(by_sensor)
@@ -139,9 +135,6 @@ def judge(
             first_errors = errors if first_errors is None else first_errors
             if errors > first_errors:
                 mark(sample, "ecc_errors")
-    for sensor in ("nvml", "gpm", "process"):  # the sensors of the common thread, which stop together
-        for sample, _ in gaps_in(by_sensor.get(sensor, ()), period_s, window_ns, window_end_ns):
-            mark(sample, "sampler_gap")
     return [(sensor, _mark(sample, reasons_of.get(id(sample)))) for sensor, sample in samples]
 
 
@@ -204,24 +197,6 @@ def _list_throttled(bits: int) -> list[str]:
     if bits & _POWER_BRAKE or (bits & _HW_SLOWDOWN and not bits & _HW_THERMAL):
         reasons.append("hw_slowdown")
     return reasons
-
-
-def gaps_in(
-    samples: Iterable[Sample], period_s: float, window_ns: int | None, window_end_ns: int | None
-) -> list[tuple[Sample, int]]:
-    """Return (sample that ends it, length in ns) of each gap in the window without readings."""
-    ordered = sorted(samples, key=lambda sample: sample.t_ns)
-    if window_ns is None or not ordered:
-        return []
-    limit_ns = REACH * max(usual_interval_ns([sample.t_ns for sample in ordered]), period_s * 1e9)
-    end_ns = ordered[-1].t_ns if window_end_ns is None else window_end_ns
-    gaps, before_ns = [], max(window_ns, ordered[0].t_ns)
-    for sample in ordered:
-        gap_ns = min(sample.t_ns, end_ns) - before_ns
-        if gap_ns > limit_ns:
-            gaps.append((sample, gap_ns))
-        before_ns = max(before_ns, sample.t_ns)
-    return gaps
 
 
 def split_by_sensor(samples: Samples) -> dict[str, list[Sample]]:
@@ -295,7 +270,8 @@ def judge_run(
     if observed.backend == "simulated" or observed.status == "invalid":
         return judged.verdict()
     by_sensor = split_by_sensor(samples)
-    _judge_host(judged, by_sensor)
+    if abs(observed.clock_drift_s) > HOST_CLOCK_S:
+        judged.add("host_clock", f"it moved by {observed.clock_drift_s:+.1f} s against the time that passed")
     if observed.backend == "cuda":
         _judge_neighbours(judged, by_sensor.get("nvml", []))
         _judge_slowdowns(judged, by_sensor)
@@ -330,17 +306,6 @@ class _Judged:
         quality = "untrusted" if self._untrusted else "suspect" if self._texts else "trusted"
         reasons = {reason: "; ".join(words) for reason, words in self._texts.items()}
         return Verdict(quality=quality, reasons=reasons, summary=self.summary)
-
-
-def _judge_host(judged: _Judged, by_sensor: Mapping[str, list[Sample]]) -> None:
-    facts = judged.facts
-    if abs(facts.clock_drift_s) > HOST_CLOCK_S:
-        judged.add("host_clock", f"it moved by {facts.clock_drift_s:+.1f} s against the time that passed")
-    for sensor in ("nvml", "gpm", "process"):
-        gaps = gaps_in(by_sensor.get(sensor, ()), facts.period_s, facts.window_ns, facts.window_end_ns)
-        if gaps:
-            longest_s = max(gap_ns for _, gap_ns in gaps) / 1e9
-            judged.add("sampler_gap", f"{sensor}: {len(gaps)} gaps, the longest {longest_s:.2f} s")
 
 
 def _judge_neighbours(judged: _Judged, nvml: list[Sample]) -> None:
@@ -454,16 +419,6 @@ def _cross_check(judged: _Judged, by_sensor: Mapping[str, list[Sample]], start_n
             f"power: sensor {power.mean:.4g} W, energy counter {by_counter_w:.4g} W",
             untrusted=False,  # the power sensor sees only a part of the time, and boards differ: a repeat does not help
         )
-    charged = _median_in(by_sensor.get("nvml", ()), "process_memory_mib", start_ns, end_ns)
-    reserved = _median_in(by_sensor.get("torch", ()), "reserved_mib", start_ns, end_ns)
-    if charged is not None and reserved is not None:
-        check(
-            "process_memory_mib",
-            {"nvml": round(charged, 1), "torch": round(reserved, 1)},
-            charged >= (1 - _MEMORY_TOLERANCE) * reserved,
-            f"memory: NVML charges {charged:.0f} MiB, torch has reserved {reserved:.0f} MiB",
-            untrusted=True,
-        )
 
 
 def _foreign_memory_mib(nvml: list[Sample], device_memory_mib: float | None) -> tuple[float, float]:
@@ -485,8 +440,3 @@ def _period_ns(samples: list[Sample], metric: str) -> int:
     readings = [sample for sample in own_readings(samples) if metric in sample.values]
     lengths = [sample.t_ns - sample.since_ns for sample in readings if sample.since_ns is not None]
     return max(usual_interval_ns([sample.t_ns for sample in readings]), int(statistics.median(lengths or [0])))
-
-
-def _median_in(samples: Iterable[Sample], metric: str, start_ns: int, end_ns: int) -> float | None:
-    values = [s.values[metric] for s in samples if metric in s.values and start_ns <= s.t_ns <= end_ns]
-    return statistics.median(values) if values else None

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from featurize.configs.trial import TrialConfig, config_hash
@@ -43,7 +44,7 @@ def label_run(observed: Observed) -> tuple[dict[str, Any], list[tuple[str, Sampl
     start_ns, end_ns = observed.window_ns, observed.window_end_ns
     samples = list(observed.samples)
     if observed.backend != "simulated":
-        samples = judge(samples, start_ns, end_ns, observed.period_s)
+        samples = judge(samples, start_ns, end_ns)
     columns: dict[str, Any] = {}
     if observed.warmup_ns is not None and start_ns is not None:
         columns["warmup_s"] = (start_ns - observed.warmup_ns) / 1e9
@@ -128,25 +129,16 @@ def counter_growth(samples: Iterable[Sample], metric: str, start_ns: int, end_ns
     The counter is interpolated at the window's edges. If no reading lies beyond an edge, the growth is scaled up from
     the time between the readings. Returns None without two usable readings.
     """
-    readings = [(s.t_ns, s.values[metric]) for s in samples if s.quality != "repeated" and metric in s.values]
-    readings.sort()
+    readings = sorted((s.t_ns, s.values[metric]) for s in samples if s.quality != "repeated" and metric in s.values)
     times_ns = [t_ns for t_ns, _ in readings]
-    first = max(0, bisect.bisect_right(times_ns, start_ns) - 1)
-    last = min(len(readings) - 1, bisect.bisect_left(times_ns, end_ns))
     # At least one reading must be inside: readings around a window shorter than the period say little about it.
-    if last <= first or not any(start_ns <= t_ns <= end_ns for t_ns in times_ns[first : last + 1]):
+    if not any(start_ns <= t_ns <= end_ns for t_ns in times_ns):
         return None
-    from_ns, to_ns = max(start_ns, times_ns[first]), min(end_ns, times_ns[last])
+    from_ns, to_ns = max(start_ns, times_ns[0]), min(end_ns, times_ns[-1])
     if to_ns <= from_ns:
         return None
-    grown = _at(readings, last, to_ns) - _at(readings, first + 1, from_ns)
-    return grown * (end_ns - start_ns) / (to_ns - from_ns)
-
-
-def _at(readings: list[tuple[int, float]], index: int, t_ns: int) -> float:
-    """Interpolate a counter between readings `index - 1` and `index`."""
-    (before_ns, before), (after_ns, after) = readings[index - 1], readings[index]
-    return before + (after - before) * ((t_ns - before_ns) / (after_ns - before_ns) if after_ns > before_ns else 1.0)
+    at_start, at_end = np.interp((from_ns, to_ns), times_ns, [count for _, count in readings])
+    return float(at_end - at_start) * (end_ns - start_ns) / (to_ns - from_ns)
 
 
 def peak_memory_mib(
@@ -377,7 +369,7 @@ def _joint(members: Sequence[EndedMember]) -> dict[str, Any]:
         start_ns, end_ns = starts_ns[0], ends_ns[0]
     samples: Samples = first.samples
     if backend != "simulated":
-        samples = judge(samples, start_ns, end_ns, first.period_s)
+        samples = judge(samples, start_ns, end_ns)
     means = window_means(split_by_sensor(samples), start_ns, end_ns, None)
     joint: dict[str, Any] = {
         "window_start_ms": (start_ns - first.t0_ns) / 1e6,

@@ -88,7 +88,6 @@ class Observed:
 
     backend     cuda, cpu or simulated
     t0_ns       start of the trial
-    period_s    sampling period
     samples     readings of the sensors
     values      column -> figure that the trial reported
     shared      whether other trials of its group were on the device, so that the device's figures include theirs
@@ -99,7 +98,6 @@ class Observed:
 
     backend: str = "cuda"
     t0_ns: int = 0
-    period_s: float = 0.1
     device_memory_mib: float | None = None
     status: str = "ok"
     oom_kind: str | None = None
