@@ -22,8 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 
-from conf.errors import CommandError, EnvironmentProblem
-from farm.queue.queue_file import QueueError
+from conf.errors import CommandError
 from farm.serving.bodies import (
     MLP_EXAMPLE,
     AdmitAnswer,
@@ -221,12 +220,6 @@ def _add_problems(app: FastAPI) -> None:
         name = names.get(error.status_code, "invalid-request")
         headers = dict(error.headers or {})
         return answered(request, Problem(error.status_code, name, str(error.detail), headers=headers))
-
-    @app.exception_handler(QueueError)
-    @app.exception_handler(EnvironmentProblem)
-    async def of_environment(request: Request, _error: Exception) -> Response:
-        detail = "The service cannot use its data folder; its operator can see why."
-        return answered(request, Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "internal", detail))
 
     @app.exception_handler(Exception)  # the gate logs its traceback
     async def of_failure(request: Request, _error: Exception) -> Response:

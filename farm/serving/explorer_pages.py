@@ -61,7 +61,6 @@ from warehouse.reading.pairing import shift_of
 
 READERS = 4  # pages in parallel, and as many users' queries, each in a process; others wait
 _FIRST_QUERY = "SELECT family, status, count(*) AS runs FROM runs GROUP BY ALL ORDER BY runs DESC"
-_LONGEST_SQL = 20_000
 _BESIDE = ("peak_memory_mib", "smact", "smocc", "drama", "step_time_ms")
 _WRITERS: dict[str, tuple[str, Callable[[pa.Table, io.BytesIO], None]]] = {
     CSV: ("text/csv; charset=utf-8", pyarrow.csv.write_csv),
@@ -142,8 +141,6 @@ class ExplorerPages:
 
     def _query(self, sql: str, kind: str, limits: QueryLimits, ends: Ends) -> tuple[pa.Table, bool]:
         """Return the rows of a user's query without paths of the server, and whether there are more."""
-        if len(sql) > _LONGEST_SQL:
-            raise UsageError(f"a query of at most {_LONGEST_SQL:,} characters is wanted")
         table, has_more = run_limited(self._folder, sql, kind, limits, ends)
         return _scrub(table, self._scrubber), has_more
 
@@ -185,7 +182,7 @@ class ExplorerPages:
         page = device_page(reader, name, source, self._estimate_runs)
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such device", f"No run of this warehouse is of {name}.")
-        return self.html("device", page=page, facts=_facts(name), loops=_other_loops(page["source"]))
+        return self.html("device", page=page, loops=_other_loops(page["source"]))
 
     def night(self, name: str) -> Response:
         """Return the report of one night, as the night wrote it."""
@@ -350,15 +347,6 @@ def _other_loops(source: str) -> dict[str, str]:
         for name, loop in FAST_LOOPS.items()
         if loop != own_loop and name != "memory"
     }
-
-
-def _facts(name: str) -> list[tuple[str, Any]]:
-    """Return the description of a device model; nothing for an unknown one."""
-    described = known_device(name)
-    if described is None:
-        return []
-    values = describe_device(described).to_mapping()
-    return [(key, value) for key, value in values.items() if isinstance(value, str | int | float)]
 
 
 def _difference(name: str, estimated: float | None, known: float | None) -> str:

@@ -33,8 +33,7 @@ from warehouse.files.plain_file import locked
 _STOP_S = 10  # for requests in progress
 _KEEP_ALIVE_S = 30
 _SWITCH_S = 0.001  # switch interval of the computing and the answering thread
-_SETTLED_S = 30.0  # a process that ends sooner is restarted after a pause
-_LONGEST_PAUSE_S = 10.0
+_SETTLED_S = 30.0  # a process that ends sooner has failed to start
 _FAILED_STARTS = 5  # failed starts in a row that end the service
 
 
@@ -131,8 +130,6 @@ class _AnsweringProcesses:
                     f"the processes that answer ended {_FAILED_STARTS} times in a row, the last with exit code "
                     f"{process.exitcode}; the log has the reasons"
                 )
-            if self._failed_starts:
-                wait([self._woken], min(0.5 * 2**self._failed_starts, _LONGEST_PAUSE_S))
             self._start()
 
     def _stop(self) -> None:

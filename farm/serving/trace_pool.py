@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _LOOK_EVERY_S = 0.05
-_BEAT_EVERY_S, _LONGEST_PAUSE_S = 1.0, 16.0
+_BEAT_EVERY_S = 1.0
 _STARTS, _START_AGAIN_S = 40, 0.25
 _UNUSABLE = (EnvironmentProblem, QueueError)  # errors of the file of questions, as on a full disk
 
@@ -76,18 +76,13 @@ class TracePool:
 
     def _beat(self) -> None:
         """Keep a server of children, so that no question waits for its imports, and record that there is one."""
-        logged, pause_s = "", _BEAT_EVERY_S
         while not self._ended.is_set():
             try:
                 self._living_server()
                 self._store.beat()
-                logged, pause_s = "", _BEAT_EVERY_S
             except _UNUSABLE as error:  # `/readyz` then reports an old pulse
-                if str(error) != logged and not self._ended.is_set():
-                    logged = str(error)
-                    self._log("trace_pool", problem=logged)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._ended.wait(pause_s)
+                self._log("trace_pool", problem=str(error))
+            self._ended.wait(_BEAT_EVERY_S)
 
     def _work(self) -> None:
         while not self._ended.is_set():

@@ -113,7 +113,8 @@ class TraceStore:
         with self._file.transaction():
             row = self._row(key)
             if row is not None and not (row.is_finished and now - (row.ended_at or 0.0) > limits.fresh_s):
-                self._want(row, client, now)
+                self._want(row, now)
+                self._take_over(row, client)
                 return row
             if not self._has_share(client, len(question), limits):
                 return None
@@ -127,8 +128,8 @@ class TraceStore:
     async def get(self, key: str) -> QuestionRow | None:
         """Return the question's row, or None."""
         row = self._row(key)
-        if row is not None and self._clock() - row.wanted_at > _WANTED_EVERY_S:
-            self._file.change("UPDATE questions SET wanted_at = ? WHERE key = ?", (self._clock(), key))
+        if row is not None:
+            self._want(row, self._clock())
         return row
 
     def lease(self, most_of_client: int) -> tuple[str, str] | None:
@@ -241,10 +242,13 @@ class TraceStore:
             own_bytes, size, n_bytes, limits.stored_bytes
         )
 
-    def _want(self, row: QuestionRow, client: str, now: float) -> None:
-        """Note that a client asks for the row. One with fewer questions takes it over: its turn comes sooner."""
+    def _want(self, row: QuestionRow, now: float) -> None:
+        """Note that a client asks for the row."""
         if now - row.wanted_at > _WANTED_EVERY_S:
             self._file.change("UPDATE questions SET wanted_at = ? WHERE key = ?", (now, row.key))
+
+    def _take_over(self, row: QuestionRow, client: str) -> None:
+        """Give a waiting question to a client with fewer questions than its own: its turn comes sooner."""
         if row.state == QUEUED:
             of_client = "(SELECT count(*) FROM questions AS o WHERE o.state = :queued AND o.client = {})"
             self._file.change(

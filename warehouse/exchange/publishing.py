@@ -95,7 +95,7 @@ def write_pages(published: Path, most_runs: int) -> int:
 
 
 def _device(reader: ExplorerReader, name: str) -> Values:
-    return {"page": device_page(reader, name), "facts": [], "loops": {}}
+    return {"page": device_page(reader, name), "loops": {}}
 
 
 def _run(reader: ExplorerReader, run_id: str) -> Values:
