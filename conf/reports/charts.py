@@ -238,23 +238,18 @@ class Curve(NamedTuple):
     figures: bool = True  # whether figures are written beside the line
 
 
-def curves(
-    names: Sequence[str], lines: Sequence[Curve], unit: str, limit: float | None = None, most: float | None = None
-) -> Svg:
+def curves(names: Sequence[str], lines: Sequence[Curve], unit: str, most: float | None = None) -> Svg:
     """Draw lines over `names`, from 0 on.
 
     Args:
         names: Names from left to right; every line has a value or None for each.
         lines: The lines to draw.
         unit: Unit of the values.
-        limit: A value that gets a dashed line.
         most: The largest possible value, a limit for the axis.
     """
     known = [value for line in lines for value in line.values if value is not None]
-    top = 1.08 * max([*known, limit or 0.0]) or 1.0
+    top = 1.08 * max(known, default=0.0) or 1.0
     plot = _over_names(names, top if most is None else min(top, most), unit)
-    if limit:
-        plot.across("limit", limit)
     for line in lines:
         points = [(k + 0.5, height) for k, height in enumerate(line.values) if height is not None]
         gaps = [k for k, value in enumerate(line.values) if value is None]
@@ -340,16 +335,6 @@ class Grid:
     columns: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]
     tonight: tuple[tuple[int, ...], ...]
-
-    @property
-    def gained(self) -> tuple[tuple[str, str, int], ...]:
-        """Return (row, column, number of rows) of the cells that had no rows before this cycle."""
-        return tuple(
-            (row, column, count)
-            for row, counts, new in zip(self.rows, self.counts, self.tonight, strict=True)
-            for column, count, gain in zip(self.columns, counts, new, strict=True)
-            if count and count == gain
-        )
 
     @property
     def empty(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -145,7 +144,7 @@ def _run(row: Mapping[str, Any]) -> CanaryRun | None:
         config_hash=row["config_hash"],
         config=config,
         status=row["status"],
-        error=_error_text(row),
+        error=error_line(row["error"] or row["error_type"] or ""),
         trusted=row["quality"] != "untrusted",
         reasons=reasons_of(row["quality_reasons"]),
         missing=reasons_of(row["telemetry_missing"]),
@@ -155,14 +154,6 @@ def _run(row: Mapping[str, Any]) -> CanaryRun | None:
         environment=tuple(row[name] for name in ENVIRONMENT),
         started_at=row["started_at"] or row["finished_at"] or datetime.datetime.min,
     )
-
-
-def _error_text(row: Mapping[str, Any]) -> str:
-    """Return an error such as `NotImplementedError: no such kernel`, with the type only once."""
-    line, error_type = error_line(row["error"] or ""), row["error_type"]
-    if not error_type or re.match(rf"(?:\w+\.)*{re.escape(error_type)}\b", line):
-        return line
-    return f"{error_type}: {line}" if line else error_type
 
 
 def causes(
@@ -464,12 +455,6 @@ def _judge_first_night(
     data: str | os.PathLike[str] | DataFolder, verdict: CanaryVerdict, runs: Mapping[str, Sequence[CanaryRun]]
 ) -> CanaryVerdict:
     """Return the verdict on canaries that no earlier night can be compared with."""
-    ended = [run for canary_runs in runs.values() for run in canary_runs]
-    if ended and not any(run.status == "ok" for run in ended):
-        why = tuple(dict.fromkeys(f"{run.status}: {run.error or 'no error given'}" for run in ended))
-        return replace(
-            verdict, verdict="sick", said=f"none of the {_canaries(runs)} ran to its end: {why[0]}", causes=why
-        )
     if failed := verdict.moved:
         why = causes(data, runs, {}, failed)
         sentence = f"{len(_names(failed))} of the first {_canaries(runs)} of this device failed: {'; '.join(why)}"

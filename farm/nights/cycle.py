@@ -33,7 +33,6 @@ from farm.dispatch.working import failed_job, run_job
 from farm.nights.journal import (
     CanariesPayload,
     ChoicePayload,
-    Compacted,
     Cycle,
     Ended,
     Journal,
@@ -275,7 +274,6 @@ class NightWork:
         job_id = self.cycle.job("grow")
         planned = read_plan(self.folder, choice.plan, self.settings.spaces)
         configs = [(index, (entry.config,)) for index, entry in enumerate(planned)]
-        began = time.monotonic()
         ended = self._run_pairs()
         if ended == "all" and configs:
             ended = self._run_tasks(job_id, configs)
@@ -289,7 +287,6 @@ class NightWork:
             job_figures(self.folder, job_id),
             ended=ended,
             next_index=next_index,
-            wall_s=round(time.monotonic() - began, 3),
             failed=failure,
             pairs=pair_figures(self.folder, self.cycle.job("pairs")) if self.settings.collocate else None,
         )
@@ -409,11 +406,8 @@ def _night_in_a_sentence(choice: ChoicePayload, ran: RunPayload, learnt: LearnPa
 
 
 def _ran(ran: RunPayload, source: str) -> str:
-    if not ran.runs:
-        return f"nothing was {source}"
     statuses = ", ".join(f"{status} {count:,}" for status, count in ran.by_status.items())
-    were = f"{counted(ran.runs, 'run was', 'runs were')} {source}"
-    return f"{were} ({statuses})" if statuses else were
+    return f"{counted(ran.runs, 'run was', 'runs were')} {source} ({statuses or 'none'})"
 
 
 def _pairs(ran: RunPayload) -> str:
@@ -446,7 +440,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     from warehouse.reading.connection import connect
 
     tell("merging small files")
-    compacted = compact(folder)
+    compact(folder)
     by_name = {snapshot.name: snapshot for snapshot in snapshots(folder)}
     began = cycle.steps["land"].attempts[0]
     # A snapshot that a user took earlier that day is not the cycle's; one taken since this step began is.
@@ -458,14 +452,7 @@ def land(folder: DataFolder, cycle: Cycle, tell: Callable[[str], None]) -> LandP
     tell("checking its rows")
     with contextlib.closing(connect(folder, snapshot=name)) as connection:
         findings = check(connection)
-    before = [other for other, snapshot in by_name.items() if snapshot.taken_at < by_name[name].taken_at]
-    return LandPayload(
-        snapshot=name,
-        before=before[-1] if before else None,
-        rows=dict(by_name[name].rows),
-        compacted=Compacted(said=tuple(compacted.lines()), problems=len(compacted.problems)),
-        findings=tuple(findings),
-    )
+    return LandPayload(snapshot=name, rows=dict(by_name[name].rows), findings=tuple(findings))
 
 
 _COMMAND_S = 60.0
@@ -493,32 +480,12 @@ def notify(message: Mapping[str, Any], command: str | None, webhook: str | None)
 
 
 def _run_command(command: str, text: str, outcome: str) -> list[str]:
-    """Run the command in a new session, whose processes can all be killed if it hangs."""
     environment = {**os.environ, "GPUFARM_OUTCOME": outcome}
     environment.pop(SESSION_VARIABLE, None)  # the farm must not sweep processes that the command leaves
     try:
-        process = subprocess.Popen(
-            command,
-            shell=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
+        ended = subprocess.run(
+            command, shell=True, input=text.encode(), stdout=subprocess.DEVNULL, env=environment, timeout=_COMMAND_S
         )
-    except OSError as error:
-        return [f"notify.command: {error.strerror}"]
-    with process:
-        try:
-            _, errors = process.communicate(text.encode(), timeout=_COMMAND_S)
-        except subprocess.TimeoutExpired:
-            return [f"notify.command took longer than {_COMMAND_S:g} s and was killed"]
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if process.returncode == 0:
-        return []
-    last_line = errors.decode(errors="replace").strip().splitlines()[-1:]
-    return [f"notify.command ended with {process.returncode}{': ' + last_line[0] if last_line else ''}"]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"notify.command: {error}"]
+    return [f"notify.command ended with {ended.returncode}"] if ended.returncode else []

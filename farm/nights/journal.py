@@ -24,7 +24,6 @@ import numpy as np
 
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import parse_json, sync
-from conf.plain_text import shown
 from warehouse.files.folder import DataFolder
 from warehouse.reading.checks import Finding
 from warehouse.reading.pairing import shift_of
@@ -82,8 +81,6 @@ class DriftPayload:
 
     operators: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     stale_rows: int = 0
-    stale_by_family: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    stale_by_operator: Mapping[str, int] = dataclasses.field(default_factory=dict)
     remeasure: int = 0
     moved: tuple[str, ...] = ()
 
@@ -171,7 +168,7 @@ class PairsPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPayload(Payload):
-    """The trials that ran. `gpu_seconds`: the workers' seconds; `energy_j`: of the windows; `wall_s`: of the step.
+    """The trials that ran. `gpu_seconds`: the workers' seconds; `energy_j`: of the windows.
 
     next_index  corrects the one of `ChoicePayload` after a night that was cut short
     failed      the reason if every trial failed
@@ -183,34 +180,22 @@ class RunPayload(Payload):
     job_id: str = ""
     runs: int = 0
     by_status: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    by_family: Mapping[str, int] = dataclasses.field(default_factory=dict)
     gpu_seconds: float = 0.0
     energy_j: float | None = None
     ended: Ended = "all"
     next_index: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    wall_s: float | None = None
     failed: str | None = None
     pairs: PairsPayload | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compacted:
-    """Report of merging small files, as lines, with the number of problems."""
-
-    said: tuple[str, ...] = ()
-    problems: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class LandPayload(Payload):
-    """The night's snapshot, the one before it, its rows by view, and broken rules."""
+    """The night's snapshot, its rows by view, and broken rules."""
 
     step: ClassVar[str] = "land"
 
     snapshot: str | None = None
-    before: str | None = None
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    compacted: Compacted = Compacted()
     findings: tuple[Finding, ...] = ()
 
 
@@ -249,49 +234,28 @@ class ReportPayload(Payload):
     json: str = ""
 
 
-def payload_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return the payload that a journal holds. Unknown keys are ignored, absent ones get their default.
-
-    Raises `ValueError` naming a key whose value is of another type.
-    """
-    return _dataclass_of(kind, values, "")
-
-
-def _dataclass_of(kind: type[T], values: object, path: str) -> T:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{path or 'the payload'} must be an object, got {shown(values)}")
-    read: dict[str, Any] = {}
-    for name, annotation in _annotations(kind).items():
-        if name in values and typing.get_origin(annotation) is not ClassVar:
-            read[name] = _value_of(annotation, values[name], f"{path}.{name}" if path else name)
-    return kind(**read)
-
-
 # Cached: resolving annotations takes longer than using them.
 _annotations: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
-def _value_of(annotation: Any, value: Any, path: str) -> Any:
-    """Convert a value to its annotation's type: objects to dataclasses, lists to tuples. Raises `ValueError`."""
+def payload_of(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return the payload that a journal holds. Unknown keys are ignored, absent ones get their default."""
+    known = {name: annotation for name, annotation in _annotations(kind).items() if name in values}
+    return kind(**{name: _value_of(annotation, values[name]) for name, annotation in known.items()})
+
+
+def _value_of(annotation: Any, value: Any) -> Any:
+    """Convert a value of JSON to its annotation's type: objects to dataclasses, lists to tuples."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is types.UnionType:  # X | None
-        if value is None:
-            return None
-        return _value_of(next(argument for argument in arguments if argument is not types.NoneType), value, path)
-    if annotation is Any or (origin is Literal and value in arguments):
-        return value
+    if origin is types.UnionType and value is not None:  # X | None
+        return _value_of(next(argument for argument in arguments if argument is not types.NoneType), value)
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return _dataclass_of(annotation, value, path)
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_value_of(arguments[0], item, f"{path}[{place}]") for place, item in enumerate(value))
-    if origin is Mapping and isinstance(value, Mapping):
-        return {key: _value_of(arguments[1], item, f"{path}.{key}") for key, item in value.items()}
-    if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    if annotation in (int, str, bool) and type(value) is annotation:
-        return value
-    expected = getattr(annotation, "__name__", str(annotation))
-    raise ValueError(f"{path} must be {expected}, got {shown(value)}")
+        return payload_of(annotation, value)
+    if origin is tuple:
+        return tuple(_value_of(arguments[0], item) for item in value)
+    if origin is Mapping:
+        return {key: _value_of(arguments[1], item) for key, item in value.items()}
+    return value
 
 
 STEPS = ("canaries", "choose", "run", "land", "learn", "report")
@@ -353,22 +317,9 @@ class Cycle:
         return last.payload if last is not None and last.state == "done" else None
 
     def payload(self, kind: type[P]) -> P | None:
-        """Return the payload of that kind; None unless its step is done.
-
-        Raises `UsageError` if the journal holds something else.
-        """
+        """Return the payload of that kind; None unless its step is done."""
         values = self.done(kind.step)
-        try:
-            return None if values is None else payload_of(kind, values)
-        except ValueError as error:
-            raise EnvironmentProblem(
-                f"the journal of cycle {self.name} is damaged at its step {kind.step}: {error}"
-            ) from error
-
-    def seconds(self, step: str) -> float | None:
-        """Return the seconds of a step's last attempt; None if it has not ended."""
-        last = self.steps.get(step)
-        return None if last is None else last.seconds
+        return None if values is None else payload_of(kind, values)
 
 
 class Journal:

@@ -182,24 +182,19 @@ def measured_s(folder: DataFolder, cycle: Cycle, jobs: Sequence[str]) -> float:
 
 
 def job_figures(folder: DataFolder, job_id: str) -> RunPayload:
-    """Return a job's runs by status and family, their workers' seconds, and the energy of their windows."""
+    """Return a job's runs by status, their workers' seconds, and the energy of their windows."""
     rows = select(
         folder,
-        "SELECT family, status, count(*) AS runs, sum(wall_s) AS wall_s, sum(energy_j) AS energy_j FROM runs "
-        "WHERE job_id = ? GROUP BY ALL ORDER BY ALL",
+        "SELECT status, count(*) AS runs, sum(wall_s) AS wall_s, sum(energy_j) AS energy_j FROM runs WHERE job_id = ? "
+        "GROUP BY status ORDER BY status",
         [job_id],
     )
-    by_status: Counter[str] = Counter()
-    by_family: Counter[str] = Counter()
-    for row in rows:
-        by_status[row["status"]] += row["runs"]
-        by_family[row["family"]] += row["runs"]
+    by_status = {row["status"]: row["runs"] for row in rows}
     energies = [row["energy_j"] for row in rows if row["energy_j"] is not None]
     return RunPayload(
         job_id=job_id,
-        runs=by_status.total(),
-        by_status=dict(by_status),
-        by_family=dict(by_family),
+        runs=sum(by_status.values()),
+        by_status=by_status,
         gpu_seconds=sum(row["wall_s"] or 0.0 for row in rows),
         energy_j=sum(energies) if energies else None,
     )

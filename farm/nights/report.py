@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -37,21 +37,18 @@ from featurize.families import family_names
 from learn.rows.data import LEVELS, UTILIZATION_EDGES, get_target, utilization_bins
 from warehouse.explorer.filters import COUNTED, USABLE, Execute, filled_grid, memory_grid, place_of_family
 from warehouse.files.folder import DataFolder
-from warehouse.files.snapshots import NOW
 from warehouse.reading.checks import Finding
 from warehouse.reading.connection import WarehouseConnection
-from warehouse.reading.pairing import Difference, diff
 
 if TYPE_CHECKING:
     import pyarrow
 
 
 FAILED = ("crashed", "timeout", "invalid")
-GROUPS_SHOWN = 12  # groups of failures; further ones are only counted
+GROUPS_SHOWN = 12  # groups of failures
 LOG_CHARACTERS = 4000
 SAID_CHARACTERS = 300
 EXAMPLES = 3
-DOUBTS_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +77,8 @@ class FailureGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doubt:
-    """Executions of this cycle whose labels are not trusted, by reason."""
-
-    reason: str
-    runs: int
-    example: str  # run_id: what was seen
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReportRows:
-    """Counts of rows. `device_names`, `source`: the device and source that coverage counts; empty without rows."""
+    """Counts of rows. `device_names`, `source`: the device and source that coverage counts; empty if unknown."""
 
     counts: tuple[RowCount, ...]
     device_names: tuple[str, ...]
@@ -98,20 +86,10 @@ class ReportRows:
     memory: Grid
     levels: tuple[Grid, ...]
     regions: tuple[Grid, ...]  # one a family: batch size by parameters
-    no_place: int  # usable rows in no region, as they lack batch size or parameters
-    unusable: int
     absent_families: tuple[str, ...]
     failures: tuple[FailureGroup, ...]
     failed_tonight: int
-    failed_groups: int
-    failed_before: int
-    doubts: tuple[Doubt, ...]
-    doubted_tonight: int
-
-    @property
-    def sources_tonight(self) -> frozenset[str]:
-        """Return the label sources of the runs that finished in this cycle."""
-        return frozenset(count.source for count in self.counts if count.tonight)
+    untrusted_tonight: int  # executions
 
 
 def read_rows(
@@ -119,17 +97,16 @@ def read_rows(
 ) -> ReportRows:
     """Read a report's facts about rows. `since`: the cycle's start; runs that finished later are tonight's.
 
-    Coverage counts the device, in every spelling, and the source; None: the one with the most rows tonight, then in
-    all.
+    Coverage counts the device, in every spelling, and the source; None: nothing.
     """
-    began = since.astimezone(datetime.UTC).replace(tzinfo=None) if since.tzinfo else since
+    began = since.astimezone(datetime.UTC).replace(tzinfo=None)
     tonight = f"coalesce(finished_at >= TIMESTAMP {sql_text(f'{began:%Y-%m-%d %H:%M:%S.%f}')}, false)"
     with duckdb.connect() as counted:
         counted.execute("SET threads = 1")
         counted.register("source_rows", _columns(connection, tonight))
         counted.execute("CREATE TABLE rows AS SELECT * FROM source_rows")
         counted.unregister("source_rows")
-        return _read(connection, counted, tonight, device_name, source)
+        return _read(connection, counted, tonight, device_name or "", source or "")
 
 
 def _columns(connection: WarehouseConnection, tonight: str) -> pyarrow.Table:
@@ -145,8 +122,8 @@ def _read(
     connection: WarehouseConnection,
     counted: duckdb.DuckDBPyConnection,
     tonight: str,
-    device_name: str | None,
-    source: str | None,
+    device_name: str,
+    source: str,
 ) -> ReportRows:
     counts = tuple(
         RowCount(family=f, device_name=d, source=s, status=status, rows=n, tonight=new)
@@ -155,20 +132,15 @@ def _read(
             "GROUP BY ALL ORDER BY ALL"
         ).fetchall()
     )
-    names, source = _covered(counts, device_name, source)
+    spelled = {count.device_name for count in counts if count.device_name}
+    names = tuple(sorted(name for name in spelled if same_device(name, device_name)))
     counted.execute(
         f"CREATE VIEW here AS SELECT * FROM rows WHERE device_name IN ({', '.join(map(sql_text, names)) or 'NULL'}) "
         f"AND source = {sql_text(source)}"
     )
-    ((unusable, no_place),) = counted.execute(
-        "SELECT count(*) FILTER (NOT usable), count(*) FILTER (usable AND NOT coalesce(batch_size > 0 AND "
-        "parameters > 0, false)) FROM here"
-    ).fetchall()
     families = [name for (name,) in counted.execute("SELECT DISTINCT family FROM here ORDER BY family").fetchall()]
-    failed = [count for count in counts if count.status in FAILED]
-    failed_tonight = sum(count.tonight for count in failed)
-    groups, kinds = _failure_groups(connection, tonight) if failed_tonight else ((), 0)
-    doubts, doubted = _doubts(connection, tonight)
+    untrusted = connection.execute(f"SELECT count(*) FROM attempts WHERE quality = 'untrusted' AND {tonight}")
+    ((untrusted_tonight,),) = untrusted.fetchall()
 
     def execute(sql: str) -> Sequence[tuple[Any, ...]]:
         return counted.execute(sql).fetchall()
@@ -180,32 +152,11 @@ def _read(
         memory=memory_grid(execute, "here", families),
         levels=tuple(_levels(execute, families, name) for name in UTILIZATION_EDGES),
         regions=tuple(filter(None, (_region(counted, family) for family in families))),
-        no_place=no_place,
-        unusable=unusable,
         absent_families=tuple(name for name in family_names() if name not in families),
-        failures=groups,
-        failed_tonight=failed_tonight,
-        failed_groups=kinds,
-        failed_before=sum(count.rows for count in failed) - failed_tonight,
-        doubts=doubts,
-        doubted_tonight=doubted,
+        failures=_failure_groups(connection, tonight),
+        failed_tonight=sum(count.tonight for count in counts if count.status in FAILED),
+        untrusted_tonight=untrusted_tonight,
     )
-
-
-def _covered(counts: Sequence[RowCount], device_name: str | None, source: str | None) -> tuple[tuple[str, ...], str]:
-    """Return every spelling of the device that coverage counts, and the source."""
-    if device_name is None or source is None:
-        rows: dict[tuple[str, str], tuple[int, int]] = {}
-        for count in counts:
-            name = count.device_name
-            if name and (device_name is None or same_device(name, device_name)) and source in (None, count.source):
-                tonight, in_all = rows.get((name, count.source), (0, 0))
-                rows[name, count.source] = tonight + count.tonight, in_all + count.rows
-        if not rows:
-            return (), source or ""
-        device_name, source = max(sorted(rows), key=rows.__getitem__)
-    spelled = {count.device_name for count in counts if count.device_name}
-    return tuple(sorted(name for name in spelled if same_device(name, device_name))), source
 
 
 def _levels(execute: Execute, families: Sequence[str], label: str) -> Grid:
@@ -243,8 +194,8 @@ def _region(counted: duckdb.DuckDBPyConnection, family: str) -> Grid | None:
     )
 
 
-def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[tuple[FailureGroup, ...], int]:
-    """Return the most frequent kinds of tonight's failures, and the number of kinds."""
+def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[FailureGroup, ...]:
+    """Return the most frequent kinds of tonight's failures."""
     failed = f"status IN ({', '.join(map(sql_text, FAILED))})"
     # A traceback has its message in the last line that is not indented, other texts in the first.
     groups_found = connection.execute(
@@ -260,12 +211,11 @@ def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[tupl
             FROM failed
         )
         SELECT status, error_type, min(said), count(*), list(DISTINCT family ORDER BY family),
-            list(run_id ORDER BY run_id)[:{EXAMPLES}], right(arg_min(error, run_id), {LOG_CHARACTERS}),
-            count(*) OVER ()
+            list(run_id ORDER BY run_id)[:{EXAMPLES}], right(arg_min(error, run_id), {LOG_CHARACTERS})
         FROM sentences GROUP BY status, error_type, regexp_replace(said, '0x[0-9a-f]+|[0-9]+', '#', 'g')
         ORDER BY count(*) DESC, status, min(run_id) LIMIT {GROUPS_SHOWN}"""
     ).fetchall()
-    groups = tuple(
+    return tuple(
         FailureGroup(
             status=status,
             error_type=kind,
@@ -275,34 +225,8 @@ def _failure_groups(connection: WarehouseConnection, tonight: str) -> tuple[tupl
             run_ids=tuple(ids),
             log=log,
         )
-        for status, kind, sentence, runs, families, ids, log, _ in groups_found
+        for status, kind, sentence, runs, families, ids, log in groups_found
     )
-    return groups, groups_found[0][-1] if groups_found else 0
-
-
-def _doubts(connection: WarehouseConnection, tonight: str) -> tuple[tuple[Doubt, ...], int]:
-    """Return tonight's doubts, including attempts after which a task ran again, and the number of reasons."""
-    rows = connection.execute(
-        f"""WITH doubted AS (
-            SELECT run_id,
-                CASE WHEN json_valid(quality_reasons) THEN quality_reasons::JSON ELSE '{{}}'::JSON END AS reasons
-            FROM attempts WHERE quality = 'untrusted' AND {tonight}
-        ), each AS (
-            SELECT run_id, reasons,
-                unnest(CASE WHEN len(json_keys(reasons)) > 0 THEN json_keys(reasons) ELSE ['no reason given'] END)
-                AS reason
-            FROM doubted
-        )
-        SELECT reason, count(*), min(run_id),
-            left(arg_min(json_extract_string(reasons, '$."' || replace(reason, '"', '') || '"'), run_id), 300),
-            (SELECT count(*) FROM doubted)
-        FROM each GROUP BY reason ORDER BY count(*) DESC, reason LIMIT {DOUBTS_SHOWN}"""
-    ).fetchall()
-    doubts = tuple(
-        Doubt(reason=reason, runs=runs, example=f"{run_id}: {text}" if text else run_id)
-        for reason, runs, run_id, text, _ in rows
-    )
-    return doubts, rows[0][-1] if rows else 0
 
 
 _MANY_FAILED = 0.1  # share of the night's runs above which failures are reported
@@ -312,12 +236,9 @@ _BEGINNINGS = {
     "sick": "The machine is sick, and only canaries ran",
     "failed": "The cycle failed",
 }
-SIMULATED = "simulated"  # warehouse.tables.schema.SOURCES
-_SAID = 300  # characters of an error's sentence, at most
-_NIGHT_SAID = 3000  # of a cycle's, which ends with the reason if every trial failed
 NEW_MODEL = ("promoted", "first")  # decisions that put the candidate into use
-_TOTALS = ("runs", "wall_s", "gpu_seconds", "energy_j")  # of `RunPayload`
-LEARNING_STEPS = ("run", "learn")  # the purpose of a cycle; the other steps are its overhead
+_GIST = 300  # characters of an error's sentence, at most
+_SENTENCE = 3000  # of a cycle's, which ends with the reason if every trial failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,24 +251,14 @@ class Said:
     advice: tuple[str, ...]  # most urgent first; never empty
 
 
-def say(
-    cycle: Cycle,
-    changed: Difference | None,
-    rows: ReportRows | None,
-    findings: Sequence[Finding],
-    notes: Sequence[str] = (),
-) -> Said:
+def say(cycle: Cycle, rows: ReportRows | None, findings: Sequence[Finding], notes: Sequence[str] = ()) -> Said:
     """Return the outcome of a cycle, with the sentence that the journal has of it."""
-    canaries = cycle.payload(CanariesPayload) or CanariesPayload()
     run = cycle.payload(RunPayload)
-    urgent = _canaries(canaries)
+    urgent = _canaries(cycle.payload(CanariesPayload) or CanariesPayload())
     if cycle.outcome == "failed":
         urgent = ["Fix it, and run the same command again.", *urgent]
-    errors = [finding for finding in findings if finding.severity == "error"]
-    look = [*_findings(errors), *_failures(run), *_learning(cycle), *_list_moved(changed, canaries)]
-    if rows is None:
-        look.append("The rows could not be read: see the notes on this page.")
-    elif notes:
+    look = [*_findings(findings), *_failures(run), *_learning(cycle)]
+    if rows is None or notes:
         look.append(
             "Some files could not be read: see the notes on this page, and run python -m farm.doctor repair=true."
         )
@@ -356,20 +267,14 @@ def say(
     return Said(
         outcome=cycle.outcome,
         level=level,
-        sentence=f"{_BEGINNINGS[cycle.outcome]}: {_sentence_of(cycle.said, _NIGHT_SAID)}",
-        advice=tuple(urgent + look) or (_all_clear(cycle.outcome, run),),
+        sentence=f"{_BEGINNINGS[cycle.outcome]}: {gist(cycle.said, _SENTENCE).rstrip('.')}.",
+        advice=tuple(urgent + look) or ("Nothing to do.",),
     )
 
 
-def gist(error: str, most: int = _SAID) -> str:
+def gist(error: str, most: int = _GIST) -> str:
     """Return the line of an error with its message, at most `most` characters."""
     return error_line(error)[:most].strip()
-
-
-def _sentence_of(text: str, most: int = _SAID) -> str:
-    """Return the gist of a text with a full stop."""
-    line = gist(text, most)
-    return line if line.endswith(".") else line + "."
 
 
 def _canaries(canaries: CanariesPayload) -> list[str]:
@@ -388,12 +293,9 @@ def _canaries(canaries: CanariesPayload) -> list[str]:
     return []
 
 
-def _findings(errors: Sequence[Finding]) -> list[str]:
-    if not errors:
-        return []
-    rows = sum(error.count for error in errors)
-    rules = first_few([error.rule for error in errors], 3, ", ")
-    return [f"Some rows cannot be right: rules are broken {rows:,} times ({rules}). See the quality findings."]
+def _findings(findings: Sequence[Finding]) -> list[str]:
+    rules = [finding.rule for finding in findings if finding.severity == "error"]
+    return [f"Some rows cannot be right ({first_few(rules, 3, ', ')}): see the quality findings."] if rules else []
 
 
 def _failures(run: RunPayload | None) -> list[str]:
@@ -406,33 +308,10 @@ def _failures(run: RunPayload | None) -> list[str]:
 
 def _learning(cycle: Cycle) -> list[str]:
     return [
-        f"The estimator of {score.target} could not be fitted: {_sentence_of(score.why)}"
+        f"The estimator of {score.target} could not be fitted: {gist(score.why)}"
         for score in _scores(cycle)
         if score.decision == "failed"
     ]
-
-
-def _list_moved(changed: Difference | None, canaries: CanariesPayload) -> list[str]:
-    if changed is None:
-        return []
-    advice = []
-    if removed := sum(count.runs for count in changed.removed):
-        advice.append(f"{removed:,} runs of {changed.before} are gone; runs should never disappear.")
-    beyond = [shift for shift in changed.shifts if shift.beyond]
-    if beyond and canaries.verdict not in ("sick", "drift"):
-        labels = ", ".join(sorted({shift.label for shift in beyond}))
-        advice.append(f"Repeated measurements in the same environment differ ({labels}): see below.")
-    return advice
-
-
-def _all_clear(outcome: str, run: RunPayload | None) -> str:
-    if outcome == "cut short":
-        return "Nothing to do: the runs are kept, and the next night continues."
-    if run is not None and not run.runs:
-        if run.ended == "time":
-            return "Give it more time: the canaries used all of it."
-        return "Nothing was left to run: widen the search spaces, or name more families."
-    return "Nothing to do."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,30 +327,12 @@ class Score(LearntTarget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Night:
-    """Cost and result of one cycle, for curves over the cycles. None: not reached.
-
-    seconds  of each step's last attempt, if it ended; overhead_s: of all steps but `run` and `learn`
-    rows     rows of the view `runs`, after the cycle
-    run      a simulated cycle has no GPU's time, and its energy is modelled
-    """
-
-    cycle: str
-    outcome: str
-    seconds: Mapping[str, float | None]
-    overhead_s: float
-    rows: int | None
-    run: RunPayload | None
-    simulated: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """The contents of a report; figures as the journal and the warehouse have them.
 
     said      the outcome in a sentence, and what to do about it
     notes     what could not be read for this report
-    snapshot  the snapshot of the rows, None: the folder as it is; `before`: what `changed` compares it with
+    snapshot  the snapshot of the rows, None: the folder as it is
     rows      None if the warehouse could not be read
     """
 
@@ -481,158 +342,71 @@ class Report:
     said: Said
     notes: tuple[str, ...]
     snapshot: str | None
-    before: str | None
-    changed: Difference | None
     rows: ReportRows | None
-    gained: Mapping[str, tuple[str, ...]]  # grid -> cells that had no row before, in words
     canaries: CanariesPayload | None
-    chosen: ChoicePayload | None  # the plan's summary
     run: RunPayload | None
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...] | None  # None: nothing was checked
     scores: tuple[Score, ...]  # scores of all cycles, oldest first
     steps: tuple[Mapping[str, Any], ...]  # name, state, seconds, attempts and error of each
-    nights: tuple[Night, ...]  # oldest first, this one last
     next_plan: ChoicePayload | None
 
     @property
     def simulated(self) -> bool:
-        """Return whether no GPU took part: everything that ran was simulated."""
-        return _only_simulated(self.rows, self.canaries)
+        """Return whether no GPU took part."""
+        return self.canaries is not None and self.canaries.source == "simulated"
 
     def as_json(self) -> str:
-        """Return the report as JSON. A score's `current` and `candidate` are figures; a night has its run's totals."""
+        """Return the report as JSON. A score's `current` and `candidate` are figures."""
         report = plain(self)
         for score in report["scores"]:
             score.update({which: score["figures"].get(which) for which in ("current", "candidate")})
-        for night in report["nights"]:
-            night.update({name: (night["run"] or {}).get(name) for name in _TOTALS})
         return json.dumps(report, indent=1, allow_nan=False)
 
 
 def gather(folder: DataFolder, cycle: Cycle, cycles: Sequence[Cycle], next_plan: ChoicePayload | None) -> Report:
     """Return the report of `cycle`, whose outcome is known."""
     notes: list[str] = []
-    damaged: list[str] = []  # journal entries, which no repair of files would help
-    history = [
-        *(
-            _readable(earlier, damaged)
-            for earlier in cycles
-            if earlier.name != cycle.name and earlier.started_at <= cycle.started_at
-        ),
-        cycle,
-    ]
+    earlier = [other for other in cycles if other.started_at <= cycle.started_at and other.name != cycle.name]
     canaries, landed = cycle.payload(CanariesPayload), cycle.payload(LandPayload)
-    snapshot, before = landed.snapshot if landed else None, _before(history, landed)
+    snapshot = landed.snapshot if landed else None
     rows = _rows(folder, cycle, canaries, snapshot, notes)
-    if rows is None and snapshot is not None:
-        snapshot = None
-        rows = _rows(folder, cycle, canaries, None, notes)
-    changed = None
-    if rows is not None and before is not None:
-        with _note_errors(notes, "what changed"):
-            changed = diff(folder, before, snapshot or NOW)
-    findings = landed.findings if landed else ()
     return Report(
         cycle=cycle.name,
         started_at=cycle.started_at.astimezone(datetime.UTC).isoformat(timespec="seconds"),
         settings=cycle.settings,
-        said=say(cycle, changed, rows, findings, notes),
-        notes=tuple(dict.fromkeys([*notes, *damaged])),
+        said=say(cycle, rows, landed.findings if landed else (), notes),
+        notes=tuple(notes),
         snapshot=snapshot,
-        before=before,
-        changed=changed,
         rows=rows,
-        gained=_count_gained(rows),
         canaries=canaries,
-        chosen=cycle.payload(ChoicePayload),
         run=cycle.payload(RunPayload),
-        findings=findings,
-        scores=tuple(score for night in history for score in _scores(night)),
+        findings=landed.findings if landed else None,
+        scores=tuple(score for night in [*earlier, cycle] for score in _scores(night)),
         steps=tuple(_step(cycle, name) for name in STEPS),
-        nights=tuple(map(_night, history)),
         next_plan=next_plan,
     )
-
-
-def _readable(cycle: Cycle, notes: list[str]) -> Cycle:
-    """Return an earlier cycle without the results of steps that cannot be read, which are noted."""
-    steps = dict(cycle.steps)
-    for kind in (CanariesPayload, RunPayload, LandPayload, LearnPayload):
-        unread = len(notes)
-        with _note_errors(notes, "an earlier night"):
-            cycle.payload(kind)
-        if len(notes) > unread:
-            steps[kind.step] = replace(steps[kind.step], state="failed")
-    return replace(cycle, steps=steps)
-
-
-def _only_simulated(rows: ReportRows | None, canaries: CanariesPayload | None) -> bool:
-    """Return whether a cycle ran simulations only, by its rows, or by its canaries where it has no rows."""
-    sources = rows.sources_tonight if rows is not None else frozenset()
-    return (sources or {canaries and canaries.source}) == {SIMULATED}
-
-
-@contextlib.contextmanager
-def _note_errors(notes: list[str], part: str) -> Iterator[None]:
-    """Turn a read error into a note: the report is still written."""
-    try:
-        yield
-    except (CommandError, duckdb.Error, OSError) as error:
-        notes.append(f"{part} could not be read: {error_line(str(error))[:500]}")
 
 
 def _rows(
     folder: DataFolder, cycle: Cycle, canaries: CanariesPayload | None, snapshot: str | None, notes: list[str]
 ) -> ReportRows | None:
-    rows = None
+    """Return the facts about rows. A read error becomes a note: the report is still written."""
     device_name, source = (canaries.device_name, canaries.source) if canaries else (None, None)
-    with (
-        _note_errors(notes, "rows" if snapshot is None else f"the snapshot {snapshot}"),
-        contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection,
-    ):
-        rows = read_rows(connection, cycle.started_at, device_name, source)
-        notes += [f"{path} could not be read: its rows are left out" for path in connection.damaged]
-    return rows
-
-
-def _before(history: Sequence[Cycle], landed: LandPayload | None) -> str | None:
-    """Return the snapshot to compare with: the one that landing named, else the newest of earlier cycles."""
-    if landed is not None:
-        return landed.before
-    names = [earlier.snapshot for cycle in reversed(history[:-1]) if (earlier := cycle.payload(LandPayload))]
-    return next(filter(None, names), None)
-
-
-def _count_gained(rows: ReportRows | None) -> dict[str, tuple[str, ...]]:
-    """Return the cells that had no row before this cycle, by grid."""
-    if rows is None:
-        return {}
-    gained = {
-        grid.name: tuple(f"{row} {column}" for row, column, _ in grid.gained) for grid in (rows.memory, *rows.levels)
-    }
-    regions = tuple(
-        f"{grid.name}, batch {row}, parameters from {column}" for grid in rows.regions for row, column, _ in grid.gained
-    )
-    return {**gained, "batch size and parameters": regions}
+    try:
+        with contextlib.closing(warehouse.connect(folder, snapshot=snapshot)) as connection:
+            rows = read_rows(connection, cycle.started_at, device_name, source)
+            notes += [f"{path} could not be read: its rows are left out" for path in connection.damaged]
+            return rows
+    except (CommandError, duckdb.Error, OSError) as error:
+        notes.append(f"rows could not be read: {gist(str(error))}")
+        return None
 
 
 def _step(cycle: Cycle, name: str) -> dict[str, Any]:
     step = cycle.steps.get(name)
     state, error, attempts = (step.state, step.error, len(step.attempts)) if step else ("not reached", "", 0)
-    return {"name": name, "state": state, "seconds": cycle.seconds(name), "attempts": attempts, "error": error}
-
-
-def _night(cycle: Cycle) -> Night:
-    landed, seconds = cycle.payload(LandPayload), {name: cycle.seconds(name) for name in STEPS}
-    return Night(
-        cycle=cycle.name,
-        outcome=cycle.outcome,
-        seconds=seconds,
-        overhead_s=sum(taken for name, taken in seconds.items() if taken and name not in LEARNING_STEPS),
-        rows=landed.rows.get("runs") if landed else None,
-        run=cycle.payload(RunPayload),
-        simulated=_only_simulated(None, cycle.payload(CanariesPayload)),
-    )
+    seconds = step.seconds if step else None
+    return {"name": name, "state": state, "seconds": seconds, "attempts": attempts, "error": error}
 
 
 def _scores(cycle: Cycle) -> list[Score]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.cli.settings import Checked, added_group, given_values, key, section
+from conf.cli.settings import Checked, given_values, key, section
 from conf.errors import UsageError
 from farm.dispatch.monitoring import LogSettings, MetricsSettings
 from farm.sampling.selection import POLICIES
@@ -118,14 +118,10 @@ class GrowSettings(TrialsSettings):
     notify: NotifySettings = section(NotifySettings)
     log: LogSettings = section(LogSettings)
     metrics: MetricsSettings = section(MetricsSettings)
-    arch: Mapping[str, Any] | None = added_group(dict)  # refused in favour of `families`
     given: Mapping[str, Any] = given_values()
     spaces: tuple[Space, ...] = field(init=False)  # one a family
 
     def __post_init__(self) -> None:
-        if self.arch is not None:  # a key of farm.submit
-            family = self.arch["family"]
-            raise UsageError(f"farm.grow takes families=[{family}], not +arch={family}")
         super().__post_init__()
         object.__setattr__(self, "spaces", _spaces(self.families, self.space or {}))
 

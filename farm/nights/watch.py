@@ -125,14 +125,12 @@ _Cell = tuple[str, str, str]  # label, operator family, bin of memory
 class Drift:
     """Labels that moved with the environment.
 
-    payload   the drift as the journal stores it, without `remeasure`
-    marks     marks of the rows whose labels are stale in tonight's environment
-    families  run_id of each marked row -> its family
+    payload  the drift as the journal stores it, without `remeasure`
+    marks    marks of the rows whose labels are stale in tonight's environment
     """
 
     payload: DriftPayload
     marks: tuple[Mark, ...]
-    families: Mapping[str, str]
 
 
 def drift_of(data: DataFolder, verdict: CanaryVerdict) -> Drift | None:
@@ -148,8 +146,6 @@ def drift_of(data: DataFolder, verdict: CanaryVerdict) -> Drift | None:
     operators: dict[str, set[str]] = {}
     moved: dict[str, list[str]] = {}
     marks: list[Mark] = []
-    families: dict[str, str] = {}
-    stale: Counter[str] = Counter()
     for environment in dict.fromkeys(night.environment for night in reversed(earlier)):
         if environment == tonight.environment:
             continue
@@ -166,23 +162,17 @@ def drift_of(data: DataFolder, verdict: CanaryVerdict) -> Drift | None:
             names = ", ".join(_in_order(families_moved))
             moved.setdefault(label, []).append(f"{label} moved with {names}: {shifts[label][1]}")
         for row, config in _rows(data, verdict, environment):
-            row_marks = list(_marks(row, config, affected, shifts, verdict))
-            marks += row_marks
-            if row_marks:
-                families[row["run_id"]] = row["family"]
-                stale.update({name for mark in row_marks for name in mark.operators})
+            marks += _marks(row, config, affected, shifts, verdict)
     payload = DriftPayload(
         operators={
             label: (EVERYTHING,) if EVERYTHING in operators[label] else _in_order(operators[label])
             for label in LABELS
             if label in operators
         },
-        stale_rows=len(families),
-        stale_by_family=dict(Counter(families.values()).most_common()),
-        stale_by_operator=dict(stale.most_common()),
+        stale_rows=len({mark.run_id for mark in marks}),
         moved=tuple(sentence for label in LABELS for sentence in moved.get(label, ())),
     )
-    return Drift(payload=payload, marks=tuple(marks), families=families)
+    return Drift(payload=payload, marks=tuple(marks))
 
 
 def affected_operators(
@@ -227,7 +217,7 @@ def _rows(
     data: DataFolder, verdict: CanaryVerdict, environment: Sequence[Any]
 ) -> Iterator[tuple[dict[str, Any], TrialConfig]]:
     """Return the usable rows of that environment, with their configs."""
-    columns = ("run_id", "family", "config", "device_name", "status", "oom_kind", *LABELS)
+    columns = ("run_id", "config", "device_name", "status", "oom_kind", *LABELS)
     same = " AND ".join(f"{name} IS NOT DISTINCT FROM ?" for name in ENVIRONMENT)
     rows = select(
         data,

@@ -37,7 +37,6 @@ class Nights:
         self._writer = RunWriter(folder)
         self._random = random.Random(0)
         self._written = 0
-        self._snapshot = None
 
     def wait(self, **time) -> None:
         self.now += datetime.timedelta(**time)
@@ -107,9 +106,7 @@ class Nights:
             "job_id": "grow-0123abcd",
             "runs": len(rows),
             "by_status": {s: statuses.count(s) for s in set(statuses)},
-            "by_family": {},
             "ended": ended,
-            "wall_s": 3600.0,
             "gpu_seconds": 3000.0,
             "energy_j": 9.0e5,
         }
@@ -124,9 +121,8 @@ class Nights:
         self.step(
             cycle,
             "land",
-            {"snapshot": cycle, "before": self._snapshot, "rows": dict(snapshot.rows), "findings": [*findings]},
+            {"snapshot": cycle, "rows": dict(snapshot.rows), "findings": [*findings]},
         )
-        self._snapshot = cycle
 
     def learned(self, cycle: str, *results: dict) -> None:
         self.step(cycle, "learn", {"results": list(results)}, minutes=6)

@@ -75,7 +75,7 @@ def test_every_layer_of_every_family_is_of_a_known_operator_family(family):
 def test_the_first_night_has_nothing_to_compare_with_and_the_next_is_steady(lab):
     lost(lab, "canary-all", CANARIES)
     failed = lab.verdict("canary-all")
-    assert failed.verdict == "sick" and "none of the 8 canaries ran to its end" in failed.said
+    assert failed.verdict == "sick" and "8 of the first 8 canaries of this device failed" in failed.said
     first = lab.verdict(lab.night(), forget={"canary-all"})
     assert (first.verdict, first.before, first.runs) == ("first", None, len(CANARIES))
     assert all(entry.before is None and not entry.moved for entry in first.compared)
@@ -107,7 +107,7 @@ def test_canaries_that_a_hanging_gpu_never_brought_back_are_a_sickness(lab):
     lost(lab, "canary-all", CANARIES)
     verdict = lab.verdict("canary-all")
     assert verdict.verdict == "sick" and verdict.runs == len(CANARIES) and verdict.environment == OLD
-    assert "ended as crashed" in verdict.causes[0] and "WorkerLost: hung" in verdict.causes[0]
+    assert "ended as crashed" in verdict.causes[0] and "hung" in verdict.causes[0]
 
 
 BROKEN = 'Traceback (most recent call last):\n  File "a\'; echo foo", line 1, in f\nRuntimeError: no such kernel\nmore'
@@ -197,7 +197,7 @@ def test_a_canary_that_ends_otherwise_is_sick_in_any_environment(lab, status):
     failed = {"status": status, "error_type": "RuntimeError", "error": "no kernel image\nTraceback"}
     verdict = lab.verdict(lab.night(of(3, cudnn_version=None, **failed)))
     assert verdict.verdict == "sick" and labels(verdict) == {("transformer", "status")}
-    assert verdict.causes == (f"ended as {status} (transformer 0c4492: RuntimeError: no kernel image)",)
+    assert verdict.causes == (f"ended as {status} (transformer 0c4492: no kernel image)",)
     assert verdict.environment == NEW
 
 
@@ -321,6 +321,10 @@ def drift_with(lab, change, environment=NEW, cycle="c"):
     return drift
 
 
+def marked(drift):
+    return {mark.run_id for mark in drift.marks}
+
+
 def again(lab, environment=NEW, at_most=None):
     return remeasure(lab.folder, DEVICE, "measured", environment, at_most=at_most)
 
@@ -330,10 +334,10 @@ def test_convolutions_alone_moved_and_networks_without_them_stay(grown, configs)
     assert drift.payload.operators == {"peak_memory_mib": ("convolution",)}
     stale = {i for i, config in enumerate(configs) if config.family == "cnn"}
     canaries = {f"canary-00000001-{at:06d}" for at in (2, 7)}
-    assert set(drift.families) == {grown.ids[i] for i in stale} | canaries
+    assert marked(drift) == {grown.ids[i] for i in stale} | canaries
     assert all(mark.shift == pytest.approx(200 / 1500) for mark in drift.marks)
     payload = drift.payload
-    assert (payload.stale_rows, payload.stale_by_family) == (12, {"cnn": 11, "unet": 1})
+    assert payload.stale_rows == 12
     assert "peak_memory_mib moved with convolution: +13.3%, the median of 2 of 8" in payload.moved[0]
 
 
@@ -356,7 +360,7 @@ def test_stale_rows_are_not_learned_from_until_the_old_environment_is_back(grown
     assert rows.counts["stale"] == 12 and len(rows) == whole + 8 - 12
     assert "stale" not in usable(grown, "smact").counts
     third = drift_with(grown, where("convolution", peak_memory_mib=1700.0), NEW | {"driver_version": "570.1"}, "b")
-    assert len(third.families) == 12, "those of two drivers ago stay stale, although the last one moved nothing"
+    assert len(marked(third)) == 12, "those of two drivers ago stay stale, although the last one moved nothing"
     assert set(usable(grown).run_ids) - set(rows.run_ids) == {f"canary-00000003-{at:06d}" for at in range(8)}
 
 
@@ -365,7 +369,7 @@ def test_after_a_rollback_old_rows_count_again_and_those_of_the_new_driver_do_no
     drift_with(grown, moved, NEW, "a")
     grown.run("grow-2", [c for c in configs if c.family in ("cnn", "mlp")], moved)
     drift = drift_with(grown, lambda _: {}, OLD, "b")
-    assert {run_id.partition("-0")[0] for run_id in drift.families} == {"grow-2", "canary"}
+    assert {run_id.partition("-0")[0] for run_id in marked(drift)} == {"grow-2", "canary"}
     rows = usable(grown)
     assert rows.counts["stale"] == 12 and set(grown.ids) <= set(rows.run_ids)  # ten of the night's, two canaries
 
@@ -378,7 +382,7 @@ def test_what_is_measured_again_covers_every_cell_twice_and_no_more(grown, confi
     hashes = {config_hash(config) for config in chosen}
     # Tonight's canaries were measured again already: the unet, and one CNN of little memory.
     assert [len(hashes & {config_hash(configs[i]) for i in places}) for places in by_bin.values()] == [1, 2, 2]
-    assert len(chosen) == 5 < len(drift.families) and again(grown, at_most=2) == chosen[:2]
+    assert len(chosen) == 5 < len(marked(drift)) and again(grown, at_most=2) == chosen[:2]
     grown.run("grow-2", chosen[:2])
     left = again(grown)
     assert len(left) == 3 and not set(chosen[:2]) & set(left), "what was measured since is not measured again"
@@ -387,7 +391,7 @@ def test_what_is_measured_again_covers_every_cell_twice_and_no_more(grown, confi
 def test_everything_is_stale_where_no_canary_stayed(grown, configs):
     drift = drift_with(grown, of(*range(8), power_w=260.0))
     assert drift.payload.operators == {"power_w": (EVERYTHING,)}
-    assert len(drift.families) == len(configs) + len(CANARIES) and again(grown)
+    assert len(marked(drift)) == len(configs) + len(CANARIES) and again(grown)
 
 
 def test_what_ran_out_of_memory_is_stale_with_the_memory_label(grown, configs):

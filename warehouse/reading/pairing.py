@@ -345,12 +345,8 @@ def _schema_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iter
             yield change
 
 
-def difference_blocks(difference: Difference, most: int | None = None) -> list[Block]:
-    """Return the blocks that a page or the terminal shows of the difference.
-
-    Args:
-        most: Rows of a table of shifts, the largest first; None: all.
-    """
+def difference_blocks(difference: Difference) -> list[Block]:
+    """Return the blocks that the terminal shows of the difference."""
     rows = [
         (view, difference.rows_before.get(view, 0), now, f"{now - difference.rows_before.get(view, 0):+,}")
         for view, now in difference.rows_after.items()
@@ -374,8 +370,8 @@ def difference_blocks(difference: Difference, most: int | None = None) -> list[B
         named = ", ".join(f"{name} ({counted(n, 'run', 'runs')})" for name, n in difference.changed_columns.items())
         blocks.append(Lead(f"Changed in: {named}."))
     title = "Labels of the same configuration and environment"
-    blocks += _shift_blocks(title, ("family", "device", "configurations"), difference.shifts, most)
-    blocks += _shift_blocks("Kernels", ("operator", "device", "kernels"), difference.kernel_shifts, most)
+    blocks += _shift_blocks(title, ("family", "device", "configurations"), difference.shifts)
+    blocks += _shift_blocks("Kernels", ("operator", "device", "kernels"), difference.kernel_shifts)
     for change in difference.schema:
         kinds = {kind: getattr(change, kind) for kind in ("added", "removed", "retyped")}
         changes = "; ".join(f"{kind}: {', '.join(columns)}" for kind, columns in kinds.items() if columns)
@@ -383,12 +379,12 @@ def difference_blocks(difference: Difference, most: int | None = None) -> list[B
     return blocks
 
 
-def _shift_blocks(title: str, heads: Sequence[str], shifts: Sequence[Shift], most: int | None) -> Iterator[Block]:
+def _shift_blocks(title: str, heads: Sequence[str], shifts: Sequence[Shift]) -> Iterator[Block]:
     """Yield the shifts of repeated measurements; those with a pair beyond the tolerance are marked."""
     if not shifts:
         yield Lead(f"{title}, measured again: none.")
         return
-    shown = sorted(shifts, key=lambda shift: -abs(shift.largest))[:most]
+    shown = sorted(shifts, key=lambda shift: -abs(shift.largest))
     rows = [
         (
             shift.label,
@@ -404,5 +400,3 @@ def _shift_blocks(title: str, heads: Sequence[str], shifts: Sequence[Shift], mos
     beyond = [place for place, shift in enumerate(shown) if shift.beyond]
     yield Heading(f"{title}, measured again")
     yield table(("label", *heads, "moved", "median", "largest", "*the furthest"), rows, words=3, marked=beyond)
-    if len(shown) < len(shifts):
-        yield Lead(f"And {len(shifts) - len(shown):,} more, which moved less.")
