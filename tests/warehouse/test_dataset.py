@@ -305,14 +305,14 @@ def test_the_card_tells_environment_statuses_and_units(sent):
 
 
 def test_too_large_a_data_set_is_refused_and_nothing_is_written(filled, out):
-    with pytest.raises(UsageError, match=r"more than max_mb=0\.005.*the largest files: cnn/NVIDIA"):
+    with pytest.raises(UsageError, match=r"more than max_mb=0\.005"):
         exported(filled, out, max_mb=0.005)
     assert not out.exists()
 
 
-def test_a_data_folder_without_such_runs_says_what_it_has(folder, out):
+def test_a_data_folder_without_such_runs_says_so(folder, out):
     RunWriter(folder).write(run_row(0) | {"device_name": "A100-SXM4-40GB"}, readings(1))
-    with pytest.raises(UsageError, match=r"no runs for source=measured \(on GPUs\); source=simulated has 1"):
+    with pytest.raises(UsageError, match="no runs for source=measured; known: measured, cpu, simulated"):
         exported(folder, out)
     with pytest.raises(UsageError, match="unknown source 'gpu'; known: cpu, measured, simulated; hz must be"):
         ExportSettings(out=str(out), source="gpu", hz=0)

@@ -207,7 +207,7 @@ def test_rows_that_make_no_sense_land_as_invalid_and_are_named_by_reason(place, 
     invalid = {
         "never started: no memory": [1],
         "never started: depth 0": [2],
-        "file name has no known first key": [4],
+        "file name: no known first key": [4],
         "status EXPLODED": [5],
         "peak_memory_mib: 9e+30 MiB, on a device of 40,960 MiB": [6],
     }

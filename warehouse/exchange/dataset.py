@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.files.outputs import parse_json
 from conf.plain_text import first_line
-from warehouse.files.writer import detail_table, run_problems
+from warehouse.files.writer import conform, detail_table, run_problems
 from warehouse.reading.connection import WarehouseConnection
+from warehouse.tables.duckdb_access import scratch_cursor
 from warehouse.tables.schema import DATASET_JOB_PREFIX, DETAILS, METRICS, RUN_SCHEMA, SCHEMA_VERSION, TELEMETRY_SCHEMA
 
 FORMAT = "gpufarm-dataset"
@@ -65,7 +65,6 @@ _ERROR_CHARACTERS = 2000  # the end of an error has its message
 # Decimals of telemetry by unit: more than any sensor resolves, and a third of the bytes.
 _DECIMALS = {"ratio": 4, "MiB": 2, "MiB/s": 2, "W": 2, "J": 2, "cores": 3, "ms": 4}
 _PUBLIC_UUID = re.compile("gpu-[0-9a-f]{12}")
-_PREFERENCE = {"repeated": 1, "unavailable": 2}  # the reading with the lowest value in a bin stays
 
 
 @dataclass(frozen=True, order=True)
@@ -203,19 +202,11 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
     if described_kind != kind or family != part.family:
         content_kind = f"{described_kind} of {family}"
         raise EnvironmentProblem(f"{path} holds {content_kind}: it has been moved or renamed")
-    unknown = [name for name in table.column_names if name not in schema.names]
-    if unknown:
-        raise EnvironmentProblem(f"{path}: unknown column {', '.join(unknown)}")
-    columns = []
-    for field in schema:
-        if field.name not in table.column_names:
-            columns.append(pa.nulls(table.num_rows, field.type))
-            continue
-        try:
-            columns.append(table.column(field.name).cast(field.type))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise EnvironmentProblem(f"{path}: {field.name}: {error}") from error
-    return pa.Table.from_arrays(columns, schema=schema)
+    problems: list[str] = []
+    rows = conform(table, kind, schema, {}, {}, problems)
+    if problems:
+        raise EnvironmentProblem(f"{path}: {'; '.join(problems)}")
+    return rows
 
 
 def check_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
@@ -436,37 +427,20 @@ def thin(samples: pa.Table, hz: float) -> pa.Table:
     `samples` is sorted by run and time. Of the samples in one bin of 1/hz seconds, the last one stays; new readings
     are preferred to repeated ones, and those to unavailable ones.
     """
-    if not samples.num_rows:
-        return samples
-    run, sensor_name, rank_number = (_codes(samples.column(name)) for name in ("run_id", "sensor", "rank"))
-    sensor = sensor_name * (rank_number.max() + 2) + rank_number  # each rank has separate sensors
-    window = np.array([phase == "window" for phase in samples.column("phase").to_pylist()])
-    rank = np.array([_PREFERENCE.get(quality, 0) for quality in samples.column("quality").to_pylist()])
-    period = np.floor(samples.column("t_ms").to_numpy() * hz / 1000).astype(np.int64)
-    position = np.arange(samples.num_rows)
-    keep = np.zeros(samples.num_rows, dtype=bool)
-    order = np.lexsort((position, -rank, period, sensor, run))
-    keep[order[_ends(run[order], sensor[order], period[order])]] = True
-    inside = np.flatnonzero(window)
-    order = inside[np.lexsort((inside, sensor[inside], run[inside]))]
-    last = _ends(run[order], sensor[order])
-    keep[order[last]] = True
-    keep[order[np.roll(last, 1)]] = True
-    return samples.filter(pa.array(keep))
-
-
-def _codes(column: pa.ChunkedArray) -> np.ndarray:
-    encoded = column.combine_chunks().dictionary_encode()
-    codes: np.ndarray = encoded.indices.fill_null(-1).to_numpy()
-    return codes
-
-
-def _ends(*keys: np.ndarray) -> np.ndarray:
-    """Return (rows,) bool: whether each row, sorted by the keys, is the last with its keys."""
-    ends = np.ones(len(keys[0]), dtype=bool)
-    if len(ends):
-        ends[:-1] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
-    return ends
+    sensor = "run_id, sensor, rank"  # each rank has separate sensors
+    with scratch_cursor() as cursor:
+        cursor.register("samples", samples)
+        kept = cursor.sql(
+            f"""SELECT * EXCLUDE (place) FROM (SELECT *, row_number() OVER () AS place FROM samples)
+            QUALIFY row_number() OVER (
+                PARTITION BY {sensor}, floor(t_ms * {hz!r} / 1000)
+                ORDER BY CASE quality WHEN 'repeated' THEN 1 WHEN 'unavailable' THEN 2 ELSE 0 END, place DESC
+            ) = 1 OR (phase = 'window' AND (
+                place = min(place) OVER (PARTITION BY {sensor}, phase)
+                OR place = max(place) OVER (PARTITION BY {sensor}, phase)
+            )) ORDER BY place"""
+        ).to_arrow_table()
+    return kept.cast(samples.schema)
 
 
 def naive(schema: pa.Schema) -> pa.Schema:

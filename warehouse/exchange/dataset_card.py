@@ -10,15 +10,14 @@ import datetime
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from conf.plain_text import clean_text
 from warehouse.tables.columns import describe
-from warehouse.tables.schema import DETAILS, SCHEMA_VERSION, STATUSES
+from warehouse.tables.schema import DETAILS, STATUSES
 
 _ENVIRONMENT = (
     "device_name",
@@ -119,8 +118,8 @@ def card(tables: Mapping[str, Sequence[pa.Table]]) -> str:
     rows = [row for part in tables["runs"] for row in part.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
-    columns = (_columns(table, pa.concat_tables(parts)) for table, parts in tables.items())
-    return "".join([_HEAD, *sections(rows), *columns, _LICENCE])
+    schemas = {table: parts[0].schema for table, parts in tables.items() if sum(part.num_rows for part in parts)}
+    return "".join([_HEAD, *sections(rows), *column_sections(schemas), _LICENCE])
 
 
 # Columns that `sections` reads.
@@ -253,39 +252,11 @@ def _network(row: Mapping[str, Any]) -> str:
     return mapping_hash({**config, "batch_size": None}) if isinstance(config, dict) else str(row["config"])
 
 
-def _distinct(rows: pa.Table, column: str) -> str:
-    return f"{len(pc.unique(rows.column(column))):,}"
-
-
-def _by_value(rows: pa.Table, column: str) -> str:
-    counts = Counter(map(_describe, rows.column(column).to_pylist()))
-    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
-
-
-# Description of a table's rows, after their number.
-_SUMMARIES: Mapping[str, Callable[[pa.Table], str]] = {
-    "runs": lambda runs: f"runs, in columns of schema version {SCHEMA_VERSION}.",
-    "telemetry": lambda readings: f"readings, by sensor: {_by_value(readings, 'sensor')}.",
-    "kernels": lambda kernels: (
-        f"rows of {_distinct(kernels, 'operator')} operators, by how they were timed: {_by_value(kernels, 'timing')}. "
-        "A row stands for all launches of one kernel by one operator on inputs of the same shapes."
-    ),
-    "ranks": lambda ranks: f"ranks of {_distinct(ranks, 'run_id')} runs.",
-    "collocations": lambda rows: f"members of {_distinct(rows, 'group_id')} groups that shared a device.",
-}
-
-
-def _columns(table: str, rows: pa.Table) -> str:
-    """Return the section on a table's columns with a value; nothing for a data set without such rows."""
-    if not rows.num_rows:
-        return ""
-    lines = [
-        (f"`{field.name}`", str(field.type), describe(table, field.name), f"{len(column) - column.null_count:,}")
-        for field, column in zip(rows.schema, rows.columns, strict=True)
-        if column.null_count < len(column)
-    ]
-    text = f"\n## Columns of {table}\n\n{rows.num_rows:,} {_SUMMARIES[table](rows)}\n\n"
-    return text + markdown_table(("column", "type", "what", "rows with a value"), lines)
+def column_sections(schemas: Mapping[str, pa.Schema]) -> Iterator[str]:
+    """Yield a section for each table, with its columns and their meaning."""
+    for table, schema in schemas.items():
+        lines = [(f"`{field.name}`", str(field.type), describe(table, field.name)) for field in schema]
+        yield f"\n## Columns of {table}\n\n" + markdown_table(("column", "type", "what"), lines)
 
 
 def _describe(value: Any) -> str:

@@ -46,7 +46,6 @@ SOURCES = {
     "cpu": "source = 'measured' AND device_uuid IS NULL AND device_name IS NOT NULL",
     "simulated": "source = 'simulated' AND device_name IS NOT NULL",
 }
-_LARGEST = 5  # files named if the data set is too large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,6 @@ class ExportReport:
 
     root: Path
     added: Counter[DatasetPart] = field(default_factory=Counter)  # runs that the data set lacked
-    kernels: int = 0  # rows of the added runs
     there: int = 0  # runs that it had already
     without_device: int = 0
     total_bytes: int = 0
@@ -99,10 +97,9 @@ class ExportReport:
         text_lines = [f"{part.path('runs')}: {count} runs added" for part, count in sorted(self.added.items())]
         if self.without_device:
             text_lines.append(f"{self.without_device} runs lost their worker, have no device and are left out")
-        kernels = f" with {self.kernels:,} kernels" if self.kernels else ""
-        known = f", {self.there} were there already" if self.there else ""
         text_lines.append(
-            f"{self.root}: {self.added.total()} runs added{kernels}{known}; {self.total_bytes / 1e6:.1f} MB in all"
+            f"{self.root}: {self.added.total()} runs added, {self.there} were there already; "
+            f"{self.total_bytes / 1e6:.1f} MB in all"
         )
         return text_lines
 
@@ -130,7 +127,6 @@ def export(settings: ExportSettings) -> ExportReport:
                 continue
             report.added[part] = len(new)
             tables = public_tables(connection, new, settings.hz, kernels=settings.kernels)
-            report.kernels += tables["kernels"].num_rows
             # Runs last, so readers of the runs see their samples, kernels and ranks.
             for kind, added in tables.items():
                 table = pa.concat_tables([_of_runs(read_part(report.root, part, kind), known), added])
@@ -183,15 +179,7 @@ def _runs(
         if settings.families is None or run["family"] in settings.families:
             runs[DatasetPart.of(run)].append((run["run_id"], public_row(run)))
     if not runs:
-        counts = {
-            name: connection.execute(f"SELECT count(*) FROM runs WHERE {which}").fetchone()[0]
-            for name, which in SOURCES.items()
-        }
-        other_sources = ", ".join(f"source={name} has {count}" for name, count in counts.items() if count)
-        raise UsageError(
-            f"data holds no runs for source={settings.source}{' (on GPUs)' if settings.source == 'measured' else ''}; "
-            f"{other_sources or 'it holds none of any other source either'}"
-        )
+        raise UsageError(f"data holds no runs for source={settings.source}; known: {', '.join(SOURCES)}")
     return runs
 
 
@@ -209,12 +197,10 @@ def _write(report: ExportReport, contents: dict[Path, bytes], max_mb: float) -> 
     sizes |= {path: len(content) for path, content in contents.items()}
     report.total_bytes = sum(sizes.values())
     if report.total_bytes > max_mb * 1e6:
-        largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:_LARGEST]
-        largest_files = ", ".join(f"{path} {size / 1e6:.2f} MB" for path, size in largest)
         raise UsageError(
             f"the data set would take {report.total_bytes / 1e6:.2f} MB, more than max_mb={max_mb:g}, and nothing is "
-            f"written; the largest files: {largest_files}. "
-            "Choose families=, thin the telemetry with hz=, leave kernels out with kernels=false, or raise max_mb"
+            "written. Choose families=, thin the telemetry with hz=, leave kernels out with kernels=false, or raise "
+            "max_mb"
         )
     paths = [root / name for name in contents]
     new_files = [path for path in paths if not path.exists()]

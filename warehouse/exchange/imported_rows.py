@@ -32,6 +32,9 @@ DOUBT = "doubt"  # `runs.error_type` of a row whose label may be wrong
 UNTRACEABLE = "untraceable"  # `runs.error_type` of a row that no trial config describes: queried, never fitted
 UNKNOWN_FAMILY = "unknown"  # the family of a row that does not name its model
 
+# Errors that a reader of published cells raises for a row of another form.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_REASON_CHARACTERS = 200
 _NO_CARD_MIB = 2**20  # for a device of unknown memory: more than any has
 _CELL_CHARACTERS = 2**27  # a cell lists all layers of a network; csv's own limit is 128 Ki
 
@@ -97,21 +100,12 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
     Cells beyond the header are a list under the key None; missing cells are None.
     """
     try:
-        with _wide_cells(), open(path, newline="", encoding="utf-8-sig") as file:
+        csv.field_size_limit(_CELL_CHARACTERS)
+        with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             return tuple(reader.fieldnames or ()), list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"path={path} is not a CSV file: {error}") from error
-
-
-@contextlib.contextmanager
-def _wide_cells() -> Iterator[None]:
-    """Allow the csv module to read cells as large as those of published files."""
-    before = csv.field_size_limit(_CELL_CHARACTERS)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
 
 
 def read_with_columns(path: Path, *accepted: str) -> list[dict[str, Any]] | str:
@@ -224,7 +218,7 @@ def imported_kernels(
         source: Name of the source.
         path: The file.
         rows: Its cells.
-        read: Returns the columns for a row's cells; its `ValueError` is the reason to leave a row out.
+        read: Returns the columns for a row's cells; an error in `MALFORMED` is the reason to leave a row out.
         content: Returns the text that identifies a row.
     """
     numbered_rows: list[tuple[int, Columns]] = []
@@ -232,8 +226,9 @@ def imported_kernels(
     for place, cells in enumerate(rows, 1):
         try:
             numbered_rows.append((place, {"source": "imported", "count": 1, **read(cells)}))
-        except ValueError as error:
-            left_out.append(ImportedRow(place, {"status": "invalid"}, str(error)))
+        except MALFORMED as error:
+            reason = f"unknown {error}" if isinstance(error, KeyError) else str(error)
+            left_out.append(ImportedRow(place, {"status": "invalid"}, reason[:_REASON_CHARACTERS]))
             continue
         contents.append(content(cells))
     ids = run_ids(source, contents)
@@ -253,7 +248,6 @@ class PublishedTable:
     columns  column of `runs` -> function that returns its value in a row
     rules    conditions on a row and its columns, each with a change; the first that holds applies
     read     replaces `why` to `rules` if a row yields any other number of runs
-    doubts   index -> changes of rows that other rows contradict
     is_pair  whether a row has two jobs that shared a GPU
     pairs    columns of the source's files that have only pairs
     """
@@ -264,7 +258,6 @@ class PublishedTable:
     columns: Mapping[str, Value] = field(default_factory=dict)
     rules: Sequence[Rule] = ()
     read: Callable[[Cells], Iterator[Columns]] | None = None
-    doubts: Callable[[Sequence[Cells]], Mapping[int, Columns]] = lambda rows: {}
     is_pair: Callable[[Cells], bool] = lambda row: False
     pairs: str | None = None
 
@@ -289,9 +282,8 @@ def read_table(path: Path, device_name: str | None, *, source: str, table: Publi
     if lines and table.pairs is not None and set(table.pairs.split(", ")) <= lines[0].keys():
         return ImportedFile(path, (), pairs=places)
     other = {} if device_name is None else {"device_name": device_name, "device_memory_mib": None}
-    doubts = table.doubts(lines)
     runs = [
-        (number, part, {**run, **other, **doubts.get(number - 1, {}), "origin": canonical_json(row)})
+        (number, part, {**run, **other, "origin": canonical_json(row)})
         for number, row in places
         for part, run in enumerate(table.runs(row))
     ]
@@ -514,12 +506,8 @@ def _convert(name: str, value: Any) -> Any:
 
 def _scalar(text: str) -> bool | int | float | str:
     """Return `32`, `0.1` and `true` as numbers and booleans, any other text unchanged."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            number = kind(text)
-        except ValueError:
-            continue
-        return number if math.isfinite(number) else text
-    return text
+    try:
+        value = json.loads(text.lower())
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)) else text

@@ -32,6 +32,7 @@ from warehouse.exchange.imported_rows import (
 from warehouse.tables.schema import RUN_SCHEMA
 
 _ACTIVATIONS = {"swish": "silu"}
+_SWITCHES = {"True": True, "False": False}
 # `:` separates key and value, `_` separates pairs; keys and values may contain `_`.
 _KEYS = {
     "mlp": ("input", "output", "depth", "arch", "batch", "act", "dropout", "batchnorm"),
@@ -75,14 +76,14 @@ _DENSE_LAYERS, _GROWTH_RATE = 4, 32  # layers and growth rate of a dense block
 
 
 def parse_filename(name: str) -> dict[str, object]:
-    """Parse the trial-config fields in a GPUMemNet file name. Raises `ValueError` with the reason.
+    """Parse the trial-config fields in a GPUMemNet file name. Raises `ValueError`, or `KeyError` for a missing field.
 
     The names of the first half of the MLPs have no activation, dropout or batch norm: these are plain ReLU networks
     without the final softmax. A CNN's pooling between dense blocks was not recorded, see `settle_pooling`.
     """
     family = _FIRST_KEY.get(name.partition(":")[0])
     if family is None:
-        raise ValueError("file name has no known first key")
+        raise ValueError("no known first key")
     keys = "|".join(sorted(_KEYS[family], key=len, reverse=True))
     marks = list(re.finditer(rf"(?:^|_)({keys}):", name.removesuffix(".out")))
     values: dict[str, str] = {}
@@ -91,14 +92,9 @@ def parse_filename(name: str) -> dict[str, object]:
         text = name.removesuffix(".out")[mark.end() : following.start() if following else None]
         if mark[1] == "dropout" and text in ("True", "False"):
             switches["dropout"] = text  # `dropout:` occurs twice: the rate, then a switch
-        elif mark[1] in values:
-            raise ValueError(f"file name has {mark[1]} twice")
         else:
             values[mark[1]] = text
-    try:
-        return {**_FIELDS[family](values, switches), **TRAINING}
-    except KeyError as error:
-        raise ValueError(f"file name lacks {error.args[0]}") from None
+    return {**_FIELDS[family](values, switches), **TRAINING}
 
 
 def _rate(values: Mapping[str, str], switches: Mapping[str, str]) -> float:
@@ -117,7 +113,7 @@ def _mlp(values: Mapping[str, str], switches: Mapping[str, str]) -> dict[str, ob
         "depth": int(values["depth"]),
         "topology": values["arch"],
         "activation": "relu" if plain else _ACTIVATIONS.get(values["act"], values["act"]),
-        "batch_norm": not plain and _switch(values["batchnorm"]),
+        "batch_norm": not plain and _SWITCHES[values["batchnorm"]],
         "dropout": 0.0 if plain else _rate(values, switches),
         "softmax": not plain,
     }
@@ -134,7 +130,7 @@ def _cnn(values: Mapping[str, str], switches: Mapping[str, str]) -> dict[str, ob
         "depth": int(values["depth"]),
         "topology": values["arch"],
         "activation": _ACTIVATIONS.get(values["act"], values["act"]),
-        "batch_norm": _switch(values["batchnorm"]),
+        "batch_norm": _SWITCHES[values["batchnorm"]],
         "dropout": _rate(values, switches),
         "softmax": True,
         "kernel_size": 3,
@@ -161,12 +157,6 @@ def _transformer(values: Mapping[str, str], _switches: Mapping[str, str]) -> dic
         "activation": "relu",
         "softmax": False,
     }
-
-
-def _switch(text: str) -> bool:
-    if text not in ("True", "False"):
-        raise ValueError(f"neither True nor False: {text!r}")
-    return text == "True"
 
 
 _FIELDS: Mapping[str, Callable[..., dict[str, object]]] = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
@@ -357,8 +347,6 @@ def read_published_runs(path: Path, device_name: str | None, *, source: str) -> 
     file = _read_file(path)
     if isinstance(file, str):
         return f"unknown header; known: {known_headers()}"
-    if file.form == "models":
-        return "well-known models by name: no configurations of a family that could be rebuilt"
     if file.form != source:
         return f"its rows are of source={file.form}"
     other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
@@ -420,8 +408,8 @@ def _read_gpumemnet(stem: str, rows: list[dict[str, str]]) -> Iterator[Published
         parameters = to_number(row.get("Total Parameters"))
         try:
             config = settle_pooling(parse_filename(row["Filename"] or ""), parameters)
-        except ValueError as error:
-            problem = f"{error}"
+        except (ValueError, KeyError) as error:
+            problem = f"file name: {error}"
         status_cell = (row.get("Status") or "").strip()
         status = STATUS.get(status_cell, "invalid") if "Status" in row else "ok"
         if status == "invalid":
@@ -475,13 +463,8 @@ def _name_row(
     stem: str, number: int, row: Mapping[str, str], memory: str, group: str | None, estimates: Mapping[str, float]
 ) -> PublishedRow:
     mib, batch = to_number(memory), to_number(row["batch_size"])
-    problem = None
-    if not row["model"]:
-        problem = "no model name"
-    elif batch is None or batch < 1 or batch != int(batch):
-        problem = "no batch size"
-    elif not mib or mib < 0:
-        problem = "no memory"
+    is_valid = row["model"] and batch and batch >= 1 and batch.is_integer() and mib and mib > 0
+    problem = None if is_valid else "no model, batch size or memory"
     return PublishedRow(
         file=stem,
         row=number,

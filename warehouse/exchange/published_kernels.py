@@ -25,8 +25,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,14 @@ from warehouse.exchange.imported_rows import (
     Cells,
     Columns,
     ImportedFile,
+    above_zero,
     imported_kernels,
     read_with_columns,
-    to_number,
 )
 
 OPERATOR = "nccl::all_reduce"
 _TYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}  # dtype, bytes of an element
-_MOST_RANKS = 72  # GPUs of the largest node: NVIDIA's NVL72
-_MOST_BYTES = 2**40
+_US = {"us": 1.0, "ms": 1e3, "s": 1e6}  # microseconds
 PREFIX = "layer::"
 _SAILOR_SIZES = {  # model -> sizes of a layer in its script; the vocabulary is GPT-2's, padded by Megatron
     "OPT-350": {"width": 1024, "heads": 16, "length": 2048, "vocabulary": 50304},
@@ -62,7 +60,7 @@ SAILOR_LAYERS = ("block", "head")
 _GATED = {"swiglu": "silu", "geglu": "gelu", "tiled_geglu": "gelu", "tiled_swiglu": "silu"}
 _LIGER_PHASES = {"forward": "forward", "no-grad-forward": "forward", "backward": "backward", "full": None}
 _LIGER_PROVIDERS = ("torch", "huggingface")
-_LIGER_DTYPES = ("float32", "bfloat16")
+_LIGER_DTYPES = {"torch.float32": "float32", "torch.bfloat16": "bfloat16"}
 _DEVICES = {  # name in the files -> name in conf/device; links do not depend on the memory size
     "A100-SXM4": "A100-SXM4-80GB",
     "V100-SXM2": "V100-SXM2-32GB",
@@ -82,73 +80,59 @@ _DEVICES = {  # name in the files -> name in conf/device; links do not depend on
 }
 _TF32_DEVICES = ("A100", "GH", "RTX-3090")
 NEUSIGHT = "neusight"
-_EXTENT = re.compile(r"(\d{1,9})x(\d{1,9})x(\d{1,9})")
 _CHUNK_ROWS = 20_000
 _VECTORS = "B H"
 
 
 def _all_reduce(cells: Cells) -> Columns:
-    ranks, nbytes, microseconds = (to_number(cells[name]) for name in ("gpus", "size_bytes", "value"))
     if "all-reduce" not in cells["what_was_measured"]:
         raise ValueError("what_was_measured is not an all-reduce")
-    if cells["unit"] != "us" or not microseconds or microseconds < 0:
-        raise ValueError("value is not a time > 0 in us")
-    if ranks is None or not 2 <= ranks <= _MOST_RANKS or ranks != int(ranks):
-        raise ValueError(f"gpus is not a whole number from 2 to {_MOST_RANKS}")
-    if cells["precision"] not in _TYPES:
-        raise ValueError(f"unknown precision {cells['precision'][:40]!r}; known: {', '.join(_TYPES)}")
     dtype, element_bytes = _TYPES[cells["precision"]]
-    if nbytes is None or not 1 <= nbytes <= _MOST_BYTES or nbytes % element_bytes:
-        raise ValueError("size_bytes is not a number of bytes of whole elements")
-    dims = {"shapes": [[int(nbytes) // element_bytes]], "arguments": {"ranks": int(ranks)}}
-    return {"operator": OPERATOR, "dims": dims, "dtype": dtype, "duration_us": microseconds, "timing": "loop"}
+    sizes = _whole({"ranks": cells["gpus"], "bytes": cells["size_bytes"]})
+    dims = {"shapes": [[sizes["bytes"] // element_bytes]], "arguments": {"ranks": sizes["ranks"]}}
+    return {"operator": OPERATOR, "dims": dims, "dtype": dtype, "duration_us": _duration_us(cells), "timing": "loop"}
 
 
 def _sailor(cells: Cells) -> Columns:
     model, gpu = cells["model"], cells["gpu"]
-    if model not in _SAILOR_SIZES:
-        raise ValueError(f"model {model}; known: {', '.join(_SAILOR_SIZES)}")
-    if cells["unit"] != "s":
-        raise ValueError(f"unit {cells['unit'][:40]!r}; known: s")
     phase = _SAILOR_PHASES.get(cells["what_was_measured"])
     if phase is None or cells["layer"] not in SAILOR_LAYERS:
         raise ValueError("optimizer and embedding: one figure for layers of several sizes")
     dims = {**_SAILOR_SIZES[model], **_whole({"samples": cells["batch_per_gpu"], "ranks": cells["tp"]})}
     tf32 = gpu.startswith(_TF32_DEVICES) and (model, gpu) not in _WITHOUT_TF32
-    return _layer(cells, cells["layer"], phase, dims, "tf32" if tf32 else "float32", 1e6)
+    return _layer(cells, cells["layer"], phase, dims, "tf32" if tf32 else "float32")
 
 
 def _liger(cells: Cells) -> Columns:
-    model = cells["model"]
     if cells["unit"] != "ms" or cells["provider"] not in _LIGER_PROVIDERS:
         raise ValueError("memory, and kernels that are not PyTorch's")
-    if cells["mode"] not in _LIGER_PHASES:
-        raise ValueError(f"mode {cells['mode'][:40]}; known: {', '.join(_LIGER_PHASES)}")
-    config = _config(cells["config"])
-    if model not in _GATED or cells["x_name"] != "T":
+    if cells["model"] not in _GATED or cells["x_name"] != "T":
         raise ValueError("operators other than gated feed-forward layers")
+    config = json.loads(cells["config"])
     sizes = {
-        "width": config.get("hidden_size"),
-        "inner": config.get("intermediate_size"),
+        "width": config["hidden_size"],
+        "inner": config["intermediate_size"],
         "length": cells["x_value"],
         "samples": config.get("bsz", config.get("B", 1)),
     }
-    dims, dtype = _whole(sizes), _dtype(config)
-    return _layer(cells, _GATED[model], _LIGER_PHASES[cells["mode"]], dims, dtype, 1e3)
+    dtype = _LIGER_DTYPES[config.get("dtype", "torch.float32")]
+    return _layer(cells, _GATED[cells["model"]], _LIGER_PHASES[cells["mode"]], _whole(sizes), dtype)
 
 
-def _layer(
-    cells: Cells, layer: str, phase: str | None, dims: Mapping[str, int], dtype: str, us_per_unit: float
-) -> Columns:
+def _layer(cells: Cells, layer: str, phase: str | None, dims: Mapping[str, int], dtype: str) -> Columns:
     """Return the columns of a layer's time; `phase` None: forward and backward."""
-    value = to_number(cells["value"])
-    if value is None or value <= 0:
-        raise ValueError("value is not a time > 0")
     named = {"operator": f"{PREFIX}{layer}", "phase": phase, "dims": dims, "dtype": dtype}
-    return {**named, "duration_us": value * us_per_unit, "timing": "cuda_events"}
+    return {**named, "duration_us": _duration_us(cells), "timing": "cuda_events"}
 
 
-# Source -> columns of its files, and the reader of a row, whose `ValueError` is the reason to leave it out.
+def _duration_us(cells: Cells) -> float:
+    value = above_zero(cells["value"])
+    if value is None:
+        raise ValueError("value is not a time > 0")
+    return value * _US[cells["unit"]]
+
+
+# Source -> columns of its files, and the reader of a row, whose error is the reason to leave it out.
 KERNEL_TABLES: Mapping[str, tuple[str, Callable[[Cells], Columns]]] = {
     "allreduce": ("gpu, gpus, precision, size_bytes, what_was_measured, value, unit", _all_reduce),
     "sailor": ("model, layer, gpu, tp, batch_per_gpu, what_was_measured, value, unit", _sailor),
@@ -164,11 +148,7 @@ def read_kernel_table(path: Path, device_name: str | None, *, source: str) -> Im
         return lines
 
     def columns(line: Mapping[Any, Any]) -> Columns:
-        if None in line:
-            raise ValueError("more cells than the header has columns")
         cells = _cells(line)
-        if not (device_name or cells["gpu"]):
-            raise ValueError("no gpu")
         row = read(cells)
         named = device_name or _DEVICES.get(cells["gpu"], cells["gpu"])
         return {**row, "dims": canonical_json(row["dims"]), "device_name": named, "origin": canonical_json(cells)}
@@ -183,29 +163,11 @@ def _cells(line: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value or "" for name, value in line.items()}
 
 
-def _config(text: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except ValueError:
-        raise ValueError("config is not a JSON object") from None
-    if not isinstance(config, dict):
-        raise ValueError("config is not a JSON object")
-    return config
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    dtype = str(config.get("dtype", "torch.float32")).removeprefix("torch.")
-    if dtype not in _LIGER_DTYPES:
-        raise ValueError(f"dtype {dtype[:40]!r}; known: {', '.join(_LIGER_DTYPES)}")
-    return dtype
-
-
 def _whole(sizes: Mapping[str, object]) -> dict[str, int]:
-    numbers = {name: to_number(str(size)) for name, size in sizes.items()}
-    for name, number in numbers.items():
-        if number is None or not 1 <= number < 2**31 or number != int(number):
-            raise ValueError(f"{name} is not a whole number > 0: {str(sizes[name])[:40]!r}")
-    return {name: int(number) for name, number in numbers.items() if number is not None}
+    numbers = {name: int(str(size)) for name, size in sizes.items()}
+    if min(numbers.values()) < 1:
+        raise ValueError(f"a size is below 1: {numbers}")
+    return numbers
 
 
 NEUSIGHT_COLUMNS = (
@@ -272,22 +234,16 @@ def read_kernel_times(path: Path, device_name: str | None) -> ImportedFile | str
 
 
 def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
-    """Return the columns of one row. Raises `ValueError` with the reason for an invalid row."""
+    """Return the columns of one row. Raises an error in `MALFORMED` for an invalid row."""
     op, device = cells["op"], cells["device"]
-    if op not in _OPERATORS:
-        raise ValueError(f"unknown op {str(op)[:40]!r}; known: {', '.join(_OPERATORS)}")
-    milliseconds = cells["latency_ms"]
-    if not isinstance(milliseconds, float) or not (math.isfinite(milliseconds) and milliseconds > 0):
-        raise ValueError("latency_ms is not a time > 0")
     operator, shapes = _OPERATORS[op]
-    sizes = _sizes(cells["dims"])
-    try:
-        dims: dict[str, Any] = {"shapes": [_shape(tensor, sizes) for tensor in shapes.split(",")]}
-        if op == "conv":
-            both = {name.lower(): [sizes[name]] * 2 for name in ("Stride", "Padding")}
-            dims["arguments"] = {**both, "dilation": [1, 1], "groups": 1}
-    except KeyError as error:
-        raise ValueError(f"dims of {op} lack {error.args[0]}") from None
+    if not 0 < cells["latency_ms"] < math.inf:
+        raise ValueError("latency_ms is not a time > 0")
+    sizes = {name: int(size) for name, size in json.loads(cells["dims"]).items()}
+    dims: dict[str, Any] = {"shapes": [_shape(tensor, sizes) for tensor in shapes.split(",")]}
+    if op == "conv":
+        both = {name.lower(): [sizes[name]] * 2 for name in ("Stride", "Padding")}
+        dims["arguments"] = {**both, "dilation": [1, 1], "groups": 1}
     return {
         "device_name": device_name or _CUDA_DEVICES.get(device, device),
         "torch_version": _text(cells["torch"]).removeprefix("p") or None,
@@ -302,7 +258,7 @@ def _row(cells: Mapping[str, Any], device_name: str | None) -> Columns:
         **_extent("block", cells["block"]),
         "blocks_per_sm": cells["blocks_per_sm"],
         "warps_per_sm": cells["warps_per_sm"],
-        "duration_us": milliseconds * 1e3,
+        "duration_us": cells["latency_ms"] * 1e3,
         "timing": "cuda_events",
         "origin": canonical_json({"op": op, "device": device, "dims": sizes}),
     }
@@ -312,22 +268,9 @@ def _shape(tensor: str, sizes: Mapping[str, int]) -> list[int]:
     return [math.prod(sizes[name] for name in size.split("*")) for size in tensor.split()]
 
 
-def _sizes(text: Any) -> dict[str, int]:
-    try:
-        sizes = {str(name): int(size) for name, size in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise ValueError("dims is not a JSON object of whole numbers") from None
-    if any(not 0 <= size < 2**40 for size in sizes.values()):
-        raise ValueError("dims holds a size below 0, or beyond any tensor")
-    return sizes
-
-
-def _extent(name: str, text: Any) -> dict[str, int | None]:
-    match = _EXTENT.fullmatch(_text(text))
-    if match is None and text:
-        raise ValueError(f"{name} is not of the form 1x2x3")
-    values: Sequence[int | None] = [None] * 3 if match is None else [int(part) for part in match.groups()]
-    return {f"{name}_{axis}": value for axis, value in zip("xyz", values, strict=True)}
+def _extent(name: str, text: str | None) -> dict[str, int | None]:
+    x, y, z = map(int, text.split("x")) if text else (None, None, None)
+    return {f"{name}_x": x, f"{name}_y": y, f"{name}_z": z}
 
 
 def _cuda(text: str) -> str | None:

@@ -2,7 +2,7 @@
 
 Start reading at `TABLES`; `warehouse.exchange.imported_rows` reads the files by these mappings. Each figure comes from
 one instrument. `group_members` turns the pairs of Lucid and Gavel into rows of `collocations`. No row is dropped: a
-member without a figure is `invalid`, one whose figures other rows contradict has a doubt.
+member without a figure is `invalid`, and one of a pair that did not train at the same time has a doubt.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from conf.files.identity import canonical_json
 from warehouse.exchange.imported_rows import (
-    DOUBT,
     TRAINING,
     UNKNOWN_FAMILY,
     Cells,
@@ -46,7 +44,6 @@ TIMM_BATCHES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 5
 # Samples in an epoch: training images, or SQuAD's questions in pieces of at most 384 tokens.
 EPOCHS: Mapping[str, int] = {"cifar100": 50_000, "imagenet": 1_281_167, "squad": 88_524}
 _MIB = 2**20
-_SLACK = 0.05  # relative tolerance for rounded figures
 _CARDS = {  # name in the files -> name in conf/device, and MiB that CUDA can use or the card has
     "RTX-3090": ("RTX-3090", 24_260.0),
     "A100-SXM4-40GB": ("A100-SXM4-40GB", 40_960.0),
@@ -63,10 +60,8 @@ _CLUSTERS = dict.fromkeys(("H100", "DGX-H100"), "H100-SXM5-80GB") | dict.fromkey
     ("B200", "DGX-B200"), "B200-SXM-180GB"
 )
 _ZEUS_GPUS = {"V100": "V100-PCIE-32GB", "P100": "P100-PCIE-16GB", "RTX6000": "Quadro-RTX-6000"}
-_GAVEL_SPREAD = 0.10  # relative: figures of one job or pair that differ by more contradict each other
 _IMAGE_PRECISIONS = {"amp": "fp16", "tf32": "tf32", "fp32": "fp32"}
 _MS = {"ms": 1.0, "s": 1e3}
-_MOST_WATTS = 2_000.0  # above any GPU's limit
 _POWER, _EPOCH_TIME = ("average power", "W"), ("time per epoch", "s")
 _NO_CODE = "its code, input and optimizer are not in the file"
 _ACTIVE = json.dumps(
@@ -74,13 +69,7 @@ _ACTIVE = json.dumps(
 )
 _PARALLEL = "model, gpu, gpus, tp, pp, micro_batch, global_batch, precision, what_was_measured, value, unit"
 NO_SPEED = "no speed beside the other, or alone"
-_ALWAYS_ONE = "its speed is exactly 1 beside every partner: it may not have been measured"
-_TABLES_DIFFER = "the file's tables differ by more than 10% for this pair on this GPU"
-_ORDERS_DIFFER = "the file has the pair in the other order with another figure"
-_WRONG_RATIO = "slowdown_a is not the ratio of the speeds"
-_RATIO_SLACK = 0.01  # for ratios that the file rounds
 _SHARE_OF_THE_SMALLER = 0.25  # least share of the smaller member's memory that a pair needs beyond the larger's
-_FEWEST = 5  # rows of a model from which equal figures in all are suspicious
 _GAVEL_BATCH = re.compile(r" ?\(batch size (\d{1,9})\)")
 LUCID_PAIRS = "model1, dataset1, batchsize1, amp1, speed1, model2, dataset2, batchsize2, amp2, speed2, gmem"
 _Read = Callable[[Cells, Mapping[Any, Mapping[str, Any]]], Iterator[Columns]]
@@ -153,21 +142,6 @@ def _zeus_why(row: Cells) -> str:
     return f"no family has {row['model']} on {row['dataset']}{more}"
 
 
-def _zeus_problem(row: Cells) -> str | None:
-    value, (kind, unit) = above_zero(row["value"]), _zeus_kind(row)
-    if value is None or _zeus_batch(row) is None:
-        return f"no batch size, or no value of {kind or 'anything'}"
-    if to_number(row["gpus"]) != 1:
-        return f"gpus is {row['gpus'] or 'empty'}: this table is of one GPU"
-    if not row["precision"]:
-        return "no precision"
-    if not 0 < (to_number(row["power_limit_w"]) or 0.0) <= _MOST_WATTS:
-        return f"power_limit_w is not a limit of a GPU: {row['power_limit_w'] or 'empty'}"
-    if kind == _POWER[0] and value > _MOST_WATTS:
-        return f"{value:g} W is more than a GPU draws"
-    return None if (kind, unit) in (_POWER, _EPOCH_TIME) else f"{kind} in {unit}: this table is of power and time"
-
-
 def _image_config(model: str, batch: int, precision: str, layout: str, image_size: int | None) -> Columns:
     network = {"family": "timm", "model": model, "image_size": image_size, "batch_size": batch}
     how = {"precision": precision, "optimizer": "momentum", "channels_last": layout == "nhwc", "cudnn_benchmark": True}
@@ -180,7 +154,7 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
     Together they bracket the memory: within the card at one batch, beyond it at the next.
     """
     batch, step_ms = whole_above_zero(row["batch"]), above_zero(row["step_ms"])
-    side, per_second = whole_above_zero(row["img_size"]), above_zero(row["samples_per_s"])
+    side = whole_above_zero(row["img_size"])
     card = {**_card(row["gpu"]), "torch_version": row["torch"], "cuda_version": row["cuda"]}
     million = above_zero(row["param_m"])
     parameters = None if million is None else round(million * 1e6)
@@ -188,21 +162,10 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
         missing = "no model, batch, image size or step time"
         yield {"family": "timm", "status": "invalid", "error": missing, **card}
         return
-    run = {
-        **card,
-        **_image_config(row["model"], batch, "fp16", row["layout"], side),
-        "parameters": parameters,
-        "status": "ok",
-        "step_time_ms": step_ms,
-    }
-    if not row["precision"].lower().startswith("amp"):
-        run |= {"status": "invalid", "error": f"precision {row['precision']}: this table is of AMP"}
-    elif per_second is None or not math.isclose(batch / per_second * 1e3, step_ms, rel_tol=_SLACK):
-        run |= {"error_type": DOUBT, "error": "step_ms and samples_per_s contradict each other"}
-    yield run
+    config = _image_config(row["model"], batch, "fp16", row["layout"], side)
+    yield {**card, **config, "parameters": parameters, "status": "ok", "step_time_ms": step_ms}
     larger = next((size for size in TIMM_BATCHES if size > batch), None)
-    trusted = run["status"] == "ok" and run.get("error_type") is None
-    if trusted and larger is not None and batch in TIMM_BATCHES:
+    if larger is not None and batch in TIMM_BATCHES:
         config = _image_config(row["model"], larger, "fp16", row["layout"], side)
         tried = f"inferred: the benchmark tries this batch before {batch}, and {batch} is the largest that ran"
         yield {**card, **config, "parameters": parameters, "status": "oom", "oom_kind": "device", "error": tried}
@@ -221,23 +184,6 @@ def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
         reason = f"no family has {row['model']} in {row['precision']} on {row['gpus']} GPU(s)"
         run |= untraceable(reason, batch_size=batch, precision=row["precision"].lower())
     yield run
-
-
-def _gavel_doubts(rows: Sequence[Cells]) -> dict[int, Columns]:
-    """Return the columns that mark solo jobs whose figures differ between the file's tables."""
-    speeds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
-    for index, row in enumerate(rows):
-        per_second = above_zero(row["iters_per_s_a"])
-        if not row["job_b"] and per_second is not None:
-            speeds[row["gpu"], row["job_a"], row["gpus_a"]][index] = per_second
-    doubt = f"the file's tables differ by more than {_GAVEL_SPREAD:.0%} for this job on this GPU"
-    doubts: dict[int, Columns] = {}
-    for group in speeds.values():
-        ratio = max(group.values()) / min(group.values())
-        if ratio > 1 + _GAVEL_SPREAD:
-            reasons = json.dumps({"step_time_ms": f"the file's tables differ by a factor of {ratio:.2f}"})
-            doubts |= {place: {"error_type": DOUBT, "error": doubt, "quality_reasons": reasons} for place in group}
-    return doubts
 
 
 _PARALLEL_RULES: tuple[Rule, ...] = (
@@ -372,7 +318,6 @@ TABLES: Mapping[str, PublishedTable] = {
         device=lambda row: _card(row["gpu"].upper()),
         columns={"batch_size": _gavel_batch, "step_time_ms": _gavel_step_ms},
         rules=((is_empty("step_time_ms"), invalid("no iterations a second")),),
-        doubts=_gavel_doubts,
         is_pair=lambda row: bool(row["job_b"]),
     ),
     "lucid": PublishedTable(
@@ -412,8 +357,8 @@ TABLES: Mapping[str, PublishedTable] = {
         },
         rules=(
             (
-                lambda row, run: _zeus_problem(row) is not None,
-                invalid(lambda row: str(_zeus_problem(row)), "power_w", "step_time_ms"),
+                lambda row, run: _zeus_kind(row) not in (_POWER, _EPOCH_TIME) or above_zero(row["value"]) is None,
+                invalid(lambda row: f"no power or time: {row['what_was_measured']}", "power_w", "step_time_ms"),
             ),
         ),
     ),
@@ -431,7 +376,7 @@ def group_members(
         alone: Rows of `runs` of the same source: `run_id`, `origin`, and the figures of solo jobs.
         device_name: GPU model that was measured; replaces the file's.
     """
-    read, key_of, doubts = _PAIR_SOURCES[source]
+    read, key_of = _PAIR_SOURCES[source]
     by_job = {key_of(json.loads(run["origin"])): run for run in reversed(alone) if run["status"] != "invalid"}
     other = {} if device_name is None else {"device_name": device_name}
     contents = [canonical_json({"pair": dict(cells), **other}) for _, cells in pairs]
@@ -443,7 +388,6 @@ def group_members(
             ids = {"group_id": group_id, "member_row": f"{group_id}-c{number}", "member": number, "group_size": 2}
             common = {"source": "imported", "sharing": "time_slicing", "status": status, "origin": origin}
             members.append({**ids, **common, **columns, **other})
-    doubts(members)
     places = [place for place, _ in pairs for _ in range(2)]
     return [
         ImportedRow(
@@ -462,10 +406,15 @@ def _lucid(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Col
         "joint_gpu_util": _share(cells.get("gpu_util")),
         "joint_memory_util": _share(cells.get("gmem_util")),
     }
-    for number in ("1", "2"):
-        job = {name: cells[f"{name}{number}"] for name in ("model", "dataset", "batchsize", "amp")}
-        speed, run = above_zero(cells[f"speed{number}"]), alone.get(_lucid_job(job))
-        mixed = job["amp"] == "1"
+    jobs = [{name: cells[f"{name}{number}"] for name in ("model", "dataset", "batchsize", "amp")} for number in "12"]
+    runs = [alone.get(_lucid_job(job)) for job in jobs]
+    sizes = [run["peak_memory_mib"] for run in runs if run is not None]
+    joint_mib = joint["joint_memory_mib"]
+    # Each member has a separate context.
+    known = joint_mib is not None and len(sizes) == 2
+    is_apart = known and joint_mib < max(sizes) + _SHARE_OF_THE_SMALLER * min(sizes)
+    for number, job, run in zip("12", jobs, runs, strict=True):
+        speed, mixed = above_zero(cells[f"speed{number}"]), job["amp"] == "1"
         yield {
             "device_name": "RTX-3090",
             "model": job["model"],
@@ -475,6 +424,7 @@ def _lucid(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Col
             "slowdown": 1 / speed if speed else None,
             **_figures_alone(run),
             **joint,
+            "doubt": NOT_TOGETHER if is_apart else None,
         }
 
 
@@ -493,22 +443,6 @@ def _figures_alone(run: Mapping[str, Any] | None) -> Columns:
         "solo_memory_util": _share(cells.get("gmem_util")),
         "solo_step_ms": run.get("step_time_ms"),
     }
-
-
-def _lucid_pair_doubts(members: Sequence[Columns]) -> None:
-    speeds: dict[str, list[float]] = defaultdict(list)
-    for member in members:
-        speeds[member["model"]].append(member["slowdown"])
-    odd = {model for model, ratios in speeds.items() if len(ratios) >= _FEWEST and set(ratios) == {1.0}}
-    for member, partner in _with_partners(members):
-        sizes = [job["solo_memory_mib"] for job in (member, partner) if job.get("solo_memory_mib") is not None]
-        joint = member["joint_memory_mib"]
-        # Each member has a separate context.
-        known = joint is not None and len(sizes) == 2
-        if known and joint < max(sizes) + _SHARE_OF_THE_SMALLER * min(sizes):
-            member["doubt"] = NOT_TOGETHER
-        elif member["model"] in odd:
-            member["doubt"] = _ALWAYS_ONE
 
 
 def _gavel(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Columns]:
@@ -537,48 +471,13 @@ def _gavel_job(cells: Cells) -> tuple[str, ...]:
     return tuple(cells[name] for name in ("table", "gpu", "job_a", "gpus_a"))
 
 
-def _gavel_pair_doubts(members: Sequence[Columns]) -> None:
-    """Mark pairs that the file has in several tables, or in both orders, with different figures."""
-    by_table: dict[Any, list[float]] = defaultdict(list)
-    by_order: dict[Any, list[float]] = defaultdict(list)
-    for member, partner in _with_partners(members):
-        if member["slowdown"] is not None:
-            by_table[_pair_key(member, partner)].append(member["slowdown"])
-            by_order[member["series"], _pair_key(member, partner)].append(member["slowdown"])
-    for member, partner in _with_partners(members):
-        if member["slowdown"] is None:
-            continue
-        key = _pair_key(member, partner)
-        published = above_zero(json.loads(member["origin"]).get("slowdown_a", ""))
-        if member["member"] == 0 and published and abs(published / member["slowdown"] - 1) > _RATIO_SLACK:
-            member["doubt"] = _WRONG_RATIO
-        elif _differ(by_order[member["series"], key]):
-            member["doubt"] = _ORDERS_DIFFER
-        elif _differ(by_table[key]):
-            member["doubt"] = _TABLES_DIFFER
-
-
-def _pair_key(member: Columns, partner: Columns) -> tuple[Any, ...]:
-    return member["device_name"], member["name"], member["devices"], partner["name"], partner["devices"]
-
-
-def _differ(figures: Sequence[float]) -> bool:
-    return bool(figures) and max(figures) > (1 + _GAVEL_SPREAD) * min(figures)
-
-
-def _with_partners(members: Sequence[Columns]) -> Iterator[tuple[Columns, Columns]]:
-    for first, second in zip(members[::2], members[1::2], strict=True):
-        yield first, second
-        yield second, first
-
-
 def _share(text: str | None) -> float | None:
     """Return a percentage as a share; None if it is not between 0 and 100."""
     number = to_number(text)
     return number / 100 if number is not None and 0 <= number <= 100 else None
 
 
-_PAIR_SOURCES: Mapping[str, tuple[_Read, Callable[[Cells], Any], Callable[[Sequence[Columns]], None]]] = {
-    "lucid": (_lucid, _lucid_job, _lucid_pair_doubts),
-    "gavel": (_gavel, _gavel_job, _gavel_pair_doubts),
+_PAIR_SOURCES: Mapping[str, tuple[_Read, Callable[[Cells], Any]]] = {
+    "lucid": (_lucid, _lucid_job),
+    "gavel": (_gavel, _gavel_job),
 }

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -34,16 +33,24 @@ from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, new_folder
 from conf.plain_text import sql_text
 from warehouse.exchange import load_example
 from warehouse.exchange.dataset import CARD, KINDS, naive, narrow, public_row, public_tables, scrub, writing
-from warehouse.exchange.dataset_card import SECTION_COLUMNS, croissant, levels, markdown_table, plain_markdown, sections
+from warehouse.exchange.dataset_card import (
+    SECTION_COLUMNS,
+    column_sections,
+    croissant,
+    levels,
+    markdown_table,
+    plain_markdown,
+    sections,
+)
 from warehouse.explorer.filters import LISTINGS, NULL, Filters
 from warehouse.explorer.limited_query import ExplorerReader
 from warehouse.explorer.pages import POLICY, Values, device_page, devices_page, list_page, overview, rendered, run_page
 from warehouse.files.folder import DataFolder
 from warehouse.files.snapshots import Snapshot, find_snapshot, snapshots, take_snapshot
-from warehouse.files.views import typed_nulls
+from warehouse.files.views import schema_columns, typed_nulls, with_every_column
 from warehouse.reading.checks import check
 from warehouse.reading.connection import WarehouseConnection, connect
-from warehouse.tables.columns import JOBS, TABLES, describe
+from warehouse.tables.columns import JOBS, TABLES
 from warehouse.tables.duckdb_access import disk_errors_named
 from warehouse.tables.schema import DETAILS, JOB_SCHEMA, RUN_SCHEMA, SOURCES, STALE_SCHEMA
 from warehouse.tables.schema import TABLES as TABLE_SCHEMAS
@@ -135,19 +142,8 @@ def _connection(published: Path) -> duckdb.DuckDBPyConnection:
         if not files:
             connection.execute(f"CREATE VIEW {table} AS SELECT {', '.join(typed_nulls(schema))} WHERE false")
             continue
-        published_columns = set(pq.read_schema(files[0]).names)
-        more = [
-            null
-            for null, column in zip(typed_nulls(schema), schema, strict=True)
-            if column.name not in published_columns
-        ]
-        times = [
-            column.name for column in schema if pa.types.is_timestamp(column.type) and column.name in published_columns
-        ]
-        replaced = ", ".join(f"{name} AT TIME ZONE 'UTC' AS {name}" for name in times)
-        columns = ", ".join([f"* REPLACE ({replaced})" if times else "*", *more])
-        paths = ", ".join(sql_text(str(path)) for path in files)
-        connection.execute(f"CREATE VIEW {table} AS SELECT {columns} FROM read_parquet([{paths}])")
+        rows = with_every_column(schema, f"read_parquet({sql_text(str(files[0]))})")
+        connection.execute(f"CREATE VIEW {table} AS SELECT {schema_columns(schema, 'file')} FROM ({rows}) AS file")
     connection.execute("CREATE VIEW attempts AS SELECT * FROM runs")
     return connection
 
@@ -167,14 +163,6 @@ _ALWAYS = {
 }
 _JOBS = pa.schema([field for field in JOB_SCHEMA if field.name in JOBS])
 _CHUNK_RUNS = 2_000
-_FILE_ROWS = {
-    "runs": 500_000,
-    "telemetry": 2_000_000,
-    "kernels": 2_000_000,
-    "ranks": 2_000_000,
-    "collocations": 2_000_000,
-    "jobs": 500_000,
-}
 _TOLD = ("citation", "creators", "url", "version")  # reported if missing
 
 
@@ -325,38 +313,6 @@ def _choose_snapshot(folder: DataFolder, name: str | None) -> Iterator[Snapshot]
         raise
 
 
-class _Writer:
-    """Writes the files of one table: `TABLE/part-00000.parquet` and so on."""
-
-    def __init__(self, root: Path, table: str, schema: pa.Schema, report: PublishReport):
-        self._folder = root / table
-        self._folder.mkdir(parents=True)
-        self._table, self.schema, self._report = table, schema, report
-        self._numbers, self._rows = itertools.count(), 0
-        self._open: pq.ParquetWriter | None = None
-
-    def write(self, rows: pa.Table) -> None:
-        if self._open is not None and self._rows + rows.num_rows > _FILE_ROWS[self._table]:
-            self.close()
-        if self._open is None:
-            path = self._folder / f"part-{next(self._numbers):05d}.parquet"
-            self._open = pq.ParquetWriter(path, self.schema, **writing(self._table, self.schema))
-            self._rows = 0
-        self._open.write_table(rows.select(self.schema.names).cast(self.schema))
-        self._rows += rows.num_rows
-        self._report.rows[self._table] += rows.num_rows
-
-    def close(self) -> None:
-        if self._open is not None:
-            writer, self._open = self._open, None
-            writer.close()
-
-    def abandon(self) -> None:
-        """Close the file after an error; writing its footer may fail again on a full disk."""
-        with contextlib.suppress(OSError, pa.ArrowException):
-            self.close()
-
-
 def _write_tables(
     connection: WarehouseConnection, root: Path, settings: PublishSettings, report: PublishReport
 ) -> list[dict[str, Any]]:
@@ -369,26 +325,33 @@ def _write_tables(
     }
     schemas |= {"telemetry": narrow(schemas["telemetry"]), "jobs": _JOBS}
     with contextlib.ExitStack() as opened:
-        writers = {table: _Writer(root, table, schemas[table], report) for table in TABLES}
-        for writer in writers.values():
-            opened.callback(writer.abandon)
-        runs = list(_write_runs(connection, chosen, settings, writers))
+        writers: dict[str, pq.ParquetWriter] = {}
+        for table in TABLES:
+            (root / table).mkdir(parents=True)
+            options = writing(table, schemas[table])
+            writer = pq.ParquetWriter(root / table / "part-00000.parquet", schemas[table], **options)
+            writers[table] = opened.enter_context(writer)
+
+        def write(table: str, rows: pa.Table) -> None:
+            schema = schemas[table]
+            writers[table].write_table(rows.select(schema.names).cast(schema))
+            report.rows[table] += rows.num_rows
+
+        runs = list(_write_runs(connection, chosen, settings, write))
         if not runs:
             raise UsageError(f"snapshot {report.snapshot} holds no runs of sources={list(settings.sources)}")
         for kind in (kind for kind, detail in DETAILS.items() if detail.imported):
             imported = _imported_rows(connection, kind)
             if "imported" in settings.sources:
-                writers[kind].write(imported)
+                write(kind, imported)
             elif imported.num_rows:
                 report.imported_left_out[kind] = imported.num_rows
-        writers["jobs"].write(_jobs(connection, {run["job_id"] for run in runs}))
-        for writer in writers.values():
-            writer.close()
+        write("jobs", _jobs(connection, {run["job_id"] for run in runs}))
     return runs
 
 
 def _write_runs(
-    connection: WarehouseConnection, chosen: str, settings: PublishSettings, writers: Mapping[str, _Writer]
+    connection: WarehouseConnection, chosen: str, settings: PublishSettings, write: Callable[[str, pa.Table], None]
 ) -> Iterator[dict[str, Any]]:
     """Write the chosen runs, their samples and details; yield the columns of each that the card reads."""
     for rows in _chunks(connection, chosen):
@@ -396,7 +359,7 @@ def _write_runs(
         family, first, last = (sql_text(text) for text in (rows[0]["family"], published[0][0], published[-1][0]))
         where = f"{{0}}.family = {family} AND {{0}}.run_id BETWEEN {first} AND {last}"
         for table, added in public_tables(connection, published, settings.hz, where).items():
-            writers[table].write(added)
+            write(table, added)
         yield from ({name: row[name] for name in ("job_id", *SECTION_COLUMNS)} for _, row in published)
 
 
@@ -494,9 +457,7 @@ def _card(
         "\n## Checks\n\nSchema, ranges, duplicates and combinations that cannot be. Rows are kept as they are.\n\n"
     )
     parts += [f"- {line}\n" for line in findings] or ["Nothing was found.\n"]
-    for table, schema in tables.items():
-        lines = [(f"`{f.name}`", str(f.type), describe(table, f.name)) for f in schema]
-        parts += [f"\n## Columns of {table}\n\n", markdown_table(("column", "type", "what"), lines)]
+    parts += column_sections(tables)
     given = [
         ("licence", about["licence"]),
         ("citation", about["citation"]),

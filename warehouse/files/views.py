@@ -77,9 +77,9 @@ def view_statements(folder: DataFolder) -> list[str]:
     marks = f"SELECT {', '.join(typed_nulls(STALE_SCHEMA))} WHERE false"
     if next(folder.stale.glob("*.parquet"), None) is not None:
         files = f"read_parquet({sql_text(escaped_glob(folder.stale) + '/*.parquet')}, union_by_name=true)"
-        marks = _with_every_column(STALE_SCHEMA, files)
+        marks = with_every_column(STALE_SCHEMA, files)
     partitioned = {kind: _partitioned_view(folder, kind, TABLES[kind]) for kind in KINDS}
-    return _statements(partitioned, _with_every_column(JOB_SCHEMA, snapshots), marks)
+    return _statements(partitioned, with_every_column(JOB_SCHEMA, snapshots), marks)
 
 
 def files_of(kind: str) -> str:
@@ -119,7 +119,7 @@ def _statements(partitioned: Mapping[str, str], job_rows: str, marks: str) -> li
         f"CREATE VIEW attempts AS {attempts}",
         *(f"CREATE VIEW {kind} AS {partitioned[kind]}" for kind in OF_RUNS),
         f"""CREATE VIEW jobs AS
-            SELECT {_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
+            SELECT {schema_columns(JOB_SCHEMA, "snapshot")}, coalesce(runs, 0) AS runs, {counts}
             FROM ({job_rows}) AS snapshot
             LEFT JOIN (SELECT job_id, count(*) AS runs, {counted} FROM runs GROUP BY job_id) AS done
             ON snapshot.job_id = done.job_id""",
@@ -130,7 +130,7 @@ def _statements(partitioned: Mapping[str, str], job_rows: str, marks: str) -> li
 def _stale_view(marks: str) -> str:
     """Return the SQL of the view `stale`: each mark once, from the first cycle that made it."""
     same = ", ".join(("run_id", "label", *ENVIRONMENT))
-    return f"""SELECT {_columns(STALE_SCHEMA, "mark")} FROM ({marks}) AS mark
+    return f"""SELECT {schema_columns(STALE_SCHEMA, "mark")} FROM ({marks}) AS mark
             QUALIFY row_number() OVER (PARTITION BY {same} ORDER BY mark.marked_at, mark.cycle) = 1"""
 
 
@@ -158,20 +158,20 @@ def _partitioned_view(folder: DataFolder, kind: str, schema: pa.Schema) -> str:
             FROM read_parquet({sql_text(escaped_glob(folder.listings(kind)) + "/*.parquet")}, union_by_name=true)
             GROUP BY ALL
         ) AS listed
-        RIGHT JOIN ({_with_every_column(schema, files)}) AS file ON listed.path = file.filename
+        RIGHT JOIN ({with_every_column(schema, files)}) AS file ON listed.path = file.filename
         WHERE CASE WHEN listed.path IS NULL THEN NOT contains(file.filename, '/{MERGED_PREFIX}')
                    ELSE NOT listed.hidden END"""
 
 
 def _partitioned_columns(schema: pa.Schema) -> str:
-    columns = _columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
+    columns = schema_columns(schema, "file") + ("" if "family" in schema.names else ", file.family")
     if not any(detail.imported and detail.row_id in schema.names for detail in DETAILS.values()):
         return columns
     # Compaction needs an id of every row; for an imported batch it is not a run's.
     return columns.replace("file.run_id", "CASE WHEN file.source <> 'imported' THEN file.run_id END AS run_id", 1)
 
 
-def _with_every_column(schema: pa.Schema, files: str) -> str:
+def with_every_column(schema: pa.Schema, files: str) -> str:
     """Return the rows of `files`, with the schema's columns that none of them has as NULL.
 
     No file of an older folder has a new column, and the folder may be read-only. DuckDB drops
@@ -185,7 +185,7 @@ def typed_nulls(schema: pa.Schema) -> list[str]:
     return [f"NULL::{_SQL_TYPES[field.type]} AS {field.name}" for field in schema]
 
 
-def _columns(schema: pa.Schema, table: str) -> str:
+def schema_columns(schema: pa.Schema, table: str) -> str:
     # Timestamps without time zone: otherwise DuckDB prints local time, and its Python client needs another package.
     return ", ".join(
         f"{table}.{field.name} AT TIME ZONE 'UTC' AS {field.name}"

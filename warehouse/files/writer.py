@@ -169,7 +169,7 @@ def run_problems(run: Mapping[str, Any]) -> list[str]:
 def telemetry_table(run_id: str, telemetry: pa.Table) -> pa.Table:
     """Return the samples with every column of `TELEMETRY_SCHEMA`, absent ones NULL. Raises as `run_table`."""
     problems: list[str] = []
-    samples = _conform(telemetry, "telemetry", TELEMETRY_SCHEMA, {"run_id": run_id}, WORDS, problems)
+    samples = conform(telemetry, "telemetry", TELEMETRY_SCHEMA, {"run_id": run_id}, WORDS, problems)
     if telemetry.num_rows and "t_ms" not in telemetry.column_names:
         problems.append("t_ms is required")
     return _accept(samples, "telemetry", problems)
@@ -192,7 +192,7 @@ def detail_table(kind: str, rows: pa.Table, same: Mapping[str, Any]) -> pa.Table
     """Return rows of a table of `DETAILS` with every column; `same` fills absent ones. Raises `ValueError`."""
     detail = DETAILS[kind]
     problems: list[str] = []
-    table = _conform(rows, kind, detail.schema, same, detail.words, problems)
+    table = conform(rows, kind, detail.schema, same, detail.words, problems)
     if not problems:
         problems += [f"{name} is required" for name in ("run_id", *detail.required) if table.column(name).null_count]
     return _accept(table, kind, problems)
@@ -204,7 +204,7 @@ def _accept(table: pa.Table, table_name: str, problems: Sequence[str]) -> pa.Tab
     return table
 
 
-def _conform(
+def conform(
     table: pa.Table,
     table_name: str,
     schema: pa.Schema,
