@@ -51,7 +51,6 @@ from warehouse.explorer.pages import (
     nights_page,
     overview,
     rendered,
-    require_run_id,
     run_page,
 )
 from warehouse.files.folder import DataFolder
@@ -171,7 +170,7 @@ class ExplorerPages:
 
     def run(self, reader: ExplorerReader, run_id: str) -> Response:
         """Return the page of one run."""
-        page = run_page(reader, require_run_id(run_id))
+        page = run_page(reader, run_id)
         if page is None:
             return self.problem(HTTPStatus.NOT_FOUND, "No such run", f"There is no run {run_id} in this warehouse.")
         beside, notes = self._estimate_beside(page["run"])

@@ -27,10 +27,9 @@ from farm.queue.queue_values import (
 )
 from farm.sampling.forecast import BEYOND_MEMORY_EVERY, Groups, PoolMember
 from featurize.families import get_family
-from tests.warehouse.warehouse_rows import ask
+from tests.warehouse.warehouse_rows import ask, findings_of
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
-from warehouse.reading.checks import check
 from workers.devices import DeviceChoice
 from workers.settings import TrialSettings, WindowSettings
 from workers.worker import Worker
@@ -172,7 +171,7 @@ def test_pairs_of_two_families_land_with_their_runs_alone_and_the_command_goes_o
     alone = "SELECT count(*), count(DISTINCT config) FROM runs WHERE group_id IS NULL"
     ((count, distinct),) = ask(data, alone)
     assert count == distinct, "each config runs alone once"
-    assert check(DataFolder(data)) == []
+    assert findings_of(DataFolder(data)) == []
 
 
 @pytest.mark.parametrize(

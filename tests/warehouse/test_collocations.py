@@ -5,7 +5,7 @@ import contextlib
 import duckdb
 import pyarrow as pa
 import pytest
-from warehouse_rows import ask, collocations, csv_file, ranks, run_row, samples
+from warehouse_rows import ask, collocations, csv_file, findings_of, ranks, run_row, samples
 
 from conf.errors import UsageError
 from warehouse.exchange.exporting import ExportSettings, export
@@ -14,7 +14,6 @@ from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.folder import DataFolder
 from warehouse.files.writer import RunWriter
 from warehouse.ingest import print_report
-from warehouse.reading.checks import check
 from warehouse.tables.schema import NOT_TOGETHER
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
@@ -48,13 +47,13 @@ def test_members_land_with_their_runs_device_config_and_count(folder):
     assert ask(folder, "SELECT member_row, group_id, member, device_name, config, family FROM collocations") == [
         (f"J-00000{1 + member}-c00000", "G", member, "NVIDIA T4", '{"family":"cnn"}', "cnn") for member in (0, 1)
     ]
-    assert check(folder) == []
+    assert findings_of(folder) == []
 
 
 def test_checks_name_members_that_cannot_be(folder):
     land_pair(folder, slowdown=[3.0], solo_gpu_util=[1.5], died_of=[5])
     RunWriter(folder).write(run_row(7), samples(1), collocations=collocations(group_id=["H"]))
-    findings = {finding.rule: finding.count for finding in check(folder)}
+    findings = {finding.rule: finding.count for finding in findings_of(folder)}
     assert findings == {
         "impossible.collocations.slowdown": 2,
         "range.collocations.solo_gpu_util": 2,
@@ -152,7 +151,7 @@ def test_lucid_pairs_carry_both_jobs_figures_alone_and_land_once(tmp_path, lucid
     alone = "SELECT count(*) FROM collocations JOIN runs ON solo_run_id = runs.run_id AND runs.gpu_util = solo_gpu_util"
     assert ask(tmp_path / "data", alone) == [(2,)]
     assert [file.new for file in take(tmp_path, "lucid", lucid).files] == [0, 0]
-    assert check(DataFolder(tmp_path / "data")) == []
+    assert findings_of(DataFolder(tmp_path / "data")) == []
 
 
 def test_lucid_pairs_without_any_figures_alone_are_refused_until_those_are_there(tmp_path, lucid):
@@ -230,7 +229,7 @@ def test_samples_of_two_ranks_at_one_time_are_no_duplicates(folder):
         of_two(1), samples(2, rank=[0, 1]).set_column(0, "t_ms", pa.array([5.0, 5.0])), None, ranks()
     )
     RunWriter(folder).write(run_row(2), samples(2).set_column(0, "t_ms", pa.array([5.0, 5.0])))
-    findings = {finding.rule: finding.examples for finding in check(folder)}
+    findings = {finding.rule: finding.examples for finding in findings_of(folder)}
     assert [example[:8] for example in findings["duplicate.sample"]] == ["J-000002"]
 
 
@@ -240,7 +239,7 @@ def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):
         writer.write(of_two(index), samples(1), None, ranks(rank=[0, 1 + index]))
     writer.write(of_two(2), samples(1), None, ranks())
     (folder.partition("ranks", "cnn") / "J-000002.parquet").unlink()
-    findings = {finding.rule: finding.examples for finding in check(folder)}
+    findings = {finding.rule: finding.examples for finding in findings_of(folder)}
     wanted = {
         "ranks.rows": ("J-000002: 0 ranks, ranks=2",),
         "impossible.ranks.number": ("J-000001-r00001 rank=2",),

@@ -9,7 +9,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from warehouse_rows import ask, compact_at, kernels, run_row, samples
+from warehouse_rows import ask, compact_at, findings_of, kernels, run_row, samples
 
 from conf.cli.command_line import run
 from conf.errors import EnvironmentProblem, UsageError
@@ -20,7 +20,6 @@ from warehouse.exchange.publishing import PublishSettings, publish
 from warehouse.files.snapshots import take_snapshot
 from warehouse.files.writer import RunWriter
 from warehouse.ingest import print_report
-from warehouse.reading.checks import check
 from warehouse.reading.pairing import diff
 
 CELLS = {
@@ -98,7 +97,7 @@ def test_imported_kernels_survive_compaction_snapshot_and_any_client(folder, tmp
     assert take_snapshot(folder, "s").rows["kernels"] == 9
     take_in(folder, kernel_file(tmp_path / "later.parquet", CELLS))
     assert ask(folder, "SELECT count(*) FROM kernels", snapshot="s") == [(9,)]
-    assert [finding.line() for finding in check(folder) if "kernel" in finding.rule] == []
+    assert [finding.line() for finding in findings_of(folder) if "kernel" in finding.rule] == []
 
 
 def test_checks_name_kernels_that_are_lost_or_cannot_be(folder):
@@ -107,7 +106,7 @@ def test_checks_name_kernels_that_are_lost_or_cannot_be(folder):
     writer.write(run_row(1), samples(1), kernels(duration_us=[0.0, 1.0]))
     writer.write(run_row(2), samples(1), kernels(1, block_x=[2048], block_y=[1], block_z=[1], dims=["{"]))
     (folder.partition("kernels", "cnn") / "J-000000.parquet").unlink()
-    findings = {finding.rule: finding.examples for finding in check(folder)}
+    findings = {finding.rule: finding.examples for finding in findings_of(folder)}
     wanted = {
         "kernels.rows": ("J-000000: 0 kernels, kernel_rows=2",),
         "range.kernels.launches": ("J-000001-k00000 duration_us=0.0",),

@@ -17,6 +17,7 @@ import warehouse
 from warehouse.files import plain_file
 from warehouse.files.compaction import CompactionSettings, compact
 from warehouse.files.writer import RunWriter
+from warehouse.reading.checks import check
 
 NOW_S = 4_000_000_000.0  # after the files were written, by whatever clock
 HOUR_S = 3600.0
@@ -100,6 +101,12 @@ def ask(data, sql: str, **how) -> list[tuple]:
     """Rows of a query on a data folder. how: as `warehouse.connect` takes it."""
     with contextlib.closing(warehouse.connect(data, **how)) as connection:
         return connection.execute(sql).fetchall()
+
+
+def findings_of(folder):
+    """What the checks find in a folder's rows."""
+    with contextlib.closing(warehouse.connect(folder)) as connection:
+        return check(connection)
 
 
 def flip(path) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from conf.errors import UsageError
 from conf.plain_text import figure, sql_text
 from conf.reports.blocks import rendered as rendered_template
-from conf.reports.charts import Axis, Margins, Plot, Svg, against, columns, heat_map
+from conf.reports.charts import Axis, Margins, Plot, Svg, against, heat_map
 from warehouse.explorer.filters import NULL, ROWS_OF_A_PAGE, RUNS, USABLE, Filters, memory_grid
 from warehouse.explorer.limited_query import ExplorerReader, QueryRows
 from warehouse.files.folder import DataFolder
@@ -53,8 +53,6 @@ _LINES = 3  # least number of grid lines
 SOURCE_COLOURS = {"measured": "k4", "simulated": "k5", "imported": "k1"}
 _NIGHT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _NIGHTS_SHOWN = 400  # newest nights to show
-_NIGHTS_DRAWN = 60
-_MOST_REPORT_BYTES = 64 * 2**20  # largest report to show
 _LATEST_REPORT = "latest"
 # Inline style sheets and data pictures only; forms stay on the service.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; frame-ancestors 'none'"
@@ -278,13 +276,6 @@ def _indent(config: object) -> str:
         return str(config)
 
 
-def require_run_id(text: str) -> str:
-    """Return the run id in a URL. Raises `UsageError` for text that cannot be one."""
-    if not text or len(text) > 300 or "\0" in text:
-        raise UsageError("a run's id is wanted")
-    return text
-
-
 _BINS_OF_A_DECADE, _RATIO_BINS = 8, 20
 LOG_BIN = f"floor(log10({{}}) * {_BINS_OF_A_DECADE})"  # SQL of a value's bin in a histogram
 RATIO_BIN = f"least(floor({{}} * {_RATIO_BINS}), {_RATIO_BINS - 1})"
@@ -367,11 +358,7 @@ def nights_page(folder: DataFolder) -> Values:
             continue
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             unreadable.append((name, type(error).__name__))
-    drawn = {night["cycle"]: float(night["runs"] or 0) for night in reversed(nights[:_NIGHTS_DRAWN])}
-    runs = {"runs of each night": ("k1", list(drawn.values()))}
-    picture = columns(list(drawn), runs, "runs") if any(drawn.values()) else None
-    has_more = len(names) > _NIGHTS_SHOWN
-    return {"nights": nights, "picture": picture, "unreadable": unreadable, "has_more": has_more}
+    return {"nights": nights, "unreadable": unreadable, "has_more": len(names) > _NIGHTS_SHOWN}
 
 
 def night_report(folder: DataFolder, name: str) -> bytes | None:
@@ -380,8 +367,6 @@ def night_report(folder: DataFolder, name: str) -> bytes | None:
         raise UsageError("a night's name is wanted, as in 2026-11-20")
     path = folder.reports / f"{name}.html"
     try:
-        if path.stat().st_size > _MOST_REPORT_BYTES:
-            raise UsageError(f"the report of {name} is larger than {_MOST_REPORT_BYTES // 2**20} MiB")
         return path.read_bytes()
     except (FileNotFoundError, IsADirectoryError):
         return None
@@ -390,8 +375,6 @@ def night_report(folder: DataFolder, name: str) -> bytes | None:
 def _night(folder: DataFolder, name: str) -> Values:
     """Return one night from its report. level: good, look or bad; by_status: outcome -> runs."""
     path = folder.reports / f"{name}.json"
-    if path.stat().st_size > _MOST_REPORT_BYTES:
-        raise ValueError("too large")
     report: dict[str, Any] = json.loads(path.read_text("utf-8"))
     outcome, run = report.get("said") or {}, report.get("run") or {}
     promoted = [

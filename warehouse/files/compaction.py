@@ -74,7 +74,6 @@ SORT_KEYS = {
 ROW_GROUP_ROWS = 100_000
 _BATCH_FILES = 500  # DuckDB keeps their footers while reading, some 50 KiB each
 _BATCH_BYTES = 8 * 2**20  # compressed; may be a million rows
-_FEW_FILES = 8  # pyarrow reads these before DuckDB has started
 _MOST_READERS = 2  # threads, each with a batch in memory
 _WHOLE_BYTES = 2**20  # files up to this size are read in one piece to verify their checksum
 # Arrow's schema among a footer's key-value pairs: base64 in Thrift's compact protocol.
@@ -436,9 +435,6 @@ class _Batch:
 def _read_batches(
     paths: Sequence[Path], most_rows: int, unreadable: Callable[[Path, Exception], None]
 ) -> Iterator[tuple[list[Path], list[pa.Table]]]:
-    if len(paths) <= _FEW_FILES:
-        yield from _read_singly(paths, unreadable)
-        return
     for files, reading in _read_ahead(paths):
         try:
             batch = reading.result()

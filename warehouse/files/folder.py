@@ -96,16 +96,14 @@ class DataFolder:
 
     @classmethod
     def resolve(cls, data: str | os.PathLike[str] | DataFolder | None = None) -> DataFolder:
-        """Return the folder that `data` names, else `$GPUFARM_DATA`, else `./data`."""
+        """Return the folder that `data` names, else `$GPUFARM_DATA`, else `./data`.
+
+        Raises `UsageError` for a path that DuckDB or Parquet cannot take.
+        """
         if isinstance(data, DataFolder):
             return data
         chosen = data or os.environ.get("GPUFARM_DATA") or "data"
-        return cls._at(os.path.abspath(os.path.expanduser(os.fspath(chosen))))
-
-    @classmethod
-    @functools.lru_cache(maxsize=256)
-    def _at(cls, path: str) -> DataFolder:
-        """Return the folder at an absolute path. Raises `UsageError` for a path that DuckDB or Parquet cannot take."""
+        path = os.path.abspath(os.path.expanduser(os.fspath(chosen)))
         if "\0" in path:
             raise UsageError(f"data={path!r} is not a path")
         if "\\" in path:
@@ -158,11 +156,9 @@ class DataFolder:
         except PermissionError as error:
             raise EnvironmentProblem(f"data={self.root} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise EnvironmentProblem(f"{self.format_marker} is damaged: {_beginning(self.format_marker)!r}") from error
+            raise EnvironmentProblem(f"{self.format_marker} is damaged") from error
         if marker.get("format") != DATA_FORMAT or not isinstance(version, int):
-            raise UsageError(
-                f"{self.format_marker} is not of a {DATA_FORMAT} folder: {_beginning(self.format_marker)!r}"
-            )
+            raise UsageError(f"{self.format_marker} is not of a {DATA_FORMAT} folder")
         if version > SCHEMA_VERSION:
             raise EnvironmentProblem(
                 f"data={self.root} has schema version {version}, this code knows up to {SCHEMA_VERSION}; "
@@ -212,11 +208,6 @@ class DataFolder:
             self.stale / f"_{name}": STALE_SCHEMA,
             **{self.listings(kind) / f"_{name}": LISTING_SCHEMA for kind in KINDS},
         }
-
-
-def _beginning(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(80).decode(errors="replace")
 
 
 def check_name(kind: str, name: object) -> str:
@@ -343,8 +334,6 @@ def _digest(file: BinaryIO, place: int) -> str:
 def frame_problem(file: BinaryIO) -> str | None:
     """Return the damage visible in a file's size and first and last bytes, or None."""
     file_bytes = file.seek(0, os.SEEK_END)
-    if file_bytes == 0:
-        return "it is empty"
     if file_bytes < _LEAST_BYTES:
         return f"it is cut short, {file_bytes} bytes are left"
     file.seek(0)
@@ -352,12 +341,8 @@ def frame_problem(file: BinaryIO) -> str | None:
     file.seek(-_ENDING_BYTES, os.SEEK_END)
     footer_bytes = int.from_bytes(file.read(4), "little")
     tail = file.read(len(_MAGIC))
-    if head != _MAGIC:
-        return "it is not a Parquet file: the first bytes are not PAR1"
-    if tail != _MAGIC:
-        return "it is cut short, or no Parquet file: the last bytes are not PAR1"
-    if footer_bytes + _LEAST_BYTES > file_bytes:
-        return f"its footer claims {footer_bytes:,} of {file_bytes:,} bytes"
+    if head != _MAGIC or tail != _MAGIC or footer_bytes + _LEAST_BYTES > file_bytes:
+        return "it is cut short, or no Parquet file"
     return None
 
 

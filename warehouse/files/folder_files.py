@@ -8,6 +8,7 @@ is allowed: it has no write operation, and serves only files of the warehouse's 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import functools
@@ -157,12 +158,10 @@ class FolderFiles(AbstractFileSystem):
         return False
 
     def size(self, path: str) -> int:
-        with self.open(path) as file:
-            return file.size
+        return self.open(path).size
 
     def modified(self, path: str) -> datetime.datetime:
-        with self.open(path) as file:
-            return file.modified
+        return self.open(path).modified
 
     def unstrip_protocol(self, name: str) -> str:
         return name
@@ -335,13 +334,13 @@ class _OpenFile:
     """A file as DuckDB reads it. Each thread has its own position, since several seek and read in parallel."""
 
     def __init__(self, file: _SharedFile) -> None:
-        self._file: _SharedFile | None = file
+        self._file = file
         self._places: dict[int, int] = {}
         self.size = file.size
 
     @property
     def modified(self) -> datetime.datetime:
-        return datetime.datetime.fromtimestamp(self._open_file().modified_s, datetime.UTC)
+        return datetime.datetime.fromtimestamp(self._file.modified_s, datetime.UTC)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.size}[whence]
@@ -353,7 +352,7 @@ class _OpenFile:
 
     def read(self, size: int = -1) -> bytes:
         position = self.tell()
-        content = self._open_file().read(position, self.size - position if size < 0 else size)
+        content = self._file.read(position, self.size - position if size < 0 else size)
         self._places[threading.get_ident()] = position + len(content)
         return content
 
@@ -364,18 +363,8 @@ class _OpenFile:
         pass
 
     def close(self) -> None:
-        self._file = None
-
-    def __enter__(self) -> _OpenFile:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
-
-    def _open_file(self) -> _SharedFile:
-        if self._file is None:
-            raise ValueError("the file is closed")
-        return self._file
+        with contextlib.suppress(AttributeError):  # closed twice
+            del self._file
 
 
 def _refuse(path: str) -> NoReturn:

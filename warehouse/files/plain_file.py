@@ -1,9 +1,9 @@
 """Opens plain files of a data folder, for reading or as locks, and caches results until the files change.
 
 Start reading at `open_plain`: opening a pipe instead would block forever. `remember` detects changed files by inode,
-size and time. `open_lock` keeps a hostile or copied folder from redirecting writes to another file. `hold_shared` and
-`is_shared_by_any` handle locks that DuckDB clients see, too. `queue_copy` makes the queue's file readable in a
-read-only folder: SQLite writes beside a file in WAL mode, even to read it.
+size and time. `open_lock` keeps a hostile or copied folder from redirecting writes to another file.
+`is_shared_by_any` sees the locks of DuckDB clients. `queue_copy` makes the queue's file readable in a read-only folder:
+SQLite writes beside a file in WAL mode, even to read it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import stat
 import struct
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -29,7 +28,6 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _OF_THE_NAME = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link to itself, a socket, a missing device
 T = TypeVar("T")
 _MOST = 4096
-_PAUSES_S = (0.02, 0.1)  # between attempts to read
 _memory: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 # O_NONBLOCK: opening a fifo must not wait for its other end.
@@ -82,18 +80,6 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in PASSING_ERRNOS
 
 
-def patiently(read: Callable[[], T]) -> T:
-    """Return the result of `read`; repeat it a few times, with pauses, while its error may pass."""
-    for pause_s in _PAUSES_S:
-        try:
-            return read()
-        except OSError as error:
-            if not is_passing(error):
-                raise
-            time.sleep(pause_s)
-    return read()
-
-
 def names_in(path: Path) -> list[str]:
     """Return the names in a folder, sorted; none if it does not exist. Raises `OSError` if it cannot be read."""
     try:
@@ -118,8 +104,7 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
 def remember(path: Path, read: Callable[[], T], part: Hashable, memory: dict[Hashable, Any] = _memory) -> T:
     """Return the result of `read`, called once per process while the file is unchanged.
 
-    `part` names the content to read. Raises as `read` does, after repeated attempts if the error may pass, and
-    `OSError` if there is no file.
+    `part` names the content to read. Raises as `read` does, and `OSError` if there is no file.
     """
     return remember_by((file_key(path), part), read, memory)
 
@@ -142,7 +127,7 @@ def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any
         if key in memory:
             known: T = memory[key]
             return known
-    value = patiently(read)
+    value = read()
     with _lock:
         if len(memory) >= _MOST:
             memory.clear()
@@ -218,18 +203,6 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def hold_shared(descriptor: int) -> bool:
-    """Take a POSIX read lock on an open file, as DuckDB does on a database; return whether it was acquired.
-
-    The lock belongs to the open file and not to the process, so closing another descriptor does not drop it.
-    """
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_RDLCK))
-    except (OSError, AttributeError):  # a file system without locks, or a system without this kind of lock
-        return False
-    return True
-
-
 def is_shared_by_any(descriptor: int) -> bool:
     """Return whether any process, including this one, holds a POSIX lock on the file. Raises `OSError` as `fcntl`."""
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
@@ -289,12 +262,5 @@ def _copy(path: Path, copy: Path) -> None:
     )
 
 
-def _state(path: Path) -> list[tuple[int, int, int] | None]:
-    states: list[tuple[int, int, int] | None] = []
-    for suffix in _PARTS:
-        try:
-            status = os.stat(f"{path}{suffix}")
-            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
-        except FileNotFoundError:
-            states.append(None)
-    return states
+def _state(path: Path) -> list[tuple[int, ...] | None]:
+    return [identity(Path(f"{path}{suffix}")) for suffix in _PARTS]

@@ -5,26 +5,19 @@ Start reading at `check`. Each broken rule becomes a `Finding`; no row is droppe
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import duckdb
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from conf.plain_text import first_line, sql_text
-from warehouse.files.counting import counting_files
-from warehouse.files.damage import column_problems
-from warehouse.files.folder import DataFolder
-from warehouse.files.plain_file import plain
+from conf.plain_text import sql_text
 from warehouse.files.writer import REQUIRED, RUN_RATIOS, TELEMETRY_RATIOS
-from warehouse.reading.connection import WarehouseConnection, connect
+from warehouse.reading.connection import WarehouseConnection
 from warehouse.tables.schema import (
     COLLOCATION_RATIOS,
     DATASET_JOB_PREFIX,
     DETAILS,
-    KINDS,
     LABELS,
     OF_RUNS,
     OOM_KINDS,
@@ -73,24 +66,12 @@ class _Rule:
     table: str = "attempts"
 
 
-def check(warehouse: DataFolder | duckdb.DuckDBPyConnection | WarehouseConnection) -> list[Finding]:
-    """Return a finding for each broken rule, errors first; an empty list if all rows are in order.
+def check(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> list[Finding]:
+    """Return a finding for each broken rule of the rows that the views show, errors first; empty if all are in order.
 
-    A data folder's files are checked first; if one cannot be read, the rows are not checked. A connection, also of a
-    snapshot, is checked through its views. Attempts that were not their task's last run are checked as well. Raises
-    `UsageError` for a folder that is not a data folder.
+    Attempts that were not their task's last run are checked as well.
     """
-    if not isinstance(warehouse, DataFolder):
-        return _sort(_findings(warehouse))
-    findings = list(_files(warehouse.open()))
-    if not any(finding.rule == "schema.unreadable_file" for finding in findings):
-        with contextlib.closing(connect(warehouse)) as connection:
-            findings += _findings(connection)
-    return _sort(findings)
-
-
-def _sort(findings: Iterator[Finding] | Sequence[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
+    return sorted(_findings(connection), key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
 def _findings(connection: duckdb.DuckDBPyConnection | WarehouseConnection) -> Iterator[Finding]:
@@ -458,34 +439,3 @@ _GROUPED = (
         f"FROM attempts LEFT JOIN {_SAMPLES} USING (run_id) WHERE telemetry_rows <> coalesce(samples, 0)",
     ),
 )
-
-
-def _files(folder: DataFolder) -> Iterator[Finding]:
-    """Yield the problems of the files that count, by their footers."""
-    problems: dict[str, list[str]] = {"unreadable_file": [], "unknown_column": [], "column_type": []}
-    for kind in KINDS:
-        for family in folder.families(kind):
-            for path in counting_files(folder, kind, family):
-                name = str(path.relative_to(folder.root))
-                try:
-                    columns = pq.read_schema(plain(path))
-                except (pa.ArrowException, OSError) as error:
-                    problems["unreadable_file"].append(f"{name} ({first_line(error)})")
-                    continue
-                unknown = [column for column in columns.names if column not in TABLES[kind].names]
-                problems["unknown_column"] += [f"{name}: {column}" for column in unknown]
-                problems["column_type"] += [f"{name}: {problem}" for problem in column_problems(kind, columns)]
-    meaning = {
-        "unreadable_file": "the file is damaged; no rows were checked",
-        "unknown_column": "a column that is not in the schema, so no view shows it",
-        "column_type": "a column of a type that the schema's does not hold, or no run_id",
-    }
-    for rule, examples in problems.items():
-        if examples:
-            yield Finding(
-                rule=f"schema.{rule}",
-                severity="warning" if rule == "unknown_column" else "error",
-                count=len(examples),
-                examples=tuple(sorted(examples)[:_EXAMPLES]),
-                said=meaning[rule],
-            )

@@ -27,11 +27,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import duckdb
 
-from conf.errors import EnvironmentProblem
-from conf.plain_text import first_line, sql_text
+from conf.plain_text import sql_text
 from warehouse.files import views
 from warehouse.files.folder import DataFolder
-from warehouse.files.plain_file import hold_shared
 from warehouse.tables.duckdb_access import has_setting
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def connect(
     caller can write fetched rows. pandas and Arrow tables can be joined after `connection.register("name", table)`. A
     query sees each run exactly once, also while files are merged and deleted. A damaged file is named on stderr and
     only its rows are missing; a listed merged file that is gone raises `UsageError`. Timestamps are UTC. Close the
-    connection when done: compaction keeps replaced files for up to a day while the warehouse is open.
+    connection when done.
     """
     from warehouse.files.folder_files import FolderFiles
 
@@ -97,15 +95,9 @@ def connect(
         folder = check_snapshot(folder, snapshot).folder
     with contextlib.suppress(OSError):  # the folder may be read-only: the file is for other DuckDB clients
         views.refresh(folder)
-    lock = _reader_lock(folder)
-    try:
-        files, spill = FolderFiles(folder), None if share else _spill_folder()
-        content = views_file or make_views_file()
-        return WarehouseConnection.open(lambda: _opened_views(content, files, spill, share), files, lock, spill)
-    except BaseException:
-        if lock is not None:
-            os.close(lock)
-        raise
+    files, spill = FolderFiles(folder), None if share else _spill_folder()
+    content = views_file or make_views_file()
+    return WarehouseConnection.open(lambda: _opened_views(content, files, spill, share), files, spill)
 
 
 def select(
@@ -195,28 +187,6 @@ def _confine(connection: duckdb.DuckDBPyConnection, spill: Path | None) -> None:
     connection.execute("SET lock_configuration = true")
 
 
-def _reader_lock(folder: DataFolder) -> int | None:
-    """Return a descriptor with a read lock on `warehouse.duckdb`, which announces a reader; None if there is no file.
-
-    DuckDB locks a copy only.
-    """
-    try:
-        descriptor = os.open(folder.warehouse, os.O_RDONLY)
-    except OSError:
-        return None
-    if hold_shared(descriptor):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
-def check_readable(error: duckdb.Error, folder: DataFolder) -> EnvironmentProblem | None:
-    """Return an `EnvironmentProblem` that names the damaged file, if `error` is about one."""
-    if isinstance(error, duckdb.InvalidInputException | duckdb.IOException) and ".parquet" in str(error):
-        return EnvironmentProblem(f"a file of data={folder.root} cannot be read: {first_line(error)}")
-    return None
-
-
 # Errors of the user's statement, whatever the files contain.
 _OF_THE_STATEMENT = (
     duckdb.ParserException,
@@ -241,26 +211,16 @@ _STREAMS = (
 
 
 class _Opened:
-    """State shared by a connection and its cursors: the folder's files, and the lock against deletion by compaction."""
+    """State shared by a connection and its cursors: the folder's files, and the folder for spilling."""
 
-    def __init__(
-        self, files: FolderFiles, lock: int | None, spill: Path | None, renew: Callable[[], duckdb.DuckDBPyConnection]
-    ) -> None:
+    def __init__(self, files: FolderFiles, spill: Path | None, renew: Callable[[], duckdb.DuckDBPyConnection]) -> None:
         self.files = files
         self.renew = renew
-        self._lock = lock
         self._remove_spill = weakref.finalize(self, _remove, spill, os.getpid())
 
     def close(self) -> None:
         self.files.close()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
         self._remove_spill()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            self.close()
 
 
 def _remove(spill: Path | None, pid: int) -> None:
@@ -285,11 +245,7 @@ class _Planned:
         def call(*args: Any, **options: Any) -> Any:
             return self._call(name, args, options)
 
-        call.__name__, call.__doc__ = name, getattr(value, "__doc__", None)
         return call
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *(name for name in dir(self._wrapped) if not name.startswith("_"))})
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._wrapped!r}>"
@@ -378,15 +334,13 @@ class WarehouseConnection(_Planned):
         self._rows: deque[tuple[Any, ...]] | None = None
 
     @classmethod
-    def open(
-        cls, renew: Callable[[], duckdb.DuckDBPyConnection], files: FolderFiles, lock: int | None, spill: Path | None
-    ) -> Self:
-        """Open a connection that reads `files`; the descriptor `lock` and the folder `spill` go with it.
+    def open(cls, renew: Callable[[], duckdb.DuckDBPyConnection], files: FolderFiles, spill: Path | None) -> Self:
+        """Open a connection that reads `files`; the folder `spill` goes with it.
 
         `renew` opens it, and reopens it if a damaged file has made DuckDB give up its database. Registered tables are
         then gone.
         """
-        return cls(renew(), _Opened(files, lock, spill, renew))
+        return cls(renew(), _Opened(files, spill, renew))
 
     def _renew(self) -> None:
         self._wrapped = self._opened.renew()

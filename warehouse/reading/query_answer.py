@@ -29,7 +29,6 @@ from warehouse.files.views import VIEWS
 from warehouse.reading.connection import (
     WarehouseConnection,
     WarehouseRelation,
-    check_readable,
     connect,
     is_of_the_statement,
 )
@@ -39,13 +38,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNKNOWN_TABLE = re.compile(r"Table with name \"?(.*?)\"? does not exist\b")
-_EXPLAIN = duckdb.StatementType.EXPLAIN
-_BLANK = r"(?:\s|--[^\n]*(?:\n|$)|/\*.*?\*/)*"
-# EXPLAIN, ANALYZE, and options in parentheses without nesting.
-_EXPLAIN_WORDS = re.compile(
-    rf"{_BLANK}EXPLAIN\b{_BLANK}(?:ANALY[ZS]E\b{_BLANK})?(?:VERBOSE\b{_BLANK})?(?:\([^()]*\)(?={_BLANK}\w){_BLANK})?",
-    re.IGNORECASE | re.DOTALL,
-)
 _BATCH_ROWS = 10_000
 _HELD_CHARACTERS = 8 * 2**20
 _WIDTH_ELSEWHERE = 200  # columns of a table in a file or pipe
@@ -85,7 +77,7 @@ class QuerySettings(Checked):
 def run_query(settings: QuerySettings, stdout: TextIO) -> None:
     """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for wrong SQL."""
     folder = DataFolder.resolve(settings.data)
-    with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explain_errors(folder):
+    with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explain_errors():
         target = None if settings.out is None else checked_output(settings.out, data=[folder.root])
         relation = connection.sql(only_statement(connection, settings.sql))
         while True:
@@ -163,23 +155,12 @@ def only_statement(connection: WarehouseConnection, sql: str) -> str:
         raise UsageError(f"give one SQL statement, got {len(statements)}")
     (statement,) = statements
     # The connection cannot write in any case. This check gives a clear message before anything runs.
-    inner = _find_explained(connection, statement) if statement.type == _EXPLAIN else statement
-    if inner.type != duckdb.StatementType.SELECT:
+    if statement.type not in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN):
         raise UsageError(
-            f"the warehouse is read-only: {inner.type.name} statements are refused; "
+            f"the warehouse is read-only: {statement.type.name} statements are refused; "
             "to write the answer to a file, use format=csv|json|parquet out=FILE"
         )
     return str(statement.query)
-
-
-def _find_explained(connection: WarehouseConnection, statement: duckdb.Statement) -> duckdb.Statement:
-    """Return the statement that an EXPLAIN explains, parsed by DuckDB; the statement itself if it is not an EXPLAIN."""
-    text = statement.query
-    try:
-        inner = connection.extract_statements(_EXPLAIN_WORDS.sub("", text, count=1))
-    except duckdb.Error:
-        return statement
-    return inner[0] if len(inner) == 1 else statement
 
 
 def _write_table(relation: WarehouseRelation, file: TextIO, settings: QuerySettings) -> None:
@@ -328,7 +309,7 @@ def _json_value(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _explain_errors(folder: DataFolder) -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     """Raise `UsageError` with DuckDB's full message, which has the position and a suggestion.
 
     For an unknown table the message lists the views, because DuckDB would suggest internal tables.
@@ -340,7 +321,5 @@ def _explain_errors(folder: DataFolder) -> Iterator[None]:
         if unknown:
             raise unknown_name("table", unknown[1], VIEWS) from error
         raise UsageError(str(error).strip(), keep_lines=True) from error
-    except duckdb.Error as error:
-        raise check_readable(error, folder) or UsageError(str(error).strip(), keep_lines=True) from error
-    except pa.ArrowException as error:
+    except (duckdb.Error, pa.ArrowException) as error:
         raise UsageError(str(error).strip(), keep_lines=True) from error

@@ -252,21 +252,6 @@ KERNEL_SCHEMA = pa.schema(
 
 # How the members of a group share a device. `time_slicing`: the driver switches between their contexts.
 SHARINGS = ("time_slicing", "mps", "mig")
-# Columns of a group, the same in the rows of all its members.
-OF_GROUP = (
-    "source",
-    "series",
-    "device_name",
-    "sharing",
-    "group_size",
-    "joint_memory_mib",
-    "joint_smact",
-    "joint_smocc",
-    "joint_drama",
-    "joint_gpu_util",
-    "joint_memory_util",
-    "joint_power_w",
-)
 
 # Shares of time or of the device, in [0, 1].
 COLLOCATION_RATIOS = (
