@@ -40,7 +40,7 @@ def scratch_cursor() -> duckdb.DuckDBPyConnection:
     process = os.getpid()
     try:
         cursor = _INSTANCES[process].cursor()
-        cursor.execute("SELECT 1")
+        cursor.execute("SELECT 1").fetchall()
         return cursor
     except (KeyError, duckdb.Error):  # after an internal error, as from a torn file, DuckDB needs a new instance
         _INSTANCES[process] = _new_instance()
