@@ -431,7 +431,7 @@ def thin(samples: pa.Table, hz: float) -> pa.Table:
     with scratch_cursor() as cursor:
         cursor.register("samples", samples)
         kept = cursor.sql(
-            f"""SELECT * EXCLUDE (place) FROM (SELECT *, row_number() OVER () AS place FROM samples)
+            f"""SELECT place FROM (SELECT *, row_number() OVER () - 1 AS place FROM samples)
             QUALIFY row_number() OVER (
                 PARTITION BY {sensor}, floor(t_ms * {hz!r} / 1000)
                 ORDER BY CASE quality WHEN 'repeated' THEN 1 WHEN 'unavailable' THEN 2 ELSE 0 END, place DESC
@@ -440,7 +440,7 @@ def thin(samples: pa.Table, hz: float) -> pa.Table:
                 OR place = max(place) OVER (PARTITION BY {sensor}, phase)
             )) ORDER BY place"""
         ).to_arrow_table()
-    return kept.cast(samples.schema)
+    return samples.take(kept.column("place"))
 
 
 def naive(schema: pa.Schema) -> pa.Schema:
