@@ -6,18 +6,17 @@ tables, columns and their meaning (https://docs.mlcommons.org/croissant/docs/cro
 
 from __future__ import annotations
 
-import datetime
 import re
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from conf.plain_text import clean_text
 from warehouse.tables.columns import describe
-from warehouse.tables.schema import DETAILS, STATUSES
+from warehouse.tables.duckdb_access import scratch_cursor
+from warehouse.tables.schema import DETAILS, RUN_SCHEMA, STATUSES
 
 _ENVIRONMENT = (
     "device_name",
@@ -29,6 +28,13 @@ _ENVIRONMENT = (
     "allocator_settings",
     "farm_version",
 )
+_SETTINGS = {
+    "share of the card's memory allowed": "coalesce(memory_fraction, 1)",
+    "MIG profile": "mig_profile",
+    "precision": "precision",
+    "optimizer": "optimizer",
+    "quality of labels": "quality",
+}
 # Origin of a run's figures: in a sentence, and in a paragraph of the card.
 _LEVELS = {
     "measured": "measured on real GPUs",
@@ -150,7 +156,8 @@ def sections(rows: Sequence[Mapping[str, Any]], hz: float | None = 10) -> list[s
     kinds = "".join(f"\n{sentence}." for sentence in levels(rows)) + "\n"
     levels_there = set(map(_level, rows))
     made = [kinds, "\n## How they were made\n", *(text for level, text in _MADE.items() if level in levels_there)]
-    tables = [_environments(rows), _windows(rows), _counts(rows), _special(rows)]
+    runs = pa.Table.from_pylist(list(rows), schema=pa.schema([RUN_SCHEMA.field(name) for name in SECTION_COLUMNS]))
+    tables = [section(runs) for section in (_environments, _windows, _counts, _special)]
     return [*made, _OF_ALL, thinned, _SCRUBBED, *tables]
 
 
@@ -168,88 +175,76 @@ def _level(row: Mapping[str, Any]) -> str:
     return "cpu" if row["source"] == "measured" and row["device_uuid"] is None else row["source"]
 
 
-def _environments(rows: Sequence[Mapping[str, Any]]) -> str:
-    days_by_environment: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-    for row in rows:
-        days_by_environment[tuple(row[name] for name in _ENVIRONMENT)].append(_day(row["finished_at"]))
+def _ask(rows: pa.Table, sql: str) -> list[tuple[Any, ...]]:
+    """Return the rows of a query of the table `runs`."""
+    with scratch_cursor() as cursor:
+        cursor.register("runs", rows)
+        return cursor.execute(sql).fetchall()
+
+
+def _in_order(names: Sequence[str], null: str = "-") -> str:
+    return ", ".join(f"coalesce({name}, '{null}')" for name in names)
+
+
+def _environments(rows: pa.Table) -> str:
+    names, day = ", ".join(_ENVIRONMENT), "coalesce(strftime(finished_at, '%Y-%m-%d'), '-')"
+    groups = _ask(
+        rows,
+        f"SELECT count(*), min({day}), max({day}), {names} FROM runs GROUP BY {names} "
+        f"ORDER BY {_in_order(_ENVIRONMENT, 'None')}",
+    )
     heads = ("device", "driver", "torch", "CUDA", "cuDNN", "Python", "allocator", "farm", "runs", "days")
     lines = [
-        (*(_describe(value) for value in key), f"{len(days):,}", _span(days))
-        for key, days in sorted(days_by_environment.items(), key=lambda item: tuple(map(str, item[0])))
+        (*map(_describe, environment), f"{runs:,}", first if first == last else f"{first} to {last}")
+        for runs, first, last, *environment in groups
     ]
     return "\n## Environments\n\n" + markdown_table(heads, lines)
 
 
-def _day(time: datetime.datetime | None) -> str:
-    return "-" if time is None else f"{time:%Y-%m-%d}"
-
-
-def _span(days: Iterable[str]) -> str:
-    first, last = min(days), max(days)
-    return first if first == last else f"{first} to {last}"
-
-
-def _windows(rows: Sequence[Mapping[str, Any]]) -> str:
-    rows_by_ending: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
-        if row["window_s"] is not None:
-            rows_by_ending[_describe(row["window_kind"]), _describe(row["window_ended"])].append(row)
-    lines = []
-    for (kind, ended), group in sorted(rows_by_ending.items()):
-        windows, warmups = ([row[name] for row in group if row[name] is not None] for name in ("window_s", "warmup_s"))
-        quantiles = (min(windows), statistics.median(windows), max(windows))
-        warmup = f"{statistics.median(warmups):.2f}" if warmups else "-"
-        lines.append((kind, ended, f"{len(group):,}", warmup, *(f"{value:.2f}" for value in quantiles)))
+def _windows(rows: pa.Table) -> str:
+    groups = _ask(
+        rows,
+        "SELECT window_kind, window_ended, count(*), median(warmup_s), min(window_s), median(window_s), max(window_s) "
+        "FROM runs WHERE window_s IS NOT NULL GROUP BY window_kind, window_ended "
+        f"ORDER BY {_in_order(('window_kind', 'window_ended'))}",
+    )
+    lines = [
+        (_describe(kind), _describe(ended), f"{runs:,}", *("-" if s is None else f"{s:.2f}" for s in seconds))
+        for kind, ended, runs, *seconds in groups
+    ]
     heads = ("window", "ended", "runs", "median warm-up, s", "least, s", "median, s", "most, s")
     return "\n## Windows\n\n" + markdown_table(heads, lines)
 
 
-def _counts(rows: Sequence[Mapping[str, Any]]) -> str:
-    statuses_by_group: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for row in rows:
-        statuses_by_group[_describe(row["family"]), _describe(row["device_name"])][row["status"]] += 1
+def _counts(rows: pa.Table) -> str:
+    counts = ", ".join(f"count(*) FILTER (status = '{status}')" for status in STATUSES)
+    groups = _ask(
+        rows,
+        f"SELECT family, device_name, {counts}, count(*) FROM runs GROUP BY family, device_name "
+        f"ORDER BY {_in_order(('family', 'device_name'))}",
+    )
     lines = [
-        (family, device, *(f"{counts[status]:,}" for status in STATUSES), f"{counts.total():,}")
-        for (family, device), counts in sorted(statuses_by_group.items())
+        (_describe(family), _describe(device), *(f"{n:,}" for n in numbers)) for family, device, *numbers in groups
     ]
     return "\n## Runs by family and status\n\n" + markdown_table(("family", "device", *STATUSES, "all"), lines)
 
 
-def _special(rows: Sequence[Mapping[str, Any]]) -> str:
+def _special(rows: pa.Table) -> str:
     """Return the section on settings: memory shares, MIG profiles, precision, optimizer, quality, batch sizes."""
-
-    def by(name: str, of: Callable[[Mapping[str, Any]], Any] | None = None) -> str:
-        counts = Counter(_describe((of or (lambda row: row[name]))(row)) for row in rows)
-        return ", ".join(f"{value} {count:,}" for value, count in sorted(counts.items()))
-
-    sizes: dict[tuple[Any, ...], set[Any]] = defaultdict(set)
-    for row in rows:
-        if row["config"] is None:
-            continue
-        sizes[row["family"], row["device_name"], _network(row)].add(row["batch_size"])
-    several = sum(len(batch_sizes) > 1 for batch_sizes in sizes.values())
-    lines = [
-        ("share of the card's memory allowed", by("memory_fraction", lambda row: row["memory_fraction"] or 1)),
-        ("MIG profile", by("mig_profile")),
-        ("precision", by("precision")),
-        ("optimizer", by("optimizer")),
-        ("quality of labels", by("quality")),
-        ("trials at several batch sizes", f"{several:,}"),
-    ]
+    lines = []
+    for what, sql in _SETTINGS.items():
+        counts = Counter(_describe(value) for (value,) in _ask(rows, f"SELECT {sql} FROM runs"))
+        lines.append((what, ", ".join(f"{value} {count:,}" for value, count in sorted(counts.items()))))
+    # The trial config without its batch size; `config` may be any text.
+    without_batch = "json_merge_patch(config, '{\"batch_size\": null}')::VARCHAR"
+    network = f"CASE WHEN json_valid(config) THEN {without_batch} ELSE config END"
+    ((several,),) = _ask(
+        rows,
+        "SELECT count(*) FROM (SELECT 1 FROM runs WHERE config IS NOT NULL "
+        f"GROUP BY family, device_name, {network} HAVING count(DISTINCT batch_size) > 1)",
+    )
+    lines.append(("trials at several batch sizes", f"{several:,}"))
     return "\n## Settings\n\n" + markdown_table(("what", "runs"), lines)
-
-
-def _network(row: Mapping[str, Any]) -> str:
-    """Return the trial's hash without its batch size."""
-    import json
-
-    from conf.files.identity import mapping_hash
-
-    try:
-        config = json.loads(row["config"])
-    except ValueError:
-        return str(row["config"])
-    return mapping_hash({**config, "batch_size": None}) if isinstance(config, dict) else str(row["config"])
 
 
 def column_sections(schemas: Mapping[str, pa.Schema]) -> Iterator[str]:
