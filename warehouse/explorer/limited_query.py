@@ -35,7 +35,7 @@ from warehouse.reading.connection import (
     is_of_the_statement,
     make_views_file,
 )
-from warehouse.reading.query_answer import arrow_batches, only_statement
+from warehouse.reading.query_answer import only_statement
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -126,11 +126,6 @@ class QueryLimits:
     rows: int
     answer_bytes: int
 
-    @property
-    def share(self) -> ReadingLimits:
-        """Return DuckDB's share of the limits."""
-        return ReadingLimits(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
-
 
 def run_limited(
     folder: DataFolder, sql: str, kind: str, limits: QueryLimits, ends: list[Callable[[], None]]
@@ -195,7 +190,8 @@ def _reply(
     header: dict[str, Any] = {}
     content = b""
     try:
-        with connect(DataFolder(root), share=limits.share, views_file=views_file) as connection:
+        share = ReadingLimits(int(_DUCKDB_SHARE * limits.memory_bytes), _THREADS)
+        with connect(DataFolder(root), share=share, views_file=views_file) as connection:
             _limit_data(_MOST_RESERVED * limits.memory_bytes)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, limits.seconds)  # its default action ends the process
@@ -232,7 +228,7 @@ def _answer(connection: WarehouseConnection, sql: str, kind: str, limits: QueryL
     query = f"SELECT {', '.join(columns)} FROM {statement} AS t({', '.join(places)}) LIMIT {limits.rows + 1}"
     while True:
         try:
-            return _read(arrow_batches(connection.sql(query), _BATCH_ROWS), limits)
+            return _read(connection.sql(query).to_arrow_reader(_BATCH_ROWS), limits)
         except (pa.ArrowException, OSError) as error:  # a damaged file in the stream
             if is_of_the_statement(error) or not connection.leave_out_damaged():
                 raise

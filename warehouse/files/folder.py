@@ -230,10 +230,6 @@ def _without_rows(schema: pa.Schema) -> bytes:
     return sealed_bytes(schema.empty_table(), **_PLAIN)
 
 
-class NoParquetFile(ValueError):
-    """The file has no Parquet footer."""
-
-
 @contextlib.contextmanager
 def _writer(target: Any, schema: pa.Schema, **options: Any) -> Iterator[pq.ParquetWriter]:
     with pq.ParquetWriter(target, schema, **options) as writer:
@@ -292,8 +288,6 @@ def content_problem(content: bytes) -> str | None:
 def _verify(file: BinaryIO) -> tuple[bool, str | None]:
     try:
         place = _place(file)
-    except NoParquetFile as error:
-        return False, str(error)
     except ValueError as error:
         return True, str(error)
     if place is None:
@@ -306,7 +300,7 @@ def _verify(file: BinaryIO) -> tuple[bool, str | None]:
 def recorded_checksum(path: Path) -> str | None:
     """Return the checksum in a file's footer, unverified; None if there is none.
 
-    Raises `NoParquetFile`, and `ValueError` for a damaged checksum entry.
+    Raises `ValueError` for a damaged checksum entry, and for a file without a footer.
     """
     with open_binary(path) as file:
         place = _place(file)
@@ -354,7 +348,7 @@ def _place(file: BinaryIO) -> int | None:
     """
     problem = frame_problem(file)
     if problem is not None:
-        raise NoParquetFile(problem)
+        raise ValueError(problem)
     size = file.seek(0, os.SEEK_END)
     file.seek(size - _ENDING_BYTES)
     footer_at = size - _ENDING_BYTES - int.from_bytes(file.read(4), "little")

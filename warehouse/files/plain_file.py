@@ -223,9 +223,7 @@ def _check_plain(status: os.stat_result, path: Path, written: bool) -> None:
 
 
 def _explain(error: OSError, path: Path) -> OSError | EnvironmentProblem:
-    if error.errno == errno.ELOOP and path.is_symlink():
-        return EnvironmentProblem(f"{path} is a symbolic link, so it cannot be a lock of this data folder; remove it")
-    if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
+    if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV):
         return EnvironmentProblem(f"{path} is not a plain file, so it cannot be a lock of this data folder; remove it")
     return error
 

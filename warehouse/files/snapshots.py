@@ -122,9 +122,9 @@ def take_snapshot(
     and in the manifest. Raises `UsageError` for a name that is taken or invalid, and if a merged file is gone.
     """
     folder.open()
-    if name is not None:
-        _check_new_name(folder, name)
     with compaction_lock(folder, tell), disk_errors_named():
+        if name is not None:
+            _check_new_name(folder, name)
         folder.snapshots.mkdir(exist_ok=True)
         for abandoned in folder.snapshots.glob(f".*{TEMPORARY_SUFFIX}"):  # left by a killed process
             shutil.rmtree(abandoned)
@@ -136,8 +136,6 @@ def take_snapshot(
             left_out = _link_files(folder, building)
             report_damage(left_out)
             _write_manifest(building, chosen, taken_at, [f"{file.path}: {file.reason}" for file in left_out])
-            if target.exists():
-                raise UsageError(f"name={chosen}: there is a snapshot of that name")
     return find_snapshot(folder, chosen)
 
 

@@ -30,7 +30,6 @@ import duckdb
 from conf.plain_text import sql_text
 from warehouse.files import views
 from warehouse.files.folder import DataFolder
-from warehouse.tables.duckdb_access import has_setting
 
 if TYPE_CHECKING:
     from warehouse.files.folder_files import FolderFiles
@@ -180,8 +179,7 @@ def _confine(connection: duckdb.DuckDBPyConnection, spill: Path | None) -> None:
     # Names resolve to the warehouse or to registered tables, never to variables of the calling Python code. File
     # contents are not cached between queries, since a later query may find another file of that name.
     for name in ("python_enable_replacements", "enable_external_file_cache", "autoload_known_extensions"):
-        if has_setting(name):
-            connection.execute(f"SET {name} = false")
+        connection.execute(f"SET {name} = false")
     connection.execute(f"SET allowed_directories = [{sql_text(views.SCHEME + '://')}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -244,7 +244,7 @@ def _write_json(relation: WarehouseRelation, file: TextIO, settings: QuerySettin
 
 
 def _write_parquet(relation: WarehouseRelation, file: BinaryIO) -> None:
-    reader = arrow_batches(relation, _BATCH_ROWS)
+    reader = relation.to_arrow_reader(_BATCH_ROWS)
     with pq.ParquetWriter(file, reader.schema, **COMPRESSION) as writer:
         for batch in reader:
             writer.write_batch(batch)
@@ -257,16 +257,9 @@ _TEXT_FORMATS: dict[str, Callable[[WarehouseRelation, TextIO, QuerySettings], No
 }
 
 
-def arrow_batches(relation: WarehouseRelation, rows: int) -> pa.RecordBatchReader:
-    """Return the answer in batches of this many rows; DuckDB 2.0 renamed the method."""
-    start = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_arrow_reader"
-    reader: pa.RecordBatchReader = getattr(relation, start)(rows)
-    return reader
-
-
 def _rows(relation: WarehouseRelation) -> Iterator[tuple[Any, ...]]:
     # Through Arrow, which needs no other package for timestamps with a time zone.
-    for batch in arrow_batches(relation, _BATCH_ROWS):
+    for batch in relation.to_arrow_reader(_BATCH_ROWS):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -21,18 +20,6 @@ from conf.plain_text import sql_text
 _ATTACHING = threading.Lock()
 _INSTANCES: dict[int, duckdb.DuckDBPyConnection] = {}  # by process: a child must not close its parent's
 _CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-
-
-def has_setting(name: str) -> bool:
-    """Return whether this release of DuckDB knows a setting."""
-    return name in _settings()
-
-
-@functools.cache
-def _settings() -> frozenset[str]:
-    """Return the names of all settings. Cached: the query takes as long as opening a small file."""
-    with duckdb.connect() as connection:
-        return frozenset(name for (name,) in connection.execute("SELECT name FROM duckdb_settings()").fetchall())
 
 
 def scratch_cursor() -> duckdb.DuckDBPyConnection:
@@ -86,8 +73,7 @@ def _new_instance() -> duckdb.DuckDBPyConnection:
     connection.execute("SET GLOBAL TimeZone = 'UTC'")  # time zone of timestamps exported to Arrow
     # DuckDB's threads cost a fifth on small files and gain nothing; without them, no thread is lost in a fork.
     connection.execute("SET threads = 1")
-    if has_setting("async_threads"):  # since DuckDB 2.0
-        connection.execute("SET async_threads = 0")
+    connection.execute("SET async_threads = 0")
     return connection
 
 
