@@ -203,7 +203,7 @@ def test_imported_groups_are_published_where_imported_rows_are_asked_for(tmp_pat
     report = publish(PublishSettings(**given, out=str(tmp_path / "all"), sources=["imported"]))
     assert report.rows["collocations"] == 2
     own = publish(PublishSettings(**given, out=str(tmp_path / "own"), sources=["simulated"]))
-    assert own.rows["collocations"] == 0 and "2 collocations: source imported" in own.left_out_lines()
+    assert own.rows["collocations"] == 0 and "2 collocations: source imported" in own.left_out
 
 
 UUIDS = ["GPU-11111111-2222-3333-4444-555555555555", "GPU-66666666-7777-8888-9999-000000000000"]

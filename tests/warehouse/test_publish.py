@@ -112,10 +112,10 @@ def test_a_snapshot_becomes_tables_of_what_was_measured_and_simulated(whole):
         "collocations": 0,
         "jobs": 1,
     }
-    assert report.left_out == {
-        "source imported": 1,
-        "attempts whose labels were not trusted, measured again": 1,
-    }
+    assert report.left_out == [
+        "1 runs: source imported",
+        "1 runs: attempts whose labels were not trusted, measured again",
+    ]
     assert sorted(rows(out, "runs", "source")) == [("measured",)] * 6 + [("simulated",)]
     assert set(rows(out, "telemetry", "DISTINCT run_id")) == set(rows(out, "runs", "run_id"))
     assert [count for (count,) in rows(out, "runs", "telemetry_rows")] == [2, 3] + [40] * 5

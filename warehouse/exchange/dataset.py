@@ -210,21 +210,11 @@ def read_part(root: Path, part: DatasetPart, kind: str, content: bytes | None = 
 
 
 def check_details(root: Path, part: DatasetPart, kind: str) -> pa.Table:
-    """Return a part's rows of a table of `DETAILS`.
-
-    Raises `EnvironmentProblem` for rows that break the schema, or whose id does not begin with their run's.
-    """
-    rows, row_id = read_part(root, part, kind), DETAILS[kind].row_id
+    """Return a part's rows of a table of `DETAILS`. Raises `EnvironmentProblem` for rows that break the schema."""
     try:
-        rows = detail_table(kind, rows, {})
+        return detail_table(kind, read_part(root, part, kind), {})
     except ValueError as error:
         raise EnvironmentProblem(f"{root / part.path(kind)}: {error}") from error
-    ids = zip(rows.column("run_id").to_pylist(), rows.column(row_id).to_pylist(), strict=True)
-    for number, (run_id, name) in enumerate(ids, start=1):
-        if not name.startswith(run_id):
-            problem = f"{row_id} must begin with the run's id {run_id!r}, got {name!r}"
-            raise EnvironmentProblem(f"{root / part.path(kind)}, row {number}: {problem}")
-    return rows
 
 
 def check_rows(root: Path, part: DatasetPart, runs: pa.Table) -> list[dict[str, Any]]:

@@ -26,7 +26,6 @@ from warehouse.exchange.dataset import (
     check_rows,
     find_parts,
     is_loaded,
-    lies_in,
     public_id,
     read_part,
     repository_folder,
@@ -206,7 +205,7 @@ def ingest(settings: IngestSettings, progress: Progress | None = None) -> Ingest
 
 def _read(settings: IngestSettings, report: IngestReport, progress: Progress) -> Iterator[ImportedFile]:
     read = settings.mapping().read if settings.source == CSV else READERS[settings.source]
-    root, paths = _paths(settings, ".parquet" if settings.source == NEUSIGHT else ".csv", report)
+    root, paths = _paths(settings, ".parquet" if settings.source == NEUSIGHT else ".csv")
     for completed, path in enumerate(paths):
         progress("reading", completed, len(paths))
         try:
@@ -279,7 +278,7 @@ def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[Im
         yield FileReport.of(file.path, members, new, label=f"{file.path.name}: members of pairs")
 
 
-def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple[Path, list[Path]]:
+def _paths(settings: IngestSettings, suffix: str) -> tuple[Path, list[Path]]:
     """Return the given path, and the files to read: itself, or those with `suffix` below it."""
     assert settings.path is not None
     root = Path(settings.path).expanduser()
@@ -287,13 +286,7 @@ def _paths(settings: IngestSettings, suffix: str, report: IngestReport) -> tuple
         return root, [root]
     if not root.is_dir():
         raise UsageError(f"path={settings.path}: there is no such file or folder")
-    paths = []
-    for path in sorted(path for path in root.rglob("*") if path.suffix.lower() == suffix and path.is_file()):
-        if lies_in(root, path):
-            paths.append(path)
-        else:
-            report.left[path] = "a link that leads out of the folder"
-    return root, paths
+    return root, sorted(path for path in root.rglob("*") if path.suffix.lower() == suffix and path.is_file())
 
 
 def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Progress) -> IngestReport:

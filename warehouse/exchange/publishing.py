@@ -233,8 +233,7 @@ class PublishReport:
     rows: Counter[str] = field(default_factory=Counter)  # by table
     total_bytes: int = 0
     pages: int = 0  # pages to browse, from `pages/index.html`
-    left_out: dict[str, int] = field(default_factory=dict)  # reason -> runs
-    imported_left_out: Counter[str] = field(default_factory=Counter)  # table -> rows that belong to no run
+    left_out: list[str] = field(default_factory=list)  # numbers of rows with the reason
     findings: int = 0  # problems that the checks found
     missing: tuple[str, ...] = ()
 
@@ -242,7 +241,7 @@ class PublishReport:
         """Return the report as lines of text."""
         rows = ", ".join(f"{count:,} {table}" for table, count in self.rows.items())
         lines = [f"{self.root}: snapshot {self.snapshot}: {rows}; {self.total_bytes / 1e6:.1f} MB"]
-        lines += [f"left out: {text}" for text in self.left_out_lines()]
+        lines += [f"left out: {text}" for text in self.left_out]
         if self.pages:
             lines.append(f"{self.pages:,} pages to browse, from {PAGES_FOLDER}/{FIRST_PAGE}")
         if self.findings:
@@ -250,11 +249,6 @@ class PublishReport:
         if self.missing:
             lines.append(f"not given, and so not in the card or {METADATA}: {', '.join(self.missing)}")
         return lines
-
-    def left_out_lines(self) -> list[str]:
-        """Return lines with the number of rows left out, by reason."""
-        lines = [f"{count:,} runs: {why}" for why, count in self.left_out.items()]
-        return lines + [f"{count:,} {kind}: source imported" for kind, count in self.imported_left_out.items()]
 
 
 def publish(settings: PublishSettings) -> PublishReport:
@@ -345,7 +339,7 @@ def _write_tables(
             if "imported" in settings.sources:
                 write(kind, imported)
             elif imported.num_rows:
-                report.imported_left_out[kind] = imported.num_rows
+                report.left_out.append(f"{imported.num_rows:,} {kind}: source imported")
         write("jobs", _jobs(connection, {run["job_id"] for run in runs}))
     return runs
 
@@ -390,10 +384,10 @@ def _chunks(connection: WarehouseConnection, chosen: str) -> Iterator[list[dict[
 
 def _count_left_out(connection: WarehouseConnection, chosen: str, report: PublishReport) -> None:
     counts = connection.execute(f"SELECT source, count(*) FROM runs WHERE NOT {chosen} GROUP BY ALL ORDER BY ALL")
-    report.left_out = {f"source {source}": count for source, count in counts.fetchall()}
+    report.left_out = [f"{count:,} runs: source {source}" for source, count in counts.fetchall()]
     ((attempts,),) = connection.execute(f"SELECT count(*) FROM attempts WHERE final IS FALSE AND {chosen}").fetchall()
     if attempts:
-        report.left_out["attempts whose labels were not trusted, measured again"] = attempts
+        report.left_out.append(f"{attempts:,} runs: attempts whose labels were not trusted, measured again")
 
 
 def _keep_filled(connection: WarehouseConnection, view: str, schema: pa.Schema, where: str) -> pa.Schema:
@@ -452,7 +446,7 @@ def _card(
     ]
     counts = [(f"`{table}/`", f"{report.rows[table]:,}") for table in tables]
     parts += [markdown_table(("table", "rows"), counts), *sections(runs, settings.hz), "\n## Left out\n\n"]
-    parts += [f"- {line}\n" for line in report.left_out_lines()] or ["Nothing.\n"]
+    parts += [f"- {line}\n" for line in report.left_out] or ["Nothing.\n"]
     parts.append(
         "\n## Checks\n\nSchema, ranges, duplicates and combinations that cannot be. Rows are kept as they are.\n\n"
     )
