@@ -94,7 +94,6 @@ class IntegrityReport:
     without_checksum: int = 0  # files of older versions, which are read in full instead
     damaged: list[DamagedFile] = field(default_factory=list)
     lost: list[tuple[str, Listing]] = field(default_factory=list)  # kind and listing of merged files that are gone
-    lost_lines: list[str] = field(default_factory=list)
     presence: Presence = field(default_factory=Presence)
 
     @property
@@ -105,7 +104,7 @@ class IntegrityReport:
     def lines(self, root: Path) -> list[str]:
         """Return a line for each damaged or missing file, then the counts."""
         lines = [f"damaged: {file.path}: {file.reason}" for file in self.damaged]
-        lines += [f"missing: {line}" for line in self.lost_lines]
+        lines += [f"missing: {lost_line(DataFolder(root), kind, listing)}" for kind, listing in self.lost]
         lines += [f"missing: {line}" for line in [self.presence.gone_line(root)] if line]
         lines += [line for line in [self.presence.unknown_line(root)] if line]
         older = f", {self.without_checksum:,} of them of older versions without a checksum" * bool(
@@ -253,9 +252,7 @@ def _examine_listings(folder: DataFolder, report: IntegrityReport) -> None:
 
     for kind in KINDS:
         listings = read_listings(folder, kind, lambda file: add(file.path, file.reason))
-        for listing in lost_merged_files(folder, kind):
-            report.lost.append((kind, listing))
-            report.lost_lines.append(lost_line(folder, kind, listing))
+        report.lost += [(kind, listing) for listing in lost_merged_files(folder, kind)]
         for listing in listings:
             merged = folder.root / kind / listing.merged
             try:
