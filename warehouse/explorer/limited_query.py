@@ -126,6 +126,11 @@ class QueryLimits:
     rows: int
     answer_bytes: int
 
+    @property
+    def share(self) -> ReadingLimits:
+        """Return DuckDB's share of the limits."""
+        return ReadingLimits(int(_DUCKDB_SHARE * self.memory_bytes), _THREADS)
+
 
 def run_limited(
     folder: DataFolder, sql: str, kind: str, limits: QueryLimits, ends: list[Callable[[], None]]
@@ -190,8 +195,7 @@ def _reply(
     header: dict[str, Any] = {}
     content = b""
     try:
-        share = ReadingLimits(int(_DUCKDB_SHARE * limits.memory_bytes), _THREADS)
-        with connect(DataFolder(root), share=share, views_file=views_file) as connection:
+        with connect(DataFolder(root), share=limits.share, views_file=views_file) as connection:
             _limit_data(_MOST_RESERVED * limits.memory_bytes)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, limits.seconds)  # its default action ends the process
