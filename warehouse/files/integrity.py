@@ -40,7 +40,7 @@ from warehouse.files.counting import (
 from warehouse.files.damage import DamagedFile, file_problem, parquet_files
 from warehouse.files.folder import DataFolder, recorded_checksum
 from warehouse.files.merged import Listing, is_merged_name, read_listings
-from warehouse.files.plain_file import is_out_of_descriptors, is_passing, plain, queue_copy
+from warehouse.files.plain_file import is_out_of_descriptors, is_passing, patiently, plain, queue_copy
 from warehouse.tables.schema import KINDS
 
 Progress = Callable[[int, int], None]  # (files verified, files in all)
@@ -188,11 +188,11 @@ def _count(report: IntegrityReport, verified: Sequence[_Verified]) -> None:
 
 
 def _verify_parquet(paths: Sequence[Path]) -> list[_Verified]:
-    """Verify files; a disk error counts as damage."""
+    """Verify files; a disk error counts only if it persists over several looks."""
     verified: list[_Verified] = []
     for path in paths:
         try:
-            verified.append(_Verified(path, *file_problem(path)))
+            verified.append(_Verified(path, *patiently(partial(file_problem, path))))
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -357,7 +357,7 @@ def _tasks_in(path: Path) -> dict[str, np.ndarray]:
     Raises `FileNotFoundError` where it is gone, another `OSError` where it cannot be read now.
     """
     try:
-        return _tasks_read_from(path)
+        return patiently(lambda: _tasks_read_from(path))
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -17,6 +17,7 @@ import stat
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -28,6 +29,7 @@ _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _OF_THE_NAME = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link to itself, a socket, a missing device
 T = TypeVar("T")
 _MOST = 4096
+_PAUSES_S = (0.02, 0.1)  # between attempts to read
 _memory: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 # O_NONBLOCK: opening a fifo must not wait for its other end.
@@ -80,6 +82,18 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in PASSING_ERRNOS
 
 
+def patiently(read: Callable[[], T]) -> T:
+    """Return the result of `read`; repeat it a few times, with pauses, while its error may pass."""
+    for pause_s in _PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if not is_passing(error):
+                raise
+            time.sleep(pause_s)
+    return read()
+
+
 def names_in(path: Path) -> list[str]:
     """Return the names in a folder, sorted; none if it does not exist. Raises `OSError` if it cannot be read."""
     try:
@@ -104,7 +118,8 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
 def remember(path: Path, read: Callable[[], T], part: Hashable, memory: dict[Hashable, Any] = _memory) -> T:
     """Return the result of `read`, called once per process while the file is unchanged.
 
-    `part` names the content to read. Raises as `read` does, and `OSError` if there is no file.
+    `part` names the content to read. Raises as `read` does, after repeated attempts if the error may pass, and
+    `OSError` if there is no file.
     """
     return remember_by((file_key(path), part), read, memory)
 
@@ -127,7 +142,7 @@ def remember_by(key: Hashable, read: Callable[[], T], memory: dict[Hashable, Any
         if key in memory:
             known: T = memory[key]
             return known
-    value = read()
+    value = patiently(read)
     with _lock:
         if len(memory) >= _MOST:
             memory.clear()
