@@ -300,11 +300,6 @@ def _text(value: str | list[str] | None) -> str:
 # ---- values of a row
 
 
-def cell(name: str) -> Value:
-    """Return a reader of a cell's text."""
-    return lambda row: row[name]
-
-
 def lower(name: str) -> Value:
     """Return a reader of a cell's text, in lower case."""
     return lambda row: row[name].lower()

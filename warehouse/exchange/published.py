@@ -514,20 +514,15 @@ def _judge_batches(rows: list[PublishedRow]) -> list[PublishedRow]:
             if fell or (held_row.memory_mib < largest and most > CARD_MIB):
                 reason = "a smaller batch ran out of memory" if fell else "less memory than at a smaller batch"
                 fell = True
-                judged[index] = replace(row, status="oom", reason=reason, doubt=_doubt_of_oom(row))
+                is_small = row.estimates.get("faketensor", CARD_MIB) < CARD_MIB / 2
+                doubt = "its tensors fill less than half the card" if is_small else None
+                judged[index] = replace(row, status="oom", reason=reason, doubt=doubt)
                 continue
             following = measured[position + 1] if position + 1 < len(measured) else None
             doubt = _doubt_of_ok(held_row, row.estimates.get("faketensor", 0.0), held, following)
             judged[index] = replace(row, doubt=doubt)
             held.append(held_row)
     return judged
-
-
-def _doubt_of_oom(row: PublishedRow) -> str | None:
-    guess = row.estimates.get("faketensor")
-    if guess is not None and guess < CARD_MIB / 2:
-        return "its tensors fill less than half the card"
-    return None
 
 
 def _doubt_of_ok(

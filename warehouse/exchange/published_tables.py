@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from conf.files.identity import canonical_json
@@ -23,7 +24,6 @@ from warehouse.exchange.imported_rows import (
     PublishedTable,
     Rule,
     above_zero,
-    cell,
     config_columns,
     doubted,
     invalid,
@@ -204,7 +204,7 @@ def _parallel(names: str) -> PublishedTable:
         names=f"{_PARALLEL}, {names}",
         why=lambda row: f"{row['model']} on {row['gpus']} GPUs, which no trial config describes",
         device=lambda row: {"device_name": _CLUSTERS.get(row["gpu"], row["gpu"]), "device_memory_mib": None},
-        columns={"precision": cell("precision"), "step_time_ms": _parallel_step_ms},
+        columns={"precision": itemgetter("precision"), "step_time_ms": _parallel_step_ms},
         rules=_PARALLEL_RULES,
     )
 
@@ -224,7 +224,7 @@ TABLES: Mapping[str, PublishedTable] = {
         device=_card_of_gpu,
         columns={
             "batch_size": whole("micro_batch"),
-            "precision": cell("precision"),
+            "precision": itemgetter("precision"),
             "optimizer": lower("optimizer"),
             "peak_allocated_mib": scaled("peak_memory_gb", 1e9, _MIB),
         },
@@ -240,8 +240,8 @@ TABLES: Mapping[str, PublishedTable] = {
         device=_card_of_gpu,
         columns={
             "batch_size": whole("batch"),
-            "precision": cell("precision"),
-            "optimizer": cell("optimizer"),
+            "precision": itemgetter("precision"),
+            "optimizer": itemgetter("optimizer"),
             "peak_allocated_mib": scaled("peak_memory_gib", 1024),
         },
         rules=(
@@ -274,7 +274,7 @@ TABLES: Mapping[str, PublishedTable] = {
         device=_card_of_gpu,
         columns={
             "batch_size": whole("batch"),
-            "precision": cell("dtype"),
+            "precision": itemgetter("dtype"),
             "optimizer": lower("optimizer"),
             "parameters": whole("trainable_params"),
             "torch_version": lambda row: _torch_version(row)[0],
@@ -300,7 +300,7 @@ TABLES: Mapping[str, PublishedTable] = {
         device=lambda row: _card(row["GPU"]),
         columns={
             "batch_size": whole("MicroBatchSize"),
-            "precision": cell("Precision"),
+            "precision": itemgetter("Precision"),
             "parameters": whole("NumParams"),
             "step_time_ms": _foundry_step_ms,
         },

@@ -289,7 +289,7 @@ def _verify(file: BinaryIO) -> tuple[bool, str | None]:
     try:
         place = _place(file)
     except ValueError as error:
-        return True, str(error)
+        return False, str(error)
     if place is None:
         return False, None
     return True, None if _read_recorded(file, place) == _digest(
