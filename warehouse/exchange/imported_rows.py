@@ -1,6 +1,6 @@
 """Shared parts of all importers: rows of files, their identity and columns, and mappings of CSV columns.
 
-Start reading at `ImportedRow`. `read_table` is the engine of published tables; `warehouse.exchange.published_tables`
+Start reading at `ImportedFile`. `read_table` is the engine of published tables; `warehouse.exchange.published_tables`
 has their mappings. `CsvMapping.read` reads any other CSV file by the user's mapping. A row that no trial
 config describes is kept as `untraceable`, with its reason. All cells of a file stay in the column `origin`.
 """
@@ -44,6 +44,7 @@ Value = Callable[[Cells], Any]
 Condition = Callable[[Cells, Columns], object]
 Change = Callable[[Cells], Columns]  # changes the columns of a row
 Rule = tuple[Condition, Change]
+ImportedRow = tuple[int, Columns]  # its number in the file, 1 for the first below the header, and its table's columns
 FIELD = "config."  # prefix of the trial config's fields
 _DOUBLED = ("batch_size", "precision", "optimizer")  # in `runs` and in the config: a value given once is set in both
 # Training settings of published runs whose files do not name them. They make a config complete, so its hash is the one
@@ -58,22 +59,6 @@ TRAINING: Mapping[str, object] = {
 _EMPTY = ("", "nan", "na", "n/a", "null", "none")  # empty cells of spreadsheets and data frames
 STATUS = {"SUCCESSFUL": "ok", "OOM_CRASH": "oom"}
 _STATUS_OF = {**{name: name for name in STATUSES}, **{name.lower(): status for name, status in STATUS.items()}}
-
-
-@dataclass(frozen=True)
-class ImportedRow:
-    """A row of a file, converted to a row of a table.
-
-    row      its number in the file, 1 for the first below the header
-    columns  values by column of its table; `status` is `ok` if the table has no status
-    problem  why it is `invalid`
-    doubt    why its figures may be wrong
-    """
-
-    row: int
-    columns: Columns
-    problem: str | None = None
-    doubt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -155,16 +140,8 @@ def imported_runs(source: str, runs: Iterable[tuple[int, Columns]], contents: It
     for (place, run), run_id in zip(runs, run_ids(source, contents), strict=True):
         if run["status"] == "ok" and (problem := beyond_the_card(run)):
             run = {**run, "status": "invalid", "error_type": None, "error": problem, "peak_memory_mib": None}
-        rows.append(run_row(place, {**identity(source, run_id), **run}))
+        rows.append((place, {**identity(source, run_id), **run}))
     return tuple(rows)
-
-
-def run_row(place: int, run: Columns) -> ImportedRow:
-    """Return a row of `runs`; its `error` is the reason if it is invalid or in doubt."""
-    is_doubted = run.get("error_type") == DOUBT
-    return ImportedRow(
-        place, run, run["error"] if run["status"] == "invalid" else None, run["error"] if is_doubted else None
-    )
 
 
 def identity(source: str, run_id: str) -> Columns:
@@ -228,13 +205,11 @@ def imported_kernels(
             numbered_rows.append((place, {"source": "imported", "count": 1, **read(cells)}))
         except MALFORMED as error:
             reason = f"unknown {error}" if isinstance(error, KeyError) else str(error)
-            left_out.append(ImportedRow(place, {"status": "invalid"}, reason[:_REASON_CHARACTERS]))
+            left_out.append((place, {"status": "invalid", "error": reason[:_REASON_CHARACTERS]}))
             continue
         contents.append(content(cells))
     ids = run_ids(source, contents)
-    landed = (
-        ImportedRow(number, {**row, "kernel_row": name}) for (number, row), name in zip(numbered_rows, ids, strict=True)
-    )
+    landed = ((number, {**row, "kernel_row": name}) for (number, row), name in zip(numbered_rows, ids, strict=True))
     return ImportedFile(path, tuple(landed), "kernels", left_out=tuple(left_out))
 
 
@@ -415,9 +390,7 @@ class CsvMapping:
         about = {"family": self.family, "constants": {str(k): v for k, v in self.constants.items()}}
         contents = [canonical_json({**about, "cells": {str(k): v for k, v in row.items()}}) for row in cells]
         rows = zip(cells, run_ids("csv", contents), strict=True)
-        return ImportedFile(
-            path, tuple(run_row(number, self._run(row, id_)) for number, (row, id_) in enumerate(rows, 1))
-        )
+        return ImportedFile(path, tuple((number, self._run(row, id_)) for number, (row, id_) in enumerate(rows, 1)))
 
     def _run(self, cells: Mapping[str, str | None], run_id: str) -> dict[str, Any]:
         values, problems = {}, []

@@ -31,6 +31,7 @@ from warehouse.exchange.dataset import (
     repository_folder,
 )
 from warehouse.exchange.imported_rows import (
+    DOUBT,
     UNKNOWN_FAMILY,
     CsvMapping,
     ImportedFile,
@@ -41,7 +42,7 @@ from warehouse.exchange.imported_rows import (
 )
 from warehouse.exchange.published import read_published_runs
 from warehouse.exchange.published_kernels import KERNEL_TABLES, NEUSIGHT, read_kernel_table, read_kernel_times
-from warehouse.exchange.published_tables import TABLES, group_members
+from warehouse.exchange.published_tables import NO_SPEED, TABLES, group_members
 from warehouse.files.folder import DataFolder
 from warehouse.files.merged import land_batch
 from warehouse.files.plain_file import locked
@@ -143,12 +144,14 @@ class FileReport:
     def of(cls, path: Path, rows: Sequence[ImportedRow], new: int, label: str = "", left_out: int = 0) -> FileReport:
         """Return the report of rows; `new` of them have landed."""
         report = cls(path, len(rows), new, left_out, label)
-        for row in rows:
-            report.statuses[row.columns.get("status", "ok")] += 1
-            if row.problem is not None:
-                report.invalid[row.problem].append(row.row)
-            if row.doubt is not None:
-                report.doubts[row.doubt].append(row.row)
+        for place, columns in rows:
+            status, error = columns.get("status", "ok"), columns.get("error")
+            report.statuses[status] += 1
+            doubt = error if columns.get("error_type") == DOUBT else columns.get("doubt")
+            if status == "invalid":
+                report.invalid[error or NO_SPEED].append(place)
+            elif doubt is not None:
+                report.doubts[doubt].append(place)
         return report
 
     @property
@@ -231,10 +234,10 @@ def _known_ids(folder: DataFolder, kind: str) -> set[str]:
 def _land_runs(folder: DataFolder, _source: str, rows: Sequence[ImportedRow], known: set[str]) -> int:
     """Land the runs that the folder lacks; return their number."""
     new: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        if row.columns["run_id"] not in known:
-            known.add(row.columns["run_id"])
-            new[row.columns["family"]].append(row.columns)
+    for _, columns in rows:
+        if columns["run_id"] not in known:
+            known.add(columns["run_id"])
+            new[columns["family"]].append(columns)
     writer = RunWriter(folder)
     for family in sorted(new):
         writer.write_batch(new[family])
@@ -244,7 +247,7 @@ def _land_runs(folder: DataFolder, _source: str, rows: Sequence[ImportedRow], kn
 def _land_details(folder: DataFolder, source: str, rows: Sequence[ImportedRow], known: set[str], *, kind: str) -> int:
     """Land the rows of a table of `DETAILS` that the folder lacks, in one batch; return their number."""
     detail = DETAILS[kind]
-    new = {row.columns[detail.row_id]: row.columns for row in rows if row.columns[detail.row_id] not in known}
+    new = {columns[detail.row_id]: columns for _, columns in rows if columns[detail.row_id] not in known}
     known |= new.keys()
     if new:
         (batch,) = run_ids(source, ["\n".join(new)])
@@ -269,7 +272,7 @@ def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[Im
     known = _known_ids(folder, "collocations")
     for file in files:
         members = group_members(settings.source, file.pairs, alone.to_pylist(), settings.device_name)
-        if not any(member.columns.get("solo_run_id") for member in members):
+        if not any(columns.get("solo_run_id") for _, columns in members):
             raise UsageError(
                 f"path={file.path}: figures of these jobs alone are in no file of the path, nor in data={folder.root}; "
                 f"ingest the file of jobs alone first, or name the folder with both"

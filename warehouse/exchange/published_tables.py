@@ -389,15 +389,7 @@ def group_members(
             common = {"source": "imported", "sharing": "time_slicing", "status": status, "origin": origin}
             members.append({**ids, **common, **columns, **other})
     places = [place for place, _ in pairs for _ in range(2)]
-    return [
-        ImportedRow(
-            place,
-            columns,
-            None if columns["status"] == "ok" else NO_SPEED,
-            columns.get("doubt") if columns["status"] == "ok" else None,
-        )
-        for place, columns in zip(places, members, strict=True)
-    ]
+    return list(zip(places, members, strict=True))
 
 
 def _lucid(cells: Cells, alone: Mapping[Any, Mapping[str, Any]]) -> Iterator[Columns]:
