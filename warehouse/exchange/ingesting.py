@@ -135,15 +135,15 @@ class FileReport:
     rows: int = 0
     new: int = 0
     left_out: int = 0  # invalid rows of a table that keeps none
-    label: str = ""  # in place of the file's name
+    name: str = ""  # that the report shows
     statuses: Counter[str] = field(default_factory=Counter)
     invalid: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     doubts: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     @classmethod
-    def of(cls, path: Path, rows: Sequence[ImportedRow], new: int, label: str = "", left_out: int = 0) -> FileReport:
+    def of(cls, path: Path, rows: Sequence[ImportedRow], new: int, name: str = "", left_out: int = 0) -> FileReport:
         """Return the report of rows; `new` of them have landed."""
-        report = cls(path, len(rows), new, left_out, label)
+        report = cls(path, len(rows), new, left_out, name or path.name)
         for place, columns in rows:
             status, error = columns.get("status", "ok"), columns.get("error")
             report.statuses[status] += 1
@@ -153,11 +153,6 @@ class FileReport:
             elif doubt is not None:
                 report.doubts[doubt].append(place)
         return report
-
-    @property
-    def name(self) -> str:
-        """Return the name that the report shows."""
-        return self.label or self.path.name
 
     @property
     def already_there(self) -> int:
@@ -278,7 +273,7 @@ def _land_pairs(folder: DataFolder, settings: IngestSettings, files: Sequence[Im
                 f"ingest the file of jobs alone first, or name the folder with both"
             )
         new = _land_details(folder, settings.source, members, known, kind="collocations")
-        yield FileReport.of(file.path, members, new, label=f"{file.path.name}: members of pairs")
+        yield FileReport.of(file.path, members, new, name=f"{file.path.name}: members of pairs")
 
 
 def _paths(settings: IngestSettings, suffix: str) -> tuple[Path, list[Path]]:
@@ -312,7 +307,7 @@ def _ingest_dataset(settings: IngestSettings, report: IngestReport, progress: Pr
         known = _known_public_ids(folder)
         for completed, (part, runs, rows, samples) in enumerate(read):
             progress("landing", completed, len(parts))
-            file = FileReport(root / part.path("runs"), len(rows), label=str(part.path("runs")))
+            file = FileReport(root / part.path("runs"), len(rows), name=str(part.path("runs")))
             file.statuses.update(row["status"] for row in rows)
             new = pa.array([row["run_id"] not in known for row in rows], pa.bool_())
             known |= {row["run_id"] for row in rows}
