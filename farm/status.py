@@ -97,7 +97,7 @@ def read(folder: DataFolder, job_id: str | None, now: float, presence: Presence 
 
 def presence_of(folder: DataFolder) -> Presence:
     """Compare the queue with the warehouse; empty if the queue cannot be read, which is reported elsewhere."""
-    from warehouse.files.integrity import Presence, compare  # NumPy and Arrow's kernels: not for `--help`
+    from warehouse.files.integrity import Presence, compare  # Arrow's kernels: not for `--help`
 
     if not folder.runs.is_dir():
         return Presence()

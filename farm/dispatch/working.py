@@ -317,7 +317,7 @@ def _find_landed(folder: DataFolder, queue: Queue) -> dict[str, tuple[str, int]]
     return {
         run_id_of(job_id, index): (job_id, index)
         for job_id, indexes in landed_tasks(folder).items()
-        for index in waiting.get(job_id, set()).intersection(indexes.tolist())
+        for index in waiting.get(job_id, set()).intersection(indexes)
     }
 
 

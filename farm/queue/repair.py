@@ -159,13 +159,13 @@ def _queue_again(folder: DataFolder, report: RepairReport) -> None:
         ids: dict[str, set[str]] = {}
         for job_id, indexes in gone.items():
             families = queue.families(job_id)
-            for index in indexes.tolist():
+            for index in sorted(indexes):
                 ids.setdefault(families[index], set()).add(f"{job_id}-{index:06d}")
         # Samples first: those of a lost run must not pass for the new run's.
         for family, run_ids in ids.items():
             _drop_samples(folder, family, run_ids, report)
         for job_id, indexes in gone.items():
-            count = queue.requeue(job_id, indexes.tolist())
+            count = queue.requeue(job_id, sorted(indexes))
             if count:
                 report.queued[job_id] = count
             if queue.counts(job_id).cancelled:

@@ -11,10 +11,8 @@ import datetime
 import functools
 import hashlib
 import json
-import os
 import re
 import shutil
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ import pyarrow.parquet as pq
 from conf.cli.settings import Checked, data_key, key
 from conf.errors import UsageError
 from conf.files.identity import sha256_of
-from conf.files.outputs import TEMPORARY_SUFFIX, folder_problems, new_folder
+from conf.files.outputs import folder_problems, new_folder
 from conf.plain_text import sql_text
 from warehouse.exchange import load_example
 from warehouse.exchange.dataset import CARD, KINDS, naive, narrow, public_row, public_tables, scrub, writing
@@ -299,11 +297,7 @@ def _choose_snapshot(folder: DataFolder, name: str | None) -> Iterator[Snapshot]
     try:
         yield taken
     except BaseException:
-        # Renamed first: a snapshot exists complete or not at all. `take_snapshot` removes leftovers of a kill.
-        leaving = folder.snapshots / f".{taken.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}"
-        with contextlib.suppress(OSError):
-            os.rename(taken.folder.root, leaving)
-        shutil.rmtree(leaving, ignore_errors=True)
+        shutil.rmtree(taken.folder.root, ignore_errors=True)
         raise
 
 

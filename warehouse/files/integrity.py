@@ -13,6 +13,7 @@ import os
 import re
 import sqlite3
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -53,7 +53,7 @@ _IN_FLIGHT = ("leased", "exhausted")
 _BUSY_S = 10.0  # for another process that holds the file
 _MOST_LOOKS = 5  # attempts at a partition that a compaction is changing
 
-Tasks = Mapping[str, np.ndarray]  # job_id -> task indexes, sorted
+Tasks = Mapping[str, set[int]]  # job_id -> task indexes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class IntegrityReport:
                 {"path": str(root / kind / listing.merged), "listing": str(listing.file), "rows": listing.rows}
                 for kind, listing in self.lost
             ],
-            "runs_gone": {job_id: indexes.tolist() for job_id, indexes in self.presence.gone.items()},
+            "runs_gone": {job_id: sorted(indexes) for job_id, indexes in self.presence.gone.items()},
             "runs_unknown": {job_id: len(indexes) for job_id, indexes in self.presence.unknown.items()},
         }
 
@@ -290,20 +290,20 @@ def compare(folder: DataFolder) -> Presence:
     return Presence(gone=gone, unknown=unknown)
 
 
-def landed_tasks(folder: DataFolder) -> dict[str, np.ndarray]:
+def landed_tasks(folder: DataFolder) -> dict[str, set[int]]:
     """Return the tasks whose runs are in files that count, by job.
 
     File names decide, so damaged files count; damaged merged files hold no runs. Raises `OSError` where a merged file
     cannot be read now.
     """
-    indexes: dict[str, list[np.ndarray]] = {}
+    tasks: dict[str, set[int]] = defaultdict(set)
     for family in folder.families("runs"):
-        for job_id, tasks in _landed_of(folder, family).items():
-            indexes.setdefault(job_id, []).append(tasks)
-    return {job_id: np.unique(np.concatenate(tasks)) for job_id, tasks in sorted(indexes.items())}
+        for job_id, indexes in _landed_of(folder, family).items():
+            tasks[job_id] |= indexes
+    return dict(sorted(tasks.items()))
 
 
-def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
+def queue_tasks(folder: DataFolder, states: str) -> dict[str, set[int]]:
     """Return the queue's tasks whose state meets the SQL condition `states`, by job; none without a queue."""
     with _queue(folder) as connection:
         if connection is None:
@@ -313,7 +313,7 @@ def queue_tasks(folder: DataFolder, states: str) -> dict[str, np.ndarray]:
             f"SELECT job_id, group_concat(task_index) FROM tasks JOIN jobs ON seq = job_seq WHERE state {states} "
             "GROUP BY job_seq ORDER BY job_id"
         )
-        return {job_id: np.unique(np.array(json.loads(f"[{tasks}]"), np.int64)) for job_id, tasks in jobs}
+        return {job_id: set(json.loads(f"[{indexes}]")) for job_id, indexes in jobs}
 
 
 def queue_problem(folder: DataFolder) -> str | None:
@@ -328,7 +328,7 @@ def queue_problem(folder: DataFolder) -> str | None:
     return None if rows == ["ok"] else "; ".join(rows).replace("\n", " ")
 
 
-def _landed_of(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
+def _landed_of(folder: DataFolder, family: str) -> dict[str, set[int]]:
     for _ in range(_MOST_LOOKS):
         try:
             return _landed_now(folder, family)
@@ -337,21 +337,18 @@ def _landed_of(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
     return _landed_now(folder, family)
 
 
-def _landed_now(folder: DataFolder, family: str) -> dict[str, np.ndarray]:
-    small: dict[str, list[int]] = {}
-    merged: dict[str, list[np.ndarray]] = {}
+def _landed_now(folder: DataFolder, family: str) -> dict[str, set[int]]:
+    tasks: dict[str, set[int]] = defaultdict(set)
     for path in counting_files(folder, "runs", family):
         if is_merged_name(path.name):
             for job_id, indexes in _tasks_in(path).items():
-                merged.setdefault(job_id, []).append(indexes)
+                tasks[job_id] |= indexes
         elif (task := _TASK_RUN.fullmatch(path.stem)) is not None:
-            small.setdefault(task["job"], []).append(int(task["index"]))
-    for job_id, numbers in small.items():
-        merged.setdefault(job_id, []).append(np.array(numbers, np.int64))
-    return {job_id: np.concatenate(parts) for job_id, parts in merged.items()}
+            tasks[task["job"]].add(int(task["index"]))
+    return tasks
 
 
-def _tasks_in(path: Path) -> dict[str, np.ndarray]:
+def _tasks_in(path: Path) -> dict[str, set[int]]:
     """Return the tasks of a merged file's runs; empty for a damaged file.
 
     Raises `FileNotFoundError` where it is gone, another `OSError` where it cannot be read now.
@@ -366,7 +363,7 @@ def _tasks_in(path: Path) -> dict[str, np.ndarray]:
         return {}
 
 
-def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
+def _tasks_read_from(path: Path) -> dict[str, set[int]]:
     file = pq.ParquetFile(plain(path))
     names = [name for name in ("job_id", "task_index", "final") if name in file.schema_arrow.names]
     if not {"job_id", "task_index"} <= set(names):
@@ -377,7 +374,7 @@ def _tasks_read_from(path: Path) -> dict[str, np.ndarray]:
         known = pc.and_(known, pc.fill_null(rows.column("final"), True))
     jobs = rows.filter(known).group_by("job_id").aggregate([("task_index", "list")])
     tasks = zip(jobs.column("job_id").to_pylist(), jobs.column("task_index_list"), strict=True)
-    return {job_id: indexes.values.to_numpy() for job_id, indexes in tasks if not job_id.startswith(_FOREIGN)}
+    return {job_id: set(indexes.as_py()) for job_id, indexes in tasks if not job_id.startswith(_FOREIGN)}
 
 
 @contextlib.contextmanager
@@ -416,12 +413,9 @@ def _open_database(path: Path, mode: str = "ro") -> Iterator[sqlite3.Connection]
         connection.close()
 
 
-def _minus(tasks: Tasks, others: Tasks) -> dict[str, np.ndarray]:
-    remaining = {
-        job_id: np.setdiff1d(indexes, others[job_id]) if job_id in others else indexes
-        for job_id, indexes in tasks.items()
-    }
-    return {job_id: indexes for job_id, indexes in remaining.items() if len(indexes)}
+def _minus(tasks: Tasks, others: Tasks) -> dict[str, set[int]]:
+    remaining = {job_id: indexes - others.get(job_id, set()) for job_id, indexes in tasks.items()}
+    return {job_id: indexes for job_id, indexes in remaining.items() if indexes}
 
 
 def _in_words(tasks: Tasks) -> str:
