@@ -335,18 +335,6 @@ def test_a_torn_merged_file_shows_what_it_replaced_while_that_is_there(ten_runs,
     assert ask(ten_runs, COUNTS) == [(10, 20, 10, 20, 20, 10)]
 
 
-def test_an_open_connection_keeps_replaced_files_and_closing_one_of_two_does_not_free_them(ten_runs):
-    first, second = warehouse.connect(ten_runs), warehouse.connect(ten_runs)
-    merge(ten_runs, grace_s=0)
-    first.close()
-    merge(ten_runs, grace_s=0, force_after_s=1e9)
-    assert (ten_runs.partition("runs", "cnn") / "J-000000.parquet").exists()
-    assert second.cursor().execute("SELECT count(*) FROM runs").fetchall() == [(10,)]
-    second.close()
-    merge(ten_runs, grace_s=0, force_after_s=1e9)
-    assert not (ten_runs.partition("runs", "cnn") / "J-000000.parquet").exists()
-
-
 def test_a_users_own_mistake_is_duckdbs_error_and_looks_at_no_file(folder, monkeypatch):
     fill(folder, range(2))
     monkeypatch.setattr(

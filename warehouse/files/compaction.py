@@ -6,8 +6,9 @@ does no harm, for these reasons:
 - A merged file counts from the moment its listing exists (one `os.replace`); from that moment the files that it
   replaces do not. Readers expand the listings before the data files (`warehouse.files.views`), so a reader that
   finds a listing also finds its merged file; a reader that does not find it still finds the replaced files.
-- A later compaction deletes replaced files when their listing is older than `grace_s` and the warehouse is not open
-  anywhere, because a query that began earlier still opens (and then drops) them.
+- A later compaction deletes replaced files when their listing is older than `grace_s` and no DuckDB client has the
+  warehouse open, because a query that began earlier still opens (and then drops) them; `warehouse.connect` plans such a
+  query again.
 - After a kill before the listing is written, the merged file does not count, and its sources are merged again. A later
   compaction deletes it once files that count hold all its runs. After a kill while deleting, the files stay hidden,
   and the next compaction continues.
@@ -91,15 +92,15 @@ class CompactionSettings(Checked):
       python -m warehouse.compact
       python -m warehouse.compact data=/srv/farm grace_s=600
 
-    Safe to kill at any point. A later compaction deletes the merged files once they are grace_s old and the warehouse
-    is not open anywhere.
+    Safe to kill at any point. A later compaction deletes the merged files once they are grace_s old and no other DuckDB
+    client has the warehouse open.
     """
 
     grace_s: float = key(
         3600, "seconds before a later compaction deletes the files that were merged", "number 0 to 1e9"
     )
     force_after_s: float = key(
-        86400, "seconds after which it deletes them even while the warehouse is open", "number 0 to 1e9"
+        86400, "seconds after which it deletes them even while a DuckDB client is open", "number 0 to 1e9"
     )
     target_mib: float = key(64, "target size of merged files, MiB; larger files are left alone", "number > 0 to 1e9")
     target_rows: int = key(1000000, "target rows of merged files; bounds a merge's memory", "int 1 to 1000000000")

@@ -245,6 +245,9 @@ class _Planned:
 
         return call
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in dir(self._wrapped) if not name.startswith("_"))})
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._wrapped!r}>"
 
