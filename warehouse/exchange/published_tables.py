@@ -17,7 +17,6 @@ from typing import Any
 from conf.files.identity import canonical_json
 from warehouse.exchange.imported_rows import (
     TRAINING,
-    UNKNOWN_FAMILY,
     Cells,
     Columns,
     ImportedRow,
@@ -33,7 +32,6 @@ from warehouse.exchange.imported_rows import (
     scaled,
     to_number,
     unnamed_instrument,
-    untraceable,
     whole,
     whole_above_zero,
 )
@@ -171,19 +169,14 @@ def _timm_benchmark(row: Cells) -> Iterator[Columns]:
         yield {**card, **config, "parameters": parameters, "status": "oom", "oom_kind": "device", "error": tried}
 
 
-def _deep_learning_examples(row: Cells) -> Iterator[Columns]:
+def _throughput_step_ms(row: Cells) -> float | None:
     batch, per_second = whole_above_zero(row["batch"]), above_zero(row["throughput"])
-    step_ms = batch / per_second * 1e3 if batch and per_second else None
-    run: Columns = {**_card(row["gpu"]), "status": "ok", "step_time_ms": step_ms}
-    precision = _IMAGE_PRECISIONS.get(row["precision"].lower())
-    if batch is None or step_ms is None:
-        run |= {"family": UNKNOWN_FAMILY, "status": "invalid", "error": "no batch size or throughput"}
-    elif row["model"] == "resnet50v1.5" and row["gpus"] == "1" and precision is not None:
-        run |= _image_config("resnet50", batch, precision, row["layout"], None)
-    else:
-        reason = f"no family has {row['model']} in {row['precision']} on {row['gpus']} GPU(s)"
-        run |= untraceable(reason, batch_size=batch, precision=row["precision"].lower())
-    yield run
+    return batch / per_second * 1e3 if batch and per_second else None
+
+
+def _resnet50(row: Cells) -> Columns:
+    batch, precision = whole_above_zero(row["batch"]) or 0, _IMAGE_PRECISIONS[row["precision"].lower()]
+    return {"error_type": None, "error": None, **_image_config("resnet50", batch, precision, row["layout"], None)}
 
 
 _PARALLEL_RULES: tuple[Rule, ...] = (
@@ -310,7 +303,23 @@ TABLES: Mapping[str, PublishedTable] = {
         ),
     ),
     "deeplearningexamples": PublishedTable(
-        names="model, gpu, gpus, precision, batch, seq, layout, throughput", read=_deep_learning_examples
+        names="model, gpu, gpus, precision, batch, seq, layout, throughput",
+        why=lambda row: f"no family has {row['model']} in {row['precision']} on {row['gpus']} GPU(s)",
+        device=_card_of_gpu,
+        columns={
+            "batch_size": whole("batch"),
+            "precision": lower("precision"),
+            "step_time_ms": _throughput_step_ms,
+        },
+        rules=(
+            (is_empty("step_time_ms"), invalid("no batch size or throughput")),
+            (
+                lambda row, run: (
+                    (row["model"], row["gpus"]) == ("resnet50v1.5", "1") and run["precision"] in _IMAGE_PRECISIONS
+                ),
+                _resnet50,
+            ),
+        ),
     ),
     "gavel": PublishedTable(
         names="table, gpu, job_a, gpus_a, job_b, gpus_b, iters_per_s_a, iters_per_s_b",
