@@ -66,7 +66,7 @@ def test_checks_name_members_that_cannot_be(folder):
 def test_groups_leave_in_data_sets_under_public_ids_and_come_back_the_same(folder, tmp_path):
     land_pair(folder, name=["cnn at /home/ann/nets"])
     export(ExportSettings(data=str(folder.root), out=str(tmp_path / "set")))
-    assert "2 members of 1 groups" in (tmp_path / "set" / "README.md").read_text()
+    assert "| `collocations` | 2 |" in (tmp_path / "set" / "README.md").read_text()
     other = DataFolder(tmp_path / "other").create()
     ingest(IngestSettings(source="dataset", path=str(tmp_path / "set"), data=str(other.root)))
     ((first, alone, name), (second, none, _)) = ask(
@@ -250,7 +250,7 @@ def test_checks_name_ranks_that_are_lost_or_cannot_be(folder):
 def test_ranks_leave_in_data_sets_without_names_of_machines_and_come_back(folder, tmp_path, no_checks):
     RunWriter(folder).write(of_two(1), samples(2, sensor=["process"] * 2, rank=[0, 1]), None, ranks(device_uuid=UUIDS))
     export(ExportSettings(data=str(folder.root), out=str(tmp_path / "set")))
-    assert "2 ranks of 1 runs" in (tmp_path / "set" / "README.md").read_text()
+    assert "| `ranks` | 2 |" in (tmp_path / "set" / "README.md").read_text()
     other = DataFolder(tmp_path / "other").create()
     ingest(IngestSettings(source="dataset", path=str(tmp_path / "set"), data=str(other.root)))
     assert ask(other, "SELECT parallel, ranks, worst_rank FROM runs") == [("ddp=2", 2, 1)]

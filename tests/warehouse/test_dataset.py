@@ -164,14 +164,13 @@ KERNEL_COLUMNS = "operator, duration_us, count, timing, dims, device_name, torch
 
 
 def test_kernels_leave_with_their_runs_and_come_back(profiled, out, tmp_path):
-    report = exported(profiled, out)
-    assert report.kernels == 5 and "4 runs added with 5 kernels" in report.lines()[-1]
+    assert "4 runs added" in exported(profiled, out).lines()[-1]
     assert [name for name in files(out) if "kernels" in name] == [
         "cnn/NVIDIA-H100-80GB-HBM3-2026-03-04-kernels.parquet"
     ]
     card_text = (out / "README.md").read_text()
-    assert "5 rows of 3 operators, by how they were timed: cupti 5" in card_text
-    assert "| `duration_us` | double | time of one launch, median; µs | 5 |" in card_text
+    assert "| `kernels` | 5 |" in card_text
+    assert "| `duration_us` | double | time of one launch, median; µs |" in card_text
     other = tmp_path / "other"
     loaded(out, other)
     own = f"SELECT {KERNEL_COLUMNS} FROM kernels WHERE source <> 'imported' ORDER BY ALL"
@@ -189,11 +188,11 @@ def test_kernels_leave_with_their_runs_and_come_back(profiled, out, tmp_path):
 
 
 def test_kernels_of_chosen_families_only_and_none_where_they_are_not_wanted(profiled, out, tmp_path):
-    assert exported(profiled, out, families=["mlp"]).kernels == 0
+    exported(profiled, out, families=["mlp"])
     assert not [name for name in files(out) if "kernels" in name]
     assert "Columns of kernels" not in (out / "README.md").read_text()
     bare = tmp_path / "bare"
-    assert exported(profiled, bare, kernels=False).kernels == 0
+    exported(profiled, bare, kernels=False)
     assert not [name for name in files(bare) if "kernels" in name]
     loaded(bare, tmp_path / "other")
     assert ask(tmp_path / "other", "SELECT count(kernel_rows) FROM runs") == [(0,)]

@@ -124,8 +124,10 @@ def card(tables: Mapping[str, Sequence[pa.Table]]) -> str:
     rows = [row for part in tables["runs"] for row in part.to_pylist()]
     if not rows:
         return _HEAD + _NOTHING + _LICENCE
-    schemas = {table: parts[0].schema for table, parts in tables.items() if sum(part.num_rows for part in parts)}
-    return "".join([_HEAD, *sections(rows), *column_sections(schemas), _LICENCE])
+    counts = {table: sum(part.num_rows for part in parts) for table, parts in tables.items()}
+    schemas = {table: tables[table][0].schema for table, count in counts.items() if count}
+    numbers = markdown_table(("table", "rows"), [(f"`{table}`", f"{count:,}") for table, count in counts.items()])
+    return "".join([_HEAD, "\n", numbers, *sections(rows), *column_sections(schemas), _LICENCE])
 
 
 # Columns that `sections` reads.

@@ -347,6 +347,8 @@ def read_published_runs(path: Path, device_name: str | None, *, source: str) -> 
     file = _read_file(path)
     if isinstance(file, str):
         return f"unknown header; known: {known_headers()}"
+    if file.form == "models":
+        return "well-known models by name: no configurations of a family that could be rebuilt"
     if file.form != source:
         return f"its rows are of source={file.form}"
     other = {} if device_name in (None, DEVICE_NAME) else {"device_name": device_name}
