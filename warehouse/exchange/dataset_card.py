@@ -234,9 +234,9 @@ def _counts(rows: pa.Table) -> str:
 def _special(rows: pa.Table) -> str:
     """Return the section on settings: memory shares, MIG profiles, precision, optimizer, quality, batch sizes."""
     lines = []
-    for what, sql in _SETTINGS.items():
+    for setting, sql in _SETTINGS.items():
         counts = Counter(_describe(value) for (value,) in _ask(rows, f"SELECT {sql} FROM runs"))
-        lines.append((what, ", ".join(f"{value} {count:,}" for value, count in sorted(counts.items()))))
+        lines.append((setting, ", ".join(f"{value} {count:,}" for value, count in sorted(counts.items()))))
     # The trial config without its batch size; `config` may be any text.
     without_batch = "json_merge_patch(config, '{\"batch_size\": null}')::VARCHAR"
     network = f"CASE WHEN json_valid(config) THEN {without_batch} ELSE config END"
