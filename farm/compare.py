@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.cli.command_line import StepBar, command
-from conf.files.outputs import checked_report, write_output
+from conf.files.outputs import checked_output, write_output
 from conf.plain_text import MISSING, count_of
 from conf.reports.blocks import (
     Block,
@@ -189,7 +189,7 @@ def write_comparison(home: DataFolder, result: Result, page: Page, report: str |
         return keep_page(home.comparisons / f"{result.name}.html", page, figures)
     path = Path(report)
     for target, content in ((path.with_suffix(".json"), figures.encode() + b"\n"), (path, page_bytes(page))):
-        write_output(target, content, key="report", data=[home.root])
+        write_output(target, content, key="report")
     return path
 
 
@@ -307,7 +307,7 @@ def entry(settings: CompareSettings) -> int:
     Returns 1 where no configuration has figures on both sides.
     """
     if settings.report is not None:  # fail before anything runs if it is not writable
-        checked_report(settings.report, key="report", like="compare.html", data=[DataFolder.resolve().root])
+        checked_output(settings.report, key="report")
     # Progress messages are for people; with format=json standard output holds the result only.
     with contextlib.redirect_stdout(sys.stderr) if settings.format == "json" else contextlib.nullcontext():
         with StepBar("compare") as bar:

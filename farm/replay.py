@@ -16,7 +16,7 @@ from typing import Any
 
 from conf.cli.command_line import StepBar, command
 from conf.files.identity import mapping_hash
-from conf.files.outputs import checked_report
+from conf.files.outputs import checked_output
 from conf.plain_text import MISSING, count_of, first_few, table_lines
 from conf.reports.blocks import (
     Block,
@@ -323,7 +323,7 @@ def _all(replays: CrossedReplays) -> Block:
 def entry(settings: ReplaySettings) -> int:
     """Replay the trace under each policy and estimator; print a table or JSON, and write a page if one is wanted."""
     if settings.report is not None:  # fail before anything runs if it is not writable
-        checked_report(settings.report, key="report", like="replay.html", data=[])
+        checked_output(settings.report, key="report")
     home = None if settings.data is None else DataFolder.resolve(settings.data).open()
     with StepBar("replay") as bar:
         crossed = run_crossing(settings, bar.update)

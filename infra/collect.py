@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
+from conf.cli.command_line import EXIT_INTERRUPTED, run
 from conf.cli.overrides import load_settings
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
@@ -297,7 +297,7 @@ def main(argv: Sequence[str]) -> int:
     def collected(settings: CollectSettings) -> int:
         return 0 if collect(settings) or settings.minutes is not None else EXIT_INTERRUPTED
 
-    return developer_command("infra.collect:CollectSettings", collected, argv)
+    return run("infra.collect:CollectSettings", collected, argv)
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def entry(settings: BenchmarkSettings) -> int:
 
     def ask(settings: BenchmarkSettings, widths_gb: Sequence[int] = ()) -> Benchmark:
         show = partial(print_figures, settings.target)
-        with StepBar(f"benchmark of {settings.target}", remaining=True, lines=True) as bar:
+        with StepBar(f"benchmark of {settings.target}") as bar:
             return benchmark(settings, progress=partial(bar.update, ""), finished=show, widths_gb=widths_gb)
 
     if settings.paper:

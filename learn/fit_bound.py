@@ -17,7 +17,7 @@ import numpy as np
 from conf.cli.command_line import command
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.files.outputs import file_problems
+from conf.files.outputs import output_problems
 from conf.plain_text import count_of
 from learn.estimation.job_estimate import (
     CONTEXT,
@@ -70,7 +70,7 @@ class FitBoundSettings(Checked):
     def problems(self) -> Iterator[str]:
         if not Path(self.rows).is_file():
             yield f"rows={self.rows}: there is no such file"
-        yield from file_problems(self.path)
+        yield from output_problems(self.path)
 
     @property
     def path(self) -> Path:

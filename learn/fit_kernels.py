@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from conf.cli.command_line import StepBar, command
 from conf.cli.settings import Checked, data_key, key
-from conf.files.outputs import file_problems
+from conf.files.outputs import output_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class FitKernelsSettings(Checked):
     kernels: int = key(60, "rows of `kernels` to learn from, per operator and GPU model", "int 0 to 100000")
 
     def problems(self) -> list[str]:
-        return file_problems(self.path)
+        return output_problems(self.path)
 
     @property
     def path(self) -> Path:

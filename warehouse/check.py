@@ -36,7 +36,7 @@ class CheckSettings(Checked):
 def entry(settings: CheckSettings) -> int:
     """Print the damaged and missing files of the folder; return 1 if there are any, else 0."""
     folder = DataFolder.resolve(settings.data).open()
-    with StepBar("verifying", remaining=True) as bar:
+    with StepBar("verifying") as bar:
         report = examine(folder, progress=partial(bar.update, ""))
     if settings.format == "json":
         print(json.dumps(report.as_json(folder.root), indent=2))

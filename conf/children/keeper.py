@@ -51,7 +51,6 @@ from conf.plain_text import left_out
 
 _HEAD_BYTES, _TAIL_BYTES = 2000, 4000
 _CHUNK_BYTES = 1 << 16
-_PIPE_BYTES = 1 << 20  # output that a child can write without waiting for this process
 _DRAIN_CHUNKS = 64  # most chunks to read at once, because other work waits meanwhile
 FOLDER_PREFIX = "gpufarm-child-"
 _LOOK_S = 0.1
@@ -66,7 +65,6 @@ class ChildOutput:
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
-        _widen(self.reader)
         self._head = bytearray()
         self._tail = bytearray()
         self._length = 0
@@ -104,15 +102,6 @@ class ChildOutput:
 
     def close(self) -> None:
         os.close(self.reader)
-
-
-def _widen(pipe: int) -> None:
-    import fcntl
-
-    try:
-        fcntl.fcntl(pipe, getattr(fcntl, "F_SETPIPE_SZ", 1031), _PIPE_BYTES)
-    except OSError:  # the user's pipes have reached their common limit; the usual 64 KiB are enough
-        pass
 
 
 TIME, MEMORY = "time", "memory"
@@ -311,10 +300,7 @@ def run_server(control: int, folder_base: str, prepare: Callable[[], Any]) -> No
     """
     os.set_inheritable(control, False)
     caller = os.getppid()
-    try:
-        hello = prepare() or {}
-    except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # the caller reports that the server died; a traceback of imports helps nobody
+    hello = prepare() or {}
     with socket.socket(fileno=control) as channel:
         try:
             with kept_folder(folder_base) if folder_base else contextlib.nullcontext() as folder:

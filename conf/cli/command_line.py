@@ -2,8 +2,7 @@
 
 Start reading at `command`; `conf.cli.overrides` reads the arguments and lists the keys. Hydra's compose API is used
 without its decorator, which prints several lines for a mistyped key, exits with 1, writes `outputs/` folders and stops
-at the first mistake. `developer_command` runs developers' commands, which are in no table. `StepBar` is the progress
-bar of all commands.
+at the first mistake. `StepBar` is the progress bar of all commands.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import io
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -39,12 +37,10 @@ from conf.plain_text import one_line, printable, truncated
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
-    from typing_extensions import Buffer
 
 
 __all__ = ["command", "documented_keys", "group_options", "groups", "help_text", "load_config", "run"]
 
-_LINE_EVERY_S = 10.0
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL: the same command can continue later
@@ -143,8 +139,6 @@ def run(
     except BrokenPipeError:  # the reader has enough, as in `... | head`
         _discard_output()
         return 0
-    except _OutputFails as error:
-        return _say_output_fails(error)
     except OSError as error:
         if error.errno not in _ENVIRONMENT_ERRNOS:
             raise
@@ -195,16 +189,6 @@ def _standard_files() -> bool:
     for text in (sys.stderr, sys.stdout):
         if isinstance(text, io.TextIOWrapper):
             text.reconfigure(errors="backslashreplace")
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
-        sys.stdout.flush()
-        unbuffered = isinstance(sys.stdout.buffer, io.RawIOBase)
-        sys.stdout = io.TextIOWrapper(
-            _Output() if unbuffered else io.BufferedWriter(_Output()),
-            encoding=sys.stdout.encoding,
-            errors="backslashreplace",
-            line_buffering=sys.stdout.line_buffering,
-            write_through=sys.stdout.write_through,
-        )
     return True
 
 
@@ -212,36 +196,13 @@ def _flush_output(code: int) -> int:
     """Flush standard output and return the exit code, or `EXIT_USAGE` if the output cannot be written."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_output()
     except OSError as error:
-        return _say_output_fails(error)
+        _discard_output()
+        if code or isinstance(error, BrokenPipeError):  # an error that has been printed, or a reader that has enough
+            return code
+        print_error(f"standard output cannot be written: {error.strerror}")
+        return EXIT_USAGE
     return code
-
-
-class _OutputFails(OSError):
-    """Standard output cannot be written, for example on a full disk. A separate type: a failed print names no file."""
-
-
-class _Output(io.FileIO):
-    """The process's standard output; closing this object does not close it."""
-
-    def __init__(self) -> None:
-        super().__init__(1, "w", closefd=False)
-
-    def write(self, data: Buffer, /) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise _OutputFails(error.errno, error.strerror) from error
-
-
-def _say_output_fails(error: OSError) -> int:
-    _discard_output()
-    print_error(f"standard output cannot be written: {error.strerror}")
-    return EXIT_USAGE
 
 
 def _discard_output() -> None:
@@ -308,29 +269,13 @@ def help_text(name: str, everything: bool = True) -> str:
     return "\n".join([*described, "", "Keys (KEY=VALUE; `--cfg job` prints the composed configuration):", *lines])
 
 
-def developer_command(settings: str, entry: Entry, argv: Sequence[str], rewrite: Rewrite | None = None) -> int:
-    """Run a command that is in no table and return its exit code, like `run`.
-
-    `settings` is the `MODULE:CLASS` of its keys. After an interrupt it advises to run the same command again.
-    """
-    code = run(settings, entry, argv, rewrite=rewrite)
-    if code == EXIT_INTERRUPTED:
-        print("stopped; run the same command again to continue", file=sys.stderr)
-    return code
-
-
 class StepBar:
-    """Shows a bar with the running step on stderr, if that is a terminal. A context manager.
+    """Shows a bar with the running step on stderr, if that is a terminal. A context manager."""
 
-    The last column is the elapsed time, or with `remaining` the time left. With `lines`, it prints a line every ten
-    seconds if stderr is not a terminal.
-    """
-
-    def __init__(self, label: str, *, remaining: bool = False, lines: bool = False) -> None:
+    def __init__(self, label: str) -> None:
         from rich.console import Console
 
-        self._label, self._remaining, self._lines = label, remaining, lines
-        self._began_s = self._printed_s = time.monotonic()
+        self._label = label
         self._console = Console(stderr=True, highlight=False)
         self._running: tuple[Progress, TaskID] | None = None
 
@@ -352,24 +297,14 @@ class StepBar:
         With an empty step, the bar shows only the label.
         """
         if not self.is_shown:
-            if self._lines and completed:
-                self._print_line(completed, total)
             return
         if self._running is None:  # start it late: until now another bar may be on the screen
-            from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import TimeRemainingColumn
 
-            column = TimeRemainingColumn() if self._remaining else TimeElapsedColumn()
-            self._running = start_bar(self._console, self._label, column)
+            self._running = start_bar(self._console, self._label, TimeRemainingColumn())
         bar, task = self._running
         description = f"{self._label}: {step}" if step else self._label
         bar.update(task, description=description, completed=completed, total=total or None)
-
-    def _print_line(self, completed: int, total: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._printed_s >= _LINE_EVERY_S or completed == total:
-            self._printed_s = now_s
-            left_s = (now_s - self._began_s) / completed * (total - completed)
-            print(f"{self._label}: {completed}/{total} steps, {left_s:.0f} s left", file=sys.stderr)
 
 
 def start_bar(console: Console, label: str, column: ProgressColumn, **fields: Any) -> tuple[Progress, TaskID]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -101,8 +100,6 @@ def _unreadable(argument: str) -> str | None:
     try:
         argument.encode()
     except UnicodeEncodeError:
-        if (encoding := sys.getfilesystemencoding()) != "utf-8":
-            return f"{shown(argument)} cannot be read as {encoding}, this locale's encoding; set PYTHONUTF8=1"
         return f"{shown(argument)} is not valid UTF-8: names in the data folder, DuckDB and Parquet have to be"
     if "\0" in argument:
         return f"{shown(argument)} holds a null character"

@@ -23,7 +23,6 @@ from conf.files.identity import version_of
 
 MOST_BYTES = 256 * 2**20
 _BUSY_S = 1.0
-_AT_ONCE = 500  # parameters per statement; SQLite allows at least 999
 _LIBRARIES = ("torch", "timm", "torchvision", "transformers")  # libraries whose code determines a trace
 PACKAGES = ("conf", "featurize", "learn")  # this project's packages that make traces and answers
 _TABLE = "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, sha256 BLOB NOT NULL, content BLOB NOT NULL)"
@@ -75,18 +74,15 @@ class DiskCache:
 
     def read(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Return the stored contents by key."""
-        wanted = list(keys)
         contents: dict[str, bytes] = {}
         if not self.path.is_file():
             return contents
         with contextlib.suppress(sqlite3.Error, OSError, zlib.error):
             database = self._opened()
-            for start in range(0, len(wanted), _AT_ONCE):
-                batch = wanted[start : start + _AT_ONCE]
-                query = f"SELECT key, sha256, content FROM entries WHERE key IN ({','.join('?' * len(batch))})"
-                for key, checksum, content in database.execute(query, batch):
-                    if isinstance(content, bytes) and hashlib.sha256(key.encode() + content).digest() == checksum:
-                        contents[key] = zlib.decompress(content)
+            query = "SELECT key, sha256, content FROM entries WHERE key IN (SELECT value FROM json_each(?))"
+            for key, checksum, content in database.execute(query, [json.dumps(list(keys))]):
+                if isinstance(content, bytes) and hashlib.sha256(key.encode() + content).digest() == checksum:
+                    contents[key] = zlib.decompress(content)
         return contents
 
     def write(self, entries: Iterable[tuple[str, bytes]]) -> None:

@@ -1,9 +1,9 @@
 """Writes a user's output files atomically, reads JSON within limits, and opens private files safely.
 
 Start reading at `output_file`, for `out=` and `report=`. A plain file appears whole or not at all. Links are followed.
-Devices, pipes and descriptors (`/dev/stdout`, `/dev/fd/3`) are written to directly. A data folder's own files are
-refused. `new_folder` makes a folder that appears whole. `read_json` reads an untrusted file, and raises `ValueError`
-for any fault in its content. `own_folder` opens a folder that only this user can change.
+Devices, pipes and standard output are written to directly. A data folder's own files are refused. `new_folder` makes a
+folder that appears whole. `read_json` reads an untrusted file, and raises `ValueError` for any fault in its content.
+`own_folder` opens a folder that only this user can change.
 """
 
 from __future__ import annotations
@@ -11,26 +11,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
-import io
 import json
 import os
-import re
 import shutil
 import stat
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from conf.errors import EnvironmentProblem, UsageError
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
+from conf.errors import CommandError, EnvironmentProblem, UsageError
 
 # Folders of a data folder; other names in it belong to the user. `warehouse.files.folder` takes its paths from here.
 DATA_FORMAT = "gpufarm-data"
@@ -61,9 +55,6 @@ OWN_FILES = ("format.json", "queue.sqlite", "service.sqlite", "warehouse.duckdb"
 TEMPORARY_SUFFIX = ".tmp"  # not `.parquet`: one torn file would break a whole glob
 _ABANDONED_AFTER_S = 86_400.0
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DESCRIPTOR = re.compile(r"/(?:dev/fd|proc/(?:self|thread-self|\d+)/fd)/(\d+)")
-_STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
-_LINKS = 40  # the kernel's limit
 MOST_BYTES = 1 << 30  # limit for files that grow with the data: a list of files, a plan
 MARKER_BYTES = 1 << 16  # limit for the file that identifies a folder
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -77,50 +68,37 @@ class Output:
 
     key: str  # the user's key: out or report
     given: str
-    path: Path  # after following links; for a descriptor, the path as given
-    descriptor: int | None = None  # the open descriptor that the output names, if any
-    is_plain: bool = True  # a regular file, which is replaced in one step; False for devices and pipes
+    path: Path  # of a plain file, after following links
+    descriptor: int | None  # standard output or standard error, if it is that file
+    is_plain: bool  # a regular file, which is replaced in one step; False for devices, pipes and standard output
 
 
-def checked_output(
-    out: str | os.PathLike[str], *, key: str = "out", data: Sequence[str | os.PathLike[str]] = ()
-) -> Output:
-    """Resolve and check `out` before any work is done.
+def checked_output(out: str | os.PathLike[str], *, key: str = "out") -> Output:
+    """Resolve `out` and check that it can be written, before any work is done.
 
-    `data` are data folders to search for hard links; other data folders are recognized by their `format.json`. Raises
-    `UsageError` for a folder, for a file in a missing folder, and for a data folder's own file under any name.
+    Raises:
+        UsageError: A folder, a file in a missing folder, or a data folder's own file.
+        EnvironmentProblem: The file cannot be written.
     """
-    output = _output(out, key, data)
-    if output.descriptor is None and not output.path.parent.is_dir():
+    output = _output(out, key)
+    if not output.is_plain:
+        return output
+    if not output.path.parent.is_dir():
         raise UsageError(f"{key}={output.given} cannot be written: there is no folder {output.path.parent}")
+    try:
+        _try_to_write(output.path)
+    except OSError as error:
+        raise EnvironmentProblem(f"{key}={output.given} cannot be written: {error.strerror or error}") from error
     return output
 
 
-def checked_report(
-    report: str | os.PathLike[str], *, key: str, like: str, data: Sequence[str | os.PathLike[str]]
-) -> Path:
-    """Return the path of a page that a command will write; check that it is writable before any work.
-
-    Args:
-        report: the path from the user.
-        key: the user's key for it, which messages name.
-        like: an example of a file name, for messages.
-        data: data folders whose own files are refused.
-
-    Raises:
-        UsageError: for a folder, for a file that cannot be written, and as in `checked_output`.
-    """
-    path = Path(report)
-    if path.is_dir():
-        raise UsageError(f"{key}={path} is a folder; name a file, as in {key}={like}")
-    output = checked_output(path, key=key, data=data)
-    if output.is_plain:
-        try:
-            _try_to_write(output.path)
-        except OSError as error:
-            kind = UsageError if error.errno == errno.ENAMETOOLONG else EnvironmentProblem
-            raise kind(f"{key}={path} cannot be written: {error.strerror or error}") from error
-    return path
+def output_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[str]:
+    """Return why `out` cannot be written, as `checked_output` says it; empty if it can."""
+    try:
+        checked_output(out, key=key)
+    except CommandError as error:
+        return [str(error)]
+    return []
 
 
 def _try_to_write(path: Path) -> None:
@@ -129,7 +107,7 @@ def _try_to_write(path: Path) -> None:
         pass
 
 
-def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathLike[str]]) -> Output:
+def _output(out: str | os.PathLike[str], key: str) -> Output:
     given = os.fspath(out)
 
     def refused(why: str) -> UsageError:
@@ -137,25 +115,22 @@ def _output(out: str | os.PathLike[str], key: str, data: Sequence[str | os.PathL
 
     if not given or "\0" in given:
         raise refused("it is not a valid path")
+    path = Path(os.path.expanduser(given))
     try:
-        status: os.stat_result | None
-        path, descriptor = _follow(os.path.abspath(os.path.expanduser(given)))
-        if descriptor is not None:
-            status = os.fstat(descriptor)
-            path = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        else:
-            status = _status(path)
+        real = Path(os.path.realpath(path))
+        status = _status(path)
     except OSError as error:
         raise refused(os.strerror(error.errno) if error.errno else str(error)) from error
     if status is not None and stat.S_ISDIR(status.st_mode):
         raise refused("it is a folder")
     if status is not None and stat.S_ISSOCK(status.st_mode):
         raise refused("it is a socket")
-    owner = _owner(path, status, data)
+    owner = _owner(real)
     if owner is not None:
         raise refused(f"it is a file of the data folder {owner}; choose a place outside")
+    descriptor = None if status is None else _standard_descriptor(status)
     is_plain = descriptor is None and (status is None or stat.S_ISREG(status.st_mode))
-    return Output(key, given, path, descriptor, is_plain)
+    return Output(key, given, real if is_plain else path, descriptor, is_plain)
 
 
 def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[str]:
@@ -177,23 +152,14 @@ def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[st
     return []
 
 
-def file_problems(path: Path, *, key: str = "out") -> list[str]:
-    """Return why `path` cannot be written: it is a folder, or its folder is missing."""
-    if path.is_dir():
-        return [f"{key}={path} is a folder; name a file"]
-    return [] if path.parent.is_dir() else [f"{key}={path}: there is no folder {path.parent}"]
-
-
 @contextlib.contextmanager
-def output_file(
-    out: str | os.PathLike[str] | Output, *, key: str = "out", data: Sequence[str | os.PathLike[str]] = ()
-) -> Iterator[BinaryIO]:
+def output_file(out: str | os.PathLike[str] | Output, *, key: str = "out") -> Iterator[BinaryIO]:
     """Open a binary file for the output of `key`.
 
     A plain file appears, whole and durable, when the block ends; an error changes nothing. Raises `UsageError` as
     `checked_output` does, and `EnvironmentProblem` for system errors such as a full disk.
     """
-    target = out if isinstance(out, Output) else _output(out, key, data)
+    target = out if isinstance(out, Output) else _output(out, key)
     try:
         with _replaced(target.path) if target.is_plain else _stream(target) as file:
             yield file
@@ -207,56 +173,35 @@ def output_file(
         raise EnvironmentProblem(f"{target.key}={target.given} cannot be written: {why}") from error
 
 
-def write_output(
-    out: str | os.PathLike[str] | Output,
-    content: bytes,
-    *,
-    key: str = "out",
-    data: Sequence[str | os.PathLike[str]] = (),
-) -> None:
+def write_output(out: str | os.PathLike[str] | Output, content: bytes, *, key: str = "out") -> None:
     """Write `content` to `out`. Raises the errors of `output_file`."""
-    with output_file(out, key=key, data=data) as file:
+    with output_file(out, key=key) as file:
         file.write(content)
-
-
-def _follow(path: str) -> tuple[Path, int | None]:
-    """Follow links: return (path, None), or (path, descriptor) if they end at a descriptor of this process."""
-    for _ in range(_LINKS):
-        path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-        match = _DESCRIPTOR.fullmatch(path)
-        if path in _STANDARD or (match is not None and _is_own(path)):
-            return Path(path), _STANDARD.get(path, int(match[1]) if match else -1)
-        if not os.path.islink(path):
-            return Path(path), None
-        path = os.path.join(os.path.dirname(path), os.readlink(path))
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-
-
-def _is_own(path: str) -> bool:
-    own_folders = ("/proc/self/", "/proc/thread-self/", f"/proc/{os.getpid()}/")
-    return not path.startswith("/proc/") or path.startswith(own_folders)
 
 
 def _status(path: Path) -> os.stat_result | None:
     try:
-        return path.lstat()
+        return path.stat()
     except (FileNotFoundError, NotADirectoryError):  # the caller checks its folder
         return None
 
 
-def _owner(path: Path, status: os.stat_result | None, data: Sequence[str | os.PathLike[str]]) -> Path | None:
-    """Return the data folder that the file belongs to, by its path or as a hard link of one of its files."""
+def _standard_descriptor(status: os.stat_result) -> int | None:
+    """Return the descriptor of standard output or standard error if it is this file."""
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # closed
+            if os.path.samestat(status, os.fstat(descriptor)):
+                return descriptor
+    return None
+
+
+def _owner(path: Path) -> Path | None:
+    """Return the data folder that the file belongs to."""
     for folder in path.parents:
         if _is_data_folder(folder):
             inside = path.relative_to(folder)
             if inside.parts[0] in OWN_FOLDERS or (len(inside.parts) == 1 and inside.name.startswith(OWN_FILES)):
                 return folder
-    if status is None or not stat.S_ISREG(status.st_mode) or status.st_nlink < 2:
-        return None
-    for folder in map(Path, data):
-        root = Path(os.path.realpath(folder.expanduser()))
-        if _is_data_folder(root) and any(os.path.samestat(status, other) for other in _statuses(root)):
-            return root
     return None
 
 
@@ -268,13 +213,6 @@ def _is_data_folder(folder: Path) -> bool:
     except ValueError:  # damaged, but still a data folder if it has the queue
         return (folder / "queue.sqlite").exists() or (folder / "runs").is_dir()
     return isinstance(marker, dict) and marker.get("format") == DATA_FORMAT
-
-
-def _statuses(root: Path) -> Iterator[os.stat_result]:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with contextlib.suppress(OSError):
-                yield os.lstat(os.path.join(folder, name))
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -358,31 +296,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _stream(target: Output) -> _Stream:
+def _stream(target: Output) -> BinaryIO:
     if target.descriptor is None:
-        return _Stream(os.open(target.path, os.O_WRONLY))
+        return os.fdopen(os.open(target.path, os.O_WRONLY), "wb")
     for printed in (sys.stdout, sys.stderr):  # keep the order with earlier prints
         printed.flush()
-    return _Stream(os.dup(target.descriptor))
-
-
-class _Stream(io.BufferedWriter):
-    """A file that counts the bytes written: Parquet's writer asks for its position, which a pipe does not have."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(io.FileIO(descriptor, "wb"))
-        self._written = 0
-
-    def write(self, content: Buffer, /) -> int:
-        count = super().write(content)
-        self._written += count
-        return count
-
-    def tell(self) -> int:
-        return self._written
-
-    def seekable(self) -> bool:
-        return False
+    return os.fdopen(os.dup(target.descriptor), "wb")
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import write_file, write_output
-from conf.plain_text import MISSING, clean_text, counted, one_line
+from conf.plain_text import clean_text, counted, one_line
 from conf.reports.charts import Markup, Svg
 
 if TYPE_CHECKING:
@@ -468,17 +468,11 @@ def cell_text(value: object) -> str:
 
 def _explorer_cell(value: object) -> str:
     """Return a cell's text: numbers short, times to the second, long texts cut."""
-    if value is None:
-        return MISSING
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int):
-        return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
     if isinstance(value, datetime.datetime):
         return value.strftime("%Y-%m-%d %H:%M:%S")
-    text = clean_text(value)
+    text = cell_text(value)
     return text if len(text) <= _LONGEST_CELL else f"{text[: _LONGEST_CELL - 1]}…"
 
 

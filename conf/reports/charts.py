@@ -229,13 +229,11 @@ class Plot(Drawing):
 
 
 class Curve(NamedTuple):
-    """One line over names. None in `values` is a gap; places in `marks` get a full dot."""
+    """One line over names; None is a gap."""
 
     name: str
     css: str
     values: Sequence[float | None]
-    marks: frozenset[int] = frozenset()
-    figures: bool = True  # whether figures are written beside the line
 
 
 def curves(names: Sequence[str], lines: Sequence[Curve], unit: str, most: float | None = None) -> Svg:
@@ -251,19 +249,10 @@ def curves(names: Sequence[str], lines: Sequence[Curve], unit: str, most: float 
     top = 1.08 * max(known, default=0.0) or 1.0
     plot = _over_names(names, top if most is None else min(top, most), unit)
     for line in lines:
-        points = [(k + 0.5, height) for k, height in enumerate(line.values) if height is not None]
-        gaps = [k for k, value in enumerate(line.values) if value is None]
-        for start, end in zip([-1, *gaps], [*gaps, len(names)], strict=True):
-            plot.line(f"line {line.css}", [point for point in points if start < point[0] < end], line.name)
-        for x, height in points:
-            is_full = int(x) in line.marks
-            plot.dot(f"{line.css} full" if is_full else line.css, x, height, 4.5 if is_full else 2.5)
-    for line in lines:  # draw figures last, above all lines
-        shown: list[tuple[float, float, str]] = []
-        for k, value in reversed(list(enumerate(line.values)) if line.figures else []):
-            if value is not None and (not shown or figure(value) != shown[-1][2]):
-                shown.append((plot.x(k + 0.5), plot.y(value) - 8, figure(value)))
-        plot.texts(f"value {line.css}", shown)
+        points = [(k + 0.5, value) for k, value in enumerate(line.values) if value is not None]
+        plot.line(f"line {line.css}", points, line.name)
+        for x, value in points:
+            plot.dot(line.css, x, value, 2.5, figure(value))
     return plot.picture(f"{', '.join(line.name for line in lines)} [{unit}]")
 
 

@@ -27,7 +27,7 @@ import pyarrow as pa
 from conf.cli.commands import naming_the_extra
 from conf.cli.settings import Checked, key
 from conf.errors import UsageError
-from conf.files.outputs import checked_output, checked_report, folder_problems
+from conf.files.outputs import checked_output, folder_problems
 from farm.queue.jobs import Queue
 from farm.queue.queue_file import QueueError
 from warehouse.files.folder import DataFolder
@@ -56,7 +56,7 @@ class LogSettings(Checked, section="log"):
         file = Path(self.file).expanduser()
         if not file.parent.is_dir():
             return folder_problems(file.parent, key=_KEY)
-        checked_report(file, key=_KEY, like="events.jsonl", data=[])
+        checked_output(file, key=_KEY)
         return ()
 
 
@@ -70,11 +70,11 @@ class Events:
         self._has_warned = False
 
     @classmethod
-    def open(cls, settings: LogSettings, data: Sequence[Path] = ()) -> Events:
-        """Open the log. Raises `UsageError` if the file cannot be written, or is in `data` or another data folder."""
+    def open(cls, settings: LogSettings) -> Events:
+        """Open the log. Raises `UsageError` if the file cannot be written, or belongs to a data folder."""
         events = cls()
         if settings.file is not None:
-            events._add(_file_handler(settings.file, settings, data))
+            events._add(_file_handler(settings.file, settings))
         if settings.format == "json":
             events._add(logging.StreamHandler(sys.stdout))
         return events
@@ -114,11 +114,11 @@ class Events:
             handler.close()
 
 
-def _file_handler(file: str, settings: LogSettings, data: Sequence[Path]) -> logging.Handler:
+def _file_handler(file: str, settings: LogSettings) -> logging.Handler:
     """Return a handler with a rotated file; a device or a pipe is not rotated."""
     try:
         Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
-        output = checked_output(file, key=_KEY, data=data)
+        output = checked_output(file, key=_KEY)
         if not output.is_plain:
             descriptor = None if output.descriptor is None else os.dup(output.descriptor)
             return _StreamHandler(open(output.path if descriptor is None else descriptor, "w", encoding="utf-8"))
@@ -347,7 +347,7 @@ class Service:
     def open(cls, folder: DataFolder, log: LogSettings, metrics: MetricsSettings) -> Iterator[Service]:
         """Open the log and serve the metrics, where the settings ask for them. Raises `UsageError`."""
         with contextlib.ExitStack() as stack:
-            service = cls(events=stack.enter_context(Events.open(log, [folder.root])), quiet=log.format == "json")
+            service = cls(events=stack.enter_context(Events.open(log)), quiet=log.format == "json")
             if service.quiet:  # standard output holds events only
                 stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if metrics.port is not None:

@@ -35,7 +35,7 @@ from conf.reports.blocks import (
 from conf.reports.charts import SHADES, Curve, Grid, curves, heat_map
 from farm.nights.journal import ChoicePayload, ComparedLabel, Cycle, DriftPayload, RunPayload
 from farm.nights.plan import choice_lines
-from farm.nights.report import NEW_MODEL, Report, Score, gather, gist
+from farm.nights.report import Report, Score, gather, gist
 from learn.rows.data import TARGETS
 from warehouse.files.folder import DataFolder, check_name
 from warehouse.tables.schema import STATUSES
@@ -240,10 +240,9 @@ def _score_chart(title: str, target: str, key: str, names: Sequence[str], scores
     elif target in TARGETS:  # in the target's space, as learn.fitting.promotion takes it
         is_log = TARGETS[target].space == "log"
         axis, unit = (f"{axis} of the logarithm", "ln") if is_log else (axis, TARGETS[target].unit)
-    marks = frozenset(k for k, name in enumerate(names) if name in scores and scores[name].decision in NEW_MODEL)
     lines = [
-        Curve(name="candidate", css="k5", values=_values(scores, names, "candidate", key), figures=False),
-        Curve(name="in use", css="k1", values=_values(scores, names, "in_use", key), marks=marks),
+        Curve(name="candidate", css="k5", values=_values(scores, names, "candidate", key)),
+        Curve(name="in use", css="k1", values=_values(scores, names, "in_use", key)),
     ]
     chips = Legend({"model in use": "k1", "the night's candidate": "k5"})
     svg = curves([name[5:] for name in names], lines, unit, most=most)

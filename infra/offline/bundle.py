@@ -33,7 +33,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from conf.cli.command_line import developer_command
+from conf.cli.command_line import run
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
 from conf.plain_text import truncated
@@ -95,7 +95,7 @@ class BundleSettings(Checked):
 def main(argv: Sequence[str]) -> int:
     """Parse the arguments, make the bundle, print the content of its parts; return the exit code."""
     name = "infra.offline.bundle:BundleSettings"
-    return developer_command(name, lambda settings: print("\n".join(bundle(settings))), argv)
+    return run(name, lambda settings: print("\n".join(bundle(settings))), argv)
 
 
 def bundle(settings: BundleSettings) -> list[str]:

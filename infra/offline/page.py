@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conf.cli.command_line import StepBar, developer_command
+from conf.cli.command_line import StepBar, run
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.files.outputs import write_output
@@ -185,7 +185,7 @@ class PageSettings(Checked):
     datasets: str | None = key(None, "data set to add the runs to", "new path")
 
 
-def run(settings: PageSettings) -> None:
+def entry(settings: PageSettings) -> None:
     """Make the page and print its summary. Raises `UsageError`."""
     results, out = Path(settings.results), Path(settings.out).absolute()
     if not results.is_dir():
@@ -193,7 +193,7 @@ def run(settings: PageSettings) -> None:
     if out.exists() and not out.is_dir():
         raise UsageError(f"out={out} is a file, not a folder")
     work = work_folder(results.absolute(), out)
-    with StepBar("estimates", remaining=True) as bar:
+    with StepBar("estimates") as bar:
         of_work = read_results(work, functools.partial(bar.update, ""))
     page = make_page(of_work, settings.datasets)
     out.mkdir(parents=True, exist_ok=True)
@@ -204,7 +204,7 @@ def run(settings: PageSettings) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Parse the arguments and make the page; return the exit code."""
-    return developer_command("infra.offline.page:PageSettings", run, argv)
+    return run("infra.offline.page:PageSettings", entry, argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Runs the steps of the thirty-minute plan on a lent GPU; each call has limited minutes and continues the last one.
 
-Start reading at `STEPS`, the plan, then at `run`. Each step is a separate program; this process watches the time and
+Start reading at `STEPS`, the plan, then at `entry`. Each step is a separate program; this process watches the time and
 packs the work folder. `Call` is the running call: its rows, its packing, and its final summary.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 import duckdb
 
 from conf.children.containment import die_with_parent
-from conf.cli.command_line import EXIT_INTERRUPTED, developer_command
+from conf.cli.command_line import EXIT_INTERRUPTED, run
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.files.outputs import json_lines, write_file
@@ -300,7 +300,7 @@ def _steps_as_key(argv: Sequence[str]) -> list[str]:
     return [f"steps=[{argv[0]}]", *argv[1:]]
 
 
-def run(settings: StepsSettings) -> int:
+def entry(settings: StepsSettings) -> int:
     """Run the steps of one call and print its summary; return 0, 1 if a step or packing failed, 130 after a signal.
 
     Raises:
@@ -483,7 +483,7 @@ def _last_line(log: Path) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run one call and return its exit code."""
-    return developer_command("infra.offline.steps:StepsSettings", run, argv, rewrite=_steps_as_key)
+    return run("infra.offline.steps:StepsSettings", entry, argv, rewrite=_steps_as_key)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError, unknown_name
+from conf.files.outputs import output_problems
 from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.job.code_names import trust_key
 from learn.commands.fit import foreign_keys
@@ -216,11 +217,9 @@ class BenchmarkSettings(Checked):
 
     def _problems_of_paths(self) -> Iterator[str]:
         """Yield the problems of the files to write: now, not after an hour."""
-        from learn.estimation.requests import check_path
-
-        for name, like in (("out", "report.json"), ("report", "report.html")):
-            if getattr(self, name) is not None:
-                yield from _refusal_of(partial(check_path, getattr(self, name), name, like))
+        for name in ("out", "report"):
+            if (path := getattr(self, name)) is not None:
+                yield from output_problems(path, key=name)
         if self.out is not None and self.out == self.report:
             yield f"out= and report= are the same file, {self.out}"
 

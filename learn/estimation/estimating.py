@@ -199,7 +199,7 @@ def _require_method(method: object) -> None:
 @contextlib.contextmanager
 def _bar(count: int) -> Iterator[Callable[[int, int], None]]:
     """Show a bar if standard error is a terminal, and mention the fast method if there are many configs."""
-    with StepBar("estimates", remaining=True) as bar:
+    with StepBar("estimates") as bar:
         if bar.is_shown and count >= MANY:
             print(f'{count:,} configs are traced one by one; method="fast" answers thousands a second', file=sys.stderr)
         yield functools.partial(bar.update, "")

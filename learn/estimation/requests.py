@@ -16,7 +16,7 @@ from pickle import Pickler
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypedDict, Unpack
 
 from conf.errors import UsageError, kept_from_exit, unknown_name
-from conf.files.outputs import checked_report, write_output
+from conf.files.outputs import checked_output, write_output
 from featurize.configs.trial import TrialConfig, config_from_mapping, trusting
 from featurize.job.code_names import parse_trust
 from featurize.job.deepspeed_config import hidden_size_of
@@ -299,14 +299,6 @@ def _hidden_size_of(model: Model | TrialConfig) -> int | None:
     return hidden_size_of(getattr(model, "config", None))
 
 
-def check_path(report: str | Path, key: str = "report", like: str = "out.html") -> Path:
-    """Return the path of a requested file, checked to be writable before the work.
-
-    Raises `UsageError`, which names `key` and the file name `like` as an example.
-    """
-    return checked_report(report, key=key, like=like, data=[DataFolder.resolve().root])
-
-
 class StepFiles(NamedTuple):
     """Paths of the files; None for a file that was not requested.
 
@@ -320,10 +312,12 @@ class StepFiles(NamedTuple):
     @classmethod
     def check(cls, report: str | os.PathLike[str] | None, snapshot: str | os.PathLike[str] | None) -> Self:
         """Return the paths, checked to be writable before the work. Raises `UsageError`."""
-        return cls(
-            None if report is None else check_path(Path(report)),
-            None if snapshot is None else check_path(Path(snapshot), "snapshot", "snapshot.pickle"),
-        )
+        paths = []
+        for name, given in (("report", report), ("snapshot", snapshot)):
+            if given is not None:
+                checked_output(given, key=name)
+            paths.append(None if given is None else Path(given))
+        return cls(*paths)
 
     def write(self, request: Request, estimate: Estimate, traced: SimulatedStep | None) -> None:
         """Write each file in one step, and replace an existing one.

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.errors import UsageError, shown, unknown_name
+from conf.files.outputs import checked_output
 from conf.plain_text import count_of
 from conf.reports.blocks import write_page
 from featurize.configs.trial import TrialConfig
 from featurize.job.training_settings import CHECKPOINTING, Training, training_of
 from learn.estimation.answers import make_estimate
 from learn.estimation.job_estimate import Estimate
-from learn.estimation.requests import Request, check_path, platform_and_options, request_of
+from learn.estimation.requests import Request, platform_and_options, request_of
 from learn.estimators.protocol import LEVEL
 from learn.planning.meshes import (
     apt_for_training,
@@ -93,7 +94,7 @@ def plan(
     """
     began = time.monotonic_ns()
     if report is not None:
-        page = check_path(Path(report), like="plan.html")
+        checked_output(report, key="report")
     spec = platform_and_options(options)[0].device
     counts = check_gpus(gpus)
     job = _plan_job(model, inputs, global_batch, options)
@@ -127,7 +128,7 @@ def plan(
         seconds=(time.monotonic_ns() - began) / 1e9,
     )
     if report is not None:
-        write_page(page, plan_page(layout_plan))
+        write_page(Path(report), plan_page(layout_plan))
     return layout_plan
 
 

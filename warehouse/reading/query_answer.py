@@ -78,7 +78,7 @@ def run_query(settings: QuerySettings, stdout: TextIO) -> None:
     """Write the query's answer to `stdout` or the file of `settings`. Raises `UsageError` for wrong SQL."""
     folder = DataFolder.resolve(settings.data)
     with contextlib.closing(connect(folder, snapshot=settings.snapshot)) as connection, _explain_errors():
-        target = None if settings.out is None else checked_output(settings.out, data=[folder.root])
+        target = None if settings.out is None else checked_output(settings.out)
         relation = connection.sql(only_statement(connection, settings.sql))
         while True:
             begun = _HeldBack()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from conf.children.keeper import MEMORY, TIME
 from conf.children.running import ChildRunner
-from conf.cli.command_line import developer_command
+from conf.cli.command_line import run
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem
 from conf.files.outputs import json_lines, write_file
@@ -375,7 +375,7 @@ def measure(settings: ProbesSettings) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Parse the arguments and measure; return `measure`'s exit code, or 2 for bad arguments."""
-    return developer_command("workers.probes.children:ProbesSettings", measure, argv)
+    return run("workers.probes.children:ProbesSettings", measure, argv)
 
 
 if __name__ == "__main__":
