@@ -237,17 +237,11 @@ def estimated(row: Mapping[str, str]) -> dict[str, float | None]:
 
 
 def main() -> int:
-    """Rewrite the catalogue; with names of models as arguments, only their rows."""
+    """Rewrite the catalogue."""
     with PUBLISHED_FILE.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    only = sys.argv[1:]
-    with JOBS_FILE.open(newline="") as file:
-        stored = {row["name"]: [*row.values()] for row in csv.DictReader(file)} if only else {}
     lines = [["name", *ESTIMATED]]
     for row in rows:
-        if only and row["model"] not in only:
-            lines.append(stored[row["name"]])
-            continue
         figures = estimated(row)
         texts = ["" if v is None else f"{v:.1f}" if k.endswith("mib") else f"{v:.3f}" for k, v in figures.items()]
         lines.append([row["name"], *texts])

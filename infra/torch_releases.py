@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -58,7 +57,6 @@ TESTS = (
     "tests/learn/test_several_gpus.py",
     "tests/learn/test_script_ranks.py",
 )
-_VERSION = re.compile(r"\d+(\.\d+)*[\w.+-]*")
 _LINES_SHOWN = 5
 _COMMAND_S = 1800
 
@@ -95,9 +93,8 @@ def tested(python: str, data: Path) -> tuple[bool, str]:
         lines = (completed.stdout + completed.stderr).splitlines() or [f"exit code {completed.returncode}"]
         if completed.returncode:
             failed = [line for line in lines if line.startswith(("FAILED ", "ERROR tests/"))]
-            more = f"; and {len(failed) - _LINES_SHOWN} more" if len(failed) > _LINES_SHOWN else ""
             shown = failed[:_LINES_SHOWN] or lines[-_LINES_SHOWN:]  # a command prints its reason last
-            return False, f"{arguments[1]}: " + "; ".join(shown) + more
+            return False, f"{arguments[1]}: " + "; ".join(shown)
         last_lines.append(lines[-1])
     return True, f"{last_lines[0]}, {len(COMMANDS)} commands, {last_lines[-1]}"
 
@@ -114,13 +111,8 @@ def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]
 def main(versions: list[str]) -> int:
     """Test the given releases, else those that `golden_traces.json` names as tested; print a line for each.
 
-    Returns 1 if a release computes figures other than that file's, or if a command or a test fails; 2 for an invalid
-    version.
+    Returns 1 if a release computes figures other than that file's, or if a command or a test fails.
     """
-    wrong = [version for version in versions if not _VERSION.fullmatch(version)]
-    if wrong:
-        print(f'usage: make test-torch [VERSIONS="2.8.0 2.15.0"]; {wrong[0]!r} is not a version')
-        return 2
     golden = json.loads((ROOT / "tests" / "featurize" / "golden_traces.json").read_text(encoding="utf-8"))
     # Options of pip, such as another index for CPU builds.
     options = shlex.split(os.environ.get("TORCH_OPTIONS", ""))

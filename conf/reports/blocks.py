@@ -79,7 +79,7 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Row:
-    """A table row. `css` marks it: `moved` highlights, `first` begins a group, `others` separates, `sum` is a total."""
+    """A table row. `css` marks it: `moved` highlights, `sum` is a total."""
 
     cells: tuple[Cell, ...]
     css: str = ""
@@ -454,9 +454,7 @@ def _print_table(screen: Console, table: Table) -> None:
         # If a table is too wide, rich folds the widest columns first; a column that may not fold would be cut off.
         justify: JustifyMethod = "right" if column.kind == "figure" else "left"
         drawn.add_column(Text(column.name), justify=justify, overflow="fold", no_wrap=column.is_copied)
-    for place, row in enumerate(table.rows):
-        if place and "first" in row.css.split():
-            drawn.add_section()
+    for row in table.rows:
         drawn.add_row(*(Text(cell.text if isinstance(cell, Code | Swatch) else cell_text(cell)) for cell in row.cells))
     screen.print(drawn)
 

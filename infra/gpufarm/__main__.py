@@ -5,12 +5,10 @@ Start reading at `main`. Unlike `python -m`, it searches the working folder last
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import os
 import runpy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -36,12 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     name, *remaining = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):
-        _exit_after_printing(_listing())
+        print(_listing())
+        sys.exit(0)
     if name == "--version":
-        _exit_after_printing(_version())
+        from importlib.metadata import version
+
+        print(f"gpufarm {version('gpufarm')}")
+        sys.exit(0)
     module = COMMANDS.get(name)
     if module is None:
-        _exit_for_unknown(name, COMMANDS)
+        from conf.errors import unknown_name
+
+        _exit_with_error(str(unknown_name("command", name, COMMANDS)))
     if problem := missing_from(module.partition(".")[0]):
         _exit_with_error(problem)
     sys.argv = [sys.argv[0], *remaining]
@@ -76,35 +80,9 @@ def _listing() -> str:
     )
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"gpufarm {version('gpufarm')}"
-    except PackageNotFoundError:
-        return "gpufarm, not installed"
-
-
-def _exit_for_unknown(name: str, known: Iterable[str]) -> NoReturn:
-    from conf.errors import shown
-
-    near = difflib.get_close_matches(name.replace("-", "_").rpartition(".")[2], list(known), n=1)
-    hint = f"; near name: {near[0]}" if near else ""
-    _exit_with_error(f"unknown command {shown(name)}{hint}; known: {', '.join(known)}")
-
-
 def _exit_with_error(text: str) -> NoReturn:
     print(f"error: {text}", file=sys.stderr)
     sys.exit(EXIT_USAGE)
-
-
-def _exit_after_printing(text: str) -> NoReturn:
-    """Print and exit with 0, even if the reader has closed its end."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -85,12 +85,8 @@ class BlockComparison:
         replayed_reserved_bytes: Most bytes that our allocator reserves for the recorded requests.
         traced_allocated_bytes: Most bytes that our trace allocates.
         traced_reserved_bytes: Most bytes that our allocator reserves for our trace.
-        allocator_difference: Text on the first segment that our allocator takes or frees differently for the recorded
-            requests; None without a difference.
         at_peak: Blocks alive at the moments of the most allocated bytes.
         in_step: Blocks requested in the last step.
-        first_reordered: Number, from 1, of the last recorded step's first request that comes in another order. Only
-            sizes that both sides request equally often count. None if the order is the same.
         measured_curve: Curve of the last recorded step; reserved as recorded. The curves differ in number of points.
         traced_curve: Curve of the last traced step.
         gap_bytes: Cause, one of `CAUSES` -> bytes by which it makes the measured reserved peak exceed the traced one,
@@ -106,10 +102,8 @@ class BlockComparison:
     replayed_reserved_bytes: int
     traced_allocated_bytes: int
     traced_reserved_bytes: int
-    allocator_difference: str | None
     at_peak: BlockMatch
     in_step: BlockMatch
-    first_reordered: int | None
     measured_curve: Curve
     traced_curve: Curve
     gap_bytes: Mapping[str, int]
@@ -193,7 +187,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         REQUESTS: measured_peak[1] - traced_peak[1] - of_workspaces,
         ORDER: (replayed - profile.peak_reserved) - (measured_peak[1] - traced_peak[1]),
     }
-    difference, first_reordered = recorded.first_difference(), _first_reordered(*requested)
+    difference = recorded.first_difference()
     verdict, apart_bytes = _verdict(gap, difference, int(history["peak_reserved"]), (at_peak, in_step))
     return BlockComparison(
         name=str(history["name"]),
@@ -202,15 +196,13 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         replayed_reserved_bytes=replayed,
         traced_allocated_bytes=traced_peak[1],
         traced_reserved_bytes=profile.peak_reserved,
-        allocator_difference=difference,
         at_peak=at_peak,
         in_step=in_step,
-        first_reordered=first_reordered,
         measured_curve=_curve(measured),
         traced_curve=_curve(traced),
         gap_bytes={cause: gap[cause] for cause in CAUSES},
         verdict=verdict,
-        sentence=_sentence(verdict, apart_bytes, gap, difference, first_reordered),
+        sentence=_sentence(verdict, apart_bytes, gap, difference),
         cut_off=history.get("cut_off"),
     )
 
@@ -319,14 +311,6 @@ def _match(measured: Sequence[_Held], traced: Sequence[_Held]) -> BlockMatch:
     )
 
 
-def _first_reordered(measured: Sequence[_Held], traced: Sequence[_Held]) -> int | None:
-    counts = Counter(h.nbytes for h in measured), Counter(h.nbytes for h in traced)
-    equal = {size for size, count in counts[0].items() if counts[1][size] == count}
-    ours = [h.nbytes for h in sorted(traced, key=lambda h: h.begin) if h.nbytes in equal]
-    theirs = [(number, h.nbytes) for number, h in enumerate(measured, 1) if h.nbytes in equal]
-    return next((number for a, (number, b) in zip(ours, theirs, strict=True) if a != b), None)
-
-
 def _curve(side: _Side) -> Curve:
     return [(allocated, reserved) for index, allocated, reserved in side.moments if index in side.step]
 
@@ -357,22 +341,17 @@ def _verdict(
     return ORDER, 0
 
 
-def _sentence(
-    verdict: str, apart_bytes: int, gap: Mapping[str, int], difference: str | None, first_reordered: int | None
-) -> str:
+def _sentence(verdict: str, apart_bytes: int, gap: Mapping[str, int], difference: str | None) -> str:
     if verdict == ALLOCATOR:
         return f"Our allocator places the recorded requests differently: {difference or 'its peak differs'}."
     total = sum(gap.values())
     if verdict == NONE:
         return f"Trace and recording reserve the same within {abs(total) / MIB:,.1f} MiB."
     apart = f"that only one side has take {apart_bytes / MIB:,.1f} MiB"
-    order = " in the same order, so their release or placement differs"
-    if first_reordered is not None:
-        order = f"; request {first_reordered} of the recorded step is the first in another order"
     explained = {
         WORKSPACES: f"workspaces or other short-lived blocks {apart}",
         REQUESTS: f"blocks {apart}",
-        ORDER: f"both sides request the same blocks{order}",
+        ORDER: "both sides request the same blocks, so their order, release or placement differs",
     }[verdict]
     less = "less" if total > 0 else "more"
     return f"The trace reserves {abs(total) / MIB:,.1f} MiB {less} than was recorded; {explained}."

@@ -36,7 +36,6 @@ from packaging.version import InvalidVersion, Version
 from conf.cli.command_line import run
 from conf.cli.settings import Checked, key
 from conf.errors import EnvironmentProblem, UsageError, shown
-from conf.plain_text import truncated
 from infra.offline.launch import FORMAT, MANIFEST, file_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,8 +108,7 @@ def bundle(settings: BundleSettings) -> list[str]:
     python = _release(settings.python, project["requires-python"])
     folder = Path(settings.out)
     _check_replaceable(folder)
-    named = packages_present(settings.present)
-    on_machine = brought_by_torch() | named
+    on_machine = brought_by_torch() | packages_present(settings.present)
     source, described = tracked_files()
     requirements = required(project)
     work = folder.with_name(folder.name + ".gpufarm-partial")
@@ -146,10 +144,7 @@ def bundle(settings: BundleSettings) -> list[str]:
         os.replace(work / "parts", folder)
     finally:
         shutil.rmtree(work)
-    lines = _table(folder, manifest, archives)
-    if unneeded := sorted(named.keys() - expects - downloaded.keys()):
-        lines.append(truncated(f"present= has what nothing here requires: {', '.join(unneeded)}"))
-    return lines
+    return _table(folder, manifest, archives)
 
 
 def _release(python: str | None, required_python: str) -> str:

@@ -54,8 +54,6 @@ def main(argv: "list[str]") -> int:
         given = values.pop("parts", None)
         if names == ["install"] and values:
             raise Problem(f"unknown argument {sorted(values)[0]!r}; valid are target=DIR, parts=DIR,DIR")
-        if "previous" in values:
-            raise Problem("previous= is not a key: put the files that came back into the folder of results=")
         for key in PATH_KEYS:
             if key in values:
                 values[key] = os.path.abspath(values[key])
@@ -80,8 +78,6 @@ def keyed(arguments: "list[str]") -> "dict[str, str]":
         key, equals, value = argument.partition("=")
         if not (key and equals and value):
             raise Problem(f"{argument!r} is not KEY=VALUE")
-        if key in values:
-            raise Problem(f"{key}= is given twice")
         values[key] = value
     return values
 

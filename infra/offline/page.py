@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from conf.cli.command_line import StepBar, run
 from conf.cli.settings import Checked, key
 from conf.errors import CommandError, UsageError
 from conf.files.outputs import write_output
-from conf.plain_text import count_of, counted, exception_line
+from conf.plain_text import count_of, exception_line
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -30,8 +29,6 @@ from conf.reports.blocks import (
     Page,
     Preformatted,
     Section,
-    Tile,
-    Tiles,
     page_bytes,
     print_page,
 )
@@ -48,7 +45,6 @@ _OF_KIND = {
     "none": "The results hold no runs, and nothing in them names a device.",
 }
 SECTIONS: Mapping[str, tuple[str, Callable[[Results], Iterator[Part]]]] = {
-    "Labels": ("Labels: whether they can be relied on", run_sections.labels),
     "Memory": ("Memory", run_sections.memory),
     "Activity": ("Step time and GPU activity", run_sections.activity),
     "Energy": ("Power and energy", run_sections.energy),
@@ -62,7 +58,6 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Results], Iterator[Part]]]] = {
     "Ranks": ("Jobs on several GPUs", run_sections.ranks),
     "Questions": ("Open questions", probe_sections.questions),
     "Tests": ("Tests on the machine", probe_sections.tests),
-    "Calls": ("Calls", probe_sections.calls),
 }
 
 
@@ -78,12 +73,8 @@ def export_rows(results: Results, datasets: str | None) -> list[str]:
     try:
         return export(ExportSettings(out=datasets, data=str(results.data), source=results.kind)).lines()
     except Exception as error:  # the page is useful without the export
-        out = "" if datasets is None else f" out={shlex.quote(datasets)}"
         text = str(error) if isinstance(error, (CommandError, Absent)) else exception_line(error)
-        return [
-            f"nothing is exported: {text}",
-            f"python -m warehouse.export {results.data_key} source={results.kind}{out}",
-        ]
+        return [f"nothing is exported: {text}"]
 
 
 def make_page(results: Results, datasets: str | None) -> Page:
@@ -127,13 +118,10 @@ def summary(page: Page) -> Page:
 
 def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_judged: bool) -> tuple[Block, ...]:
     runs, warning = results.runs.traced, _OF_KIND[results.kind]
-    tests, is_tested, spreads = "", True, None
+    outcomes = None
     with contextlib.suppress(Exception):  # the section on tests reports it
         outcomes = outcomes_of(results.work / TESTS)
-        if outcomes is not None:
-            tests, is_tested = str(outcomes), not (outcomes.counts["failed"] or outcomes.not_run)
-    with contextlib.suppress(Exception):  # the sections on runs report it
-        spreads = run_sections.spreads(results) if runs else None
+    is_tested = outcomes is None or not (outcomes.counts["failed"] or outcomes.not_run)
     level: Level = "good" if is_tested and is_judged and not (finding_count or warning) else "look"
     statuses = Counter(run["status"] for run in runs)
     versions = [
@@ -144,7 +132,7 @@ def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_jud
     leads = {
         "runs": ", ".join(f"{status} {count}" for status, count in statuses.most_common()) or "none",
         "versions": ", ".join(versions),
-        "tests": tests,
+        "tests": "" if outcomes is None else str(outcomes),
     }
     left_out = [f"{count_of(count, 'run')} left out: {reason}" for reason, count in results.runs.left_out.items()]
     return (
@@ -152,14 +140,6 @@ def _head(results: Results, finding_count: int, absent: Sequence[str], *, is_jud
         *((Callout(f"Runs cannot be read: {results.problem}", "bad"),) if results.problem else ()),
         Outcome(level, f"{finding_count} to refit", results.device_text),
         Lead("; ".join(f"{name}: {text}" for name, text in leads.items() if text)),
-        Tiles(
-            (
-                Tile("runs", f"{len(runs):,}", counted(len({run["family"] for run in runs}), "family", "families")),
-                Tile("left out", f"{sum(results.runs.left_out.values()):,}", "reasons below"),
-                Tile("to refit", f"{finding_count}", "findings"),
-            )
-        ),
-        *((spreads,) if spreads is not None else ()),
         *((Bullets((*left_out, *absent)),) if left_out or absent else ()),
     )
 

@@ -1,4 +1,4 @@
-"""Sections of the page on probes: contexts, workspaces, allocator histories, questions, tests, calls.
+"""Sections of the page on probes: contexts, workspaces, allocator histories, questions, tests.
 
 Start reading at `histories`. A section yields blocks and findings, and raises `Absent` without results.
 """
@@ -6,7 +6,6 @@ Start reading at `histories`. A section yields blocks and findings, and raises `
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.errors import CommandError
-from conf.files.outputs import json_lines
-from conf.plain_text import MISSING, count_of, duration, exception_line, first_line
+from conf.plain_text import MISSING, count_of, exception_line, first_line
 from conf.reports.blocks import (
     Block,
     Bullets,
@@ -32,13 +30,11 @@ from conf.reports.blocks import (
     Preformatted,
     SideBySide,
     Table,
-    Tile,
-    Tiles,
     table,
 )
-from conf.reports.charts import Axis, Margins, Plot, Svg, against
+from conf.reports.charts import Axis, Margins, Plot, Svg
 from conf.units import MIB
-from featurize.device.device_spec import CURRENT, EAGER, PARTS, DeviceSpec, MachineProfile
+from featurize.device.device_spec import DeviceSpec
 from infra.offline.block_comparison import (
     ALLOCATOR,
     NONE,
@@ -60,7 +56,7 @@ from infra.offline.estimated_runs import (
     Part,
     Results,
 )
-from infra.offline.results import CALLS, DATA, LOG, TESTS, outcomes_of
+from infra.offline.results import DATA, TESTS, outcomes_of
 from learn.calibrate import calibrate, measured_in_csv
 from learn.estimation.platforms import machine_for
 from workers.probes.children import Measured, measured_in
@@ -68,10 +64,9 @@ from workers.probes.questions import ANSWERS
 
 _MARGINS = Margins(width=400, height=210, left=52, right=10, top=12, bottom=28)
 _MOST_COLUMNS = 200  # columns of a curve
-_DOCTOR = re.compile(r"^-- -m farm\.doctor.*\n((?:(?!--? |== ).*\n)*)", re.MULTILINE)  # its output in the log
 _SHOWN = 12  # most rows of a long table
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
-_NUMBERS_OF = {CURRENT: "numbers.csv", EAGER: "numbers_eager.csv"}  # machine -> file with its measurements
+_NUMBERS = "numbers.csv"  # file with measurements of the current machine
 _VERDICTS = {
     ALLOCATOR: "our allocator places the recorded requests differently",
     REQUESTS: "the recorded blocks differ from the trace's",
@@ -115,14 +110,9 @@ def mib(value: float | None) -> str:
 
 
 def contexts(results: Results) -> Iterator[Part]:
-    """Yield the memory outside the allocator, and machine profiles fitted to it if the GPU has a description."""
-    device, probes = results.device, results.work / "probes"
-    fitted: dict[str, MachineProfile] = {}
-    if device is not None:
-        for name, numbers_file in _NUMBERS_OF.items():
-            if (probes / numbers_file).is_file() and (numbers := measured_in_csv(probes / numbers_file, device)):
-                fitted[name] = calibrate(numbers, device).profile
-        yield from _context_finding(results, device, fitted.get(CURRENT))
+    """Yield the memory outside the allocator."""
+    if results.device is not None:
+        yield from _context_finding(results, results.device)
     rows: list[dict[str, Cell]] = []
     measured, reasons = measured_rows(results, "contexts")
     for context in measured:
@@ -145,31 +135,18 @@ def contexts(results: Results) -> Iterator[Part]:
     if rows:
         yield Lead("In MiB, each in a fresh process.")
         yield records(rows, words=2)
-    if device is None:
-        yield Lead("No machine profile is fitted: no device description matches the GPU.")
-        return
-    columns: dict[str, MachineProfile] = {}
-    for name, profile in fitted.items():
-        assumed = machine_for(None if name == CURRENT else name, device, results.work / DATA)
-        columns |= {f"{name}, fitted": profile, f"{name}, assumed": assumed}
-    if columns:
-        parts = [
-            (part.removesuffix("_mib"), *(mib(getattr(column, part)) for column in columns.values())) for part in PARTS
-        ]
-        yield Heading(f"Machine profiles with {device.name}, MiB")
-        yield table(("part", *columns), parts)
-    else:
-        yield Lead("No numbers for a machine profile were measured.")
 
 
-def _context_finding(results: Results, device: DeviceSpec, fitted: MachineProfile | None) -> Iterator[Finding]:
+def _context_finding(results: Results, device: DeviceSpec) -> Iterator[Finding]:
+    numbers_path = results.work / "probes" / _NUMBERS
+    numbers = measured_in_csv(numbers_path, device) if numbers_path.is_file() else None
     assumed_mib = machine_for(None, device, results.work / DATA).outside_mib(True)
     count, context_mib = 0, 0.0
     if results.runs.estimates:
         ((count, context_mib),) = results.rows("SELECT count(*), median(context) FROM causes")
-    if fitted is not None:
-        measured_mib = fitted.outside_mib(True)
-        measured = f" measured={shlex.quote(str(results.work / 'probes' / _NUMBERS_OF[CURRENT]))}"
+    if numbers:
+        measured_mib = calibrate(numbers, device).profile.outside_mib(True)
+        measured = f" measured={shlex.quote(str(numbers_path))}"
     elif count >= LEAST:
         measured_mib, measured = assumed_mib - context_mib, ""
     else:
@@ -207,9 +184,6 @@ def workspaces(results: Results) -> Iterator[Part]:
         yield Callout(f"Not measured ({count}): {reason}")
     lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
     yield Lead(f"{lead} The table has the largest differences, in MiB.")
-    points = [(row["measured_bytes"] / MIB, row["assumed_bytes"] / MIB, str(row["operator"])) for row in rows]
-    picture = against("workspace, MiB", points, is_log=True, axes=("measured", "assumed"))
-    yield from drawn([("Workspaces, MiB", picture)])
     yield records(cells, words=2)
     off_mib: dict[str, list[float]] = {}
     for row in rows:
@@ -339,38 +313,14 @@ def questions(results: Results) -> Iterator[Part]:
 
 
 def tests(results: Results) -> Iterator[Part]:
-    """Yield the outcomes of the machine's tests, and the output of farm.doctor."""
-    outcomes, log = outcomes_of(results.work / TESTS), results.work / LOG
-    doctors = _DOCTOR.findall(log.read_text(errors="replace") if log.is_file() else "")
-    if outcomes is None and not doctors:
+    """Yield the outcomes of the machine's tests."""
+    outcomes = outcomes_of(results.work / TESTS)
+    if outcomes is None:
         raise Absent("The results have no outcomes of tests (step test).")
-    if outcomes is not None:
-        if outcomes.not_run:
-            yield Callout("The tests did not end.")
-        yield Tiles(tuple(Tile(name, f"{n:,}", "tests") for name, n in outcomes.counts.items()))
-        for kind in ("failed", "skipped"):
-            texts = tuple(f"{test}: {reason}" for test, (ended, reason) in outcomes.tests.items() if ended == kind)
-            if texts:
-                yield Fold(f"{kind}: {len(texts)}", (Bullets(texts),), is_open=kind == "failed")
-    if doctors:
-        yield Fold("farm.doctor", (Preformatted(doctors[-1]),))
-
-
-def calls(results: Results) -> Iterator[Part]:
-    """Yield the steps of all calls, with their times and versions."""
-    rows: list[dict[str, Cell]] = [
-        {
-            "step": str(call.get("step")),
-            "device": str(call.get("device")),
-            "started at": str(call.get("started_at")),
-            "time": duration(call.get("wall_s")),
-            "outcome": str(call.get("outcome")),
-            **{name: str(call.get(name) or MISSING) for name in ("torch", "python", "driver")},
-            "*counts": ", ".join(f"{name} {count}" for name, count in (call.get("counts") or {}).items()),
-            "*reason": str(call.get("reason") or ""),
-        }
-        for call in json_lines(results.work / CALLS)
-    ]
-    if not rows:
-        raise Absent(f"The results have no record of calls ({CALLS}).")
-    yield records(rows, words=10)
+    if outcomes.not_run:
+        yield Callout("The tests did not end.")
+    yield Lead(f"{outcomes}.")
+    for kind in ("failed", "skipped"):
+        texts = tuple(f"{test}: {reason}" for test, (ended, reason) in outcomes.tests.items() if ended == kind)
+        if texts:
+            yield Fold(f"{kind}: {len(texts)}", (Bullets(texts),), is_open=kind == "failed")

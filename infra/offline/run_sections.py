@@ -1,6 +1,6 @@
 """Sections of the page on runs: estimates beside measurements, protocols, kernels, shared GPUs, several GPUs.
 
-Start reading at `labels`, and at `protocols` for single experiments. Most sections are queries over the views of the
+Start reading at `memory`, and at `protocols` for single experiments. Most sections are queries over the views of the
 warehouse and `Results.warehouse`. Each function without an underscore is a section: it yields blocks and findings, and
 raises `Absent` without results.
 """
@@ -20,14 +20,8 @@ from conf.reports.blocks import (
     Bullets,
     Cell,
     Code,
-    Fold,
     Heading,
     Lead,
-    Legend,
-    ShareBar,
-    SharePart,
-    Table,
-    table,
 )
 from conf.reports.charts import against
 from infra.offline.estimated_runs import (
@@ -56,18 +50,13 @@ from warehouse.files.writer import RUN_RATIOS
 MEMORY = ("allocated", "reserved", "process")
 ACTIVITY = ("step_time", "smact", "smocc", "drama")
 ENERGY = ("power", "energy")
-CAUSES = {"tensors": "k1", "allocator": "k5", "context": "k4"}
+CAUSES = ("tensors", "allocator", "context")
 _MOST_OPERATORS = 24  # most rows of the table
 _TIMINGS = {
     "cupti": "by CUPTI: kernels alone",
     "cpu": "on a CPU: whole operators; not comparable with a GPU",
     "model": "of the kernel model itself: the device was simulated",
 }
-_VERDICTS = """
-    SELECT status, coalesce(quality, 'not judged') AS labels, count(*) AS runs FROM runs GROUP BY ALL ORDER BY ALL"""
-_NAMED_REASONS = """
-    SELECT key AS name, count(*) AS runs, any_value(value ->> '$') AS "*example" FROM runs, json_each({column})
-    GROUP BY key ORDER BY runs DESC, key"""
 _CORRECTED = """
     SELECT any_value(answer.{name}_model), string_agg(DISTINCT answer.family, ', ' ORDER BY answer.family), count(*),
         {trace}, {answer}, median(abs(trace.{name}_error)), median(abs(answer.{name}_error))
@@ -85,14 +74,6 @@ _BOUNDS = """
         printf('%d of %d', count(*) FILTER (status = 'oom' AND NOT fits), count(*) FILTER (status = 'oom'))
             AS "out-of-memory runs predicted"
     FROM estimates GROUP BY estimator ORDER BY estimator DESC"""
-_FURTHEST = """
-    SELECT run_id AS run, family, CASE greatest(abs(tensors), abs(allocator), abs(context))
-            WHEN abs(tensors) THEN 'tensors' WHEN abs(allocator) THEN 'allocator'
-            WHEN abs(context) THEN 'context' END AS "largest cause",
-        format('{:,.1f}', process_measured) AS measured, format('{:,.1f}', process_estimated) AS estimated,
-        printf('%+.1f%%', 100 * process_error) AS error
-    FROM solo LEFT JOIN (SELECT run_id, tensors, allocator, context FROM causes) USING (run_id)
-    WHERE estimator = 'trace' AND process_error IS NOT NULL ORDER BY abs(process_error) DESC, run_id LIMIT 12"""
 # Mean power by each sensor, compared with the energy counter that most runs have, over the windows of the runs.
 _SENSORS = """
     WITH readings AS (
@@ -133,30 +114,6 @@ def spread_sql(name: str, of: str = "") -> str:
     return f"spread_text({of}{name}_error, {_is_ratio(name)})"
 
 
-def spreads(results: Results) -> Table | None:
-    """Return the errors of each figure over all families; None without runs of single jobs."""
-    return results.table(
-        " UNION ALL ".join(
-            f"SELECT '{figure.title}' AS figure, {spread_sql(name)} AS \"error, median / 90th percentile\", "
-            f"count({name}_error) AS runs FROM solo WHERE estimator = 'trace' HAVING count({name}_error) > 0"
-            for name, figure in FIGURES.items()
-        )
-    )
-
-
-def labels(results: Results) -> Iterator[Part]:
-    """Yield the farm's verdicts on the labels, their reasons, and the sensors without readings."""
-    verdicts = results.table(_VERDICTS, words=2)
-    if verdicts is None:
-        raise Absent("The results hold no runs.")
-    yield verdicts
-    for title, column in (("Reasons", "quality_reasons"), ("Sensors without readings", "telemetry_missing")):
-        reasons = results.table(_NAMED_REASONS.format(column=column))
-        if reasons is not None:
-            yield Heading(title)
-            yield reasons
-
-
 def memory(results: Results) -> Iterator[Part]:
     """Yield memory and its estimates: pictures, errors by family and by cause, bounds, out-of-memory runs."""
     results.require_solo()
@@ -166,12 +123,10 @@ def memory(results: Results) -> Iterator[Part]:
     )
     yield from _compared(results, MEMORY)
     yield from _causes(results)
-    bounds, furthest = results.table(_BOUNDS), results.table(_FURTHEST, words=3)
+    bounds = results.table(_BOUNDS)
     if bounds is not None:
         yield Heading("Bounds")
         yield bounds
-    if furthest is not None:
-        yield Fold("runs furthest off", (furthest,))
 
 
 def activity(results: Results) -> Iterator[Part]:
@@ -232,30 +187,21 @@ def _compared(results: Results, names: Sequence[str]) -> Iterator[Part]:
 
 def _causes(results: Results) -> Iterator[Part]:
     medians = ", ".join(
-        f"if(median({cause}) < 0, '-', '+') || format('{{:,.1f}}', abs(median({cause})))" for cause in CAUSES
+        f"if(median({cause}) < 0, '-', '+') || format('{{:,.1f}}', abs(median({cause}))) AS {cause}" for cause in CAUSES
     )
-    sums = ", ".join(f"sum(abs({cause}))" for cause in CAUSES)
-    rows: list[tuple[Cell, ...]] = []
-    for *cells, sizes in results.rows(
-        f"SELECT coalesce(family, 'all'), count(*), {medians}, [{sums}] FROM causes "
+    causes = results.table(
+        f"SELECT coalesce(family, 'all') AS family, count(*) AS runs, {medians} FROM causes "
         "GROUP BY GROUPING SETS ((family), ()) HAVING count(*) > 0 ORDER BY grouping(family), family"
-    ):
-        shares = [size / (sum(sizes) or 1.0) for size in sizes]
-        parts = [
-            SharePart(css, share, f"{cause}: {share:.0%}")
-            for (cause, css), share in zip(CAUSES.items(), shares, strict=True)
-        ]
-        rows.append((*cells, ShareBar(tuple(parts))))
-    if not rows:
+    )
+    if causes is None:
         yield Lead("No run has allocated, reserved and process memory, so errors have no causes here.")
         return
     yield Heading("Errors of process memory by cause, MiB")
     yield Lead(
         "Tensors: allocated memory, which the trace and its workspaces give. Allocator: reserved less allocated. "
-        "Context: process less reserved. Medians with their sign; bars are shares of the summed sizes."
+        "Context: process less reserved. Medians with their sign."
     )
-    yield Legend(CAUSES)
-    yield table(("family", "runs", *CAUSES, "shares"), rows)
+    yield causes
 
 
 def corrected_models(results: Results) -> Iterator[Part]:
@@ -318,8 +264,6 @@ def kernels(results: Results) -> Iterator[Part]:
     for timing, operators in itertools.groupby(times, key=lambda row: str(row[0])):
         rows = [row[1:] for row in operators]
         measured, modelled = (sum(row[column] for row in rows) for column in (2, 3))
-        points = [(measured_ms, modelled_ms, name) for name, _, measured_ms, modelled_ms in rows]
-        picture = against("kernels of an operator, ms", points, is_log=True, axes=("measured", "modelled"))
         cells: list[dict[str, Cell]] = [
             {
                 "operator": Code(name),
@@ -334,7 +278,6 @@ def kernels(results: Results) -> Iterator[Part]:
         sums = f"{figure(measured)} ms measured, {figure(modelled)} ms by the kernel model"
         yield Heading(_TIMINGS.get(timing, timing))
         yield Lead(f"Kernels of a step, summed over the runs: {sums}.")
-        yield from drawn([("Kernels by operator, ms a step", picture)])
         yield records(cells)
         wrong = [
             f"{name} {_ratio_text(measured_ms, modelled_ms)}"
@@ -375,7 +318,6 @@ def pairs(results: Results) -> Iterator[Part]:
             of_sharing[sharing[group.group_id]].append((slowdown, expectation.median, job.name))
     memory_of = memory_errors(groups, lambda group: sharing[group.group_id])
     rows: list[dict[str, Cell]] = []
-    pictures = []
     for way, members in sorted(of_sharing.items()):
         slowdowns = np.array([member[:2] for member in members])
         measured, estimated = np.median(slowdowns, axis=0)
@@ -393,8 +335,6 @@ def pairs(results: Results) -> Iterator[Part]:
                 else f"{error_text(True, of_memory.median)} / {error_text(True, of_memory.p90)}",
             }
         )
-        picture = against(f"slowdown, {way}", members, is_log=True, axes=("measured", "expected"))
-        pictures.append((way.replace("_", " "), picture))
         if len(members) >= LEAST and median_error > SPEED:
             yield Finding(
                 f"python -m learn.fit target=slowdown {results.data_key}",
@@ -407,7 +347,6 @@ def pairs(results: Results) -> Iterator[Part]:
     if left_out:
         yield Bullets(tuple(f"{count_of(count, 'group')} left out: {reason}" for reason, count in left_out.items()))
     if rows:
-        yield from drawn(pictures)
         yield records(rows)
 
 

@@ -50,7 +50,6 @@ DEVICES = ("cuda", "cpu", "simulated")
 _ENDED = {0: "done", EXIT_LEFT: "time is up", EXIT_NOT_HERE: "not here"}  # outcome by a probe's exit code
 ERRORS = (CommandError, OSError, sqlite3.Error, duckdb.Error)  # errors in a work folder, which do not end the call
 _LEAST_PACK_S = 2.0
-_SUMMARY_LINES = 40
 _PACK_EVERY_S = 30.0
 _TICK_S = 0.25
 _START_S = 5.0  # time for a program to start, before it counts its own seconds
@@ -255,11 +254,7 @@ class Call:
         if self.archive is not None:
             packed = f"{self.archive.bytes / 2**20:.2f} MiB in {count_of(len(self.archive.slices), 'file')}"
             last.insert(0, f"{packed}; packing took at most {self.pack_s:.1f} s")
-        runs = count_lines(self.counts)
-        room = max(2, _SUMMARY_LINES - len(lines) - len(last))
-        if len(runs) > room:
-            runs[room - 2 : -1] = [f"{len(runs) - room + 1} more families"]
-        return [*lines, *runs, *last]
+        return [*lines, *count_lines(self.counts), *last]
 
     def left(self) -> list[str]:
         """Return the steps of the plan that are not done, in order."""

@@ -378,22 +378,12 @@ def _usable(
     if settings.doubtful == "drop":
         rows = [row for row in rows if row.doubt is None]
     if not target.is_memory:
-        why = [_explain_unlabelled(row, target.column) for row in rows]
-        if counts := Counter(filter(None, why)):
-            notes.append(f"{stem}: {counts.total()} of {len(rows)} rows have no {target.name} ({_count(counts)})")
-        rows = [row for row, reason in zip(rows, why, strict=True) if reason is None]
+        # 0 beside a model that trained comes from a sensor that gave nothing.
+        labelled = [row for row in rows if row.status != "oom" and (row.utilization.get(target.column) or 0) > 0]
+        if len(labelled) < len(rows):
+            notes.append(f"{stem}: {len(rows) - len(labelled)} of {len(rows)} rows have no {target.name}")
+        return labelled
     return rows
-
-
-def _explain_unlabelled(row: PublishedRow, column: str) -> str | None:
-    if row.status == "oom":
-        return "out of memory"
-    if column not in row.utilization:
-        return "in a file without it"
-    value = row.utilization[column]
-    if value is None:
-        return "not measured"
-    return None if value > 0 else "0 beside a model that trained: a sensor that gave nothing"
 
 
 def _case(row: PublishedRow, spec: DeviceSpec) -> tuple[Case, str | None]:

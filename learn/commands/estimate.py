@@ -474,13 +474,9 @@ def _lines(path: str) -> list[tuple[int, str]]:
     """Return the lines that hold something, each with its number in the file; `-` is standard input."""
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(f"configs={path}: {error.strerror}") from error
-    try:
         text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"configs={path}, line {number}: this is not UTF-8 text") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"configs={path} cannot be read: {error}") from error
     # Not splitlines(): a JSON string may hold what Unicode calls a line's end.
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 

@@ -14,7 +14,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -352,10 +352,6 @@ def fit_entry(settings: FitSettings) -> int:
     print(f"slowdown: {fitted.meta['groups']:,} groups ({sources}) on {', '.join(fitted.meta['device'])}")
     for reason, count in fitted.meta["left_out"].items():
         print(f"left out: {count:,} groups: {reason}")
-    contention = fitted.slowdowns.contention
-    if contention is not None:
-        print("contention: " + ", ".join(f"{name} {value:.3g}" for name, value in asdict(contention).items()))
-    print(f"jobs known by name: {len(fitted.slowdowns.known.suffers):,}")
     print(f"artifact: {fitted.path}")
     return 0
 

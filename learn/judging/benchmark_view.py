@@ -22,7 +22,6 @@ from conf.reports.blocks import (
     Bullets,
     Callout,
     Drawn,
-    Facts,
     Heading,
     Lead,
     Legend,
@@ -112,11 +111,8 @@ def classes_table(done: Benchmark) -> tuple[Block, ...]:
     for name, field in {"under bound": "coverage", "above it": "above", "bound over label": "excess"}.items():
         cells[name] = partial(_bound, field)
     cells["recall by class"] = _recalls
-    rules = {file: _rule(done, bins["published"]) for file, bins in done.bins.items()}
-    rules_text = "; ".join(f"{file}: {rule}" for file, rule in rules.items())
-    if len(set(rules.values())) == 1:
-        rules_text = next(iter(rules.values()))
-    title = f"classes as published ({rules_text}), and the {100 * done.level:g} % bound"
+    rules = dict.fromkeys(_rule(done, bins["published"]) for bins in done.bins.values())
+    title = f"classes as published ({'; '.join(rules)}), and the {100 * done.level:g} % bound"
     return _figures_table(title, done, {}, cells, {})
 
 
@@ -213,11 +209,9 @@ def refusals(done: Benchmark) -> list[str]:
     """Return why rows have no answer: the commonest reasons of each estimator and file."""
     refusal_lines = []
     for figures in done.figures:
-        reasons = list(figures.refusals.items())
         where = f"{figures.file}, {figures.estimator}: no answer for"
-        refusal_lines += [f"{where} {count}: {reason}" for reason, count in reasons[:_REASONS]]
-        if more := reasons[_REASONS:]:
-            refusal_lines.append(f"{where} {sum(n for _, n in more)} for other reasons")
+        commonest = itertools.islice(figures.refusals.items(), _REASONS)
+        refusal_lines += [f"{where} {count}: {reason}" for reason, count in commonest]
     return refusal_lines
 
 
@@ -251,7 +245,7 @@ def benchmark_mapping(done: Benchmark, settings: BenchmarkSettings) -> dict[str,
 
 def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     """Return the page's contents: tables of errors and of classes and bounds, the published figures set apart; with
-    `by=`, errors by group; the `worst=` rows of each estimator; refusals, plots and settings."""
+    `by=`, errors by group; the `worst=` rows of each estimator; refusals and plots."""
     by, worst = settings.by, settings.worst
     tables = {
         "errors": errors_table(done),
@@ -266,29 +260,19 @@ def benchmark_page(done: Benchmark, settings: BenchmarkSettings) -> Page:
     if settings.report is not None:
         sections += [_plots(done, file, f"file-{k}") for k, file in enumerate(done.bins)]
     card = f", card {done.card_mib:,.0f} MiB" if done.card_mib is not None else ""
-    given = {name: value for name, value in asdict(settings).items() if value is not None}
-    rows = [(name, ", ".join(value) if isinstance(value, tuple) else str(value)) for name, value in given.items()]
     return Page(
         title=f"Estimators of {done.target.name}",
         head=(Lead(f"{done.target.name} on {done.device}{card}"), *map(Callout, done.notes)),
-        sections=(*sections, Section("settings", "Settings", (Facts(tuple(rows)),))),
+        sections=tuple(sections),
     )
 
 
 def table_blocks(title: str, names: Sequence[str], lines: Sequence[Sequence[str]]) -> tuple[Block, ...]:
-    """Return a heading and the table, nothing without rows; a name of rows stands once, where its rows begin."""
+    """Return a heading and the table, nothing without rows."""
     if not lines:
         return ()
-    grouped = names[0] in ("rows", "family")
-    rows: list[Row] = []
-    previous: str | None = None
-    for line in lines:
-        first = grouped and line[0] != previous
-        previous = line[0]
-        marks = ("first" if first else "", "others" if grouped and line[1].endswith(OTHERS) else "")
-        rows.append(Row(tuple(line if first or not grouped else ["", *line[1:]]), " ".join(filter(None, marks))))
     columns = tuple(TableColumn(name, "word" if name in WORDS else "figure") for name in names)
-    return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(rows))
+    return Heading(title[:1].upper() + title[1:]), Table(columns, tuple(Row(tuple(line)) for line in lines))
 
 
 def _plots(done: Benchmark, file: str, key: str) -> Section:

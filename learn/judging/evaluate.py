@@ -340,7 +340,7 @@ def ask_parts(
         seconds.append((time.monotonic_ns() - began) / 1e9)
         step(1)
         answers |= answers_of(part.outside)
-    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)), fits=len(seconds))
+    return Asked(answers=answers, learns=True, fit_seconds=median(np.array(seconds)))
 
 
 def keys_of(rows: Rows, by: str) -> np.ndarray:

@@ -5,7 +5,6 @@ Start reading at `write_report`; `plots_of` draws those of a benchmark, with `co
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 import operator
@@ -151,27 +150,13 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def write_report(folder: Path, evaluation: Evaluation, meta: Mapping[str, Any]) -> None:
-    """Write `report.html` and `test_predictions.csv` into `folder`."""
-    _write_predictions(folder / "test_predictions.csv", evaluation)
+    """Write `report.html` into `folder`."""
     (folder / "report.html").write_bytes(page_bytes(_page(evaluation, meta)))
 
 
 def _where(evaluation: Evaluation) -> str:
     sources = " + ".join(evaluation.train_rows.count("source"))
     return f"{sources} on {', '.join(evaluation.train_rows.count('device'))}"
-
-
-def _write_predictions(path: Path, evaluation: Evaluation) -> None:
-    labels = evaluation.bins.labels
-    classes = zip(*estimated_classes(evaluation.scored, PUBLISHED, evaluation.bins), strict=True)
-    rows = zip(evaluation.scored, evaluation.test_rows.records, classes, strict=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["run_id", "family", "label", "censored", "point", "upper", "class", "predicted_class"])
-        for scored, row, (true, predicted_class) in rows:
-            upper = "" if scored.upper is None else f"{scored.upper:.6g}"
-            cells = int(row.censored), f"{scored.estimate:.6g}", upper, labels[true], labels[predicted_class]
-            writer.writerow([row.run_id, row.family, f"{row.label:.6g}", *cells])
 
 
 def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
@@ -209,7 +194,6 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
 _COLOURS = ("k1", "k5", "k4", "k2", "k6", "k3", "k7", "k0")
 _DASHES = ("", " dashed", " dotted")
 _CLASSES = 24  # more than that make no picture
-_POINTS = 300  # most points of a line
 _MARGINS = np.linspace(0.5, 4.0, 141)  # on top of estimates without a bound of their own
 _CLIP = {"log": 0.5, "ratio": 0.3}  # error at which the colours end
 _SHARES = Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0))
@@ -302,19 +286,6 @@ def _errors_by(key: Callable[[Scored], Any], done: Benchmark, rows: Sequence[Sco
     for row, error in signed_errors(rows, None, space=done.target.space):
         errors[key(row)].append(error)
     return {value: errors[value] for value in sorted(errors.keys() - {None})}
-
-
-def _cdf(done: Benchmark, file: str) -> tuple[Block, ...]:
-    curves: dict[str, Line] = {}
-    x_axis = Axis.decades(1e-3, 10.0 if done.relative else 1.0)
-    for name, rows in _own(done, file).items():
-        errors = np.sort([abs(error) for _, error in signed_errors(rows, None, space=done.target.space)])
-        if len(errors):
-            places = np.unique(np.linspace(0, len(errors) - 1, _POINTS).round().astype(int))
-            share = (places + 1) / sum(row.label is not None for row in rows)
-            within = np.clip(errors[places], x_axis.low, x_axis.high)
-            curves[name] = [*zip(within.tolist(), share.tolist(), strict=True), (x_axis.high, float(share[-1]))]
-    return _lines(curves, x_axis, _SHARES, f"{done.error_kind} error", "share of the rows")
 
 
 def _heatmap(key: str, done: Benchmark, file: str) -> tuple[Block, ...]:
@@ -415,7 +386,6 @@ def tightness(done: Benchmark, file: str) -> tuple[Block, ...]:
 
 _PLOTS: Mapping[str, Callable[[Benchmark, str], tuple[Block, ...]]] = {
     "Estimate against label; triangles, at the card, ran out of memory. A line leads to the 99 % bound.": predicted,
-    "Share of the rows whose error is at most so large. Rows without an answer keep a line below 100 %.": _cdf,
     "Median of the signed error (estimate over label) by group: blue is too low, red too high.": partial(
         _heatmap, "group"
     ),

@@ -279,7 +279,7 @@ class Given:
 class Asked:
     """One estimator's answers by row.
 
-    learns       it was fitted to rows like these; `fit_seconds` is the median over `fits` fits
+    learns       it was fitted to rows like these; `fit_seconds` is the median over the fits
     latency      seconds of one answer by file, where they were timed apart
     warnings     its own
     """
@@ -288,7 +288,6 @@ class Asked:
     learns: bool = False
     latency: Mapping[str, float | None] = field(default_factory=dict)
     fit_seconds: float | None = None
-    fits: int = 0
     warnings: tuple[str, ...] = ()
 
 
@@ -334,13 +333,11 @@ class Figures:
     constant       median of label - estimate over the same rows, in the target's unit: the one thing that is fitted of
                    what learns nothing; None for learned estimators
     shifted        errors with the constant added to every estimate
-    classes        name of the bins -> scores over the ok and oom rows, oom in the top class; classes_shifted with the
-                   constant added
+    classes        name of the bins -> scores over the ok and oom rows, oom in the top class
     bound          scores of the 99 % bound, over the ok rows; reliability: quantile -> share of labels at or under it
     fit_right      share of the ok and oom rows rightly estimated to need more than the card or not, constant added;
-                   fit_right_raw without it; fit_right_oom of the oom rows alone; fit_right_bound by the bound. None
-                   without a card
-    median_seconds time of one answer; fit_seconds: of one fit, the median over `fits` of them
+                   fit_right_bound by the bound. None without a card
+    median_seconds time of one answer; fit_seconds: of one fit, the median over the fits
     """
 
     file: str
@@ -354,16 +351,12 @@ class Figures:
     constant: float | None
     shifted: Errors
     classes: dict[str, ClassScores]
-    classes_shifted: dict[str, ClassScores]
     bound: BoundScores | None
     reliability: dict[str, float]
     fit_right: float | None
-    fit_right_raw: float | None
-    fit_right_oom: float | None
     fit_right_bound: float | None
     median_seconds: float | None
     fit_seconds: float | None
-    fits: int
     own_labels: bool = False
 
 
@@ -431,19 +424,11 @@ def figures_of(
     need[oom] = card[oom]
     bounded = ~(np.isnan(upper) | np.isnan(need))
 
-    def right(limit: np.ndarray, mask: np.ndarray) -> float | None:
+    def right(limit: np.ndarray) -> float | None:
         """Return the share of rows of which it is said rightly whether the job fits the card."""
-        return mean(((limit > card) == oom)[mask & (card > 0)])
+        return mean(((limit > card) == oom)[~np.isnan(limit) & (card > 0)])
 
-    def classes(shift: float | None) -> dict[str, ClassScores]:
-        scores = {
-            name: class_scores(*estimated_classes(answered, name, b, shift), b.labels) for name, b in known.items()
-        }
-        return {name: of_bins for name, of_bins in scores.items() if of_bins is not None}
-
-    known = bins or {}
-    total = _values(answered, "estimate")
-    everything = np.ones(len(answered), dtype=bool)
+    classes = {name: class_scores(*estimated_classes(answered, name, b), b.labels) for name, b in (bins or {}).items()}
     out_of_memory = sum(row.label is None for row in rows)
     return Figures(
         own_labels=labels_are_its_own(estimator, np.array([row.source for row in ok]), label, estimate),
@@ -457,17 +442,13 @@ def figures_of(
         raw=errors_of(label, estimate, space),
         constant=constant,
         shifted=NO_ERRORS if asked.learns else errors_of(label, estimate + shift, space),
-        classes=classes(None),
-        classes_shifted={} if asked.learns else classes(shift),
+        classes={name: scores for name, scores in classes.items() if scores is not None},
         bound=bound_scores(need[bounded], upper[bounded], oom[bounded], space),
         reliability=_reliability([row for row in ok if row.upper is not None and row.quantiles]),
-        fit_right=right(total + shift, everything),
-        fit_right_raw=right(total, everything),
-        fit_right_oom=right(total + shift, oom),
-        fit_right_bound=right(upper, ~np.isnan(upper)),
+        fit_right=right(_values(answered, "estimate") + shift),
+        fit_right_bound=right(upper),
         median_seconds=median(seconds[~np.isnan(seconds)]) if latency is None else latency,
         fit_seconds=asked.fit_seconds,
-        fits=asked.fits,
     )
 
 
@@ -605,18 +586,15 @@ def sample(groups: Sequence[str], n: int | None, seed: int | str) -> list[int]:
     return sorted(index for _, index in sorted(ranked)[:n])
 
 
-def estimated_classes(
-    rows: Sequence[Scored], name: str, bins: Bins, shift: float | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def estimated_classes(rows: Sequence[Scored], name: str, bins: Bins) -> tuple[np.ndarray, np.ndarray]:
     """Return (n,) int twice: the classes that answered rows belong to, and those that they are estimated to belong to.
 
-    `shift` None: the classes as estimated; else those of the estimates with it added. A job that ran out of memory
-    needs at least this much: it belongs to any higher class that it is estimated to belong to.
+    A job that ran out of memory needs at least this much: it belongs to any higher class that it is estimated to belong
+    to.
     """
     families = [row.family for row in rows]
-    predicted = bins.classify(_values(rows, "estimate") + (shift or 0.0), families)
-    if shift is None:
-        predicted = np.array([row.classes.get(name, k) for row, k in zip(rows, predicted.tolist(), strict=True)], int)
+    by_point = bins.classify(_values(rows, "estimate"), families)
+    predicted = np.array([row.classes.get(name, k) for row, k in zip(rows, by_point.tolist(), strict=True)], int)
     oom = np.array([row.label is None for row in rows], dtype=bool)
     label = np.where(oom, _values(rows, "card"), _values(rows, "label"))
     true = bins.classify(label, families)

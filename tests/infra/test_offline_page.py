@@ -86,25 +86,21 @@ def test_every_kind_of_result_is_on_the_page(shown):
         "Errors of process memory by cause",
         "2 jobs recorded",
         "workspaces 1",
-        "Machine profiles",
         "conv2d forward",
         "by CUPTI",
         "aten::addmm 7",
         "float32 mm takes 1.500 ms, the same without TF32",
         "GPM is not supported",
         "test_skipped: one GPU",
-        "all sensors",
         "nvml, power 9 1.020",
         "10.0 x on 1 trials",
         "hybrid (default)",
-        "nvml 11 no permission",
-        "ok trusted 11",
         "mps 2 3.00",
         "ddp=2 1",
     )
     assert [words for words in everything if words not in text] == []
     assert "have no" not in printed
-    assert html.count("<svg") > 10
+    assert html.count("<svg") > 7
 
 
 def test_errors_of_memory_are_put_down_to_their_causes(of_planted):
@@ -167,7 +163,6 @@ def test_what_is_missing_is_said_in_a_line_each_and_what_is_damaged_costs_its_se
     code, printed, _ = made(capsys, f"results={probed}", f"out={tmp_path / 'out'}")
     lines = (
         "Memory: The results hold no runs",
-        "Calls: The results have no",
         "Questions: cannot be shown",
         "Kernels: The results have no data folder",
         "no runs, so nothing",

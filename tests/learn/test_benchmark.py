@@ -59,7 +59,7 @@ def test_figures_are_those_worked_by_hand(tmp_path):
     assert figures.raw.under == 1.0
     assert figures.constant == 100  # of 100, 100, 200
     assert figures.shifted.median == 0 and figures.shifted.under == pytest.approx(1 / 3)
-    assert figures.fit_right == pytest.approx(4 / 5) and figures.fit_right_oom == 0.5 and figures.fit_right_raw == 0.8
+    assert figures.fit_right == pytest.approx(4 / 5)
     assert any("1 rows make no sense" in note and "never started" in note for note in done.notes)
     assert figures.median_seconds > 0 and done.card_mib == 40_326
 
@@ -148,8 +148,7 @@ def test_utilization_of_published_files_leaves_out_what_a_sensor_did_not_give(tm
     (figures,) = done.figures
     assert (figures.file, figures.ok, figures.oom) == ("some", 2, 0) and set(figures.classes) == {"published"}
     (note,) = (note for note in done.notes if note.startswith("some:"))
-    for said in ("3 of 5 rows have no smact", "1 out of memory", "1 not measured", "1 0 beside a model that trained"):
-        assert said in note
+    assert note == "some: 3 of 5 rows have no smact"
     with pytest.raises(UsageError, match="no rows are left with family=all, target=drama"):
         benchmark(settings(tmp_path, target="drama", estimators=("trace",)))
 
@@ -175,7 +174,6 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
         "95% to 98%",
     ):
         assert text in said.out, text
-    assert "4/4 steps" in said.err
     assert "some, hundreds: answered 2/3 + 1/1 oom, median 41.7%, p90 48.3%, accuracy 100.0%" in said.err
     report = json.loads(out.read_text())
     assert report["figures"][0]["constant"] == 100 and report["settings"]["estimators"] == ["hundreds"]
@@ -184,7 +182,7 @@ def test_command_prints_a_table_and_writes_everything(tmp_path, capsys):
     assert {figure["source"] for figure in report["published"]} >= {"GPUMemNet, arXiv 2602.17817"}
     assert sorted(os.listdir(folder)) == ["other.csv", "report.json", "some.csv"]
     text = page.read_text()
-    assert text.count("<svg") == 6 and "three is a crowd" in text and "GPUMemNet (published)" in text
+    assert text.count("<svg") == 5 and "three is a crowd" in text and "GPUMemNet (published)" in text
     assert "http://" not in text and "https://" not in text and "<script" not in text
 
 

@@ -64,7 +64,6 @@ def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
         "meta.json",
         "report.json",
         "report.html",
-        "test_predictions.csv",
         "model/estimator.json",
         "model/model.npz",
     }
