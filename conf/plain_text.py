@@ -22,7 +22,6 @@ _FRAME = re.compile(r'\s*(?:[|+]\s*)?File ".*", line \d+')
 _IN_A_GROUP = re.compile(r"^ {2,}[|+] ")  # frame that a traceback draws around the exceptions of a group
 ERROR_CHARACTERS = 32_000  # characters of an error's text that are kept
 _HEAD_SHARE = 0.25  # share of a kept text for its beginning; a traceback has its message at the end
-_QUOTED_CHARACTERS = 200
 _TAB_OR_LINE_FEED = re.compile("([\t\n])")
 _LINE_END = re.compile("\r\n?")
 MISSING = "–"  # shown for a missing value on pages and in tables
@@ -150,14 +149,6 @@ def shortened(text: str, limit: int = ERROR_CHARACTERS) -> str:
     head = int(limit * _HEAD_SHARE)
     tail = limit - head
     return f"{text[:head]}{left_out(len(text) - limit, 'characters')}{text[-tail:]}"
-
-
-def quoted(data: bytes | str) -> str:
-    """Return the beginning of `data` in quotes and plain ASCII; if it was cut, also the full length."""
-    beginning = data[:_QUOTED_CHARACTERS]
-    text = ascii(beginning.decode("utf-8", "backslashreplace") if isinstance(beginning, bytes) else beginning)
-    unit = "bytes" if isinstance(data, bytes) else "characters"
-    return text if len(beginning) == len(data) else f"{text}... ({len(data):,} {unit})"
 
 
 def sql_text(value: str) -> str:

@@ -211,7 +211,7 @@ def makespan_svg(rows: Sequence[tuple[str, str, Interval]], unit: str) -> Svg:
     height = 34.0 + _ROW * len(rows) + 24.0
     margins = Margins(width=left + 480.0, height=height, left=left, right=60.0, top=10.0, bottom=40.0)
     plot = Plot(Axis.within(0.0, most, 6), Axis(len(rows), 0.0), margins)
-    plot.ticks_below(f"{unit} →", lines=True)
+    plot.ticks_below(f"{unit} →")
     for place, (name, css, value) in enumerate(rows, start=1):
         half, y = value.half or 0.0, place - 0.5
         plot.text("name", left - 8, plot.y(y) + 4, name, "end")
@@ -228,7 +228,7 @@ def distribution_svg(curves: Mapping[str, tuple[str, Sequence[float]]], unit: st
     least = 10.0 ** min(0, decades - 4)  # values below a ten-thousandth of the longest lie on the axis
     plot = Plot(Axis.decades(least, 10.0**decades), Axis(0.0, 1.0, (0.0, 0.25, 0.5, 0.75, 1.0)), _MARGINS)
     plot.grid([f"{25 * k} %" for k in range(5)])
-    plot.ticks_below(f"{unit}, logarithmic →", lines=True)
+    plot.ticks_below(f"{unit}, logarithmic →")
     for name, values in known.items():
         ranks = sorted({round(k * (len(values) - 1) / _POINTS) for k in range(_POINTS + 1)}) if values else []
         points = [(max(least, values[rank]), (rank + 1) / len(values)) for rank in ranks]

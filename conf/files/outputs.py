@@ -143,12 +143,8 @@ def folder_problems(out: str | os.PathLike[str], *, key: str = "out") -> list[st
         _try_to_write(place / real.name)
     except OSError as error:
         return [f"{key}={os.fspath(out)} cannot be used: no file can be made in {place}: {error.strerror or error}"]
-    for folder in (real, *real.parents):
-        inside = real.relative_to(folder).parts
-        if (not inside or inside[0] in OWN_FOLDERS) and _is_data_folder(folder):
-            return [
-                f"{key}={os.fspath(out)} cannot be used: it belongs to the data folder {folder}; choose a place outside"
-            ]
+    if (owner := _owner(real / OWN_FILES[0])) is not None:  # also where the folder itself is the data folder
+        return [f"{key}={os.fspath(out)} cannot be used: it belongs to the data folder {owner}; choose a place outside"]
     return []
 
 

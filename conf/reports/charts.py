@@ -181,13 +181,8 @@ class Plot(Drawing):
         if unit:
             self.text("axis", self.left - 8, self.top - 9, unit, "end")
 
-    def ticks_below(self, title: str = "", unit: str = "", *, lines: bool = False) -> None:
-        """Label the ticks of the horizontal axis if there is room, and write `title` below.
-
-        With `lines`, draw a vertical line at each.
-        """
-        for tick in self.x_axis.ticks if lines else ():
-            self.path("grid", f"M{self.x(tick):.1f} {self.top:g}V{self.bottom:g}")
+    def ticks_below(self, title: str = "", unit: str = "") -> None:
+        """Label the ticks of the horizontal axis if there is room, and write `title` below."""
         self.texts("axis", [(self.x(tick), self.bottom + 18, figure(tick) + unit) for tick in self.x_axis.ticks])
         if title:
             self.text("axis", self.right, self.height - 5, title, "end")

@@ -92,7 +92,8 @@ class BlockComparison:
         gap_bytes: Cause, one of `CAUSES` -> bytes by which it makes the measured reserved peak exceed the traced one,
             or negative. `order` is the remainder, including differences in segment sizes.
         verdict: The main cause, or `none` if the two peaks are equal within 2 MiB or 1 %.
-        sentence: A sentence on the verdict.
+        allocator_difference: Text on the first segment that our allocator takes or frees differently for the recorded
+            requests; None without a difference.
         cut_off: Why the recording ended before its last step; None if it is complete.
     """
 
@@ -108,7 +109,7 @@ class BlockComparison:
     traced_curve: Curve
     gap_bytes: Mapping[str, int]
     verdict: str
-    sentence: str
+    allocator_difference: str | None
     cut_off: str | None
 
 
@@ -188,7 +189,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         ORDER: (replayed - profile.peak_reserved) - (measured_peak[1] - traced_peak[1]),
     }
     difference = recorded.first_difference()
-    verdict, apart_bytes = _verdict(gap, difference, int(history["peak_reserved"]), (at_peak, in_step))
+    verdict = _verdict(gap, difference, int(history["peak_reserved"]), (at_peak, in_step))
     return BlockComparison(
         name=str(history["name"]),
         measured_allocated_bytes=measured_peak[1],
@@ -202,7 +203,7 @@ def compare_blocks(history: Mapping[str, Any]) -> BlockComparison:
         traced_curve=_curve(traced),
         gap_bytes={cause: gap[cause] for cause in CAUSES},
         verdict=verdict,
-        sentence=_sentence(verdict, apart_bytes, gap, difference),
+        allocator_difference=difference,
         cut_off=history.get("cut_off"),
     )
 
@@ -320,38 +321,22 @@ def _verdict(
     difference: str | None,
     measured_reserved: int,
     matches: Sequence[BlockMatch],
-) -> tuple[str, int]:
-    """Return the cause that decides, and the bytes of blocks that only one side has through it.
+) -> str:
+    """Return the cause that decides.
 
     `matches` describe the blocks alive at the peak, then those of the step. Differences in requests are judged before
     differences in order, because requests decide how blocks can be placed.
     """
     if difference is not None or gap[ALLOCATOR]:
-        return ALLOCATOR, 0
+        return ALLOCATOR
     close = max(_CLOSE_BYTES, _CLOSE_SHARE * measured_reserved)
     if abs(sum(gap.values())) <= close:
-        return NONE, 0
+        return NONE
     for match in matches:
         apart = [*match.only_measured, *match.only_traced]
         nbytes = {WORKSPACES: _workspace_bytes(apart)}
         nbytes[REQUESTS] = sum(blocks.total_bytes for blocks in apart) - nbytes[WORKSPACES]
         cause = max(nbytes, key=lambda name: nbytes[name])
         if nbytes[cause] > close:
-            return cause, nbytes[cause]
-    return ORDER, 0
-
-
-def _sentence(verdict: str, apart_bytes: int, gap: Mapping[str, int], difference: str | None) -> str:
-    if verdict == ALLOCATOR:
-        return f"Our allocator places the recorded requests differently: {difference or 'its peak differs'}."
-    total = sum(gap.values())
-    if verdict == NONE:
-        return f"Trace and recording reserve the same within {abs(total) / MIB:,.1f} MiB."
-    apart = f"that only one side has take {apart_bytes / MIB:,.1f} MiB"
-    explained = {
-        WORKSPACES: f"workspaces or other short-lived blocks {apart}",
-        REQUESTS: f"blocks {apart}",
-        ORDER: "both sides request the same blocks, so their order, release or placement differs",
-    }[verdict]
-    less = "less" if total > 0 else "more"
-    return f"The trace reserves {abs(total) / MIB:,.1f} MiB {less} than was recorded; {explained}."
+            return cause
+    return ORDER

@@ -31,7 +31,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from conf.cli.command_line import run
 from conf.cli.settings import Checked, key
@@ -72,7 +72,6 @@ class Archive:
     part: str
     bytes: int
     sha256: str
-    unpacked_bytes: int
     packages: dict[str, str]
 
 
@@ -178,10 +177,7 @@ def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
             continue
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise UsageError(f"present= has {shown(line)}; write names, or lines of `pip list --format=freeze`")
-        try:
-            versions[canonicalize_name(name)] = Version(version) if version else None
-        except InvalidVersion:
-            versions[canonicalize_name(name)] = None
+        versions[canonicalize_name(name)] = Version(version) if version else None
     return versions
 
 
@@ -226,7 +222,7 @@ def tracked_files() -> tuple[list[str], str]:
 def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Path) -> Archive:
     """Compress unpacked wheels, in the layout of an installer, and source files into an archive of a part."""
     part.mkdir(parents=True, exist_ok=True)
-    path, unpacked_bytes = part / f"{name}.tar.xz", 0
+    path = part / f"{name}.tar.xz"
     site = "site" if name == "core" else f"site-{name}"
     filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, **_XZ}]
     with lzma.open(path, "wb", filters=filters) as compressed, tarfile.open(fileobj=compressed, mode="w") as archive:
@@ -238,14 +234,12 @@ def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Pat
                     member.mode = 0o755 if entry.external_attr >> 16 & 0o111 else 0o644
                     with zipped.open(entry) as content:
                         archive.addfile(member, content)
-                    unpacked_bytes += member.size
         for file in source:
             member = archive.gettarinfo(ROOT / file, f"source/{file}")
             member.uid = member.gid = member.mtime = 0
             member.uname = member.gname = ""
             with open(ROOT / file, "rb") as content:
                 archive.addfile(member, content if member.isreg() else None)
-            unpacked_bytes += member.size
     versions = {
         str(package): str(version) for package, version, *_ in map(parse_wheel_filename, (w.name for w in wheels))
     }
@@ -253,7 +247,6 @@ def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Pat
         part=part.name,
         bytes=path.stat().st_size,
         sha256=file_sha256(path),
-        unpacked_bytes=unpacked_bytes,
         packages=versions,
     )
 
@@ -295,8 +288,7 @@ def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Arc
     lines = [f"for CPython {manifest['python']}, Linux on {manifest['machine']}, torch {manifest['torch']} or newer"]
     for name, archive in archives.items():
         packages = ", ".join(f"{package} {version}" for package, version in sorted(archive.packages.items()))
-        sizes = f"{archive.bytes / 2**20:.1f} MiB, unpacked {archive.unpacked_bytes / 2**20:.0f}"
-        lines.append(f"{folder / archive.part}: {name}: {sizes}")
+        lines.append(f"{folder / archive.part}: {name}: {archive.bytes / 2**20:.1f} MiB")
         lines.append(f"    {'the source, ' if name == 'core' else ''}{packages}")
     return [
         *lines,

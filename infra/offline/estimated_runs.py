@@ -196,20 +196,15 @@ def estimated_runs(
         runs = connection.sql(
             f"SELECT *, {SOURCES[source]} AS is_of_source FROM runs WHERE source <> 'imported' ORDER BY run_id"
         ).to_arrow_table()
-    known: dict[tuple[object, ...], tuple[dict[str, Estimate], dict[str, float]]] = {}
     estimates, modelled, left_out = [], [], Counter[str]()
     for completed, run in enumerate(runs.to_pylist()):
         progress(completed, len(runs))
-        # Everything that a run's estimates depend on.
-        key = (run["config"], run["device_name"], run["allocator_settings"], run["memory_fraction"])
         try:
             _check_usable(run, source)
-            if key not in known:
-                known[key] = _estimates(run, data)
+            answers, operators_ms = _estimates(run, data)
         except CommandError as reason:
             left_out[first_line(reason)] += 1
             continue
-        answers, operators_ms = known[key]
         estimates += [_row(run, estimator, estimate) for estimator, estimate in answers.items()]
         if run["kernel_rows"]:
             modelled += [{"run_id": run["run_id"], "operator": name, "ms": ms} for name, ms in operators_ms.items()]

@@ -23,7 +23,6 @@ PATH_KEYS = ("results", "work")  # keys of steps that are paths, made absolute b
 MANIFEST = "manifest.json"
 INSTALLED = "bundle.json"  # file in the target that identifies the bundle
 NEEDED = {"core": "what every step needs", "numpy": "NumPy, which this Python lacks"}
-_SPARE_BYTES = 64 << 20
 USAGE = """usage: python3 offline.py install [target=DIR] [parts=DIR,DIR...]
        python3 offline.py STEP[,STEP...] [target=DIR] [parts=DIR,DIR...] [KEY=VALUE...]
 steps: {steps}
@@ -141,7 +140,6 @@ def install(target: str, folders: "list[str]") -> "list[str]":
             check_archive(here[0], archive)
         elif name in NEEDED:
             raise Problem(f"{archive['part']} is missing; it holds {NEEDED[name]}; name its folder with parts=")
-    check_space(target, sum(archives[name]["unpacked_bytes"] for name in paths))
 
     lines = []
     stage = target + ".gpufarm-partial" if installed is None else os.path.join(target, "partial")
@@ -247,17 +245,6 @@ def on_machine(distribution: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def check_space(target: str, bytes_needed: int) -> None:
-    folder = target
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    if not os.access(folder, os.W_OK):
-        raise Problem(f"{folder} is not writable; name another folder with target=")
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < bytes_needed + _SPARE_BYTES:
-        raise Problem(f"{folder} has {free_bytes >> 20} MiB free; {(bytes_needed + _SPARE_BYTES) >> 20} are needed")
 
 
 def start(target: str, step: str, values: "dict[str, str]") -> None:

@@ -68,9 +68,10 @@ _SHOWN = 12  # most rows of a long table
 _MEASURED_CSS, _TRACED_CSS = "k1", "k5"
 _NUMBERS = "numbers.csv"  # file with measurements of the current machine
 _VERDICTS = {
+    NONE: "trace and recording reserve the same within 2 MiB or 1 %",
     ALLOCATOR: "our allocator places the recorded requests differently",
     REQUESTS: "the recorded blocks differ from the trace's",
-    WORKSPACES: "recorded workspaces differ from the trace's",
+    WORKSPACES: "recorded workspaces or other short-lived blocks differ from the trace's",
     ORDER: "the reserved peaks differ, though both sides request the same blocks",
 }
 QUESTIONS = {
@@ -232,7 +233,7 @@ def histories(results: Results) -> Iterator[Part]:
     yield Legend({"measured": _MEASURED_CSS, "traced": _TRACED_CSS})
     yield SideBySide(tuple(map(_group, compared)))
     for verdict, words in _VERDICTS.items():
-        if verdicts[verdict]:
+        if verdicts[verdict] and verdict != NONE:
             jobs = ", ".join(comparison.name for comparison in compared if comparison.verdict == verdict)
             yield Finding(NO_COMMAND, f"{words}: {jobs}")
 
@@ -251,10 +252,12 @@ def _group(comparison: BlockComparison) -> Group:
     return Group(
         comparison.name,
         (
-            Outcome(level, "equal" if comparison.verdict == NONE else comparison.verdict, ""),
+            Outcome(
+                level, "equal" if comparison.verdict == NONE else comparison.verdict, _VERDICTS[comparison.verdict]
+            ),
             Drawn(curves_svg(comparison)),
             *((Lead(f"Recorded in part: {comparison.cut_off}."),) if comparison.cut_off else ()),
-            Lead(comparison.sentence),
+            *((Lead(f"{comparison.allocator_difference}."),) if comparison.allocator_difference else ()),
             Fold("figures and blocks", tuple(details)),
         ),
     )

@@ -7,11 +7,9 @@ packs the work folder. `Call` is the running call: its rows, its packing, and it
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.util
 import json
 import os
-import platform
 import shlex
 import signal
 import sqlite3
@@ -21,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -345,20 +342,16 @@ def _earlier_rows(work: Path) -> list[dict[str, Any]]:
 
 def _run_step(call: Call, name: str, seconds: float) -> None:
     step, call.step_began_s = STEPS[name], time.monotonic()
-    runs_before, discovered = call.runs, discover_gpus()
+    runs_before = call.runs
     counts: dict[str, int] = {}
     row = {
         "step": name,
         "device": call.place.device,
-        "started_at": datetime.datetime.now(datetime.UTC).isoformat(),
         "wall_s": 0.0,
         "outcome": "running",
         "reason": None,
         "counts": counts,
-        "torch": version("torch"),
-        "python": platform.python_version(),
-        "driver": discovered.driver_version,
-        "gpu": next((gpu.name for gpu in discovered.usable), None),
+        "gpu": next((gpu.name for gpu in discover_gpus().usable), None),
     }
     call.rows.append(row)
     call.pack()

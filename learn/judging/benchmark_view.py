@@ -547,7 +547,7 @@ def _draw_errors(table: PaperTable) -> tuple[Block, ...]:
     left = max(map(len, kinds), default=0) * LETTER_PX + 14
     margins = Margins(width=left + 620, height=60 + 22 * len(kinds), left=left, top=8, bottom=44)
     plot = Plot(Axis.of(0.0, limit, 6), Axis(len(kinds), 0.0), margins)
-    plot.ticks_below("relative error, 1.5 or more at the edge: bar the mean, a point a model", lines=True)
+    plot.ticks_below("relative error, 1.5 or more at the edge: bar the mean, a point a model")
     for place, name in enumerate(kinds):
         errors = [abs(row[name]) for row in table.rows if isinstance(row.get(name), _Signed)]
         css = "k0" if name.endswith(OTHERS) else "k1"

@@ -228,7 +228,7 @@ def _lines(curves: Mapping[str, Line], x_axis: Axis, y_axis: Axis, x_title: str,
         return ()
     plot = Plot(x_axis, y_axis, Margins(width=760, height=340, top=30, bottom=46))
     plot.grid()
-    plot.ticks_below(x_title, lines=True)
+    plot.ticks_below(x_title)
     plot.text("axis", 4, 14, y_title, "start")
     colours = colours_of(curves)
     for name, points in curves.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conf.children.keeper import Ended
-from conf.plain_text import ERROR_CHARACTERS, quoted, safe_text
+from conf.plain_text import ERROR_CHARACTERS, safe_text, shown
 from warehouse.tables.schema import KERNEL_PHASES, KERNEL_SCHEMA, KERNEL_TIMINGS, METRICS, OOM_KINDS
 from workers.telemetry.base import Sample
 from workers.trial.body import LINE_BYTES as LINE_BYTES
@@ -192,7 +192,7 @@ class ReportReader:
                 if self._over:
                     return
             if len(self._buffer) > LINE_BYTES:
-                raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(bytes(self._buffer))}")
+                raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {shown(bytes(self._buffer))}")
         except _Broken as broken:
             self._over = True
             self._buffer.clear()
@@ -202,22 +202,22 @@ class ReportReader:
     def _read(self, line: bytes) -> tuple[str, bool]:
         """Record one event; return its name, and whether it was kept rather than only counted."""
         if len(line) > LINE_BYTES:
-            raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {quoted(line)}")
+            raise _Broken(f"a report of more than {LINE_BYTES:,} bytes: {shown(line)}")
         try:
             message = json.loads(line)
             event = message.pop("event")
             read, keys = _EVENTS[event]
         except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-            raise _Broken(f"unknown report: {quoted(line)}") from None
+            raise _Broken(f"unknown report: {shown(line)}") from None
         if self._finished != (event in _AFTER_RESULT):
-            raise _Broken(f"{event!r} cannot come {'after' if self._finished else 'before'} the result: {quoted(line)}")
+            raise _Broken(f"{event!r} cannot come {'after' if self._finished else 'before'} the result: {shown(line)}")
         named = {"rank"} & message.keys() if self.ranks > 1 and event in _MAY_NAME_A_RANK else set()
         if message.keys() != keys | named:
-            raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {quoted(line)}")
+            raise _Broken(f"a report {event!r} must have {', '.join(sorted(keys))}: {shown(line)}")
         try:
             return event, read(self, **message) is not False
         except _Broken as broken:
-            raise _Broken(f"{broken}: {quoted(line)}") from None
+            raise _Broken(f"{broken}: {shown(line)}") from None
 
     def _built(self, parameters: Any) -> None:
         self._once("built")
