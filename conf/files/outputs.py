@@ -123,8 +123,6 @@ def _output(out: str | os.PathLike[str], key: str) -> Output:
         raise refused(os.strerror(error.errno) if error.errno else str(error)) from error
     if status is not None and stat.S_ISDIR(status.st_mode):
         raise refused("it is a folder")
-    if status is not None and stat.S_ISSOCK(status.st_mode):
-        raise refused("it is a socket")
     owner = _owner(real)
     if owner is not None:
         raise refused(f"it is a file of the data folder {owner}; choose a place outside")

@@ -278,10 +278,10 @@ def _check_size(archives: Iterable[Archive], part: str, mib: float) -> None:
     beside_bytes = LAUNCHER.stat().st_size + (64 << 10)  # the launcher, and more than a manifest takes
     needed_mib = (beside_bytes + sum(archive.bytes for archive in archives if archive.part == part)) / 2**20
     if needed_mib > mib:
-        instead = (
-            "leave Ray out with ray=false" if part == PARTS["ray"] else "leave out with present= what the machine has"
+        raise UsageError(
+            f"mib={mib:.4g} is too small: {part} takes {math.ceil(needed_mib)}; or leave out with present= what the "
+            "machine has, or Ray with ray=false"
         )
-        raise UsageError(f"mib={mib:.4g} is too small: {part} takes {math.ceil(needed_mib)}; or {instead}")
 
 
 def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Archive]) -> list[str]:

@@ -27,7 +27,6 @@ from conf.reports.blocks import (
     Legend,
     Level,
     Outcome,
-    Preformatted,
     SideBySide,
     Table,
     table,
@@ -179,12 +178,9 @@ def workspaces(results: Results) -> Iterator[Part]:
         }
         for row in rows[:_SHOWN]
     ]
-    equal = sum(row["measured_bytes"] == row["assumed_bytes"] for row in rows)
-    missing = len(all_rows) - len(rows) + reasons.total()  # a failed process counts as one call
     for reason, count in reasons.items():
         yield Callout(f"Not measured ({count}): {reason}")
-    lead = f"{count_of(len(rows), 'call')} measured, {equal} with exactly the assumed bytes, {missing} not measured."
-    yield Lead(f"{lead} The table has the largest differences, in MiB.")
+    yield Lead(f"{count_of(len(rows), 'call')} measured. The table has the largest differences, in MiB.")
     yield records(cells, words=2)
     off_mib: dict[str, list[float]] = {}
     for row in rows:
@@ -217,11 +213,8 @@ def comparisons_of(work: Path) -> tuple[list[BlockComparison], dict[str, str]]:
 def histories(results: Results) -> Iterator[Part]:
     """Yield the recorded jobs compared with their traces, block by block."""
     compared, failed = comparisons_of(results.work)
-    reasons: dict[str, list[str]] = {}
     for name, reason in failed.items():
-        reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        yield Callout(f"Not compared: {', '.join(names)}: {reason}")
+        yield Callout(f"Not compared: {name}: {reason}")
     if not compared:
         return
     verdicts = Counter(comparison.verdict for comparison in compared)
@@ -311,8 +304,6 @@ def questions(results: Results) -> Iterator[Part]:
             yield Lead(ANSWERS[name](measured.rows))
         else:
             yield Callout(f"Not answered: {measured.reason or 'its process gave no figures'}.")
-        if measured.rows:
-            yield Fold("figures", (Preformatted(json.dumps(measured.rows, indent=1)),))
 
 
 def tests(results: Results) -> Iterator[Part]:

@@ -234,10 +234,6 @@ def corrected_models(results: Results) -> Iterator[Part]:
     if not rows:
         raise Absent("No packaged corrected model covers these families.")
     yield records(rows, words=3)
-    yield Lead(
-        "A correction fitted on these runs, judged on runs held out: ",
-        Code(f"python -m learn.benchmark target=memory estimators=[trace,hybrid] {results.data_key}"),
-    )
 
 
 def protocols(results: Results) -> Iterator[Part]:
