@@ -6,7 +6,6 @@ Python than this one: it resolves their requirements, downloads with pip, and ch
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import hashlib
 import importlib.metadata
@@ -61,21 +60,6 @@ _NO_MATCH = re.compile(r"Could not find a version that satisfies the requirement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Archive:
-    """Packages that are installed together: one compressed file of a part, and its entry in the manifest.
-
-    Args:
-        part: The part with the file.
-        packages: Version by name.
-    """
-
-    part: str
-    bytes: int
-    sha256: str
-    packages: dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class BundleSettings(Checked):
     """Keys of the command."""
 
@@ -116,7 +100,7 @@ def bundle(settings: BundleSettings) -> list[str]:
     try:
         downloaded: dict[str, Path] = {}
         expects: set[str] = set()
-        archives: dict[str, Archive] = {}
+        archives: dict[str, dict[str, Any]] = {}
         for name in PARTS if settings.ray else ("core", "numpy"):
             before = set(downloaded)
             expects |= needed_wheels(requirements[name], python, on_machine, downloaded, work / "wheels")
@@ -132,7 +116,7 @@ def bundle(settings: BundleSettings) -> list[str]:
             "glibc": GLIBC,
             "torch": next(spec.version for spec in requirements["torch"].specifier if spec.operator == ">="),
             "expects": sorted(expects),
-            "archives": {name: dataclasses.asdict(archive) for name, archive in archives.items()},
+            "archives": archives,
         }
         manifest["bundle"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
         for part in (work / "parts").iterdir():
@@ -219,8 +203,11 @@ def tracked_files() -> tuple[list[str], str]:
     return files, described.stdout.strip()
 
 
-def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Path) -> Archive:
-    """Compress unpacked wheels, in the layout of an installer, and source files into an archive of a part."""
+def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Path) -> dict[str, Any]:
+    """Compress unpacked wheels, in the layout of an installer, and source files into an archive of a part.
+
+    Returns the archive's entry in the manifest; `packages` maps names to versions.
+    """
     part.mkdir(parents=True, exist_ok=True)
     path = part / f"{name}.tar.xz"
     site = "site" if name == "core" else f"site-{name}"
@@ -243,12 +230,12 @@ def _archive(name: str, wheels: Sequence[Path], source: Sequence[str], part: Pat
     versions = {
         str(package): str(version) for package, version, *_ in map(parse_wheel_filename, (w.name for w in wheels))
     }
-    return Archive(
-        part=part.name,
-        bytes=path.stat().st_size,
-        sha256=file_sha256(path),
-        packages=versions,
-    )
+    return {
+        "part": part.name,
+        "bytes": path.stat().st_size,
+        "sha256": file_sha256(path),
+        "packages": versions,
+    }
 
 
 def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]]:
@@ -273,10 +260,10 @@ def _installed_files(wheel: zipfile.ZipFile) -> list[tuple[zipfile.ZipInfo, str]
     return kept
 
 
-def _check_size(archives: Iterable[Archive], part: str, mib: float) -> None:
+def _check_size(archives: Iterable[Mapping[str, Any]], part: str, mib: float) -> None:
     """Raise `UsageError` if a part is larger than `mib`."""
     beside_bytes = LAUNCHER.stat().st_size + (64 << 10)  # the launcher, and more than a manifest takes
-    needed_mib = (beside_bytes + sum(archive.bytes for archive in archives if archive.part == part)) / 2**20
+    needed_mib = (beside_bytes + sum(archive["bytes"] for archive in archives if archive["part"] == part)) / 2**20
     if needed_mib > mib:
         raise UsageError(
             f"mib={mib:.4g} is too small: {part} takes {math.ceil(needed_mib)}; or leave out with present= what the "
@@ -284,11 +271,11 @@ def _check_size(archives: Iterable[Archive], part: str, mib: float) -> None:
         )
 
 
-def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Archive]) -> list[str]:
+def _table(folder: Path, manifest: Mapping[str, Any], archives: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = [f"for CPython {manifest['python']}, Linux on {manifest['machine']}, torch {manifest['torch']} or newer"]
     for name, archive in archives.items():
-        packages = ", ".join(f"{package} {version}" for package, version in sorted(archive.packages.items()))
-        lines.append(f"{folder / archive.part}: {name}: {archive.bytes / 2**20:.1f} MiB")
+        packages = ", ".join(f"{package} {version}" for package, version in sorted(archive["packages"].items()))
+        lines.append(f"{folder / archive['part']}: {name}: {archive['bytes'] / 2**20:.1f} MiB")
         lines.append(f"    {'the source, ' if name == 'core' else ''}{packages}")
     return [
         *lines,
