@@ -7,7 +7,7 @@ never scaled down, to keep figures readable: a page scrolls charts that are too 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal, NamedTuple, TypeAlias
@@ -18,7 +18,6 @@ LETTER_PX = 7.7  # width of a digit at 12 pixels in the widest usual system font
 Anchor: TypeAlias = Literal["start", "middle", "end"]
 _MOST_LOG_TICKS = 8
 _LEAST_GAP = 10.0  # pixels between two texts
-_WIDEST_COLUMN = 40.0  # pixels
 SHADES = 6  # not counting the empty one
 DARK_SHADE = 4  # from this shade on, text is drawn light
 
@@ -249,22 +248,6 @@ def curves(names: Sequence[str], lines: Sequence[Curve], unit: str, most: float 
         for x, value in points:
             plot.dot(line.css, x, value, 2.5, figure(value))
     return plot.picture(f"{', '.join(line.name for line in lines)} [{unit}]")
-
-
-def columns(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str) -> Svg:
-    """Draw a stacked column for each name; `parts` maps a part's name to (CSS class, values)."""
-    sums = [sum(values[k] for _, values in parts.values()) for k in range(len(names))]
-    plot = _over_names(names, 1.08 * max(sums, default=0.0) or 1.0, unit)
-    half = min(0.36, _WIDEST_COLUMN / 2 / (plot.x(1) - plot.x(0)))
-    for k, name in enumerate(names):
-        low = 0.0
-        for part, (css, values) in parts.items():
-            if values[k] > 0:
-                title = f"{name}: {part} {figure(values[k])} {unit}"
-                plot.column(css, k + 0.5 - half, k + 0.5 + half, low, low + values[k], title)
-                low += values[k]
-    plot.texts("value", [(plot.x(k + 0.5), plot.y(total) - 5, figure(total)) for k, total in enumerate(sums) if total])
-    return plot.picture(f"{', '.join(parts)} [{unit}]")
 
 
 def _over_names(names: Sequence[str], top: float, unit: str) -> Plot:
