@@ -41,10 +41,9 @@ LOADERS = {
     ("workers/devices/__init__.py", "make_device"): "names of the table of backends",
     ("featurize/families/__init__.py", "get_family"): "names of files of our own folder; others raise first",
     ("featurize/families/zoo.py", "_load"): "behind `code_names.library_problem`: the user's names, libraries' models",
-    ("featurize/training/training_step.py", "_torchao"): "a literal: torchao.float8",
     ("featurize/job/code_names.py", "_download"): "a literal: timm",
     ("featurize/training/training_step.py", "preload"): "literals: what the first step imports",
-    ("featurize/nets/vision.py", "import_library"): "the three libraries' models, behind `code_names.library_problem`",
+    ("featurize/nets/vision.py", "import_library"): "the libraries' models, behind `code_names.library_problem`",
     ("featurize/nets/vision.py", "load_named"): "model=MODULE:FACTORY that the user typed; zoo's, behind its own check",
     ("featurize/nets/vision.py", "mend_torchvision"): "a literal: torchvision",
 }

@@ -34,6 +34,7 @@ _HOW = {
     "torchvision": "pip install torchvision, with the --index-url that torch came from, gives one that matches this "
     "torch; pip install --no-deps torchvision will do for estimates",
     "transformers": "pip install transformers",
+    "torchao": "pip install torchao",
 }
 # Loggers that warn, on a library's import, of kernels that only a GPU has, and of torch's future deprecations.
 _NOISY = (

@@ -56,7 +56,6 @@ from featurize.training.training_step import (
     PRICED,
     TrainingStep,
     multiplies_8_bits,
-    refuse_odd_tokens,
     require_8_bits,
     targets_for,
 )
@@ -267,7 +266,6 @@ class Tracing:
         loss = self._regions.loss(self.loss)
         self._step = TrainingStep(built, training, "meta", loss=loss, holds_output=self.training_loop)
         _require_trainable(self._step.model)  # quantized weights are frozen
-        refuse_odd_tokens(self._step.model)
         recorder = self._recorder = self._regions.recorder = Recorder(self._step.model)
         recorder.memory.graphs = graphs
         rank.attach(recorder)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from conf.errors import EnvironmentProblem, unknown_name
+from conf.errors import EnvironmentProblem
 from featurize.job.training_settings import OPTIMIZERS
 from featurize.nets.vision import import_library
 from featurize.operators.replacing import replaced
@@ -29,6 +29,7 @@ LEARNING_RATE = 1e-3
 STATE_BLOCK = 256
 SMALLEST_IN_8_BITS = 4096
 SMALLEST_PAGED = 100_000  # elements below which state is not paged
+_DECAY = 0.999  # of moving averages
 
 
 def make_optimizer(
@@ -50,11 +51,9 @@ def make_optimizer(
             like in torch/optim), one after another with `loop`, without a copy with `fused`.
 
     Raises:
-        UsageError: An unknown optimizer, or transformers is missing for its Adafactor.
-        EnvironmentProblem: bitsandbytes is missing, or the parameters are on the CPU, where it cannot run.
+        EnvironmentProblem: bitsandbytes is missing, or the parameters are on the CPU, where it cannot run; or
+            transformers is, for its Adafactor.
     """
-    if name not in OPTIMIZERS:
-        raise unknown_name("optimizer", name, OPTIMIZERS)
     given: list[Any] = alike(parameters)
     known = OPTIMIZERS[name]
     more: dict[str, Any] = {} if weight_decay is None else {"weight_decay": weight_decay}
@@ -104,8 +103,6 @@ class _TensorByTensor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise ValueError("a closure is not supported: compute the gradients before the step")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -324,8 +321,7 @@ def alike(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter] | list[dict[
 class MovingAverage:
     """Exponential moving averages of a model's parameters and buffers, on the same device."""
 
-    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        self.decay = decay
+    def __init__(self, model: nn.Module) -> None:
         self._sources = [*model.parameters(), *model.buffers()]
         with torch.no_grad():
             self.tensors = [t.detach().clone() for t in self._sources]
@@ -334,4 +330,4 @@ class MovingAverage:
     def update(self) -> None:
         pairs = [(a, s.detach()) for a, s in zip(self.tensors, self._sources, strict=True) if a.is_floating_point()]
         for group in _group(pairs, lambda pair: _kind_of(pair[0])):
-            torch._foreach_lerp_([ours for ours, _ in group], [theirs for _, theirs in group], 1 - self.decay)
+            torch._foreach_lerp_([ours for ours, _ in group], [theirs for _, theirs in group], 1 - _DECAY)

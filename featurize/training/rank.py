@@ -201,11 +201,6 @@ class Replica:
         order = [*self._complete.values(), *(p for p in self._parameters if id(p) not in self._complete)]
         self._fill(assign_buckets(map(_size, order), self.limits), order)
 
-    @property
-    def has_reduced(self) -> bool:
-        """Return whether gradients were reduced before."""
-        return bool(self._complete)
-
     def _reduce(self, parameter: Tensor) -> None:
         """Copy a complete gradient into its bucket, and leave it there, or copy the reduced one back at the end of the
         backward pass (reducer.cpp: `finalize_backward`)."""
@@ -274,9 +269,9 @@ class Replica:
         )
 
     def without_gradient(self) -> list[str]:
-        """Return the names of the parameters without a gradient so far, for which torch raises an error in its second
-        step."""
-        if self._parallel.ddp.find_unused_parameters or self._parallel.ddp.static_graph:
+        """Return the names of the parameters without a gradient although others were reduced, for which torch raises
+        an error in its second step."""
+        if not self._complete or self._parallel.ddp.find_unused_parameters or self._parallel.ddp.static_graph:
             return []
         missing = {id(p) for p in self._parameters} - self._complete.keys()
         return [name for name, p in self._model.named_parameters() if id(p) in missing]

@@ -40,12 +40,10 @@ from torch.distributed.tensor import _random as random
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
-from conf.errors import CommandError, UsageError
-from conf.plain_text import exception_line
+from conf.errors import UsageError
 from featurize.job.layout import ROTATIONS, Parallel
 from featurize.operators.replacing import instead_of, replaced
 from featurize.operators.tensor_parts import is_shared
-from featurize.recording.block_record import origin
 from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import COMMUNICATION, GATHERED, UNREDUCED, Collective
 from featurize.recording.values import Inputs, mapped, named_tensors
@@ -78,34 +76,16 @@ class ShardedRank(ReplicatedRank):
         self.bucket_limits, self.needs_factory = None, parallel.degrees.own > 1
         self._mesh, self._streams, self._experts = mesh, streams, experts
         self._spreads = True
-        self._length = 0  # length of the sequence that ranks share
         self._sequence = sequence_mesh(mesh, parallel) if parallel.degrees.cp > 1 else None
 
     def part_of(self, inputs: object, target: Tensor | None) -> tuple[object, Tensor | None]:
         if self._sequence is None:
             return inputs, target
-        self._length = sequence_length(inputs)
         return part_of_sequence(inputs, target, self._sequence, self.parallel)
 
-    @contextlib.contextmanager
-    def intercept(self) -> Iterator[None]:
-        """Make attention cover the sequence of all ranks while entered. Raises `UsageError` for models that then
-        fail."""
-        if self._sequence is None:
-            yield
-            return
-        try:
-            with ring_attention(self._sequence, self.parallel):
-                yield
-        except CommandError:
-            raise
-        except Exception as error:  # a model may raise anything on a part of its inputs
-            operator, module = origin(error)
-            raise UsageError(
-                f"parallel: cp divides the second dimension of the inputs, here of {self._length}, which has to be the "
-                f"sequence, as in [batch, length]; on its part the model fails in operator {operator or 'none'} of "
-                f"module {module!r}: {exception_line(error)}"
-            ) from error
+    def intercept(self) -> contextlib.AbstractContextManager[object]:
+        """Make attention cover the sequence of all ranks while entered."""
+        return super().intercept() if self._sequence is None else ring_attention(self._sequence, self.parallel)
 
     def attach(self, recorder: Recorder) -> None:
         super().attach(recorder)
@@ -278,11 +258,7 @@ def part_of_sequence(inputs: object, target: Tensor | None, mesh: DeviceMesh, pa
     parts = cp * (2 if _is_balanced(parallel) else 1)
     if length % parts:
         why = "two parts for each rank" if _is_balanced(parallel) else "a part for each rank"
-        shorter, longer = length - length % parts, length - length % parts + parts
-        lengths = f"the next lengths that do are {shorter} and {longer}" if shorter else f"the shortest one is {longer}"
-        raise UsageError(
-            f"parallel: cp={cp}: a sequence of {length} does not divide into {parts} parts ({why}); {lengths}"
-        )
+        raise UsageError(f"parallel: cp={cp}: a sequence of {length} does not divide into {parts} parts ({why})")
     place = mesh.get_local_rank()
     chosen = [place, parts - 1 - place] if _is_balanced(parallel) else [place]
 

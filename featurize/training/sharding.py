@@ -65,9 +65,7 @@ class FlatShards(FullyShardedDataParallel):
         return self.no_sync() if self.accumulates else contextlib.nullcontext()
 
 
-def shard_flat(
-    model: nn.Module, parallel: Parallel, mesh: DeviceMesh, chosen: Sequence[nn.Module], types: MixedPrecision
-) -> FlatShards:
+def shard_flat(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> FlatShards:
     """Shard flat parameters, their gradients and optimizer state with FSDP1. Changes the model, and returns the wrapper
     to train.
 
@@ -75,39 +73,24 @@ def shard_flat(
         model: The model, before its optimizer is made.
         parallel: The degrees and FSDP1's own settings.
         mesh: The mesh of all ranks, with dimensions as `Parallel.axes` names them.
-        chosen: The modules that get a wrapper, in addition to the model.
-        types: Types of gathered parameters and of reduced gradients.
-
-    Raises:
-        UsageError: A unit has frozen and other parameters, which `use_orig_params=false` does not allow, or parameters
-            of several types.
     """
     shards = mesh.get_group("fsdp")
     replicas = parallel.degrees.ddp > 1
-    members = {id(member) for member in chosen}
+    members = {id(member) for member in units(model, parallel.fsdp.wrap)}
     device = next(model.parameters()).device
-    try:
-        wrapper = FlatShards(
-            model,
-            process_group=(shards, mesh.get_group("ddp")) if replicas else shards,
-            sharding_strategy=_STRATEGIES[parallel.fsdp.reshard_after_forward is not False, replicas],
-            auto_wrap_policy=CustomPolicy(lambda module: id(module) in members),
-            backward_prefetch=_PREFETCHES[parallel.fsdp.backward_prefetch],
-            mixed_precision=types,
-            limit_all_gathers=parallel.fsdp.limit_all_gathers,
-            use_orig_params=parallel.fsdp.use_orig_params,
-            device_id=torch.device("cpu") if device.type == "cpu" else None,
-        )
-    except ValueError as error:
-        if "uniform" not in str(error) and "requires_grad" not in str(error):
-            raise
-        reason = str(error).partition("\n")[0]
-        way_out = "give its parameters one type, or use fsdp_version=2"
-        if "requires_grad" in reason:
-            way_out = "a unit with frozen and other parameters needs use_orig_params=true"
-        raise UsageError(
-            f"parallel: FullyShardedDataParallel does not flatten what a unit holds ({reason}); {way_out}"
-        ) from error
+    wrapper = FlatShards(
+        model,
+        process_group=(shards, mesh.get_group("ddp")) if replicas else shards,
+        sharding_strategy=_STRATEGIES[parallel.fsdp.reshard_after_forward is not False, replicas],
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in members),
+        backward_prefetch=_PREFETCHES[parallel.fsdp.backward_prefetch],
+        mixed_precision=MixedPrecision(
+            param_dtype=DTYPES[parallel.fsdp.param_dtype], reduce_dtype=DTYPES[parallel.fsdp.reduce_dtype]
+        ),
+        limit_all_gathers=parallel.fsdp.limit_all_gathers,
+        use_orig_params=parallel.fsdp.use_orig_params,
+        device_id=torch.device("cpu") if device.type == "cpu" else None,
+    )
     wrapper.accumulates = parallel.fsdp.no_sync
     return wrapper
 
@@ -134,10 +117,7 @@ def shard(model: nn.Module, parallel: Parallel, mesh: DeviceMesh, experts: Devic
         UsageError: No module is of a class in `wrap`, or the plan or `ep` does not fit the model.
     """
     if parallel.flat:
-        types = MixedPrecision(
-            param_dtype=DTYPES[parallel.fsdp.param_dtype], reduce_dtype=DTYPES[parallel.fsdp.reduce_dtype]
-        )
-        return shard_flat(model, parallel, mesh, units(model, parallel.fsdp.wrap), types)
+        return shard_flat(model, parallel, mesh)
     mixtures = split_modules(model, parallel, mesh, experts)
     if parallel.sharded > 1:
         shard_units(model, parallel, mesh, units(model, parallel.fsdp.wrap), experts, mixtures)
@@ -388,9 +368,8 @@ def styles_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     for pattern, style in plan.items():
         fitting = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
         if not fitting:
-            raise UsageError(
-                f"parallel: tp_plan: {shown(pattern)} fits no module of the model, which has {_some(paths)}"
-            )
+            some = ", ".join(paths[:8]) + ", ..." * (len(paths) > 8)
+            raise UsageError(f"parallel: tp_plan: {shown(pattern)} fits no module of the model, which has {some}")
         styles |= dict.fromkeys(fitting, style)
     return styles
 
@@ -408,10 +387,6 @@ def _require_whole_heads(model: nn.Module, styles: Mapping[str, str], ranks: int
                 raise UsageError(
                     f"parallel: tp={ranks} does not divide the {heads} heads of {path} ({name}); tp can be {fitting}"
                 )
-
-
-def _some(paths: list[str]) -> str:
-    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
 
 
 STYLE = "moe_tp_experts"

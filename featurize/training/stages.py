@@ -123,15 +123,11 @@ def starts_of(survey: Survey, parallel: Parallel) -> list[int]:
         given, accepted = survey.outputs[place - 1], survey.inputs.get(place)
         if accepted is not None and (accepted.shape, accepted.dtype) != (given.shape, given.dtype):
             raise UsageError(
-                f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({_describe(given)}) before "
-                f"{survey.paths[place]} takes it ({_describe(accepted)}), so that no stage begins between the two; "
-                f"stage_starts names other modules, {EXAMPLE_STARTS}"
+                f"parallel: pp: the model changes what {survey.paths[place - 1]} gives ({list(given.shape)} "
+                f"{given.dtype}) before {survey.paths[place]} takes it ({list(accepted.shape)} {accepted.dtype}), so "
+                f"that no stage begins between the two; stage_starts names other modules, {EXAMPLE_STARTS}"
             )
     return starts
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _chosen_starts(survey: Survey, parallel: Parallel) -> list[int]:
@@ -271,15 +267,12 @@ def result_of(output: Any) -> Tensor:
 
 
 def _named_starts(survey: Survey, given: Sequence[str]) -> list[int]:
-    if unknown := [path for path in given if path not in survey.paths[1:]]:
+    if list(given) != [path for path in survey.paths[1:] if path in given]:
         raise UsageError(
-            f"parallel: stage_starts: a stage cannot begin at {', '.join(unknown)}; at these it can: "
+            f"parallel: stage_starts: a stage cannot begin at {', '.join(given)}; at these it can, in this order: "
             f"{_some(survey.paths[1:])}"
         )
-    places = [survey.paths.index(path) for path in given]
-    if places != sorted(set(places)):
-        raise UsageError("parallel: stage_starts must be in the order in which the modules run, each once")
-    return places
+    return [survey.paths.index(path) for path in given]
 
 
 def _some(paths: Sequence[str]) -> str:
@@ -396,7 +389,7 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs, 
         elif place == end:
             give = functools.partial(stage.leave, survey.paths[place], example)
         else:
-            give = functools.partial(_pass_by, example)
+            give = functools.partial(lambda tensor, _taken: tensor, example)
         survey.container._modules[name] = _Placeholder(survey.forms[place], give)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -405,10 +398,6 @@ def cut(model: nn.Module, survey: Survey, begin: int, end: int, inputs: Inputs, 
                 vars(module)[name] = parameter.detach()
     stage.take_over()
     return stage
-
-
-def _pass_by(example: Tensor, _taken: Tensor | None) -> Tensor:
-    return example
 
 
 class _Placeholder(nn.Module):
@@ -449,14 +438,9 @@ class _Held(NamedTuple):
 
 @dataclass
 class _Batch:
-    """A micro-batch on its way through one stage.
-
-    kept    blocks that its passes so far allocated for a later one
-    spans   operators of the passes so far
-    """
+    """A micro-batch on its way through one stage, with the blocks that its passes so far allocated for a later one."""
 
     kept: list[int] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
 
     def keep(self, used: Collection[int], more: Iterable[int]) -> None:
         """Remove the used blocks, given by their indices, and add those that a pass keeps for a later one."""
@@ -479,7 +463,6 @@ class _Note(NamedTuple):
     results     its results
     operators   its operators
     sent        its collectives
-    spans       operators of the micro-batch's passes so far, with this one last
     state       state of the stage's shards afterwards
     began, ended   the moments before and after it
     """
@@ -492,7 +475,6 @@ class _Note(NamedTuple):
     results: list[_Result | None]
     operators: list[Operator]
     sent: list[SentNote]
-    spans: list[tuple[int, int]]
     state: Hashable
     began: StepMoment
     ended: StepMoment
@@ -558,7 +540,6 @@ class RepeatedPasses:
         results = compute()
         if self._values_differ and recorder.decided > decided:
             raise DoesNotRepeat("the pass depends on the numbers of its micro-batch")
-        batch.spans.append((began.operators, len(recorder.log.operators)))
         note = self._notes[key] = self._note(stage, batch, results, mark, began)
         batch.keep(note.used.values(), note.keeps)
         if kind == BACKWARD and batch.kept:
@@ -572,7 +553,7 @@ class RepeatedPasses:
 
         Args:
             stage: Number of the stage.
-            batch: The pass's micro-batch, as it was before the pass, but for the span of the pass.
+            batch: The pass's micro-batch, as it was before the pass.
             results: The pass's results.
             mark, began: The moment before it.
 
@@ -597,21 +578,18 @@ class RepeatedPasses:
             results=placed,
             operators=self._recorder.log.operators[began.operators :],
             sent=streams.sent[began.collectives :],
-            spans=list(batch.spans),
             state=self._states[stage].now(),
             began=began,
             ended=streams.moment(),
         )
 
     def _repeat(self, note: _Note, stage: int, batch: _Batch) -> list[Tensor | None]:
-        log, begin = self._recorder.log, self._streams.now()
-        batch.spans.append((begin, begin + len(note.operators)))
-        known = self._repeat_memory(note, batch)
-        if any(sent.before is not None and sent.before > note.spans[-1][1] for sent in note.sent):
+        log, known = self._recorder.log, self._repeat_memory(note, batch)
+        if any(sent.before is not None and sent.before > note.ended.operators for sent in note.sent):
             raise DoesNotRepeat("a collective is waited for after its pass")
         self._streams.repeat(note.sent, note.began, note.ended)
         if log.keep_operators:
-            log.operators.extend(_move(operator, note.spans, batch.spans) for operator in note.operators)
+            log.operators.extend(note.operators)
         storages: dict[int, torch.UntypedStorage] = {}
         with _disable_current_modes():
             results = [result and self._result(result, known[result.block], storages) for result in note.results]
@@ -666,15 +644,3 @@ def _result_of(memory: BlockRecord, tensor: Tensor) -> _Result:
     except KeyError:
         raise DoesNotRepeat("a pass gives what no operator made") from None
     return _Result(block, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-
-def _move(operator: Operator, noted: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Operator:
-    """Return the operator of a repeated pass, with sources in its own micro-batch; other sources stay the same."""
-
-    def source(number: int) -> int:
-        for (begin, end), (to, last) in zip(noted, now, strict=True):
-            if begin <= number < end:
-                return min(to + number - begin, last - 1)
-        return min(number, -1)
-
-    return operator._replace(sources=tuple(map(source, operator.sources)))

@@ -12,20 +12,19 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import UsageError
 from featurize.device.device_spec import DeviceSpec, UnsuitableDevice
 from featurize.job.training_settings import OPTIMIZERS, training_of
 from featurize.job.training_settings import Training as Training
 from featurize.job.training_settings import TrainingSettings as TrainingSettings
 from featurize.nets.checkpointing import checkpoint_blocks
-from featurize.nets.vision import quiet_imports
+from featurize.nets.vision import import_library
 from featurize.operators.own_operators import quantize, without_skipped
 from featurize.operators.table import SCALED_PRODUCT
 from featurize.operators.tensor_parts import is_shared
@@ -70,7 +69,7 @@ def convert_float8(
         UsageError: A name in `skip` is not a linear layer's, the model is converted already, or no layer is left to
             convert.
     """
-    package = _torchao()
+    package: Any = import_library("torchao.float8")
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if any(map(is_float8, layers.values())):
         raise UsageError("float8: the model holds layers that torchao converted already: leave float8 out")
@@ -90,40 +89,9 @@ def convert_float8(
     package.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
 
 
-def refuse_odd_tokens(model: nn.Module) -> None:
-    """Make converted layers refuse a number of tokens over which their 8-bit weight gradients cannot be summed.
-
-    The shape of a layer's input is known when it is called, before its products run. A compiled graph is not checked:
-    it omits products whose results are not read.
-
-    Args:
-        model: The traced model; its layers' calls raise `UsageError`.
-    """
-    for name, layer in model.named_modules():
-        if is_float8(layer) and _sums_8_bits(layer):
-            layer.register_forward_pre_hook(functools.partial(_require_whole_tokens, name))
-
-
 def is_float8(module: nn.Module) -> bool:
     """Return whether a module is a linear layer that torchao converted."""
     return type(module).__name__ == "Float8Linear"
-
-
-def _sums_8_bits(layer: nn.Module) -> bool:
-    config: Any = layer.config
-    return config.cast_config_input_for_grad_weight.scaling_type.name != "DISABLED" and not config.pad_inner_dim
-
-
-def _require_whole_tokens(name: str, _layer: nn.Module, args: tuple[Any, ...]) -> None:
-    if not args or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    tokens = args[0].numel() // args[0].shape[-1]
-    if tokens % _MULTIPLE:
-        raise UsageError(
-            f"float8: layer {name!r} is given {tokens} tokens (batch times length) at a time, and products of 8-bit "
-            f"floats sum over multiples of {_MULTIPLE}: choose another batch, length or number of micro-batches, or "
-            "float8=rowwise_with_gw_hp, which computes the gradients of weights in full width"
-        )
 
 
 def multiplies_8_bits(operators: Iterable[Operator]) -> bool:
@@ -138,13 +106,6 @@ def require_8_bits(spec: DeviceSpec) -> None:
             f"float8 needs a GPU that multiplies 8-bit floats (compute capability 8.9 or later, AMD MI300), and "
             f"{spec.name} ({spec.architecture.title}) does not: choose another device, or leave float8 out"
         )
-
-
-def _torchao() -> ModuleType:
-    if importlib.util.find_spec("torchao") is None:
-        raise EnvironmentProblem("float8 runs torchao's layers, and torchao is not installed: pip install torchao")
-    with quiet_imports():
-        return importlib.import_module("torchao.float8")
 
 
 MakeOptimizer: TypeAlias = Callable[..., torch.optim.Optimizer]
@@ -162,15 +123,6 @@ _LAZY_MODULES = (
     "torch.profiler._cupti_monitor",
     "torch.utils.checkpoint",
 )
-
-
-@runtime_checkable
-class OwnUpdates(Protocol):
-    """A wrapper with a context for all micro-steps except the last, which clips the norm over all ranks."""
-
-    def between_updates(self) -> contextlib.AbstractContextManager[object]: ...
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor: ...
 
 
 class OwnOptimizer(Protocol):
@@ -196,7 +148,8 @@ class TrainingStep:
     those of the last step are released, and `on_updated()` at the step's end. `on_phase(name)` is called as `forward`,
     `backward` and `optimizer` begin, `on_batch()` before every further micro-step of an accumulated step. Settings of
     `Training` that concern the model (precision, checkpointing, quantization) change it; `wrap` gets the changed model,
-    and returns the module to train. Raises `UsageError` for `compile` on a real device: only traces support it.
+    and returns the module to train. On a real device, trials choose optimizer, precision, `cudnn_benchmark` and
+    `channels_last`: `compile` and offloading are only traced.
     """
 
     def __init__(
@@ -212,8 +165,6 @@ class TrainingStep:
     ) -> None:
         self.device = torch.device(device)
         self.settings = training_of(settings)
-        if self.settings.compile and self.device.type != "meta":  # in a trace, `featurize.recording.compiled` does it
-            raise UsageError(f"compile is a setting of traces; a step on {self.device} runs as it is, so leave it out")
         self.on_phase = on_phase or (lambda name: None)
         self.on_batch: Callable[[], None] = lambda: None
         self.loss = loss or cross_entropy
@@ -250,8 +201,8 @@ class TrainingStep:
             if number:
                 self.on_batch()
             last = number == settings.accumulation - 1
-            updates: OwnUpdates | None = self.model if isinstance(self.model, OwnUpdates) and not last else None
-            with updates.between_updates() if updates is not None else contextlib.nullcontext():
+            between_updates = getattr(self.model, "between_updates", contextlib.nullcontext)  # of `FlatShards`
+            with contextlib.nullcontext() if last else between_updates():
                 self.on_phase("forward")
                 given = self.convert(inputs)  # they live until the next ones, as a script's variables do
                 loss = self._forward(given, targets)
@@ -298,8 +249,6 @@ class TrainingStep:
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:
-            if self.device.type != "meta":
-                raise UsageError("offload_optimizer is only traced: no real device trains with it")
             return OptimizerOnHost()
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
             from featurize.training.sharding import LocalOptimizer  # its imports are slow
@@ -350,32 +299,27 @@ class TrainingStep:
 
     def _optimize(self) -> None:
         """Unscale, clip and step."""
-        optimizer, scaler, settings = self.optimizer, self._scaler, self.settings
+        optimizer, scaler = self.optimizer, self._scaler
         assert not isinstance(optimizer, OptimizerInBackward)
-        clips = settings.clip_norm is not None or settings.clip_value is not None
         if scaler is not None and isinstance(optimizer, torch.optim.Optimizer):
-            if clips:
-                scaler.unscale_(optimizer)
-                self._clip()
             scaler.step(optimizer)
             scaler.update()
             return
-        if self.device.type == "meta" and settings.scales_loss:
+        if self.device.type == "meta" and self.settings.scales_loss:
             # The scaler reads a value back, which meta cannot; its unscaling is one in-place pass over the gradients.
             for gradients in by_kind(g._values() if g.is_sparse else g for g in self._gradients()):
                 torch._foreach_mul_(gradients, 1.0)
-        if clips:
-            self._clip()
+        self._clip()
         if isinstance(optimizer, torch.optim.Optimizer):
             run_step(optimizer)
         else:
             optimizer.step()
 
     def _clip(self) -> None:
-        if self.settings.clip_norm is not None and isinstance(self.model, OwnUpdates):
-            self.model.clip_grad_norm_(self.settings.clip_norm)
-        elif self.settings.clip_norm is not None:
-            clip_norm(self._gradients(), self.settings.clip_norm)
+        if self.settings.clip_norm is not None:
+            # That of `FlatShards` covers all ranks.
+            clip = getattr(self.model, "clip_grad_norm_", functools.partial(clip_norm, self._gradients()))
+            clip(self.settings.clip_norm)
         elif self.settings.clip_value is not None:
             clip_value(self._gradients(), self.settings.clip_value)
 
@@ -390,8 +334,6 @@ class TrainingStep:
         """
         if not self.settings.offload_activations:
             return contextlib.nullcontext()
-        if self.device.type != "meta":
-            return save_on_cpu(pin_memory=self.device.type == "cuda")
         return saved_tensors_hooks(_to_host, _from_host)
 
 

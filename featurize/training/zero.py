@@ -25,7 +25,7 @@ from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
 from featurize.training.optimizers import run_step, state_tensors
 from featurize.training.rank import Rank, dense_parameters
 from featurize.training.streams import Streams
-from featurize.training.training_step import TrainingStep, is_float8
+from featurize.training.training_step import TrainingStep
 
 _ALIGNMENT = 2  # elements of each rank's part: nccl_start_alignment_factor
 
@@ -97,14 +97,6 @@ class ZeroRank(Rank, abc.ABC):
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
         self._elements = 0  # of these gradients
         self._optimizers: list[torch.optim.Optimizer] = []  # each has one master weight
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        if any(map(is_float8, model.modules())):
-            raise UsageError(
-                f"parallel: zero={self._zero.stage} does not go with float8: the model holds linear layers that "
-                "torchao converted; leave either out"
-            )
-        return model
 
     def attach(self, recorder: Recorder) -> None:
         super().attach(recorder)

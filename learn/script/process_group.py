@@ -456,7 +456,7 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
     replica: Replica = getattr(self, REPLICA)
     trains = torch.is_grad_enabled()
     if trains:
-        if replica.has_reduced and (names := replica.without_gradient()):
+        if names := replica.without_gradient():
             raise RuntimeError(
                 f"{len(names)} parameters get no gradient (the first: {names[0]}), at which DistributedDataParallel "
                 "stops in its second step; pass find_unused_parameters=True, or freeze them"

@@ -9,9 +9,8 @@ from real_ranks import assert_like_real, chosen_cases, mesh_of, run_ranks, some_
 from torch import nn
 from uneven_net import BATCH, WIDTH, Net
 
-from conf.errors import UsageError
 from featurize.job.layout import Parallel
-from featurize.trace.tracer import trace_step
+from featurize.trace.tracer import TraceError, trace_step
 from featurize.training.sharding import shard
 from featurize.training.training_step import Training
 
@@ -114,11 +113,11 @@ def mixed():
 @pytest.mark.parametrize(
     ("model", "settings", "problem"),
     [
-        (adapted, {"use_orig_params": False}, "use_orig_params=true"),
-        (mixed, {}, "give its parameters one type, or use fsdp_version=2"),
+        (adapted, {"use_orig_params": False}, "does not support wrapping such modules when use_orig_params=False"),
+        (mixed, {}, "uniform dtype"),
     ],
 )
-def test_parameters_that_do_not_go_flat_together_are_refused_with_what_helps(model, settings, problem):
+def test_parameters_that_do_not_go_flat_together_are_refused_as_torch_refuses_them(model, settings, problem):
     layout = Parallel(fsdp=2, fsdp_version=1, **settings)
-    with pytest.raises(UsageError, match=problem):
+    with pytest.raises(TraceError, match=problem):
         trace_step(model, torch.empty(BATCH, WIDTH, device="meta"), parallel=layout)

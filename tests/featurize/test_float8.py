@@ -165,21 +165,6 @@ def test_settings_that_do_not_go_together_are_refused_with_the_choices(settings,
         estimate(net, [BATCH, WIDTH], device=H100, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "tokens"),
-    [
-        ({"float8": "tensorwise"}, 24),
-        ({"float8": "tensorwise", "checkpointing": "full"}, 24),
-        ({"float8": "tensorwise", "factory": four_blocks, "parallel": {"pp": 2, "micro_batches": 2}}, 12),
-    ],
-    ids=["eager", "checkpointed", "pipeline"],
-)
-def test_tokens_that_are_no_multiple_of_16_are_refused_with_the_choices(settings, tokens):
-    with pytest.raises(UsageError, match=rf"blocks.0.wide' is given {tokens} tokens .*rowwise_with_gw_hp") as raised:
-        traced(batch=24, **settings)
-    assert "\n" not in str(raised.value)
-
-
 def test_without_torchao_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match="pip install torchao"):

@@ -288,8 +288,8 @@ def divided(make, length=LENGTH, **options):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Attending, {"length": 250}, "a sequence of 250 does not divide into 8 parts .*; .* are 248 and 256"),
-        (Attending, {"length": 250, "cp_load_balance": False}, "does not divide into 4 parts .*; .* are 248 and 252"),
+        (Attending, {"length": 250}, "a sequence of 250 does not divide into 8 parts .two parts for"),
+        (Attending, {"length": 250, "cp_load_balance": False}, "does not divide into 4 parts .a part for each rank"),
         (Masked, {}, "attention with a mask does not run over several ranks"),
         (lambda: Attending(causal=False), {}, "are of causal attention only; give cp_load_balance=false"),
         (Attending, {"length": 64}, "row sums of 32 queries or a multiple, and a part of the sequence has 8"),

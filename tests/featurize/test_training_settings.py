@@ -275,8 +275,6 @@ def test_wrong_and_contradicting_settings_are_named(settings, message):
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [
-        (lambda: real_step(compile=True), UsageError, "compile is a setting of traces; a step on cpu runs as it is"),
-        (lambda: real_step(offload_optimizer=True), UsageError, "offload_optimizer is only traced"),
         (
             lambda: trace_step(lambda: nn.Linear(WIDTH, CLASSES), batch, settings=Training(checkpointing="full")),
             UsageError,
@@ -288,7 +286,7 @@ def test_wrong_and_contradicting_settings_are_named(settings, message):
             "runs on CUDA only",
         ),
     ],
-    ids=["compiled", "offloaded", "no blocks", "package"],
+    ids=["no blocks", "package"],
 )
 def test_settings_that_a_model_or_this_machine_cannot_have_are_refused(ask, error, message):
     with pytest.raises(error, match=message):

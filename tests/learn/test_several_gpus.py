@@ -157,8 +157,7 @@ def test_the_report_draws_what_ranks_gather_and_send(layout, tmp_path):
         ({"parallel": "own=8,static_graph=true"}, "static_graph: of ddp without fsdp, cp, tp and zero only"),
         (
             {"parallel": "cp=4,cp_load_balance=false", "inputs": [8, 32], "model": lambda: nn.Linear(32, 8)},
-            r"cp divides the second dimension of the inputs, here of 32, which has to be the sequence, as in \[batch, "
-            r"length\]; on its part the model fails in operator aten::addmm of module 'Linear': RuntimeError",
+            "it fails in operator aten::addmm of module 'Linear': RuntimeError",
         ),
         ({"parallel": "pp=8"}, r"8 stages need as many blocks at least, and the model has 4 \(0, 1, 2, 3\)"),
     ],
