@@ -9,8 +9,7 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -184,7 +183,20 @@ class BlockwiseAdamW(_TensorByTensor):
         state |= {name: torch.zeros(blocks, device=p.device) for name in ("absmax1", "absmax2")}
 
 
-class OptimizerInBackward:
+class OwnOptimizer:
+    """An optimizer that is not torch's. By default, it has no state, and nothing to do."""
+
+    @property
+    def state(self) -> Any:
+        """State by parameter, as torch's optimizers have it."""
+        return {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class OptimizerInBackward(OwnOptimizer):
     """An optimizer for each parameter, which steps in the backward pass and then frees the gradient.
 
     `around(parameter)` is entered for each step.
@@ -214,13 +226,12 @@ class OptimizerInBackward:
         return {p: state for optimizer in self.optimizers.values() for p, state in optimizer.state.items()}
 
 
-class OptimizerOnHost:
+class OptimizerOnHost(OwnOptimizer):
     """State and step in host memory, as in ZeRO-Offload: none of it is on the device, for which meta tensors stand.
     Gradients are copied to the host, and weights back, without an operator."""
 
-    state: Mapping[Tensor, Any] = MappingProxyType({})
-
-    def step(self) -> None: ...
+    def __init__(self, model: nn.Module) -> None:
+        self.zero_grad = model.zero_grad  # type: ignore[method-assign]
 
 
 def run_step(optimizer: torch.optim.Optimizer) -> None:

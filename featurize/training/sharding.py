@@ -44,7 +44,7 @@ from featurize.job.layout import EXAMPLE_PLAN, EXPERT_REPLICAS, EXPERT_SHARDS, E
 from featurize.nets.checkpointing import repeated_blocks
 from featurize.operators.tensor_parts import local_tensor, own_part
 from featurize.training.experts import divide_experts
-from featurize.training.optimizers import run_step
+from featurize.training.optimizers import OwnOptimizer, run_step
 
 _PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 _STRATEGIES = {  # whether parameters are freed after the forward pass, whether there are replicas
@@ -257,7 +257,7 @@ def wrap_for_rank(model: nn.Module, parallel: Parallel) -> nn.Module:
     )
 
 
-class LocalOptimizer:
+class LocalOptimizer(OwnOptimizer):
     """Updates parts of parameters; reads and frees gradients where the wrapper leaves them.
 
     Args:

@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from featurize.training.optimizers import (
     MovingAverage,
     OptimizerInBackward,
     OptimizerOnHost,
+    OwnOptimizer,
     by_kind,
     clip_norm,
     clip_value,
@@ -123,17 +124,6 @@ _LAZY_MODULES = (
     "torch.profiler._cupti_monitor",
     "torch.utils.checkpoint",
 )
-
-
-class OwnOptimizer(Protocol):
-    """An optimizer of a rank's parts of the parameters."""
-
-    @property
-    def state(self) -> Any: ...
-
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-    def step(self) -> None: ...
 
 
 class TrainingStep:
@@ -242,14 +232,12 @@ class TrainingStep:
         """Yield the tensors of the optimizer's state that lie on the device."""
         return state_tensors(self.optimizer)
 
-    def _make_optimizer(
-        self, make: MakeOptimizer
-    ) -> torch.optim.Optimizer | OptimizerInBackward | OptimizerOnHost | OwnOptimizer:
+    def _make_optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer | OwnOptimizer:
         settings = self.settings
         if settings.optimizer_in_backward:
             return OptimizerInBackward(self.model.parameters(), make, self._while_updating)
         if settings.offload_optimizer:
-            return OptimizerOnHost()
+            return OptimizerOnHost(self.model)
         if self.device.type == "meta" and any(is_shared(p) for p in self.model.parameters()):
             from featurize.training.sharding import LocalOptimizer  # its imports are slow
 
@@ -265,10 +253,7 @@ class TrainingStep:
 
     def zero_grad(self) -> None:
         """Free the gradients, or fill them with zeros, by the settings."""
-        if isinstance(self.optimizer, OptimizerInBackward):
-            return
-        holder = self.model if isinstance(self.optimizer, OptimizerOnHost) else self.optimizer
-        holder.zero_grad(set_to_none=self.settings.set_to_none)
+        self.optimizer.zero_grad(set_to_none=self.settings.set_to_none)
 
     def convert(self, inputs: Inputs) -> Inputs:
         """Return the inputs in the format and type that the model takes."""
@@ -300,7 +285,6 @@ class TrainingStep:
     def _optimize(self) -> None:
         """Unscale, clip and step."""
         optimizer, scaler = self.optimizer, self._scaler
-        assert not isinstance(optimizer, OptimizerInBackward)
         if scaler is not None and isinstance(optimizer, torch.optim.Optimizer):
             scaler.step(optimizer)
             scaler.update()

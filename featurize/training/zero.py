@@ -22,7 +22,7 @@ from featurize.recording.recorder import Recorder
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, MASTER, UNREDUCED, Collective
 from featurize.recording.values import Inputs
 from featurize.timing.collectives import ALL_GATHER, ALL_REDUCE
-from featurize.training.optimizers import run_step, state_tensors
+from featurize.training.optimizers import OwnOptimizer, run_step, state_tensors
 from featurize.training.rank import Rank, dense_parameters
 from featurize.training.streams import Streams
 from featurize.training.training_step import TrainingStep
@@ -75,7 +75,7 @@ Make = Callable[..., torch.optim.Optimizer]
 NORM, FLAG = 4, 1  # bytes of a norm, and of the flag for non-finite values
 
 
-class ZeroRank(Rank, abc.ABC):
+class ZeroRank(Rank, OwnOptimizer, abc.ABC):
     """A rank of any stage, also the optimizer of its part: master weights in fp32 with an optimizer for each, or none
     where they are in host memory.
 
@@ -163,9 +163,6 @@ class ZeroRank(Rank, abc.ABC):
     def state(self) -> Any:
         """The states of all optimizers."""
         return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: gradients were freed as they were reduced."""
 
     @abc.abstractmethod
     def step(self) -> None:
