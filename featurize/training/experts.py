@@ -341,6 +341,5 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup) -> Tensor:
     """Return the rows that all ranks of a group send to this one, equally many from each if sizes are None."""
-    out = _Exchange.apply(rows, sent, received, group)
-    assert isinstance(out, Tensor)
+    out: Tensor = _Exchange.apply(rows, sent, received, group)
     return out

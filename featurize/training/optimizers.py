@@ -206,15 +206,14 @@ class OptimizerInBackward(OwnOptimizer):
         self,
         parameters: Iterable[nn.Parameter],
         make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        around: Callable[[nn.Parameter], contextlib.AbstractContextManager[None]],
+        around: Callable[[Tensor], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self.optimizers = {p: make([p]) for p in parameters if p.requires_grad}
+        self.optimizers: dict[Tensor, torch.optim.Optimizer] = {p: make([p]) for p in parameters if p.requires_grad}
         self._around = around
         for parameter in self.optimizers:
             parameter.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
         optimizer = self.optimizers[parameter]
         with self._around(parameter):
             run_step(optimizer)

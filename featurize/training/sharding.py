@@ -454,9 +454,7 @@ def _sum_gradients(
             for argument in signature.bind(*args, **kwargs).arguments.values()
         ]
         with _own_parts(module):
-            out = forward(*given)
-        summed = _Summed.apply(out, group)
-        assert isinstance(summed, Tensor)
+            summed: Tensor = _Summed.apply(forward(*given), group)
         return summed
 
     return run

@@ -246,7 +246,7 @@ class TrainingStep:
         return make(self.model.parameters())
 
     @contextlib.contextmanager
-    def _while_updating(self, parameter: nn.Parameter) -> Iterator[None]:
+    def _while_updating(self, parameter: Tensor) -> Iterator[None]:
         self.on_phase("optimizer")
         yield
         self.on_phase("backward")
