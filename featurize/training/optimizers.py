@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -184,12 +184,14 @@ class BlockwiseAdamW(_TensorByTensor):
 
 
 class OwnOptimizer:
-    """An optimizer that is not torch's. By default, it has no state, and nothing to do."""
+    """An optimizer that is not torch's. `inner` are those of torch that have its state on the device, if it has any."""
+
+    inner: Collection[torch.optim.Optimizer] = ()
 
     @property
-    def state(self) -> Any:
+    def state(self) -> dict[Tensor, Any]:
         """State by parameter, as torch's optimizers have it."""
-        return {}
+        return {parameter: state for optimizer in self.inner for parameter, state in optimizer.state.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
@@ -209,7 +211,7 @@ class OptimizerInBackward(OwnOptimizer):
         around: Callable[[Tensor], contextlib.AbstractContextManager[None]],
     ) -> None:
         self.optimizers: dict[Tensor, torch.optim.Optimizer] = {p: make([p]) for p in parameters if p.requires_grad}
-        self._around = around
+        self.inner, self._around = self.optimizers.values(), around
         for parameter in self.optimizers:
             parameter.register_post_accumulate_grad_hook(self._update)
 
@@ -218,11 +220,6 @@ class OptimizerInBackward(OwnOptimizer):
         with self._around(parameter):
             run_step(optimizer)
             optimizer.zero_grad(set_to_none=True)
-
-    @property
-    def state(self) -> dict[Tensor, Any]:
-        """The state of every parameter."""
-        return {p: state for optimizer in self.optimizers.values() for p, state in optimizer.state.items()}
 
 
 class OptimizerOnHost(OwnOptimizer):

@@ -269,12 +269,7 @@ class LocalOptimizer(OwnOptimizer):
         self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ) -> None:
         self._pairs = [(p, nn.Parameter(local_tensor(p.detach()), requires_grad=p.requires_grad)) for p in parameters]
-        self._optimizer = make([own_copy for _, own_copy in self._pairs])
-
-    @property
-    def state(self) -> Any:
-        """The state of the wrapped optimizer."""
-        return self._optimizer.state
+        self.inner: list[torch.optim.Optimizer] = [make([own_copy for _, own_copy in self._pairs])]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients, or fill them with zeros."""
@@ -287,7 +282,7 @@ class LocalOptimizer(OwnOptimizer):
     def step(self) -> None:
         for parameter, own_copy in self._pairs:
             own_copy.grad = None if parameter.grad is None else own_part(parameter.grad, parameter)
-        run_step(self._optimizer)
+        run_step(self.inner[0])
         for _, own_copy in self._pairs:
             own_copy.grad = None
 

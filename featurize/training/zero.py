@@ -10,7 +10,6 @@ import abc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +95,7 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
         self._offloads = settings.offload_optimizer  # gradients are then offloaded too
         self._waiting: list[Tensor] = []  # parameters whose gradients wait in the bucket
         self._elements = 0  # of these gradients
-        self._optimizers: list[torch.optim.Optimizer] = []  # each has one master weight
+        self.inner: list[torch.optim.Optimizer] = []  # each has one master weight
 
     def attach(self, recorder: Recorder) -> None:
         super().attach(recorder)
@@ -159,11 +158,6 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
 
     # -- the optimizer's interface
 
-    @property
-    def state(self) -> Any:
-        """The states of all optimizers."""
-        return {key: value for optimizer in self._optimizers for key, value in optimizer.state.items()}
-
     @abc.abstractmethod
     def step(self) -> None:
         """Check the gradients, compute their norm, update the rank's part, and gather parameters."""
@@ -179,11 +173,11 @@ class ZeroRank(Rank, OwnOptimizer, abc.ABC):
     def _add_master(self, make: Make, weights: Tensor) -> None:
         master = nn.Parameter(weights)
         self._streams.name([master], MASTER)
-        self._optimizers.append(make([master]))
+        self.inner.append(make([master]))
 
     def _update_master(self, number: int, gradients: list[Tensor], *, scales: bool) -> nn.Parameter:
         """Update master weights, and return them with their gradient. Frees the gradients."""
-        optimizer, flat = self._optimizers[number], flatten(gradients)
+        optimizer, flat = self.inner[number], flatten(gradients)
         master: nn.Parameter = optimizer.param_groups[0]["params"][0]
         self._streams.name([flat], "gradient")
         master.grad = flat.to(torch.float32)
@@ -397,7 +391,7 @@ class PartitionedRank(ZeroRank):
             send(ALL_REDUCE, FLAG, "")
         norm = self._norm()
         send(ALL_REDUCE, NORM, "")
-        if self._optimizers:
+        if self.inner:
             scales = self._settings.clip_norm is not None or dtype is torch.float16
             master = self._update_master(0, self._averaged, scales=scales)
             master.grad = None
@@ -409,7 +403,7 @@ class PartitionedRank(ZeroRank):
 
     def _norm(self) -> Tensor:
         """Return the norm in fp64, from one gradient after another (`get_grad_norm_direct`)."""
-        if self._optimizers:
+        if self.inner:
             norms = norms_of(self._averaged[: len(self._own)])
         else:
             norms, self._norms = self._norms, []

@@ -153,7 +153,7 @@ class ZeroShardedRank(ZeroRank):
         self._shared.free_all()
         dtype = self._trained[0].parameter.dtype
         if dtype is torch.float16:
-            for look in (torch.isinf, torch.isnan) if self._optimizers else ():
+            for look in (torch.isinf, torch.isnan) if self.inner else ():
                 look(self._gradients).any()
             self._streams.send(ALL_REDUCE, FLAG, "")
         for group in self._groups:
@@ -164,7 +164,7 @@ class ZeroShardedRank(ZeroRank):
         counts = [sum(shared.count for shared in group) for group in self._groups]
         parts = [None] * len(counts) if self._flat is None else self._flat.split(counts)
         for number, (group, part) in enumerate(zip(self._groups, parts, strict=True)):
-            if self._optimizers:
+            if self.inner:
                 master = self._update_master(number, self._gradients_of(group), scales=True)
                 if part is not None:
                     part.copy_(master)
