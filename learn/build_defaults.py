@@ -23,7 +23,6 @@ from learn.judging.report import model_card
 from learn.rows.step_store import StepStore
 
 TARGETS = ("memory", "smact", "smocc")  # the targets of an estimate that the files have
-LIMIT_MIB = 10.0
 WHERE = "GPUMemNet's files come from https://github.com/itu-rad/GPUMemNet: clone it, then path=GPUMemNet/Datasets"
 CASES = 3360  # sampled configurations that method=fast learns from
 CARD = DEFAULT_MODELS / "MODEL_CARD.md"  # a build fills in its facts
@@ -78,9 +77,6 @@ def build(settings: BuildSettings, progress: Progress) -> None:
             progress(f"fitting {name} of configurations", 0, 1)
             estimator, meta = fit_config_model(name, rows, seed)
             write_model(building / "fast" / name, estimator, {**meta, "loop": FAST_LOOPS[rows.target.name]})
-        size_mib = sum(path.stat().st_size for path in building.rglob("*") if path.is_file()) / 2**20
-        if size_mib > LIMIT_MIB:
-            raise UsageError(f"the models take {size_mib:.1f} MiB, more than the {LIMIT_MIB:g} MiB that are packaged")
 
 
 def fit_published(folder: Path, path: str, seed: int, data: str, progress: Progress) -> dict[str, Estimator]:

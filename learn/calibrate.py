@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from conf.cli.command_line import command
 from conf.cli.settings import Checked, data_key, format_key, group, key
 from conf.errors import CommandError, UsageError
 from conf.files.outputs import write_file
-from conf.plain_text import first_line, table_lines
+from conf.plain_text import count_of, first_line, table_lines
 from conf.units import MIB
 from featurize.configs.trial import config_from_mapping, config_of_one_gpu
 from featurize.device.device_spec import (
@@ -38,12 +37,8 @@ from learn.estimation.platforms import profile_path
 from learn.job.training_job import TrainingJob, of_config
 from warehouse.files.folder import DataFolder
 
-KINDS = {
-    "idle": "the card before the process starts, in nvidia-smi",
-    "context": "a process that has only made one tensor",
-    "process": "a training process, in nvidia-smi's list",
-    "card": "the whole card while the process trains",
-}
+# The card before the process starts; a process that has only made one tensor; a training process; the card meanwhile.
+KINDS = ("idle", "context", "process", "card")
 _JOB_COLUMNS = ("reserved_mib", "cudnn", "config")
 COLUMNS = ("kind", "mib", *_JOB_COLUMNS)
 MOST_RUNS = 50  # the newest; each is traced once, for whether it loads cuDNN
@@ -56,7 +51,7 @@ _NOISE_MIB = 4.0
 class MeasuredMemory(Checked):
     """One measured number of a machine. Raises `UsageError`."""
 
-    kind: str = key(help="what the number is of", choices=tuple(KINDS))
+    kind: str = key(help="what the number is of", choices=KINDS)
     mib: float = key(help="the number, in MiB", kind="number >= 0")
     reserved_mib: float = key(0.0, "the most that the allocator held reserved; 0 for idle and context", "number >= 0")
     loads_cudnn: bool = key(False, "whether the job runs cuDNN's layers (convolutions, recurrent ones)")
@@ -67,16 +62,7 @@ class MeasuredMemory(Checked):
             yield f"mib={self.mib:g} cannot be less than reserved_mib={self.reserved_mib:g} of the same job"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """A machine's profile, and the residual in MiB of each number that it was fitted to."""
-
-    profile: MachineProfile
-    measured: tuple[MeasuredMemory, ...]
-    residuals_mib: tuple[float, ...]
-
-
-def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str = "calibrated") -> Calibration:
+def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str = "calibrated") -> MachineProfile:
     """Return the profile that explains the numbers, as near to a typical machine as they allow.
 
     The least-squares estimate with a normal prior around `machine("current")`, no part below 0. One number moves only
@@ -93,10 +79,8 @@ def calibrate(measured: Sequence[MeasuredMemory], device: DeviceSpec, name: str 
     design = np.array([_parts_in(memory) for memory in measured])
     outside = np.array([memory.mib - memory.reserved_mib for memory in measured])
     parts = _nearest(design, outside, centre, spread)
-    rounded = {part: abs(round(float(mib), 1)) for part, mib in zip(PARTS, parts, strict=True)}
-    profile = MachineProfile(name=name, **rounded)
-    residuals = outside - design @ np.array([getattr(profile, part) for part in PARTS])
-    return Calibration(profile=profile, measured=tuple(measured), residuals_mib=tuple(map(float, residuals)))
+    rounded = {part: round(float(mib), 1) for part, mib in zip(PARTS, parts, strict=True)}
+    return MachineProfile(name=name, **rounded)
 
 
 def _parts_in(memory: MeasuredMemory) -> tuple[float, ...]:
@@ -112,20 +96,12 @@ def _parts_in(memory: MeasuredMemory) -> tuple[float, ...]:
 
 
 def _nearest(design: np.ndarray, wanted: np.ndarray, centre: np.ndarray, spread: np.ndarray) -> np.ndarray:
-    """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2.
+    """Return x >= 0 that minimises |design x - wanted|^2 / noise^2 + |(x - centre) / spread|^2."""
+    from scipy.optimize import nnls
 
-    There are few parts, so every choice of parts that are 0 is tried.
-    """
     rows = np.vstack([design / _NOISE_MIB, np.diag(1 / spread)])
-    target = np.concatenate([wanted / _NOISE_MIB, centre / spread])
-    candidates = []
-    for choice in itertools.product((True, False), repeat=len(centre)):
-        free = np.array(choice)
-        parts = np.zeros(len(centre))
-        parts[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
-        if (parts >= 0).all():
-            candidates.append(parts)
-    return min(candidates, key=lambda parts: float(np.sum((rows @ parts - target) ** 2)))
+    parts: np.ndarray = nnls(rows, np.concatenate([wanted / _NOISE_MIB, centre / spread]))[0]
+    return parts
 
 
 def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
@@ -141,15 +117,11 @@ def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
     try:
         reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
         lines = [(reader.line_num, line) for line in reader]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    except csv.Error as error:
-        raise UsageError(f"{path} is not a CSV file: {error}") from error
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read as a CSV file: {error}") from error
     header = tuple(reader.fieldnames or ())
-    if unknown := [name for name in header if name not in COLUMNS]:
-        raise UsageError(f"{path}: unknown column {', '.join(unknown)}; known: {', '.join(COLUMNS)}")
-    if missing := [name for name in ("kind", "mib") if name not in header]:
-        raise UsageError(f"{path}: missing column {', '.join(missing)}")
+    if not {"kind", "mib"} <= set(header) <= set(COLUMNS):
+        raise UsageError(f"{path}: columns are kind, mib and, where needed, {', '.join(_JOB_COLUMNS)}; got {header}")
     numbers = []
     for number, line in lines:
         source = f"{path.name}, line {number}"
@@ -163,8 +135,6 @@ def measured_in_csv(path: Path, device: DeviceSpec) -> list[MeasuredMemory]:
 def _of_line(line: Mapping[str, str], device: DeviceSpec, source: str) -> MeasuredMemory:
     number = MeasuredMemory(kind=line.get("kind", ""), mib=float(line.get("mib", "nan")), source=source)
     if number.kind not in ("process", "card"):
-        if extra := [name for name in _JOB_COLUMNS if name in line]:
-            raise UsageError(f"kind {number.kind} has no job; leave {', '.join(extra)} empty")
         return number
     if "config" in line:
         mapping = json.loads(line["config"])
@@ -221,23 +191,9 @@ def measured_in_runs(folder: DataFolder, device: DeviceSpec) -> list[MeasuredMem
     return numbers
 
 
-def to_mapping(calibration: Calibration, device: DeviceSpec) -> dict[str, Any]:
-    """Return the content of the profile's file: the machine, the device and the measured numbers."""
-    return {
-        "machine": dict(vars(calibration.profile)),
-        "device": device.name,
-        "measured": [
-            {
-                "kind": memory.kind,
-                "mib": memory.mib,
-                "reserved_mib": memory.reserved_mib,
-                "cudnn": memory.loads_cudnn,
-                "source": memory.source,
-                "residual_mib": round(residual_mib, 1),
-            }
-            for memory, residual_mib in zip(calibration.measured, calibration.residuals_mib, strict=True)
-        ],
-    }
+def to_mapping(profile: MachineProfile, device: DeviceSpec) -> dict[str, Any]:
+    """Return the content of the profile's file: the machine and the device."""
+    return {"machine": dict(vars(profile)), "device": device.name}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,15 +231,17 @@ def entry(settings: CalibrateSettings) -> None:
             f"data={folder.root} holds no measured run on {device.name}; give numbers: measured=FILE.csv, "
             "idle_mib=..., context_mib=..."
         )
-    calibration = calibrate(measured, device, settings.name)
+    profile = calibrate(measured, device, settings.name)
     path = profile_path(folder.create(), device)
-    content = to_mapping(calibration, device)
+    content = to_mapping(profile, device)
     path.parent.mkdir(exist_ok=True)
     write_file(path, json.dumps(content, indent=1).encode())
     if settings.format == "json":
         print(json.dumps({**content, "path": str(path)}, indent=1))
     else:
-        _print_table(calibration, device, path)
+        parts = [(part.removesuffix("_mib"), f"{getattr(profile, part):,.1f}") for part in PARTS]
+        print(f"machine {profile.name} with {device.name}, by {count_of(len(measured), 'number')}")
+        print(*table_lines(("part", "MiB"), parts), f"kept: {path}", sep="\n")
 
 
 def _read_measured(settings: CalibrateSettings, device: DeviceSpec, folder: DataFolder) -> list[MeasuredMemory]:
@@ -295,17 +253,6 @@ def _read_measured(settings: CalibrateSettings, device: DeviceSpec, folder: Data
     if settings.measured is not None:
         measured += measured_in_csv(Path(settings.measured), device)
     return measured or measured_in_runs(folder.open(), device)
-
-
-def _print_table(calibration: Calibration, device: DeviceSpec, path: Path) -> None:
-    parts = [(part.removesuffix("_mib"), f"{getattr(calibration.profile, part):,.1f}") for part in PARTS]
-    numbers = [
-        (memory.source, KINDS[memory.kind], f"{memory.mib:,.1f}", f"{residual_mib:+,.1f}")
-        for memory, residual_mib in zip(calibration.measured, calibration.residuals_mib, strict=True)
-    ]
-    print(f"machine {calibration.profile.name} with {device.name}")
-    print(*table_lines(("part", "MiB"), parts), "", sep="\n")
-    print(*table_lines(("measured", "what", "MiB", "left unexplained"), numbers), f"kept: {path}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -208,24 +208,6 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A line of a tree with a gauge, whose length is `share`, from 0 to 1, and with `figures` beside it."""
-
-    name: str
-    share: float
-    figures: tuple[str, ...]
-    children: tuple[Branch, ...] = ()
-    is_open: bool = False
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A tree of folded branches, the largest first."""
-
-    branches: tuple[Branch, ...]
-
-
-@dataclass(frozen=True)
 class Group:
     """Blocks under a heading, within `SideBySide`."""
 
@@ -257,7 +239,6 @@ Block: TypeAlias = (
     | ShareBar
     | Table
     | Tiles
-    | Tree
 )
 
 

@@ -352,7 +352,7 @@ class NightWork:
             return LearntTarget(target=target, estimator=estimator, decision="failed", why=why)
         simulated = self.machine.source == "simulated"
         caveat = "; the labels are simulated, so this says nothing about real GPUs" if simulated else ""
-        return LearntTarget(**{**promotion.to_mapping(), "why": promotion.why + caveat})
+        return LearntTarget(**{**dataclasses.asdict(promotion), "why": promotion.why + caveat})
 
     def _report(self, outcome: str, sentence: str) -> ReportPayload:
         from farm.nights.report_page import write_report

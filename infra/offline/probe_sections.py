@@ -145,7 +145,7 @@ def _context_finding(results: Results, device: DeviceSpec) -> Iterator[Finding]:
     if results.runs.estimates:
         ((count, context_mib),) = results.rows("SELECT count(*), median(context) FROM causes")
     if numbers:
-        measured_mib = calibrate(numbers, device).profile.outside_mib(True)
+        measured_mib = calibrate(numbers, device).outside_mib(True)
         measured = f" measured={shlex.quote(str(numbers_path))}"
     elif count >= LEAST:
         measured_mib, measured = assumed_mib - context_mib, ""

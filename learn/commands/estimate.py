@@ -11,7 +11,7 @@ import os
 import sys
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, make_dataclass, replace
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,7 +42,6 @@ from learn.estimation.estimate_view import (
     PastRun,
     bound_name,
     coverage_text,
-    known_to,
     load_run,
     print_json,
     print_notes,
@@ -443,8 +442,6 @@ def entry(settings: EstimateSettings) -> int:
             snapshot=settings.snapshot,
             **{**options, "device": device or DEFAULT_DEVICE},
         )
-    if past is not None:
-        answer = replace(answer, notes=(*answer.notes, *known_to(past, answer, settings.data)))
     settings.print_answer(title, answer, past)
     for name in FILES:
         if (path := getattr(settings, name)) is not None:

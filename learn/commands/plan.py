@@ -102,7 +102,8 @@ _NEEDED = {"model": "MODULE:FACTORY", "input": "[64,3,224,224]", "gpus": "64"}
 
 def entry(settings: PlanSettings) -> int:
     """Plan the job and print the layouts. Returns the exit code: 0 also where none fits."""
-    from learn.planning.plan_report import print_plan
+    from conf.reports.blocks import print_page
+    from learn.planning.plan_report import plan_page
     from learn.planning.plans import plan
 
     title, gpus = settings.require_job()
@@ -127,7 +128,7 @@ def entry(settings: PlanSettings) -> int:
     if settings.format == "json":
         print(json.dumps(answer.to_mapping(), indent=1))
     else:
-        print_plan(answer, settings.rows)
+        print_page(plan_page(answer, settings.rows))
     if settings.report is not None:
         print(f"report: {settings.report}", file=sys.stderr if settings.format == "json" else sys.stdout)
     return 0

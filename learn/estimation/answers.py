@@ -70,14 +70,13 @@ def _make_estimates(
     models = FittedModels(requests[0].options, steps)
     drafts = [Draft(request, steps, timeline=timeline, traces=traces) for request in requests]
     devices = [draft.device for draft in drafts]
-    with contextlib.ExitStack() as overrides:
-        for draft in drafts:
-            try:
-                draft.trace(drafts[0].failure, devices)
-                draft.choose_sources(models, overrides)
-            except CommandError as error:
-                draft.error = error
-        models.ask(question for draft in drafts if draft.error is None for question in draft.questions)
+    for draft in drafts:
+        try:
+            draft.trace(drafts[0].failure, devices)
+            draft.choose_sources(models)
+        except CommandError as error:
+            draft.error = error
+    models.ask(question for draft in drafts if draft.error is None for question in draft.questions)
     outcomes: list[Estimate | CommandError] = []
     for draft in drafts:
         try:

@@ -7,7 +7,6 @@ targets that these do not answer.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from conf.units import MIB
 from featurize.device.device_spec import AMD, MACHINES, DeviceSpec, UnsuitableDevice
 from featurize.job.training_settings import TrainingSettings, training_of
 from featurize.memory.replay import loads_cudnn
-from featurize.recording.skeleton import build_on_meta
 from featurize.recording.step_trace import BatchMix, StepTrace
 from featurize.recording.values import tensors_of
 from featurize.timing.collectives import communicators_mib
@@ -50,7 +48,6 @@ from learn.estimation.notes import (
     Note,
     loading_ms,
     loop_named,
-    times,
 )
 from learn.estimation.platforms import SEVERAL_GPUS, ranks_of, workspace_notes
 from learn.estimation.requests import Request
@@ -162,12 +159,8 @@ class Draft:
         self.notes += [Note("trace", WARNING, note) for note in mixed.trace.notes if note not in longest.trace.notes]
         return longest
 
-    def choose_sources(self, models: FittedModels, overrides: contextlib.ExitStack) -> None:
+    def choose_sources(self, models: FittedModels) -> None:
         """Ask the estimator that was named, else choose the fitted models to ask.
-
-        Args:
-            models: The fitted models.
-            overrides: Keeps the traced step's record loaded until the models have answered.
 
         Raises:
             UsageError: The named estimator has no answer, or is not fitted.
@@ -189,10 +182,10 @@ class Draft:
             if beyond:
                 text = f"no model was fitted on {', '.join(beyond)}: estimator={estimator} leaves that out"
                 self.notes.append(Note("beyond-fit", WARNING, text))
-            self.questions = models.choose(self.case, self._traces, overrides)
+            self.questions = models.choose(self.case, self._traces)
             if any(question.artifact is not None and not question.looped for question in self.questions):
                 at_hand = self.traced if self.platform.allocator is None and not job.batches else None
-                overrides.enter_context(self._steps.override(self.case, at_hand))
+                self._steps.lend(self.case, at_hand)
 
     def _ask_method(self, estimator: str) -> None:
         """Take memory from a training-free method. Raises `UsageError` with the method's reason."""
@@ -305,7 +298,7 @@ class Draft:
             missing = [target for target in TARGETS if target not in self.by]
             unknown = f"{', '.join(missing)}: not known" if missing else "not traced"
             notes = [Note("not-traced", WARNING, f"{unknown}, since {self.failure}", tuple(missing))]
-            parameters = _count_parameters(self.alone)
+            parameters = None
         else:
             timing, energy, ranks, notes = self._fill_from_trace(traced)
             notes += self._notes_on_trace(traced, limit_mib)
@@ -399,9 +392,6 @@ class Draft:
             notes.append(Note(OUT_OF_MEMORY, PROBLEM, f"out of memory: the step needs more than {more}"))
         elif not memory.fits:
             notes.append(Note("trace-out-of-memory", WARNING, f"the trace finds that the step needs more than {more}"))
-        elif memory.retries:
-            text = f"it only just fits: the allocator has to give cached memory back {times(memory.retries)}"
-            notes.append(Note("near-limit", WARNING, text))
         notes += [Note("assumed", WARNING, f"assumed: {text}") for text in traced.trace.assumed]
         if (mix := traced.trace.mix) is not None:
             text = (
@@ -508,14 +498,6 @@ def traces_of(request: Request) -> Traces:
     traces: Traces = {}
     trace_of(in_loop(request, request.job), request.platform.device, traces)
     return traces
-
-
-def _count_parameters(job: TrainingJob) -> int | None:
-    """Return the parameters of a model that is built but not traced; None where it cannot be built either."""
-    try:
-        return sum(p.numel() for p in build_on_meta(job.build).parameters())
-    except Exception:  # a model may raise anything, and the trace's error is already noted
-        return None
 
 
 def _merge(notes: list[Note]) -> list[Note]:

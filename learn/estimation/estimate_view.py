@@ -18,7 +18,6 @@ from conf.plain_text import MISSING, count_of, one_line
 from featurize.configs.trial import TrialConfig, UnreadableConfig, config_of_row, printable
 from learn.estimation.notes import (
     TARGETS,
-    WARNING,
     Note,
     legend,
     loop_of_source,
@@ -50,22 +49,24 @@ def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_not
     from rich.console import Console
     from rich.table import Table
 
+    from conf.reports.blocks import print_blocks, table
+
     screen = Console()
     say = partial(screen.print, soft_wrap=True, highlight=False, markup=False)
     size = "" if estimate.parameters is None else f", {estimate.parameters:,} parameters"
     screen.print(f"{title} on {estimate.device}{size}", highlight=False, markup=False)
-    table = Table()
+    figure_table = Table()
     alone = past is None  # else the run's columns need the room
-    table.add_column("", no_wrap=alone)
-    table.add_column("estimate", justify="right", no_wrap=alone)
+    figure_table.add_column("", no_wrap=alone)
+    figure_table.add_column("estimate", justify="right", no_wrap=alone)
     if past is not None:
-        table.add_column(f"{past.source} ({past.status})", justify="right")
-        table.add_column("difference", justify="right")
-    table.add_column("for", no_wrap=alone)
-    table.add_column("by", overflow="fold")
+        figure_table.add_column(f"{past.source} ({past.status})", justify="right")
+        figure_table.add_column("difference", justify="right")
+    figure_table.add_column("for", no_wrap=alone)
+    figure_table.add_column("by", overflow="fold")
     for figure in figures(estimate):
         of_run = () if past is None else _of_run(estimate, past, figure)
-        table.add_row(
+        figure_table.add_row(
             figure.name,
             figure.text,
             *of_run,
@@ -74,8 +75,8 @@ def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_not
         )
     blanks = ("",) if past is None else ("", "", "")
     for name, text, why in _of_card(estimate):
-        table.add_row(name, text, *blanks, why)
-    screen.print(table)
+        figure_table.add_row(name, text, *blanks, why)
+    screen.print(figure_table)
     checked = coverage_text(estimate)
     for text in (
         f"{bound_name(estimate)}: {checked}" if checked else "",
@@ -91,12 +92,10 @@ def print_table(title: str, estimate: Estimate, past: PastRun | None, *, all_not
             f"the peak by {estimate.answered_by['memory']}" if estimate.trace_memory_mib is None else "the traced peak"
         )
         screen.print(f"{whose}, {total:,.0f} MiB, consists of", highlight=False, markup=False)
-        parts = Table("part")
-        parts.add_column("MiB", justify="right")
-        parts.add_column("share", justify="right")
-        for name, mib in estimate.breakdown.items():
-            parts.add_row(name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–")
-        screen.print(parts)
+        rows = [
+            (name, f"{mib:,.1f}", f"{mib / total:.1%}" if total else "–") for name, mib in estimate.breakdown.items()
+        ]
+        print_blocks(table(("part", "MiB", "share"), rows))
     if estimate.communication_ms is not None:
         sent = ", ".join(f"{kind} {mib:,.1f} MiB" for kind, mib in estimate.sent_mib.items())
         takes = f"that takes {estimate.communication_ms:,.3f} ms, hidden except for what is waited"
@@ -341,24 +340,3 @@ def agrees_by_construction(past: PastRun, estimate: Estimate, target: str) -> bo
         and in_run is not None
         and math.isclose(estimated, in_run, rel_tol=1e-9)
     )
-
-
-def known_to(past: PastRun, estimate: Estimate, data: Any) -> list[Note]:
-    """Return why agreement with the run proves little: models were fitted on its label, or the trace made it."""
-    from learn.fitting.artifacts import versions
-
-    knew = []
-    for target, by in estimate.answered_by.items():
-        version = by.partition(" ")[2]
-        for artifact in versions(data, target) if version else ():
-            if artifact.version == version and past.run_id in artifact.fitted_run_ids:
-                knew.append(target)
-    notes = []
-    if knew:
-        text = f"{', '.join(knew)}: the model has been fitted on this very run"
-        notes.append(Note("fitted-on-run", WARNING, text, tuple(knew)))
-    simulated_targets = [target for target in estimate.answered_by if agrees_by_construction(past, estimate, target)]
-    if simulated_targets:
-        text = f"{', '.join(simulated_targets)}: the trace also simulated this run, so they agree by construction"
-        notes.append(Note("simulated-by-trace", WARNING, text, tuple(simulated_targets)))
-    return notes

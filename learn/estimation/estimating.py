@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 MANY = 100  # configs from which on the fast method is mentioned
 METHODS = ("full", "fast")
-_TOGETHER = 128  # GPU models that are estimated together: a step store has 256 records of modules, two of each
 _OF_FAST = ("device", "machine", "data", "coverage", "trust", "name", "input_dtype", "settings")
 
 
@@ -173,8 +172,6 @@ def estimate_many(
         UsageError: As in `estimate`. A value that is not a config is named by its index: `configs[3]: ...`.
     """
     refuse_of_one_estimate(options)
-    if options.get("batches") is not None:
-        raise UsageError("a trial config has its own inputs; leave batches out")
     known = options.get("known")
     if known not in (None, RUNS) and not leaves_out(known):
         raise UsageError(f"known={RUNS} takes each config's runs of the data folder; a list is of one job: estimate()")
@@ -444,7 +441,7 @@ def devices_that_fit(
         except CommandError as error:
             outcomes.append(error)
     platforms = [(place, platform) for place, platform in enumerate(outcomes) if isinstance(platform, Platform)]
-    together = _TOGETHER if request.platform.workspaces is None else 1  # a process of cuDNN serves one
+    together = max(len(platforms), 1) if request.platform.workspaces is None else 1  # a process of cuDNN serves one
     request = with_key(request)
     traces: Traces = {}
     for start in range(0, len(platforms), together):
@@ -489,11 +486,7 @@ def _require_by(by: str) -> None:
 # Larger batches are not covered: the default estimators were fitted on batches of at most 1,023 samples.
 MOST_SAMPLES = 65_536
 _GROWTH = 16  # largest ratio of the next batch to the largest one known to fit
-_WIDER = 4  # ratio of each step away from the line's prediction to the previous one
 _BY_LINE = 2  # times that the line's prediction is tried between a batch that fits and one that does not
-# Between a batch that fits and one that does not, up to `_FEW` sizes, or a `_NARROW`-th of the batch, are bisected
-# immediately: memory grows in steps of the allocator's segments.
-_FEW, _NARROW = 64, 32
 _FAR = 2  # ratio to a batch that fits: a batch that does not fit and is larger tells little about the limit
 
 
@@ -502,9 +495,8 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
 
     Returns `most`, or a larger `start`, if that fits: no larger one is tried.
 
-    Memory is nearly affine in the batch: two figures predict the limit, and the search steps away from the
-    prediction in ever wider steps until the limit is in between, then bisects the rest. Both neighbours of the limit
-    are estimated.
+    Memory is nearly affine in the batch: two figures predict the limit, and the rest is bisected. Both neighbours of
+    the limit are estimated.
 
     Args:
         needed_mib: Memory in MiB that a batch of that size needs; each size is computed once.
@@ -519,11 +511,9 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
     most = max(most, start)
     low, high = 0, None  # a batch of 0 fits by definition
     batch, tries_between = start, 0
-    step = side = None  # of the steps away from the prediction: the size, and whether the batch before them fitted
     while high is None or high - low > 1:
         tried[batch] = needed_mib(batch)
-        fitted = tried[batch] <= limit_mib
-        low, high = (batch, high) if fitted else (low, batch)
+        low, high = (batch, high) if tried[batch] <= limit_mib else (low, batch)
         if low == most:
             return most
         guess = _predict(tried, low, high, limit_mib)
@@ -532,15 +522,11 @@ def largest_fitting(needed_mib: Callable[[int], float], limit_mib: float, start:
                 low * (2 if len(tried) == 1 else _GROWTH) if guess is None else max(guess, low + 2 ** (len(tried) // 4))
             )
             batch = min(guess, low * _GROWTH, most)
-            continue
-        tries_between += 1
-        batch = (low + high) // 2
-        narrow = max(low // _NARROW, _FEW)
-        if guess is not None and tries_between <= _BY_LINE:
+        elif guess is not None and tries_between < _BY_LINE:
+            tries_between += 1
             batch = min(max(guess, low + 1), high - 1)
-        elif guess is not None and high - low > narrow and (step is None or fitted == side):
-            step, side = (narrow // 2, guess - low <= high - guess) if step is None else (_WIDER * step, side)
-            batch = min(low + step, batch) if side else max(high - step, batch)
+        else:
+            batch = (low + high) // 2
     return low
 
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from learn.estimators.protocol import ResidualPrediction
 
 
-STALE = "the models of method=fast were fitted with features of other code than this: they may be a little off"
 _WITH_CUDNN = ("cnn",)  # families of the packaged models whose processes load cuDNN
 
 
@@ -272,8 +271,6 @@ def _notes_of_models(models: ConfigModels, device: DeviceSpec) -> list[Note]:
     if plain_device(device.name) not in map(plain_device, fitted):
         text = f"unlike what method=fast was fitted on: device {device.name}: fitted on {', '.join(fitted)}"
         notes.append(Note("unlike-fitted", WARNING, text))
-    if any(not is_current(artifact.meta["feature_version"]) for artifact in models.artifacts.values()):
-        notes.append(Note("stale-model", WARNING, STALE))
     return notes
 
 

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conf.errors import CommandError, UsageError
-from featurize.configs.features import is_current
 from learn.estimation.job_estimate import COVERAGES, HELD_OUT, Memory
 from learn.estimation.notes import INFO, PIPELINE, TARGETS, WARNING, Note, loop_named, loops_of_sources
 from learn.estimators.protocol import LEVEL
@@ -22,7 +21,6 @@ from learn.fitting.artifacts import (
     StaleArtifact,
     default_artifact,
     find_latest,
-    load_latest,
     versions,
 )
 from learn.job.traced import step_of
@@ -104,7 +102,7 @@ class FittedModels:
             and self._options.estimator in (None, artifact.meta["estimator"])
         }
 
-    def choose(self, case: Case, traces: Traces | None, overrides: contextlib.ExitStack) -> list[ModelQuestion]:
+    def choose(self, case: Case, traces: Traces | None) -> list[ModelQuestion]:
         """Choose for each target the newest fitted model that knows the case's family and device: the data folder's,
         else the packaged one.
 
@@ -115,7 +113,6 @@ class FittedModels:
         Args:
             case: The case to estimate.
             traces: As in `learn.job.traced.step_of`.
-            overrides: Keeps the record of the plain loop loaded until the models have been asked.
 
         Raises:
             UsageError: The named estimator is not fitted for memory.
@@ -128,8 +125,9 @@ class FittedModels:
             "device": case.device,
             "for_modules": case.config is None,
         }
-        if named is not None and "memory" not in self._packaged:
-            load_latest(self._folder, "memory", **wanted)  # a named estimator must be fitted, at least for memory
+        absent = named is not None and "memory" not in self._packaged
+        if absent and find_latest(self._folder, "memory", **wanted) is None:  # it must be fitted, at least for memory
+            raise UsageError("no fitted model for target=memory; fit one: python -m learn.fit target=memory")
         learnt: Wanted = {**wanted, "learnt": True}
         questions, looped = [], None
         for target in TARGETS:
@@ -140,11 +138,10 @@ class FittedModels:
                 if named is not None:
                     raise
                 notes.append(Note("stale-model", WARNING, str(error)))
-            artifact, passed_over = _first_of_loop(target, newest, self._packaged.get(target), self._options.loop)
+            artifact = _first_of_loop(target, newest, self._packaged.get(target), self._options.loop)
             question_case = case
             if artifact is not None and loops_of_sources(artifact.meta["rows"]["source"]) == {PIPELINE}:
-                question_case = looped = looped or _in_plain_loop(case, self._steps, traces, overrides)
-            notes += passed_over
+                question_case = looped = looped or _in_plain_loop(case, self._steps, traces)
             questions.append(
                 ModelQuestion(target, artifact, artifact is not newest, question_case, question_case is not case, notes)
             )
@@ -207,12 +204,6 @@ def _answer(
     of_loop = ", for a plain training loop with its input pipeline" if question.looped else ""
     text = f"fitted on {', '.join(meta['rows']['source'])} rows{of_loop}"
     notes.append(Note("fitted-rows", INFO, text, target))
-    if question.packaged and not is_current(meta["feature_version"]):
-        text = (
-            "the model that comes with the project was fitted with features "
-            f"{meta['feature_version']}, and this code computes others: it may be a little off"
-        )
-        notes.append(Note("stale-model", WARNING, text, target))
     return ModelAnswer(
         figure=float(prediction.point[row]),
         by=f"{name} (default)" if question.packaged else f"{name} {artifact.version}",
@@ -223,29 +214,21 @@ def _answer(
     )
 
 
-def _in_plain_loop(case: Case, steps: StepStore, traces: Traces | None, overrides: contextlib.ExitStack) -> Case:
-    """Return the case in a plain loop, with its record loaded while models are asked."""
+def _in_plain_loop(case: Case, steps: StepStore, traces: Traces | None) -> Case:
+    """Return the case in a plain loop, with its record loaded."""
     if case.training_loop or case.spec is None:
         return case
     looped = replace(case, training_loop=True, module=case.module and replace(case.module, training_loop=True))
     with contextlib.suppress(CommandError):  # raised again where the record is read
-        overrides.enter_context(steps.override(looped, step_of(looped.job, case.spec, traces=traces)))
+        steps.lend(looped, step_of(looped.job, case.spec, traces=traces))
     return looped
 
 
 def _first_of_loop(
     target: str, newest: Artifact | None, packaged: Artifact | None, loop: str | None
-) -> tuple[Artifact | None, list[Note]]:
-    """Return the first of the two models that knows the loop, and a note on a model that does not."""
+) -> Artifact | None:
+    """Return the first of the two models that knows the loop."""
     if loop is None or target == "memory":
-        return newest or packaged, []
-    passed_over: list[Note] = []
-    for artifact, words in ((newest, "the newest model of the data folder"), (packaged, "the packaged model")):
-        if artifact is None:
-            continue
-        known = loops_of_sources(artifact.meta["rows"]["source"])
-        if loop in known:
-            return artifact, passed_over
-        texts = [f"{words} was fitted on the {name} loop only; pass loop={name} to use it" for name in known]
-        passed_over += [Note("other-loop", INFO, text, (target,)) for text in texts]
-    return None, passed_over
+        return newest or packaged
+    known = (a for a in (newest, packaged) if a is not None and loop in loops_of_sources(a.meta["rows"]["source"]))
+    return next(known, None)

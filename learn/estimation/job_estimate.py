@@ -20,7 +20,7 @@ from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import AMD, CURRENT, DESCRIBED, EAGER, DeviceSpec
 from learn.estimation.notes import BOUND, INFO, Note
-from learn.estimators.protocol import LEVEL, HeldShare, bound_shares, least_held
+from learn.estimators.protocol import LEVEL, HeldShare, bound_shares
 
 if TYPE_CHECKING:
     from featurize.device.device_spec import MachineProfile
@@ -147,7 +147,7 @@ def uncertainty_of(traced: SimulatedStep, device: DeviceSpec, on: MachineProfile
     return Uncertainty(
         causes_mib=causes,
         needed_mib=needed_mib,
-        held=least_held(shares.held) if is_measured and shares.held else None,
+        held=min(shares.held, key=lambda held: held.share, default=None) if is_measured else None,
     )
 
 
@@ -365,11 +365,6 @@ class Timing:
     bubble_ms: float | None = None
     sent_mib: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def bubble_share(self) -> float | None:
-        """Return the share of the step time that is a pipeline's bubble, in [0, 1]; None for other jobs."""
-        return None if self.bubble_ms is None or not self.step_time_ms else self.bubble_ms / self.step_time_ms
-
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
@@ -454,10 +449,9 @@ class Estimate(Energy, Timing, Activity, Memory):
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """Return the estimate that `to_mapping` wrote, also through JSON. Unknown fields are ignored."""
         values = _known_fields(cls, mapping)
-        texts = mapping.get("warnings", ())  # sent by a service whose notes had no codes
-        notes = mapping.get("notes", [{"code": "note", "severity": INFO, "text": text} for text in texts])
         values["notes"] = tuple(
-            Note(**{**_known_fields(Note, note), "targets": tuple(note.get("targets", ()))}) for note in notes
+            Note(**{**_known_fields(Note, note), "targets": tuple(note.get("targets", ()))})
+            for note in mapping["notes"]
         )
         values["distribution"] = tuple((p, mib) for p, mib in values.get("distribution", ()))
         values["ranks"] = tuple(RankGroup(**_known_fields(RankGroup, group)) for group in values.get("ranks", ()))

@@ -6,15 +6,13 @@ Start reading at `move_by_runs`.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -64,11 +62,9 @@ _SAME_JOB, _A_DOUBLING, _FURTHER, _MOST_FURTHER = 0.01, 0.06, 0.015, 3.0
 _GROWTH_UP, _GROWTH_DOWN = 0.5, 1.0
 _OF_MEMORY = (OUT_OF_MEMORY, MAY_RUN_OUT, BOUND)  # codes of notes on the figure that the runs replace
 RUNS, NONE = "runs", "none"  # in place of a list: the data folder's runs, and no runs at all
-# Chosen: a run whose distance from its trace exceeds this factor is left out. Runs of one batch that are this far apart
-# contradict each other: they move the estimate but do not narrow its bound.
+# Chosen: a run whose distance from its trace exceeds this factor is left out.
 _CONTRADICTS = 1.5
 _OTHER_CONTEXT_MIB = 2048.0  # contexts of two machines hardly differ by more, even for small jobs
-_RUNS_DIFFER = 1.1
 _LIVE = 0.85  # share of the trace's live memory, which includes assumed workspaces and a typical context
 _EXAMPLE = "[{batch_size: 32, memory_mib: 10240, kind: process}]"
 _TAKES = f"known is a list of measured runs, as in {_EXAMPLE}, or {RUNS} or {NONE}"
@@ -127,48 +123,30 @@ class OnTrace(NamedTuple):
 
 
 def known_runs(given: object) -> tuple[KnownRun, ...]:
-    """Return the measured runs of a list of mappings or `KnownRun`, or of such a list as JSON; none for None and for
-    the words `RUNS` and `NONE`.
+    """Return the measured runs of a list of mappings or `KnownRun`; none for None and for the words `RUNS` and
+    `NONE`.
 
     Raises:
         UsageError: Anything else; the message names the place.
     """
     if given is None or given == RUNS or leaves_out(given):
         return ()
-    if isinstance(given, str):
-        given = _from_json(given)
-    if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
-        advice = "; one run is a list, too: put it in brackets" if isinstance(given, Mapping | KnownRun) else ""
-        raise UsageError(f"{_TAKES}; got {given!r}{advice}")
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
+        raise UsageError(f"{_TAKES}; got {shown(given)}")
     runs = []
-    names = [field.name for field in fields(KnownRun)]
     for place, value in enumerate(given):
-        if isinstance(value, Mapping):
-            if unknown := [str(name) for name in value if name not in names]:
-                raise UsageError(f"known[{place}]: unknown {', '.join(unknown)}; known: {', '.join(names)}")
-            if missing := [name for name in ("batch_size", "memory_mib") if name not in value]:
-                raise UsageError(f"known[{place}]: missing {', '.join(missing)}")
-            try:
-                value = KnownRun(**value)
-            except UsageError as error:
-                raise UsageError(f"known[{place}]: {error}") from error
-        if not isinstance(value, KnownRun):
-            raise UsageError(f"known[{place}]: a mapping is wanted, got {type(value).__name__}")
-        runs.append(value)
+        try:
+            runs.append(value if isinstance(value, KnownRun) else KnownRun(**value))
+        except UsageError as error:
+            raise UsageError(f"known[{place}]: {error}") from error
+        except TypeError as error:
+            raise UsageError(f"known[{place}]: a run is as in {_EXAMPLE}, got {shown(value)}") from error
     return tuple(runs)
 
 
 def leaves_out(known: object) -> bool:
     """Return whether `known=` asks for an estimate without measured runs: the word `NONE`, or an empty list."""
     return known == NONE or (isinstance(known, Sequence) and not isinstance(known, str | bytes) and not known)
-
-
-def _from_json(text: str) -> Any:
-    """Return the content of JSON text. Raises `UsageError` for other text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{_TAKES}; got text that is not JSON ({error}): {shown(text)}") from error
 
 
 def move_by_runs(
@@ -183,8 +161,7 @@ def move_by_runs(
     Each run is traced at its batch. The difference between measurement and trace is carried over to the job's batch:
     between two runs by interpolation, above them with the square root of the reserved memory, below them in proportion.
     The bound is never wider than without the runs, except by the spread of runs of one batch. A job that surely fits
-    the card is bounded by the card, with or without runs. Runs that contradict the trace are left out; runs that
-    contradict each other move the estimate but do not narrow its bound. A note reports both.
+    the card is bounded by the card, with or without runs. Runs that contradict the trace are left out, with a note.
 
     Args:
         estimate: The estimate, traced on its machine.
@@ -211,9 +188,8 @@ def move_by_runs(
         return estimate.with_values(notes=(*of_another_job, *estimate.notes))
     difference_mib = _difference_at(estimate.reserved_mib, measured)
     peak_mib = max(estimate.card_mib + difference_mib, estimate.allocated_mib or 0.0)
-    contradictions = _contradictions(measured)
     uncertain = replace(
-        _uncertainty(measured, estimate.reserved_mib, peak_mib, without, narrows=not contradictions),
+        _uncertainty(measured, estimate.reserved_mib, peak_mib, without),
         needed_mib=without.needed_mib + max(difference_mib, 0.0),
         held=None,
     )
@@ -232,40 +208,21 @@ def move_by_runs(
     return by_runs.with_values(
         answered_by=by,
         estimator=estimators_named(by),
-        notes=(*of_another_job, *contradictions, *notes),
+        notes=(*of_another_job, *notes),
     )
 
 
 def _uncertainty(
-    measured: Sequence[OnTrace], reserved_mib: float, peak_mib: float, without: Uncertainty, *, narrows: bool
+    measured: Sequence[OnTrace], reserved_mib: float, peak_mib: float, without: Uncertainty
 ) -> Uncertainty:
     """Return the uncertainty near the runs: it grows with their distance, but never exceeds the one without them."""
     doublings = min(abs(math.log2(reserved_mib / traced_run.reserved_mib)) for traced_run in measured)
     further = min(max(doublings - 1.0, 0.0), _MOST_FURTHER)
     margin_mib = (_SAME_JOB + _A_DOUBLING * min(doublings, 1.0) + _FURTHER * further) * peak_mib
     spread_mib = _spread(measured)
-    if narrows and margin_mib <= sum(without.causes_mib.values()):
+    if margin_mib <= sum(without.causes_mib.values()):
         return replace(without, causes_mib={NEIGHBOUR: margin_mib + spread_mib})
     return replace(without, causes_mib={**without.causes_mib, NEIGHBOUR: spread_mib})
-
-
-def _contradictions(measured: Sequence[OnTrace]) -> list[Note]:
-    """Return a note for runs that contradict each other."""
-    of_size: dict[int, list[float]] = {}
-    for traced_run in measured:
-        of_size.setdefault(traced_run.run.batch_size, []).append(traced_run.card_mib + traced_run.difference_mib)
-    texts = [
-        f"known: the runs at a batch of {size:,} differ by {max(cards) - min(cards):,.0f} MiB, and narrow no bound"
-        for size, cards in sorted(of_size.items())
-        if max(cards) > _RUNS_DIFFER * min(cards)
-    ]
-    peaks = [(size, min(cards)) for size, cards in sorted(of_size.items())]
-    texts += [
-        f"known: the run at a batch of {large:,} takes less than the one at {small:,}, and they narrow no bound"
-        for (small, of_small), (large, of_large) in pairwise(peaks)
-        if of_large * _RUNS_DIFFER < of_small
-    ]
-    return [Note("runs-contradict", WARNING, text) for text in texts]
 
 
 def _of_another_job(traced: OnTrace) -> Note | None:

@@ -41,11 +41,9 @@ from learn.job.training_job import TrainingJob
 
 if TYPE_CHECKING:
     from featurize.cudnn.signature import SearchSettings
-    from featurize.device.device_spec import DeviceSpec
     from featurize.operators.library_calls import ConvolutionWorkspace, LibraryCall
     from featurize.recording.step_trace import PipelinePart, RanksAlike
     from featurize.timing.overlap import SimulatedStep
-    from learn.job.training_job import TrainingJob
     from warehouse.files.folder import DataFolder
 
 

@@ -1,4 +1,4 @@
-"""An estimate as one HTML page: memory over the step, the peak and its operator, and its parts, module by module.
+"""An estimate as one HTML page: memory over the step, the peak, its operator and its parts, and the step's time.
 
 Start reading at `step_page`; `conf.reports` draws it.
 """
@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from conf.plain_text import MISSING, count_of
+from conf.plain_text import count_of
 from conf.reports.blocks import (
     Block,
-    Branch,
     Callout,
     Cell,
     Code,
     Drawn,
     Facts,
     Fold,
-    Group,
     Heading,
     Lead,
     Legend,
@@ -34,26 +30,23 @@ from conf.reports.blocks import (
     Section,
     ShareBar,
     SharePart,
-    SideBySide,
     Swatch,
     Table,
-    Tile,
-    Tiles,
-    Tree,
     render_for_notebook,
     table,
     write_page,
 )
-from conf.reports.charts import Axis, Drawing, Margins, Plot, Svg
+from conf.reports.charts import Axis, Margins, Plot, Svg
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from featurize.job.training_settings import training_of
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.operators.library_calls import CUBLAS
 from featurize.recording.step_trace import BUCKET, COMMUNICATION, GATHERED, MASTER, UNREDUCED
+from featurize.recording.values import tensors_of
 from featurize.timing.overlap import SimulatedStep
 from featurize.timing.times import precision_in_words
-from learn.estimation.estimate_view import basis_of, bound_name, coverage_text, figures, peak_text, rate
+from learn.estimation.estimate_view import WHOLE, basis_of, coverage_text, figures, peak_text
 from learn.estimation.notes import (
     OUT_OF_MEMORY,
     PIPELINE,
@@ -70,8 +63,6 @@ if TYPE_CHECKING:
     from learn.estimation.job_estimate import Estimate
     from learn.estimation.platforms import Platform
     from learn.job.training_job import TrainingJob
-
-TOP_TENSORS = 12
 
 
 def write_step_report(
@@ -97,10 +88,10 @@ def step_page(
     sections: tuple[Section | None, ...] = (breakdown, facts)
     if traced is not None:
         timeline, time = _timeline(device, estimate, traced), _time(job, device, estimate, traced)
-        sections = (timeline, breakdown, time, _activations(traced), _tensors(traced), facts)
+        sections = (timeline, breakdown, time, _activations(estimate), facts)
     return Page(
         title=f"{job.name} on {device.name}",
-        head=(_outcome(device, estimate), _tiles(job, device, estimate), *_notes(estimate)),
+        head=(_outcome(device, estimate), Facts(_answers(estimate)), *_notes(estimate)),
         sections=tuple(section for section in sections if section is not None),
     )
 
@@ -138,52 +129,6 @@ def _outcome(device: DeviceSpec, estimate: Estimate) -> Outcome:
         "fits" if fits else "does not fit",
         f"one training job on a card of {device.memory_mib:,.0f} MiB",
     )
-
-
-def _tiles(job: TrainingJob, device: DeviceSpec, estimate: Estimate) -> Tiles:
-    used = estimate.peak_memory_mib / device.memory_mib
-    share = f"{used:,.0%} of the card" if used >= 0.01 else "less than 1% of the card"
-    tiles = [Tile(_name(estimate, "peak memory", "memory"), f"{estimate.peak_memory_mib:,.0f} MiB", share)]
-    if estimate.upper_mib is not None:
-        tiles.append(Tile(bound_name(estimate), f"{estimate.upper_mib:,.0f} MiB", coverage_text(estimate)))
-    if estimate.step_time_ms is not None:
-        tiles.append(
-            Tile(
-                _name(estimate, "step time", "step_time"),
-                f"{estimate.step_time_ms:,.1f} ms",
-                f"SM activity {estimate.smact:.0%}",
-            )
-        )
-    if estimate.samples_per_s is not None:
-        tokens = "of one GPU" if estimate.tokens_per_s is None else f"{rate(estimate.tokens_per_s)} tokens/s"
-        tiles.append(Tile("samples a second", rate(estimate.samples_per_s), tokens))
-    if estimate.energy_j is not None:
-        joule = f"{rate(estimate.energy_j)} J"
-        by_power = Tile("energy a step", joule, "by estimated power")
-        tiles.append(
-            by_power if estimate.mfu is None else Tile("model FLOPs", f"{estimate.mfu:.1%} of peak", f"{joule} a step")
-        )
-    if estimate.drama is not None:
-        tiles.append(
-            Tile(
-                _name(estimate, "DRAM activity", "drama"), f"{estimate.drama:.0%}", f"SM occupancy {estimate.smocc:.0%}"
-            )
-        )
-    if estimate.parameters is not None:
-        tiles.append(Tile("parameters", _short(estimate.parameters), f"batch of {job.batch_size:,}"))
-    return Tiles(tuple(tiles))
-
-
-def _name(estimate: Estimate, name: str, target: str) -> str:
-    basis = basis_of(estimate, target)
-    return f"{name} ({basis})" if basis else name
-
-
-def _short(count: int) -> str:
-    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return str(count)
 
 
 def _notes(estimate: Estimate) -> list[Block]:
@@ -239,9 +184,8 @@ def _breakdown(estimate: Estimate) -> Section | None:
     by = "the trace" if estimate.trace_memory_mib is not None else estimate.answered_by["memory"]
     parts: list[SharePart] = []
     rows: list[Row] = []
-    free = [css for name, css in COLOURS.items() if name not in estimate.breakdown]
     for name, mib in estimate.breakdown.items():
-        css = COLOURS.get(name) or (free.pop(0) if free else "k0")
+        css = COLOURS.get(name, "k0")
         parts.append(SharePart(css, mib / total, f"{name} {mib:,.0f} MiB"))
         rows.append(Row((Swatch(css, name), f"{mib:,.1f}", f"{mib / total:.1%}")))
     columns = table(("part", "MiB", "share"), ()).columns
@@ -271,20 +215,10 @@ def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: Simu
     if not parts:
         return None
     total_ms = timed.step_time_ms
-    rows = [
-        Row((Swatch(part.css, part.name), time_text(part.ms, total_ms), f"{part.ms / total_ms:.1%}")) for part in parts
-    ]
-    columns = table(("kind", "ms", "share"), ()).columns
     by = estimate.answered_by["step_time"]
     remark = "" if by == "trace" else f" The estimate's step time, {estimate.step_time_ms:,.1f} ms, is that of {by}."
     if ranks_ms := (estimate.exposed_ms or 0.0) + (estimate.bubble_ms or 0.0):
         remark += f" For other GPUs it waits {ranks_ms:,.1f} ms more."
-    longest_parts = sorted(parts, key=lambda part: -part.ms)[:3]
-    longest = ", ".join(f"{part.name} {part.ms / total_ms:.0%}" for part in longest_parts)
-    label = f"Time of a step by kind of kernel: {longest}"
-    bars = Group(f"{time_text(total_ms, total_ms)} ms a step", (Drawn(time_svg(parts, label)),))
-    numbers = Group("In figures", (Table(columns, (*rows, Row(("in all", time_text(total_ms, total_ms), ""), "sum"))),))
-    present = {part.css for part in parts}
     return Section(
         "time",
         "What the step's time consists of, by the trace",
@@ -293,165 +227,38 @@ def _time(job: TrainingJob, device: DeviceSpec, estimate: Estimate, traced: Simu
                 "Kernels run one after the other. The GPU waits where the host launches them more slowly than they "
                 f"run.{remark}"
             ),
-            Legend({name: css for css, name in GROUPS.items() if css in present}),
-            SideBySide((bars, numbers)),
+            table(("kind", "ms", "share", ""), [_bar(part, total_ms, parts[0].ms) for part in parts]),
         ),
     )
 
 
-def _activations(traced: SimulatedStep) -> Section:
-    title = "Activations by module"
-    if not traced.memory.peak_modules:
-        return Section("activations", title, (Lead("None are alive at the peak."),))
-    intro = Lead("Made in a forward pass and alive at the moment of the peak, by the module that made them, in MiB.")
-    return Section("activations", title, (intro, module_tree(traced.memory.peak_modules)))
+def _bar(part: TimePart, total_ms: float, longest_ms: float) -> tuple[Cell, ...]:
+    bar = ShareBar((SharePart(part.css, 1.0, part.name),), part.ms / longest_ms)
+    return part.name, f"{part.ms:,.3f}", f"{part.ms / total_ms:.1%}", bar
 
 
-def _tensors(traced: SimulatedStep) -> Section:
-    """Return the largest blocks alive at the peak; equal ones are counted together."""
-    live: dict[int, None] = {}
-    highest = -1
-    at_peak: list[int] = []
-    for moment in traced.memory.timeline:
-        if moment.block in live:
-            del live[moment.block]
-        else:
-            live[moment.block] = None
-        if moment.allocated > highest:
-            highest, at_peak = moment.allocated, list(live)
-    blocks = traced.trace.blocks
-    equal = Counter((b.nbytes, b.kind, b.operator, b.module) for b in map(blocks.__getitem__, at_peak) if b.nbytes)
-    largest = sorted(equal.items(), key=lambda item: -item[0][0] * item[1])[:TOP_TENSORS]
-    rows: list[tuple[Cell, ...]] = [
-        (
-            kind.replace("_", " "),
-            f"{nbytes * count / MIB:,.1f}",
-            count,
-            Code(operator or MISSING),
-            Code(module or MISSING),
-        )
-        for (nbytes, kind, operator, module), count in largest
-    ]
-    tensors = table(("kind", "MiB", "tensors", "*made by", "*of module"), rows)
-    return Section("tensors", "Largest tensors at the peak", (tensors,))
+def _activations(estimate: Estimate) -> Section:
+    lead = Lead("Made in a forward pass and alive at the moment of the peak, by the module that made them.")
+    rows = [(Code(module or WHOLE), f"{mib:,.1f}") for module, mib in estimate.activations.items()]
+    return Section("activations", "Activations by module", (lead, table(("module", "MiB"), rows)))
 
 
 def _facts(job: TrainingJob, platform: Platform, estimate: Estimate, traced: SimulatedStep | None) -> Section:
-    device, allocator = platform.device, platform.allocator
-    settings: dict[str, object] = {}
     if job.config is not None:
-        settings |= job.config.to_mapping()
+        settings = job.config.to_mapping()
     else:
-        from featurize.recording.values import tensors_of
-
-        inputs, _targets = job.batch("meta")
+        settings = {name: value for name, value in vars(training_of(job.settings)).items() if value is not None}
         settings["inputs"] = ", ".join(
-            f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors_of(inputs)
+            f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors_of(job.batch("meta")[0])
         )
-        if job.batches:
-            settings["batches"] = f"{len(job.batches)} steps; the inputs are the longest batch's"
-        for name in ("optimizer", "precision", "cudnn_benchmark", "channels_last"):
-            settings[name] = getattr(job.settings, name)
-        settings |= dict(setting.split("=", 1) for setting in training_of(job.settings).beyond_trials())
     if traced is not None:
         settings["precision"] = precision_in_words(traced.trace, job.settings.precision)
-    chosen = vars(allocator).items() if allocator is not None else ()
-    changed = [f"{name}:{value}" for name, value in chosen if value != getattr(AllocatorSettings, name)]
-    settings["allocator"] = ", ".join(changed) or "defaults"
-    settings["loop"] = (
-        "each batch copied to the device, output and loss kept until the next ones"
-        if job.training_loop
-        else "the farm's: the batch lies on the device, a step leaves nothing behind"
-    )
-    described = {
-        "name": device.name,
-        "memory": f"{device.memory_mib:,.0f} MiB",
-        "architecture": device.architecture.title,
-        "bandwidth": f"{device.bandwidth_gb_s:,.0f} GB/s",
-        "multiprocessors": str(device.sm_count),
-        "machine": estimate.machine or MISSING,
-    }
-    answer = (
-        Facts(_answers(estimate)),
-        Lead(legend(estimate.loops.values())),
-        Lead(f"by {estimate.estimator}, in {estimate.seconds:.2f} s"),
-    )
-    given = Facts(tuple((name, str(value)) for name, value in settings.items()))
-    groups = (
-        Group("Estimate", answer),
-        Group("Settings", (given,)),
-        Group("Device", (Facts(tuple(described.items())),)),
-    )
-    return Section("facts", "Figures and settings", (SideBySide(groups),))
-
-
-MOST_CHILDREN = 64  # children of a node that are shown
-LEAST_SHARE = 0.001  # of all bytes; smaller children are added up
-OPEN_SHARE, MOST_OPEN = 0.4, 16  # a node with this share of all bytes is unfolded, if it has few enough children
-NOWHERE = "outside any module"
-
-
-@dataclass
-class Node:
-    """A module: `own` bytes allocated by itself, and `total` bytes with its children's."""
-
-    name: str
-    own: int = 0
-    total: int = 0
-    children: dict[str, Node] = field(default_factory=dict)
-
-
-def tree_of(sizes: Mapping[str, int]) -> Node:
-    """Return the tree of `named_modules`' paths. A chain of modules with one child each is one node,
-    as `model.layers`."""
-    root = Node("")
-    for path, nbytes in sizes.items():
-        node = root
-        node.total += nbytes
-        for part in (path or NOWHERE).split("."):
-            node = node.children.setdefault(part, Node(part))
-            node.total += nbytes
-        node.own += nbytes
-    root.children = {child.name: child for child in map(_join, root.children.values())}
-    return root
-
-
-def _join(node: Node) -> Node:
-    node.children = {child.name: child for child in map(_join, node.children.values())}
-    if len(node.children) == 1 and not node.own:
-        (child,) = node.children.values()
-        return Node(f"{node.name}.{child.name}", child.own, child.total, child.children)
-    return node
-
-
-def module_tree(sizes: Mapping[str, int]) -> Tree:
-    """Return the tree of a page: largest modules first, each with a gauge of its share of all bytes."""
-    root = tree_of(sizes)
-    return Tree(_branches(root, max(root.total, 1)))
-
-
-def _branches(node: Node, all_bytes: int) -> tuple[Branch, ...]:
-    ordered = sorted(node.children.values(), key=lambda child: (-child.total, _natural(child.name)))
-    branches = []
-    if node.own and ordered:
-        branches.append(_branch("(its own operators)", node.own, all_bytes))
-    shown = [child for child in ordered[:MOST_CHILDREN] if child.total >= LEAST_SHARE * all_bytes]
-    for child in shown:
-        is_open = child.total >= OPEN_SHARE * all_bytes and len(child.children) <= MOST_OPEN
-        branches.append(_branch(child.name, child.total, all_bytes, _branches(child, all_bytes), is_open))
-    if hidden := ordered[len(shown) :]:
-        branches.append(_branch(f"{len(hidden)} more", sum(child.total for child in hidden), all_bytes))
-    return tuple(branches)
-
-
-def _branch(name: str, nbytes: int, all_bytes: int, children: tuple[Branch, ...] = (), is_open: bool = False) -> Branch:
-    share = nbytes / all_bytes
-    return Branch(name, share, (f"{nbytes / MIB:,.1f}", f"{share:.1%}"), children, is_open)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts `layer10` after `layer9`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    if platform.allocator is not None:
+        chosen = vars(platform.allocator).items()
+        changed = [f"{name}:{value}" for name, value in chosen if value != getattr(AllocatorSettings, name)]
+        settings["allocator"] = ", ".join(changed)
+    lead = Lead(f"{legend(estimate.loops.values())}. By {estimate.estimator}, in {estimate.seconds:.2f} s.")
+    return Section("facts", "Settings", (lead, Facts(tuple((name, str(value)) for name, value in settings.items()))))
 
 
 # Part -> (block kinds of the trace, CSS class), bottom to top.
@@ -468,9 +275,8 @@ COLOURS = {name: css for name, (_, css) in BANDS.items()} | {"fragmentation": "k
 
 _MARGINS = Margins(width=1000.0, height=420.0, left=66.0, right=14.0, top=62.0, bottom=40.0)
 _MOST_COLUMNS = 640
-_LEAST_PHASE_LABEL = 52.0  # pixels that the name of a phase needs
-_LETTER, _MOST_LETTERS = 7.2, 125  # width in pixels of a bold letter; letters that fit into the picture's width
-_OFF_SCALE = 2.5  # a card with this many times the peak would squash the picture: text states its size instead
+_LEAST_PHASE_LABEL = 100.0  # pixels that the name of a phase needs
+_OFF_SCALE = 2.5  # a card with this many times the peak would squash the picture, and is left out
 _PHASE_CSS = {"setup": "p0", "forward": "p1", "backward": "p2", "optimizer": "p3"}
 
 
@@ -495,28 +301,26 @@ def columns_of(traced: SimulatedStep, most: int = _MOST_COLUMNS) -> list[Column]
     band_of = {kind: i for i, (kinds, _) in enumerate(BANDS.values()) for kind in kinds}
     size = max(1, math.ceil(len(timeline) / most))
     peak_at = max(range(len(timeline)), key=lambda i: timeline[i].allocated, default=-1)  # the first of equals
-    live = [0] * len(BANDS)
-    before = 0
-    columns: list[Column] = []
-    best_parts: tuple[int, ...] = ()
-    count, best, reserved, has_peak = 0, -1, 0, False
-    for index, moment in enumerate(timeline):
+    live, before = [0] * len(BANDS), 0
+    moments: list[tuple[int, ...]] = []
+    for moment in timeline:
         block = blocks[moment.block]
-        change = moment.allocated - before
         parts = list(live)
-        parts[band_of[block.kind]] += change
+        parts[band_of[block.kind]] += moment.allocated - before
         passing = block.call is not None and block.call.kind != CUBLAS  # a workspace is freed before the next moment
         if not passing:
             live, before = parts, moment.allocated
-        count += 1
-        reserved = max(reserved, moment.reserved)
-        has_peak |= index == peak_at
-        if moment.allocated > best:
-            best, best_parts = moment.allocated, tuple(parts)
-        following = timeline[index + 1] if index + 1 < len(timeline) else None
-        if count >= size or following is None or (following.step, following.phase) != (moment.step, moment.phase):
-            columns.append(Column(moment.step, moment.phase, count, best_parts, reserved, has_peak))
-            count, best, best_parts, reserved, has_peak = 0, -1, (), 0, False
+        moments.append(tuple(parts))
+    columns = []
+    for (step, phase), group in itertools.groupby(
+        range(len(timeline)), key=lambda i: (timeline[i].step, timeline[i].phase)
+    ):
+        places = list(group)
+        for start in range(0, len(places), size):
+            part = places[start : start + size]
+            best = max(part, key=lambda i: timeline[i].allocated)
+            reserved = max(timeline[i].reserved for i in part)
+            columns.append(Column(step, phase, len(part), moments[best], reserved, peak_at in part))
     return columns
 
 
@@ -551,40 +355,27 @@ def timeline_svg(traced: SimulatedStep, device: DeviceSpec, peak_text: str) -> S
 
 
 def _phases(plot: Plot, columns: Sequence[Column], xs: Sequence[float]) -> None:
-    """Draw a shade and a name for each phase, and where the steps begin."""
-    top, bottom = plot.top, plot.bottom
-    start = 0
-    steps: dict[int, list[float]] = {}
-    for i, column in enumerate(columns):
-        steps.setdefault(column.step, [xs[i], xs[i]])[1] = xs[i + 1]
-        last = i + 1 == len(columns)
-        if not last and (columns[i + 1].step, columns[i + 1].phase) == (column.step, column.phase):
-            continue
-        left, right = xs[start], xs[i + 1]
-        title = column.phase if column.step == 0 else f"{column.phase}, step {column.step}"
-        plot.rect(_PHASE_CSS.get(column.phase, "p0"), left, top, right - left, bottom - top, title=title)
+    """Draw a shade for each phase of each step, with its name where there is room."""
+    for (step, phase), group in itertools.groupby(range(len(columns)), key=lambda i: columns[i][:2]):
+        places = list(group)
+        left, right = xs[places[0]], xs[places[-1] + 1]
+        title = f"{phase}, step {step}" if step else phase
+        plot.rect(_PHASE_CSS.get(phase, "p0"), left, plot.top, right - left, plot.bottom - plot.top, title=title)
         if right - left >= _LEAST_PHASE_LABEL:
-            plot.text("phase", (left + right) / 2, top - 8, column.phase)
-        start = i + 1
-    for step, (left, right) in steps.items():
-        if step:
-            plot.path("edge", f"M{left:.1f} {top - 22:g}V{bottom + 6:g}")
-            plot.text("step", (left + right) / 2, bottom + 20, f"step {step}")
+            plot.text("phase", (left + right) / 2, plot.top - 8, title)
     plot.text("axis", plot.right, plot.height - 6, "allocations and frees, in order →", "end")
 
 
 def _capacity(plot: Plot, device: DeviceSpec, highest: float, off_scale: bool) -> None:
-    label, x = f"{device.name}: {device.memory_mib:,.0f} MiB", plot.left + 6
     if off_scale:
-        ratio = device.memory_mib / highest
-        plot.text("capacity", x, plot.top + 16, f"↑ {label}, {ratio:.1f} times the peak", "start")
         return
     y = plot.y(device.memory_mib)
     if highest > device.memory_mib:
         plot.rect("over", plot.left, plot.top, plot.right - plot.left, y - plot.top)
     plot.across("limit", device.memory_mib)
     # The label goes under the line where there is no room above it.
-    plot.text("capacity", x, y - 6 if y - plot.top > 18 else y + 16, label, "start")
+    label = f"{device.name}: {device.memory_mib:,.0f} MiB"
+    plot.text("capacity", plot.left + 6, y - 6 if y - plot.top > 18 else y + 16, label, "start")
 
 
 def _peak(plot: Plot, columns: Sequence[Column], xs: Sequence[float], in_use: Sequence[float], text: str) -> None:
@@ -592,12 +383,8 @@ def _peak(plot: Plot, columns: Sequence[Column], xs: Sequence[float], in_use: Se
     if peak is None:
         return
     x, y = (xs[peak] + xs[peak + 1]) / 2, plot.y(in_use[peak])
-    full = f"Peak, {in_use[peak]:,.0f} MiB in use with the context: {text}"
-    shown = full if len(full) <= _MOST_LETTERS else full[: _MOST_LETTERS - 1] + "…"
-    half = len(shown) * _LETTER / 2
-    plot.path("leader", f"M{x:.1f} 22V{y:.1f}")
-    plot.circle("peak", x, y, 4.5, full)
-    plot.text("peak", min(max(x, plot.left + half), plot.right - half), 15, shown, title=full)
+    plot.path("leader", f"M{x:.1f} {plot.top:g}V{y:.1f}")
+    plot.circle("peak", x, y, 4.5, f"Peak, {in_use[peak]:,.0f} MiB in use with the context: {text}")
 
 
 def _band(
@@ -607,12 +394,7 @@ def _band(
     low, high = ([plot.y(mib) for mib in side] for side in (low_mib, high_mib))
     if all(abs(a - b) < 0.05 for a, b in zip(low, high, strict=True)):
         return
-    back = [f"V{low[-1]:.1f}"]
-    for i in range(len(low) - 1, 0, -1):
-        if abs(low[i - 1] - low[i]) >= 0.05:
-            back.append(f"H{xs[i]:.1f}V{low[i - 1]:.1f}")
-    back.append(f"H{xs[0]:.1f}Z")
-    plot.path(css, f"{_steps(xs, high)}{''.join(back)}", name)
+    plot.path(css, f"{_steps(xs, high)}L{_steps(xs[::-1], low[::-1])[1:]}Z", name)
 
 
 def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
@@ -626,9 +408,7 @@ def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
 
 
 OTHER, LAUNCH, INPUT = "other", "GPU waits for kernel launches", "GPU waits for input"
-ARITHMETIC, STREAMS, WAITS = "k1", "k5", "k0"  # colour classes
-GROUPS = {ARITHMETIC: "products, convolutions, attention", STREAMS: "other kernels", WAITS: "GPU waits"}
-_LEAST_SHARE = 0.01  # share of the step; smaller kinds are added to "other"
+WORKS, WAITS = "k1", "k0"  # colour classes
 # Prefix of a kernel's kind, as `featurize.timing.calls` names it -> name in the chart. The first match counts.
 _NAMES = {
     "product": "matrix products",
@@ -650,9 +430,6 @@ _NAMES = {
     "copy": "copies and casts",
     "pad": "copies and casts",
 }
-_ARITHMETIC = ("matrix products", "attention")
-
-_WIDTH, _ROW, _BAR = 352.0, 34.0, 12.0  # pixels; a phone's width
 
 
 class TimePart(NamedTuple):
@@ -664,9 +441,9 @@ class TimePart(NamedTuple):
 
 
 def time_parts(timed: TimedStep, input_ms: float = 0.0) -> list[TimePart]:
-    """Return the parts of a step's time: kinds of kernels, the longest first, then what the GPU waits for.
+    """Return the parts of a step's time, the longest first: kinds of kernels, and what the GPU waits for.
 
-    The parts sum to `timed.step_time_ms`. Parts below 1 % of it are merged into one, "other".
+    The parts sum to `timed.step_time_ms`.
 
     Args:
         timed: The step.
@@ -675,38 +452,9 @@ def time_parts(timed: TimedStep, input_ms: float = 0.0) -> list[TimePart]:
     by_name: dict[str, float] = defaultdict(float)
     for kind, ms in timed.by_kind_ms.items():
         by_name[_name_of(kind)] += ms
-    waits = {LAUNCH: timed.step_time_ms - input_ms - timed.busy_ms, INPUT: input_ms}
-    least_ms = _LEAST_SHARE * timed.step_time_ms
-    small_ms = sum(ms for ms in (*by_name.values(), *waits.values()) if ms < least_ms)
-    other_ms = small_ms + (by_name[OTHER] if by_name[OTHER] >= least_ms else 0.0)
-    parts = [
-        TimePart(name, ms, ARITHMETIC if name in _ARITHMETIC or name.startswith("convolutions") else STREAMS)
-        for name, ms in sorted(by_name.items(), key=lambda item: -item[1])
-        if ms >= least_ms and name != OTHER
-    ]
-    parts += [TimePart(OTHER, other_ms, STREAMS)] if other_ms > 0 else []
-    return parts + [TimePart(name, ms, WAITS) for name, ms in waits.items() if ms >= least_ms and ms > 0]
-
-
-def time_svg(parts: Sequence[TimePart], label: str) -> Svg:
-    """Return the bars, each under its name, time and share; `label` describes them. There is at least one."""
-    drawing = Drawing()
-    total_ms, longest_ms = sum(part.ms for part in parts), max(part.ms for part in parts)
-    for place, part in enumerate(parts):
-        top = place * _ROW
-        text = f"{time_text(part.ms, total_ms)} ms, {part.ms / total_ms:.1%}"
-        drawing.text("name", 0, top + 13, part.name, "start")
-        drawing.text("axis", _WIDTH, top + 13, text, "end")
-        drawing.rect("track", 0, top + 18, _WIDTH, _BAR, radius=2)
-        width = max(1.0, _WIDTH * part.ms / longest_ms)
-        drawing.rect(part.css, 0, top + 18, width, _BAR, radius=2, title=f"{part.name}: {text}")
-    return drawing.svg(_WIDTH, len(parts) * _ROW, label)
-
-
-def time_text(ms: float, total_ms: float) -> str:
-    """Return a time in ms as text; all times that sum to `total_ms` have the same number of decimals."""
-    decimals = 1 if total_ms >= 1000 else 2 if total_ms >= 10 else 3
-    return f"{ms:,.{decimals}f}"
+    parts = [TimePart(name, ms, WORKS) for name, ms in by_name.items()]
+    parts += [TimePart(LAUNCH, timed.step_time_ms - input_ms - timed.busy_ms, WAITS), TimePart(INPUT, input_ms, WAITS)]
+    return sorted((part for part in parts if part.ms > 0), key=lambda part: -part.ms)
 
 
 def _name_of(kind: str) -> str:

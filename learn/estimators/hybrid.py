@@ -386,7 +386,7 @@ class HybridEstimator(Estimator):
         target = self.require_fitted()
         steps = StepStore() if steps is None else steps
         records = [steps.record(case) for case in cases]
-        refusals = {i: refusal for i, record in enumerate(records) if (refusal := self._refusal(record)) is not None}
+        refusals = {i: record.error for i, record in enumerate(records) if record.error is not None}
         known = [i for i in range(len(cases)) if i not in refusals]
         n = len(cases)
         centre, scale, least = np.full(n, np.nan), np.full(n, np.nan), np.zeros(n)
@@ -447,12 +447,6 @@ class HybridEstimator(Estimator):
     def _kind(self, case: Case) -> int:
         family, device = _place(case)
         return self._kinds.get(f"{family} on {device}", self._kinds.get(family, 0))
-
-    def _refusal(self, record: StepRecord) -> str | None:
-        if record.error is not None:
-            return record.error
-        missing = [name for name in self._columns if name not in record.values and name != _TORCH]
-        return f"it was fitted with features that this code does not compute: {', '.join(missing)}" if missing else None
 
     # ---- parts of fit and predict
 

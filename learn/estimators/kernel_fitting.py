@@ -314,21 +314,6 @@ class TimeFit:
         """Return each row's weight in a fit of the rows of mask `of`; 0 for the others, 1 in sum."""
         return weights_by(self.sources, of, power=0.5, factors=self.weights)
 
-    def roofline(self) -> FittedTimes:
-        """Return the times by the described rates alone: every kernel reaches its rate."""
-        zeros = {name: np.zeros((len(GROUPS), len(UNITS))) for name in GROUP_VALUES}
-        no_size = {name: np.full((len(GROUPS), len(UNITS)), -np.inf) for name in ("half_depth", "half_width")}
-        single = {name: -np.inf if name in ("half_head", "latency_us") else 0.0 for name in SINGLE_VALUES}
-        parameters = Parameters(
-            names=self.names,
-            compute=np.zeros(len(self.names[0])),
-            bandwidth=np.zeros(len(self.names[1])),
-            by_group={**zeros, **no_size},
-            by_units={name: np.zeros(len(UNITS)) for name in UNIT_VALUES},
-            single=single,
-        )
-        return FittedTimes(parameters=parameters, instrument_ms={}, leftover=dict.fromkeys(SHARDED, 1.0))
-
     def log_ratios(self, fitted: FittedTimes) -> np.ndarray:
         """Return the logarithm of estimated over measured time of each row; the host's time is the modelled one."""
         seconds = np.zeros(len(self.rows))

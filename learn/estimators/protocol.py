@@ -13,7 +13,7 @@ import json
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
@@ -100,11 +100,6 @@ def held_of(
         return None
     bounds = np.array([bound_of(member != index) for index in range(len(names))])
     return HeldShare(share=float((score <= bounds[member]).mean()), rows=len(score), groups=len(names), kind=kind)
-
-
-def least_held(checked: Iterable[HeldShare]) -> HeldShare:
-    """Return the smallest share among kinds of groups."""
-    return min(checked, key=lambda held: held.share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +336,7 @@ class ResidualPrediction:
     def quantile(self, q: float) -> np.ndarray:
         if not 0 < q < 1:
             raise ValueError(f"a quantile lies between 0 and 1, got {q}")
-        return self._at(lambda residuals: _quantile(residuals, q) if residuals.size else 0.0)
+        return self._at(lambda residuals: float(np.quantile(residuals, q)) if residuals.size else 0.0)
 
     def bin_probabilities(self, edges: np.ndarray) -> np.ndarray:
         n = len(self.centre)
@@ -381,14 +376,6 @@ class ResidualPrediction:
 
     def _figure(self, values: np.ndarray) -> np.ndarray:
         return np.where(np.isnan(values), np.nan, np.maximum(from_space(values, self.space) * self.times, self.least))
-
-
-def _quantile(ascending: np.ndarray, q: float) -> float:
-    """Return `np.quantile` of values that are sorted already, a hundred times faster."""
-    place = q * (len(ascending) - 1)
-    low, high = ascending[int(place)], ascending[min(int(place) + 1, len(ascending) - 1)]
-    part = place - int(place)
-    return float(low + part * (high - low) if part < 0.5 else high - (1 - part) * (high - low))
 
 
 def class_masses(below: np.ndarray, edges: np.ndarray, known: np.ndarray) -> np.ndarray:

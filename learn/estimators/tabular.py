@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from conf.errors import CommandError, UsageError
-from featurize.device.device_spec import DeviceSpec
+from featurize.device.device_spec import DeviceSpec, device_features
 from featurize.families import get_family
 from learn.estimators.protocol import (
     LEVEL,
@@ -122,7 +122,7 @@ class TabularEstimator(Estimator):
         return rough
 
     def save(self, folder: Path) -> None:
-        features, residuals = self.table.to_mapping(), self._residuals.tolist()
+        features, residuals = asdict(self.table), self._residuals.tolist()
         write_state(folder, self, {"features": features, "residuals": residuals, "times_rough": self.times_rough})
         self.trees.save(folder, self.model_name)
 
@@ -130,7 +130,8 @@ class TabularEstimator(Estimator):
     def load(cls, folder: Path) -> Self:
         folder = Path(folder)
         loaded, state = open_state(cls, folder)
-        loaded.table = FeatureTable.from_mapping(state["features"])
+        words = {name: tuple(of_name) for name, of_name in state["features"]["words"].items()}
+        loaded.table = FeatureTable(tuple(state["features"]["columns"]), words)
         loaded._residuals = np.asarray(state["residuals"], dtype=float)
         loaded.times_rough = bool(state.get("times_rough"))
         loaded.trees = Trees.load(folder, cls.model_name)
@@ -240,11 +241,7 @@ def why_not(case: Case) -> str | None:
     return None
 
 
-@lru_cache(maxsize=256)
-def _device_features(spec: DeviceSpec) -> Mapping[str, float]:
-    from featurize.device.device_spec import device_features
-
-    return device_features(spec)
+_device_features = lru_cache(maxsize=256)(device_features)
 
 
 @dataclass(frozen=True)
@@ -294,13 +291,6 @@ class FeatureTable:
             else:
                 row[:] = column
         return table.T
-
-    def to_mapping(self) -> dict[str, Any]:
-        return {"columns": list(self.columns), "words": {k: list(v) for k, v in self.words.items()}}
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> FeatureTable:
-        return cls(tuple(mapping["columns"]), {k: tuple(v) for k, v in mapping["words"].items()})
 
 
 TREES = 100

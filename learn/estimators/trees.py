@@ -22,7 +22,6 @@ _ROBUST = 0.05  # beyond it, errors have a constant gradient (Huber): a few labe
 _NOTHING_KNOWN = 1e-3  # curvature of a row that does not pull at all
 _ROWS = 4096  # compared at a time
 _WORDS = 4  # of 64 rows: their bits at all nodes stay in the processor's cache
-_DEEPEST = 1000
 _INFINITE = 1e300  # LightGBM's text for an infinite threshold
 _KINDS: Mapping[str, type] = {
     "children": np.intp,
@@ -39,8 +38,6 @@ _KINDS: Mapping[str, type] = {
 @dataclass(frozen=True, eq=False)
 class Trees:
     """The start plus the mean over members, each the sum of its trees; n nodes, tree after tree.
-
-    Raises `ValueError` where the arrays do not form trees.
 
     children      (n, 2) the node's left and right child; a leaf is its own child
     feature       (n,) column; threshold (n,): left where `x <= threshold` or, with missing_left (n,) bool, x is NaN
@@ -60,35 +57,15 @@ class Trees:
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
-            array = np.asarray(getattr(self, name))
-            if array.dtype.kind != np.dtype(kind).kind:
-                raise ValueError(f"{name} of the trees holds values of the type {array.dtype}")
-            object.__setattr__(self, name, array.astype(kind))
-        n, trees, members = self.value.size, self.root.size, self.first.size
-        shapes = {**dict.fromkeys(_KINDS, (n,)), "children": (n, 2), "root": (trees,), "first": (members,), "start": ()}
-        if any(getattr(self, name).shape != shape for name, shape in shapes.items()):
-            raise ValueError("the arrays of the trees have other shapes than n nodes have")
-        indices = (self.children, n), (self.root, n), (self.first, trees), (self.feature, np.inf)
-        if any(not array.size or array.min() < 0 or array.max() >= end for array, end in indices):
-            raise ValueError("the trees point to nodes, trees or columns that do not exist")
-        if self.first[0] != 0 or (np.diff(self.first) < 1).any():
-            raise ValueError("a member of the trees has no tree")
-        if not np.isfinite(self.value).all() or not np.isfinite(self.start) or np.isnan(self.threshold).any():
-            raise ValueError("a value of the trees is not a number")
-        _, tree = self.levels
-        if (tree[self.root] != np.arange(trees)).any() or (tree[self.children] != tree[:, None]).any():
-            raise ValueError("a node is of two trees")
+            object.__setattr__(self, name, np.asarray(getattr(self, name)).astype(kind))
 
     @cached_property
     def levels(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (n,) the longest distance of a node from its root, and (n,) the node's tree. Raises `ValueError` for a
-        cycle."""
+        """Return (n,) the longest distance of a node from its root, and (n,) the node's tree."""
         levels, tree = np.zeros(len(self.value), np.int16), np.zeros(len(self.value), np.intp)
         level, nodes = 0, self.root
         tree[nodes] = np.arange(len(nodes))
         while nodes.size:
-            if level > _DEEPEST:
-                raise ValueError(f"a tree has no end, or more than {_DEEPEST} levels")
             levels[nodes] = level
             following = self.children[nodes]
             tree[following] = tree[nodes][:, None]
@@ -108,15 +85,13 @@ class Trees:
         return cls(**{name: np.concatenate(of_all) for name, of_all in arrays.items()}, start=np.array(0.0))
 
     def predict(self, table: np.ndarray) -> np.ndarray:
-        """Return (n,) values for the rows of (n, columns) float64. Raises `ValueError` for too few columns."""
+        """Return (n,) values for the rows of (n, columns) float64."""
         members = self.members(table)
         values: np.ndarray = self.start + np.cumsum(members, axis=0)[-1] / len(members)
         return values
 
     def members(self, table: np.ndarray) -> np.ndarray:
         """Return the members' sums, (members, n), of the rows as `predict` takes them."""
-        if table.shape[1] <= (last := self._last_column):
-            raise ValueError(f"the trees read {last + 1} columns, and the table has {table.shape[1]}")
         columns = np.ascontiguousarray(table.T, dtype=np.float64)
         if len(table) == 1:  # two to three times as quick as by paths, which need not be made
             return self._sums_of_row(columns[:, 0])
@@ -139,10 +114,6 @@ class Trees:
         return np.array([np.cumsum(self.value.take(nodes[low:high]))[-1:] for low, high in limits])
 
     @cached_property
-    def _last_column(self) -> int:
-        return int(self.feature.max())
-
-    @cached_property
     def _paths(self) -> _Paths:
         return _Paths(self)
 
@@ -156,12 +127,9 @@ class Trees:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> Self:
-        """Read `NAME.npz`. Raises `ValueError` for a damaged file."""
+        """Read `NAME.npz`."""
         with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
-            arrays = dict(stored)
-        if arrays.keys() != _KINDS.keys():
-            raise ValueError(f"{name}.npz holds {', '.join(sorted(arrays))} instead of {', '.join(sorted(_KINDS))}")
-        return cls(**arrays)
+            return cls(**stored)
 
     # ---- of the libraries' models
 

@@ -1,6 +1,6 @@
 """Fitted models on disk: `models/TARGET/VERSION/` holds the model, `meta.json`, `report.json`, plots and a README.
 
-Start reading at `save_artifact` and `load_latest`. A version appears in one step, and is never changed. A damaged one
+Start reading at `save_artifact` and `find_latest`. A version appears in one step, and is never changed. A damaged one
 (`verify_files`) is reported in one line, and the next older version takes its place.
 
 The artifact's JSON (`meta.json`) has the key `"files"`: `{relative path: {"sha256": hex, "bytes": n}}` for every
@@ -8,8 +8,7 @@ other file of the version, and `"own_sha256"`, of the JSON itself without that k
 sort_keys=True, separators=(",", ":"))` writes it. A version can be verified with a JSON parser and a SHA-256.
 
 Refused before anything is parsed: a named file that is missing or has another size or content; a file below `model/`
-that the JSON does not name (others are ignored: nothing reads them); links that lead out of the version's folder;
-files beyond `MOST_BYTES`.
+that the JSON does not name (others are ignored: nothing reads them); links that lead out of the version's folder.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ import json
 import os
 import platform
 import sys
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 
-from conf.errors import EnvironmentProblem, UsageError
+from conf.errors import EnvironmentProblem
 from conf.files.identity import OWN_SHA256, own_sha256, sha256_of, version_of
 from featurize.configs.features import FEATURES_STAMP, is_current
 from featurize.configs.trial import printable
-from featurize.device.device_spec import plain_device, same_device
+from featurize.device.device_spec import same_device
 from learn.estimators.protocol import ESTIMATORS, PREFERRED, TRAINING_FREE, Estimator, get_estimator
-from learn.rows.data import Rows, check_target, get_target
+from learn.rows.data import Rows, get_target
 from warehouse.files.folder import DataFolder
 
 if TYPE_CHECKING:
@@ -43,9 +41,6 @@ if TYPE_CHECKING:
 
 FILES = "files"
 MODEL = "model"  # folder of the files that `Estimator.load` reads
-MOST_BYTES = 256 * 2**20
-MOST_UNPACKED_BYTES = 2**30
-MOST_JSON_BYTES = 32 * 2**20
 _verified: dict[tuple[Any, ...], str | None] = {}  # (path, size, time, ...) of every file -> its problem
 _said: set[str] = set()
 
@@ -54,32 +49,27 @@ class DamagedArtifact(EnvironmentProblem):
     """A version whose files differ from the written ones; the message names it and the problem."""
 
 
-def add_checksums(folder: Path, meta: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return `meta` with the checksums of all files of the folder, except `name`, which will hold it, and with its own
-    checksum."""
+def add_checksums(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `meta` with the checksums of all files of the folder except `meta.json`, and with its own checksum."""
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path != folder / name
+        if path.is_file() and path != folder / "meta.json"
     }
-    stamped_meta = {**{key: value for key, value in meta.items() if key != OWN_SHA256}, FILES: files}
-    stamped_meta = json.loads(json.dumps(stamped_meta))  # as a reader gets it
-    return {**stamped_meta, OWN_SHA256: own_sha256(stamped_meta)}
+    stamped: dict[str, Any] = json.loads(json.dumps({**meta, FILES: files}))  # as a reader gets it
+    return {**stamped, OWN_SHA256: own_sha256(stamped)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the artifact's JSON, its own checksum verified where it has one. Raises `DamagedArtifact`."""
+    """Return the artifact's JSON, its own checksum verified. Raises `DamagedArtifact`."""
     try:
-        size = path.stat().st_size
-        if size > MOST_JSON_BYTES:
-            raise DamagedArtifact(f"{_show(path)} has {size:,} bytes, more than {MOST_JSON_BYTES:,}")
         described = json.loads(path.read_bytes())
         if not isinstance(described, dict):
             raise DamagedArtifact(f"{_show(path)} is not a JSON object")
         checksum = own_sha256(described)
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedArtifact(f"{_show(path)} cannot be read: {printable(str(error))}") from error
-    if described.get(OWN_SHA256, checksum) != checksum:
+    if described.get(OWN_SHA256) != checksum:
         raise DamagedArtifact(f"{_show(path)} is not what was written: its checksum is another")
     return described
 
@@ -124,24 +114,8 @@ def _problems(folder: Path, named: Mapping[str, Any], names: Sequence[str]) -> I
             yield f"{shown} is not among the files that meta.json names"
         elif not path.is_file():
             yield f"{shown} is not there"
-        elif (size := path.stat().st_size) > MOST_BYTES:
-            yield f"{shown} has {size:,} bytes, more than {MOST_BYTES:,}"
-        elif not isinstance(about, Mapping) or (about.get("bytes"), about.get("sha256")) != (size, sha256_of(path)):
-            yield f"{shown} is not what was written: its checksum or size is another"
-        elif name.startswith(f"{MODEL}/") and (problem := _structure(path)) is not None:
-            yield f"{shown}: {problem}"
-
-
-def _structure(path: Path) -> str | None:
-    """Return why a file of a model must not be parsed, or None."""
-    if path.suffix == ".npz":
-        try:
-            with zipfile.ZipFile(path) as archive:
-                unpacked = sum(entry.file_size for entry in archive.infolist())
-        except (OSError, zipfile.BadZipFile, ValueError) as error:
-            return f"it is not an archive of arrays ({printable(str(error))})"
-        return None if unpacked <= MOST_UNPACKED_BYTES else f"it unpacks to {unpacked:,} bytes"
-    return None if path.suffix in (".json", ".txt") else "a model has no such file"
+        elif not isinstance(about, Mapping) or about.get("sha256") != sha256_of(path):
+            yield f"{shown} is not what was written: its checksum is another"
 
 
 def _show(path: Path) -> str:
@@ -198,13 +172,10 @@ class Artifact:
         return self
 
     def bound_held_out(self) -> dict[str, float]:
-        """Return the `share` of held-out labels below the 99 % bound, and the number of these `rows`; empty where
-        `meta.json` lacks either."""
-        try:
-            share, rows = self.meta["metrics"]["coverage"]["test"], self.meta["rows"]["test"]
-        except (LookupError, TypeError):  # written by an older version, or by an estimator without a bound
-            return {}
-        return {"share": share, "rows": rows} if type(share) is float and type(rows) is int else {}
+        """Return the `share` of held-out labels below the 99 % bound, and the number of these `rows`; empty
+        without a bound."""
+        share = self.meta.get("metrics", {}).get("coverage", {}).get("test")
+        return {} if share is None else {"share": share, "rows": self.meta["rows"]["test"]}
 
     @cached_property
     def fitted_run_ids(self) -> frozenset[str]:
@@ -224,8 +195,6 @@ def _damaged_unless_read(path: Path, part: str) -> Iterator[None]:
     """Raise `DamagedArtifact` for any error inside: without a checksum, a parser may raise anything."""
     try:
         yield
-    except MemoryError:
-        raise
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 200)
         raise DamagedArtifact(f"{printable(str(path), 300)} is damaged: {part}: {reason}") from error
@@ -266,7 +235,7 @@ def save_judged(
     meta = {
         **meta_of_fit(estimator, rows, seed, now, **judged_rows),
         "metrics": evaluation.summary(),
-        "bins": evaluation.bins.to_mapping(),
+        "bins": asdict(evaluation.bins),
         **about,
     }
     report = {
@@ -301,7 +270,6 @@ def meta_of_fit(estimator: Estimator, rows: Rows, seed: int, now: datetime, **mo
         "unit": rows.target.unit,
         "estimator": estimator.name,
         "feature_version": FEATURES_STAMP,
-        "data_fingerprint": rows.fingerprint(),
         "environment": environment(),
         "rows": {
             "fitted": int((~rows.censored).sum()),
@@ -330,7 +298,6 @@ def save_artifact(
     """
     from conf.files.outputs import new_folder
 
-    check_target(target)
     home = models_folder(data) / target
     meta = {"format": FORMAT, "target": target, "created_at": now.astimezone(UTC).isoformat(), **meta}
     text = json.dumps(meta, indent=1, sort_keys=True)
@@ -338,15 +305,11 @@ def save_artifact(
     version = f"{now.astimezone(UTC):%Y%m%dT%H%M%SZ}-{short}"
     home.mkdir(parents=True, exist_ok=True)
     if not (home / version).exists():  # else the same data gave the same figures in the same second
-        try:
-            with new_folder(home / version) as building:
-                building.mkdir()
-                (building / "report.json").write_text(json.dumps(report, indent=1))
-                extras(building)
-                write_model(building, estimator, meta)
-        except OSError:
-            if not (home / version).exists():  # else another fit has written the same version meanwhile
-                raise
+        with new_folder(home / version) as building:
+            building.mkdir()
+            (building / "report.json").write_text(json.dumps(report, indent=1))
+            extras(building)
+            write_model(building, estimator, meta)
     return home / version
 
 
@@ -355,7 +318,7 @@ def write_model(folder: Path, model: Savable, meta: Mapping[str, Any]) -> dict[s
     JSON."""
     (folder / MODEL).mkdir(parents=True)
     model.save(folder / MODEL)
-    complete = add_checksums(folder, meta, "meta.json")
+    complete = add_checksums(folder, meta)
     (folder / "meta.json").write_text(json.dumps(complete, indent=1, sort_keys=True))
     return complete
 
@@ -366,8 +329,6 @@ def versions(data: DataPlace, target: str) -> list[Artifact]:
     opened = []
     for path in version_folders(data, get_target(target).name):
         try:
-            if not path.resolve().is_relative_to(path.parent.resolve()):
-                raise DamagedArtifact(f"{_show(path)} is damaged: it lies outside of {path.parent.name}")
             opened.append(open_artifact(path))
         except DamagedArtifact as error:
             say_damaged(error, "it is left out")
@@ -395,13 +356,9 @@ def newest_whole(
 
 
 def open_artifact(path: Path) -> Artifact:
-    """Return the artifact in that folder, with the types in its `meta.json` checked. Raises `DamagedArtifact`."""
+    """Return the artifact in that folder. Raises `DamagedArtifact`."""
     meta = read_json(path / "meta.json")
-    rows = meta.get("rows")
-    counts = [rows.get(name) for name in ("family", "source", "device")] if isinstance(rows, dict) else [None]
-    texts = [meta.get(name) for name in ("estimator", "target", "feature_version")]
-    complete = all(isinstance(item, dict) for item in counts) and all(isinstance(item, str) for item in texts)
-    if not complete or meta["estimator"] not in ESTIMATORS:
+    if meta.get("estimator") not in ESTIMATORS:
         problem = "is damaged, or of another version of this code: meta.json does not say what it is"
         raise DamagedArtifact(f"{printable(str(path), 300)} {problem}")
     return Artifact(path, meta)
@@ -456,21 +413,6 @@ def newest(
     return newest_whole(fitting, Artifact.require)
 
 
-def load_latest(data: DataPlace, target: str, **wanted: Unpack[Wanted]) -> Artifact:
-    """Return `find_latest`'s version. Raises `UsageError` where it is None, with the fitted versions and the command
-    that fits one."""
-    artifact = find_latest(data, target, **wanted)
-    if artifact is None:
-        criteria = ", ".join(f"{key}={value}" for key, value in wanted.items() if isinstance(value, str))
-        fitted = sorted({_describe(a) for a in versions(data, target)})
-        raise UsageError(
-            f"no fitted model for target={target}{f' with {criteria}' if criteria else ''}; "
-            f"there {'are: ' + '; '.join(fitted) if fitted else 'is none at all'}; "
-            f"fit one: python -m learn.fit target={target}"
-        )
-    return artifact
-
-
 def require_current(artifact: Artifact) -> Artifact:
     """Return the artifact if its features are current. Raises `StaleArtifact` otherwise."""
     theirs = artifact.meta.get("feature_version")
@@ -520,9 +462,3 @@ def environment() -> dict[str, str | None]:
 def _reads_modules(artifact: Artifact) -> bool:
     reads = get_estimator(artifact.meta["estimator"]).needs_trace
     return reads and "simulated" not in artifact.meta["rows"]["source"]
-
-
-def _describe(artifact: Artifact) -> str:
-    rows = artifact.meta["rows"]
-    devices = ", ".join(sorted({plain_device(name) for name in rows["device"]}))
-    return f"{artifact.meta['estimator']} for {', '.join(rows['family'])} on {devices} ({', '.join(rows['source'])})"

@@ -381,8 +381,7 @@ FORMULAS: Mapping[str, Callable[[TimeFit], Formula]] = {
 }
 
 
-ROOFLINE = "nothing learned"  # the described rates alone
-_OF_KERNELS = (ROOFLINE, LEARNED_FROM, "GPU models left out")
+_OF_KERNELS = (LEARNED_FROM, "GPU models left out")
 COVERAGES = (0.5, 0.75, 0.9, 0.95, 0.99)
 _LONG_TOKENS = 8192
 _DEPTHWISE_SHARE = 0.25  # share of a network's convolutions
@@ -398,7 +397,6 @@ def judge(fit: TimeFit, folds: int, progress: Callable[[str, int, int], None]) -
         progress: Called before each fit with a text, the number of fits done and their total.
     """
     _, ratios = judged_by_splits(fit.fitted, fit.log_ratios, _splits(fit, folds), progress)
-    ratios = {ROOFLINE: fit.log_ratios(fit.roofline()), **ratios}
     of_subsets = dict(subsets(fit))
     kernels_alone = {rows for rows, mask in of_subsets.items() if not (mask & fit.steps).any()}
     scores = [

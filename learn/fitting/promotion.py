@@ -57,10 +57,6 @@ class Promotion:
     source: str | None = None
     device_name: str | None = None
 
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
 
 def refit(
     data: DataPlace,
@@ -142,7 +138,7 @@ def refit(
             "fitted": "on the training rows alone; the held-out ones, a fifth of all configurations, never are",
             "snapshot": snapshot,
             "cycle": cycle,
-            "promotion": promotion.to_mapping(),
+            "promotion": asdict(promotion),
         },
     )
     return replace(promotion, candidate=path.name)
@@ -324,9 +320,6 @@ def compare(current: Evaluation, candidate: Evaluation, seed: int = 0) -> Paired
         f"{f'most {highest:.4f} more' if highest > 0 else f'least {-highest:.4f} less'}, and {allowed:.4f} more "
         "is allowed"
     )
-    if larger and our_error <= their_error:
-        explanation += "; these rows are too few to tell"
-
     over = False
     our_share, their_share = ours["above_bound"], theirs["above_bound"]
     if our_share is not None and their_share is not None:

@@ -168,7 +168,6 @@ def _page(evaluation: Evaluation, meta: Mapping[str, Any]) -> Page:
         "bins": meta["bins"]["rule"],
         "seed": str(meta["seed"]),
         "features": meta["feature_version"],
-        "data": meta["data_fingerprint"],
         "fitted": f"{meta['created_at']}, {meta.get('fitted', _FITTED)}",
     }
     notes = tuple(map(Callout, meta["warnings"]))

@@ -1,7 +1,7 @@
 """The base of training-free estimators: an answer or a reason, its duration, and the handling of a model.
 
-Start reading at `Peer`. `meta_model` builds a copy of a model, `leaf_outputs` watches it run, `explain_errors` names
-the part that fails; each restores all state on leaving. `Trace` is our own method: the step, traced and replayed.
+Start reading at `Peer`. `meta_model` builds a copy of a model, `leaf_outputs` watches it run, and restores all
+state on leaving. `Trace` is our own method: the step, traced and replayed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as registration
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from conf.cli.commands import advice_for
@@ -250,19 +248,11 @@ def real_model(workload: TrainingJob) -> nn.Module:
 
     Raises `CannotEstimate` where it cannot be built, or was given without memory.
     """
-    tensors: list[Tensor] = []
     with explain_errors("building the model"):
-        hook = registration.register_module_parameter_registration_hook(lambda _m, _n, value: tensors.append(value))
-        try:
-            model = workload.build()
-        finally:
-            hook.remove()
+        model = workload.build()
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             raise CannotEstimate("the model is on the meta device, and this method runs it on real memory")
-        new = {id(tensor) for tensor in tensors}
-        if not all(id(parameter) in new for parameter in model.parameters()):
-            model = copy.deepcopy(model, {id(result): result.detach() for result in kept_results(model)})
-        return model.train()
+        return copy.deepcopy(model, {id(result): result.detach() for result in kept_results(model)}).train()
 
 
 def on_device(model: nn.Module, device: str) -> nn.Module:
@@ -348,7 +338,7 @@ def leaf_outputs(
 
     handles: list[RemovableHandle] = []
     try:
-        with explain_errors("the forward pass", model), torch.no_grad():
+        with explain_errors("the forward pass"), torch.no_grad():
             for module in model.modules():
                 handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
             inputs, _targets = workload.batch(device)
@@ -360,51 +350,16 @@ def leaf_outputs(
 
 
 @contextlib.contextmanager
-def explain_errors(doing: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Turn any error of the model into `CannotEstimate` that names the operator and, for `model`, the module."""
-    operators, handles = _Operators(), []
-    running: list[str] = []
-
-    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        running.pop()
-
-    named = [] if model is None else [(name or "the model", module) for name, module in model.named_modules()]
-    for name, module in named:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CannotEstimate(f"{name} is a scripted module, and shows no operators: give what it was made of")
-    for name, module in named:
-        label = f"{name} ({type(module).__name__})"
-        handles.append(module.register_forward_pre_hook(lambda _m, _i, label=label: running.append(label)))
-        handles.append(module.register_forward_hook(leave))
+def explain_errors(doing: str) -> Iterator[None]:
+    """Turn any error of the model into `CannotEstimate` with its text."""
     try:
-        with operators:
-            yield
+        yield
     except CannotEstimate:
         raise
     except CommandError as error:  # its message already explains the job's problem
         raise CannotEstimate(str(error)) from error
     except Exception as error:  # a model may raise anything
-        where = f" in operator {operators.failed}" if operators.failed else ""
-        where += f" of module {running[-1]}" if running else ""
-        raise CannotEstimate(f"{doing} fails{where}: {exception_line(error)}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _Operators(TorchFunctionMode):
-    """A mode that stores in `failed` the innermost torch function that raised an error."""
-
-    failed: str | None = None
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception:
-            self.failed = self.failed or resolve_name(func) or getattr(func, "__name__", str(func))
-            raise
+        raise CannotEstimate(f"{doing} fails: {exception_line(error)}") from error
 
 
 TRACE_HAS_NO_BOUND = "the trace alone has no calibrated bound: it gives a point, not a guarantee"

@@ -43,7 +43,7 @@ class DNNMem(Peer):
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:
         model = meta_model(workload)
-        with explain_errors("the forward pass", model):
+        with explain_errors("the forward pass"):
             inputs, targets = workload.batch("meta")
             operators = _record(workload, model, inputs, targets)
         weights = sum(map(_round_up, unique_bytes(model.parameters())))

@@ -47,7 +47,7 @@ class FakeTensor(Peer):
             model = _fake_model(workload)
             with explain_errors("making the batch"), torch.device("cpu"):
                 inputs, targets = workload.batch("cpu")
-            with explain_errors("the training step", model):
+            with explain_errors("the training step"):
                 step = PlainStep(workload, model, "cpu")
                 tracker = MemTracker()
                 tracker.track_external(model, step.optimizer, *batch_tensors(inputs, targets))

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from conf.errors import UsageError
 from conf.units import MIB
 from featurize.device.device_spec import DeviceSpec
 from learn.job.training_job import TrainingJob
@@ -43,10 +42,6 @@ class DeepSpeed(Peer):
 
     def __init__(self, seed: int = 0, *, stage: int = 0, gpus: int = 1) -> None:
         super().__init__(seed)
-        if stage not in (0, 1, 2, 3):
-            raise UsageError(f"stage must be one of 0, 1, 2, 3, got {stage!r}")
-        if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-            raise UsageError(f"gpus must be an integer >= 1, got {gpus!r}")
         self.stage, self.gpus = stage, gpus
 
     def parts_mib(self, workload: TrainingJob, device: DeviceSpec) -> Mapping[str, float]:

@@ -23,7 +23,6 @@ from featurize.job.layout import (
     named_settings,
     parse_parallel,
 )
-from featurize.job.training_settings import Training, settings_of_ranks
 from featurize.operators.torch_releases import refused_modes, refused_note
 
 if TYPE_CHECKING:
@@ -140,12 +139,9 @@ def layout_settings(
             f"parallel is text or a mapping of settings, as in gpus_per_node=4, got {type(given).__name__}"
         )
     settings = named_settings(given or {})
-    if degrees := [name for name in settings if name in (*MODES, EXPERTS, OWN, HYBRID)]:
-        raise UsageError(f"plan chooses the degrees: leave {', '.join(degrees)} out of parallel")
-    if DEEPSPEED in settings:
-        raise UsageError("plan chooses micro-batch and accumulation itself: give zero and its settings, not deepspeed")
-    if "micro_batches" in settings:
-        raise UsageError("plan chooses micro_batches of pp itself: leave it out of parallel")
+    chosen = (*MODES, EXPERTS, OWN, HYBRID, DEEPSPEED, "micro_batches")
+    if given_too := [name for name in settings if name in chosen]:
+        raise UsageError(f"plan chooses degrees and micro-batches: leave {', '.join(given_too)} out of parallel")
     apt = set().union(*(apt_settings(settings, {mode: gpus}) for mode in modes))
     if unused := [str(name) for name in settings if name not in apt]:
         raise UsageError(
@@ -155,27 +151,6 @@ def layout_settings(
     for mode in ("ddp", "fsdp"):  # together they cover all settings except tp's and cp's
         layout_of({mode: gpus}, settings)
     return settings
-
-
-def apt_for_training(
-    settings: Mapping[str, Any], gpus: int, training: Training
-) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the settings that layouts share, without `zero` where DeepSpeed does not support the training, and a note
-    on that. Layouts of `ddp` alone are then DistributedDataParallel's.
-
-    Args:
-        settings: As `layout_settings` returns them.
-        gpus: Number of the job's GPUs.
-        training: The job's training settings.
-    """
-    if not settings.get("zero"):
-        return settings, ()
-    try:
-        settings_of_ranks(layout_of({"ddp": gpus}, settings), training)
-    except UsageError as error:
-        without = {name: value for name, value in settings.items() if name != "zero"}
-        return without, (f"layouts of ddp alone are tried without zero: {error}",)
-    return settings, ()
 
 
 def layout_of(degrees: Mapping[str, int], settings: Mapping[str, Any]) -> Parallel:
@@ -210,7 +185,7 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
     modes = modes or Modes()
     of_node = settings.get("gpus_per_node", Cluster.gpus_per_node)
     layouts: list[Parallel] = []
-    notes: dict[str, None] = dict.fromkeys(_notes_on(modes))
+    notes: dict[str, None] = dict.fromkeys(filter(None, [refused_note(_ALL if modes.experts else MODES)]))
     for named in _all_degrees(gpus, modes, of_node):
         if named.get("tp", 1) > of_node:  # tp communicates within each layer: between nodes it always loses
             notes[f"tp over more than the {of_node} GPUs of a node is left out"] = None
@@ -232,19 +207,6 @@ def meshes_of(gpus: int, settings: Mapping[str, Any], modes: Modes | None = None
         except UsageError as error:
             notes[str(error)] = None
     return sorted(layouts, key=in_search_order), list(notes)
-
-
-def _notes_on(modes: Modes) -> Iterator[str]:
-    apt = _ALL if modes.experts else MODES
-    known = [mode for mode in apt if mode not in refused_modes()]
-    if refused := refused_note(apt):
-        yield refused
-    if others := [mode for mode in known if mode not in modes.names]:
-        all_modes = ",".join((*modes.names, *others))
-        yield f"{','.join(others)}: left out of this plan; modes= names what is tried, as in modes=[{all_modes}]"
-    if modes.unasked:
-        unasked = ", ".join(modes.unasked)
-        yield f"{unasked}: tried beside fsdp alone, within a node; with all other modes where modes= names it"
 
 
 def _all_degrees(gpus: int, modes: Modes, of_node: int) -> Iterator[dict[str, Any]]:

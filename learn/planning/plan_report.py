@@ -1,11 +1,10 @@
 """A plan, each layout of a job, and its views: a table, a picture of memory over throughput, one HTML page.
 
-Start reading at `LayoutPlan`, then at `print_plan` and `plan_page`; `conf.reports` draws the page.
+Start reading at `LayoutPlan`, then at `plan_page`; `conf.reports` draws the page.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -13,21 +12,16 @@ from typing import Any
 
 from conf.plain_text import MISSING, count_of
 from conf.reports.blocks import (
-    Block,
     Callout,
     Drawn,
-    Fold,
     Lead,
     Legend,
     Outcome,
     Page,
     Section,
-    Tile,
-    Tiles,
-    print_blocks,
     table,
 )
-from conf.reports.charts import LETTER_PX, Axis, Margins, Plot, Svg
+from conf.reports.charts import Axis, Margins, Plot, Svg
 from featurize.job.layout import Parallel
 from learn.estimation.estimate_view import rate
 from learn.planning.meshes import mesh_text
@@ -114,11 +108,6 @@ class LayoutPlan:
         return next(iter(self.fitting), None)
 
     @cached_property
-    def best_of_meshes(self) -> tuple[PlanRow, ...]:
-        """The best row of each mesh that fits, the fastest first."""
-        return tuple({row.parallel: row for row in reversed(self.fitting)}.values())[::-1]
-
-    @cached_property
     def frontier(self) -> tuple[PlanRow, ...]:
         """The rows that fit and that no faster row undercuts in memory, the fastest first."""
         chosen: list[PlanRow] = []
@@ -157,41 +146,10 @@ def in_order(rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
 
 HEADS = ("mesh", "micro-batch", "checkpointing", "peak", "bound", "step ms", "waits ms", "samples/s", "known")
 _WORDS = ("mesh", "checkpointing", "known")
-_NARROW = {
-    "micro-batch": "micro-\nbatch",
-    "checkpointing": "check-\npointing",
-    "step ms": "step\nms",
-    "waits ms": "waits\nms",
-}
-DOT, BEST, FRONTIER = "k3", "k1", "k6"  # colour classes
+DOT, FRONTIER = "k3", "k6"  # colour classes
 _MARGINS = Margins(width=1000.0, height=440.0, left=66.0, right=24.0, top=30.0, bottom=46.0)
 _GIB = 1024.0
-_RADIUS, _DOT = 6.0, 3.5
-_LINE = 14.0  # height of a label in pixels
-
-
-def print_plan(plan: LayoutPlan, most: int) -> None:
-    """Print at most `most` rows that fit, the fastest first; the nearest row of each mesh that does not fit; notes."""
-    heads = [f"{'*' if name in _WORDS else ''}{_NARROW.get(name, name)}" for name in HEADS]
-    more = len(plan.fitting) - most
-    print_blocks(
-        Lead(title(plan)),
-        table(heads, map(cells, plan.fitting[:most])),
-        *([Lead(f"{more} more rows fit: rows=, or format=json")] if more > 0 else []),
-        *map(Lead, lines_of_others(plan)[:most]),
-        *map(Callout, plan.notes),
-        Lead(f"planned in {plan.seconds:.1f} s"),
-    )
-
-
-def title(plan: LayoutPlan) -> str:
-    """Return one line: the job, its GPUs, and the number of rows that fit."""
-    counts = sorted({row.parallel.ranks for row in plan.rows})
-    of_batch = "" if plan.global_batch is None else f", {plan.global_batch:,} samples a step"
-    return (
-        f"{plan.name} on {', '.join(map(str, counts))} x {plan.device}{of_batch}: {count_of(len(plan.fitting), 'row')} "
-        f"fit into {plan.limit_mib:,.0f} MiB, by the {100 * plan.coverage:g} % bound; memory in MiB"
-    )
+_DOT = 3.5  # radius in pixels
 
 
 def cells(row: PlanRow) -> tuple[str, ...]:
@@ -204,89 +162,46 @@ def cells(row: PlanRow) -> tuple[str, ...]:
     return row.mesh, f"{micro}{steps}", row.checkpointing or "none", *memory, *times, speed, row.known or MISSING
 
 
-def lines_of_others(plan: LayoutPlan) -> list[str]:
-    """Return a line for each mesh without a row that fits, with its nearest row, and for each reason to skip meshes."""
-    fitting = {row.parallel for row in plan.fitting}
-    nearest = {row.parallel: row for row in reversed(plan.rows) if row.parallel not in fitting}
-    others = list(nearest.values())[::-1]
-    lines = [f"{row.mesh} does not fit: {row.step_text} {row.why}" for row in others if row.fits is False]
-    left_out: dict[str, list[str]] = {}
-    for row in others:
-        if row.fits is None:
-            left_out.setdefault(row.why or "", []).append(row.mesh)
-    for why, meshes in left_out.items():
-        more = f" and {len(meshes) - 1} more" if len(meshes) > 1 else ""
-        lines.append(f"{meshes[0]}{more}: left out, {why}")
-    return lines
-
-
-def plan_page(plan: LayoutPlan) -> Page:
-    """Return the page's contents."""
+def plan_page(plan: LayoutPlan, most: int | None = None) -> Page:
+    """Return the page's contents, with at most `most` rows of each table."""
     sections = [_picture(plan)] if plan.fitting else []
     counts = sorted({row.parallel.ranks for row in plan.rows})
     return Page(
         title=f"{plan.name} on {', '.join(f'{count:,}' for count in counts)} x {plan.device}",
-        head=(_outcome(plan), *_tiles(plan), *_notes(plan)),
-        sections=(*sections, *_tables(plan)),
+        head=(_outcome(plan),),
+        sections=(*sections, *_tables(plan, most), Section("notes", "Notes", tuple(map(Callout, plan.notes)))),
     )
 
 
 def _outcome(plan: LayoutPlan) -> Outcome:
-    fitting, meshes = len(plan.best_of_meshes), len({row.parallel for row in plan.rows})
+    fitting, meshes = (len({row.parallel for row in rows}) for rows in (plan.fitting, plan.rows))
     of_all = f"{fitting} of {count_of(meshes, 'layout')}"
     sentence = f"{of_all}; a rank may take {plan.limit_mib:,.0f} MiB, by the {100 * plan.coverage:g} % bound"
     return Outcome("good", "fits", sentence) if fitting else Outcome("bad", "does not fit", sentence)
 
 
-def _tiles(plan: LayoutPlan) -> list[Block]:
-    best = plan.best
-    if best is None or best.samples_per_s is None or best.step_time_ms is None:
-        return []
-    waits, of_one = best.exposed_ms or 0.0, best.samples_per_s / best.parallel.ranks
-    return [
-        Tiles(
-            (
-                Tile("quickest", best.mesh, best.step_text),
-                Tile(
-                    "samples a second",
-                    rate(best.samples_per_s),
-                    f"{rate(of_one)} a GPU",
-                ),
-                Tile("step time", f"{best.step_time_ms:,.1f} ms", f"{waits:,.1f} ms for other GPUs"),
-                Tile("bound", f"{best.needed_mib:,.0f} MiB", f"{best.needed_mib / plan.limit_mib:.0%} of the card"),
-            )
-        )
-    ]
-
-
-def _notes(plan: LayoutPlan) -> list[Block]:
-    if not plan.notes:
-        return []
-    return [Fold(f"{count_of(len(plan.notes), 'note')} on this plan", tuple(map(Callout, plan.notes)))]
-
-
 def _picture(plan: LayoutPlan) -> Section:
-    names = {"on the frontier": FRONTIER, "best of its mesh": BEST, "other batches and checkpointing": DOT}
+    names = {"no other row is as quick with less memory": FRONTIER, "other rows that fit": DOT}
     return Section(
         "picture",
         "Memory over throughput",
         (
             Drawn(plan_svg(plan)),
             Legend(names),
-            Lead("On the frontier no other row is as quick with less memory. Rows that do not fit are not shown."),
         ),
     )
 
 
-def _tables(plan: LayoutPlan) -> list[Section]:
+def _tables(plan: LayoutPlan, most: int | None) -> list[Section]:
     sections = []
     if plan.fitting:
-        rows = [(*cells(row), "yes" if row in plan.frontier else "") for row in plan.fitting]
-        lead = Lead("MiB and ms of a rank; samples a second of all ranks.")
-        sections.append(Section("fits", "What fits", (lead, table((*HEADS, "frontier"), rows, words=1))))
+        rows = [(*cells(row), "yes" if row in plan.frontier else "") for row in plan.fitting[:most]]
+        lead = Lead(f"{count_of(len(plan.fitting), 'row')}; MiB and ms of a rank; samples a second of all ranks.")
+        heads = [f"{'*' if name in _WORDS else ''}{name}" for name in (*HEADS, "frontier")]
+        sections.append(Section("fits", "What fits", (lead, table(heads, rows))))
     others = [row for row in plan.rows if not row.fits]
     if others:
-        rows = [(row.mesh, row.step_text, row.why or "") for row in others]
+        rows = [(row.mesh, row.step_text, row.why or "") for row in others[:most]]
         sections.append(Section("left", "What does not fit", (table(("mesh", "step", "*why"), rows, words=2),)))
     return sections
 
@@ -300,14 +215,9 @@ def plan_svg(plan: LayoutPlan) -> Svg:
     limit = plan.limit_mib / _GIB
     plot.across("limit", limit)
     plot.text("capacity", plot.left + 6, plot.y(limit) - 6, f"{plan.device}: {plan.limit_mib:,.0f} MiB", "start")
-    _frontier(plot, plan)
-    best, frontier = set(plan.best_of_meshes), set(plan.frontier)
+    frontier = set(plan.frontier)
     for row in plan.fitting:
-        if row not in best:
-            plot.dot(f"dot {FRONTIER if row in frontier else DOT}", *_place(row), _DOT, _row_text(row))
-    for row in reversed(plan.best_of_meshes):
-        plot.dot(f"full {FRONTIER if row in frontier else BEST}", *_place(row), _RADIUS, _row_text(row))
-    _labels(plot, plan)
+        plot.dot(f"full {FRONTIER if row in frontier else DOT}", *_place(row), _DOT, _row_text(row))
     return plot.picture(
         f"Memory of a rank over samples a second; the most: {_row_text(plan.fitting[0])}", css="timeline"
     )
@@ -316,32 +226,6 @@ def plan_svg(plan: LayoutPlan) -> Svg:
 def _place(row: PlanRow) -> tuple[float, float]:
     """Return a row's samples a second and GiB."""
     return row.samples_per_s or 0.0, row.needed_mib / _GIB
-
-
-def _frontier(plot: Plot, plan: LayoutPlan) -> None:
-    """Draw the frontier as steps: samples a second fall to the next row's as memory decreases."""
-    places = [_place(row) for row in plan.frontier]
-    corners = [(before[0], after[1]) for before, after in itertools.pairwise(places)]
-    plot.line(f"line {FRONTIER}", [places[0], *itertools.chain.from_iterable(zip(corners, places[1:], strict=True))])
-
-
-def _labels(plot: Plot, plan: LayoutPlan) -> None:
-    """Write the name of each mesh's best row where there is room; all have it as a tooltip."""
-    taken: list[tuple[float, float, float, float]] = []
-    limit = plot.y(plan.limit_mib / _GIB)
-    for row in plan.best_of_meshes:
-        width, (samples_per_s, gib) = len(row.mesh) * LETTER_PX, _place(row)
-        x, y = plot.x(samples_per_s) - _RADIUS - 4, plot.y(gib) + 4
-        if y < limit + _LINE:  # clear of the line of the card
-            y = limit + _LINE + 4
-        left, anchored_right = x - width, True
-        if left < plot.left:
-            left, anchored_right = plot.x(samples_per_s) + _RADIUS + 4, False
-        box = (left, y - _LINE, left + width, y)
-        if any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
-            continue
-        taken.append(box)
-        plot.text("peak", x if anchored_right else left, y, row.mesh, "end" if anchored_right else "start")
 
 
 def _row_text(row: PlanRow) -> str:

@@ -24,7 +24,6 @@ from learn.estimation.job_estimate import Estimate
 from learn.estimation.requests import Request, platform_and_options, request_of
 from learn.estimators.protocol import LEVEL
 from learn.planning.meshes import (
-    apt_for_training,
     check_gpus,
     in_search_order,
     layout_settings,
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 NONE = "none"
 WAYS = (NONE, *reversed(CHECKPOINTING))  # in ascending order of recomputation
 _TRIED = (NONE, "full")
-MOST_CONFIRMED = 3  # extrapolated rows that are traced in full
-_MARGIN = 1.005  # factor by which a full trace may exceed extrapolated samples a second
 Progress = Callable[[str, int, int], None]
 
 
@@ -103,19 +100,16 @@ def plan(
     layouts, notes = [], []
     chosen = modes_of_job(modes, job.request.job.batch("meta")[0], lambda: searches.screening.model)
     for count in counts:
-        given, aside = apt_for_training(layout_settings(count, parallel, chosen.names), count, job.settings)
-        several, left_out = meshes_of(count, given, chosen)
+        several, left_out = meshes_of(count, layout_settings(count, parallel, chosen.names), chosen)
         layouts += several
-        notes += [*aside, *left_out]
+        notes += left_out
     searches.run(layouts, progress)
-    searches.confirm()
     ordered = in_order(searches.rows)
     if all(row.fits is None for row in ordered):
         raise UsageError(f"no layout is possible: {ordered[0].mesh}: {ordered[0].why}")
     best = ordered[0]
     limits = {estimate.limit_mib for estimate in searches.estimates.values() if estimate.limit_mib is not None}
     limit_mib = min(limits, default=spec.memory_mib)
-    refused = [f"checkpointing={way} is left out: {why}" for way, why in searches.refused.items()]
     warnings = searches.estimates[best].warnings if best.fits else ()
     layout_plan = LayoutPlan(
         name=job.request.job.name,
@@ -124,7 +118,7 @@ def plan(
         coverage=options.get("coverage", LEVEL),
         global_batch=global_batch,
         rows=ordered,
-        notes=tuple(dict.fromkeys([*notes, *refused, *searches.notes(), *warnings])),
+        notes=tuple(dict.fromkeys([*notes, *searches.notes(), *warnings])),
         seconds=(time.monotonic_ns() - began) / 1e9,
     )
     if report is not None:
@@ -188,7 +182,6 @@ class _Searches:
 
     screening   shallow copies of the job's model
     rows        all layouts so far; `estimates`: those of the traced ones
-    refused     checkpointing that the model does not support -> the reason
     """
 
     def __init__(self, job: _PlannedJob, ways: Sequence[str | None]) -> None:
@@ -197,7 +190,6 @@ class _Searches:
         self.screening = Screening(job.request.job.build)
         self.rows: list[PlanRow] = []
         self.estimates: dict[PlanRow, Estimate] = {}
-        self.refused: dict[str | None, str] = {}
 
     def run(self, layouts: Sequence[Parallel], progress: Progress) -> None:
         """Add the rows of all layouts. Layouts that share their traces follow each other."""
@@ -229,37 +221,8 @@ class _Searches:
             shared, known = traces[size, count, way]
             return make_estimate(request, traces=shared)[0], known
 
-        ways = [way for way in self._ways if way not in self.refused]
-        search = LayoutSearch(layout, batches, ways, self._findings, estimate_sharing_traces)
-        rows = list(search.rows())
-        self.refused |= _find_refused_ways(rows)
-        self.rows += [row for row in rows if row.checkpointing not in self.refused]
-        self.estimates |= search.estimates
-
-    def confirm(self) -> None:
-        """Trace the best rows in full, at most `MOST_CONFIRMED`, until the best one is faster than any extrapolated
-        row."""
-        for _ in range(MOST_CONFIRMED):
-            fitting = [row for row in in_order(self.rows) if row.fits]
-            quickest = max((row.samples_per_s or 0.0 for row in fitting if row.known == TRACED), default=0.0)
-            rivals = [
-                row for row in fitting if row.known == EXTRAPOLATED and _MARGIN * (row.samples_per_s or 0.0) > quickest
-            ]
-            if not rivals:
-                return
-            self._confirm(rivals[0])
-
-    def _confirm(self, row: PlanRow) -> None:
-        job, layout, size = self._job, row.parallel, row.micro_batch
-        batches = job.batches(layout)
-        assert batches is not None and size is not None, "it fits"
-
-        def estimate_whole(size: int, count: int, way: str | None) -> tuple[Estimate, str]:
-            return make_estimate(job.of(layout, size, count, way))[0], TRACED
-
-        search = LayoutSearch(layout, batches, (row.checkpointing,), Findings(self._card_mib), estimate_whole)
-        self.rows.remove(row)
-        self.rows.append(search.row(size, row.checkpointing))
+        search = LayoutSearch(layout, batches, self._ways, self._findings, estimate_sharing_traces)
+        self.rows += search.rows()
         self.estimates |= search.estimates
 
     def notes(self) -> list[str]:
@@ -271,15 +234,6 @@ class _Searches:
             f"{count_of(len(rows), 'row')} extrapolated: traced with {SHALLOW} and {SHALLOW + 1} of "
             f"{self.screening.blocks} blocks, and what a block adds repeated; known=traced: with all blocks"
         ]
-
-
-def _find_refused_ways(rows: Sequence[PlanRow]) -> dict[str | None, str]:
-    """Return checkpointing that the model does not support, with the reason: its first row is impossible, unlike
-    others."""
-    firsts = {row.checkpointing: row for row in reversed(rows)}
-    if all(row.fits is None for row in firsts.values()):
-        return {}
-    return {way: row.why or "" for way, row in firsts.items() if row.fits is None and way is not None}
 
 
 def _ways(given: str | Sequence[str] | None, settings: Training) -> tuple[str | None, ...]:

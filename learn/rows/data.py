@@ -8,7 +8,6 @@ silently; a row whose label is in doubt is judged, but not fitted on.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 from collections import Counter
@@ -79,12 +78,6 @@ def get_target(name: str) -> Target:
     return TARGETS[name]
 
 
-def check_target(name: str) -> None:
-    """Raise `UsageError`, with the known names, unless it is a column's target or `slowdown`."""
-    if name not in TARGETS and name != SLOWDOWN:
-        raise unknown_name("target", name, (*TARGETS, SLOWDOWN))
-
-
 @dataclass(frozen=True)
 class Bins:
     """Classes over a label. `edges` are the inner edges, in the label's unit; the first class is open below and the
@@ -105,14 +98,6 @@ class Bins:
         """Return the class index of each value, (n,) int."""
         return np.asarray((np.asarray(values, dtype=float)[:, None] >= self.edges_of(families)).sum(axis=1))
 
-    def to_mapping(self) -> dict[str, Any]:
-        return {
-            "labels": list(self.labels),
-            "edges": list(self.edges),
-            "by_family": {family: list(edges) for family, edges in self.by_family.items()},
-            "rule": self.rule,
-        }
-
 
 def default_bin_gb(families: Sequence[str] | np.ndarray) -> int:
     """Return the published width: 1 GB where every row is an MLP, else 8 GB."""
@@ -125,8 +110,6 @@ _MOST_BINS = 4096  # bins of 1 GB: more memory than any GPU has
 def memory_bins(labels_mib: np.ndarray, bin_gb: int, ceiling_mib: float | None) -> Bins:
     """Return bins of `bin_gb` * 1024 MiB. The last one is open: with `ceiling_mib`, the memory of a device that rows
     ran out of, the bin that ends there ("at least this much"); else the largest label's."""
-    if bin_gb not in BIN_WIDTHS_GB:
-        raise UsageError(f"bin_gb must be one of {', '.join(map(str, BIN_WIDTHS_GB))}, got {bin_gb!r}")
     width = bin_gb * MIB_PER_GB
     top = int(np.max(labels_mib, initial=0.0) // width)
     if ceiling_mib is not None:
@@ -166,8 +149,6 @@ def make_bins(
     """Return the bins that judge a target. `bin_gb` is for memory only; None: `default_bin_gb`."""
     if target.is_memory:
         return memory_bins(labels, default_bin_gb(families) if bin_gb is None else bin_gb, ceiling_mib)
-    if bin_gb is not None:
-        raise UsageError(f"bin_gb is for target=memory; target={target.name} has bins low, medium, high")
     return utilization_bins(target) if target.name in UTILIZATION_EDGES else tercile_bins(labels, target)
 
 
@@ -326,13 +307,6 @@ class Rows:
     def ceiling_mib(self) -> float | None:
         """Memory of the smallest device, or share of one, that a row ran out of; None where no row is censored."""
         return float(self.card_mib[self.censored].min()) if self.censored.any() else None
-
-    def fingerprint(self) -> str:
-        """Return 16 hex digits over run ids and labels: same data, same fingerprint."""
-        digest = hashlib.sha256(f"{self.target.column}\n".encode())
-        for i in np.argsort(self.run_ids):
-            digest.update(f"{self.run_ids[i]} {float(self.label[i])!r} {int(self.censored[i])}\n".encode())
-        return digest.hexdigest()[:16]
 
     def count(self, column: str) -> dict[str, int]:
         """Return the number of rows by `family`, `source` or `device`."""

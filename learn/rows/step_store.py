@@ -155,11 +155,8 @@ def pack_graph(graph: OpGraph) -> bytes:
     return buffer.getvalue()
 
 
-_START_S = 5.0  # time that a process takes to start: it imports torch
 _WRITTEN_EVERY_S = 20.0
-FEW = 16  # cases that do not justify further processes
-_KEPT = 100_000
-_MODULES_KEPT = 256  # each keeps its job, and all that the job refers to
+FEW, MANY = 16, 64  # cases that do not justify processes, where these were asked for, and else: each imports torch
 
 
 class StepStore:
@@ -216,8 +213,8 @@ class StepStore:
 
         Args:
             cases: Cases of trial configs; those of modules are left out.
-            workers: Number of processes; 0: this one; None: this one, until a process for each CPU would be faster. If
-                one of them dies, the reason becomes the record of its case, and is not stored.
+            workers: Number of processes; 0: this one; None: one for each CPU where there are many cases, else this one.
+                If one of them dies, the reason becomes the record of its case, and is not stored.
             progress: `progress(completed, total)` is called for every computed case.
         """
         self.recall(cases)
@@ -242,34 +239,13 @@ class StepStore:
 
     def keep(self, case: Case, record: StepRecord) -> None:
         """Store this record in memory, replacing an earlier one of the case."""
-        key = _key(case)
-        if case.module is not None:
-            self._records.pop(key, None)
-            of_modules = [other for other, (_, module) in self._records.items() if module is not None]
-            if len(of_modules) >= _MODULES_KEPT:
-                del self._records[of_modules[0]]
-        if len(self._records) >= _KEPT:
-            self._records.clear()
-        self._records[key] = record, case.module
+        self._records[_key(case)] = record, case.module
 
-    @contextlib.contextmanager
-    def override(self, case: Case, traced: SimulatedStep | None) -> Iterator[None]:
-        """Use this trace, replayed with the default allocator, for the case's record inside the block.
-
-        On exit the trace is dropped, and for a module its record. `traced` None changes nothing. The record's graph is
-        packed on first use.
-        """
-        overriding = None
-        if traced is not None and case.spec is not None and (case.key is None or case.key not in self._records):
-            overriding = record_of(traced, case.job, case.spec)
-            self.keep(case, overriding)
-        try:
-            yield
-        finally:
-            if case.key is None:
-                self._records = {key: entry for key, entry in self._records.items() if entry[1] is not case.module}
-            elif overriding is not None and self._records.get(case.key) == (overriding, None):
-                del self._records[case.key]
+    def lend(self, case: Case, traced: SimulatedStep | None) -> None:
+        """Make the case's record of this trace, replayed with the default allocator, unless a record is loaded. The
+        record's graph is packed on first use."""
+        if traced is not None and case.spec is not None and self._at_hand(case) is None:
+            self.keep(case, record_of(traced, case.job, case.spec))
 
     @cached_property
     def _file(self) -> DiskCache:
@@ -297,25 +273,16 @@ def _key(case: Case) -> Hashable:
 def _compute(cases: list[tuple[str, Case]], workers: int | None) -> Iterator[tuple[str, StepRecord]]:
     """Yield (key, record) of each case, in the order of completion; `workers` as in `StepStore.prepare`."""
     processes = len(os.sched_getaffinity(0)) if workers is None else workers
-    elsewhere = processes if workers is None else 1  # number of other processes; with one, they are never faster
-    computed_here, began_s = 0, 0.0
-    if not workers or len(cases) < FEW:
-        for key, case in cases:
-            if computed_here > 1:  # the first case's time includes the import of torch
-                left_s = (len(cases) - computed_here) * (time.monotonic() - began_s) / (computed_here - 1)
-                if left_s > _START_S + left_s / elsewhere:
-                    break
-            yield key, compute(case)
-            computed_here += 1
-            began_s = began_s or time.monotonic()
+    if not processes or len(cases) < (FEW if workers else MANY):
+        yield from ((key, compute(case)) for key, case in cases)
+        return
     from learn.rows.processes import WITH_TORCH, NoResult, in_processes
 
-    remaining = cases[computed_here:]
-    fresh = [replace(case) for _, case in remaining]  # a case's cached properties need not be pickled
+    fresh = [replace(case) for _, case in cases]  # a case's cached properties need not be pickled
     for place, record in in_processes(compute, fresh, workers=processes, prepare=WITH_TORCH):
         if isinstance(record, NoResult):
             record = StepRecord(error=record.reason, seconds=record.seconds, passing=True)
-        yield remaining[place][0], record
+        yield cases[place][0], record
 
 
 _LEAST_MIB = MIB_PER_GIB  # smaller differences between rows of one network are ignored

@@ -373,13 +373,6 @@ def slowdowns(
     """
     if not 1 <= len(jobs) <= MOST_JOBS:
         raise UsageError(f"jobs must be 1 to {MOST_JOBS}, got {len(jobs)}")
-    group = [profile_of(known(job, device), _name(job, f"job {place}")) for place, job in enumerate(jobs, 1)]
+    group = [profile_of(known(job, device), f"job {place}") for place, job in enumerate(jobs, 1)]
     chosen: SlowdownEstimator = estimator or default_slowdowns(data)
     return chosen.slowdowns(group)
-
-
-def _name(job: KnownJob, otherwise: str) -> str:
-    """Return the family of a trial config: slowdowns may be fitted to that name."""
-    if isinstance(job, Mapping):
-        return str(job.get("family", otherwise))
-    return job.family if isinstance(job, TrialConfig) else otherwise

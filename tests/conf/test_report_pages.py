@@ -41,7 +41,6 @@ BLOCKS = (
     STACK,
     b.table((EVIL, f"*{EVIL}", EVIL, "", ""), [(EVIL, EVIL, 12345, STACK, b.Swatch("k1", EVIL))], marked=[0]),
     b.Tiles((b.Tile(EVIL, EVIL, EVIL),)),
-    b.Tree((b.Branch(EVIL, 0.5, (EVIL,), (b.Branch(EVIL, 0.1, ("1",)),), is_open=True),)),
 )
 
 

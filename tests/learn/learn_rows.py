@@ -155,7 +155,7 @@ def restamp(version, **changes):
     """Change `meta.json` of an artifact as if it had been written so: its checksums are those of its files now."""
     path = version / "meta.json"
     meta = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(add_checksums(version, {**meta, **changes}, path.name)))
+    path.write_text(json.dumps(add_checksums(version, {**meta, **changes})))
 
 
 def write_batch(data, configs, **described):

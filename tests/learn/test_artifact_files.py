@@ -1,7 +1,6 @@
 """Artifacts that are not what was written: named in a line, never parsed, and the next answer is taken."""
 
 import functools
-import io
 import json
 import os
 import shutil
@@ -14,15 +13,12 @@ import learn.fitting.artifacts as artifact_files
 from featurize.configs.features import FEATURES_STAMP
 from featurize.families import cnn, mlp, transformer
 from learn import FitSettings, estimate, fit
-from learn.build_defaults import LIMIT_MIB, TARGETS
+from learn.build_defaults import TARGETS
 from learn.fitting.artifacts import (
     DEFAULT_MODELS,
-    add_checksums,
     default_artifact,
     find_latest,
-    load_latest,
     newest,
-    save_artifact,
     versions,
 )
 from learn.fitting.config_models import DEVICES
@@ -69,16 +65,6 @@ def flipped(content):
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def outside_of_themselves(content):
-    """Trees that point outside of themselves."""
-    with np.load(io.BytesIO(content)) as stored:
-        arrays = dict(stored)
-    arrays["children"][0] = len(arrays["children"])
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
-    return buffer.getvalue()
-
-
 MODEL, META = "model/model.npz", "meta.json"
 # File -> what becomes of its content; None: it goes.
 DAMAGES = {
@@ -101,13 +87,6 @@ def damaged(version, name, change):
         path.write_bytes(change(path.read_bytes() if path.exists() else b""))
 
 
-def with_stamp(version, name, change):
-    """The checksums are right."""
-    damaged(version, name, change)
-    meta = json.loads((version / META).read_text())
-    (version / META).write_text(json.dumps(add_checksums(version, meta, META)))
-
-
 def with_link(version):
     path = version / MODEL
     os.replace(path, version.parent.parent / "elsewhere.npz")
@@ -122,7 +101,6 @@ def with_names(version):
 
 
 WAYS = {name: functools.partial(damaged, name=file, change=change) for name, (file, change) in DAMAGES.items()} | {
-    "trees": functools.partial(with_stamp, name=MODEL, change=outside_of_themselves),
     "link": with_link,
     "names": with_names,
     "no checksums": without_checksums,
@@ -140,30 +118,7 @@ def test_a_damaged_version_is_named_in_one_line_and_the_older_one_answers(data, 
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and newer.name in said[0] and "Traceback" not in said[0]
     find_latest(data, "memory")
-    load_latest(data, "memory")
     assert len(capsys.readouterr().err.splitlines()) <= 1  # said once a process and reason
-
-
-class Empty:
-    def save(self, folder):
-        pass
-
-
-def test_two_fits_that_finish_the_same_version_at_once_leave_one(tmp_path):
-    now = datetime(2026, 11, 20, 10, 0, tzinfo=UTC)
-
-    def save(name, extras=lambda folder: None):
-        return save_artifact(tmp_path, "memory", Empty(), {}, {"by": name}, now=now, extras=extras)
-
-    path = save("the slower one", lambda _: save("the quicker one"))
-    assert json.loads((path / "report.json").read_text()) == {"by": "the quicker one"}
-    assert [version.name for version in path.parent.iterdir()] == [path.name]
-    with pytest.raises(OSError, match="full"):
-        save_artifact(tmp_path, "memory", Empty(), {"other": 1}, {}, now=now, extras=full_disk)
-
-
-def full_disk(_folder):
-    raise OSError(28, "full")
 
 
 def test_without_any_whole_version_the_model_that_comes_along_answers(data, capsys):
@@ -224,7 +179,7 @@ def test_there_is_a_model_for_each_target_that_was_measured_those_of_method_fast
     assert {path.name for path in DEFAULT_MODELS.iterdir()} == {*TARGETS, "fast", "MODEL_CARD.md"}
     for target in KNOWN_TARGETS:
         assert (default_artifact(target) is not None) == (target in TARGETS)
-    assert sum(path.stat().st_size for path in FILES) < min(LIMIT_MIB, 10.0) * 2**20, "all of it is small"
+    assert sum(path.stat().st_size for path in FILES) < 10.0 * 2**20, "all of it is small"
 
 
 @pytest.mark.parametrize("target", TARGETS)

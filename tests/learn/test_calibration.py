@@ -82,20 +82,19 @@ def test_configs_without_a_trace_move_with_the_machine_too():
 )
 def test_one_to_five_numbers_foretell_the_figures_of_their_own_kind(jobs):
     made = calibrate(list(numbers_of(TRUE, *jobs)), A100)
-    assert max(map(abs, made.residuals_mib)) < 1
     kind, _, loads_cudnn = jobs[-1]
     (other_job,) = numbers_of(TRUE, (kind, 12_000, loads_cudnn))
-    others_mib = made.profile.other_mib if kind == "card" else 0
-    assert made.profile.outside_mib(loads_cudnn) + others_mib + 12_000 == pytest.approx(other_job.mib, abs=1)
+    others_mib = made.other_mib if kind == "card" else 0
+    assert made.outside_mib(loads_cudnn) + others_mib + 12_000 == pytest.approx(other_job.mib, abs=1)
 
 
 def test_enough_numbers_tell_the_parts_apart_and_none_falls_below_nothing():
     jobs = [("idle", 0, False), ("context", 0, False), ("process", 64, False), ("process", 80, True)]
-    profile = calibrate(list(numbers_of(TRUE, *jobs)), A100).profile
+    profile = calibrate(list(numbers_of(TRUE, *jobs)), A100)
     assert [profile.context_mib, profile.kernels_mib, profile.cudnn_mib, profile.other_mib] == pytest.approx(
         [520, 90, 130, 310], abs=1
     )
-    least = calibrate([MeasuredMemory(kind="process", mib=10, reserved_mib=4)], A100).profile
+    least = calibrate([MeasuredMemory(kind="process", mib=10, reserved_mib=4)], A100)
     assert least.outside_mib(False) == pytest.approx(6, abs=1) and min(least.context_mib, least.kernels_mib) >= 0
     with pytest.raises(UsageError, match="at least one measured number"):
         calibrate([], A100)
@@ -106,7 +105,7 @@ def test_a_calibrated_machine_answers_for_its_data_folder(tmp_path):
     path = DataFolder(tmp_path / "d").create().root / "machines" / "A100-SXM4-40GB.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(to_mapping(made, A100)))
-    assert read_machine(path) == made.profile
+    assert read_machine(path) == made
     done = estimate(mlp, [32, 64], data=tmp_path / "d")
     assert done.machine == "station" and done.process_mib == pytest.approx(done.reserved_mib + 610, abs=1)
     assert estimate(mlp, [32, 64], data=tmp_path / "d", machine=CURRENT).machine == CURRENT
@@ -129,13 +128,12 @@ def test_numbers_come_from_a_csv_file_with_their_jobs(tmp_path):
         ("kind,mib\nallocated,5\n", "line 2: unknown kind 'allocated'; known: card, context, idle, process"),
         ("kind,mib\nprocess,5\n", "line 2: a job is reserved_mib with cudnn"),
         ("kind,mib\nidle,-5\n", "line 2: mib must be a number >= 0, got -5.0"),
-        ("kind,mib,reserved_mib\nidle,5,6\n", "line 2: kind idle has no job"),
         ("kind,mib,reserved_mib,cudnn\nprocess,100,500,true\n", "mib=100 cannot be less than reserved_mib=500"),
         ("kind,mib,config\nprocess,5," + "[" * 100_000 + "\n", "line 2: "),
         ("kind,mib,config\nprocess,5,7\n", "line 2: config is JSON, but no object"),
-        ("kind,mib\nidle," + "x" * 140_000 + "\n", "is not a CSV file"),
-        ("kind,watts\nidle,5\n", "unknown column watts; known: kind, mib"),
-        ("mib\n5\n", "missing column kind"),
+        ("kind,mib\nidle," + "x" * 140_000 + "\n", "cannot be read as a CSV file"),
+        ("kind,watts\nidle,5\n", "columns are kind, mib and"),
+        ("mib\n5\n", "columns are kind, mib and"),
     ):
         path.write_text(text)
         with pytest.raises(UsageError, match=message):
@@ -190,5 +188,4 @@ def test_the_newest_measured_runs_calibrate_the_machine_that_they_ran_on(tmp_pat
             labels={"peak_memory_mib": [100.0 + outside_mib + more_mib] * len(configs)},
         )
     printed = answer(f"data={tmp_path / 'd'}", run=run)
-    assert len(printed["measured"]) == 4
     assert printed["machine"]["context_mib"] + printed["machine"]["kernels_mib"] == pytest.approx(outside_mib, abs=1)

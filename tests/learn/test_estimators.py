@@ -264,48 +264,6 @@ def test_a_forest_answers_as_scikit_learn_does(tmp_path):
     assert np.array_equal(Trees.load(tmp_path, "forest").predict(asked), forest.predict(asked))
 
 
-def stored(tmp_path, **changed):
-    Trees.of_lightgbm([booster_of()]).save(tmp_path, "t")
-    with np.load(tmp_path / "t.npz") as arrays:
-        kept = {name: arrays[name] for name in arrays.files}
-    kept |= {name: change(kept[name]) for name, change in changed.items()}
-    np.savez_compressed(tmp_path / "t.npz", **{name: array for name, array in kept.items() if array is not None})
-
-
-def with_first(value):
-    def change(array):
-        array = array.copy()
-        array[0] = value
-        return array
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("children", with_first(10**6), "do not exist"),
-        ("children", with_first(-1), "do not exist"),
-        ("children", lambda array: np.where(array == np.arange(len(array))[:, None], len(array) - 1, array), "no end"),
-        ("children", lambda array: array[:, 0], "shapes"),
-        ("root", with_first(10**6), "do not exist"),
-        ("root", lambda array: array[:0], "do not exist"),
-        ("root", lambda array: np.append(array[1:], array[1]), "two trees"),
-        ("first", with_first(3), "no tree"),
-        ("feature", with_first(-1), "do not exist"),
-        ("feature", lambda array: array.astype(float), "type float64"),
-        ("threshold", with_first(np.nan), "not a number"),
-        ("value", with_first(np.inf), "not a number"),
-        ("value", lambda array: array[:-1], "shapes"),
-        ("start", lambda array: None, "instead of"),
-    ],
-)
-def test_arrays_that_make_no_trees_are_refused(tmp_path, name, change, message):
-    stored(tmp_path, **{name: change})
-    with pytest.raises(ValueError, match=message):
-        Trees.load(tmp_path, "t")
-
-
 def of_optimizers(factors):
     """Rows of CNNs with each optimizer, which take so many times what was traced."""
     configs, labels = [], []
@@ -338,9 +296,3 @@ def test_a_bound_never_falls_when_a_family_is_new(fitted):
         range(6)
     )
     assert all(new.held_of(row) is None for row in range(6))
-
-
-def test_features_that_this_code_does_not_compute_are_a_refusal(fitted, monkeypatch):
-    monkeypatch.setattr(fitted, "_columns", (*fitted._columns, "net_of_another_time"))
-    said = fitted.predict([Case(MLP)], STEPS)
-    assert "net_of_another_time" in said.refusals[0] and np.isnan(said.point[0])

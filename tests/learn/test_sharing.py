@@ -12,7 +12,6 @@ import pytest
 import learn
 from conf.cli import command_line as cli
 from conf.errors import EnvironmentProblem, UsageError
-from featurize.configs.trial import config_from_mapping
 from learn import GpuState, JobProfile, admit, estimate, fit_slowdowns, group_memory, slowdowns
 from learn.benchmark import entry as benchmark_command
 from learn.commands.benchmark_rows import BenchmarkSettings
@@ -23,7 +22,6 @@ from learn.sharing.admitting import MemoryNeed, known, profile_of
 from learn.sharing.slowdowns import (
     ContentionFormula,
     MeasuredGroup,
-    PointSlowdowns,
     Slowdown,
     constant_slowdown,
     find_slowdowns,
@@ -343,9 +341,6 @@ def test_a_trial_config_is_estimated_first(tmp_path):
     profile = profile_of(known(config, "RTX-3090"), "mlp")
     assert profile.memory_mib > 0 and profile.name == "mlp" and profile.smact is not None
     assert slowdowns([config, BUSY], "RTX-3090", data=tmp_path) == slowdowns([profile, BUSY], data=tmp_path)
-    of_names = PointSlowdowns("by name", lambda group: [1.5 if job.name == "mlp" else 1.0 for job in group])
-    assert slowdowns([config_from_mapping(config), BUSY], estimator=of_names) == of_names.slowdowns([profile, BUSY])
-    assert slowdowns([config, BUSY], estimator=of_names)[0].median == 1.5
 
 
 def test_memory_and_bounds_of_a_group_add_up():

@@ -169,7 +169,7 @@ def test_the_numbers_calibrate_a_machine(tmp_path):
     (tmp_path / "contexts" / "all.json.xz").write_bytes(lzma.compress(content))
     contexts.measure(tmp_path, "cpu", forever)
     device = load_device("H100-SXM5-80GB")
-    profile = calibrate(measured_in_csv(tmp_path / "numbers.csv", device), device).profile
+    profile = calibrate(measured_in_csv(tmp_path / "numbers.csv", device), device)
     parts_mib = [profile.other_mib, profile.context_mib, profile.kernels_mib, profile.cudnn_mib]
     assert parts_mib == pytest.approx([300, 500, 40, 70], abs=1)
     assert not (tmp_path / "numbers_eager.csv").exists()
