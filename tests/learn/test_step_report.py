@@ -126,7 +126,7 @@ def test_command_writes_the_page_and_says_where(tmp_path, monkeypatch, shown, re
     assert "report: out.html" in printed and "snapshot: out.pickle" in printed
     page = (tmp_path / "out.html").read_text()
     assert page.startswith("<!doctype html>") and "torch.nn:Linear" in ParsedPage(page).text
-    assert "report=. is a folder" in refused(*job, "report=.")
+    assert "report=. cannot be written: it is a folder" in refused(*job, "report=.")
 
 
 def test_the_page_shows_where_the_steps_time_goes(tmp_path):
