@@ -17,11 +17,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from conf.errors import EnvironmentProblem
-from featurize.cudnn.signature import ConvolutionSignature, EnginePlan, OracleAnswer, SearchSettings, signature_of
+from featurize.cudnn.signature import (
+    NO_ENGINE,
+    ConvolutionSignature,
+    EnginePlan,
+    OracleAnswer,
+    SearchSettings,
+    signature_of,
+)
 
 # torch.backends.cudnn.benchmark_limit: number of plans that PyTorch measures by default.
 BENCHMARK_LIMIT = 10
-NO_ENGINE = "cuDNN has no engine for it"
 
 # The shared object that replaces a missing driver.
 SONAME = "libcuda.so.1"
@@ -59,9 +65,8 @@ def main() -> None:
     _write(answers, {"version": version})
     for line in sys.stdin:
         query = json.loads(line)
-        signature = signature_of(query["signature"])
-        answer = ask(signature, SearchSettings(**query["search"]))
-        _write(answers, answer.to_mapping())
+        answer = ask(signature_of(query["signature"]), SearchSettings(**query["search"]))
+        _write(answers, vars(answer))
 
 
 def _write(answers: TextIO, content: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from conf.cli.commands import missing_from_extra
 from conf.errors import EnvironmentProblem, UsageError
 from conf.files.disk_cache import DiskCache, user_folder
-from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
+from featurize.cudnn.signature import NO_ENGINE, ConvolutionSignature, OracleAnswer, SearchSettings, answer_of
 from featurize.device.device_spec import DeviceSpec
 
 START_S = 60.0  # limit for the process to load its libraries; an idle machine takes one second
@@ -81,9 +81,7 @@ class CudnnOracle:
         if missing := [signature for signature in wanted if signature not in known]:
             with self._lock:
                 fresh = self._ask(missing, search)
-            lasting = {
-                signature: answer for signature, answer in fresh.items() if answer.problem not in (HUNG, NOT_ASKED)
-            }
+            lasting = {signature: answer for signature, answer in fresh.items() if answer.problem in ("", NO_ENGINE)}
             if self._cache is not None and lasting:
                 self._cache.write(scope, lasting)
             known |= fresh
@@ -123,15 +121,8 @@ class CudnnOracle:
                 answers[signature] = OracleAnswer(problem=NOT_ASKED)
                 continue
             query = {"signature": signature, "search": vars(search)}
-            is_fresh = self._process is None
             try:
-                try:
-                    answers[signature] = answer_of(self._ensure_running().ask(query, self._query_s))
-                except (_NoAnswer, ValueError) as error:
-                    if is_fresh or isinstance(error, _Hung):
-                        raise
-                    self.close()  # it may have been killed while it waited: only the crash of a fresh process counts
-                    answers[signature] = answer_of(self._ensure_running().ask(query, self._query_s))
+                answers[signature] = answer_of(self._ensure_running().ask(query, self._query_s))
             except (_NoAnswer, ValueError) as error:
                 failures += 1
                 self.close()
@@ -150,7 +141,7 @@ def oracle_for(device: DeviceSpec) -> CudnnOracle:
         EnvironmentProblem: The libraries are not installed; the message names the extra.
         UsageError: A compute capability that cuDNN cannot be asked about.
     """
-    return CudnnOracle(installed_libraries(), device, AnswerCache(cache_path()))
+    return CudnnOracle(installed_libraries(), device, AnswerCache(user_folder() / "cudnn.sqlite"))
 
 
 class _NoAnswer(Exception):
@@ -237,11 +228,6 @@ class _CudnnProcess:
                     pipe.close()
 
 
-def cache_path() -> Path:
-    """Return the path of the user's file of answers, `cudnn.sqlite`."""
-    return user_folder() / "cudnn.sqlite"
-
-
 class AnswerCache:
     """A file of answers, shared by all processes of this user: an answer never changes. A file that cannot be opened or
     read counts as missing. `scope` holds all that an answer depends on besides the signature: cuDNN's version, the
@@ -266,7 +252,7 @@ class AnswerCache:
     def write(self, scope: str, answers: Mapping[ConvolutionSignature, OracleAnswer]) -> None:
         """Store answers. If two processes write the same one, the later one's stays."""
         rows = [
-            (_key(scope, signature), json.dumps(answer.to_mapping(), separators=(",", ":")).encode())
+            (_key(scope, signature), json.dumps(vars(answer), separators=(",", ":")).encode())
             for signature, answer in answers.items()
         ]
         if rows:
@@ -390,12 +376,8 @@ def installed_libraries() -> CudnnLibraries:
 
 
 def _first(folders: list[Path], patterns: tuple[str, ...]) -> Path | None:
-    for folder in folders:
-        for pattern in patterns:
-            for path in sorted(folder.glob(pattern)):
-                if path.suffix[1:].isdigit():  # not libnvrtc.so.12.alt
-                    return path
-    return None
+    paths = (path for folder in folders for pattern in patterns for path in sorted(folder.glob(pattern)))
+    return next((path for path in paths if path.suffix[1:].isdigit()), None)  # not libnvrtc.so.12.alt
 
 
 def _version_of(header: Path) -> tuple[int, ...]:

@@ -84,9 +84,9 @@ def test_depthwise_layers_in_fp32_are_not_cudnns_and_grouped_ones_are():
     depthwise, _ = calls_of(nn.Conv2d(64, 64, 3, groups=64))
     assert depthwise[0].convolution is None
     half, _ = calls_of(nn.Conv2d(64, 64, 3, padding=1, groups=64), precision="fp16")
-    assert half[0].convolution.groups == 64
+    assert half[0].convolution.kernel[1] == 1
     grouped, _ = calls_of(nn.Conv2d(64, 64, 3, groups=4))
-    assert grouped[0].convolution.groups == 4
+    assert grouped[0].convolution.kernel[1] == 16
 
 
 def test_answers_take_the_place_of_guesses_and_say_so():
