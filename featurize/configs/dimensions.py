@@ -1,6 +1,6 @@
 """The dimensions of a family's search space, and the mapping from a point of the unit cube to raw values.
 
-Start reading at `Space`; `read_dimensions` makes one from YAML. `featurize.configs.draws` makes the points.
+Start reading at `Space`; `read_space` makes one from YAML. `featurize.configs.draws` makes the points.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import importlib.resources
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeGuard
@@ -175,15 +175,11 @@ def valid_keys(family: str) -> tuple[str, ...]:
 @cache
 def own_space(family: str) -> Space:
     """Return the space of `conf/arch/FAMILY.yaml`, values unchecked; empty if there is no such file."""
-    dimensions, problems = read_dimensions(family, (default_space(family) or {}).items())
-    return Space(family, require_valid(family, dimensions, problems))
+    return read_space(family, (default_space(family) or {}).items())
 
 
-def read_dimensions(
-    family: str, items: Iterable[tuple[str, Any]], refused: Callable[[Dimension], Iterable[str]] = lambda _: ()
-) -> tuple[tuple[Dimension, ...], list[str]]:
-    """Return the dimensions of name-spec pairs, and their problems; `refused` yields the problems of a dimension's
-    values.
+def read_space(family: str, items: Iterable[tuple[str, Any]]) -> Space:
+    """Return the space of name-spec pairs. Raises `UsageError` with all problems.
 
     A spec is a scalar (constant), a list of scalars (choice), or `{low, high, scale: auto|uniform|log, step}` with
     `scale` and `step` optional.
@@ -192,27 +188,17 @@ def read_dimensions(
     dimensions: list[Dimension] = []
     problems: list[str] = []
     unknown: list[str] = []
-    names: set[str] = set()
     for name, spec in items:
         if name not in known:
             unknown.append(str(name))
-        if name in names:
-            problems.append(f"{name}: given twice")
-        names.add(name)
         dimension = _dimension(name, spec, problems)
         if dimension is not None:
             dimensions.append(dimension)
-    problems += [problem for dimension in dimensions for problem in refused(dimension)]
     if unknown:
         problems.append(f"unknown {', '.join(sorted(unknown))}; valid keys are {', '.join(known)}")
-    return tuple(dimensions), problems
-
-
-def require_valid(family: str, dimensions: tuple[Dimension, ...], problems: Sequence[str]) -> tuple[Dimension, ...]:
-    """Return the dimensions. Raises `UsageError` with all problems, if there are any."""
     if problems:
         raise UsageError(f"search space of {family}: " + "; ".join(problems))
-    return dimensions
+    return Space(family, tuple(dimensions))
 
 
 def default_space(family: str) -> dict[str, Any] | None:
@@ -255,10 +241,8 @@ def _range(name: str, spec: Mapping[str, Any], problems: list[str]) -> Range | N
     for key in ("low", "high", "step"):
         if key not in spec and key != "step":
             problems.append(f"{name}: {key} is missing")
-        elif spec.get(key) is not None and not _is_number(spec[key]):
+        elif not _is_number(spec.get(key)) and (key != "step" or spec.get(key) is not None):
             problems.append(f"{name}: {key} must be a finite number, got {spec[key]!r}")
-        elif key in spec and spec[key] is None and key != "step":
-            problems.append(f"{name}: {key} must be a finite number, got null")
     scale = spec.get("scale", "auto")
     if scale not in SCALES:
         problems.append(f"{name}: unknown scale {scale!r}; known: {', '.join(SCALES)}")

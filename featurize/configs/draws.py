@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -320,7 +319,7 @@ def _configs_at(
     drawn: _Drawn | None,
 ) -> list[TrialConfig]:
     """Return the configs (one a batch size) at `point`, or at its first valid and new substitute."""
-    rejected: list[tuple[dict[str, Any], list[_Breach]]] = []
+    rejected: list[dict[str, str]] = []
     for attempt, drawn_values in enumerate(_tries(space, key, index, point, searched=drawn is not None)):
         if drawn is not None and not drawn.is_new(drawn_values):
             continue
@@ -328,19 +327,18 @@ def _configs_at(
         largest = {"batch_size": max(sizes)} if sizes else {}
         repaired = family.repair({**drawn_values, **largest}, _Draw(key, index, attempt))
         configs: list[TrialConfig] = []
-        breaches: list[_Breach] = []
         for values in [{**repaired, "batch_size": size} for size in sizes] or [repaired]:
-            config, breaches = _build(family, values, limits)
-            if config is None:
+            built = _build(family, values, limits)
+            if isinstance(built, dict):
+                rejected.append(built)
+                if rejections is not None:
+                    rejections.update(built.keys())
                 break
-            configs.append(config)
+            configs.append(built)
         else:
             if drawn is None or drawn.gives(configs):
                 return configs
             continue
-        rejected.append((values, breaches))
-        if rejections is not None:
-            rejections.update(breach.rule for breach in breaches)
         if len(rejected) == MAX_ATTEMPTS:
             break
     raise UsageError(_no_valid_configuration(space.family, index, rejected))
@@ -385,28 +383,17 @@ def _search(
         yield dict(values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Breach:
-    """A rule that a point broke. `text` contains the value; `rule` does not, so that points can be counted by rule.
-    `needed` is the limit that would have let the point pass; None for the family's own rules."""
-
-    rule: str
-    text: str
-    needed: int | None = None
-
-
-def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> tuple[TrialConfig | None, list[_Breach]]:
-    """Return the config and no breaches, or None and every rule that it breaks."""
+def _build(family: ModuleType, values: dict[str, Any], limits: Limits) -> TrialConfig | dict[str, str]:
+    """Return the config, or every rule that it breaks: the rule without the value -> the text with it."""
     missing = missing_fields(family, values)
     if missing:  # no other point of this space has a value either
         raise UsageError(f"search space of {family.Config.family}: gives no value for {', '.join(missing)}")
     try:
-        config = family.Config(**named_by_user(family.Config.family, values))  # the user chose the space
+        config: TrialConfig = family.Config(**named_by_user(family.Config.family, values))  # the user chose the space
     except ValueError as error:
         texts = str(error).removeprefix(f"{family.Config.family}: ").split("; ")
-        return None, [_Breach(re.sub(r",? got .*$", "", text, flags=re.DOTALL), text) for text in texts]
-    breaches = _over_limits(family, config, limits)
-    return (None, breaches) if breaches else (config, [])
+        return {re.sub(r",? got .*$", "", text, flags=re.DOTALL): text for text in texts}
+    return _over_limits(config, limits) or config
 
 
 def missing_fields(family: ModuleType, values: Mapping[str, Any]) -> list[str]:
@@ -420,44 +407,29 @@ def missing_fields(family: ModuleType, values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _over_limits(family: ModuleType, config: TrialConfig, limits: Limits) -> list[_Breach]:
-    if limits.max_parameters is None and limits.max_memory_mib is None:
-        return []
+def _over_limits(config: TrialConfig, limits: Limits) -> dict[str, str]:
+    if limits == NO_LIMITS:
+        return {}
     plan = families.layers_of(config)
-    needs: list[tuple[str, float]] = []
-    if limits.max_parameters is not None:
-        needs.append(("max_parameters", totals(plan).parameters))
-    if limits.max_memory_mib is not None:
-        needs.append(("max_memory_mib", rough_memory_mib(plan, config.batch_size, config.optimizer)))
-    breaches = []
-    for name, need in needs:
-        limit = getattr(limits, name)
-        if need > limit:
-            rule, needed = f"limits.{name}={limit:.12g}", math.ceil(need)
-            breaches.append(_Breach(rule, f"{rule}, needed {needed}", needed))
-    return breaches
+    needs = {
+        "max_parameters": totals(plan).parameters,
+        "max_memory_mib": rough_memory_mib(plan, config.batch_size, config.optimizer),
+    }
+    rules = {name: f"limits.{name}={limit:.12g}" for name, limit in vars(limits).items() if limit is not None}
+    return {
+        rule: f"{rule}, needed {math.ceil(needs[name]):,}"
+        for name, rule in rules.items()
+        if needs[name] > getattr(limits, name)
+    }
 
 
-def _no_valid_configuration(family: str, index: int, rejected: list[tuple[dict[str, Any], list[_Breach]]]) -> str:
-    counts: Counter[str] = Counter()
-    examples: dict[str, tuple[str, dict[str, Any]]] = {}
-    smallest: dict[str, int] = {}
-    for values, breaches in rejected:
-        for breach in breaches:
-            counts[breach.rule] += 1
-            examples.setdefault(breach.rule, (breach.text, values))
-            if breach.needed is not None:
-                smallest[breach.rule] = min(breach.needed, smallest.get(breach.rule, breach.needed))
-    sentences = []
-    for rule, count in counts.most_common(4):
-        many = f"all {count:,} points" if count == len(rejected) else f"{count:,} of {len(rejected):,} points"
-        text, values = examples[rule]
-        if rule in smallest:
-            sentences.append(f"{rule} rejected {many}; the smallest needed {smallest[rule]:,}")
-        else:
-            sentences.append(f"{many} broke '{text}', e.g. {json.dumps(values, default=str)}")
-    more = f"; and {len(counts) - 4} other rules" if len(counts) > 4 else ""
-    return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(sentences)}{more}"
+def _no_valid_configuration(family: str, index: int, rejected: list[dict[str, str]]) -> str:
+    counts = Counter(rule for texts in rejected for rule in texts)
+    texts = {rule: text for broken in reversed(rejected) for rule, text in broken.items()}
+    sentences = [
+        f"{count:,} of {len(rejected):,} points broke '{texts[rule]}'" for rule, count in counts.most_common(4)
+    ]
+    return f"the search space of {family} has no valid configuration for index {index}: {'; '.join(sentences)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,15 +174,16 @@ def group_key(config: TrialConfig) -> str:
     same layers of the same sizes, whatever the batch size, the training settings and the dropout. Near-copies share it,
     so that a split keeps them together. A family whose plan is slow to compute defines `identity` in place of its
     layers."""
-    digest = hashlib.sha256()
     family = get_family(config.family)
     if hasattr(family, "identity"):
-        digest.update(family.identity(config).encode())
-        return f"{config.family}-{digest.hexdigest()[:16]}"
-    for layer in layers_of(config):
-        if layer.kind != "dropout":
-            digest.update(f"{layer.kind} {layer.output_elements} {layer.parameters} {layer.flops}\n".encode())
-    return f"{config.family}-{digest.hexdigest()[:16]}"
+        identity = family.identity(config)
+    else:
+        identity = "".join(
+            f"{layer.kind} {layer.output_elements} {layer.parameters} {layer.flops}\n"
+            for layer in layers_of(config)
+            if layer.kind != "dropout"
+        )
+    return f"{config.family}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 # Raise it when the value or name of a feature changes, of a trial config or of a traced step.

@@ -73,23 +73,23 @@ def hf_model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], tuple[str,
     return f"transformers:{name}", arguments, notes
 
 
-# Fields of peft's LoraConfig, as in adapter_config.json, that shape the adapter, with their allowed values.
-_LORA: Mapping[str, str | tuple[str, ...]] = {
-    "r": "count",
-    "lora_alpha": "number",
-    "lora_dropout": "number",
-    "target_modules": "names",
-    "exclude_modules": "names",
-    "modules_to_save": "names",
-    "bias": ("none", "all", "lora_only"),
-    "use_rslora": "switch",
-    "use_dora": "switch",
-    "lora_bias": "switch",
-    "fan_in_fan_out": "switch",
-    "layers_to_transform": "counts",
-    "rank_pattern": "named counts",
-    "layers_pattern": "names",
-}
+# Fields of peft's LoraConfig, as in adapter_config.json, that shape the adapter.
+_LORA = (
+    "bias",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_bias",
+    "lora_dropout",
+    "modules_to_save",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_dora",
+    "use_rslora",
+)
 # Fields that do not affect a training step's memory and time.
 _LORA_ASIDE = (
     "alpha_pattern",
@@ -143,8 +143,8 @@ def lora_of(adapter: Mapping[str, Any]) -> dict[str, Any]:
             if value and value not in _OFF.get(name, ()):
                 problems.append(f"{name} is not followed; leave it out")
         elif name not in _LORA:
-            problems.append(f"unknown {shown(name)}; known: {', '.join(sorted(_LORA))}")
-        elif problem := _field_problem(name, value, _LORA[name]):
+            problems.append(f"unknown {shown(name)}; known: {', '.join(_LORA)}")
+        elif problem := _problem_of_field(name, value):
             problems.append(problem)
         else:
             fields[name] = value
@@ -172,38 +172,21 @@ def with_lora(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
         raise EnvironmentProblem("adapter_config needs peft: pip install peft") from error
     try:
         return peft.get_peft_model(model, peft.LoraConfig(**fields))
-    except (TypeError, ValueError) as error:
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(f"adapter_config: {error}") from error
 
 
-def _field_problem(name: str, value: Any, kind: str | tuple[str, ...]) -> str | None:
-    def is_count(number: Any) -> bool:
-        return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**16
-
-    def are_names(many: Any) -> bool:  # not a text, which peft would use as a pattern
-        return isinstance(many, list) and all(isinstance(entry, str) and _NAME.fullmatch(entry) for entry in many)
-
-    if isinstance(kind, tuple):
-        return None if value in kind else f"{name} must be one of {', '.join(kind)}, got {shown(value)}"
-    rules: dict[str, tuple[bool, str]] = {
-        "count": (is_count(value) and value > 0, "a whole number from 1 to 65535"),
-        "counts": (is_count(value) or (isinstance(value, list) and all(map(is_count, value))), "whole numbers"),
-        "number": (
-            isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6,
-            "a number from 0 to 1e6",
-        ),
-        "switch": (isinstance(value, bool), "true or false"),
-        "names": (
-            are_names(value) or (name == "target_modules" and value == "all-linear"),
-            "a list of modules' names" + (' or "all-linear"' if name == "target_modules" else ""),
-        ),
-        "named counts": (
-            isinstance(value, Mapping) and are_names(list(value)) and all(map(is_count, value.values())),
-            "a mapping of modules' names to ranks",
-        ),
-    }
-    holds, words = rules[kind]
-    return None if holds else f"{name} must be {words}, got {shown(value)}"
+def _problem_of_field(name: str, value: Any) -> str | None:
+    """Return why a field is more than numbers, switches and names, or a list or mapping of these; None if it is not."""
+    given = [*value, *value.values()] if isinstance(value, Mapping) else value
+    for entry in given if isinstance(given, list) else [given]:
+        if isinstance(entry, str):  # peft would use any other text as a pattern
+            is_plain = _NAME.fullmatch(entry) is not None
+        else:
+            is_plain = isinstance(entry, int | float) and 0 <= entry < 2**16
+        if not is_plain:
+            return f"{name} must hold names, switches and numbers from 0 to 65535, got {shown(value)}"
+    return None
 
 
 # bitsandbytes' fields of quantization_config (transformers' BitsAndBytesConfig) that have no effect here.
@@ -246,21 +229,18 @@ def quantization_of(quantization: Mapping[str, Any]) -> dict[str, Any]:
         if name in given and given[name] not in usual
     ]
     kind = given.get("bnb_4bit_quant_type", "fp4")
-    switches = {name: given.get(name, False) for name in ("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant")}
-    problems += [
-        f"{name} must be true or false, got {shown(v)}" for name, v in switches.items() if not isinstance(v, bool)
-    ]
+    in_8_bits = given.get("load_in_8bit") is True
     if kind not in ("nf4", "fp4"):
         problems.append(f"bnb_4bit_quant_type must be nf4 or fp4, got {shown(kind)}")
-    if not problems and switches["load_in_4bit"] == switches["load_in_8bit"]:
+    if in_8_bits == (given.get("load_in_4bit") is True):
         problems.append("give either load_in_4bit or load_in_8bit as true")
     skip = given.get("llm_int8_skip_modules")
-    if skip is not None and (problem := _field_problem("llm_int8_skip_modules", skip, "names")):
+    if skip is not None and (problem := _problem_of_field("llm_int8_skip_modules", skip)):
         problems.append(problem)
     if problems:
         raise UsageError("; ".join(problems))
-    four = f"{kind}-dq" if switches["bnb_4bit_use_double_quant"] else kind
-    settings = {"quantize": "int8" if switches["load_in_8bit"] else four}
+    four = f"{kind}-dq" if given.get("bnb_4bit_use_double_quant") is True else kind
+    settings = {"quantize": "int8" if in_8_bits else four}
     return settings if skip is None else {**settings, "quantize_skip": list(skip)}
 
 

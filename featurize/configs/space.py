@@ -22,20 +22,19 @@ from featurize.configs.dimensions import (
     Scalar,
     Space,
     own_space,
-    read_dimensions,
-    require_valid,
+    read_space,
 )
 from featurize.configs.draws import missing_fields, sample_range
 from featurize.configs.trial import TrialConfig
 
 
 def parse_space(family: str, mapping: Mapping[str, Any]) -> Space:
-    """Return the space of a YAML mapping name -> spec, see `featurize.configs.dimensions.read_dimensions`.
+    """Return the space of a YAML mapping name -> spec, see `featurize.configs.dimensions.read_space`.
 
-    Raises `UsageError` that reports all problems together: an unknown family or key, and a listed value that the
-    family's config never accepts (`optimizer: [adam, lion]`). `require_within_limits` checks numbers.
+    Raises `UsageError` that reports all problems together, such as an unknown family or key. `require_within_limits`
+    checks the values.
     """
-    return _check(family, mapping.items())
+    return read_space(family, mapping.items())
 
 
 def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
@@ -49,12 +48,7 @@ def space_of_mapping(mapping: Mapping[str, Any]) -> Space:
     space = mapping["space"]
     if not isinstance(space, Mapping | list):
         raise UsageError(f"space must be a mapping name -> values, got {space!r}")
-    return _check(mapping["family"], space.items() if isinstance(space, Mapping) else space)
-
-
-def _check(family: str, items: Iterable[tuple[str, Any]]) -> Space:
-    dimensions, problems = read_dimensions(family, items, lambda dimension: refused_values(family, dimension))
-    return Space(family, require_valid(family, dimensions, problems))
+    return read_space(mapping["family"], space.items() if isinstance(space, Mapping) else space)
 
 
 _TRIED_ON = 16  # configs that a value is tried on
@@ -75,18 +69,14 @@ def require_within_limits(space: Space) -> None:
         raise UsageError(f"search space of {space.family}: " + "; ".join(problems))
 
 
-def refused_values(family: str, dimension: Dimension) -> Iterator[str]:
-    """Yield a problem for each listed value of a config's field that the family refuses even after its `repair`."""
-    if not isinstance(dimension, Range) and _is_field(family, dimension.name):
-        for value, _ in _values(dimension):
-            if problem := _problem_after_repair(family, dimension.name, value):
-                yield f"arch.space.{dimension.name}: {problem}"
-
-
 def _problem(family: str, name: str, value: Scalar, end: str | None) -> str | None:
     if not _is_field(family, name):
         return _problem_of_sampled_only(family, name, value)
-    return _problem_of_number(family, name, value, end) if _is_number(value) else None
+    if _is_number(value):
+        return _problem_of_number(family, name, value, end)
+    # Values that `repair` changes or fills in are not checked.
+    unchanged = ((config, value) for config in _valid_configs(family) if _repair(config, name, value) == value)
+    return _common_problem(name, unchanged)
 
 
 def _is_field(family: str, name: str) -> bool:
@@ -119,12 +109,6 @@ def _problem_of_number(family: str, name: str, value: int | float, end: str | No
     if end == "low":
         mended = [(config, result) for config, result in mended if not _is_number(result) or result <= value]
     return refused if not mended or _common_problem(name, mended) else None
-
-
-def _problem_after_repair(family: str, name: str, value: Scalar) -> str | None:
-    """Return why no config of the family has this value; values that `repair` changes or fills in are not checked."""
-    unchanged = ((config, value) for config in _valid_configs(family) if _repair(config, name, value) == value)
-    return _common_problem(name, unchanged)
 
 
 def _repair(config: TrialConfig, name: str, value: Scalar) -> Any:
@@ -162,7 +146,7 @@ def _with_field(config: TrialConfig, name: str, value: Any) -> TrialConfig:
 
 
 def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | None:
-    """Return why the value leads to no config, or only to configs of another value in the family's own space."""
+    """Return why the value leads to no config of the family's own space."""
     known = next((dimension for dimension in own_space(family).dimensions if dimension.name == name), None)
     if known is None:
         return None
@@ -171,15 +155,8 @@ def _problem_of_sampled_only(family: str, name: str, value: Scalar) -> str | Non
         return None if isinstance(value, bool) else f"{name} must be true or false, got {value!r}"
     if all(map(_is_number, samples)) and not _is_number(value):
         return f"{name} must be a number, got {value!r}"
-    module, points = families.get_family(family), _own_points(family)
-    built = [_build(module, {**point, name: value}) for point in points]
-    if all(isinstance(result, str) for result in built):
-        return f"{value!r} gives no config: {built[0]}"
-    if isinstance(known, Range) and _is_number(value) and not known.low <= value <= known.high:
-        limit, rule = (known.low, ">=") if value < known.low else (known.high, "<=")
-        if built == [_build(module, {**point, name: limit}) for point in points]:
-            return f"{name} must be {rule} {limit}, got {value!r}"
-    return None
+    built = [_build(families.get_family(family), {**point, name: value}) for point in _own_points(family)]
+    return f"{value!r} gives no config: {built[0]}" if all(isinstance(result, str) for result in built) else None
 
 
 def _is_switch(dimension: Dimension) -> bool:

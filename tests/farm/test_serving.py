@@ -131,7 +131,7 @@ def test_an_adapter_and_quantized_weights_are_data_of_a_hugging_face_configurati
     ("adapter", "quantization", "words"),
     [
         ({"rank": 4}, {}, "unknown 'rank'; known: bias, exclude_modules"),
-        ({"target_modules": ".*(a+)+$"}, {}, 'target_modules must be a list of modules\' names or "all-linear"'),
+        ({"target_modules": ".*(a+)+$"}, {}, "target_modules must hold names, switches and numbers"),
         ({"auto_mapping": {"parent_library": "os"}}, {}, "auto_mapping is not followed; leave it out"),
         ({}, {"quant_method": "gptq"}, "quant_method must be bitsandbytes"),
         ({}, {"bits": 4}, "unknown 'bits'; known: load_in_4bit, load_in_8bit"),
