@@ -7,8 +7,8 @@ products and convolutions only, as `torch.utils.flop_counter` does; elementwise 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from featurize.job.layers import Layer
 from featurize.job.training_settings import TrialConfig
@@ -70,15 +70,6 @@ def rates(config: TrialConfig, *names: str) -> list[str]:
     return problems
 
 
-def switches(config: TrialConfig, *names: str) -> list[str]:
-    """Return `batch_norm must be true or false, got 1` for each field that is not a bool."""
-    return [
-        f"{name} must be true or false, got {getattr(config, name)!r}"
-        for name in names
-        if not isinstance(getattr(config, name), bool)
-    ]
-
-
 def switch_dropout(values: dict[str, Any]) -> dict[str, Any]:
     """Consume the sampled switch `use_dropout`: false means `dropout` 0."""
     values = dict(values)
@@ -96,14 +87,6 @@ def at_least(values: dict[str, Any], name: str, floor: int) -> None:
 
 def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-T = TypeVar("T")
-
-
-def pick(options: Sequence[T], draw: Callable[[str], float], name: str) -> T:
-    """Return one of `options` at random, by the sampled point's draw of that name."""
-    return options[min(int(draw(name) * len(options)), len(options) - 1)]
 
 
 SAMPLED_ONLY = ("feed_forward_multiple", "use_dropout")  # keys of the search spaces, consumed by `repair_prenorm`
@@ -187,7 +170,7 @@ def repair_prenorm(
     width = values["embedding_size"] = max(width // step, 1) * step
     if heads is None:
         sizes = [size for size in head_sizes if width % size == 0]
-        values["heads"] = width // pick(sizes, draw, "heads")
+        values["heads"] = width // sizes[int(draw("heads") * len(sizes))]
     if "feed_forward" not in values and isinstance(multiple, int | float):
         values["feed_forward"] = round(width * multiple)
     return values

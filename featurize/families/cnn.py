@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class Config(TrialConfig):
             *at_least(self, kernel_size=1, dilation=1, growth_rate=1, pool_interval=1),
             *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
             *parts.rates(self, "dropout"),
-            *parts.switches(self, "batch_norm", "pooling", "softmax"),
+            *switches(self, "batch_norm", "pooling", "softmax"),
         ]
         if problems:
             return problems
@@ -145,17 +145,11 @@ def _dense_blocks(config: Config) -> list[NetworkBlock]:
     return conv_blocks
 
 
-def padding(config: Config) -> tuple[int, int]:
-    """Return the zeros before and after each side, so that stride 1 keeps the map's size."""
-    total = config.dilation * (config.kernel_size - 1)
-    return total // 2, total - total // 2
-
-
 def _conv_block(config: Config, inputs: int, outputs: int, side_in: int, side_out: int) -> list[Layer]:
-    before, after = padding(config)
+    padding = config.dilation * (config.kernel_size - 1)  # of both sides: stride 1 keeps the map's size
     elements = outputs * side_out**2
     return [
-        Layer("pad2d", inputs * (side_in + before + after) ** 2, present=before != after),
+        Layer("pad2d", inputs * (side_in + padding) ** 2, present=padding % 2 == 1),
         parts.conv2d(inputs, outputs, config.kernel_size, side_out),
         _norm(config, outputs, elements),
         parts.activation(config.activation, elements),
@@ -213,26 +207,17 @@ def build(config: Config) -> torch.nn.Module:
 
     from featurize.nets import modules
 
-    style = modules.ConvStyle(
-        kernel_size=config.kernel_size,
-        dilation=config.dilation,
-        padding=padding(config),
-        batch_norm=config.batch_norm,
-        activation=config.activation,
-        dropout=config.dropout,
-    )
-
     def module(block: NetworkBlock) -> nn.Module:
         if block.kind == "plain":
-            return modules.conv_block(block.inputs, block.outputs, style)
+            return modules.conv_block(block.inputs, block.outputs, config)
         if block.kind == "pool":
             return nn.MaxPool2d(2)
         if block.kind == "residual":
-            return modules.ResidualBlock(block.inputs, block.outputs, 1 + (block.map_out != block.map_in), style)
+            return modules.ResidualBlock(block.inputs, block.outputs, 1 + (block.map_out != block.map_in), config)
         if block.kind == "dense":
-            return modules.DenseBlock(block.inputs, config.growth_rate, DENSE_LAYERS, style)
+            return modules.DenseBlock(block.inputs, config.growth_rate, DENSE_LAYERS, config)
         assert block.kind == "transition"
-        return modules.transition(block.inputs, block.outputs, style, shrink=block.map_out != block.map_in)
+        return modules.transition(block.inputs, block.outputs, config, shrink=block.map_out != block.map_in)
 
     *body, head = blocks(config)
     return nn.Sequential(
@@ -244,9 +229,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return images [N, channels, image_size, image_size] float32 and class indices [N]."""
-    return parts.classified_images(config, device)
+batch = parts.classified_images
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

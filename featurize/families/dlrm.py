@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least
+from featurize.job.training_settings import TrialConfig, at_least, switches
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class Config(TrialConfig):
             *super().problems(),
             *at_least(self, dense_features=1, embedding_size=1, bag_size=1),
             *at_least(self, bottom_width=1, bottom_depth=0, top_width=1, top_depth=1),
-            *parts.switches(self, "sparse_gradients"),
+            *switches(self, "sparse_gradients"),
         ]
         rows = self.rows
         if not isinstance(rows, tuple) or not rows or not all(parts.is_integer(n) and n > 0 for n in rows):

@@ -6,13 +6,13 @@ Start reading at `Config`; with 50,257 tokens, a context of 1,024, 12 blocks of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least, one_of
+from featurize.job.training_settings import TrialConfig, at_least, one_of, switches
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class Config(TrialConfig):
             *at_least(self, depth=1, feed_forward=1),
             *one_of(self, projection=PROJECTIONS, activation=ACTIVATIONS),
             *parts.rates(self, "dropout"),
-            *parts.switches(self, "tied_embeddings"),
+            *switches(self, "tied_embeddings"),
         ]
         return problems or parts.heads_problems(self.heads, self.embedding_size)
 
@@ -100,11 +100,5 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return token indices and the next tokens' indices, both [N, sequence_length] int64."""
-    return parts.token_batch(config, device, per_token=True)
-
-
-def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:
-    """Return sizes that fit each other, see `_parts.repair_prenorm`."""
-    return parts.repair_prenorm(values, draw)
+batch = functools.partial(parts.token_batch, per_token=True)
+repair = parts.repair_prenorm

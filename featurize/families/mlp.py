@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class Config(TrialConfig):
             *at_least(self, input_size=1, classes=1, depth=1),
             *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
             *parts.rates(self, "dropout"),
-            *parts.switches(self, "batch_norm", "softmax"),
+            *switches(self, "batch_norm", "softmax"),
         ]
         if self.batch_norm is True and self.batch_size == 1:
             problems.append("batch_size must be >= 2 with batch_norm, got 1")
@@ -120,6 +120,6 @@ def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, An
     values = parts.switch_dropout(values)
     linear_layers = values.pop("linear_layers", None)
     if "depth" not in values and linear_layers is not None:
-        extra = 2 if values.get("topology") == "bottleneck" else 1
-        values["depth"] = max(1, linear_layers - extra) if parts.is_integer(linear_layers) else linear_layers
+        extra = 2 if values.get("topology") == "bottleneck" and linear_layers != 2 else 1
+        values["depth"] = linear_layers - extra if parts.is_integer(linear_layers) else linear_layers
     return values

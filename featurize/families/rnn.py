@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import TrialConfig, at_least, one_of
+from featurize.job.training_settings import TrialConfig, at_least, one_of, switches
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Config(TrialConfig):
             *at_least(self, vocabulary_size=1, sequence_length=1, embedding_size=1, hidden_size=1, depth=1, classes=1),
             *one_of(self, cell=tuple(GATES), task=TASKS),
             *parts.rates(self, "dropout"),
-            *parts.switches(self, "bidirectional"),
+            *switches(self, "bidirectional"),
         ]
         if not problems and self.bidirectional and self.task == "language_model":
             problems.append("bidirectional must be false for task language_model, which would see what it predicts")

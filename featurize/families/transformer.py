@@ -6,13 +6,14 @@ Start reading at `Config`; an encoder is GPUMemNet's transformer (arXiv 2602.178
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,7 @@ class Config(TrialConfig):
             *at_least(self, depth=1, feed_forward=1, classes=1),
             *one_of(self, topology=TOPOLOGIES, activation=ACTIVATIONS),
             *parts.rates(self, "dropout"),
-            *parts.switches(self, "softmax"),
+            *switches(self, "softmax"),
         ]
         if problems:
             return problems
@@ -129,9 +130,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return token indices [N, sequence_length] int64 and class indices [N]."""
-    return parts.token_batch(config, device, per_token=False)
+batch = functools.partial(parts.token_batch, per_token=False)
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from featurize.families import _parts as parts
 from featurize.job.layers import Layer, NetworkBlock
-from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of
+from featurize.job.training_settings import ACTIVATIONS, TrialConfig, at_least, one_of, switches
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class Config(TrialConfig):
             *super().problems(),
             *at_least(self, image_size=1, channels=1, classes=1, base_channels=1, depth=1),
             *one_of(self, enlargement=ENLARGEMENTS, activation=ACTIVATIONS),
-            *parts.switches(self, "batch_norm"),
+            *switches(self, "batch_norm"),
         ]
         if problems:
             return problems

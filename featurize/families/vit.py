@@ -104,9 +104,7 @@ def build(config: Config) -> torch.nn.Module:
     )
 
 
-def batch(config: Config, device: str | torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return images [N, channels, image_size, image_size] float32 and class indices [N]."""
-    return parts.classified_images(config, device)
+batch = parts.classified_images
 
 
 def repair(values: dict[str, Any], draw: Callable[[str], float]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ _FIELDS: Mapping[str, tuple[tuple[int, ...], Callable[[int], int] | None]] = {
     "overlap_comm": (ZERO_STAGES, None),
     "contiguous_gradients": (ZERO_STAGES, None),
 }
-# Keys of state that can lie in host memory: the field of `Zero`, the stages that read them, and older keys.
-_OFFLOADED: Mapping[str, tuple[str, tuple[int, ...], str]] = {
-    "offload_optimizer": ("cpu_offload", ZERO_STAGES, "cpu_offload"),
-    "offload_param": ("offload_param", (3,), "cpu_offload_param"),
+# Keys of state that can lie in host memory: the field of `Zero`, and the stages that read them.
+_OFFLOADED: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "offload_optimizer": ("cpu_offload", ZERO_STAGES),
+    "offload_param": ("offload_param", (3,)),
 }
 # Keys that change neither memory nor operators of a step.
 _NO_MATTER = frozenset(
@@ -95,10 +95,7 @@ _READ = frozenset(
         _ZERO,
         "optimizer",
         "bf16",
-        "bfloat16",
         "fp16",
-        "data_types",
-        "communication_data_type",
         "gradient_clipping",
         "gradient_accumulation_steps",
         "train_micro_batch_size_per_gpu",
@@ -122,9 +119,7 @@ _ONLY: Mapping[str, Any] = {
     "memory_efficient_linear": True,
     "mics_shard_size": -1,
 }
-_KNOWN_OF_ZERO = frozenset(
-    {"stage", *_FIELDS, *_OFFLOADED, "cpu_offload", "cpu_offload_param", *_ONLY, *_NO_MATTER_OF_ZERO}
-)
+_KNOWN_OF_ZERO = frozenset({"stage", *_FIELDS, *_OFFLOADED, *_ONLY, *_NO_MATTER_OF_ZERO})
 # DeepSpeed's names of optimizers, in lower case -> ours. Its Adam decays weights as AdamW does, by default.
 _OPTIMIZERS = {
     "adam": "adamw",
@@ -192,13 +187,9 @@ def settings_of(given: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if not isinstance(given, str | Path):
         raise UsageError(f"deepspeed is a JSON file or a mapping of settings, got {type(given).__name__}")
     try:
-        text = Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # not text, or not a path
+        content = json.loads(Path(given).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # not a path, not text, or not JSON
         raise UsageError(f"deepspeed: {shown(str(given))} cannot be read: {error}") from error
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"deepspeed: {shown(str(given))} is not JSON: {error}") from error
     if not isinstance(content, Mapping):
         raise UsageError(f"deepspeed: {shown(str(given))} holds no settings by name")
     return content
@@ -238,7 +229,7 @@ class _Reader:
     def _read_types(self) -> None:
         enabled = []
         for name, block in {
-            "bf16": self._block("bf16") or self._block("bfloat16"),
+            "bf16": self._block("bf16"),
             "fp16": self._block("fp16"),
         }.items():
             value = self._value(block, "enabled", name)
@@ -252,13 +243,6 @@ class _Reader:
             self.problems.append("bf16 and fp16 exclude each other: enable either")
         if enabled:
             self.zero["param_dtype"] = enabled[0]
-        enabled_type = enabled[0] if enabled else "fp32"
-        for key, value in {
-            "data_types.grad_accum_dtype": self._block("data_types").get("grad_accum_dtype"),
-            "communication_data_type": self._given.get("communication_data_type"),
-        }.items():
-            if value not in (None, AUTO, enabled_type):
-                self.problems.append(f"{key}={value} is not estimated beside a model in {enabled_type}; leave it out")
 
     def _read_zero(self, block: Mapping[str, Any]) -> None:
         stage = block.get("stage", 0)
@@ -272,8 +256,8 @@ class _Reader:
                 self.zero[name] = of_width(width)
             elif (value := self._value(block, name, _ZERO)) is not None:
                 self.zero[name] = int(value) if isinstance(value, float) and value.is_integer() else value
-        for name, (ours, stages, old_name) in _OFFLOADED.items():
-            if self._offloads(block, name, old_name) and stage in stages:
+        for name, (ours, stages) in _OFFLOADED.items():
+            if self._offloads(block, name) and stage in stages:
                 self.zero[ours] = True
         for name, only in _ONLY.items():
             if block.get(name, only) not in (only, AUTO):
@@ -282,10 +266,8 @@ class _Reader:
             known = ", ".join(sorted(_KNOWN_OF_ZERO))
             self.problems.append(f"{_ZERO}: not estimated: {', '.join(unknown)}; known: {known}")
 
-    def _offloads(self, block: Mapping[str, Any], name: str, old_name: str) -> bool:
-        value = block.get(name)
-        if value is None:
-            return block.get(old_name) is True
+    def _offloads(self, block: Mapping[str, Any], name: str) -> bool:
+        value = block.get(name) or {}
         if not isinstance(value, Mapping):
             self.problems.append(f"{_ZERO}.{name} is a mapping with a device, got {shown(value)}")
             return False

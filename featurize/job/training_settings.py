@@ -107,10 +107,8 @@ class TrialConfig:
         problems = [
             *at_least(self, batch_size=1),
             *one_of(self, optimizer=OPTIMIZERS, precision=PRECISIONS),
+            *switches(self, "activation_checkpointing", "cudnn_benchmark", "channels_last"),
         ]
-        for name in ("activation_checkpointing", "cudnn_benchmark", "channels_last"):
-            if not isinstance(getattr(self, name), bool):
-                problems.append(f"{name} must be true or false, got {getattr(self, name)!r}")
         try:
             layout = self.layout
             if self.optimizer in tuple(OPTIMIZERS) and (problem := sharing_problem(self.optimizer, layout)):
@@ -166,6 +164,15 @@ def one_of(config: TrialConfig, **choices: Collection[Any]) -> list[str]:
         f"{name} must be one of {', '.join(map(str, known))}, got {getattr(config, name)!r}"
         for name, known in choices.items()
         if getattr(config, name) not in tuple(known)  # the value may be of any type, even an unhashable one
+    ]
+
+
+def switches(config: TrialConfig, *names: str) -> list[str]:
+    """Return `batch_norm must be true or false, got 1` for each field that is not a bool."""
+    return [
+        f"{name} must be true or false, got {getattr(config, name)!r}"
+        for name in names
+        if not isinstance(getattr(config, name), bool)
     ]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,27 +62,16 @@ class Stack(nn.Module):
         return x
 
 
-@dataclass(frozen=True, slots=True)
-class ConvStyle:
-    """Properties that the convolution blocks of one network share. `padding`: zeros before and after each side."""
-
-    kernel_size: int
-    dilation: int
-    padding: tuple[int, int]
-    batch_norm: bool
-    activation: str
-    dropout: float
-
-
-def conv_block(inputs: int, outputs: int, style: ConvStyle, stride: int = 1) -> nn.Sequential:
+def conv_block(inputs: int, outputs: int, style: Any, stride: int = 1) -> nn.Sequential:
     """Return [N, C_in, H, W] -> [N, C_out, ceil(H / stride), ceil(W / stride)]: convolution, norm, activation, dropout.
 
+    `style` is the network's config, whose blocks are alike: kernel_size, dilation, batch_norm, activation, dropout.
     Uneven padding (even kernels) is a separate module: `padding="same"` does the same, but not with a stride.
     """
-    before, after = style.padding
-    even = before == after
+    total = style.dilation * (style.kernel_size - 1)
+    before, even = total // 2, total % 2 == 0
     return nn.Sequential(
-        *([] if even else [nn.ZeroPad2d((before, after, before, after))]),
+        *([] if even else [nn.ZeroPad2d((before, before + 1, before, before + 1))]),
         nn.Conv2d(
             inputs,
             outputs,
@@ -98,7 +86,7 @@ def conv_block(inputs: int, outputs: int, style: ConvStyle, stride: int = 1) -> 
     )
 
 
-def _norm(channels: int, style: ConvStyle) -> list[nn.Module]:
+def _norm(channels: int, style: Any) -> list[nn.Module]:
     return [nn.BatchNorm2d(channels)] if style.batch_norm else []
 
 
@@ -106,7 +94,7 @@ class ResidualBlock(nn.Module):
     """Two convolution blocks, the first with the stride, plus the input, fitted by a 1x1 convolution where
     necessary."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, style: ConvStyle):
+    def __init__(self, inputs: int, outputs: int, stride: int, style: Any):
         super().__init__()
         if inputs == outputs and stride == 1:
             self.shortcut: nn.Module = nn.Identity()
@@ -123,7 +111,7 @@ class ResidualBlock(nn.Module):
 class DenseBlock(nn.Module):
     """Each convolution block reads the block's input and all earlier outputs: C_in + count * growth channels out."""
 
-    def __init__(self, inputs: int, growth: int, count: int, style: ConvStyle):
+    def __init__(self, inputs: int, growth: int, count: int, style: Any):
         super().__init__()
         self.convolutions = nn.ModuleList(conv_block(inputs + i * growth, growth, style) for i in range(count))
 
@@ -134,7 +122,7 @@ class DenseBlock(nn.Module):
         return torch.cat(features, dim=1)
 
 
-def transition(inputs: int, outputs: int, style: ConvStyle, *, shrink: bool) -> nn.Sequential:
+def transition(inputs: int, outputs: int, style: Any, *, shrink: bool) -> nn.Sequential:
     """Return the part between dense blocks: 1x1 convolution, norm, ReLU (always, as published), 2x2 mean."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 1),

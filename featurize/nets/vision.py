@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.util
 import logging
-import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -100,11 +99,11 @@ def load_named(
     Args:
         name: The name.
         about: Beginning of messages, as `model=mypackage.nets:build`.
-        otherwise: End of the message for a module that cannot be imported and has no near names.
+        otherwise: End of the message for a module that cannot be imported.
         load: Imports the module.
 
     Raises:
-        UsageError: An unknown module or attribute; with near names.
+        UsageError: An unknown module or attribute; of attributes with near names.
     """
     module_name, _, attributes = name.partition(":")
     try:
@@ -116,8 +115,7 @@ def load_named(
     except CommandError:
         raise
     except ImportError as error:
-        near = near_modules(module_name, error.name if isinstance(error, ModuleNotFoundError) else None)
-        raise UsageError(f"{about}: cannot import {module_name}: {error}{near or otherwise}") from error
+        raise UsageError(f"{about}: cannot import {module_name}: {error}{otherwise}") from error
     except Exception as error:  # a user's module may raise anything while it is imported
         raise UsageError(f"{about}: {module_name} fails on import: {type(error).__name__}: {error}") from error
     if part is None:
@@ -219,17 +217,3 @@ def _of_transformers(name: str) -> list[str]:
 
 
 _SPELLINGS = {"timm": _of_timm, "torchvision": _of_torchvision, "transformers": _of_transformers}
-
-
-def near_modules(name: str, missing: str | None) -> str:
-    """Return `near_names` of the siblings of `missing`, the part of the dotted `name` that does not exist.
-
-    Empty where `missing` is another module, which the named module imports. Imports nothing.
-    """
-    if missing is None or not (name == missing or name.startswith(f"{missing}.")):
-        return ""
-    parent, _, last = missing.rpartition(".")
-    paths = getattr(sys.modules.get(parent), "__path__", ()) if parent else None
-    prefix = f"{parent}." if parent else ""
-    near = near_names(last, (module.name for module in pkgutil.iter_modules(paths)))
-    return near.replace(": ", f": {prefix}").replace(", ", f", {prefix}") if near else ""

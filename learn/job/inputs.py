@@ -15,6 +15,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from conf.errors import UsageError, shown
+from conf.plain_text import one_line
 
 if TYPE_CHECKING:
     import torch
@@ -230,9 +231,7 @@ def _maker(value: Any, dtype: torch.dtype) -> Callable[[str], Tensor]:
 
         return make
     if not is_shape(value):
-        known = hasattr(value, "__array__")  # its repr may take many lines
-        given_text = f"{type(value).__name__}; torch.from_numpy makes one" if known else repr(value)
-        raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {given_text}")
+        raise UsageError(f"an input is a tensor or a shape such as [64,3,224,224], got {one_line(shown(value))}")
     shape = check_shape(value)
 
     def make_of_shape(device: str) -> Tensor:

@@ -309,10 +309,6 @@ class Case:
     module: TrainingJob | None = None
     described: DeviceSpec | None = None  # a device that conf/device lacks
 
-    def __post_init__(self) -> None:
-        if (self.config is None) == (self.module is None):
-            raise ValueError("a case has a trial config or a module's workload, and not both")
-
     @property
     def family(self) -> str:
         return MODULE if self.config is None else self.config.family

@@ -68,7 +68,7 @@ def problem(space):
     ("model", "message"),
     [
         ("checked_nets.small:fatcory", "checked_nets.small has no attribute 'fatcory'; near names: factory"),
-        ("checked_nets.smal:factory", "No module named 'checked_nets.smal'; near names: checked_nets.small"),
+        ("checked_nets.smal:factory", "No module named 'checked_nets.smal'"),
         ("checked_fails:build", "cannot import checked_fails: No module named 'no_such_package_at_all'"),
         ("checked_nets.small:number", "number is int, neither a module nor a factory"),
     ],

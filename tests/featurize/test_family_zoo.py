@@ -110,12 +110,10 @@ def test_an_entry_of_the_space_is_taken_apart_and_what_the_space_sets_goes_befor
         ({"inputs": ""}, "inputs must be at least one tensor, got ''"),
         ({"inputs": "int64[3]"}, r"inputs must say what integers lie below, as in int64\[128\]<50257, got int64\[3\]"),
         ({"inputs": "int64[3]<0"}, "inputs must say what integers lie below"),
-        ({"inputs": "float32[3]<2"}, r"inputs must have bounds on integers only, got float32\[3\]<2"),
         ({"inputs": "float32[3,0]"}, r"inputs must have sizes >= 1, got float32\[3,0\]"),
         ({"inputs": "x=float32[3] float32[3]"}, "inputs must have each name once, and names only after"),
         ({"inputs": "x=float32[3] x=float32[3]"}, "inputs must have each name once"),
         ({"target": "int64[]<3 int64[]<3"}, "target must be one tensor"),
-        ({"target": "y=int64[]<3"}, "target must have no name"),
         ({"arguments": "[1, 2]"}, r"arguments must be a JSON object, as in .*, got '\[1, 2\]'"),
         ({"arguments": "{x: "}, "arguments must be a JSON object"),
         ({"arguments": "num_classes"}, "arguments must be a JSON object"),
@@ -156,9 +154,7 @@ def test_batches_hold_valid_indices_and_targets_that_suit_the_output(nets):
 
 
 def test_a_model_that_reads_values_back_needs_a_target_and_then_trains(nets):
-    with pytest.raises(
-        UsageError, match=r"Reads does not run on .*reads a value.*; with a target of yours, real devices can"
-    ):
+    with pytest.raises(UsageError, match=r"Reads does not run on .*reads a value"):
         zoo.batch(config(f"{nets}:Reads", arguments={"in_features": 4, "out_features": 3}), "cpu")
     one = config(f"{nets}:Reads", arguments={"in_features": 4, "out_features": 3}, target="int64[]<3")
     assert torch.isfinite(TrainingStep(zoo.build(one), one, "cpu")(*zoo.batch(one, "cpu")))
