@@ -45,8 +45,14 @@ def checkpoint_blocks(model: nn.Module, how: str, *, every: int = 1, reentrant: 
         reentrant: Whether to use the reentrant variant of `torch.utils.checkpoint`.
 
     Raises:
-        UsageError: The model has no repeated blocks.
+        UsageError: The model has no repeated blocks, or is one of peft's prefix tuning, which fails with checkpointing
+            on a GPU too: its prefixes are in the key-value cache, which checkpointed layers do not use.
     """
+    if any(_tunes_a_prefix(module) for module in model.modules()):
+        raise UsageError(
+            "peft's prefix tuning does not work with checkpointing, on a GPU either: the prefixes stand in the "
+            "key-value cache, which checkpointed layers do without; leave checkpointing out"
+        )
     _leave_caches_out(model)
     if how == "full" and _by_own_switches(model, every, reentrant):
         return
@@ -79,6 +85,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks, in order: members of the outermost nn.ModuleList and nn.Sequential that hold at least two of
     one class, if that class has submodules. Blocks that are nn.Sequential count only where there are no others."""
     return _blocks(model, nested=False) or _blocks(model, nested=True)
+
+
+def _tunes_a_prefix(module: nn.Module) -> bool:
+    configs = getattr(module, "peft_config", None)  # an attribute of peft models, by the adapter's name
+    adapters = configs.values() if isinstance(configs, dict) else ()
+    return any(getattr(adapter, "peft_type", None) == "PREFIX_TUNING" for adapter in adapters)
 
 
 def _blocks(module: nn.Module, *, nested: bool) -> list[nn.Module]:

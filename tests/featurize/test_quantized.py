@@ -175,6 +175,17 @@ def test_a_method_of_peft_has_state_for_what_it_trains_and_takes_quantized_weigh
     assert bytes_of(plain, "parameter") - bytes_of(quantized, "parameter") == 2 * linear - linear // 2
 
 
+def test_prefix_tuning_with_checkpointing_is_refused_in_one_message():
+    """peft refuses it where checkpointing is on before `get_peft_model`; switched on after, the model itself fails."""
+    peft = pytest.importorskip("peft")
+
+    def build():
+        return peft.get_peft_model(base(), peft.PrefixTuningConfig(num_virtual_tokens=8, task_type="CAUSAL_LM"))
+
+    with pytest.raises(UsageError, match="prefix tuning does not work with checkpointing"):
+        traced_llama(build, checkpointing="full")
+
+
 @pytest.mark.parametrize(
     ("settings", "runs"),
     [({"checkpointing": "full"}, 2 * BLOCKS), ({"checkpointing": "full", "checkpoint_every": 2}, BLOCKS + 1)],
