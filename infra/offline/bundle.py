@@ -30,7 +30,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, parse_wheel_filename
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from conf.cli.command_line import run
 from conf.cli.settings import Checked, key
@@ -161,7 +161,10 @@ def packages_present(present: str | Sequence[str]) -> dict[str, Version | None]:
             continue
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise UsageError(f"present= has {shown(line)}; write names, or lines of `pip list --format=freeze`")
-        versions[canonicalize_name(name)] = Version(version) if version else None
+        try:
+            versions[canonicalize_name(name)] = Version(version) if version else None
+        except InvalidVersion:  # as of Ubuntu's `distro-info==1.1build1`
+            versions[canonicalize_name(name)] = None
     return versions
 
 

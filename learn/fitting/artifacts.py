@@ -270,6 +270,7 @@ def meta_of_fit(estimator: Estimator, rows: Rows, seed: int, now: datetime, **mo
         "unit": rows.target.unit,
         "estimator": estimator.name,
         "feature_version": FEATURES_STAMP,
+        "data_fingerprint": rows.fingerprint(),
         "environment": environment(),
         "rows": {
             "fitted": int((~rows.censored).sum()),

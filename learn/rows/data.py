@@ -8,6 +8,7 @@ silently; a row whose label is in doubt is judged, but not fitted on.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 from collections import Counter
@@ -307,6 +308,13 @@ class Rows:
     def ceiling_mib(self) -> float | None:
         """Memory of the smallest device, or share of one, that a row ran out of; None where no row is censored."""
         return float(self.card_mib[self.censored].min()) if self.censored.any() else None
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits over run ids and labels: same data, same fingerprint."""
+        digest = hashlib.sha256(f"{self.target.column}\n".encode())
+        for i in np.argsort(self.run_ids):
+            digest.update(f"{self.run_ids[i]} {float(self.label[i])!r} {int(self.censored[i])}\n".encode())
+        return digest.hexdigest()[:16]
 
     def count(self, column: str) -> dict[str, int]:
         """Return the number of rows by `family`, `source` or `device`."""

@@ -83,14 +83,10 @@ def planted_work(work: Path, configs: Sequence[TrialConfig], *, histories: Mappi
     call = {
         "step": "collect",
         "device": "cuda",
-        "started_at": "2026-11-24T10:00:00Z",
         "wall_s": 480.0,
         "outcome": "done",
         "reason": None,
         "counts": {"ok": len(runs)},
-        "torch": "2.11.0",
-        "python": "3.12.3",
-        "driver": "580.65",
     }
     (work / "calls.jsonl").write_text(json.dumps(call) + "\n" + '{"step": "cut off by a ki')
     return work

@@ -339,7 +339,9 @@ def test_a_wheel_that_is_missing_for_the_machine_is_named(index, tmp_path):
 
 def test_what_the_machine_has_is_left_out_where_its_release_fits(index, tmp_path):
     listed = tmp_path / "list.txt"
-    listed.write_text("rich==1.0\npackaging==23.0\n# comment\npygments @ file:///a/b\n-e /some/where\n")
+    listed.write_text(
+        "rich==1.0\npackaging==23.0\n# comment\npygments @ file:///a/b\n-e /some/where\ndistro-info==1.1build1\n"
+    )
     on_machine = bundles.packages_present(str(listed))
     wheels = {}
     expected = needed_wheels([Requirement("rich>=13.7")], PYTHON, on_machine, wheels, tmp_path)

@@ -105,6 +105,15 @@ def test_untrusted_runs_and_those_beside_others_are_left_out_and_counted_and_sus
         load_rows(data / "few", "memory")
 
 
+def test_fingerprint_is_of_the_data_and_not_of_its_order(data):
+    write_batch(data, make_configs(40), statuses=["ok"] * 40)
+    rows = load_rows(data, "memory")
+    assert (
+        rows.fingerprint() == rows.subset(np.arange(40)[::-1]).fingerprint() == load_rows(data, "memory").fingerprint()
+    )
+    assert rows.fingerprint() != rows.subset(np.arange(39)).fingerprint() != load_rows(data, "drama").fingerprint()
+
+
 def test_an_imported_activity_of_nothing_is_no_label_and_a_farm_runs_is_and_a_memory_never(data):
     configs = make_configs(33)
     for source in ("imported", "measured"):
@@ -156,6 +165,7 @@ def test_rows_in_doubt_are_told_apart_and_not_trusted(data):
     assert {doubt[run] for run in doubt if run.startswith(("job", "other"))} == {""}
     assert len(rows) == 35 and len(rows.trusted) == 29 and (rows.trusted.doubt == "").all()
     assert rows.trusted.run_ids.tolist() == [run for run in rows.run_ids if not doubt[run]]
+    assert rows.subset(rows.doubt != "").fingerprint() != rows.fingerprint() != rows.trusted.fingerprint()
 
 
 BATCHES = (4, 8, 16, 32)

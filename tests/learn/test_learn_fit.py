@@ -70,7 +70,7 @@ def test_artifact_holds_model_provenance_report_and_plots(data, fitted):
     meta = json.loads((fitted.path / "meta.json").read_text())
     rows = load_rows(data, "memory")
     assert meta["target"] == "memory" and meta["estimator"] == "lightgbm" and meta["seed"] == 0
-    assert meta["feature_version"] == FEATURES_STAMP
+    assert meta["feature_version"] == FEATURES_STAMP and meta["data_fingerprint"] == rows.fingerprint()
     assert meta["rows"]["family"] == rows.count("family") and meta["rows"]["source"] == {"simulated": N}
     assert meta["rows"]["status"]["oom"] == meta["rows"]["censored"] > 0
     assert meta["environment"]["lightgbm"] and meta["bins"]["labels"][-1] == "32+ GB"
@@ -99,6 +99,7 @@ def test_a_snapshots_rows_are_fitted_on_and_the_artifact_names_it(tmp_path, fitt
     shown(*arguments, "snapshot=night-1", run=run)
     meta = find_latest(folder, "smact").meta
     assert meta["snapshot"] == "night-1" and meta["rows"]["family"] == {"mlp": 40}
+    assert meta["data_fingerprint"] == load_rows(folder, "smact", snapshot="night-1").fingerprint()
     assert len(load_rows(folder, "smact")) == 80 and fitted.meta["snapshot"] is None
     assert "night-1" in refused(*arguments, "snapshot=night-2", run=run)
 
