@@ -427,7 +427,7 @@ def _is_mesh(mesh: object) -> bool:
     """Return whether the value is a matrix of the number of links between each two GPUs."""
     if not isinstance(mesh, list) or len(mesh) < 2 or not all(isinstance(row, list) for row in mesh):
         return False
-    whole = all(isinstance(count, int) and count >= 0 for row in mesh for count in row)
+    whole = all(type(count) is int and 0 <= count < _LARGEST for row in mesh for count in row)
     return (
         whole
         and mesh == [list(row) for row in zip(*mesh, strict=False)]

@@ -180,13 +180,20 @@ def _divisions(text: str) -> tuple[int, ...]:
     return tuple(divisions)
 
 
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
+
+
 _READERS: dict[str, Callable[[str], object]] = {
     "max_split_size_mb": _integer,
     "max_non_split_rounding_mb": _integer,
     "large_segment_size_mb": _integer,
     "roundup_power2_divisions": _divisions,
-    "garbage_collection_threshold": float,
+    "garbage_collection_threshold": _share,
     "expandable_segments": _boolean,
-    "per_process_memory_fraction": float,
+    "per_process_memory_fraction": _share,
 }
 _KNOWN = {*_READERS, "backend", *WITHOUT_EFFECT}

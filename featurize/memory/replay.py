@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from conf.units import MIB
 from featurize.device.device_spec import CUDNN_MIB, DeviceSpec
-from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory, SegmentEvent
+from featurize.memory.allocator import AddressSpace, CachingAllocator, OutOfMemory, Pool, SegmentEvent
 from featurize.memory.allocator_settings import AllocatorSettings
 from featurize.operators.library_calls import CUBLAS, ConvolutionWorkspace, LibraryCall
 from featurize.recording.step_trace import BLOCK_KINDS, Block, StepTrace
@@ -446,7 +446,7 @@ def replay_history(
     """
     entries = list(entries)
     driver = _RecordedAddresses(entries)
-    allocator = CachingAllocator(capacity_bytes, settings, total_bytes=total_bytes, address_space=driver)
+    allocator = _ReplayedAllocator(capacity_bytes, settings, total_bytes=total_bytes, address_space=driver)
     driver.events = allocator.segment_events
     live: dict[int, int | None] = {}
     recorded = []
@@ -461,8 +461,10 @@ def replay_history(
             continue
         if action in ("free_requested", "snapshot", "user_defined"):
             continue
-        if _is_emptied(allocator, changes, action):
+        emptied = _is_emptied(allocator, changes, action)
+        if emptied:
             allocator.empty_cache()
+        allocator.grows = emptied and any(event.action == "segment_map" for event in changes)
         changes = []
         if action in ("alloc", "oom"):
             if action == "oom":
@@ -509,6 +511,17 @@ def _is_emptied(allocator: CachingAllocator, changes: Sequence[SegmentEvent], ac
     cached = [s for s in allocator.snapshot() if [block.state for block in s.blocks] == ["inactive"]]
     cached.sort(key=lambda s: (s.pool == "small", s.stream, s.size, s.address))
     return [s.address for s in cached] == freed
+
+
+class _ReplayedAllocator(CachingAllocator):
+    """An allocator whose requests take none of the cache while `grows`: one that itself freed pages maps new ones, even
+    if what is left of the cache has a piece for it."""
+
+    grows = False
+
+    def _pick(self, pool: Pool, position: int, size: int) -> int:
+        picked = super()._pick(pool, position, size)
+        return len(pool.keys) if self.grows else picked
 
 
 class _RecordedAddresses(AddressSpace):

@@ -261,6 +261,8 @@ class PipelineRank(ShardedRank):
                 sent=tuple(tensor.nbytes for tensor in tensors_of(given)),
             )
         stage = cut(model, survey, starts[number], starts[number + 1], inputs, self.recorder)
+        if not any(parameter.requires_grad for parameter in model.parameters()):  # PyTorch's ranks wait for ever
+            raise UsageError(f"parallel: pp: stage {number} has nothing to train")
         remaining = {id(module) for module in model.modules()}
         own_modules = [module for module in gathered if id(module) in remaining]
         stage_mixtures = [modules for modules in mixtures if id(modules[0]) in remaining]

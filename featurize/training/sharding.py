@@ -64,6 +64,10 @@ class FlatShards(FullyShardedDataParallel):
         """Return the context of all micro-steps of a step except the last."""
         return self.no_sync() if self.accumulates else contextlib.nullcontext()
 
+    def clip_over_ranks(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`, and return the norm."""
+        return self.clip_grad_norm_(max_norm)
+
 
 def shard_flat(model: nn.Module, parallel: Parallel, mesh: DeviceMesh) -> FlatShards:
     """Shard flat parameters, their gradients and optimizer state with FSDP1. Changes the model, and returns the wrapper

@@ -283,7 +283,7 @@ class TrainingStep:
             self.held = variables
 
     def _optimize(self) -> None:
-        """Unscale, clip and step."""
+        """Unscale, clip and step. A trial on a real GPU does not clip."""
         optimizer, scaler = self.optimizer, self._scaler
         if scaler is not None and isinstance(optimizer, torch.optim.Optimizer):
             scaler.step(optimizer)
@@ -301,8 +301,8 @@ class TrainingStep:
 
     def _clip(self) -> None:
         if self.settings.clip_norm is not None:
-            # That of `FlatShards` covers all ranks.
-            clip = getattr(self.model, "clip_grad_norm_", functools.partial(clip_norm, self._gradients()))
+            # `FlatShards` clips over all ranks.
+            clip = getattr(self.model, "clip_over_ranks", functools.partial(clip_norm, self._gradients()))
             clip(self.settings.clip_norm)
         elif self.settings.clip_value is not None:
             clip_value(self._gradients(), self.settings.clip_value)

@@ -17,6 +17,7 @@ from torch import nn
 from conf.errors import UsageError, kept_from_exit
 from featurize.device.device_spec import DeviceSpec, describe_device
 from featurize.memory.allocator_settings import AllocatorSettings
+from featurize.operators.table import SCALED_PRODUCT
 from featurize.trace import trace_cache
 from featurize.trace.trace_cache import Fingerprint, is_installed
 from learn.job.training_job import TrainingJob, as_a_training_script
@@ -128,8 +129,14 @@ def _explain(error: TraceError) -> CannotTrace:
     ours = tuple(str(root / room) for room in ("conf", "featurize", "learn"))
     own_frames = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
     where = f" (at {own_frames[-1].filename}:{own_frames[-1].lineno})" if own_frames else ""
-    tokens = error.operator == "aten::embedding" and "long" in message
-    hint = "; token ids are given with input_dtype=int64, or as an integer tensor" if tokens else ""
+    hint = ""
+    if error.operator == "aten::embedding" and "long" in message:
+        hint = "; token ids are given with input_dtype=int64, or as an integer tensor"
+    elif error.operator == SCALED_PRODUCT and "divisible" in message:
+        hint = (
+            "; products of 8-bit floats sum over multiples of 16 tokens (batch times length): choose another batch, "
+            "length or number of micro-batches, or float8=rowwise_with_gw_hp"
+        )
     return CannotTrace(f"{error}{where}{hint}", limit=isinstance(cause, NotImplementedError) or wants_values(message))
 
 

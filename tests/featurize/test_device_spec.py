@@ -56,7 +56,18 @@ def test_an_interconnect_is_checked_and_stays_out_of_identities():
 
 
 @pytest.mark.parametrize(
-    "mesh", [[], 5, [0, 1], [[0, 1]], [[0, 1], [2, 0]], [[0, 0], [0, 0]], [[1, 1], [1, 0]], [[0, 1.5], [1.5, 0]]]
+    "mesh",
+    [
+        [],
+        5,
+        [0, 1],
+        [[0, 1]],
+        [[0, 1], [2, 0]],
+        [[0, 0], [0, 0]],
+        [[1, 1], [1, 0]],
+        [[0, 1.5], [1.5, 0]],
+        [[0, True], [True, 0]],
+    ],
 )
 def test_a_mesh_of_links_is_checked(mesh):
     joined = {"pcie_gb_s": 15.75, "link_gb_s": 25, "mesh": mesh}

@@ -165,6 +165,21 @@ def test_settings_that_do_not_go_together_are_refused_with_the_choices(settings,
         estimate(net, [BATCH, WIDTH], device=H100, **settings)
 
 
+@pytest.mark.parametrize(
+    ("factory", "settings"),
+    [
+        (net, {"float8": "tensorwise"}),
+        (net, {"float8": "rowwise", "checkpointing": "full"}),
+        (four_blocks, {"float8": "tensorwise", "parallel": {"pp": 2, "micro_batches": 2}}),
+    ],
+    ids=["eager", "checkpointed", "pipeline"],
+)
+def test_tokens_that_are_no_multiple_of_16_are_refused_with_the_choices(factory, settings):
+    with pytest.raises(UsageError, match=r"multiples of 16 tokens .*rowwise_with_gw_hp") as raised:
+        estimate(factory, [24, WIDTH], device=H100, **settings)
+    assert "\n" not in str(raised.value)
+
+
 def test_without_torchao_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match="pip install torchao"):

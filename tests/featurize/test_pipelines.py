@@ -226,6 +226,12 @@ def gives_two():
     return Net(Pair)
 
 
+def frozen_in_front():
+    net = Net()
+    net.blocks[:3].requires_grad_(False)
+    return net
+
+
 def towers():
     """Blocks in two containers."""
     return nn.Sequential(*(nn.Sequential(*(Block() for _ in range(3))) for _ in range(2)))
@@ -264,9 +270,10 @@ def test_members_of_a_plain_sequence_are_shared_out_and_send_what_the_last_one_g
         ),
         (gives_two, {"pp": 2}, "blocks.0 gives the next block more than one tensor"),
         (towers, {"pp": 2}, "and this model has them in several"),
+        (frozen_in_front, {"pp": 2}, "stage 0 has nothing to train"),
         (lambda: nn.Linear(WIDTH, 5), {"pp": 2}, "this model has none of 2 members or more"),
     ],
-    ids=["blocks", "batch", "start", "order", "between", "tensors", "containers", "none"],
+    ids=["blocks", "batch", "start", "order", "between", "tensors", "containers", "frozen", "none"],
 )
 def test_what_cannot_be_cut_is_refused_with_what_can(model, options, message):
     with pytest.raises(UsageError, match=message):

@@ -168,6 +168,16 @@ def test_clipping_by_norm_and_by_value_does_what_torch_does():
         assert torch.equal(found, wanted.clamp(-1e-4, 1e-4))
 
 
+class OwnClipping(Net):
+    def clip_grad_norm_(self, groups):
+        raise AssertionError("only wrappers clip by themselves")
+
+
+def test_a_models_own_clipping_is_left_alone():
+    of_model = trace_step(OwnClipping, batch, settings=Training(clip_norm=1.0), training_loop=False)
+    assert of_model.operators == traced(clip_norm=1.0).operators
+
+
 def test_an_optimizer_in_the_backward_pass_keeps_one_gradient_at_a_time_and_trains_alike():
     trace = traced(optimizer_in_backward=True)
     largest = 4 * 4 * WIDTH * WIDTH

@@ -238,8 +238,8 @@ IMPOSSIBLE_RUNS = [
         ({"known": [RUN | {"memory_mib": 90_000}]}, "A100-SXM4-40GB has"),
         ({"known": [RUN | {"device": "abacus"}]}, "RTX-4090"),
         ({"knwon": []}, "unknown keyword 'knwon'"),
-        ({"allocator": "per_process_memory_fraction:abc"}, "could not convert string to float"),
-        ({"allocator": "per_process_memory_fraction:"}, "could not convert string to float"),
+        ({"allocator": "per_process_memory_fraction:abc"}, "expected a number"),
+        ({"allocator": "per_process_memory_fraction:"}, "expected a number"),
         ({"allocator": "per_process_memory_fraction:0"}, r"in \(0, 1\]"),
     ],
 )
