@@ -1,6 +1,6 @@
 """Workspaces of a traced step's convolutions on one GPU model: from cuDNN, or guessed, with scenarios for the guesses.
 
-Start reading at `convolution_workspaces`.
+Start reading at `convolution_workspaces`; `for_release` turns its answers into those of a PyTorch release's own cuDNN.
 Without a GPU, and without asking cuDNN, workspaces of convolutions are not known. `scenario_features` returns the
 peak under several assumptions, which a learner weights by measurements.
 """
@@ -20,7 +20,7 @@ import torch
 
 from conf.errors import UsageError
 from conf.units import MIB
-from featurize.cudnn.oracle import CudnnOracle, version_text
+from featurize.cudnn.oracle import OLDEST, CudnnOracle, version_text
 from featurize.cudnn.signature import ConvolutionSignature, OracleAnswer, SearchSettings
 from featurize.device.device_spec import DeviceSpec
 from featurize.memory.allocator import SMALL_REQUEST, CachingAllocator
@@ -50,6 +50,7 @@ _CUDNN_OF_TORCH: dict[tuple[int, int], Version] = {
     (2, 13): (9, 20, 0),
     (2, 14): (9, 24, 0),
 }
+_NOT_AS_ASKED = "cuDNN {} takes none for 1x1 kernels in fp32"
 
 
 def search_settings(*, benchmark: bool) -> SearchSettings:
@@ -141,18 +142,61 @@ def traced_release_note(torch_version: str | None) -> str | None:
     )
 
 
+def for_release(
+    workspaces: Mapping[LibraryCall, ConvolutionWorkspace],
+    spec: DeviceSpec,
+    *,
+    torch_version: str | None = None,
+    benchmark: bool = False,
+) -> dict[LibraryCall, ConvolutionWorkspace]:
+    """Return the workspaces that the cuDNN of a release of PyTorch takes.
+
+    cuDNN before 9.8 cannot be asked. Jobs that ran with 9.1 (fp32, A100) left no room for the workspaces that later
+    versions take for 1x1 kernels: channels-last copies of input and output. Those stay guessed for such a release.
+
+    Args:
+        workspaces: The answers of a newer cuDNN.
+        spec: The GPU model.
+        torch_version: The release of PyTorch that runs the job; None: the installed one.
+        benchmark: `cudnn.benchmark`: all engines are tried, so the answers stay unchanged.
+    """
+    release = cudnn_of(torch_version or torch.__version__)
+    if release is None or release >= OLDEST or benchmark:
+        return dict(workspaces)
+    problem = _NOT_AS_ASKED.format(version_text(release))
+    return {
+        call: guessed_workspace(call, spec, problem) if _copied_later_only(call, workspace) else workspace
+        for call, workspace in workspaces.items()
+    }
+
+
 def release_note(
     workspaces: Mapping[LibraryCall, ConvolutionWorkspace], *, torch_version: str | None = None
 ) -> str | None:
     """Return a note where the cuDNN that answered is not the release's; None where it is, or where it is not known."""
     torch_version = torch_version or torch.__version__
     release = cudnn_of(torch_version)
-    answered = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
-    if release is None or all(version.split(".")[:2] == [*map(str, release[:2])] for version in answered):
+    if release is None:
         return None
+    brings = f"workspaces: PyTorch {torch_version.partition('+')[0]} comes with cuDNN {version_text(release)}"
+    note = brings
+    answered = sorted({workspace.cudnn for workspace in workspaces.values()} - {""})
+    if any(version.split(".")[:2] != [*map(str, release[:2])] for version in answered):
+        note += f", and {' and '.join(answered)} was asked: two versions can choose different engines"
+    guessed = sum(workspace.problem == _NOT_AS_ASKED.format(version_text(release)) for workspace in workspaces.values())
+    if guessed:
+        note += f"; {guessed} convolutions with 1x1 kernels stay guessed"
+    return None if note == brings else note
+
+
+def _copied_later_only(call: LibraryCall, workspace: ConvolutionWorkspace) -> bool:
+    signature = call.convolution
     return (
-        f"workspaces: PyTorch {torch_version.partition('+')[0]} comes with cuDNN {version_text(release)}, and "
-        f"{' and '.join(answered)} was asked: two versions can choose different engines"
+        signature is not None
+        and workspace.source != GUESSED
+        and signature.dtype == "float32"
+        and not signature.channels_last
+        and signature.pointwise
     )
 
 

@@ -285,14 +285,16 @@ class Platform:
     ) -> Mapping[LibraryCall, ConvolutionWorkspace] | None:
         """Return cuDNN's answers about the trace's convolutions; None, with `auto`, where it cannot be asked."""
         from featurize.cudnn.oracle import oracle_for
-        from featurize.memory.cudnn_workspaces import convolution_workspaces
+        from featurize.memory.cudnn_workspaces import convolution_workspaces, for_release
 
+        search = _search_of(job)
         try:
-            return convolution_workspaces(traced.trace, self.device, oracle_for(self.device), _search_of(job))
+            answers = convolution_workspaces(traced.trace, self.device, oracle_for(self.device), search)
         except CommandError:
             if self.workspaces == AUTO:
                 return None
             raise
+        return for_release(answers, self.device, torch_version=self.torch_version, benchmark=search.benchmark)
 
 
 def platform_of(

@@ -227,8 +227,8 @@ def gives_two():
 
 
 def frozen_in_front():
-    net = Net()
-    net.blocks[:3].requires_grad_(False)
+    net = Net().requires_grad_(False)
+    net.last.requires_grad_(True)
     return net
 
 

@@ -10,6 +10,7 @@ from featurize.device.device_spec import load_device
 from featurize.memory.cudnn_workspaces import (
     convolution_workspaces,
     cudnn_of,
+    for_release,
     release_note,
     workspaces_note,
 )
@@ -136,6 +137,10 @@ def answered():
     return convolution_workspaces(trace, A100, Answering(2**20), SearchSettings())
 
 
+def sources(workspaces):
+    return {(call.shapes[1][2:], workspace.source) for call, workspace in workspaces.items()}
+
+
 @pytest.mark.parametrize(
     ("torch_version", "cudnn"), [("2.4.1+cu121", (9, 1, 0)), ("2.10.0", (9, 10, 2)), ("1.13", None), ("local", None)]
 )
@@ -143,9 +148,24 @@ def test_a_release_of_torch_names_its_cudnn(torch_version, cudnn):
     assert cudnn_of(torch_version) == cudnn
 
 
-def test_another_release_than_was_asked_is_said(answered):
+def test_before_cudnn_9_8_pointwise_kernels_in_fp32_take_no_workspace(answered):
+    old = for_release(answered, A100, torch_version="2.4.1")
+    assert sources(old) == {((1, 1), "guessed"), ((3, 3), "oracle")}
+    pointwise = [workspace for call, workspace in old.items() if call.shapes[1][2:] == (1, 1)]
+    assert {(w.sizes, w.problem) for w in pointwise} == {((0,), "cuDNN 9.1.0 takes none for 1x1 kernels in fp32")}
+
+
+def test_what_was_asked_stands_for_later_releases_for_unknown_ones_and_where_all_engines_are_tried(answered):
+    for torch_version in ("2.10.0", "9.0"):
+        assert for_release(answered, A100, torch_version=torch_version) == answered
+    assert for_release(answered, A100, torch_version="2.4.1", benchmark=True) == answered
+
+
+def test_another_release_than_was_asked_is_said_with_what_stays_guessed(answered):
     assert release_note(answered, torch_version="2.10.0+cu128") == (
         "workspaces: PyTorch 2.10.0 comes with cuDNN 9.10.2, and 9.99.0 was asked: two versions can choose different "
         "engines"
     )
-    assert release_note(answered, torch_version="9.0") is None
+    old = for_release(answered, A100, torch_version="2.4.1")
+    note = release_note(old, torch_version="2.4.1")
+    assert note is not None and note.endswith("; 2 convolutions with 1x1 kernels stay guessed")
